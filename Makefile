@@ -1,0 +1,19 @@
+.PHONY: help sync lint type test bench lock
+
+help:   ## list the targets
+	@grep -E '^[a-z]+: *##' $(MAKEFILE_LIST) | sed 's/: *## /\t/'
+sync:   ## install everything into .venv
+	uv sync
+lint:   ## style, imports between packages
+	uv run ruff check .
+	uv run ruff format --check .
+	uv run lint-imports
+type:   ## static types
+	uv run ty check packages/*/src
+test:   ## the whole suite on CPU
+	uv run pytest
+bench:  ## every package's benchmarks (needs a GPU)
+	for b in packages/*/benchmarks/run.py; do [ -f $$b ] && uv run python $$b; done
+lock:   ## resolve afresh and strip every address from uv.lock
+	env -u UV_FIND_LINKS uv lock
+	python3 tools/strip_lock.py uv.lock

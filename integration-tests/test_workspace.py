@@ -1,0 +1,79 @@
+"""Promises of the repository itself: the lock, the arrows between packages, the READMEs."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MEMBERS = ["mb-kernels", "mb-layers", "mb-parallel", "mb-data", "mb-train"]
+
+
+def in_checkout() -> bool:
+    return shutil.which("git") is not None and (ROOT / ".git").exists()
+
+
+@pytest.mark.skipif(not in_checkout(), reason="needs the git checkout")
+def test_committed_lock_holds_no_address() -> None:
+    # The working copy does hold addresses after a sync; what counts is the committed file.
+    lock = subprocess.run(
+        ["git", "show", "HEAD:uv.lock"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert 'name = "torch"' in lock
+    assert "://" not in lock, "restore uv.lock with `git checkout uv.lock`, or run `make lock`"
+
+
+def test_stripping_keeps_versions_and_drops_addresses(tmp_path: Path) -> None:
+    lock = tmp_path / "uv.lock"
+    lock.write_text(
+        '[[package]]\nname = "a"\nversion = "1.2"\n'
+        'source = { registry = "https://example.org/simple" }\n'
+        'sdist = { url = "https://example.org/a.tar.gz", hash = "sha256:0" }\n'
+        'wheels = [\n    { url = "https://example.org/a.whl", hash = "sha256:0" },\n]\n\n'
+        '[package.metadata]\nrequires-dist = [\n    { name = "b", specifier = ">=1" },\n]\n'
+    )
+    subprocess.run(
+        [sys.executable, str(ROOT / "tools/strip_lock.py"), str(lock)], check=True, cwd=tmp_path
+    )
+    assert lock.read_text() == (
+        '[[package]]\nname = "a"\nversion = "1.2"\nsource = { registry = "." }\n\n'
+        "[package.metadata]\nrequires-dist = []\n"
+    )
+
+
+def test_import_arrows_point_one_way() -> None:
+    lint_imports = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
+    if lint_imports is None:
+        pytest.skip("import-linter is not installed")
+    result = subprocess.run([lint_imports], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_member_declares_what_it_imports(member: str) -> None:
+    """Every third-party module imported at the top of a file is a declared dependency."""
+    package = ROOT / "packages" / member
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[<>=;\[ ]", d)[0].replace("-", "_") for d in project["dependencies"]}
+    declared = {{"stanford_stk": "stk"}.get(name, name) for name in declared}
+    own = member.replace("-", "_")
+    for path in (package / "src").rglob("*.py"):
+        optional = {path.stem}  # a module named after the library that it serves: an extra
+        for line in path.read_text().splitlines():
+            match = re.match(r"(?:import|from) ([a-zA-Z]\w*)", line)
+            if match is None or match[1] in sys.stdlib_module_names | {own} | optional:
+                continue
+            assert match[1] in declared, f"{path.relative_to(ROOT)}: {line}"
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_version_is_said_once_in_metadata_and_once_in_code(member: str) -> None:
+    package = ROOT / "packages" / member
+    version = tomllib.loads((package / "pyproject.toml").read_text())["project"]["version"]
+    source = (package / "src" / member.replace("-", "_") / "__init__.py").read_text()
+    assert f'__version__ = "{version}"' in source
+    assert f"[v{version}]" in (package / "CHANGELOG.md").read_text()

@@ -1,0 +1,378 @@
+"""Token files in Megatron-LM's memory-mapped format: ``<prefix>.bin`` and ``<prefix>.idx``.
+
+The ``.bin`` file is every token of every sequence, one after the other, with no header. The
+``.idx`` file says where each sequence starts and which sequences make up a document. Both are
+read through ``mmap``: opening costs nothing, a sequence is a view, and any number of processes
+share one copy of the pages.
+
+Layout of the ``.idx`` file, little endian, for N sequences in D - 1 documents:
+
+| offset   | field                                                   | type    |
+|----------|---------------------------------------------------------|---------|
+| 0        | magic ``MMIDIDX\\0\\0``                                   | 9 bytes |
+| 9        | version, 1                                              | u64     |
+| 17       | dtype code, see ``DTYPES``                              | u8      |
+| 18       | N                                                       | u64     |
+| 26       | D                                                       | u64     |
+| 34       | tokens of each sequence                                 | i32 × N |
+| 34 + 4N  | byte offset of each sequence in ``.bin``                | i64 × N |
+| 34 + 12N | first sequence of each document, then N: starts with 0  | i64 × D |
+
+A sequence is a document, or a sentence of one when the text was split into sentences. The arrays
+start at an odd multiple of two bytes; NumPy reads them unaligned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import shutil
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, overload
+
+import numpy as np
+import numpy.typing as npt
+
+MAGIC = b"MMIDIDX\x00\x00"
+LEGACY_MAGIC = b"TNTIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+
+# 6 and 7 both mean float64: 6 was `np.float`, an alias NumPy has dropped. Written as 7.
+DTYPES: dict[int, np.dtype] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f8"),
+    8: np.dtype("<u2"),
+}
+DTYPE_CODES: dict[np.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """The dtype Megatron picks for a vocabulary: uint16 below 65,500 entries, else int32."""
+    return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
+
+
+def bin_path(prefix: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(prefix)}.bin")
+
+
+def idx_path(prefix: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(prefix)}.idx")
+
+
+class IndexedDataset:
+    """Reads a ``.bin``/``.idx`` pair. Length and indices count sequences.
+
+    ``dataset[i]`` is a read-only view of the tokens, ``dataset[a:b]`` a list of them. Pickles as
+    its path, so it travels to worker processes, forked or spawned, for free.
+
+    Attributes:
+        sizes: int32 [N], tokens of each sequence.
+        pointers: int64 [N], byte offset of each sequence.
+        document_indices: int64 [D], first sequence of each document, then N.
+        tokens: [sum of sizes], all tokens in order.
+        dtype: of the tokens.
+
+    Raises:
+        FileNotFoundError: one of the two files is missing.
+        ValueError: a file is not in this format, or shorter than it says.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype, self.sizes, self.pointers, self.document_indices = read_index(self.prefix)
+
+        path = bin_path(self.prefix)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file, although {path.stem}.idx is there")
+        have = path.stat().st_size
+        if len(self.sizes):
+            want = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
+            if have < want:
+                raise ValueError(
+                    f"{path}: {have:,} bytes, but its index needs {want:,}; the file is cut off, "
+                    "preprocess again or copy it again"
+                )
+        self._buffer = _map(path)
+        self.tokens: npt.NDArray = np.frombuffer(
+            self._buffer, dtype=self.dtype, count=have // self.dtype.itemsize
+        )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> npt.NDArray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[npt.NDArray]: ...
+    def __getitem__(self, index: int | slice) -> npt.NDArray | list[npt.NDArray]:
+        if isinstance(index, slice):
+            return [self.get(i) for i in range(*index.indices(len(self)))]
+        return self.get(index)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray:
+        """``length`` tokens of one sequence from ``offset`` on, to its end if ``length`` is None.
+
+        Raises IndexError outside the dataset, ValueError outside the sequence.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)} in {self.prefix}")
+        size = int(self.sizes[index])
+        if length is None:
+            length = size - offset
+        if offset < 0 or length < 0 or offset + length > size:
+            raise ValueError(
+                f"{self.prefix}: sequence {index} has {size} tokens, "
+                f"asked for {length} from {offset}"
+            )
+        start = int(self.pointers[index]) + offset * self.dtype.itemsize
+        return np.frombuffer(self._buffer, dtype=self.dtype, count=length, offset=start)
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        return type(self), (self.prefix,)
+
+    def __repr__(self) -> str:
+        return (
+            f"IndexedDataset({self.prefix!r}: {self.num_documents:,} documents, "
+            f"{len(self):,} sequences, {self.dtype.name})"
+        )
+
+
+def read_index(
+    prefix: str | os.PathLike[str],
+) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Map ``<prefix>.idx``: dtype, sizes int32 [N], pointers int64 [N], documents int64 [D].
+
+    Checks the header, the file's length and the ends of the arrays, nothing that would read them
+    whole; ``mb_data.validate`` does.
+    """
+    path = idx_path(prefix)
+    if not path.is_file():
+        hint = ""
+        if Path(prefix).suffix in (".bin", ".idx"):
+            hint = "; give the path without .bin or .idx"
+        raise FileNotFoundError(f"{path}: no such file{hint}")
+    buffer = _map(path)
+    if bytes(buffer[: len(LEGACY_MAGIC)]) == LEGACY_MAGIC:
+        raise ValueError(f"{path}: the old TNTIDX format; run `mb-data convert` on it once")
+    if len(buffer) < HEADER.size:
+        raise ValueError(
+            f"{path}: {len(buffer)} bytes, but the header alone has {HEADER.size}; it is cut off"
+        )
+    magic, version, code, num_sequences, num_entries = HEADER.unpack_from(buffer)
+    if magic != MAGIC:
+        raise ValueError(f"{path}: not an index: starts with {magic!r}, expected {MAGIC!r}")
+    if version != VERSION:
+        raise ValueError(f"{path}: version {version}, this reader knows version {VERSION}")
+    if code not in DTYPES:
+        raise ValueError(f"{path}: dtype code {code}, expected one of {sorted(DTYPES)}")
+
+    end_sizes = HEADER.size + 4 * num_sequences
+    end_pointers = end_sizes + 8 * num_sequences
+    end_documents = end_pointers + 8 * num_entries
+    if len(buffer) < end_documents:
+        field = "sequence lengths"
+        if len(buffer) >= end_sizes:
+            field = "sequence pointers" if len(buffer) < end_pointers else "document boundaries"
+        raise ValueError(
+            f"{path}: {len(buffer):,} bytes, but {num_sequences:,} sequences and {num_entries:,} "
+            f"document boundaries need {end_documents:,}; it is cut off in the {field}"
+        )
+    sizes = np.frombuffer(buffer, "<i4", num_sequences, HEADER.size)
+    pointers = np.frombuffer(buffer, "<i8", num_sequences, end_sizes)
+    documents = np.frombuffer(buffer, "<i8", num_entries, end_pointers)
+    if num_entries == 0 or documents[0] != 0 or documents[-1] != num_sequences:
+        ends = (int(documents[0]), int(documents[-1])) if num_entries else "nothing"
+        raise ValueError(
+            f"{path}: document boundaries must run from 0 to {num_sequences}, got {ends}"
+        )
+    return DTYPES[code], sizes, pointers, documents
+
+
+class IndexedDatasetBuilder:
+    """Writes a ``.bin``/``.idx`` pair, document by document.
+
+    Everything goes to temporary names beside the target. ``finalize`` syncs and renames, the
+    ``.idx`` last, so a dataset with an index is whole. As a context manager it finalizes on
+    success and leaves nothing behind on an error.
+
+    Raises:
+        ValueError: the dtype has no code in the format, or tokens do not fit into it.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in DTYPE_CODES:
+            names = ", ".join(d.name for d in DTYPE_CODES)
+            raise ValueError(f"dtype {np.dtype(dtype).name} is not in the format; use {names}")
+        self._sizes = array("i")
+        self._documents = array("q", [0])
+        self._temporary = f"{self.prefix}.{os.getpid()}-{secrets.token_hex(4)}.partial"
+        self._bin: IO[bytes] | None = open(f"{self._temporary}.bin", "xb", buffering=1 << 20)  # noqa: SIM115
+
+    def add_document(
+        self, tokens: npt.ArrayLike, sequence_lengths: Sequence[int] | None = None
+    ) -> None:
+        """Append one document: ``tokens`` [n], cut into sequences of the given lengths.
+
+        Without lengths the document is one sequence.
+        """
+        values = np.asarray(tokens)
+        if values.ndim != 1:
+            raise ValueError(f"tokens of a document must be one-dimensional, got {values.shape}")
+        lengths = [len(values)] if sequence_lengths is None else sequence_lengths
+        self.add_documents(values, lengths, [len(lengths)])
+
+    def add_documents(
+        self,
+        tokens: npt.NDArray,
+        sequence_lengths: npt.ArrayLike,
+        sequences_per_document: npt.ArrayLike | None = None,
+    ) -> None:
+        """Append many documents at once: ``tokens`` [n] of them all, lengths of all sequences.
+
+        Without ``sequences_per_document`` every sequence is a document.
+        """
+        lengths = np.asarray(sequence_lengths, dtype=np.int64)
+        if lengths.size and (lengths.min() < 0 or lengths.max() > np.iinfo(np.int32).max):
+            raise ValueError(
+                "sequence lengths must lie between 0 and 2**31 - 1, the format's limit, got "
+                f"{lengths.min()} to {lengths.max()}"
+            )
+        if lengths.sum() != len(tokens):
+            raise ValueError(f"sequence lengths sum to {lengths.sum()}, got {len(tokens)} tokens")
+        if sequences_per_document is None:
+            counts = np.ones(len(lengths), dtype=np.int64)
+        else:
+            counts = np.asarray(sequences_per_document, dtype=np.int64)
+        if counts.sum() != len(lengths) or (counts < 0).any():
+            raise ValueError(
+                f"sequences per document sum to {counts.sum()}, got {len(lengths)} sequences"
+            )
+        self._file.write(self._cast(tokens).data)
+        self._documents.frombytes((len(self._sizes) + counts.cumsum()).tobytes())
+        self._sizes.frombytes(lengths.astype(np.int32).tobytes())
+
+    def append(self, prefix: str | os.PathLike[str]) -> None:
+        """Append a whole dataset of the same dtype, as Megatron's ``merge_file_`` does."""
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"{other.prefix} holds {other.dtype.name}, the output {self.dtype.name}; "
+                "datasets are joined only within one dtype"
+            )
+        with open(bin_path(prefix), "rb") as source:
+            shutil.copyfileobj(source, self._file, 8 << 20)
+        self._documents.frombytes((len(self._sizes) + other.document_indices[1:]).tobytes())
+        self._sizes.frombytes(other.sizes.tobytes())
+
+    def finalize(self) -> None:
+        """Write the index and give both files their names."""
+        data = self._file
+        sizes = np.frombuffer(self._sizes, dtype=np.int32)
+        documents = np.frombuffer(self._documents, dtype=np.int64)
+        try:
+            with open(f"{self._temporary}.idx", "xb") as index:
+                write_index(index, self.dtype, sizes, documents)
+                _sync(index)
+            _sync(data)
+            data.close()
+            self._bin = None
+            # Without its index a .bin is no dataset: an old index must never meet new tokens.
+            idx_path(self.prefix).unlink(missing_ok=True)
+            os.replace(f"{self._temporary}.bin", bin_path(self.prefix))
+            os.replace(f"{self._temporary}.idx", idx_path(self.prefix))
+            sync_directory(bin_path(self.prefix).parent)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Remove what was written; does nothing after ``finalize``."""
+        if self._bin is not None:
+            with contextlib.suppress(OSError):  # on a full disk the flush fails once more
+                self._bin.close()
+            self._bin = None
+        for suffix in (".bin", ".idx"):
+            Path(self._temporary + suffix).unlink(missing_ok=True)
+
+    @property
+    def _file(self) -> IO[bytes]:
+        if self._bin is None:
+            raise ValueError(f"{self.prefix}: this builder is closed")
+        return self._bin
+
+    def _cast(self, tokens: npt.NDArray) -> npt.NDArray:
+        if tokens.dtype == self.dtype or tokens.size == 0:
+            return np.ascontiguousarray(tokens, dtype=self.dtype)
+        if self.dtype.kind in "iu":
+            limits = np.iinfo(self.dtype.str)
+            low, high = tokens.min(), tokens.max()
+            if tokens.dtype.kind not in "iu" or low < limits.min or high > limits.max:
+                raise ValueError(
+                    f"{self.prefix}: tokens {low} to {high} ({tokens.dtype.name}) do not fit "
+                    f"{self.dtype.name}, which holds {limits.min} to {limits.max}"
+                )
+        return np.ascontiguousarray(tokens, dtype=self.dtype)
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.discard()
+        elif self._bin is not None:
+            self.finalize()
+
+
+def write_index(
+    file: IO[bytes],
+    dtype: np.dtype,
+    sizes: npt.NDArray[np.int32],
+    documents: npt.NDArray[np.int64],
+) -> None:
+    """Write an ``.idx``: sizes int32 [N], documents int64 [D] from 0 to N. See the layout above."""
+    pointers = np.zeros(len(sizes), dtype=np.int64)
+    if len(sizes):
+        np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= dtype.itemsize
+    file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], len(sizes), len(documents)))
+    for values, kind in ((sizes, "<i4"), (pointers, "<i8"), (documents, "<i8")):
+        file.write(np.ascontiguousarray(values, dtype=kind).data)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _map(path: Path) -> memoryview:
+    """The file as read-only memory; an empty file, which cannot be mapped, as no bytes."""
+    if path.stat().st_size == 0:
+        return memoryview(b"")
+    with open(path, "rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

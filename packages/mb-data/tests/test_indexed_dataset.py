@@ -1,0 +1,229 @@
+"""Bytes of the format, written and checked by two independent pieces of code; damaged files."""
+
+import multiprocessing
+import os
+import pickle
+import struct
+
+import numpy as np
+import pytest
+from mb_data import IndexedDataset, IndexedDatasetBuilder
+from mb_data.indexed_dataset import best_dtype
+
+DOCUMENTS = [[[5, 0, 7]], [[]], [[1], [2, 3], [4]], [], [[100, 101, 102, 103, 104]]]
+CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 7, "u2": 8}
+LETTERS = {"u1": "B", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "f8": "d", "u2": "H"}
+
+
+def build(prefix, dtype="u2", documents=DOCUMENTS):
+    with IndexedDatasetBuilder(prefix, dtype) as builder:
+        for sentences in documents:
+            builder.add_document(
+                np.array([t for s in sentences for t in s], dtype=dtype),
+                [len(s) for s in sentences],
+            )
+
+
+def golden(dtype, documents=DOCUMENTS):
+    """Both files, from the layout table, with struct alone."""
+    item = struct.calcsize("<" + LETTERS[dtype])
+    sentences = [s for d in documents for s in d]
+    tokens = [t for s in sentences for t in s]
+    data = struct.pack(f"<{len(tokens)}{LETTERS[dtype]}", *tokens)
+    index = b"MMIDIDX\0\0" + struct.pack("<Q", 1) + struct.pack("<B", CODES[dtype])
+    index += struct.pack("<Q", len(sentences)) + struct.pack("<Q", len(documents) + 1)
+    for s in sentences:
+        index += struct.pack("<i", len(s))
+    address = 0
+    for s in sentences:
+        index += struct.pack("<q", address)
+        address += len(s) * item
+    count = 0
+    index += struct.pack("<q", 0)
+    for d in documents:
+        count += len(d)
+        index += struct.pack("<q", count)
+    return data, index
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_bytes_equal_the_layout_table(tmp_path, dtype):
+    build(tmp_path / "a", dtype)
+    data, index = golden(dtype)
+    assert (tmp_path / "a.bin").read_bytes() == data
+    assert (tmp_path / "a.idx").read_bytes() == index
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_reads_back(tmp_path, dtype):
+    build(tmp_path / "a", dtype)
+    dataset = IndexedDataset(tmp_path / "a")
+    sentences = [s for d in DOCUMENTS for s in d]
+    assert len(dataset) == len(sentences)
+    assert [list(x) for x in dataset[:]] == sentences
+    assert dataset.sizes.tolist() == [len(s) for s in sentences]
+    assert dataset.sizes.dtype == np.int32
+    assert dataset.document_indices.tolist() == [0, 1, 2, 5, 5, 6]
+    assert dataset.document_indices.dtype == np.int64
+    assert dataset.num_documents == len(DOCUMENTS)
+    assert dataset[-1].dtype == np.dtype(dtype)
+
+
+def test_code_6_reads_as_float64(tmp_path):
+    build(tmp_path / "a", "f8")
+    raw = bytearray((tmp_path / "a.idx").read_bytes())
+    raw[17] = 6
+    (tmp_path / "a.idx").write_bytes(raw)
+    assert IndexedDataset(tmp_path / "a")[0].tolist() == [5.0, 0.0, 7.0]
+
+
+def test_get_and_slices(tmp_path):
+    build(tmp_path / "a")
+    dataset = IndexedDataset(tmp_path / "a")
+    assert dataset.get(5, 2, 2).tolist() == [102, 103]
+    assert dataset.get(-1, 4).tolist() == [104]
+    assert dataset.get(5, 5).tolist() == []
+    assert [x.tolist() for x in dataset[4:1:-2]] == [[4], [1]]
+    assert not dataset[0].flags.writeable
+    with pytest.raises(IndexError, match="sequence 6 of 6"):
+        dataset[6]
+    for offset, length in [(-1, 2), (0, 6), (6, None), (3, 3)]:
+        with pytest.raises(ValueError, match="has 5 tokens"):
+            dataset.get(5, offset, length)
+
+
+def _total(dataset):
+    return [x.tolist() for x in dataset[:]]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_travels_to_processes_as_its_path(tmp_path, method):
+    build(tmp_path / "a", documents=[[[i] * 100] for i in range(1000)])
+    dataset = IndexedDataset(tmp_path / "a")
+    assert len(pickle.dumps(dataset)) < 300
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.apply(_total, (dataset,)) == _total(dataset)
+
+
+def test_empty_dataset(tmp_path):
+    build(tmp_path / "a", documents=[])
+    dataset = IndexedDataset(tmp_path / "a")
+    assert len(dataset) == dataset.num_documents == 0
+    assert dataset[:] == []
+
+
+def test_append_joins_as_one_run_would(tmp_path):
+    build(tmp_path / "a")
+    build(tmp_path / "b", documents=DOCUMENTS[::-1])
+    with IndexedDatasetBuilder(tmp_path / "joined", "u2") as builder:
+        builder.append(tmp_path / "a")
+        builder.append(tmp_path / "b")
+    build(tmp_path / "once", documents=DOCUMENTS + DOCUMENTS[::-1])
+    for suffix in (".bin", ".idx"):
+        joined = (tmp_path / f"joined{suffix}").read_bytes()
+        assert joined == (tmp_path / f"once{suffix}").read_bytes()
+
+
+def test_append_of_another_dtype_leaves_nothing(tmp_path):
+    build(tmp_path / "a", "i4")
+    with (
+        pytest.raises(ValueError, match="holds int32, the output uint16"),
+        IndexedDatasetBuilder(tmp_path / "joined", "u2") as builder,
+    ):
+        builder.append(tmp_path / "a")
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "token"), [("u2", 65536), ("u2", -1), ("i1", 128), ("i4", 2**31), ("u2", 0.5)]
+)
+def test_tokens_that_do_not_fit(tmp_path, dtype, token):
+    with (
+        pytest.raises(ValueError, match="do not fit"),
+        IndexedDatasetBuilder(tmp_path / "a", dtype) as builder,
+    ):
+        builder.add_document([1, token])
+    assert os.listdir(tmp_path) == []
+
+
+def test_wrong_arguments(tmp_path):
+    with pytest.raises(ValueError, match="float16 is not in the format; use uint8"):
+        IndexedDatasetBuilder(tmp_path / "a", "f2")
+    with IndexedDatasetBuilder(tmp_path / "a", "u2") as builder:
+        with pytest.raises(ValueError, match="sum to 3, got 2 tokens"):
+            builder.add_document([1, 2], [3])
+        with pytest.raises(ValueError, match="between 0 and"):
+            builder.add_document([1, 2], [3, -1])
+        with pytest.raises(ValueError, match="one-dimensional"):
+            builder.add_document([[1, 2]])
+        with pytest.raises(ValueError, match="sum to 2, got 1 sequences"):
+            builder.add_documents(np.array([1], "u2"), [1], [2])
+        builder.finalize()
+        with pytest.raises(ValueError, match="closed"):
+            builder.add_document([1])
+
+
+def test_an_error_keeps_the_old_dataset(tmp_path):
+    build(tmp_path / "a")
+    before = (tmp_path / "a.bin").read_bytes(), (tmp_path / "a.idx").read_bytes()
+    with (
+        pytest.raises(FileNotFoundError, match="missing"),
+        IndexedDatasetBuilder(tmp_path / "a", "u2") as builder,
+    ):
+        builder.append(tmp_path / "missing")
+    assert before == ((tmp_path / "a.bin").read_bytes(), (tmp_path / "a.idx").read_bytes())
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
+def test_index_truncated_anywhere_is_refused(tmp_path):
+    build(tmp_path / "a")
+    whole = (tmp_path / "a.idx").read_bytes()
+    for length in range(len(whole)):
+        (tmp_path / "a.idx").write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"a\.idx: .*cut off"):
+            IndexedDataset(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "message"),
+    [
+        (0, b"X", "not an index"),
+        (0, b"TNTIDX\0\0", "mb-data convert"),
+        (9, b"\2", "version 2"),
+        (17, b"\x0c", "dtype code 12"),
+        (34 + 12 * 6, b"\1", "from 0 to 6, got \\(1, 6\\)"),
+        (34 + 12 * 6 + 8 * 5, b"\5", "from 0 to 6, got \\(0, 5\\)"),
+    ],
+)
+def test_damaged_index_names_the_field(tmp_path, offset, value, message):
+    build(tmp_path / "a")
+    raw = bytearray((tmp_path / "a.idx").read_bytes())
+    raw[offset : offset + len(value)] = value
+    (tmp_path / "a.idx").write_bytes(raw)
+    with pytest.raises(ValueError, match=message):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_bin_shorter_than_its_index(tmp_path):
+    build(tmp_path / "a")
+    whole = (tmp_path / "a.bin").read_bytes()
+    (tmp_path / "a.bin").write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=r"a\.bin: 23 bytes, but its index needs 24"):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"a\.idx: no such file$"):
+        IndexedDataset(tmp_path / "a")
+    build(tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match=r"without \.bin or \.idx"):
+        IndexedDataset(tmp_path / "a.bin")
+    (tmp_path / "a.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a\.bin: no such file"):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_best_dtype():
+    assert best_dtype(65_499) == np.uint16
+    assert best_dtype(65_500) == np.int32

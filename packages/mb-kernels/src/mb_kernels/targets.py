@@ -1,0 +1,136 @@
+"""The GPU architectures the kernels are built for, and the tile sizes chosen for each.
+
+Three things live here and nowhere else:
+
+- `TARGETS`: what a kernel must respect on each architecture (wave size, shared memory, XCDs);
+- `TILES`: the block sizes of every matrix-multiplying op per architecture, with the reason;
+- `GateCase`: how a kernel module lists what is to be compiled. Each module with Triton kernels
+  has `gate_cases(target) -> list[GateCase]`, and the gate (`mb_kernels.gate`) builds them all.
+
+    python -m mb_kernels.targets                     # every kernel for every target, no GPU needed
+    python -m mb_kernels.targets --target gfx942 --module mb_kernels.block_sparse
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """One GPU architecture.
+
+    name: as in `TARGETS`; backend: Triton's, "cuda" or "hip"; arch: Triton's, 90 or "gfx942";
+    wave_size: threads of one warp or wavefront; shared_bytes: shared memory (LDS) one program may
+    use; xcds: chiplets with an L2 cache of their own, over which programs are dealt round-robin.
+    """
+
+    name: str
+    backend: str
+    arch: int | str
+    wave_size: int
+    shared_bytes: int
+    xcds: int = 1
+
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {
+        target.name: target
+        for target in (
+            # An A100 has 163 KiB; 99 KiB is what sm86, sm89 and sm120 have, which use this entry.
+            Target("sm80", "cuda", 80, wave_size=32, shared_bytes=101_376),
+            Target("sm90", "cuda", 90, wave_size=32, shared_bytes=232_448),
+            Target("gfx942", "hip", "gfx942", wave_size=64, shared_bytes=65_536, xcds=8),
+            Target("gfx90a", "hip", "gfx90a", wave_size=64, shared_bytes=65_536),
+            Target("gfx950", "hip", "gfx950", wave_size=64, shared_bytes=163_840, xcds=8),
+            Target("gfx1100", "hip", "gfx1100", wave_size=32, shared_bytes=65_536),
+        )
+    }
+)
+
+
+def current_target(device: torch.device | None = None) -> Target:
+    """The entry of `TARGETS` that serves `device` (default: the current CUDA or ROCm device).
+
+    An architecture without an entry of its own gets the nearest one: its kernels compile for the
+    real chip all the same, only the tile sizes are the neighbour's. Without a GPU (Triton's CPU
+    interpreter) it is sm80, whose kernels use no hardware-specific load.
+    """
+    if device is not None and device.type == "cpu":
+        return TARGETS["sm80"]
+    if torch.version.hip is not None:
+        return _amd_target(torch.cuda.get_device_properties(device).gcnArchName)
+    return _nvidia_target(torch.cuda.get_device_capability(device)[0])
+
+
+def _nvidia_target(major: int) -> Target:
+    # sm100 has Hopper's shared memory; sm120, though newer, has Ada's.
+    return TARGETS["sm90"] if 9 <= major <= 11 else TARGETS["sm80"]
+
+
+def _amd_target(arch_name: str) -> Target:
+    arch = arch_name.split(":")[0]  # "gfx90a:sramecc+:xnack-"
+    if arch in TARGETS:
+        return TARGETS[arch]
+    if arch.startswith("gfx94"):
+        return TARGETS["gfx942"]
+    return TARGETS["gfx90a" if arch.startswith("gfx9") else "gfx1100"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block sizes of one matrix-multiplying kernel.
+
+    A program computes block_m × block_n of the output, block_k at a time. group_m: how many rows
+    of tiles share a column of tiles in L2. options: further compile options of the backend.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def launch_options(self) -> dict[str, Any]:
+        """The keyword arguments of a kernel launch or compilation."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
+
+
+TILES: dict[str, dict[str, Tile]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateCase:
+    """One kernel at one set of sizes, to be compiled for a target without running it.
+
+    name: unique within the module; kernel: the `@triton.jit` function; signature: Triton type of
+    each run-time argument ("*bf16", "i32", "tensordesc<bf16[128, 64]>"); constexprs: value of each
+    remaining argument; options: further compile options; multiples_of_16: integers the launch
+    specialises on divisibility; beyond_2gib: pointers to storage that may exceed 2 GiB, for which
+    AMD's 32-bit buffer offsets are not available; is_gemm: must contain matrix instructions.
+    Pointers count as 16-byte aligned.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+    multiples_of_16: Sequence[str] = ()
+    beyond_2gib: Sequence[str] = ()
+    is_gemm: bool = False
+
+
+if __name__ == "__main__":
+    from mb_kernels.gate import main
+
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The compile gate refuses bad kernels, and the target table serves neighbouring chips."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from mb_kernels.gate import kernel_modules
+from mb_kernels.targets import TARGETS, _amd_target, _nvidia_target
+
+
+@pytest.fixture(scope="module")
+def gate_run() -> subprocess.CompletedProcess[str]:
+    """The command on gate_kernels.py; a process of its own, for kernels must not be interpreted."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    paths = [str(Path(__file__).parent), *sys.path]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    command = [sys.executable, "-m", "mb_kernels.targets", "--module", "gate_kernels", "--json"]
+    command += ["--target", "sm90", "--target", "gfx942", "--workers", "2"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def problems(run: subprocess.CompletedProcess[str], case: str, target: str) -> list[str]:
+    assert run.stdout, run.stderr
+    builds = {(b["case"], b["target"]): b for b in json.loads(run.stdout)}
+    return builds[case, target]["problems"]
+
+
+@pytest.mark.parametrize("target", ["sm90", "gfx942"])
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("spilling", "spills"),
+        ("too_much_shared", "bytes of shared memory"),
+        ("no_matrix_instruction", "without matrix instructions"),
+        ("wrong_argument", "wrong: SIZE, SIZES"),
+    ],
+)
+def test_gate_refuses(
+    gate_run: subprocess.CompletedProcess[str], case: str, expected: str, target: str
+) -> None:
+    (problem,) = problems(gate_run, case, target)
+    assert expected in problem
+
+
+@pytest.mark.parametrize("target", ["sm90", "gfx942"])
+def test_gate_passes_a_sound_gemm(gate_run: subprocess.CompletedProcess[str], target: str) -> None:
+    assert problems(gate_run, "sound", target) == []
+    builds = {(b["case"], b["target"]): b for b in json.loads(gate_run.stdout)}
+    build = builds["sound", target]
+    assert build["registers"] > 16
+    assert build["shared"] > 0
+    (instruction,) = build["matrix_instructions"]
+    assert instruction.startswith("m64n" if target == "sm90" else "mfma_f32")
+
+
+def test_gate_fails_on_findings_and_on_a_kernel_in_no_case(
+    gate_run: subprocess.CompletedProcess[str],
+) -> None:
+    assert gate_run.returncode == 1
+    assert "gate_kernels.forgotten_kernel is in no gate case" in gate_run.stderr
+    assert "10 builds of 1 modules for 2 targets, 9 failed" in gate_run.stderr
+
+
+def test_gate_refuses_a_module_without_cases() -> None:
+    with pytest.raises(ValueError, match=r"json has no gate_cases\(target\)"):
+        kernel_modules(["json"])
+
+
+def test_gate_finds_the_package_modules() -> None:
+    modules = kernel_modules()
+    assert all(isinstance(module, ModuleType) for module in modules)
+    assert "mb_kernels.gate" not in {module.__name__ for module in modules}
+
+
+@pytest.mark.parametrize(
+    ("arch_name", "expected"),
+    [
+        ("gfx90a:sramecc+:xnack-", "gfx90a"),
+        ("gfx942:sramecc+:xnack-", "gfx942"),
+        ("gfx941", "gfx942"),
+        ("gfx908", "gfx90a"),
+        ("gfx1101", "gfx1100"),
+        ("gfx1201", "gfx1100"),
+    ],
+)
+def test_amd_neighbours(arch_name: str, expected: str) -> None:
+    assert _amd_target(arch_name) is TARGETS[expected]
+
+
+@pytest.mark.parametrize(
+    ("major", "expected"), [(8, "sm80"), (9, "sm90"), (10, "sm90"), (12, "sm80")]
+)
+def test_nvidia_neighbours(major: int, expected: str) -> None:
+    assert _nvidia_target(major) is TARGETS[expected]

@@ -1,3 +1,13 @@
 """Mixture-of-Experts kernels in Triton, with a reference in plain PyTorch."""
 
+from mb_kernels import reference as reference
+from mb_kernels.activation import is_glu as is_glu
+from mb_kernels.expert_mlp import expert_mlp as expert_mlp
+from mb_kernels.grouped_gemm import grouped_gemm as grouped_gemm
+from mb_kernels.permute import combine as combine
+from mb_kernels.permute import gather as gather
+from mb_kernels.routing import Bins as Bins
+from mb_kernels.routing import bin_tokens as bin_tokens
+from mb_kernels.routing import topk_softmax as topk_softmax
+
 __version__ = "0.1.0"

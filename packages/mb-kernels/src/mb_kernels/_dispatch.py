@@ -1,0 +1,92 @@
+"""How an op of namespace ``mb`` is registered, and which implementation a tensor gets.
+
+Every op is a ``torch.library`` op with a fake implementation, an autograd formula where it has a
+gradient, and a FLOP formula where it multiplies matrices. CPU tensors run the plain PyTorch
+reference; CUDA and ROCm tensors run Triton. Under ``TRITON_INTERPRET=1`` CPU tensors run the Triton
+kernels through Triton's interpreter, which is how they are tested without a GPU.
+
+Triton is imported on the first call that needs it, never on ``import mb_kernels``.
+"""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_library = torch.library.Library("mb", "DEF")
+# Read once: Triton itself decides at decoration time whether a kernel is interpreted.
+_interpret = os.environ.get("TRITON_INTERPRET") == "1"
+_has_triton = importlib.util.find_spec("triton") is not None
+
+
+def use_triton(x: Tensor) -> bool:
+    """True if ops on ``x`` run Triton kernels, False if they run the reference.
+
+    float64 always runs the reference: the kernels accumulate in float32.
+    """
+    if not _has_triton or x.dtype is torch.float64:
+        return False
+    return x.is_cuda or (_interpret and x.device.type == "cpu")
+
+
+def register(
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    kernels: str | None = None,
+    flops: Callable[..., int] | None = None,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> None:
+    """Define op ``mb::<schema>``.
+
+    Args:
+        schema: "name(Tensor x, ...) -> Tensor".
+        reference: the op in plain PyTorch, any device, called without autograd.
+        fake: shapes and dtypes only.
+        kernels: the module whose function ``name`` launches the Triton kernels; None runs the
+            reference everywhere.
+        flops: FLOP formula over shapes, as ``register_flop_formula`` takes it.
+        setup_context, backward: the autograd formula, as ``register_autograd`` takes it.
+    """
+    name = schema.split("(", 1)[0]
+
+    def implementation(*args: Any) -> Any:
+        first = next(a for a in args if isinstance(a, Tensor))
+        if kernels is not None and use_triton(first):
+            return getattr(importlib.import_module(kernels), name)(*args)
+        return reference(*args)
+
+    _library.define(schema)
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, implementation, key)
+    torch.library.register_fake(f"mb::{name}", fake, lib=_library)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"mb::{name}", backward, setup_context=setup_context, lib=_library
+        )
+    if flops is not None:
+        register_flop_formula(getattr(torch.ops.mb, name))(flops)
+
+
+def require_same(what: str, first: Tensor, **others: Tensor) -> None:
+    """ValueError unless every tensor has the device and dtype of ``first``."""
+    for name, tensor in others.items():
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{name}: expected it on {first.device}, where {what} is; got {tensor.device}. "
+                f"Move it with .to({str(first.device)!r})."
+            )
+        if tensor.dtype is not first.dtype:
+            raise ValueError(
+                f"{name}: expected {first.dtype}, the dtype of {what}; got {tensor.dtype}. "
+                "Cast one of them (autocast does not reach into this op)."
+            )

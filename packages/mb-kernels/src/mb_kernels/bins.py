@@ -1,0 +1,27 @@
+# ruff: noqa: N815  (capital letters name tensor dimensions, in fields as in arguments)
+"""``Bins``: which expert takes which routed slot, as four index arrays of static size.
+
+Letters: T tokens, K top-k, N = T·K slots and rows, E experts, E1 = E + 1.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Bins(NamedTuple):
+    """Routed slots sorted by expert; every field int32, on the device, of static size.
+
+    Slot s = t·K + k is choice k of token t. Rows are slots sorted by expert, in slot order within
+    an expert, so row r of the experts' input is token ``order_N[r] // K``. Nothing here is read
+    by the host, so a CUDA graph can hold the whole layer.
+    """
+
+    order_N: Tensor
+    """Row r holds slot order_N[r]; rows from offsets_E1[-1] on hold the dropped slots."""
+    inverse_N: Tensor
+    """Row of slot s, or -1 if the slot was dropped."""
+    tokens_per_expert_E: Tensor
+    """Slots routed to each expert, before capacity drops any."""
+    offsets_E1: Tensor
+    """Expert e computes rows offsets_E1[e] to offsets_E1[e + 1], after capacity."""

@@ -1,0 +1,172 @@
+"""The fused expert MLP: against float64 loops over slots, its gradients, compile, FLOPs, memory."""
+
+import pytest
+import torch
+from mb_kernels import bin_tokens, expert_mlp, is_glu, reference
+from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, activate
+from mb_kernels.testing import assert_close, make_expert_ids
+from torch.utils.flop_counter import FlopCounterMode
+
+CASES = [
+    (13, 6, 4, 5, 2, "uniform", None),
+    (9, 4, 6, 3, 1, "one_expert", None),
+    (21, 5, 3, 8, 4, "empty_experts", None),
+    (17, 4, 4, 4, 2, "skewed", 3),
+    (0, 4, 4, 4, 2, "uniform", None),
+    (6, 4, 4, 1, 1, "uniform", None),
+]
+IDS = ["T{}-D{}-F{}-E{}-K{}-{}-C{}".format(*case) for case in CASES]
+
+
+def make_case(case, activation="swiglu", dtype=torch.float64):
+    tokens, hidden, ffn, experts, top_k, routing, capacity = case
+    generator = torch.Generator().manual_seed(0)
+    bins = bin_tokens(
+        make_expert_ids(routing, tokens, experts, top_k, generator=generator),
+        experts,
+        capacity=capacity,
+    )
+
+    def leaf(*shape):
+        return torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True)
+
+    columns = 2 * ffn if is_glu(activation) else ffn
+    x, w1 = leaf(tokens, hidden), leaf(experts, columns, hidden)
+    return x, w1, leaf(experts, hidden, ffn), bins, leaf(tokens, top_k)
+
+
+def loop_over_slots(x, w1, w2, bins, weights, activation):
+    """The definition, one slot at a time."""
+    top_k = weights.shape[1]
+    y = 0 * x
+    for e in range(w1.shape[0]):
+        for r in range(bins.offsets_E1[e], bins.offsets_E1[e + 1]):
+            t, k = divmod(bins.order_N[r].item(), top_k)
+            a = activate(w1[e] @ x[t], activation)
+            y[t] = y[t] + weights[t, k] * (w2[e] @ a)
+    return y
+
+
+def gradients(op, inputs, **kwargs):
+    x, w1, w2, _, weights = inputs
+    y = op(*inputs, **kwargs)
+    generator = torch.Generator().manual_seed(7)
+    dy = torch.randn(y.shape, generator=generator).bfloat16().to(y.dtype)
+    return y, torch.autograd.grad(y, (x, w1, w2, weights), dy, allow_unused=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
+@pytest.mark.parametrize("op", [expert_mlp, reference.expert_mlp], ids=["op", "reference"])
+def test_matches_loop_over_slots(case, recompute, op):
+    inputs = make_case(case)
+    want_y, want = gradients(lambda *args: loop_over_slots(*args, activation="swiglu"), inputs)
+    got_y, got = gradients(op, inputs, recompute=recompute)
+    assert_close("y", got_y, want_y)
+    for name, g, w, like in zip(
+        ("dx", "dw1", "dw2", "dweights"), got, want, (*inputs[:3], inputs[4]), strict=True
+    ):
+        assert_close(name, g, torch.zeros_like(like) if w is None else w)
+
+
+@pytest.mark.parametrize("activation", [*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS])
+def test_every_activation(activation):
+    inputs = make_case(CASES[0], activation)
+    want_y, want = gradients(reference.expert_mlp, inputs, activation=activation)
+    got_y, got = gradients(expert_mlp, inputs, activation=activation)
+    assert_close("y", got_y, want_y)
+    for name, g, w in zip(("dx", "dw1", "dw2", "dweights"), got, want, strict=True):
+        assert_close(name, g, w)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_low_precision_follows_float64(dtype):
+    case = (40, 16, 32, 4, 2, "uniform", None)
+    inputs = make_case(case)
+    low = tuple(
+        t.detach().to(dtype).requires_grad_() if isinstance(t, torch.Tensor) else t for t in inputs
+    )
+    exact = tuple(
+        t.detach().double().requires_grad_() if isinstance(t, torch.Tensor) else t for t in low
+    )
+    want_y, want = gradients(reference.expert_mlp, exact)
+    got_y, got = gradients(expert_mlp, low)
+    assert_close("y", got_y, want_y)
+    for name, g, w in zip(("dx", "dw1", "dw2", "dweights"), got, want, strict=True):
+        assert g.dtype is dtype
+        assert_close(name, g, w)
+
+
+def test_frozen_weights_get_no_gradient():
+    x, w1, w2, bins, weights = make_case(CASES[0])
+    y = expert_mlp(x, w1.detach(), w2.detach(), bins, weights.detach())
+    (got,) = torch.autograd.grad(y.sum(), x)
+    (want,) = torch.autograd.grad(reference.expert_mlp(x, w1, w2, bins, weights).sum(), x)
+    assert_close("dx", got, want)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
+def test_compiles_without_a_graph_break(recompute):
+    inputs = make_case(CASES[0], dtype=torch.float32)
+    compiled = torch.compile(expert_mlp, fullgraph=True, backend="aot_eager")
+    want_y, want = gradients(expert_mlp, inputs, recompute=recompute)
+    got_y, got = gradients(compiled, inputs, recompute=recompute)
+    torch.testing.assert_close(got_y, want_y, rtol=0, atol=0)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_opcheck():
+    x, w1, w2, bins, weights = make_case(CASES[3], dtype=torch.float32)
+    indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
+    torch.library.opcheck(
+        torch.ops.mb.expert_mlp.default, (x, w1, w2, *indices, weights, "swiglu", True)
+    )
+
+
+def test_flops_count_both_passes():
+    tokens, hidden, ffn, _, top_k = CASES[0][:5]
+    inputs = make_case(CASES[0])
+    with FlopCounterMode(display=False) as counter:
+        gradients(expert_mlp, inputs)
+    assert counter.get_total_flops() == 18 * tokens * top_k * hidden * ffn
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
+def test_saves_only_preactivations_and_maps(recompute):
+    x, w1, w2, bins, weights = make_case((32, 16, 16, 4, 2, "uniform", None), dtype=torch.float32)
+    given = {t.untyped_storage().data_ptr() for t in (x, w1, w2, *bins, weights)}
+    saved = []
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in given:
+            saved.append(t.untyped_storage().nbytes())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        expert_mlp(x, w1, w2, bins, weights, recompute=recompute)
+    assert sum(saved) == (0 if recompute else 4 * 64 * 32)
+
+
+def test_inference_keeps_nothing():
+    x, w1, w2, bins, weights = make_case(CASES[0])
+    with torch.no_grad():
+        assert not expert_mlp(x, w1, w2, bins, weights).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w1": torch.zeros(5, 4, 6)}, r"w1_EFD: expected \(5, 8, 6\) for swiglu.*gate over up"),
+        ({"w2": torch.zeros(5, 7, 4)}, r"w2_EDF: expected \[E, D, F\].*\(5, 7, 4\)"),
+        ({"w1": torch.zeros(5, 8, 6)}, "w1_EFD: expected torch.float64"),
+        ({"weights": torch.zeros(12, 2)}, r"weights_TK: expected \[13, top_k\]"),
+        ({"weights": torch.zeros(13, 3)}, "bins: expected 39 slots and 5 experts; got 26 and 5"),
+        ({"activation": "swigle"}, "Use 'swiglu'"),
+    ],
+)
+def test_bad_input(change, message):
+    x, w1, w2, bins, weights = make_case(CASES[0])
+    arguments = {"x": x, "w1": w1, "w2": w2, "bins": bins, "weights": weights} | change
+    activation = arguments.pop("activation", "swiglu")
+    with pytest.raises(ValueError, match=message):
+        expert_mlp(*arguments.values(), activation=activation)

@@ -1,0 +1,57 @@
+"""Grouped products against a loop over rows."""
+
+import pytest
+import torch
+from mb_kernels import grouped_gemm
+from mb_kernels.testing import assert_close
+
+OFFSETS = {
+    "ragged": [0, 3, 3, 10, 11],
+    "one_expert": [0, 0, 0, 0, 11],
+    "dropped_rows": [0, 2, 4, 4, 7],
+    "no_rows": [0, 0, 0, 0, 0],
+}
+
+
+def make_case(kind, transpose_weight):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(11, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    shape = (4, 5, 6) if transpose_weight else (4, 6, 5)
+    w = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    return x, w, torch.tensor(OFFSETS[kind], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("transpose_weight", [True, False], ids=["EMK", "EKM"])
+@pytest.mark.parametrize("kind", OFFSETS)
+def test_matches_loop_over_rows(kind, transpose_weight):
+    x, w, offsets = make_case(kind, transpose_weight)
+    want = torch.zeros(11, 5, dtype=torch.float64)
+    for e in range(4):
+        for r in range(offsets[e], offsets[e + 1]):
+            want[r] = x[r] @ (w[e].T if transpose_weight else w[e])
+    assert_close("y", grouped_gemm(x, w, offsets, transpose_weight=transpose_weight), want)
+
+
+@pytest.mark.parametrize("transpose_weight", [True, False], ids=["EMK", "EKM"])
+@pytest.mark.parametrize("kind", OFFSETS)
+def test_gradients(kind, transpose_weight):
+    x, w, offsets = make_case(kind, transpose_weight)
+    assert torch.autograd.gradgradcheck(
+        lambda x, w: grouped_gemm(x, w, offsets, transpose_weight=transpose_weight), (x, w)
+    )
+    assert torch.autograd.gradcheck(
+        lambda x, w: grouped_gemm(x, w, offsets, transpose_weight=transpose_weight), (x, w)
+    )
+
+
+@pytest.mark.parametrize(
+    ("w", "offsets", "message"),
+    [
+        (torch.zeros(2, 5, 6), torch.zeros(3), r"\[E, M, K\].*\(4, 5\).*\(2, 5, 6\).*=False"),
+        (torch.zeros(2, 6, 5), torch.zeros(2), r"offsets_E1: expected \[3\].*\(2,\)"),
+        (torch.zeros(2, 6, 5).half(), torch.zeros(3), "w: expected torch.float32.*torch.float16"),
+    ],
+)
+def test_bad_input(w, offsets, message):
+    with pytest.raises(ValueError, match=message):
+        grouped_gemm(torch.zeros(4, 5), w, offsets)

@@ -15,7 +15,7 @@ from torch import Tensor
 from mb_kernels._launch import launch
 from mb_kernels.targets import GateCase, Target
 
-_BLOCK = 1024  # slots sorted by one program; keys must keep 10 bits for the position
+_BLOCK = 1024  # slots sorted by one program
 _COLUMNS = 16  # groups per program of the prefix sum
 _STEP = 128  # blocks per step of the prefix sum
 _TAKEN = tl.constexpr(-2147483648)  # below the key of every logit
@@ -282,11 +282,12 @@ def bin_tokens(
     offsets = ids.new_empty(num_experts + 1, dtype=torch.int32)
     if slots == 0:
         return order, inverse, counts.zero_(), offsets.zero_()
-    blocks = triton.cdiv(slots, _BLOCK)
+    block = _BLOCK if ids.is_cuda else 64  # the interpreter sorts slowly
+    blocks = triton.cdiv(slots, block)
     before = ids.new_empty((blocks, groups), dtype=torch.int32)
     totals = ids.new_empty(groups, dtype=torch.int32)
     launch(
-        histogram_kernel, (blocks,), ids, before, slots, E=num_experts, GROUPS=groups, BLOCK=_BLOCK
+        histogram_kernel, (blocks,), ids, before, slots, E=num_experts, GROUPS=groups, BLOCK=block
     )
     launch(
         prefix_kernel,
@@ -312,7 +313,7 @@ def bin_tokens(
         slots if capacity is None else min(capacity, slots),
         E=num_experts,
         GROUPS=groups,
-        BLOCK=_BLOCK,
+        BLOCK=block,
     )
     return order, inverse, counts, offsets
 

@@ -1,5 +1,7 @@
 """Kernels of ``mb_kernels.permute``: bound by memory, one pass over each row.
 
+There may be more rows than slots: a row whose order is -1 is padding, and stays zero.
+
 Letters: T tokens, D hidden, K top-k, N = T·K rows, E1 = E + 1.
 """
 
@@ -26,8 +28,9 @@ def gather_kernel(
 ):
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    token = tl.load(order_ptr + r, mask=r < rows, other=0) // TOP_K
-    taken = r < tl.load(last_offset_ptr)
+    slot = tl.load(order_ptr + r, mask=r < rows, other=-1)
+    token = slot // TOP_K
+    taken = (r < tl.load(last_offset_ptr)) & (slot >= 0)
     value = tl.load(
         x_ptr + token.to(tl.int64)[:, None] * D + d[None, :],
         mask=taken[:, None] & (d < D)[None, :],
@@ -89,8 +92,8 @@ def combine_backward_kernel(
 ):
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = r < rows
-    taken = r < tl.load(last_offset_ptr)
-    slot = tl.load(order_ptr + r, mask=live, other=0)
+    slot = tl.load(order_ptr + r, mask=live, other=-1)
+    taken = (r < tl.load(last_offset_ptr)) & (slot >= 0)
     s = tl.load(weights_ptr + slot, mask=taken, other=0.0).to(tl.float32)
     dy_row = dy_ptr + (slot // TOP_K).to(tl.int64)[:, None] * D
     row = r.to(tl.int64)[:, None] * D
@@ -104,7 +107,7 @@ def combine_backward_kernel(
         dot += tl.sum(dy * y, 1)
         d_row = (dy * s[:, None]).to(d_rows_ptr.dtype.element_ty)
         tl.store(d_rows_ptr + row + d[None, :], d_row, mask=live[:, None] & inside)
-    tl.store(d_weights_ptr + slot, dot.to(d_weights_ptr.dtype.element_ty), mask=live)
+    tl.store(d_weights_ptr + slot, dot.to(d_weights_ptr.dtype.element_ty), mask=slot >= 0)
 
 
 @triton.jit
@@ -164,7 +167,7 @@ def combine(
     top_k: int,
 ) -> Tensor:
     rows = rows.contiguous()
-    tokens, columns = order.shape[0] // top_k, rows.shape[1]
+    tokens, columns = inverse.shape[0] // top_k, rows.shape[1]
     y = rows.new_empty((tokens, columns))
     if y.numel() == 0:
         return y

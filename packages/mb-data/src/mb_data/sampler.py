@@ -1,0 +1,193 @@
+"""Which samples a data-parallel rank trains on next, given how many have been consumed so far.
+
+A sampler is a list of micro-batches of sample indices for one rank. It holds no position: the
+trainer counts consumed samples (over all ranks), saves that number, and builds the sampler from it
+again, on as many ranks as there are then. N micro-batches in a row are the same global set of
+samples for every product micro_batch_size × world_size × N, so a run resumed on another number of
+ranks consumes what it would have consumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+
+class SequentialSampler:
+    """Samples in order, each once. Megatron's ``--dataloader-type single``.
+
+    Each step takes the next micro_batch_size × world_size samples; rank r gets the r-th slice.
+
+    Args:
+        total_samples: in the dataset.
+        consumed_samples: already used, by all ranks together; the iteration starts there.
+        micro_batch_size: samples of one rank in one micro-batch.
+        rank, world_size: of data parallelism.
+        drop_last: leave out a last step that does not fill every rank; otherwise its slices are
+            shorter, and empty on the later ranks.
+
+    Raises:
+        ValueError: an argument out of range, or no sample left.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        *,
+        consumed_samples: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        drop_last: bool = True,
+    ) -> None:
+        _check(total_samples, consumed_samples, micro_batch_size, rank, world_size)
+        if consumed_samples >= total_samples:
+            raise ValueError(
+                f"no samples left: {consumed_samples:,} of {total_samples:,} are consumed; "
+                "build the dataset with more samples, or start again from 0"
+            )
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.drop_last = drop_last
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank from ``consumed_samples`` on."""
+        left, step = self.total_samples - self.consumed_samples, self._step
+        return left // step if self.drop_last else -(-left // step)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for begin in range(self.consumed_samples, self.total_samples, self._step):
+            if self.drop_last and begin + self._step > self.total_samples:
+                return
+            start = begin + self.rank * self.micro_batch_size
+            yield list(range(start, min(start + self.micro_batch_size, self.total_samples)))
+
+    @property
+    def _step(self) -> int:
+        return self.micro_batch_size * self.world_size
+
+
+class CyclicSampler:
+    """Endless epochs, each in a new random order. Megatron's ``--dataloader-type cyclic``.
+
+    The order of epoch e is ``torch.randperm`` seeded with ``seed + e``, as in Megatron (where the
+    seed is 0), computed without torch.
+
+    Plain, one order runs over the whole dataset, the epochs follow each other without a gap, and
+    each step deals the next micro_batch_size × world_size samples to the ranks in turn: position
+    ``consumed_samples`` means the same on any number of ranks. This is Megatron's
+    ``--no-data-sharding`` whenever the dataset is a multiple of a step, the only case in which
+    that one resumes on other ranks.
+
+    With ``data_sharding``, Megatron's default, every rank shuffles its own contiguous part of the
+    dataset, and samples beyond a multiple of a step are left out. The parts follow from the number
+    of ranks: resumed on another number, an epoch repeats some samples and misses others.
+
+    Args:
+        total_samples: in the dataset.
+        consumed_samples: already used, by all ranks together; may lie in any epoch.
+        micro_batch_size: samples of one rank in one micro-batch.
+        rank, world_size: of data parallelism.
+        seed: of epoch 0.
+        data_sharding: see above.
+
+    Raises:
+        ValueError: an argument out of range; with ``data_sharding``, a dataset smaller than a
+            step, or a position inside one.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        *,
+        consumed_samples: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int = 0,
+        data_sharding: bool = False,
+    ) -> None:
+        _check(total_samples, consumed_samples, micro_batch_size, rank, world_size)
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed must lie between 0 and 2**32 - 1, got {seed}")
+        step = micro_batch_size * world_size
+        if data_sharding and total_samples < step:
+            raise ValueError(
+                f"{total_samples} samples do not fill one step of {micro_batch_size} samples on "
+                f"{world_size} ranks; use a smaller micro-batch or data_sharding=False"
+            )
+        if data_sharding and consumed_samples % step:
+            raise ValueError(
+                f"{consumed_samples} consumed samples lie inside a step of {micro_batch_size} "
+                f"samples on {world_size} ranks; with data_sharding resume on whole steps"
+            )
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.data_sharding = data_sharding
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._iterate_sharded() if self.data_sharding else self._iterate_global()
+
+    def _iterate_global(self) -> Iterator[list[int]]:
+        epoch, position = divmod(self.consumed_samples, self.total_samples)
+        order = permutation(self.total_samples, self.seed + epoch)
+        step = self.micro_batch_size * self.world_size
+        while True:
+            chunk = order[position : position + step]
+            position += step
+            while len(chunk) < step:
+                position = step - len(chunk)
+                epoch += 1
+                order = permutation(self.total_samples, self.seed + epoch)
+                chunk = chunk + order[:position]
+            yield chunk[self.rank :: self.world_size]
+
+    def _iterate_sharded(self) -> Iterator[list[int]]:
+        steps = self.total_samples // (self.micro_batch_size * self.world_size)
+        bucket = steps * self.micro_batch_size  # samples of one rank in one epoch
+        epoch, position = divmod(self.consumed_samples // self.world_size, bucket)
+        while True:
+            order = permutation(bucket, self.seed + epoch)
+            for start in range(position, bucket, self.micro_batch_size):
+                chunk = order[start : start + self.micro_batch_size]
+                yield [self.rank * bucket + index for index in chunk]
+            epoch, position = epoch + 1, 0
+
+
+def permutation(n: int, seed: int) -> list[int]:
+    """``torch.randperm(n)`` after ``torch.manual_seed(seed)`` on CPU, as a list.
+
+    Both torch and NumPy's legacy generator are MT19937 seeded by the same rule. torch swaps entry
+    i with entry i + z % (n - i), where z is the next 32-bit output, for i from 0 to n - 2. (From
+    n = 2**32 / 20 on torch draws 64 bits; there the order is a different one.)
+    """
+    words = np.random.RandomState(seed % 2**32).randint(0, 2**32, max(n - 1, 0), dtype=np.uint32)
+    steps = words % np.arange(n, n - len(words), -1, dtype=np.uint32)
+    order = list(range(n))
+    for i, step in enumerate(steps.tolist()):
+        j = i + step
+        order[i], order[j] = order[j], order[i]
+    return order
+
+
+def _check(
+    total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, world_size: int
+) -> None:
+    for name, value, least in (
+        ("total_samples", total_samples, 1),
+        ("consumed_samples", consumed_samples, 0),
+        ("micro_batch_size", micro_batch_size, 1),
+        ("world_size", world_size, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must lie between 0 and world_size - 1, got {rank} of {world_size}")

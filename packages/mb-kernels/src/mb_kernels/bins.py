@@ -1,4 +1,3 @@
-
 """``Bins``: which expert takes which routed slot, as four index arrays of static size.
 
 Letters: T tokens, K top-k, N = T·K slots and rows, E experts, E1 = E + 1.

@@ -6,6 +6,9 @@ from mb_kernels.expert_mlp import expert_mlp as expert_mlp
 from mb_kernels.grouped_gemm import grouped_gemm as grouped_gemm
 from mb_kernels.permute import combine as combine
 from mb_kernels.permute import gather as gather
+from mb_kernels.quantize import Quantized as Quantized
+from mb_kernels.quantize import dequantize as dequantize
+from mb_kernels.quantize import quantize as quantize
 from mb_kernels.routing import Bins as Bins
 from mb_kernels.routing import bin_tokens as bin_tokens
 from mb_kernels.routing import topk_softmax as topk_softmax

@@ -69,13 +69,20 @@ def route_one_token(
     return {e: w * config.routed_scaling_factor for e, w in weights.items()}
 
 
-def run_one_expert(config: MoEConfig, x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """activation(W1 x) then W2, for one token x [D]."""
+def run_one_expert(
+    config: MoEConfig, x: Tensor, params: dict[str, Tensor], prefix: str, e: int
+) -> Tensor:
+    """W2 activation(W1 x + b1) + b2 of expert e, for one token x [D]."""
+    w1, w2 = params[f"{prefix}.w1"][e], params[f"{prefix}.w2"][e]
     h = w1 @ x
+    if f"{prefix}.b1" in params:
+        h = h + params[f"{prefix}.b1"][e]
     if config.activation in GATES:
-        gate, up = h[: config.ffn_hidden_size], h[config.ffn_hidden_size :]
-        return w2 @ (ACTIVATIONS[GATES[config.activation]](gate) * up)
-    return w2 @ ACTIVATIONS[config.activation](h)
+        gate, up = h[: w2.shape[1]], h[w2.shape[1] :]
+        y = w2 @ (ACTIVATIONS[GATES[config.activation]](gate) * up)
+    else:
+        y = w2 @ ACTIVATIONS[config.activation](h)
+    return y + params[f"{prefix}.b2"][e] if f"{prefix}.b2" in params else y
 
 
 def loop_over_tokens(
@@ -99,9 +106,16 @@ def loop_over_tokens(
         chosen = route_one_token(config, logits, params.get("router.balancing_bias"))
         for e, weight in chosen.items():
             if load[e] < limit:
-                w1, w2 = params["experts.w1"][e], params["experts.w2"][e]
-                y = y + weight * run_one_expert(config, x, w1, w2)
+                y = y + weight * run_one_expert(config, x, params, "experts", e)
             load[e] += 1
+        if config.shared_expert_hidden_size is not None:
+            shared = run_one_expert(config, x, params, "shared_expert", 0)
+            if config.shared_expert_gate:
+                shared = shared / (1 + torch.exp(-(params["shared_expert.gate"] @ x)))
+            k = config.top_k
+            y = (shared + k * y) / (k + 1) if config.shared_expert_weighted_sum else shared + y
+        if config.output_bias:
+            y = y + params["bias"]
         outputs.append(y)
         if config.score_function == "softmax":
             probs.append(torch.exp(logits) / torch.exp(logits).sum())

@@ -29,6 +29,8 @@ BAD = {
     "std": ({"init_method_std": -1.0}, "init_method_std >= 0"),
     "output std": ({"output_init_std": -1.0}, "output_init_std >= 0"),
     "scale": ({"routed_scaling_factor": 0.0}, "routed_scaling_factor > 0"),
+    "gate of no shared expert": ({"shared_expert_gate": True}, "give the shared expert a width"),
+    "shared width": ({"shared_expert_hidden_size": 0}, "shared_expert_hidden_size .* >= 1, got 0"),
     "half groups": ({"num_expert_groups": 2}, "together"),
     "groups divide": ({"num_expert_groups": 3, "top_k_groups": 1}, "3 groups for 8 experts"),
     "too many groups": ({"num_expert_groups": 2, "top_k_groups": 3}, "num_expert_groups=2, got 3"),

@@ -40,6 +40,21 @@ VARIANTS = {
     "router-bias": {"router_bias": True, "renormalize": True},
     "z-loss": {"z_loss_weight": 0.1},
     "recompute": {"recompute": True},
+    "mlp-bias": {"mlp_bias": True},
+    "mlp-bias-recompute-gelu": {"mlp_bias": True, "recompute": True, "activation": "gelu"},
+    "output-bias": {"output_bias": True},
+    "shared": {"shared_expert_hidden_size": 32},
+    "shared-gate-bias": {
+        "shared_expert_hidden_size": 32,
+        "shared_expert_gate": True,
+        "shared_expert_bias": True,
+    },
+    "shared-weighted": {
+        "shared_expert_hidden_size": 16,
+        "shared_expert_weighted_sum": True,
+        "activation": "gelu",
+        "output_bias": True,
+    },
     **{
         name: {"activation": name}
         for name in ("geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu")
@@ -55,8 +70,10 @@ def build(cls: type = dMoE, dtype: torch.dtype = torch.float64, **overrides) -> 
     with torch.no_grad():
         if config.balancing_bias:
             layer.router.balancing_bias.normal_(std=0.3)
-        if config.router_bias:
-            layer.router.bias.normal_(std=0.5)
+        for name, parameter in layer.named_parameters():
+            if name.endswith(("bias", "b1", "b2")):
+                assert not parameter.any()
+                parameter.normal_(std=0.5)
     return layer
 
 

@@ -50,6 +50,15 @@ class MoEConfig:
         router_fp32: compute the logits in fp32. False: in the dtype of the tokens.
         router_bias: a learned bias [E] on the logits.
 
+    Biases and the shared expert:
+        mlp_bias: biases b1 [E, F or 2F] and b2 [E, D] inside every expert.
+        output_bias: one bias [D] on the layer's output, as MegaBlocks has it.
+        shared_expert_hidden_size: width of an expert that every token visits; None: no such
+            expert. It has the activation of the others.
+        shared_expert_gate: weight it per token by the sigmoid of a learned linear map (Qwen2-MoE).
+        shared_expert_weighted_sum: y = (shared + K * routed) / (K + 1) instead of the plain sum.
+        shared_expert_bias: biases inside the shared expert.
+
     Losses, none of them in eval mode:
         load_balancing_loss_weight, z_loss_weight: their weights in `MoEOutput.aux_loss`.
         balance_over: balance the experts' load over each micro-batch, over each sequence, or over
@@ -85,6 +94,13 @@ class MoEConfig:
     router_fp32: bool = True
     router_bias: bool = False
 
+    mlp_bias: bool = False
+    output_bias: bool = False
+    shared_expert_hidden_size: int | None = None
+    shared_expert_gate: bool = False
+    shared_expert_weighted_sum: bool = False
+    shared_expert_bias: bool = False
+
     load_balancing_loss_weight: float = 0.01
     z_loss_weight: float = 0.0
     balance_over: BalanceOver = "micro_batch"
@@ -114,6 +130,7 @@ class MoEConfig:
                 "to leave the weights as they are, set renormalize=False"
             )
         self._check_groups()
+        self._check_shared_expert()
         if not 0 <= self.jitter_eps < 1:
             raise ValueError(
                 f"expected 0 <= jitter_eps < 1, got {self.jitter_eps}; 0 turns jitter off"
@@ -145,6 +162,17 @@ class MoEConfig:
     def is_glu(self) -> bool:
         """Whether the activation is gated, so that w1 holds two matrices per expert."""
         return mb_kernels.is_glu(self.activation)
+
+    def _check_shared_expert(self) -> None:
+        if self.shared_expert_hidden_size is not None:
+            _check_positive_int("shared_expert_hidden_size", self.shared_expert_hidden_size)
+            return
+        for name in ("gate", "weighted_sum", "bias"):
+            if getattr(self, f"shared_expert_{name}"):
+                raise ValueError(
+                    f"expected shared_expert_hidden_size with shared_expert_{name}=True, got None; "
+                    "give the shared expert a width"
+                )
 
     def _check_groups(self) -> None:
         if self.num_expert_groups is None and self.top_k_groups is None:

@@ -1,6 +1,6 @@
 """`dMoE` and `MoE`: a Mixture-of-Experts feed-forward for any PyTorch model.
 
-    router -> dispatch -> experts -> combine
+    router -> dispatch -> experts -> combine (-> + shared expert, + bias)
 
 The two layers differ by their dispatcher alone: `dMoE` drops no token (MegaBlocks, arXiv
 2211.15841), `MoE` caps the load of an expert. Everything forward computes is returned, nothing is
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
-from mb_layers.experts import Experts
+from mb_layers.experts import Experts, SharedExpert
 from mb_layers.losses import load_balancing_loss, sequence_load_balancing_loss, z_loss
 from mb_layers.router import Router, RouterOutput
 
@@ -48,6 +48,8 @@ class MoEOutput(NamedTuple):
 class _MoELayer(nn.Module):
     """Router, dispatcher and experts; the subclasses choose the dispatcher."""
 
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         config: MoEConfig,
@@ -68,11 +70,24 @@ class _MoELayer(nn.Module):
         self.reduce_counts = reduce_counts
         self.router = Router(config, device=device, dtype=dtype)
         self.experts = Experts(config, device=device, dtype=dtype)
+        self.shared_expert = None
+        if config.shared_expert_hidden_size is not None:
+            self.shared_expert = SharedExpert(config, device=device, dtype=dtype)
+        bias = torch.empty(config.hidden_size, device=device, dtype=dtype)
+        self.register_parameter("bias", nn.Parameter(bias) if config.output_bias else None)
+        self._reset_bias()
 
     def reset_parameters(self) -> None:
         """Initialise every parameter, as after `to_empty` of a layer built on the meta device."""
         self.router.reset_parameters()
         self.experts.reset_parameters()
+        if self.shared_expert is not None:
+            self.shared_expert.reset_parameters()
+        self._reset_bias()
+
+    def _reset_bias(self) -> None:
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> MoEOutput:
         """Run x [..., D] through the layer; leading dimensions are tokens, zero of them is fine.
@@ -87,8 +102,15 @@ class _MoELayer(nn.Module):
             )
         x_TD = x.reshape(-1, self.config.hidden_size)
         routed = self.router(x_TD)
-        dispatched = self.dispatcher.dispatch(x_TD, routed.weights_TK, routed.expert_ids_TK)
+        weights_TK = routed.weights_TK
+        if self.config.shared_expert_weighted_sum:
+            weights_TK = weights_TK * (self.config.top_k / (self.config.top_k + 1))
+        dispatched = self.dispatcher.dispatch(x_TD, weights_TK, routed.expert_ids_TK)
         y_TD = self.dispatcher.combine(self.experts(dispatched), dispatched)
+        if self.shared_expert is not None:
+            y_TD = y_TD + self.shared_expert(x_TD)
+        if self.bias is not None:
+            y_TD = y_TD + self.bias.to(y_TD.dtype)
         aux_loss, losses = self._losses(routed, dispatched, x.shape)
         metrics = losses | _load_metrics(routed, dispatched)
         return MoEOutput(y_TD.view(x.shape), aux_loss, metrics)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mb_layers.config import MoEConfig
+from mb_layers.experts import to_plain
 from mb_layers.losses import at_least_fp32
 
 
@@ -109,11 +110,15 @@ class Router(nn.Module):
         )
 
     def _logits(self, x_TD: Tensor) -> Tensor:
+        num_experts = self.config.num_experts
+        weight_ED = to_plain(self.weight, num_experts)
         if self.config.router_fp32:
-            logits_TE = _LinearFP32.apply(x_TD, self.weight)
+            logits_TE = _LinearFP32.apply(x_TD, weight_ED)
         else:
-            logits_TE = at_least_fp32(F.linear(x_TD, self.weight.to(x_TD.dtype)))
-        return logits_TE if self.bias is None else logits_TE + at_least_fp32(self.bias)
+            logits_TE = at_least_fp32(F.linear(x_TD, weight_ED.to(x_TD.dtype)))
+        if self.bias is None:
+            return logits_TE
+        return logits_TE + at_least_fp32(to_plain(self.bias, num_experts))
 
     def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain, islice
 
 import pytest
-from mb_data.sampler import CyclicSampler, SequentialSampler, permutation
+from mb_data.sampler import BatchRampup, CyclicSampler, SequentialSampler, permutation
 
 
 def flat(lists):
@@ -151,3 +151,51 @@ def test_bad_positions():
         )
     with pytest.raises(ValueError, match="seed must lie between"):
         CyclicSampler(3, consumed_samples=0, micro_batch_size=2, rank=0, world_size=2, seed=-1)
+
+
+class TestBatchRampup:
+    def test_grows_by_increments(self):
+        ramp = BatchRampup(start=16, increment=8, samples=300, global_batch_size=40)
+        assert list(ramp.sizes) == [16, 24, 32, 40]
+        seen = {consumed: ramp.batch_size(consumed) for consumed in range(400)}
+        assert [seen[n] for n in (0, 99, 100, 199, 200, 299, 300, 399)] == (
+            [16, 16, 24, 24, 32, 32, 40, 40]
+        )
+        assert ramp.num_micro_batches(150, micro_batch_size=2, world_size=4) == 3
+
+    def test_steps_through_the_samples(self):
+        """Consumed as a trainer would: the sampler's micro-batches, grouped by the ramp-up."""
+        ramp = BatchRampup(start=2, increment=2, samples=12, global_batch_size=6)
+        batches = iter(
+            SequentialSampler(40, consumed_samples=0, micro_batch_size=1, rank=1, world_size=2)
+        )
+        consumed, steps = 0, []
+        while consumed < 24:
+            n = ramp.num_micro_batches(consumed, micro_batch_size=1, world_size=2)
+            steps.append(flat(islice(batches, n)))
+            consumed += 2 * n
+        assert steps == [[1], [3], [5], [7, 9], [11, 13], [15, 17, 19], [21, 23, 25]]
+
+    def test_constant_when_start_is_the_end(self):
+        ramp = BatchRampup(start=8, increment=4, samples=100, global_batch_size=8)
+        assert {ramp.batch_size(n) for n in (0, 50, 100)} == {8}
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"start": 0}, "start and an increment of at least 1"),
+            ({"increment": 0}, "increment of at least 1"),
+            ({"samples": -1}, "samples of at least 0"),
+            ({"start": 48}, "not below the start"),
+            ({"increment": 7}, r"40 - 16 = 24 is no multiple of the increment 7"),
+        ],
+    )
+    def test_bad_arguments(self, change, message):
+        arguments = {"start": 16, "increment": 8, "samples": 300, "global_batch_size": 40}
+        with pytest.raises(ValueError, match=message):
+            BatchRampup(**(arguments | change))
+
+    def test_sizes_must_fit_the_ranks(self):
+        ramp = BatchRampup(start=16, increment=8, samples=300, global_batch_size=40)
+        with pytest.raises(ValueError, match=r"sizes \[24, 40\] are no multiples .* 4 x 4 = 16"):
+            ramp.num_micro_batches(0, micro_batch_size=4, world_size=4)

@@ -30,3 +30,17 @@ def build_sample_idx(
             position, offset = position + 1, 0
         rows.append((position, offset))
     return rows
+
+
+def blend_order(weights: Sequence[float], size: int) -> tuple[list[int], list[int]]:
+    """Source and number there of each of ``size`` samples, for weights that sum to 1."""
+    sources: list[int] = []
+    numbers: list[int] = []
+    taken = [0] * len(weights)
+    for n in range(size):
+        lag = [w * max(float(n), 1.0) - t for w, t in zip(weights, taken, strict=True)]
+        furthest = lag.index(max(lag))
+        sources.append(furthest)
+        numbers.append(taken[furthest])
+        taken[furthest] += 1
+    return sources, numbers

@@ -10,6 +10,7 @@ ranks consumes what it would have consumed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -160,6 +161,68 @@ class CyclicSampler:
                 chunk = order[start : start + self.micro_batch_size]
                 yield [self.rank * bucket + index for index in chunk]
             epoch, position = epoch + 1, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRampup:
+    """A global batch that grows while training. Megatron's ``--rampup-batch-size``.
+
+    From ``start``, by ``increment`` after every equal share of ``samples``, to
+    ``global_batch_size`` once ``samples`` are consumed. Micro-batches do not change, only how many
+    of them make a step, so the samplers know nothing of it.
+
+    Raises:
+        ValueError: the sizes are not positive, or increments do not lead from the first to the
+            last; Megatron's division by zero when both are equal is a constant batch here.
+    """
+
+    start: int
+    increment: int
+    samples: int
+    global_batch_size: int
+
+    def __post_init__(self) -> None:
+        grow = self.global_batch_size - self.start
+        if self.start < 1 or self.increment < 1 or self.samples < 0 or grow < 0:
+            raise ValueError(
+                "batch ramp-up: expected a start and an increment of at least 1, samples of at "
+                f"least 0 and a global batch not below the start, got {self}"
+            )
+        if grow % self.increment:
+            raise ValueError(
+                f"batch ramp-up: {self.global_batch_size} - {self.start} = {grow} is no multiple "
+                f"of the increment {self.increment}"
+            )
+
+    @property
+    def sizes(self) -> range:
+        """Every global batch size that will be used, in order."""
+        return range(self.start, self.global_batch_size + 1, self.increment)
+
+    def batch_size(self, consumed_samples: int) -> int:
+        """Samples of the next step, all ranks together."""
+        increments = len(self.sizes) - 1
+        if consumed_samples >= self.samples or not increments:
+            return self.global_batch_size
+        # Megatron's float division, so that the batch grows at the same step as there.
+        return self.start + int(consumed_samples / (self.samples / increments)) * self.increment
+
+    def num_micro_batches(
+        self, consumed_samples: int, *, micro_batch_size: int, world_size: int
+    ) -> int:
+        """Micro-batches that each rank runs in the next step.
+
+        Raises:
+            ValueError: some size of the ramp-up is no multiple of micro_batch_size x world_size.
+        """
+        step = micro_batch_size * world_size
+        uneven = [size for size in self.sizes if size % step]
+        if uneven:
+            raise ValueError(
+                f"batch ramp-up: sizes {uneven} are no multiples of micro_batch_size x world_size "
+                f"= {micro_batch_size} x {world_size} = {step}; change start or increment"
+            )
+        return self.batch_size(consumed_samples) // step
 
 
 def permutation(n: int, seed: int) -> list[int]:

@@ -1,7 +1,18 @@
 """Text to tokens to training samples, in Megatron's file formats, without torch."""
 
 # The public API.
+from mb_data.gpt_dataset import GPTDataset as GPTDataset
+from mb_data.gpt_dataset import build_gpt_datasets as build_gpt_datasets
 from mb_data.indexed_dataset import IndexedDataset as IndexedDataset
 from mb_data.indexed_dataset import IndexedDatasetBuilder as IndexedDatasetBuilder
+from mb_data.preprocess import Summary as Summary
+from mb_data.preprocess import preprocess as preprocess
+from mb_data.sample_corpus import write_sample_corpus as write_sample_corpus
+from mb_data.sampler import CyclicSampler as CyclicSampler
+from mb_data.sampler import SequentialSampler as SequentialSampler
+from mb_data.split import parse_split as parse_split
+from mb_data.tokenizer import Tokenizer as Tokenizer
+from mb_data.tokenizer import load_tokenizer as load_tokenizer
+from mb_data.tokenizer import padded_vocab_size as padded_vocab_size
 
 __version__ = "0.1.0"

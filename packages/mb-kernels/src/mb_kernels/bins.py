@@ -1,4 +1,3 @@
-# ruff: noqa: N815  (capital letters name tensor dimensions, in fields as in arguments)
 """``Bins``: which expert takes which routed slot, as four index arrays of static size.
 
 Letters: T tokens, K top-k, N = T·K slots and rows, E experts, E1 = E + 1.

@@ -109,7 +109,7 @@ def _combine_fake(
     weights: Tensor | None,
     top_k: int,
 ) -> Tensor:
-    return rows.new_empty((order.shape[0] // top_k, rows.shape[1]))
+    return rows.new_empty((inverse.shape[0] // top_k, rows.shape[1]))
 
 
 _dispatch.register(

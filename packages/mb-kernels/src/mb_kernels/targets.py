@@ -176,7 +176,28 @@ TILES: dict[str, dict[str, Tile]] = {
         "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
     },
     # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
-    "fp32": {name: Tile(64, 32, 32, num_warps=4, num_stages=2) for name in TARGETS},
+    "fp32": dict.fromkeys(TARGETS, Tile(64, 32, 32, num_warps=4, num_stages=2)),
+    # Block-sparse products. A tile is one 128 x 128 block of the sparse matrix or a part of it, so
+    # block_m (and for sdd block_n) divide 128.
+    "sdd": {
+        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 128, 64, num_warps=4, num_stages=3),
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2),
+    },
+    "dsd": {
+        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2),
+    },
+    # fp32 products run on the ordinary units, which want registers more than reuse.
+    "sdd_fp32": dict.fromkeys(TARGETS, Tile(64, 64, 32, num_warps=4, num_stages=2)),
+    "dsd_fp32": dict.fromkeys(TARGETS, Tile(64, 64, 32, num_warps=4, num_stages=2)),
 }
 
 

@@ -1,3 +1,20 @@
 """MoE and dMoE layers for any PyTorch model."""
 
+from mb_layers.config import MoEConfig as MoEConfig
+from mb_layers.dispatch import Dispatched as Dispatched
+from mb_layers.dispatch import LocalDispatcher as LocalDispatcher
+from mb_layers.dispatch import TokenDispatcher as TokenDispatcher
+from mb_layers.dispatch import capacity as capacity
+from mb_layers.experts import Experts as Experts
+from mb_layers.losses import attach_aux_loss as attach_aux_loss
+from mb_layers.losses import load_balancing_loss as load_balancing_loss
+from mb_layers.losses import sequence_load_balancing_loss as sequence_load_balancing_loss
+from mb_layers.losses import z_loss as z_loss
+from mb_layers.moe import MoE as MoE
+from mb_layers.moe import MoEOutput as MoEOutput
+from mb_layers.moe import dMoE as dMoE
+from mb_layers.router import Router as Router
+from mb_layers.router import RouterOutput as RouterOutput
+from mb_layers.router import update_balancing_bias as update_balancing_bias
+
 __version__ = "0.1.0"

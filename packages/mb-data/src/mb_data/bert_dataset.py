@@ -1,0 +1,196 @@
+"""BERT samples: sentences in two segments, some words hidden, the segments sometimes swapped.
+
+A sample is consecutive sentences of one document, cut at a random sentence into A and B. In half of
+the samples A and B change places, and a head learns to tell (sentence order, Lan et al., 2019).
+Text: ``[CLS] A [SEP] B [SEP]``, then padding. What is hidden: ``mb_data.masking``.
+
+Samples and their order for a seed are Megatron-LM's. A sample is a function of (seed, index) alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mb_data.blend import BlendedDataset, DataPaths, build_parts
+from mb_data.indexed_dataset import IndexedDataset
+from mb_data.masking import MaskingTokenizer, Vocabulary, mask_bert, pad_to
+from mb_data.sentence_index import sample_mapping
+
+SPECIAL = 3  # [CLS] and two [SEP]
+
+
+class BertDataset:
+    """Masked samples from a range of documents that were split into sentences.
+
+    Args:
+        indexed: sentences as sequences, documents as documents.
+        documents: which to use.
+        vocabulary: see ``Vocabulary.for_bert``.
+        seq_length: S, tokens of a sample with special tokens and padding.
+        num_samples: how many must be there at least.
+        seed: of the order and of the samples.
+        mask_prob: share of the tokens to hide.
+        short_seq_prob: share of samples with a shorter target, so that positions are learnt at
+            all lengths.
+        binary_head: sentence-order pairs; else one segment.
+        cache_dir: where the index is kept; ``<prefix>_index/`` if None.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: range,
+        *,
+        vocabulary: Vocabulary,
+        seq_length: int,
+        num_samples: int,
+        seed: int,
+        mask_prob: float = 0.15,
+        short_seq_prob: float = 0.1,
+        binary_head: bool = True,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if not 0 <= mask_prob < 1:
+            raise ValueError(f"mask_prob must be at least 0 and below 1, got {mask_prob}")
+        self.indexed = indexed
+        self.vocabulary = vocabulary
+        self.seq_length = seq_length
+        self.seed = seed
+        self.mask_prob = mask_prob
+        self.binary_head = binary_head
+        self._index = sample_mapping(
+            indexed,
+            documents,
+            max_length=seq_length - SPECIAL,
+            short_seq_prob=short_seq_prob,
+            min_sentences=2 if binary_head else 1,
+            num_samples=num_samples,
+            seed=seed,
+            cache_dir=cache_dir,
+        )
+
+    @property
+    def mapping(self) -> npt.NDArray:
+        """[samples, 3]: first sentence, sentence after the last, target length."""
+        return self._index["mapping"]
+
+    def __len__(self) -> int:
+        return len(self.mapping)
+
+    def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64] | int]:
+        """Sample ``index``.
+
+        Returns:
+            ``text`` [S], ``types`` [S] (0 for A and padding, 1 for B), ``labels`` [S] (-1 where
+            nothing is to be predicted), ``loss_mask`` [S], ``padding_mask`` [S] (1 on tokens), all
+            int64; ``is_random`` (the segments are swapped) and ``truncated``, 0 or 1.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
+        index %= len(self)
+        start, end, target = self.mapping[index].tolist()
+        sentences = [self.indexed[i].tolist() for i in range(start, end)]
+        rng = np.random.RandomState((self.seed + index) % 2**32)
+
+        first, swapped = len(sentences), False
+        if self.binary_head:
+            first = int(rng.randint(1, len(sentences))) if len(sentences) >= 3 else 1
+        a = [token for sentence in sentences[:first] for token in sentence]
+        b = [token for sentence in sentences[first:] for token in sentence]
+        if self.binary_head and rng.random_sample() < 0.5:
+            a, b, swapped = b, a, True
+        a_kept, b_kept = trim(len(a), len(b), target, rng)
+        truncated = len(a_kept) + len(b_kept) < len(a) + len(b)
+        a, b = a[a_kept.start : a_kept.stop], b[b_kept.start : b_kept.stop]
+
+        vocabulary = self.vocabulary
+        tokens = [vocabulary.cls, *a, vocabulary.sep]
+        types = [0] * len(tokens)
+        if b:
+            tokens += [*b, vocabulary.sep]
+            types += [1] * (len(b) + 1)
+        shown, hidden = mask_bert(
+            tokens,
+            vocabulary,
+            rng,
+            probability=self.mask_prob,
+            max_predictions=self.mask_prob * target,
+        )
+        labels = np.full(self.seq_length, -1, dtype=np.int64)
+        labels[hidden] = [tokens[position] for position in hidden]
+        return {
+            "text": pad_to(shown, self.seq_length, vocabulary.pad),
+            "types": pad_to(types, self.seq_length, 0),
+            "labels": labels,
+            "is_random": int(swapped),
+            "loss_mask": (labels >= 0).astype(np.int64),
+            "padding_mask": pad_to([1] * len(tokens), self.seq_length, 0),
+            "truncated": int(truncated),
+        }
+
+
+def build_bert_datasets(
+    prefix: DataPaths,
+    *,
+    tokenizer: MaskingTokenizer,
+    split: str,
+    seq_length: int,
+    num_samples: Sequence[int],
+    seed: int,
+    mask_prob: float = 0.15,
+    short_seq_prob: float = 0.1,
+    binary_head: bool = True,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> tuple[
+    BertDataset | BlendedDataset | None,
+    BertDataset | BlendedDataset | None,
+    BertDataset | BlendedDataset | None,
+]:
+    """Train, validation and test datasets; see ``build_gpt_datasets`` and ``BertDataset``.
+
+    Raises:
+        ValueError: the tokenizer has no [CLS], [SEP], [MASK] or [PAD], or no document is fit.
+    """
+    vocabulary = Vocabulary.for_bert(tokenizer)
+
+    def make(indexed: IndexedDataset, documents: range, wanted: int) -> BertDataset:
+        return BertDataset(
+            indexed,
+            documents,
+            vocabulary=vocabulary,
+            seq_length=seq_length,
+            num_samples=wanted,
+            seed=seed,
+            mask_prob=mask_prob,
+            short_seq_prob=short_seq_prob,
+            binary_head=binary_head,
+            cache_dir=cache_dir,
+        )
+
+    return build_parts(
+        prefix,
+        split=split,
+        num_samples=num_samples,
+        count=lambda indexed: indexed.num_documents,
+        make=make,
+        cache_dir=cache_dir,
+    )
+
+
+def trim(
+    a_length: int, b_length: int, target: int, rng: np.random.RandomState
+) -> tuple[range, range]:
+    """What is kept of two segments: one token at a time goes from the longer, from a random end."""
+    a, b = range(a_length), range(b_length)
+    for draw in rng.random_sample(max(a_length + b_length - target, 0)).tolist():
+        longer = a if len(a) > len(b) else b
+        shorter_by_one = longer[1:] if draw < 0.5 else longer[:-1]
+        if longer is a:
+            a = shorter_by_one
+        else:
+            b = shorter_by_one
+    return a, b

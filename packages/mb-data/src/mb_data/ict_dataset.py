@@ -1,0 +1,194 @@
+"""Inverse cloze task: a sentence as the query, the block it came from as the answer (Lee et al.,
+2019, "Latent Retrieval for Weakly Supervised Open Domain Question Answering").
+
+    query   [CLS] sentence [SEP]
+    block   [CLS] title [SEP] the other sentences [SEP]
+
+The query is taken out of its block, except in a small share of samples, so that a retriever learns
+meaning before wording. Blocks and their order for a seed are Megatron-LM's. A sample is a function
+of (seed, index) alone: there the query comes from a stream, so samples depend on the order in which
+they are read. Titles are those of the block's document in every part of the split; there those of
+validation and test are the first documents' ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from mb_data.indexed_dataset import IndexedDataset
+from mb_data.masking import MaskingTokenizer, pad_to
+from mb_data.sentence_index import block_mapping
+from mb_data.split import parse_split
+
+
+class ICTDataset:
+    """Queries and blocks from a range of documents that were split into sentences.
+
+    Args:
+        indexed: sentences as sequences, documents as documents.
+        documents: which to use.
+        titles: one sequence for each document of ``indexed``, or None.
+        cls, sep, pad: ids of the special tokens.
+        seq_length: S, tokens of a query and of a block with special tokens and padding.
+        num_samples: how many must be there at least.
+        seed: of the order and of the samples.
+        query_in_block_prob: share of samples whose block keeps the query.
+        use_one_sent_docs: also documents of one sentence, whose block keeps it.
+        cache_dir: where the index is kept; ``<prefix>_index/`` if None.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: range,
+        *,
+        titles: IndexedDataset | None,
+        cls: int,
+        sep: int,
+        pad: int,
+        seq_length: int,
+        num_samples: int,
+        seed: int,
+        query_in_block_prob: float = 0.1,
+        use_one_sent_docs: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if not 0 <= query_in_block_prob <= 1:
+            raise ValueError(
+                f"query_in_block_prob must lie between 0 and 1, got {query_in_block_prob}"
+            )
+        if titles is not None and len(titles) != indexed.num_documents:
+            raise ValueError(
+                f"{titles.prefix} has {len(titles):,} titles, {indexed.prefix} "
+                f"{indexed.num_documents:,} documents; they must be made from the same lines"
+            )
+        special = 2 if titles is None else 3
+        if seq_length <= special:
+            raise ValueError(f"seq_length {seq_length} has no room besides the special tokens")
+        self.indexed = indexed
+        self.titles = titles
+        self.cls, self.sep, self.pad = cls, sep, pad
+        self.seq_length = seq_length
+        self.seed = seed
+        self.query_in_block_prob = query_in_block_prob
+        sizes = np.zeros(len(documents), dtype=np.int32)
+        if titles is not None:
+            sizes = titles.sizes[documents.start : documents.stop]
+        self._index = block_mapping(
+            indexed,
+            documents,
+            sizes,
+            max_length=seq_length - special,
+            min_sentences=1 if use_one_sent_docs else 2,
+            num_samples=num_samples,
+            seed=seed,
+            cache_dir=cache_dir,
+        )
+
+    @property
+    def mapping(self) -> npt.NDArray:
+        """[samples, 4]: first sentence, sentence after the last, document, block number."""
+        return self._index["mapping"]
+
+    def __len__(self) -> int:
+        return len(self.mapping)
+
+    def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
+        """Sample ``index``.
+
+        Returns:
+            ``query_tokens``, ``query_pad_mask``, ``block_tokens``, ``block_pad_mask`` [S] (masks 1
+            on tokens) and ``block_data`` [4], a row of ``mapping``; int64.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
+        index %= len(self)
+        start, end, document, number = self.mapping[index].tolist()
+        rng = np.random.RandomState((self.seed + index) % 2**32)
+        sentences = [self.indexed[i].tolist() for i in range(start, end)]
+        chosen = int(rng.randint(0, len(sentences)))
+        query = sentences[chosen][: self.seq_length - 2]
+        keep = rng.random_sample() < self.query_in_block_prob
+        if not keep and len(sentences) > 1:
+            del sentences[chosen]
+        query_tokens = [self.cls, *query, self.sep]
+        block_tokens, block_mask = self._block(sentences, document)
+        return {
+            "query_tokens": pad_to(query_tokens, self.seq_length, self.pad),
+            "query_pad_mask": pad_to([1] * len(query_tokens), self.seq_length, 0),
+            "block_tokens": block_tokens,
+            "block_pad_mask": block_mask,
+            "block_data": np.array([start, end, document, number], dtype=np.int64),
+        }
+
+    def get_block(
+        self, start: int, end: int, document: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Tokens and mask [S] of a whole block under its title, for a retrieval index."""
+        return self._block([self.indexed[i].tolist() for i in range(start, end)], document)
+
+    def _block(
+        self, sentences: list[list[int]], document: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        tokens = [self.cls]
+        if self.titles is not None:
+            # A title that fills the sample is cut, to leave half of it to the block.
+            title = self.titles[document].tolist()
+            if len(title) > self.seq_length - 3:
+                title = title[: self.seq_length // 2]
+            tokens += [*title, self.sep]
+        text = list(chain.from_iterable(sentences))
+        tokens += [*text[: self.seq_length - len(tokens) - 1], self.sep]
+        return (
+            pad_to(tokens, self.seq_length, self.pad),
+            pad_to([1] * len(tokens), self.seq_length, 0),
+        )
+
+
+def build_ict_datasets(
+    prefix: str | os.PathLike[str],
+    *,
+    titles_prefix: str | os.PathLike[str] | None,
+    tokenizer: MaskingTokenizer,
+    split: str,
+    seq_length: int,
+    num_samples: Sequence[int],
+    seed: int,
+    query_in_block_prob: float = 0.1,
+    use_one_sent_docs: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> tuple[ICTDataset | None, ICTDataset | None, ICTDataset | None]:
+    """Train, validation and test datasets; a part without documents is None. See ``ICTDataset``."""
+    if len(num_samples) != 3:
+        raise ValueError(
+            f"num_samples: expected three numbers, train, valid and test, got {num_samples!r}"
+        )
+    indexed = IndexedDataset(prefix)
+    titles = None if titles_prefix is None else IndexedDataset(titles_prefix)
+    train, valid, test = (
+        ICTDataset(
+            indexed,
+            documents,
+            titles=titles,
+            cls=tokenizer.cls,
+            sep=tokenizer.sep,
+            pad=tokenizer.pad,
+            seq_length=seq_length,
+            num_samples=wanted,
+            seed=seed,
+            query_in_block_prob=query_in_block_prob,
+            use_one_sent_docs=use_one_sent_docs,
+            cache_dir=cache_dir,
+        )
+        if documents
+        else None
+        for documents, wanted in zip(
+            parse_split(split, indexed.num_documents), num_samples, strict=True
+        )
+    )
+    return train, valid, test

@@ -1,0 +1,228 @@
+"""Which tokens a BERT or T5 sample hides, and what it shows in their place.
+
+Whole words are hidden: a word is a token and those after it that continue it. Words are visited in
+random order; at each, a run of n words is hidden if it fits the budget (with fewer words if not)
+and touches none hidden before. BERT (Devlin et al., 2018, with ALBERT's n-grams, Lan et al., 2019)
+draws n in proportion to 1/n and shows [MASK] for 80 % of the hidden tokens, the token itself for
+10 % and a random one for 10 %. T5 (Raffel et al., 2019) draws n from a geometric distribution, as
+SpanBERT does (Joshi et al., 2019), and shows one sentinel for each run.
+
+The random numbers are drawn in Megatron-LM's order, so a sample for a seed equals its sample.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+BERT_NGRAMS = 3
+T5_LONGEST_SPAN = 10  # words
+T5_GEOMETRIC = 0.2  # SpanBERT's; the mean before clipping is 5 words
+
+
+class MaskingTokenizer(Protocol):
+    """What is needed of a tokenizer; those of ``load_tokenizer`` have it."""
+
+    vocab_size: int
+    extra_ids: tuple[int, ...]
+
+    @property
+    def cls(self) -> int: ...
+    @property
+    def sep(self) -> int: ...
+    @property
+    def mask(self) -> int: ...
+    @property
+    def pad(self) -> int: ...
+    @property
+    def bos(self) -> int: ...
+    @property
+    def eos(self) -> int: ...
+    def word_starts(self) -> npt.NDArray[np.bool_]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """A tokenizer's special tokens and words: small, so that it travels to worker processes.
+
+    Attributes:
+        word_starts: bool [vocab_size], False for tokens that continue a word (``##ing``).
+        sentinels: stand for T5's hidden runs, in order.
+    """
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    word_starts: npt.NDArray[np.bool_]
+    bos: int = -1
+    eos: int = -1
+    sentinels: tuple[int, ...] = ()
+
+    @classmethod
+    def for_bert(cls, tokenizer: MaskingTokenizer) -> Vocabulary:
+        """ValueError if the tokenizer lacks one of BERT's special tokens."""
+        return cls(
+            cls=tokenizer.cls,
+            sep=tokenizer.sep,
+            mask=tokenizer.mask,
+            pad=tokenizer.pad,
+            word_starts=tokenizer.word_starts(),
+        )
+
+    @classmethod
+    def for_t5(cls, tokenizer: MaskingTokenizer) -> Vocabulary:
+        """ValueError if the tokenizer lacks one of T5's special tokens, or has no sentinels."""
+        if not tokenizer.extra_ids:
+            raise ValueError(
+                "T5 needs sentinel tokens and this tokenizer has none; load it with extra ids "
+                "(--vocab-extra-ids 100)"
+            )
+        return cls(
+            cls=tokenizer.cls,
+            sep=tokenizer.sep,
+            mask=tokenizer.mask,
+            pad=tokenizer.pad,
+            word_starts=tokenizer.word_starts(),
+            bos=tokenizer.bos,
+            eos=tokenizer.eos,
+            sentinels=tuple(tokenizer.extra_ids),
+        )
+
+    def words(self, tokens: Sequence[int]) -> list[list[int]]:
+        """Positions of each word's tokens. [CLS] and [SEP] belong to none.
+
+        A token that continues a word belongs to the word before, even across [SEP]: as in
+        Megatron, where trimming may cut a segment in the middle of a word.
+        """
+        starts = self.word_starts[np.asarray(tokens, dtype=np.int64)].tolist()
+        words: list[list[int]] = []
+        for position, (token, start) in enumerate(zip(tokens, starts, strict=True)):
+            if token in (self.cls, self.sep):
+                continue
+            if start or not words:
+                words.append([position])
+            else:
+                words[-1].append(position)
+        return words
+
+
+def mask_bert(
+    tokens: Sequence[int],
+    vocabulary: Vocabulary,
+    rng: np.random.RandomState,
+    *,
+    probability: float,
+    max_predictions: float,
+) -> tuple[list[int], list[int]]:
+    """Hide about ``probability`` of the tokens, at most ``max_predictions``.
+
+    Returns:
+        The tokens to show, and the positions, ascending, whose original tokens are to be predicted.
+    """
+    shown = list(tokens)
+    hidden: list[int] = []
+    weights = 1.0 / np.arange(1, BERT_NGRAMS + 1)
+    weights /= weights.sum()
+    cumulative = np.cumsum(weights / weights.sum())
+    edges = (cumulative / cumulative[-1]).tolist()
+
+    def words_to_hide() -> int:  # RandomState.choice with these weights, without its 20 us
+        return bisect_right(edges, rng.random_sample()) + 1
+
+    budget = _budget(len(tokens), probability, max_predictions)
+    for span in _spans(vocabulary.words(tokens), rng, budget=budget, draw=words_to_hide):
+        hidden += span
+        for position in span:
+            if rng.random_sample() < 0.8:
+                shown[position] = vocabulary.mask
+            elif rng.random_sample() >= 0.5:
+                shown[position] = int(rng.randint(0, len(vocabulary.word_starts)))
+    return shown, sorted(hidden)
+
+
+def mask_t5(
+    tokens: Sequence[int],
+    vocabulary: Vocabulary,
+    rng: np.random.RandomState,
+    *,
+    probability: float,
+    max_predictions: float,
+    max_target: int,
+) -> list[list[int]]:
+    """Choose the runs of positions to hide, in order.
+
+    Never more runs than sentinels, nor more tokens than ``max_target`` holds with a sentinel before
+    each run; Megatron fails on samples that need more.
+    """
+    spans: list[list[int]] = []
+    used = 0
+
+    def fits(span: list[int]) -> bool:
+        return len(spans) < len(vocabulary.sentinels) and used + 1 + len(span) <= max_target
+
+    def words_to_hide() -> int:
+        return min(int(rng.geometric(T5_GEOMETRIC)), T5_LONGEST_SPAN)
+
+    budget = _budget(len(tokens), probability, max_predictions)
+    words = vocabulary.words(tokens)
+    for span in _spans(words, rng, budget=budget, draw=words_to_hide, fits=fits):
+        spans.append(span)
+        used += 1 + len(span)
+    return sorted(spans)
+
+
+def _budget(num_tokens: int, probability: float, max_predictions: float) -> float:
+    if probability == 0:
+        return 0
+    return min(max_predictions, max(1, round(num_tokens * probability)))
+
+
+def _spans(
+    words: list[list[int]],
+    rng: np.random.RandomState,
+    *,
+    budget: float,
+    draw: Callable[[], int],
+    fits: Callable[[list[int]], bool] = lambda span: True,
+) -> Iterator[list[int]]:
+    """Runs of whole words, disjoint, of ``budget`` tokens at most, as positions.
+
+    A generator, because BERT draws its replacements between one run and the next.
+    """
+    if budget <= 0:
+        return
+    order = np.arange(len(words))
+    rng.shuffle(order)
+    covered: set[int] = set()
+    for first in order.tolist():
+        if len(covered) >= budget:
+            return
+        for n in range(draw(), 0, -1):
+            span = list(chain.from_iterable(words[first : first + n]))
+            if len(covered) + len(span) <= budget:
+                break
+        else:
+            continue
+        if covered.isdisjoint(span) and fits(span):
+            covered.update(span)
+            yield span
+
+
+def pad_to(values: Sequence[int], length: int, filler: int) -> npt.NDArray[np.int64]:
+    """int64 [length]: the values, then the filler."""
+    padded = np.full(length, filler, dtype=np.int64)
+    padded[: len(values)] = values
+    return padded
+
+
+def visible(tokens: Sequence[int], spans: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+    """The pieces of the tokens before, between and after the runs: one more than runs."""
+    edges = [0, *chain.from_iterable((span[0], span[-1] + 1) for span in spans), len(tokens)]
+    return (tokens[start:stop] for start, stop in list(pairwise(edges))[0::2])

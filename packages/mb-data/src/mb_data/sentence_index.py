@@ -1,0 +1,306 @@
+"""Which sentences make a sample: the index behind the BERT, T5 and ICT datasets.
+
+Sentences of a document are added to a sample until it reaches its target length; it ends there
+unless a single sentence would be left over, or it would have too few. The order and the random
+targets for a seed are Megatron-LM's, number for number, shuffle included.
+
+Documents with a sentence of more than 512 tokens are left out: such a sentence is no sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import chain, pairwise, repeat
+
+import numpy as np
+import numpy.typing as npt
+
+from mb_data.index_cache import IndexArrays, digest, load_or_build
+from mb_data.indexed_dataset import IndexedDataset
+from mb_data.mersenne import permutation
+
+LONGEST_SENTENCE = 512
+BLOCK = 1 << 16  # sentences turned into Python numbers at a time: bounds the memory to some 10 MB
+
+
+def sample_mapping(
+    indexed: IndexedDataset,
+    documents: range,
+    *,
+    max_length: int,
+    short_seq_prob: float,
+    min_sentences: int,
+    num_samples: int,
+    seed: int,
+    cache_dir: str | os.PathLike[str] | None,
+) -> IndexArrays:
+    """``mapping``: ``build_sample_mapping`` of a range of documents, through the index cache."""
+    boundaries = indexed.document_indices[documents.start : documents.stop + 1]
+    settings = {
+        "max_length": max_length,
+        "short_seq_prob": short_seq_prob,
+        "min_sentences": min_sentences,
+        "num_samples": num_samples,
+        "seed": seed,
+    }
+    key = {"kind": "sentences", "sizes": _digest(indexed, boundaries), **settings}
+    return load_or_build(
+        key,
+        lambda: {
+            "mapping": build_sample_mapping(
+                indexed.sizes,
+                boundaries,
+                max_length=max_length,
+                short_seq_prob=short_seq_prob,
+                min_sentences=min_sentences,
+                num_samples=num_samples,
+                seed=seed,
+            )
+        },
+        prefix=indexed.prefix,
+        cache_dir=cache_dir,
+    )
+
+
+def block_mapping(
+    indexed: IndexedDataset,
+    documents: range,
+    title_sizes: npt.NDArray[np.int32],
+    *,
+    max_length: int,
+    min_sentences: int,
+    num_samples: int,
+    seed: int,
+    cache_dir: str | os.PathLike[str] | None,
+) -> IndexArrays:
+    """``mapping``: ``build_block_mapping`` of a range of documents, through the index cache."""
+    boundaries = indexed.document_indices[documents.start : documents.stop + 1]
+    settings = {
+        "max_length": max_length,
+        "min_sentences": min_sentences,
+        "num_samples": num_samples,
+        "seed": seed,
+    }
+    key = {
+        "kind": "blocks",
+        "sizes": _digest(indexed, boundaries),
+        "titles": digest(title_sizes),
+        "first_document": documents.start,
+        **settings,
+    }
+
+    def build() -> dict[str, npt.NDArray]:
+        mapping = build_block_mapping(
+            indexed.sizes,
+            boundaries,
+            title_sizes,
+            max_length=max_length,
+            min_sentences=min_sentences,
+            num_samples=num_samples,
+            seed=seed,
+        )
+        mapping[:, 2] += documents.start
+        return {"mapping": mapping}
+
+    return load_or_build(key, build, prefix=indexed.prefix, cache_dir=cache_dir)
+
+
+def build_sample_mapping(
+    sizes: npt.NDArray[np.int32],
+    boundaries: npt.NDArray[np.int64],
+    *,
+    max_length: int,
+    short_seq_prob: float,
+    min_sentences: int,
+    num_samples: int,
+    seed: int,
+) -> npt.NDArray:
+    """Samples (first sentence, sentence after the last, target length): [n, 3], shuffled.
+
+    As many epochs as give ``num_samples``, at least one. A target is ``max_length``, or with
+    probability 1 / round(1 / ``short_seq_prob``) a shorter one, from 2 up.
+
+    Args:
+        sizes: int32, tokens of every sentence.
+        boundaries: int64 [documents + 1], the first sentence of each document and the end.
+        min_sentences: of a sample: 2 for sentence pairs, else 1.
+
+    Returns:
+        uint32, or int64 if sentences are more than 2**32.
+
+    Raises:
+        ValueError: no document is fit.
+    """
+    fit = _fit_documents(sizes, boundaries, min_sentences, examine_from=2)
+    firsts, lasts = boundaries[:-1][fit], boundaries[1:][fit]
+    base = int(boundaries[0])
+    totals = _running_total(sizes, boundaries)
+    targets = _targets(max_length, short_seq_prob, seed)
+    cuts = [0, *(np.flatnonzero(np.diff((firsts - base) // BLOCK)) + 1).tolist(), len(firsts)]
+    parts: list[npt.NDArray] = []
+    made = 0
+    dtype = np.uint32 if len(sizes) < 2**32 else np.int64
+    while not made or made < num_samples:
+        for begin, stop in pairwise(cuts):
+            rows = _walk(
+                firsts[begin:stop],
+                lasts[begin:stop],
+                totals,
+                base,
+                max_length,
+                min_sentences,
+                targets,
+            )
+            parts.append(np.array(rows, dtype=dtype).reshape(-1, 3))
+            made += len(parts[-1])
+    return np.concatenate(parts)[permutation(made, seed + 1)]
+
+
+def build_block_mapping(
+    sizes: npt.NDArray[np.int32],
+    boundaries: npt.NDArray[np.int64],
+    title_sizes: npt.NDArray[np.int32],
+    *,
+    max_length: int,
+    min_sentences: int,
+    num_samples: int,
+    seed: int,
+) -> npt.NDArray:
+    """Blocks (first sentence, sentence after the last, document, block number): [n, 4], shuffled.
+
+    A document's target is ``max_length`` less its title. Every epoch has the same blocks, numbered
+    from 0 in the order of the text; as many epochs as give ``num_samples``, at least one.
+
+    Args:
+        sizes, boundaries: as above.
+        title_sizes: int32 [documents].
+        min_sentences: of a block, and what is left over after it.
+
+    Returns:
+        uint32, or int64 if sentences are more than 2**32; documents count from ``boundaries[0]``.
+    """
+    fit = np.flatnonzero(
+        _fit_documents(sizes, boundaries, min_sentences, examine_from=min_sentences)
+    )
+    base = int(boundaries[0])
+    totals = _running_total(sizes, boundaries)
+    document, start = fit, boundaries[fit]
+    columns: list[tuple[npt.NDArray, ...]] = []
+    while len(document):  # the next block of every document that has one
+        last = boundaries[document + 1]
+        target = max_length - title_sizes[document]
+        reached = np.searchsorted(totals, totals[start - base] + target) + base
+        # A target of 0 or less, under a long title, is reached with the first sentence.
+        end = np.maximum(np.maximum(reached, start + 1), start + min_sentences)
+        end = np.where(last - end >= min_sentences, end, last)
+        columns.append((start, end, document))
+        more = end < last
+        document, start = document[more], end[more]
+    blocks = np.stack([np.concatenate(column) for column in zip(*columns, strict=True)], axis=1)
+    blocks = blocks[np.argsort(blocks[:, 0])]
+    numbered = np.column_stack((blocks, np.arange(len(blocks))))
+    dtype = np.uint32 if len(sizes) < 2**32 else np.int64
+    epochs = max(1, -(-num_samples // len(blocks)))
+    mapping = np.tile(numbered.astype(dtype), (epochs, 1))
+    return mapping[permutation(len(mapping), seed + 1)]
+
+
+def _fit_documents(
+    sizes: npt.NDArray[np.int32],
+    boundaries: npt.NDArray[np.int64],
+    min_sentences: int,
+    *,
+    examine_from: int,
+) -> npt.NDArray[np.bool_]:
+    """Documents [D] with enough sentences, none of them too long.
+
+    Megatron examines documents of ``examine_from`` sentences or more: T5 takes a single sentence
+    of any length, ICT does not.
+    """
+    count = np.diff(boundaries)
+    long = sizes[boundaries[0] : boundaries[-1]] > LONGEST_SENTENCE
+    before = np.concatenate(([0], np.cumsum(long)))
+    has_long = np.diff(before[boundaries - boundaries[0]]) > 0
+    fit = (count >= min_sentences) & ~(has_long & (count >= examine_from))
+    if not fit.any():
+        raise ValueError(
+            f"none of {len(count):,} documents has {min_sentences} sentences or more, all of at "
+            f"most {LONGEST_SENTENCE} tokens; was the text split into sentences "
+            "(mb-data preprocess --split-sentences)?"
+        )
+    return fit
+
+
+def _running_total(
+    sizes: npt.NDArray[np.int32], boundaries: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Tokens of these documents before each of their sentences, and at the end of them all."""
+    used = sizes[boundaries[0] : boundaries[-1]]
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(used, dtype=np.int64)))
+
+
+def _targets(max_length: int, short_seq_prob: float, seed: int) -> Iterator[int]:
+    """The endless target lengths, one 32-bit Mersenne Twister output each."""
+    if not 0 <= short_seq_prob <= 1:
+        raise ValueError(f"short_seq_prob must lie between 0 and 1, got {short_seq_prob}")
+    if max_length < 2:
+        raise ValueError(f"samples are too short: {max_length} tokens besides the special ones")
+    if short_seq_prob == 0:
+        return repeat(max_length)
+    ratio = math.floor(1 / short_seq_prob + 0.5)
+    rng = np.random.RandomState(seed)
+
+    def chunks() -> Iterator[list[int]]:
+        while True:
+            words = rng.randint(0, 2**32, 1 << 14, dtype=np.uint32)
+            short = 2 + words % np.uint32(max_length - 1)
+            yield np.where(words % np.uint32(ratio) == 0, short, max_length).tolist()
+
+    return chain.from_iterable(chunks())
+
+
+def _walk(
+    firsts: npt.NDArray[np.int64],
+    lasts: npt.NDArray[np.int64],
+    totals: npt.NDArray[np.int64],
+    base: int,
+    max_length: int,
+    min_sentences: int,
+    targets: Iterator[int],
+) -> list[int]:
+    """Samples of some documents: first sentence, end, target, first sentence, …
+
+    The targets are drawn one after the other, a further one at the start of each document, so this
+    cannot be done at once. But where a sample of full length that starts at a given sentence ends
+    can, and nine of ten targets are of full length.
+    """
+    low, high = int(firsts[0]), int(lasts[-1])
+    window = totals[low - base : high - base + 1]
+    reached = low + np.searchsorted(window, window[:-1] + max_length)
+    reached = np.maximum(reached, np.arange(low + min_sentences, high + min_sentences)).tolist()
+    running = window.tolist()
+    rows: list[int] = []
+    draw = targets.__next__
+    for start, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+        target = draw()
+        while True:
+            if target == max_length:
+                end = reached[start - low]
+            else:
+                end = low + bisect_left(running, running[start - low] + target)
+                end = max(end, start + min_sentences)
+            if last - end <= 1:
+                end = last
+            rows += (start, end, target)
+            target = draw()
+            if end == last:
+                break
+            start = end
+    return rows
+
+
+def _digest(indexed: IndexedDataset, boundaries: npt.NDArray[np.int64]) -> str:
+    return digest(indexed.sizes[boundaries[0] : boundaries[-1]], boundaries)

@@ -1,0 +1,175 @@
+"""T5 samples: text with runs of words replaced by sentinels, and the runs to be generated.
+
+    encoder   Thank you <x> me to your party <y> week .
+    decoder   [BOS] <x> for inviting <y> last
+    labels    <x> for inviting <y> last [EOS]
+
+Samples and their order for a seed are Megatron-LM's, except those on which Megatron fails: where it
+would run out of sentinels or of decoder positions, fewer runs are hidden here. A sample is a
+function of (seed, index) alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from mb_data.blend import BlendedDataset, DataPaths, build_parts
+from mb_data.indexed_dataset import IndexedDataset
+from mb_data.masking import MaskingTokenizer, Vocabulary, mask_t5, pad_to, visible
+from mb_data.sentence_index import sample_mapping
+
+ADDED = 2  # what Megatron leaves free in the encoder
+
+
+class T5Dataset:
+    """Span-corrupted samples from a range of documents that were split into sentences.
+
+    Args:
+        indexed: sentences as sequences, documents as documents.
+        documents: which to use.
+        vocabulary: see ``Vocabulary.for_t5``.
+        encoder_seq_length: S, tokens of the encoder with padding.
+        decoder_seq_length: R, tokens of the decoder with padding.
+        num_samples: how many must be there at least.
+        seed: of the order and of the samples.
+        mask_prob: share of the tokens to hide.
+        short_seq_prob: share of samples with a shorter target.
+        cache_dir: where the index is kept; ``<prefix>_index/`` if None.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: range,
+        *,
+        vocabulary: Vocabulary,
+        encoder_seq_length: int,
+        decoder_seq_length: int,
+        num_samples: int,
+        seed: int,
+        mask_prob: float = 0.15,
+        short_seq_prob: float = 0.1,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if not 0 <= mask_prob < 1:
+            raise ValueError(f"mask_prob must be at least 0 and below 1, got {mask_prob}")
+        if decoder_seq_length < 1:
+            raise ValueError(f"decoder_seq_length must be at least 1, got {decoder_seq_length}")
+        self.indexed = indexed
+        self.vocabulary = vocabulary
+        self.encoder_seq_length = encoder_seq_length
+        self.decoder_seq_length = decoder_seq_length
+        self.seed = seed
+        self.mask_prob = mask_prob
+        self._index = sample_mapping(
+            indexed,
+            documents,
+            max_length=encoder_seq_length - ADDED,
+            short_seq_prob=short_seq_prob,
+            min_sentences=1,
+            num_samples=num_samples,
+            seed=seed,
+            cache_dir=cache_dir,
+        )
+
+    @property
+    def mapping(self) -> npt.NDArray:
+        """[samples, 3]: first sentence, sentence after the last, target length."""
+        return self._index["mapping"]
+
+    def __len__(self) -> int:
+        return len(self.mapping)
+
+    def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64] | int]:
+        """Sample ``index``.
+
+        Returns:
+            ``text_enc`` [S], ``text_dec`` [R], ``labels`` [R] (-1 on padding), ``loss_mask`` [R],
+            ``enc_mask`` [S] and ``dec_mask`` [R] (1 on tokens; attention masks are their outer
+            products, causal in the decoder), all int64; ``truncated``, 0 or 1.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
+        index %= len(self)
+        start, end, target = self.mapping[index].tolist()
+        text = list(chain.from_iterable(self.indexed[i].tolist() for i in range(start, end)))
+        tokens = text[:target]
+        vocabulary = self.vocabulary
+        spans = mask_t5(
+            tokens,
+            vocabulary,
+            np.random.RandomState((self.seed + index) % 2**32),
+            probability=self.mask_prob,
+            max_predictions=self.mask_prob * target,
+            max_target=self.decoder_seq_length - 1,
+        )
+        pieces = visible(tokens, spans)
+        encoder = list(next(pieces))
+        generated: list[int] = []
+        for sentinel, span, piece in zip(vocabulary.sentinels, spans, pieces, strict=False):
+            encoder += [sentinel, *piece]
+            generated += [sentinel, *(tokens[position] for position in span)]
+        decoder, labels = [vocabulary.bos, *generated], [*generated, vocabulary.eos]
+        filled = pad_to([1] * len(decoder), self.decoder_seq_length, 0)
+        return {
+            "text_enc": pad_to(encoder, self.encoder_seq_length, vocabulary.pad),
+            "text_dec": pad_to(decoder, self.decoder_seq_length, vocabulary.pad),
+            "labels": pad_to(labels, self.decoder_seq_length, -1),
+            "loss_mask": filled,
+            "enc_mask": pad_to([1] * len(encoder), self.encoder_seq_length, 0),
+            "dec_mask": filled.copy(),
+            "truncated": int(len(text) > target),
+        }
+
+
+def build_t5_datasets(
+    prefix: DataPaths,
+    *,
+    tokenizer: MaskingTokenizer,
+    split: str,
+    encoder_seq_length: int,
+    decoder_seq_length: int,
+    num_samples: Sequence[int],
+    seed: int,
+    mask_prob: float = 0.15,
+    short_seq_prob: float = 0.1,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> tuple[
+    T5Dataset | BlendedDataset | None,
+    T5Dataset | BlendedDataset | None,
+    T5Dataset | BlendedDataset | None,
+]:
+    """Train, validation and test datasets; see ``build_gpt_datasets`` and ``T5Dataset``.
+
+    Raises:
+        ValueError: the tokenizer lacks a special token or sentinels, or no document is fit.
+    """
+    vocabulary = Vocabulary.for_t5(tokenizer)
+
+    def make(indexed: IndexedDataset, documents: range, wanted: int) -> T5Dataset:
+        return T5Dataset(
+            indexed,
+            documents,
+            vocabulary=vocabulary,
+            encoder_seq_length=encoder_seq_length,
+            decoder_seq_length=decoder_seq_length,
+            num_samples=wanted,
+            seed=seed,
+            mask_prob=mask_prob,
+            short_seq_prob=short_seq_prob,
+            cache_dir=cache_dir,
+        )
+
+    return build_parts(
+        prefix,
+        split=split,
+        num_samples=num_samples,
+        count=lambda indexed: indexed.num_documents,
+        make=make,
+        cache_dir=cache_dir,
+    )

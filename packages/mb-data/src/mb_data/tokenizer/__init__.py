@@ -1,0 +1,5 @@
+"""Tokenizers: by name or file, one interface, ids that never depend on the engine."""
+
+from mb_data.tokenizer.base import Tokenizer as Tokenizer
+from mb_data.tokenizer.base import padded_vocab_size as padded_vocab_size
+from mb_data.tokenizer.load import load_tokenizer as load_tokenizer

@@ -1,0 +1,113 @@
+"""What every tokenizer here offers, and the rule for padding a vocabulary."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Text is never trusted: a document that contains ``<|endoftext|>``, or any other special token,
+    gets the ids of those characters, as in Megatron. Special tokens are placed by code alone,
+    through ``special`` and the properties below.
+
+    Attributes:
+        name: what ``load_tokenizer`` was given.
+        vocab_size: number of ids, special and extra ones included, before padding.
+        special: ids of the special tokens by role: ``eod bos eos cls sep mask pad``, those there.
+        extra_ids: ids of ``<extra_id_0>``, ``<extra_id_1>``, …; T5's sentinels.
+    """
+
+    name: str
+    vocab_size: int
+    special: dict[str, int]
+    extra_ids: tuple[int, ...] = ()
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; raises ValueError for text that is not valid Unicode."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
+        """The text of some ids; bytes that are not UTF-8, as from a cut token, become U+FFFD."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def encode_documents(
+        self, texts: Sequence[bytes]
+    ) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
+        """Encode valid UTF-8 in bulk: tokens of all texts [n] in one array, and their counts."""
+        rows = self.encode_batch([text.decode() for text in texts])
+        lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+        flat = (token for row in rows for token in row)
+        return np.fromiter(flat, dtype=np.uint32, count=int(lengths.sum())), lengths
+
+    def reference_encode(self, text: str) -> list[int] | None:
+        """``encode`` by an independent slow implementation, None if there is none."""
+        return None
+
+    def special_id(self, role: str) -> int:
+        """Id of the special token in a role; ValueError if this vocabulary has none."""
+        if role not in self.special:
+            raise ValueError(
+                f"tokenizer {self.name} has no {role} token; it has: "
+                f"{', '.join(self.special) or 'no special tokens'}"
+            )
+        return self.special[role]
+
+    @property
+    def eod(self) -> int:
+        """End of document."""
+        return self.special_id("eod")
+
+    @property
+    def bos(self) -> int:
+        """Beginning of sequence."""
+        return self.special_id("bos")
+
+    @property
+    def eos(self) -> int:
+        """End of sequence."""
+        return self.special_id("eos")
+
+    @property
+    def cls(self) -> int:
+        """First token of a BERT sample."""
+        return self.special_id("cls")
+
+    @property
+    def sep(self) -> int:
+        """Between two segments of a BERT sample."""
+        return self.special_id("sep")
+
+    @property
+    def mask(self) -> int:
+        """In place of a token to predict."""
+        return self.special_id("mask")
+
+    @property
+    def pad(self) -> int:
+        """Fills a sample up to its length."""
+        return self.special_id("pad")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, vocab_size={self.vocab_size})"
+
+
+def padded_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel: int = 1) -> int:
+    """Megatron's rule: round up to a multiple of ``divisible_by`` × ``tensor_parallel``.
+
+    50,257 becomes 50,304 by default, 51,200 with ``divisible_by=1024``.
+    """
+    for value in (vocab_size, divisible_by, tensor_parallel):
+        if value < 1:
+            raise ValueError(f"sizes must be at least 1, got {value}")
+    multiple = divisible_by * tensor_parallel
+    return -(-vocab_size // multiple) * multiple

@@ -1,0 +1,242 @@
+"""Byte-level byte-pair encoding: GPT-2's tokenizer and its descendants.
+
+The algorithm (Sennrich, Haddow and Birch 2016, arXiv:1508.07909; on bytes: Radford et al. 2019,
+"Language Models are Unsupervised Multitask Learners"): a regular expression cuts the text into
+words, each word starts as its bytes, and the adjacent pair that was learnt first is merged until
+no pair is left that was learnt.
+
+``ReadableBPE`` is that algorithm, nothing else: it documents, it serves where the engine is not
+installed, and every preprocessing run compares the two on a sample. ``ByteLevelBPE`` is what to
+use: the same tokens from gigatoken, a hundred times faster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import regex
+
+from mb_data.tokenizer.base import Tokenizer
+
+if TYPE_CHECKING:
+    from gigatoken.gigatoken_rs import BPETokenizer
+
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+# Ends a document on its way through the engine, which then needs one call for many documents.
+# A document that contains it anyway takes the readable path, so it is no special text.
+SEPARATOR = "\x00<mb-data: end of document>\x00"
+
+
+class ReadableBPE:
+    """Byte-level BPE in plain Python.
+
+    Args:
+        ids: the id of every byte string in the vocabulary.
+        merges: pairs in the order they were learnt.
+        pattern: regular expression whose matches are the words.
+        ignore_merges: a word that is itself in the vocabulary is taken whole (Llama 3).
+    """
+
+    def __init__(
+        self,
+        ids: Mapping[bytes, int],
+        merges: Iterable[tuple[bytes, bytes]],
+        pattern: str = GPT2_PATTERN,
+        *,
+        ignore_merges: bool = False,
+    ) -> None:
+        self.ids = ids
+        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
+        self.words = regex.compile(pattern)
+        self.ignore_merges = ignore_merges
+        self.encode_word = lru_cache(maxsize=1 << 16)(self._encode_word)
+
+    def encode(self, text: str) -> list[int]:
+        return [
+            token
+            for match in self.words.finditer(text)
+            for token in self.encode_word(match.group().encode())
+        ]
+
+    def _encode_word(self, word: bytes) -> tuple[int, ...]:
+        if self.ignore_merges and word in self.ids:
+            return (self.ids[word],)
+        parts = [word[i : i + 1] for i in range(len(word))]
+        never = len(self.ranks)
+        while len(parts) > 1:
+            ranks = [self.ranks.get(pair, never) for pair in itertools.pairwise(parts)]
+            best = min(ranks)
+            if best == never:
+                break
+            # Merge every occurrence of the earliest learnt pair, from the left.
+            merged: list[bytes] = []
+            i = 0
+            while i < len(parts):
+                if i < len(ranks) and ranks[i] == best:
+                    merged.append(parts[i] + parts[i + 1])
+                    i += 2
+                else:
+                    merged.append(parts[i])
+                    i += 1
+            parts = merged
+        return tuple(self.ids[part] for part in parts)
+
+
+class ByteLevelBPE(Tokenizer):
+    """Byte-level BPE on gigatoken; on ``ReadableBPE`` where gigatoken cannot be imported.
+
+    Args:
+        name: for messages.
+        ids: id of every byte string; all 256 single bytes must be there.
+        merges: pairs in the order they were learnt.
+        special: ids of special tokens by role.
+        special_text: text of special tokens by id, for ``decode``.
+        pattern, ignore_merges: see ``ReadableBPE``.
+        engine: "gigatoken", "python", or "auto" for the first that works.
+
+    Raises:
+        ValueError: a byte is missing from the vocabulary, or a merge makes an unknown string.
+        ModuleNotFoundError: ``engine="gigatoken"`` and it is not installed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ids: Mapping[bytes, int],
+        merges: Sequence[tuple[bytes, bytes]],
+        *,
+        special: Mapping[str, int],
+        special_text: Mapping[int, str],
+        extra_ids: Sequence[int] = (),
+        pattern: str = GPT2_PATTERN,
+        ignore_merges: bool = False,
+        engine: str = "auto",
+    ) -> None:
+        if engine not in ("auto", "gigatoken", "python"):
+            raise ValueError(f"engine {engine!r}: expected auto, gigatoken or python")
+        missing = [b for b in range(256) if bytes([b]) not in ids]
+        if missing:
+            raise ValueError(f"{name}: byte {missing[0]:#04x} is not in the vocabulary")
+        for left, right in merges:
+            if left + right not in ids:
+                raise ValueError(f"{name}: merge {left!r} {right!r} makes no vocabulary entry")
+        self.name = name
+        self.special = dict(special)
+        self.extra_ids = tuple(extra_ids)
+        self.readable = ReadableBPE(ids, merges, pattern, ignore_merges=ignore_merges)
+        self.text_of = {i: s.encode() for i, s in special_text.items()}
+        self.text_of |= {i: b for b, i in ids.items()}
+        self.vocab_size = max([*self.text_of, *self.special.values(), *self.extra_ids]) + 1
+        self._separator = self.special.get("eod", self.vocab_size)
+        self._engine: BPETokenizer | None = None
+        if engine != "python":
+            try:
+                self._engine = self._load_engine()
+            except ModuleNotFoundError:
+                if engine == "gigatoken":
+                    raise
+
+    @property
+    def engine(self) -> str:
+        return "python" if self._engine is None else "gigatoken"
+
+    def encode(self, text: str) -> list[int]:
+        tokens, _ = self.encode_documents([text.encode()])
+        return tokens.tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        tokens, lengths = self.encode_documents([text.encode() for text in texts])
+        ends = lengths.cumsum()
+        return [tokens[end - n : end].tolist() for n, end in zip(lengths, ends, strict=True)]
+
+    def encode_documents(
+        self, texts: Sequence[bytes]
+    ) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
+        tokens, ends = self.encode_terminated(texts)
+        lengths = np.diff(ends, prepend=-1) - 1
+        return np.delete(tokens, ends), lengths
+
+    def encode_terminated(
+        self, texts: Sequence[bytes]
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """Encode valid UTF-8 in bulk, each text followed by one more token, ``terminator``.
+
+        Returns the tokens of all texts in one array, and the position of each terminator. This is
+        the form the engine is fastest in, and what ``--append-eod`` writes to disk.
+        """
+        separator = SEPARATOR.encode()
+        if self._engine is not None:
+            joined = separator.join([*texts, b""])
+            if joined.count(separator) == len(texts):
+                tokens = self._engine.encode(joined)
+                ends = np.flatnonzero(tokens == self._separator)
+                assert len(ends) == len(texts), (len(ends), len(texts))
+                return tokens, ends
+        rows = [self.readable.encode(text.decode()) for text in texts]
+        flat = [token for row in rows for token in (*row, self._separator)]
+        lengths = np.fromiter((len(row) + 1 for row in rows), dtype=np.int64, count=len(rows))
+        return np.array(flat, dtype=np.uint32), lengths.cumsum() - 1
+
+    @property
+    def terminator(self) -> int:
+        """What ``encode_terminated`` puts after a text: ``eod``, if the vocabulary has one."""
+        return self._separator
+
+    def reference_encode(self, text: str) -> list[int] | None:
+        return None if self._engine is None else self.readable.encode(text)
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
+        try:
+            pieces = [self.text_of[int(i)] for i in ids]
+        except KeyError as error:
+            raise ValueError(
+                f"{self.name}: token {error} is not in the vocabulary of {self.vocab_size}"
+            ) from None
+        return b"".join(pieces).decode(errors="replace")
+
+    def _load_engine(self) -> BPETokenizer:
+        from gigatoken.gigatoken_rs import load_hf_json
+
+        letters = byte_to_letter()
+
+        def spell(part: bytes) -> str:
+            return "".join([letters[b] for b in part])
+
+        pattern = self.readable.words.pattern
+        words: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
+        if pattern != GPT2_PATTERN:  # which is what ByteLevel does by itself
+            split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+            stages = [split | {"invert": False}, words | {"use_regex": False}]
+            words = {"type": "Sequence", "pretokenizers": stages}
+        vocabulary = {spell(part): i for part, i in self.readable.ids.items()}
+        merges = [f"{spell(a)} {spell(b)}" for a, b in self.readable.ranks]
+        description = {
+            "added_tokens": [{"id": self._separator, "content": SEPARATOR, "special": True}],
+            "pre_tokenizer": words,
+            "model": {
+                "type": "BPE",
+                "vocab": vocabulary | {SEPARATOR: self._separator},
+                "merges": merges,
+                "ignore_merges": self.readable.ignore_merges,
+            },
+        }
+        engine = load_hf_json(json.dumps(description))
+        assert not hasattr(engine, "encode_no_normalize"), "SentencePiece, which was not asked for"
+        return cast("BPETokenizer", engine)
+
+
+@lru_cache(maxsize=1)
+def byte_to_letter() -> dict[int, str]:
+    """GPT-2's spelling of bytes in vocabulary files: printable ones as themselves, the others as
+    letters from U+0100 on. In the order of the ids: a byte's position here is its id in GPT-2."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    letters = {b: chr(b) for b in printable}
+    return letters | {b: chr(0x100 + i) for i, b in enumerate(others)}

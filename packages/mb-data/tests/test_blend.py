@@ -1,0 +1,168 @@
+"""Blends: Megatron's greedy order against the plain loop, and every form of data path."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+from mb_data import blend, reference
+from mb_data.blend import BlendedDataset, blend_order, normalize, parse_blend
+from mb_data.gpt_dataset import GPTDataset, build_gpt_datasets
+from mb_data.indexed_dataset import IndexedDatasetBuilder
+
+
+@pytest.mark.parametrize("kind", ["even", "skewed", "whole"])
+@pytest.mark.parametrize("sources", [1, 2, 3, 7, 40])
+def test_order_equals_the_loop(kind, sources):
+    rng = np.random.default_rng(sources)
+    for size in (0, 1, 2, 1023, 9973):
+        weights = {
+            "even": rng.random(sources) + 0.01,
+            "skewed": rng.random(sources) ** 6 + 1e-4,
+            "whole": rng.integers(1, 6, sources),
+        }[kind]
+        shares = normalize(weights.tolist())
+        chosen, numbers = blend_order(shares, size)
+        want = reference.blend_order(shares.tolist(), size)
+        assert (chosen.tolist(), numbers.tolist()) == want
+        assert numbers.dtype == np.int64
+
+
+def test_order_goes_on_across_windows(monkeypatch):
+    shares = normalize([5, 1, 3])
+    want = reference.blend_order(shares.tolist(), 10_000)
+    monkeypatch.setattr(blend, "WINDOW", 3001)
+    chosen, numbers = blend_order(shares, 10_000)
+    assert (chosen.tolist(), numbers.tolist()) == want
+
+
+def test_wrong_guesses_are_put_right(monkeypatch):
+    """Exact even if every stretch but the first starts from nonsense."""
+    shares = normalize([5, 1, 3])
+    want = reference.blend_order(shares.tolist(), 6000)
+    monkeypatch.setattr(
+        blend, "_guess", lambda shares, starts: np.full((len(starts), len(shares)), 77.0)
+    )
+    chosen, numbers = blend_order(shares, 6000)
+    assert (chosen.tolist(), numbers.tolist()) == want
+
+
+def test_golden_order():
+    # Worked out by hand from the rule.
+    chosen, numbers = blend_order(normalize([0.3, 0.7]), 10)
+    assert chosen.tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
+    assert numbers.tolist() == [0, 0, 1, 2, 1, 3, 4, 2, 5, 6]
+
+
+def test_no_source_gives_more_than_its_share_rounded_up():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        shares = normalize((rng.random(int(rng.integers(1, 9))) + 0.01).tolist())
+        size = int(rng.integers(1, 300))
+        counts = np.bincount(blend_order(shares, size)[0], minlength=len(shares))
+        assert (counts <= np.ceil(size * shares)).all()
+
+
+def test_dataset_deals_from_its_sources():
+    sources = [[f"{name}{i}" for i in range(9)] for name in "abc"]
+    mixed = BlendedDataset(sources, [2, 1, 1], 8)
+    assert [mixed[i] for i in range(8)] == ["a0", "b0", "c0", "a1", "a2", "b1", "c1", "a3"]
+    assert mixed[-1] == "a3"
+    assert len(mixed) == 8
+    assert pickle.loads(pickle.dumps(mixed))[2] == "c0"
+    with pytest.raises(IndexError, match="sample 8 of 8"):
+        mixed[8]
+
+
+def test_source_too_small():
+    with pytest.raises(ValueError, match="takes 4 from source 0, which has 3; build"):
+        BlendedDataset([[1, 2, 3], [4] * 9], [1, 1], 8)
+
+
+@pytest.mark.parametrize("weights", [[1, 0], [1, -1], [1, float("nan")], [1, float("inf")]])
+def test_bad_weights(weights):
+    with pytest.raises(ValueError, match="weights must be positive numbers"):
+        BlendedDataset([[1], [2]], weights, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "parsed"),
+    [
+        ("a", [(None, "a")]),
+        (["a"], [(None, "a")]),
+        (["0.3", "a", "7", " b "], [(0.3, "a"), (7.0, "b")]),
+        ((2, "a"), [(2.0, "a")]),
+    ],
+)
+def test_data_path(path, parsed):
+    assert parse_blend(path) == parsed
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ([], "by turns"),
+        (["1", "a", "2"], "by turns"),
+        (["a", "b"], "weight 'a' is not a positive number"),
+        (["1", "a", "0", "b"], "weight '0' is not"),
+        (["nan", "a"], "weight 'nan' is not"),
+    ],
+)
+def test_bad_data_path(path, message):
+    with pytest.raises(ValueError, match=message):
+        parse_blend(path)
+
+
+@pytest.fixture
+def prefixes(tmp_path):
+    """Three files of 20 documents of 10 tokens: tokens 0 to 199, 1000 to 1199, 2000 to 2199."""
+    for number, name in enumerate("abc"):
+        with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
+            for document in range(20):
+                builder.add_document(1000 * number + 10 * document + np.arange(10))
+    return [str(tmp_path / name) for name in "abc"]
+
+
+SETTINGS = {"split": "8,2", "seq_length": 5, "num_samples": (50, 6, 1), "seed": 3}
+
+
+def test_blend_of_gpt_datasets(prefixes):
+    a, b, c = prefixes
+    train, valid, test = build_gpt_datasets(["2", a, "1", b, "1", c], **SETTINGS)
+    assert test is None
+    assert (len(train), len(valid)) == (50, 6)
+    sources = [int(train[i].min() // 1000) for i in range(50)]
+    assert sources == train.dataset_index.tolist()
+    assert np.bincount(sources).tolist() == [25, 13, 12]
+    alone = build_gpt_datasets(a, **{**SETTINGS, "num_samples": (26, 4, 1)})[0]
+    assert isinstance(alone, GPTDataset)
+    assert train.datasets[0].doc_idx.tolist() == alone.doc_idx.tolist()
+    # ceil(50 · 0.5 · 1.005) = 26 samples of 5 tokens from 160 tokens: one epoch.
+    assert [source.num_epochs for source in train.datasets] == [1, 1, 1]
+
+
+def test_separate_paths_use_all_documents(prefixes):
+    a, b, c = prefixes
+    train, valid, test = build_gpt_datasets({"train": ["1", a, "1", b], "valid": c}, **SETTINGS)
+    assert [source.documents for source in train.datasets] == [range(20), range(20)]
+    assert valid.documents == range(20)
+    assert test is None
+    with pytest.raises(ValueError, match=r"data paths for \['dev'\]: the parts are train"):
+        build_gpt_datasets({"dev": a}, **SETTINGS)
+
+
+def test_source_without_documents_for_a_part_is_left_out(prefixes, tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "small", np.uint16) as builder:
+        builder.add_document(np.arange(3000, 3100))
+    paths = ["1", str(tmp_path / "small"), "1", prefixes[0], "3", prefixes[1]]
+    with pytest.warns(RuntimeWarning, match="no documents for valid in .*small: left out"):
+        train, valid, _ = build_gpt_datasets(paths, **SETTINGS)
+    assert len(train.datasets) == 3
+    assert len(valid.datasets) == 2
+    # The others share its weight: 1 to 3.
+    assert np.bincount(valid.dataset_index).tolist() == [2, 4]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_gpt_datasets(paths, **{**SETTINGS, "num_samples": (50, 0, 0)})

@@ -1,0 +1,31 @@
+"""The corpus is the same each time, whole lines of real modules, and within its limit."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+from mb_data import write_sample_corpus
+from mb_data.cli import main
+
+
+def test_corpus_is_real_text_in_a_fixed_order(tmp_path):
+    path = write_sample_corpus(tmp_path / "a.jsonl", max_bytes=500_000)
+    assert path == tmp_path / "a.jsonl"
+    again = write_sample_corpus(tmp_path / "b.jsonl", max_bytes=500_000)
+    assert path.read_bytes() == again.read_bytes()
+    assert 400_000 < path.stat().st_size <= 500_000
+    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert len(records) > 10
+    library = Path(sysconfig.get_path("stdlib"))
+    for record in records:
+        assert record["text"] == (library / record["path"]).read_text("utf-8")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_limit_nothing_fits_in(tmp_path, capsys):
+    with pytest.raises(ValueError, match="no Python source of at most 10 bytes"):
+        write_sample_corpus(tmp_path / "a.jsonl", max_bytes=10)
+    assert main(["sample-corpus", str(tmp_path / "a.jsonl"), "--max-bytes", "10"]) == 2
+    assert "no Python source" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,130 @@
+"""Sentences to samples and blocks: the vectorised builders against the plain loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mb_data import mersenne, reference, sentence_index
+from mb_data.sentence_index import build_block_mapping, build_sample_mapping
+
+
+def corpus(rng):
+    """Random sentence lengths with empty, long and missing ones, from a document on."""
+    counts = rng.integers(0, 12, int(rng.integers(1, 30)))
+    sizes = rng.integers(0, 60, int(counts.sum())).astype(np.int32)
+    sizes[rng.random(len(sizes)) < 0.02] = 600
+    boundaries = np.concatenate(([0], np.cumsum(counts)))
+    return sizes, boundaries[int(rng.integers(0, len(counts))) :]
+
+
+def shuffled(rows, seed):
+    return [list(rows[i]) for i in mersenne.permutation(len(rows), seed + 1)]
+
+
+@pytest.mark.parametrize("block", [7, 1 << 16])
+def test_samples_equal_the_loop(monkeypatch, block):
+    monkeypatch.setattr(sentence_index, "BLOCK", block)
+    rng = np.random.default_rng(block)
+    compared = 0
+    for _ in range(300):
+        sizes, boundaries = corpus(rng)
+        short, ratio = [(0.0, 0), (0.1, 10), (0.4, 3), (1.0, 1)][int(rng.integers(0, 4))]
+        settings = {
+            "max_length": int(rng.integers(2, 150)),
+            "min_sentences": int(rng.integers(1, 3)),
+            "num_samples": int(rng.integers(0, 60)),
+        }
+        seed = int(rng.integers(0, 1000))
+        words = iter(np.random.RandomState(seed).randint(0, 2**32, 10**4, np.uint32).tolist())
+        try:
+            got = build_sample_mapping(
+                sizes, boundaries, short_seq_prob=short, seed=seed, **settings
+            )
+        except ValueError:  # no document is fit; the count below bounds how often
+            continue
+        want = reference.sample_mapping(
+            sizes.tolist(),
+            boundaries.tolist(),
+            draw=words.__next__ if ratio else None,
+            short_ratio=ratio,
+            **settings,
+        )
+        assert got.dtype == np.uint32
+        assert got.tolist() == shuffled(want, seed)
+        compared += 1
+    assert compared > 250
+
+
+def test_blocks_equal_the_loop():
+    rng = np.random.default_rng(5)
+    compared = 0
+    for _ in range(300):
+        sizes, boundaries = corpus(rng)
+        titles = rng.integers(0, 40, len(boundaries) - 1).astype(np.int32)
+        settings = {
+            "max_length": int(rng.integers(2, 150)),
+            "min_sentences": int(rng.integers(1, 3)),
+            "num_samples": int(rng.integers(0, 60)),
+        }
+        seed = int(rng.integers(0, 1000))
+        try:
+            got = build_block_mapping(sizes, boundaries, titles, seed=seed, **settings)
+        except ValueError:  # no document is fit; the count below bounds how often
+            continue
+        want = reference.block_mapping(
+            sizes.tolist(), boundaries.tolist(), titles.tolist(), **settings
+        )
+        assert got.tolist() == shuffled(want, seed)
+        compared += 1
+    assert compared > 250
+
+
+def test_long_sentences_exclude_a_document_unless_it_is_all_there_is():
+    sizes = np.array([600, 9, 9, 600], np.int32)
+    boundaries = np.array([0, 1, 3, 4])
+    settings = {"max_length": 50, "num_samples": 0, "seed": 1}
+    t5 = build_sample_mapping(sizes, boundaries, min_sentences=1, short_seq_prob=0, **settings)
+    assert sorted(t5[:, 0].tolist()) == [0, 1, 3]
+    bert = build_sample_mapping(sizes, boundaries, min_sentences=2, short_seq_prob=0, **settings)
+    assert bert.tolist() == [[1, 3, 50]]
+    ict = build_block_mapping(sizes, boundaries, np.zeros(3, np.int32), min_sentences=1, **settings)
+    assert ict.tolist() == [[1, 3, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"min_sentences": 3}, "none of 1 documents has 3 sentences or more.*--split-sentences"),
+        ({"short_seq_prob": 1.5}, "short_seq_prob must lie between 0 and 1"),
+        ({"short_seq_prob": -0.1}, "short_seq_prob must lie between 0 and 1"),
+        ({"max_length": 1}, "samples are too short: 1 tokens"),
+    ],
+)
+def test_bad_arguments(change, message):
+    settings = {
+        "max_length": 9,
+        "short_seq_prob": 0.1,
+        "min_sentences": 2,
+        "num_samples": 1,
+        "seed": 1,
+    } | change
+    with pytest.raises(ValueError, match=message):
+        build_sample_mapping(np.array([5, 5], np.int32), np.array([0, 2]), **settings)
+
+
+class TestMersenne:
+    def test_ten_thousandth_number(self):
+        # The C++ standard states it, for the default seed: [rand.predef].
+        chunks = mersenne.outputs(5489)
+        numbers = np.concatenate([next(chunks) for _ in range(33)])
+        assert numbers[9999] == 9981545732273789042
+
+    @pytest.mark.parametrize("n", [0, 1, 2, 311, 312, 313, 1000])
+    def test_permutation_is_the_plain_loop(self, n):
+        chunks = mersenne.outputs(3)
+        numbers = np.concatenate([next(chunks) for _ in range(4)]).tolist()
+        order = list(range(n))
+        for drawn, i in enumerate(range(n - 1, 0, -1)):
+            j = numbers[drawn] % (i + 1)
+            order[i], order[j] = order[j], order[i]
+        assert mersenne.permutation(n, 3).tolist() == order

@@ -1,0 +1,156 @@
+"""GPT-2's ids against tiktoken, an independent implementation, built from the same merges."""
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tiktoken
+from mb_data import load_tokenizer, padded_vocab_size
+from mb_data.tokenizer.byte_bpe import GPT2_PATTERN, SEPARATOR, ByteLevelBPE, ReadableBPE
+
+TEXTS = {
+    "empty": "",
+    "words": "Hello world, it's 2026 and they'll say I'd've 'tis",
+    "end of text": "a<|endoftext|>b <|endoftext|>",
+    "separator": f"x{SEPARATOR}y{SEPARATOR}",
+    "half a separator": SEPARATOR[:-1] + " " + SEPARATOR[1:],
+    "whitespace": "  a\n\n   b\t\tc\r\n \n x  ",
+    "blank": "\n",
+    "no-break space": "a\u00a0\u00a0b\u3000c\u2028d\u0085e",
+    "code": "def f(x):\n    return x['a'] ** 2  # ok\n\n\nclass A:\n\tpass\n",
+    "scripts": "Grüße, 你好世界, привет мир, שלום, สวัสดี, 👩‍👩‍👧‍👦 e\u0301 ½ ② Ⅷ",
+    "nul": "a\x00b\x00",
+    "long word": "a" * 3000 + "!" * 500 + " " * 700,
+}
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return load_tokenizer("gpt2")
+
+
+@pytest.fixture(scope="module")
+def oracle(gpt2):
+    return tiktoken.Encoding(
+        name="gpt2-from-merges",
+        pat_str=GPT2_PATTERN,
+        mergeable_ranks=dict(gpt2.readable.ids),
+        special_tokens={"<|endoftext|>": 50256},
+    )
+
+
+def random_texts(seed, count):
+    """Mostly ASCII with runs of spaces, quotes and letters of every plane that is assigned."""
+    rng = random.Random(seed)
+    alphabet = "etaoin shrdlu  \n\t'''.,;:0123456789ABC(){}[]_-=\"\\/"
+    for _ in range(count):
+        letters = rng.choices(alphabet, k=rng.randrange(400))
+        for _ in range(rng.randrange(20)):
+            point = rng.choice([rng.randrange(0x80, 0x3000), rng.randrange(0x3000, 0xD800)])
+            letters.insert(rng.randrange(len(letters) + 1), chr(point))
+        yield "".join(letters)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("engine", ["gigatoken", "python"])
+def test_gpt2_equals_tiktoken(name, engine, oracle):
+    tokenizer = load_tokenizer("gpt2", engine=engine)
+    assert tokenizer.engine == engine
+    ids = tokenizer.encode(TEXTS[name])
+    assert ids == oracle.encode_ordinary(TEXTS[name])
+    assert tokenizer.decode(ids) == TEXTS[name]
+
+
+def test_random_texts_equal_tiktoken(gpt2, oracle):
+    texts = list(random_texts(0, 1000))
+    expected = [oracle.encode_ordinary(text) for text in texts]
+    assert gpt2.encode_batch(texts) == expected
+    assert [gpt2.readable.encode(text) for text in texts[:300]] == expected[:300]
+
+
+def test_end_of_text_in_a_document_stays_text(gpt2):
+    ids = gpt2.encode("<|endoftext|>")
+    assert ids == [27, 91, 437, 1659, 5239, 91, 29]
+    assert gpt2.eod == 50256 not in ids
+    assert gpt2.decode([gpt2.eod]) == "<|endoftext|>"
+
+
+@pytest.mark.parametrize("engine", ["gigatoken", "python"])
+@pytest.mark.parametrize("texts", [[], ["", ""], ["", "a b", "", "c"], [SEPARATOR, "d"]])
+def test_bulk_forms_agree_with_one_by_one(engine, texts):
+    tokenizer = load_tokenizer("gpt2", engine=engine)
+    rows = [tokenizer.encode(text) for text in texts]
+    data = [text.encode() for text in texts]
+    tokens, lengths = tokenizer.encode_documents(data)
+    assert tokens.tolist() == [t for row in rows for t in row]
+    assert lengths.tolist() == [len(row) for row in rows]
+    tokens, ends = tokenizer.encode_terminated(data)
+    assert tokens.tolist() == [t for row in rows for t in [*row, tokenizer.eod]]
+    assert ends.tolist() == (np.cumsum([len(row) + 1 for row in rows], dtype=int) - 1).tolist()
+    assert tokenizer.encode_batch(texts) == rows
+
+
+def test_vocabulary(gpt2):
+    assert gpt2.vocab_size == 50257
+    assert gpt2.decode([0, 188, 220, 255, 256]) == "!\x00 \ufffd t"
+    with pytest.raises(ValueError, match="token 50257 is not in the vocabulary of 50257"):
+        gpt2.decode([1, 50257])
+    with pytest.raises(ValueError, match="gpt2 has no mask token; it has: eod"):
+        _ = gpt2.mask
+
+
+def test_surrogates_are_refused(gpt2):
+    with pytest.raises(ValueError, match="surrogates"):
+        gpt2.encode("a\ud800b")
+
+
+def test_merges_of_equal_rank_go_left_to_right():
+    ids = {bytes([b]): b for b in range(256)} | {b"aa": 256, b"aaa": 257, b"aaaa": 258}
+    merges = [(b"a", b"a"), (b"aa", b"a"), (b"aa", b"aa")]
+    assert ReadableBPE(ids, merges).encode("aaaaa") == [256, 257]
+
+
+def test_broken_vocabularies():
+    ids = {bytes([b]): b for b in range(256)}
+    kwargs = {"special": {}, "special_text": {}}
+    with pytest.raises(ValueError, match="byte 0x07 is not in"):
+        ByteLevelBPE("x", {b: i for b, i in ids.items() if i != 7}, [], **kwargs)
+    with pytest.raises(ValueError, match=r"merge b'a' b'b' makes no vocabulary entry"):
+        ByteLevelBPE("x", ids, [(b"a", b"b")], **kwargs)
+    with pytest.raises(ValueError, match="expected auto, gigatoken or python"):
+        load_tokenizer("gpt2", engine="rust")
+
+
+def test_fallback_without_gigatoken():
+    code = (
+        "import sys; sys.modules['gigatoken'] = None; from mb_data import load_tokenizer\n"
+        "t = load_tokenizer('gpt2'); print(t.engine, t.encode('Hello world'))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "python [15496, 995]"
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="unknown tokenizer 'gpt3'"):
+        load_tokenizer("gpt3")
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "expected"),
+    [
+        (50257, {}, 50304),
+        (50257, {"divisible_by": 1024}, 51200),
+        (50257, {"tensor_parallel": 8}, 51200),
+        (128, {}, 128),
+        (1, {"divisible_by": 1}, 1),
+    ],
+)
+def test_padded_vocab_size(size, options, expected):
+    assert padded_vocab_size(size, **options) == expected
+
+
+def test_padded_vocab_size_refuses_zero():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        padded_vocab_size(50257, tensor_parallel=0)

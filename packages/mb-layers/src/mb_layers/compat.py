@@ -1,0 +1,318 @@
+"""For people who come from MegaBlocks: its `Arguments` and its state dicts.
+
+    layer = layer_from_arguments(Arguments(hidden_size=1024, ...))   # or a dict, or a namespace
+    layer.load_state_dict(from_megablocks(checkpoint, layer.config))
+
+Every field of `Arguments` is in `FIELDS`, with what becomes of it. A value that this library does
+not honour is refused by name, with the reason; none is dropped in silence. The page
+`docs/from-megablocks.md` holds the same table and their calls beside ours.
+
+Letters: E experts, D hidden, F expert ffn width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from mb_kernels.activation import GLU_ACTIVATIONS
+from torch import Tensor, nn
+
+from mb_layers.config import MoEConfig
+from mb_layers.dispatch import TokenDispatcher
+from mb_layers.moe import MoE, dMoE
+from mb_layers.state_dicts import Rule, translate
+
+Layer = Literal["dMoE", "MoE"]
+
+# Field -> what becomes of it. The page docs/from-megablocks.md repeats these lines.
+FIELDS = {
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "num_layers": "not needed: a layer returns its own loss, a model takes the mean",
+    "bias": "output_bias, and shared_expert_bias if there is a shared expert",
+    "return_bias": "either: y already holds the bias",
+    "activation_fn": "activation, with mlp_type; GELU (exact, tanh), SiLU, ReLU, else refused",
+    "moe_num_experts": "num_experts",
+    "moe_top_k": "top_k",
+    "moe_capacity_factor": "capacity_factor of MoE; 0, no dropping, gives a dMoE",
+    "moe_normalize_expert_weights": "renormalize with renormalize_p of 1 or 2, else refused",
+    "moe_loss_weight": "load_balancing_loss_weight",
+    "moe_jitter_eps": "jitter_eps",
+    "moe_lbl_in_fp32": "either: the loss is always in fp32",
+    "moe_expert_model_parallelism": "pass dispatcher=; refused without one",
+    "expert_parallel_group": "the dispatcher holds the group; refused without one",
+    "moe_weight_parallelism": "refused: apply FSDP2's fully_shard to the layer",
+    "weight_parallel_group": "refused: FSDP2 takes a device mesh",
+    "pipeline_model_parallel_size": "not needed: it only served to check the list of losses",
+    "num_layers_per_virtual_pipeline_stage": "not needed: as above",
+    "memory_optimized_mlp": "either: the experts always keep just x and the pre-activations",
+    "mlp_type": "activation: 'glu' makes it gated; refused for MoE, which ignores it there",
+    "mlp_impl": "either: the same parameters and the same function",
+    "quantize_inputs_num_bits": "refused unless -1: x is kept once per token, not once per expert",
+    "quantize_rematerialize_num_bits": "refused unless -1; recompute=True keeps less still",
+    "quantize_scatter_num_bits": "refused unless -1: the experts' outputs are not kept at all",
+    "fp16": "dtype of the layer; wins over bf16, as there",
+    "bf16": "dtype of the layer; fp32 if neither is set",
+    "device": "device of the layer",
+    "init_method": "init_method_std for a normal init; any other function is called on the weights",
+    "output_layer_init_method": "output_init_std, or called on w2",
+    "uniform_expert_assignment": "uniform_assignment",
+    "shared_expert": "shared_expert_hidden_size",
+    "fc_cls": "refused unless nn.Linear: the shared expert is one fused op",
+    "fc_kwargs": "refused unless empty: as above",
+    "remat_act_fn": "nothing: MegaBlocks never reads it",
+    "shared_expert_hidden_size": "shared_expert_hidden_size, ffn_hidden_size if it is None",
+    "shared_expert_weighted_sum": "shared_expert_weighted_sum",
+    "moe_zloss_weight": "z_loss_weight",
+    "moe_zloss_in_fp32": "either: the loss is always in fp32",
+}
+
+# MegaBlocks' defaults where they are not None, False or our own.
+_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 1024,
+    "ffn_hidden_size": 4096,
+    "bias": True,
+    "activation_fn": functools.partial(F.gelu, approximate="tanh"),
+    "moe_num_experts": 1,
+    "moe_top_k": 1,
+    "moe_capacity_factor": 1,
+    "moe_loss_weight": 0.1,
+    "mlp_type": "mlp",
+    "mlp_impl": "grouped",
+    "quantize_inputs_num_bits": -1,
+    "quantize_rematerialize_num_bits": -1,
+    "quantize_scatter_num_bits": -1,
+    "fp16": True,
+    "init_method": functools.partial(nn.init.normal_, mean=0.0, std=0.02),
+    "output_layer_init_method": functools.partial(nn.init.normal_, mean=0.0, std=0.02),
+    "fc_cls": nn.Linear,
+    "moe_zloss_weight": 0,
+}
+
+
+def layer_from_arguments(
+    arguments: object, *, layer: Layer = "dMoE", dispatcher: TokenDispatcher | None = None
+) -> dMoE | MoE:
+    """Return the layer that `megablocks.layers.dmoe.dMoE(arguments)` (or `moe.MoE`) would be.
+
+    Args:
+        arguments: MegaBlocks' `Arguments`, a mapping with its fields, or a namespace (as for
+            `from_megatron`; attributes that `Arguments` does not have are ignored there).
+        layer: which of the two classes.
+        dispatcher: needed with moe_expert_model_parallelism.
+
+    Raises:
+        ValueError: a field is unknown, or has a value that is not honoured.
+    """
+    values = _read(arguments)
+    config = _config(values, layer, dispatcher)
+    dtype = torch.float32
+    if values["fp16"] or values["bf16"]:
+        dtype = torch.float16 if values["fp16"] else torch.bfloat16
+    if values["fp16"] and values["bf16"]:
+        warnings.warn(
+            "fp16 and bf16 are both True: MegaBlocks makes the layer fp16, and so do we. Its "
+            "default is fp16=True; set fp16=False for bf16.",
+            stacklevel=2,
+        )
+    cls = dMoE if config.capacity_factor is None else MoE
+    device = values["device"]
+    if callable(device):
+        device = device()
+    built = cls(config, dispatcher=dispatcher, device=device, dtype=dtype)
+    experts = built.experts
+    halves = experts.w1.detach().chunk(2 if config.is_glu else 1, dim=1)
+    for name, weights in (
+        ("init_method", (built.router.weight.detach(), *halves)),
+        ("output_layer_init_method", (experts.w2.detach().transpose(1, 2),)),
+    ):
+        if _normal_std(values[name]) is None:
+            for weight in weights:
+                values[name](weight)
+    return built
+
+
+def config_from_arguments(
+    arguments: object, *, layer: Layer = "dMoE", dispatcher: TokenDispatcher | None = None
+) -> MoEConfig:
+    """Return the `MoEConfig` of MegaBlocks' `arguments`; see `layer_from_arguments`.
+
+    A config holds the std of a normal init alone; another init function is `layer_from_arguments`'
+    to apply.
+    """
+    return _config(_read(arguments), layer, dispatcher)
+
+
+def from_megablocks(state: Mapping[str, Tensor], config: MoEConfig) -> dict[str, Tensor]:
+    """Translate a MegaBlocks state dict to the layout of `dMoE(config)` or `MoE(config)`.
+
+    Takes the layouts of `dMoE` (w1, v1, w2 [E F, D], grouped or sparse) and of `MoE` (w1 [E, D, F],
+    w2 [E, F, D]), and the names of older versions (`mlp.w1` for `experts.mlp.w1`). A checkpoint of
+    one rank under expert parallelism holds E / ranks experts: concatenate the ranks' tensors first.
+
+    Raises:
+        ValueError: not every tensor of the source and of the target is used exactly once, or a
+            tensor has the wrong number of elements.
+    """
+    num_experts = config.num_experts
+
+    def by_expert(w: Tensor) -> Tensor:  # from [E F, D] or from [E, D, F]
+        return w.view(num_experts, -1, w.shape[1]) if w.dim() == 2 else w.transpose(1, 2)
+
+    def w1(*parts: Tensor) -> Tensor:
+        return torch.cat([by_expert(part) for part in parts], dim=1)
+
+    def w2(w: Tensor) -> Tensor:  # from [E F, D] or from [E, F, D]
+        return w.reshape(num_experts, -1, config.hidden_size).transpose(1, 2).contiguous()
+
+    mlp = "experts.mlp" if "experts.mlp.w1" in state else "mlp"
+    gated = ("v1",) if config.is_glu else ()
+    rules = [
+        Rule("router.weight", ("router.layer.weight",)),
+        Rule("experts.w1", tuple(f"{mlp}.{name}" for name in ("w1", *gated)), w1),
+        Rule("experts.w2", (f"{mlp}.w2",), w2),
+    ]
+    if config.output_bias:
+        bias = "experts.bias" if "experts.bias" in state else "bias"
+        rules.append(Rule("bias", (bias,), torch.flatten))
+    if config.shared_expert_hidden_size is not None:
+        up = ("gate_proj", "up_proj") if config.is_glu else ("up_proj",)
+        for ours, theirs, suffix in (
+            ("w1", up, "weight"),
+            ("w2", ("down_proj",), "weight"),
+            ("b1", up, "bias"),
+            ("b2", ("down_proj",), "bias"),
+        ):
+            if suffix == "weight" or config.shared_expert_bias:
+                names = tuple(f"shared_expert.{name}.{suffix}" for name in theirs)
+                rules.append(Rule(f"shared_expert.{ours}", names, _cat_as_one_expert))
+    with torch.device("meta"):
+        target = (dMoE if config.capacity_factor is None else MoE)(config).state_dict()
+    translated = translate(state, rules, target.keys())
+    for name, tensor in translated.items():
+        if tensor.shape != target[name].shape:
+            raise ValueError(
+                f"expected {name} of shape {tuple(target[name].shape)}, got {tuple(tensor.shape)}; "
+                "the checkpoint has other sizes, or holds one rank's experts alone"
+            )
+    return translated
+
+
+def _cat_as_one_expert(*parts: Tensor) -> Tensor:
+    return torch.cat(parts)[None]
+
+
+def _read(arguments: object) -> dict[str, Any]:
+    """The value of every field, MegaBlocks' default where it is not given."""
+    if isinstance(arguments, Mapping):
+        given = dict(arguments)
+    elif dataclasses.is_dataclass(arguments):
+        given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(arguments)}
+    else:
+        given = {name: getattr(arguments, name) for name in FIELDS if hasattr(arguments, name)}
+    for name in given:
+        if name not in FIELDS:
+            near = difflib.get_close_matches(str(name), FIELDS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"expected fields of megablocks.Arguments, got {name!r}{hint}")
+    return dict.fromkeys(FIELDS) | _DEFAULTS | given
+
+
+def _config(values: dict[str, Any], layer: Layer, dispatcher: TokenDispatcher | None) -> MoEConfig:
+    if layer not in ("dMoE", "MoE"):
+        raise ValueError(f"expected layer to be 'dMoE' or 'MoE', got {layer!r}")
+    _refuse(values, dispatcher)
+    if values["mlp_type"] not in ("mlp", "glu"):
+        raise ValueError(f"expected mlp_type 'mlp' or 'glu', got {values['mlp_type']!r}")
+    if values["mlp_impl"] not in ("grouped", "sparse"):
+        raise ValueError(f"expected mlp_impl 'grouped' or 'sparse', got {values['mlp_impl']!r}")
+    if values["mlp_type"] == "glu" and layer == "MoE":
+        raise ValueError(
+            "expected mlp_type='mlp' for MoE, got 'glu': MegaBlocks ignores it there and builds a "
+            "plain MLP; use dMoE, or MoEConfig(activation=...) for a gated MoE"
+        )
+    p = values["moe_normalize_expert_weights"]
+    shared_width = None
+    if values["shared_expert"]:
+        shared_width = values["shared_expert_hidden_size"] or values["ffn_hidden_size"]
+    fields: dict[str, Any] = {}
+    for name, ours in (
+        ("init_method", "init_method_std"),
+        ("output_layer_init_method", "output_init_std"),
+    ):
+        std = _normal_std(values[name])
+        if std is not None:
+            fields[ours] = std
+    return MoEConfig(
+        hidden_size=values["hidden_size"],
+        ffn_hidden_size=values["ffn_hidden_size"],
+        num_experts=values["moe_num_experts"],
+        top_k=values["moe_top_k"],
+        activation=_activation(values["activation_fn"], values["mlp_type"]),
+        capacity_factor=(values["moe_capacity_factor"] or None) if layer == "MoE" else None,
+        renormalize=bool(p),
+        renormalize_p=p or 1,
+        jitter_eps=values["moe_jitter_eps"] or 0.0,
+        uniform_assignment=bool(values["uniform_expert_assignment"]),
+        load_balancing_loss_weight=values["moe_loss_weight"],
+        z_loss_weight=values["moe_zloss_weight"],
+        output_bias=bool(values["bias"]),
+        shared_expert_hidden_size=shared_width,
+        shared_expert_bias=shared_width is not None and bool(values["bias"]),
+        shared_expert_weighted_sum=(
+            shared_width is not None and bool(values["shared_expert_weighted_sum"])
+        ),
+        **fields,
+    )
+
+
+def _refuse(values: dict[str, Any], dispatcher: TokenDispatcher | None) -> None:
+    unwanted = {
+        "moe_weight_parallelism": bool(values["moe_weight_parallelism"]),
+        "weight_parallel_group": values["weight_parallel_group"] is not None,
+        "fc_cls": values["fc_cls"] is not nn.Linear and bool(values["shared_expert"]),
+        "fc_kwargs": bool(values["fc_kwargs"]) and bool(values["shared_expert"]),
+    }
+    for name in ("inputs", "rematerialize", "scatter"):
+        unwanted[f"quantize_{name}_num_bits"] = values[f"quantize_{name}_num_bits"] != -1
+    if dispatcher is None:
+        unwanted["moe_expert_model_parallelism"] = bool(values["moe_expert_model_parallelism"])
+        unwanted["expert_parallel_group"] = values["expert_parallel_group"] is not None
+    for name, refused in unwanted.items():
+        if refused:
+            raise ValueError(f"{name}={values[name]!r}: {FIELDS[name]}")
+
+
+def _activation(activation_fn: Callable[[Tensor], Tensor], mlp_type: str) -> str:
+    known: dict[Any, str] = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu"}
+    plain = known.get(activation_fn)
+    if isinstance(activation_fn, functools.partial) and activation_fn.func is F.gelu:
+        tanh = activation_fn.keywords.get("approximate", "none") == "tanh"
+        plain = "gelu_tanh" if tanh else "gelu"
+    if isinstance(activation_fn, nn.GELU):
+        plain = "gelu_tanh" if activation_fn.approximate == "tanh" else "gelu"
+    elif isinstance(activation_fn, (nn.SiLU, nn.ReLU)):
+        plain = "silu" if isinstance(activation_fn, nn.SiLU) else "relu"
+    if plain is None:
+        raise ValueError(
+            f"activation_fn={activation_fn!r}: expected torch's gelu (exact or tanh), silu or "
+            "relu; the kernels fuse the activation, so they must know it"
+        )
+    if mlp_type == "mlp":
+        return plain
+    return next(glu for glu, gate in GLU_ACTIVATIONS.items() if gate == plain)
+
+
+def _normal_std(init: Callable[[Tensor], Any]) -> float | None:
+    """The std of a zero-mean `torch.nn.init.normal_`, None for any other init."""
+    if not isinstance(init, functools.partial) or init.func is not nn.init.normal_ or init.args:
+        return None
+    options = {"mean": 0.0, "std": 1.0} | init.keywords
+    return options["std"] if options.keys() == {"mean", "std"} and not options["mean"] else None

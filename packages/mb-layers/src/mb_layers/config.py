@@ -1,0 +1,225 @@
+"""Every choice of an MoE layer in one frozen, self-checking dataclass.
+
+A config holds plain values only: no tensor, no process group, no callable. `__post_init__` refuses
+what cannot work and says what was expected, what it got and what to change, so that a wrong value
+fails at construction and not in a backward pass.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import mb_kernels
+
+ScoreFunction = Literal["softmax", "sigmoid"]
+BalanceOver = Literal["micro_batch", "sequence", "global_batch"]
+DropPolicy = Literal["position", "probability"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """What `MoE` and `dMoE` are built from. All fields are keyword-only.
+
+    Sizes:
+        hidden_size: D, the width of the tokens.
+        ffn_hidden_size: F, the inner width of one expert.
+        num_experts: E.
+        top_k: K, experts per token.
+        activation: a name of `mb_kernels.activation`: "swiglu", "geglu", "geglu_tanh" and "reglu"
+            are gated (w1 is [E, 2F, D], gate over up); "gelu", "gelu_tanh", "silu", "relu" and
+            "squared_relu" are not (w1 is [E, F, D]).
+
+    Router:
+        score_function: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
+        renormalize: divide the K weights of a token by their norm. With softmax and p=1 this is
+            softmax after top-k.
+        renormalize_p: p of that norm, 1 or 2.
+        routed_scaling_factor: the weights are multiplied by it last.
+        num_expert_groups, top_k_groups: group-limited routing. Experts are split into
+            `num_expert_groups` runs of equal length, and a token chooses among the experts of its
+            best `top_k_groups` groups. None: no groups.
+        group_score_top: a group's score is the sum of this many of its best experts' scores.
+        balancing_bias: keep a buffer `router.balancing_bias` [E], added to the scores for the
+            choice of experts alone (arXiv 2408.15664). `update_balancing_bias` moves it.
+        jitter_eps: in training the router sees x times uniform noise in [1 - eps, 1 + eps].
+        uniform_assignment: for benchmarks: slot s goes to expert s mod E, whatever the scores.
+        router_fp32: compute the logits in fp32. False: in the dtype of the tokens.
+        router_bias: a learned bias [E] on the logits.
+
+    Biases and the shared expert:
+        mlp_bias: biases b1 [E, F or 2F] and b2 [E, D] inside every expert.
+        output_bias: one bias [D] on the layer's output, as MegaBlocks has it.
+        shared_expert_hidden_size: width of an expert that every token visits; None: no such
+            expert. It has the activation of the others.
+        shared_expert_gate: weight it per token by the sigmoid of a learned linear map (Qwen2-MoE).
+        shared_expert_weighted_sum: y = (shared + K * routed) / (K + 1) instead of the plain sum.
+        shared_expert_bias: biases inside the shared expert.
+
+    Losses, none of them in eval mode:
+        load_balancing_loss_weight, z_loss_weight: their weights in `MoEOutput.aux_loss`.
+        balance_over: balance the experts' load over each micro-batch, over each sequence, or over
+            the global batch (see `mb_layers.losses`).
+
+    Capacity, for `MoE` (None for `dMoE`, which drops nothing):
+        capacity_factor: an expert takes at most ceil(factor * K * T / E) slots.
+        drop_policy: who is kept when there are more: the first by "position", or the ones with
+            the largest weight ("probability").
+
+    Init and memory:
+        init_method_std: normal init of the router and w1.
+        output_init_std: of w2; None means init_method_std.
+        recompute: save only the tokens for the backward pass, and recompute the rest.
+    """
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_experts: int
+    top_k: int = 1
+    activation: str = "swiglu"
+
+    score_function: ScoreFunction = "softmax"
+    renormalize: bool = False
+    renormalize_p: float = 1.0
+    routed_scaling_factor: float = 1.0
+    num_expert_groups: int | None = None
+    top_k_groups: int | None = None
+    group_score_top: int = 2
+    balancing_bias: bool = False
+    jitter_eps: float = 0.0
+    uniform_assignment: bool = False
+    router_fp32: bool = True
+    router_bias: bool = False
+
+    mlp_bias: bool = False
+    output_bias: bool = False
+    shared_expert_hidden_size: int | None = None
+    shared_expert_gate: bool = False
+    shared_expert_weighted_sum: bool = False
+    shared_expert_bias: bool = False
+
+    load_balancing_loss_weight: float = 0.01
+    z_loss_weight: float = 0.0
+    balance_over: BalanceOver = "micro_batch"
+
+    capacity_factor: float | None = None
+    drop_policy: DropPolicy = "position"
+
+    init_method_std: float = 0.02
+    output_init_std: float | None = None
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
+            _check_positive_int(name, getattr(self, name))
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"expected top_k <= num_experts, got top_k={self.top_k} with "
+                f"num_experts={self.num_experts}; a token can choose an expert only once"
+            )
+        mb_kernels.is_glu(self.activation)  # raises and lists the names
+        _check_choice("score_function", self.score_function, get_args(ScoreFunction))
+        _check_choice("balance_over", self.balance_over, get_args(BalanceOver))
+        _check_choice("drop_policy", self.drop_policy, get_args(DropPolicy))
+        if self.renormalize_p not in (1, 2):
+            raise ValueError(
+                f"expected renormalize_p of 1 or 2, got {self.renormalize_p}; "
+                "to leave the weights as they are, set renormalize=False"
+            )
+        self._check_groups()
+        self._check_shared_expert()
+        if not 0 <= self.jitter_eps < 1:
+            raise ValueError(
+                f"expected 0 <= jitter_eps < 1, got {self.jitter_eps}; 0 turns jitter off"
+            )
+        for name in ("load_balancing_loss_weight", "z_loss_weight", "init_method_std"):
+            _check_not_negative(name, getattr(self, name))
+        if self.output_init_std is not None:
+            _check_not_negative("output_init_std", self.output_init_std)
+        if not (math.isfinite(self.routed_scaling_factor) and self.routed_scaling_factor > 0):
+            raise ValueError(
+                f"expected a finite routed_scaling_factor > 0, got {self.routed_scaling_factor}"
+            )
+        if self.capacity_factor is not None and not (
+            math.isfinite(self.capacity_factor) and self.capacity_factor > 0
+        ):
+            raise ValueError(
+                f"expected a finite capacity_factor > 0, got {self.capacity_factor}; for a layer "
+                "that drops no token use dMoE with capacity_factor=None"
+            )
+        if self.top_k == 1 and self.renormalize:
+            warnings.warn(
+                "top_k=1 with renormalize=True makes every routing weight exactly 1: the model's "
+                "loss then gives the router no gradient, only the auxiliary losses train it. "
+                "Set renormalize=False for top-1 routing.",
+                stacklevel=3,
+            )
+
+    @property
+    def is_glu(self) -> bool:
+        """Whether the activation is gated, so that w1 holds two matrices per expert."""
+        return mb_kernels.is_glu(self.activation)
+
+    def _check_shared_expert(self) -> None:
+        if self.shared_expert_hidden_size is not None:
+            _check_positive_int("shared_expert_hidden_size", self.shared_expert_hidden_size)
+            return
+        for name in ("gate", "weighted_sum", "bias"):
+            if getattr(self, f"shared_expert_{name}"):
+                raise ValueError(
+                    f"expected shared_expert_hidden_size with shared_expert_{name}=True, got None; "
+                    "give the shared expert a width"
+                )
+
+    def _check_groups(self) -> None:
+        if self.num_expert_groups is None and self.top_k_groups is None:
+            return
+        if self.num_expert_groups is None or self.top_k_groups is None:
+            raise ValueError(
+                "expected num_expert_groups and top_k_groups together, got "
+                f"num_expert_groups={self.num_expert_groups}, top_k_groups={self.top_k_groups}"
+            )
+        for name in ("num_expert_groups", "top_k_groups", "group_score_top"):
+            _check_positive_int(name, getattr(self, name))
+        if self.num_experts % self.num_expert_groups:
+            raise ValueError(
+                f"expected num_expert_groups to divide num_experts, got {self.num_expert_groups} "
+                f"groups for {self.num_experts} experts"
+            )
+        per_group = self.num_experts // self.num_expert_groups
+        if self.top_k_groups > self.num_expert_groups:
+            raise ValueError(
+                f"expected top_k_groups <= num_expert_groups={self.num_expert_groups}, "
+                f"got {self.top_k_groups}"
+            )
+        if self.group_score_top > per_group:
+            raise ValueError(
+                f"expected group_score_top <= {per_group}, the experts in one group, "
+                f"got {self.group_score_top}"
+            )
+        if self.top_k > self.top_k_groups * per_group:
+            raise ValueError(
+                f"expected top_k <= {self.top_k_groups * per_group}, the experts in "
+                f"{self.top_k_groups} groups of {per_group}, got {self.top_k}; raise top_k_groups"
+            )
+
+
+def _check_positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"expected {name} to be an integer >= 1, got {value!r}")
+
+
+def _check_not_negative(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"expected a finite {name} >= 0, got {value}; 0 turns it off")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value in choices:
+        return
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}{hint}")

@@ -1,0 +1,243 @@
+"""The experts: E feed-forward networks with their weights stacked, run by one fused op.
+
+Layout, Hugging Face's, so that importing a model is a rename: w1 is [E, F, D], or [E, 2F, D] with
+the gate over the up projection for a gated activation; w2 is [E, D, F]. Expert e computes
+`activation(x w1_e^T + b1_e) w2_e^T + b2_e`.
+
+The shared expert is an expert that every token visits: the same op with E = 1, one row per token,
+and its gate, if it has one, as routing weight.
+
+Letters: E experts, D hidden, F expert ffn width, T or R tokens on this rank, K top-k, N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mb_kernels
+import torch
+from mb_kernels import Bins
+from mb_kernels.activation import activate
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils.checkpoint import checkpoint
+
+from mb_layers.config import MoEConfig
+from mb_layers.dispatch import Dispatched
+from mb_layers.losses import at_least_fp32
+
+
+class _StackedMLP(nn.Module):
+    """Parameters `w1`, `w2` and, with `bias`, `b1`, `b2` of `num_experts` networks."""
+
+    b1: nn.Parameter | None
+    b2: nn.Parameter | None
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        num_experts: int,
+        ffn: int,
+        *,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        hidden, rows = config.hidden_size, 2 * ffn if config.is_glu else ffn
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.w1 = parameter(num_experts, rows, hidden)
+        self.w2 = parameter(num_experts, hidden, ffn)
+        self.register_parameter("b1", parameter(num_experts, rows) if bias else None)
+        self.register_parameter("b2", parameter(num_experts, hidden) if bias else None)
+
+    def reset_parameters(self) -> None:
+        """Draw w1 from N(0, init_method_std), w2 from N(0, output_init_std); zero the biases."""
+        config = self.config
+        output_std = config.output_init_std
+        nn.init.normal_(self.w1, std=config.init_method_std)
+        nn.init.normal_(self.w2, std=config.init_method_std if output_std is None else output_std)
+        for bias in (self.b1, self.b2):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def run(self, x_RD: Tensor, bins: Bins, weights_RK: Tensor) -> Tensor:
+        """Return y_RD, each token's weighted sum over the experts that `bins` gives it."""
+        config = self.config
+        num_experts = bins.offsets_E1.shape[0] - 1
+        x_RD, w1, w2 = cast_alike(
+            x_RD, to_plain(self.w1, num_experts), to_plain(self.w2, num_experts)
+        )
+        if self.b1 is None or self.b2 is None:
+            return mb_kernels.expert_mlp(
+                x_RD,
+                w1,
+                w2,
+                bins,
+                weights_RK,
+                activation=config.activation,
+                recompute=config.recompute,
+            )
+        _, b1, b2 = cast_alike(x_RD, to_plain(self.b1, num_experts), to_plain(self.b2, num_experts))
+        arguments = (x_RD, w1, w2, bins, weights_RK, self._activate)
+        if not config.recompute:
+            return expert_mlp_in_steps(*arguments, b1=b1, b2=b2)
+        return checkpoint(expert_mlp_in_steps, *arguments, b1=b1, b2=b2, use_reentrant=False)
+
+    def _activate(self, h_NF: Tensor) -> Tensor:
+        return activate(at_least_fp32(h_NF), self.config.activation).to(h_NF.dtype)
+
+
+class Experts(_StackedMLP):
+    """E experts: `w1` [E, F or 2F, D], `w2` [E, D, F]; with mlp_bias `b1`, `b2` too."""
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            config.num_experts,
+            config.ffn_hidden_size,
+            bias=config.mlp_bias,
+            device=device,
+            dtype=dtype,
+        )
+        self.reset_parameters()
+
+    def forward(self, dispatched: Dispatched) -> Tensor:
+        """Return y_RD: each token's sum over its experts, weighted by its routing weights."""
+        return self.run(dispatched.x_RD, dispatched.bins, dispatched.weights_RK)
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return (
+            f"{config.num_experts} x ({config.hidden_size} -> {config.ffn_hidden_size} -> "
+            f"{config.hidden_size}), activation={config.activation!r}"
+        )
+
+
+class SharedExpert(_StackedMLP):
+    """The expert that every token visits: `w1` [1, F or 2F, D], `w2` [1, D, F].
+
+    With `shared_expert_gate` there is a parameter `gate` [1, D].
+    """
+
+    gate: nn.Parameter | None
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        assert config.shared_expert_hidden_size is not None
+        super().__init__(
+            config,
+            1,
+            config.shared_expert_hidden_size,
+            bias=config.shared_expert_bias,
+            device=device,
+            dtype=dtype,
+        )
+        gate = torch.empty(1, config.hidden_size, device=device, dtype=dtype)
+        self.register_parameter("gate", nn.Parameter(gate) if config.shared_expert_gate else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As for the experts; the gate from N(0, init_method_std)."""
+        super().reset_parameters()
+        if self.gate is not None:
+            nn.init.normal_(self.gate, std=self.config.init_method_std)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return the shared expert's share of the output for every token, [T, D]."""
+        num_tokens = x_TD.shape[0]
+        weights_T1 = self._weights(x_TD)
+        if self.config.shared_expert_weighted_sum:
+            weights_T1 = weights_T1 / (self.config.top_k + 1)
+        rows_N = torch.arange(num_tokens, device=x_TD.device, dtype=torch.int32)
+        offsets_E1 = torch.arange(2, device=x_TD.device, dtype=torch.int32) * num_tokens
+        return self.run(x_TD, Bins(rows_N, rows_N, offsets_E1[1:], offsets_E1), weights_T1)
+
+    def _weights(self, x_TD: Tensor) -> Tensor:
+        if self.gate is None:
+            return at_least_fp32(x_TD.new_ones(x_TD.shape[0], 1))
+        x_TD, gate = cast_alike(x_TD, to_plain(self.gate, 1))
+        return torch.sigmoid(at_least_fp32(x_TD @ gate.T))
+
+
+def expert_mlp_in_steps(
+    x_TD: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    bins: Bins,
+    weights_TK: Tensor,
+    activate: Callable[[Tensor], Tensor],
+    *,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    transpose_weight: bool = True,
+    after: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The expert computation from its parts, for experts that the fused op does not know.
+
+    Args:
+        x_TD, bins, weights_TK: as for `mb_kernels.expert_mlp`.
+        w1, w2: [E, rows, D] and [E, D, F]; with `transpose_weight=False` [E, D, rows], [E, F, D].
+        activate: maps the pre-activations [N, rows] to [N, F].
+        b1, b2: biases per expert, [E, rows] and [E, D].
+        after: applied to each expert's output [N, D] before it is weighted.
+    """
+    rows_ND = mb_kernels.gather(x_TD, bins, weights_TK.shape[1])
+    h = mb_kernels.grouped_gemm(rows_ND, w1, bins.offsets_E1, transpose_weight=transpose_weight)
+    if b1 is not None:
+        h = h + _bias_rows(b1, bins)
+    y_ND = mb_kernels.grouped_gemm(
+        activate(h), w2, bins.offsets_E1, transpose_weight=transpose_weight
+    )
+    if b2 is not None:
+        y_ND = y_ND + _bias_rows(b2, bins)
+    if after is not None:
+        y_ND = after(y_ND)
+    return mb_kernels.combine(y_ND, bins, weights_TK)
+
+
+def _bias_rows(bias_EM: Tensor, bins: Bins) -> Tensor:
+    """Each row's expert's bias, [N, M]; rows of dropped slots get some bias, nobody reads them."""
+    rows_N = torch.arange(bins.order_N.shape[0], device=bias_EM.device, dtype=torch.int32)
+    expert_N = torch.searchsorted(bins.offsets_E1[1:], rows_N, right=True)
+    return bias_EM[expert_N.clamp(max=bias_EM.shape[0] - 1)]
+
+
+def to_plain(weight: Tensor, num_experts: int) -> Tensor:
+    """Return the weights of the `num_experts` experts on this rank as a plain tensor.
+
+    A DTensor sharded over the experts, of which this rank computes just its shard, is unwrapped.
+    Any other DTensor is gathered, and its gradient summed over the mesh: each rank brings its own
+    tokens.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    if weight.shape[0] != num_experts:
+        return weight.to_local()
+    return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
+
+
+def cast_alike(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Return x and the weights in the dtype to compute in: autocast's if it is on, else that of x.
+
+    So fp32 master weights serve bf16 activations, and get fp32 gradients.
+    """
+    device_type = x.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
+    return tuple(tensor.to(dtype) for tensor in (x, *weights))

@@ -1,0 +1,129 @@
+"""Auxiliary losses of the router: returned, never stored.
+
+The load-balancing loss is MegaBlocks' (Switch Transformer, arXiv 2101.03961, eq. 4, for any top-k):
+
+    E / (K T) * sum_e n_e * mean_t p_te
+
+with n_e the slots routed to expert e and p_te the router's probabilities. It is 1 when the experts'
+load is equal. A model's auxiliary loss is the mean over its MoE layers of the weighted losses.
+
+Over what the load n_e is counted is a choice (`MoEConfig.balance_over`). The counts carry no
+gradient, and the loss is linear in p, so the mean over micro-batches and ranks of
+
+    E / (K T_global) * sum_e n_e^global * mean_t p_te^local
+
+is the loss of the global batch exactly (arXiv 2501.11873): only counts are exchanged.
+
+The z-loss (ST-MoE, arXiv 2202.08906, eq. 5) is the mean of logsumexp(logits)^2.
+
+Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def load_balancing_loss(probs_TE: Tensor, tokens_per_expert_E: Tensor, top_k: int) -> Tensor:
+    """Return the unweighted load-balancing loss, an fp32 scalar; 1.0 when balanced.
+
+    Args:
+        probs_TE: the router's probabilities [T, E], with gradient. Rows sum to 1.
+        tokens_per_expert_E: routed slots per expert, before capacity drops any. They may count
+            more tokens than `probs_TE` has (the global batch): only their proportions matter.
+        top_k: K. Needed to tell an empty count from a balanced one.
+
+    Zero tokens give 0.
+    """
+    num_tokens, num_experts = probs_TE.shape
+    _check_counts(tokens_per_expert_E, num_experts, top_k)
+    probs_TE = at_least_fp32(probs_TE)
+    counts_E = tokens_per_expert_E.detach().to(probs_TE.dtype)
+    mean_probs_E = probs_TE.sum(dim=0) / max(num_tokens, 1)
+    load_E = counts_E / counts_E.sum().clamp(min=top_k)
+    return num_experts * (mean_probs_E * load_E).sum()
+
+
+def sequence_load_balancing_loss(probs_BSE: Tensor, expert_ids_BSK: Tensor) -> Tensor:
+    """Return the mean over sequences of each sequence's load-balancing loss, an fp32 scalar.
+
+    DeepSeek-V3's complementary loss (arXiv 2412.19437, eq. 17 to 20), in the scale of
+    `load_balancing_loss`: it is 1.0 when every sequence is balanced within itself.
+
+    Args:
+        probs_BSE: the router's probabilities [B, S, E], with gradient.
+        expert_ids_BSK: the chosen experts [B, S, K], any integer dtype.
+    """
+    num_sequences, length, num_experts = probs_BSE.shape
+    probs_BSE = at_least_fp32(probs_BSE)
+    ids_BN = expert_ids_BSK.reshape(num_sequences, -1).long()
+    counts_BE = probs_BSE.new_zeros(num_sequences, num_experts)
+    counts_BE = counts_BE.scatter_add(1, ids_BN, counts_BE.new_ones(()).expand_as(ids_BN))
+    mean_probs_BE = probs_BSE.sum(dim=1) / max(length, 1)
+    load_BE = counts_BE / max(ids_BN.shape[1], 1)
+    return num_experts * (mean_probs_BE * load_BE).sum() / max(num_sequences, 1)
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """Return the unweighted router z-loss, mean_t logsumexp_e(logits)^2, an fp32 scalar.
+
+    It keeps logits small, which keeps a low-precision router stable. Zero tokens give 0.
+    """
+    lse_T = torch.logsumexp(at_least_fp32(logits_TE), dim=-1)
+    return lse_T.square().sum() / max(logits_TE.shape[0], 1)
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Return x in fp32, or as it is if it is fp64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    """Return `y`, through which the backward pass also starts at `scale * aux_loss`.
+
+    For code that cannot return a second output, such as a pipeline stage: the gradients are those
+    of `loss + scale * aux_loss`, although `aux_loss` is never added to the loss. `scale` must hold
+    whatever factor the trainer gives its loss (1 / number of micro-batches, the fp16 loss scale).
+
+    Args:
+        y: any tensor whose gradient will be asked for. Returned unchanged.
+        aux_loss: a scalar with gradient, as in `MoEOutput.aux_loss`.
+        scale: a number, or a scalar tensor read in the backward pass.
+    """
+    if aux_loss.numel() != 1:
+        raise ValueError(f"expected a scalar aux_loss, got shape {tuple(aux_loss.shape)}")
+    if not isinstance(scale, Tensor):
+        scale = torch.full((), scale, device=aux_loss.device, dtype=aux_loss.dtype)
+    return _AttachAuxLoss.apply(y, aux_loss, scale)
+
+
+class _AttachAuxLoss(torch.autograd.Function):
+    """Identity in y; hands `scale` to aux_loss as its gradient."""
+
+    @staticmethod
+    def forward(y: Tensor, aux_loss: Tensor, scale: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        _, aux_loss, scale = inputs
+        ctx.save_for_backward(scale)
+        ctx.aux_shape, ctx.aux_dtype = aux_loss.shape, aux_loss.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:  # ty: ignore[incompatible-method-override]
+        (scale,) = ctx.saved_tensors
+        return grad_y, scale.to(ctx.aux_dtype).expand(ctx.aux_shape), None
+
+
+def _check_counts(tokens_per_expert_E: Tensor, num_experts: int, top_k: int) -> None:
+    if tokens_per_expert_E.shape != (num_experts,):
+        raise ValueError(
+            f"expected tokens_per_expert_E of shape ({num_experts},), one count per column of "
+            f"probs_TE, got {tuple(tokens_per_expert_E.shape)}"
+        )
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"expected 1 <= top_k <= {num_experts}, got {top_k}")

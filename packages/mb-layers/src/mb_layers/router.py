@@ -1,0 +1,220 @@
+"""The router: which K experts each token visits, and with what weights.
+
+Logits are x W^T, in fp32 by default: the choice of experts is a comparison, and bf16 logits tie.
+Softmax routing goes through one fused op, `mb_kernels.topk_softmax`. The other variants (sigmoid
+scores, expert groups, a balancing bias) choose in plain PyTorch: scores decide the weights, scores
+plus bias decide the choice, and equal scores go to the lower expert id.
+
+The balancing bias (arXiv 2408.15664, as in DeepSeek-V3) steers load without a loss. Forward never
+moves it: a forward pass may run twice under recompute, or without a step after it. The trainer
+calls `update_balancing_bias` once per optimizer step with the counts that `MoEOutput.metrics` gave.
+
+Letters: T tokens, D hidden, E experts, K top-k, G expert groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mb_kernels
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mb_layers.config import MoEConfig
+from mb_layers.experts import to_plain
+from mb_layers.losses import at_least_fp32
+
+
+class RouterOutput(NamedTuple):
+    """What the router decided, sorted by descending score within a token.
+
+    weights_TK: fp32, with gradient.
+    expert_ids_TK: int32.
+    probs_TE: fp32 [T, E], rows sum to 1, with gradient: the load-balancing loss reads them.
+    logits_TE: fp32, with gradient: the z-loss reads them.
+    """
+
+    weights_TK: Tensor
+    expert_ids_TK: Tensor
+    probs_TE: Tensor
+    logits_TE: Tensor
+
+
+class Router(nn.Module):
+    """A linear map to E logits and the choice of the best K. Parameter `weight` is [E, D].
+
+    With `config.router_bias` there is a parameter `bias` [E], with `config.balancing_bias` a
+    persistent fp32 buffer `balancing_bias` [E].
+    """
+
+    bias: nn.Parameter | None
+    balancing_bias: Tensor | None
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(
+            torch.empty(config.num_experts, config.hidden_size, device=device, dtype=dtype)
+        )
+        bias = torch.empty(config.num_experts, device=device, dtype=dtype)
+        self.register_parameter("bias", nn.Parameter(bias) if config.router_bias else None)
+        balancing_bias = torch.empty(config.num_experts, device=device, dtype=torch.float32)
+        self.register_buffer("balancing_bias", balancing_bias if config.balancing_bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from N(0, init_method_std) and zero both biases."""
+        nn.init.normal_(self.weight, std=self.config.init_method_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        if self.balancing_bias is not None:
+            nn.init.zeros_(self.balancing_bias)
+
+    def forward(self, x_TD: Tensor) -> RouterOutput:
+        """Route x_TD [T, D] of any floating dtype."""
+        config = self.config
+        if self.training and config.jitter_eps > 0:
+            noise_TD = torch.empty_like(x_TD).uniform_(1 - config.jitter_eps, 1 + config.jitter_eps)
+            x_TD = x_TD * noise_TD
+        # Autocast would take the product back to low precision.
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = self._logits(x_TD)
+            if self._is_plain_softmax:
+                weights_TK, ids_TK, probs_TE = mb_kernels.topk_softmax(
+                    logits_TE, config.top_k, renormalize=config.renormalize
+                )
+            else:
+                weights_TK, ids_TK, probs_TE = self._choose(logits_TE)
+            if config.routed_scaling_factor != 1.0:
+                weights_TK = weights_TK * config.routed_scaling_factor
+        if config.uniform_assignment:
+            slots_N = torch.arange(ids_TK.numel(), device=ids_TK.device, dtype=torch.int32)
+            ids_TK = (slots_N % config.num_experts).view_as(ids_TK)
+        return RouterOutput(weights_TK, ids_TK, probs_TE, logits_TE)
+
+    @property
+    def _is_plain_softmax(self) -> bool:
+        config = self.config
+        return (
+            config.score_function == "softmax"
+            and config.num_expert_groups is None
+            and not config.balancing_bias
+            and not (config.renormalize and config.renormalize_p != 1)
+        )
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        num_experts = self.config.num_experts
+        weight_ED = to_plain(self.weight, num_experts)
+        if self.config.router_fp32:
+            logits_TE = _LinearFP32.apply(x_TD, weight_ED)
+        else:
+            logits_TE = at_least_fp32(F.linear(x_TD, weight_ED.to(x_TD.dtype)))
+        if self.bias is None:
+            return logits_TE
+        return logits_TE + at_least_fp32(to_plain(self.bias, num_experts))
+
+    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.config
+        if config.score_function == "softmax":
+            scores_TE = probs_TE = torch.softmax(logits_TE, dim=-1)
+        else:
+            scores_TE = torch.sigmoid(logits_TE)
+            probs_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+        choice_TE = scores_TE.detach()
+        if self.balancing_bias is not None:
+            choice_TE = choice_TE + at_least_fp32(self.balancing_bias)
+        if config.num_expert_groups is not None:
+            choice_TE = self._mask_groups(choice_TE)
+        ids_TK = _top_ids(choice_TE, config.top_k)
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if config.renormalize:
+            norm_T1 = torch.linalg.vector_norm(
+                weights_TK, ord=config.renormalize_p, dim=-1, keepdim=True
+            )
+            # K sigmoids can all underflow to 0; a softmax's largest cannot.
+            weights_TK = weights_TK / norm_T1.clamp(min=torch.finfo(torch.float32).tiny)
+        return weights_TK, ids_TK.int(), probs_TE
+
+    def _mask_groups(self, choice_TE: Tensor) -> Tensor:
+        """Set the scores outside each token's best groups to -inf."""
+        config = self.config
+        assert config.num_expert_groups is not None
+        assert config.top_k_groups is not None
+        choice_TGe = choice_TE.view(choice_TE.shape[0], config.num_expert_groups, -1)
+        group_TG = choice_TGe.topk(config.group_score_top, dim=-1).values.sum(dim=-1)
+        best_TG = _top_ids(group_TG, config.top_k_groups)
+        closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(1, best_TG, False)
+        return choice_TGe.masked_fill(closed_TG[..., None], float("-inf")).view_as(choice_TE)
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return (
+            f"{config.hidden_size} -> {config.num_experts}, top_k={config.top_k}, "
+            f"score_function={config.score_function!r}, renormalize={config.renormalize}"
+        )
+
+
+@torch.no_grad()
+def update_balancing_bias(router: Router, tokens_per_expert_E: Tensor, *, rate: float) -> None:
+    """Move the balancing bias one step: overloaded experts down by `rate`, the others up.
+
+    Call it once per optimizer step, with `metrics["tokens_per_expert"]` summed over the step's
+    micro-batches and over the ranks that hold copies of this router: then every copy moves alike.
+    The step is recentred to mean zero, which changes no choice and keeps the bias from drifting.
+
+    Args:
+        router: a router whose config has `balancing_bias=True`; changed in place.
+        tokens_per_expert_E: counts [E], any dtype.
+        rate: the step, 1e-3 in the paper.
+    """
+    if router.balancing_bias is None:
+        raise ValueError(
+            "expected a router with a balancing bias, got one without; "
+            "build the layer with MoEConfig(balancing_bias=True)"
+        )
+    if tokens_per_expert_E.shape != router.balancing_bias.shape:
+        raise ValueError(
+            f"expected tokens_per_expert_E of shape {tuple(router.balancing_bias.shape)}, "
+            f"got {tuple(tokens_per_expert_E.shape)}"
+        )
+    counts_E = tokens_per_expert_E.to(router.balancing_bias.device, torch.float32)
+    step_E = rate * torch.sign(counts_E.mean() - counts_E)
+    router.balancing_bias += step_E - step_E.mean()
+
+
+def _top_ids(scores_TE: Tensor, k: int) -> Tensor:
+    """Ids of the k largest, sorted, ties to the lower id (topk promises no order among ties)."""
+    return torch.sort(scores_TE, dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+class _LinearFP32(torch.autograd.Function):
+    """x @ w^T in fp32 that keeps x and w as they came for the backward pass.
+
+    A plain `F.linear(x.float(), w.float())` keeps the fp32 copy of x: 4 D bytes per token, twice
+    what the expert op keeps of x itself.
+    """
+
+    @staticmethod
+    def forward(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        return at_least_fp32(x_TD) @ at_least_fp32(weight_ED).T
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:  # ty: ignore[incompatible-method-override]
+        x_TD, weight_ED = ctx.saved_tensors
+        grad_x_TD = grad_weight_ED = None
+        if ctx.needs_input_grad[0]:
+            grad_x_TD = (grad_TE @ at_least_fp32(weight_ED)).to(x_TD.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight_ED = (grad_TE.T @ at_least_fp32(x_TD)).to(weight_ED.dtype)
+        return grad_x_TD, grad_weight_ED

@@ -1,0 +1,60 @@
+"""Moving weights between layouts by rename, with every tensor accounted for.
+
+A converter that skips the names it does not know loses weights in silence. Here a layout is a list
+of rules, one per target tensor, and `translate` insists that every tensor of the source is used
+exactly once and that every tensor of the target is built, or raises an error that lists the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Rule(NamedTuple):
+    """Build tensor `target` from the tensors named `sources`.
+
+    build: takes the sources in order; None for a plain rename of one source.
+    """
+
+    target: str
+    sources: tuple[str, ...]
+    build: Callable[..., Tensor] | None = None
+
+
+def translate(
+    source: Mapping[str, Tensor], rules: Sequence[Rule], targets: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the state dict whose names are `targets`, built from `source`.
+
+    Raises:
+        ValueError: names a rule asks for that the source lacks, names of the source that no rule
+            or more than one uses, and targets that no rule or more than one builds.
+    """
+    used = Counter(name for rule in rules for name in rule.sources)
+    built = Counter(rule.target for rule in rules)
+    complaints = {
+        "tensors missing from the source": used.keys() - source.keys(),
+        "tensors of the source that nothing uses": source.keys() - used.keys(),
+        "tensors of the source used more than once": {n for n, c in used.items() if c > 1},
+        "tensors of the target that nothing fills": set(targets) - built.keys(),
+        "tensors that the target does not have": built.keys() - set(targets),
+        "tensors of the target filled more than once": {n for n, c in built.items() if c > 1},
+    }
+    lines = [f"{what}: {', '.join(sorted(names))}" for what, names in complaints.items() if names]
+    if lines:
+        raise ValueError(
+            "expected every source and target tensor to be used exactly once; got\n  "
+            + "\n  ".join(lines)
+        )
+    return {
+        rule.target: (rule.build or _same)(*(source[name] for name in rule.sources))
+        for rule in rules
+    }
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,75 @@
+"""Everything a config can be given wrongly fails at construction, and says what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+from mb_layers import MoE, MoEConfig, dMoE
+
+GOOD = {"hidden_size": 16, "ffn_hidden_size": 32, "num_experts": 8, "top_k": 2}
+
+BAD = {
+    "k > E": ({"top_k": 9}, "top_k <= num_experts, got top_k=9"),
+    "no experts": ({"num_experts": 0}, "num_experts to be an integer >= 1, got 0"),
+    "half an expert": ({"num_experts": 2.5}, "integer >= 1, got 2.5"),
+    "true hidden": ({"hidden_size": True}, "hidden_size to be an integer >= 1, got True"),
+    "activation": ({"activation": "swigu"}, "swiglu"),
+    "capacity 0": ({"capacity_factor": 0.0}, "dMoE with capacity_factor=None"),
+    "capacity -1": ({"capacity_factor": -1.0}, "capacity_factor > 0, got -1"),
+    "capacity nan": ({"capacity_factor": float("nan")}, "finite capacity_factor"),
+    "drop": ({"drop_policy": "probabilty"}, "did you mean 'probability'"),
+    "score": ({"score_function": "tanh"}, "softmax, sigmoid, got 'tanh'"),
+    "balance": ({"balance_over": "batch"}, "micro_batch, sequence, global_batch"),
+    "p": ({"renormalize_p": 3}, "1 or 2, got 3"),
+    "jitter": ({"jitter_eps": 1.0}, "0 <= jitter_eps < 1"),
+    "loss weight": ({"load_balancing_loss_weight": -0.1}, "load_balancing_loss_weight >= 0"),
+    "z weight": ({"z_loss_weight": float("inf")}, "finite z_loss_weight"),
+    "std": ({"init_method_std": -1.0}, "init_method_std >= 0"),
+    "output std": ({"output_init_std": -1.0}, "output_init_std >= 0"),
+    "scale": ({"routed_scaling_factor": 0.0}, "routed_scaling_factor > 0"),
+    "gate of no shared expert": ({"shared_expert_gate": True}, "give the shared expert a width"),
+    "shared width": ({"shared_expert_hidden_size": 0}, "shared_expert_hidden_size .* >= 1, got 0"),
+    "half groups": ({"num_expert_groups": 2}, "together"),
+    "groups divide": ({"num_expert_groups": 3, "top_k_groups": 1}, "3 groups for 8 experts"),
+    "too many groups": ({"num_expert_groups": 2, "top_k_groups": 3}, "num_expert_groups=2, got 3"),
+    "group score": (
+        {"num_expert_groups": 8, "top_k_groups": 2},
+        "group_score_top <= 1, the experts in one group, got 2",
+    ),
+    "k > open experts": (
+        {"num_expert_groups": 4, "top_k_groups": 1, "top_k": 3},
+        "top_k <= 2, the experts in 1 groups of 2, got 3; raise top_k_groups",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_config_says_what_to_do(overrides: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoEConfig(**(GOOD | overrides))
+
+
+def test_dmoe_refuses_a_capacity_and_moe_needs_one() -> None:
+    with pytest.raises(ValueError, match="use MoE"):
+        dMoE(MoEConfig(**GOOD, capacity_factor=1.0))
+    with pytest.raises(ValueError, match="is dMoE"):
+        MoE(MoEConfig(**GOOD))
+
+
+def test_top1_renormalized_warns_at_the_callers_line() -> None:
+    with pytest.warns(UserWarning, match="gives the router no gradient") as caught:
+        MoEConfig(**(GOOD | {"top_k": 1, "renormalize": True}))
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MoEConfig(**(GOOD | {"top_k": 1}))
+        MoEConfig(**GOOD, renormalize=True)
+
+
+def test_config_is_frozen_and_comparable() -> None:
+    config = MoEConfig(**GOOD)
+    assert dataclasses.replace(config) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.top_k = 3

@@ -1,0 +1,253 @@
+"""Living in other people's code: compile, checkpoint, FSDP2, DTensor, autocast, LoRA."""
+
+from __future__ import annotations
+
+import copy
+
+import layers_workers
+import pytest
+import torch
+from layers_oracle import assert_close
+from mb_layers import MoE, MoEConfig, dMoE
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+SIZES = {"hidden_size": 16, "ffn_hidden_size": 16, "num_experts": 5, "top_k": 2}
+KINDS = {
+    "dMoE": {},
+    "MoE": {"capacity_factor": 0.8},
+    "MoE-probability": {"capacity_factor": 0.8, "drop_policy": "probability"},
+    "deepseek-v3": {
+        "num_experts": 8,
+        "num_expert_groups": 4,
+        "top_k_groups": 2,
+        "score_function": "sigmoid",
+        "renormalize": True,
+        "balancing_bias": True,
+        "shared_expert_hidden_size": 32,
+        "balance_over": "sequence",
+    },
+    "biases-recompute": {"mlp_bias": True, "output_bias": True, "recompute": True},
+    "jitter": {"jitter_eps": 0.1, "router_bias": True},
+}
+
+
+def build(dtype: torch.dtype = torch.float64, device: str | None = None, **overrides) -> dMoE:
+    config = MoEConfig(**(SIZES | {"init_method_std": 0.3, "z_loss_weight": 0.1} | overrides))
+    cls = dMoE if config.capacity_factor is None else MoE
+    return cls(config, dtype=dtype, device=device)
+
+
+def grads_of(layer: nn.Module, x: Tensor, run=None) -> dict[str, Tensor]:
+    """y, aux_loss and the gradients of a loss of both, for the input and every parameter."""
+    torch.manual_seed(3)
+    x = x.detach().clone().requires_grad_()
+    y, aux, _ = (layer if run is None else run)(x)
+    parameters = {n: p for n, p in layer.named_parameters() if p.requires_grad}
+    grads = torch.autograd.grad(y.square().sum() + aux, (x, *parameters.values()))
+    return {"y": y, "aux_loss": aux} | dict(zip(("x", *parameters), grads, strict=True))
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_close(name, got[name], tensor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_without_graph_breaks(kind: str) -> None:
+    layer = build(**KINDS[kind])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    jitter = layer.config.jitter_eps > 0
+    for length in (6, 9):  # the second one with a dynamic number of tokens
+        x = torch.randn(2, length, 16, dtype=torch.float64)
+        if jitter:  # the generator is consumed in another order when compiled
+            assert torch.isfinite(grads_of(layer, x, run=compiled)["router.weight"]).all()
+        else:
+            assert_same(grads_of(layer, x, run=compiled), grads_of(layer, x))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_gives_the_same_gradients(kind: str, use_reentrant: bool) -> None:
+    layer = build(**KINDS[kind])
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    expected = grads_of(layer, x)
+
+    torch.manual_seed(3)
+    x = x.clone().requires_grad_()
+    y, aux, _ = checkpoint(layer, x, use_reentrant=use_reentrant)
+    (y.square().sum() + aux).backward()
+    got = {"y": y, "aux_loss": aux, "x": x.grad}
+    got |= {name: p.grad for name, p in layer.named_parameters()}
+    assert_same(got, expected)
+
+
+def test_checkpoint_keeps_the_gradient_of_the_auxiliary_loss() -> None:
+    layer = build()
+    x = torch.randn(8, 16, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).aux_loss, layer.router.weight)
+    assert expected.abs().max() > 1e-4
+    for use_reentrant in (False, True):
+        layer.zero_grad()
+        _, aux, _ = checkpoint(layer, x, use_reentrant=use_reentrant)
+        aux.backward()
+        assert_close("d router.weight", layer.router.weight.grad, expected)
+
+
+def test_fsdp2_dtensor_weights_and_global_balance_on_two_ranks() -> None:
+    """One spawn for the three: starting processes is most of their cost."""
+    layers_workers.run_on_ranks()
+
+
+def test_autocast_computes_experts_low_and_router_high() -> None:
+    layer = build(torch.float32, shared_expert_hidden_size=16, shared_expert_gate=True)
+    x = torch.randn(9, 16)
+    plain = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        routed = layer.router(x)
+        y, aux, metrics = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert (y.float() - plain.y).norm() < 0.02 * plain.y.norm()
+    assert torch.equal(routed.logits_TE, layer.router(x).logits_TE)
+    assert torch.equal(aux, plain.aux_loss)
+    assert all(torch.equal(value, plain.metrics[name]) for name, value in metrics.items())
+    grads = torch.autograd.grad(y.float().sum() + aux, layer.parameters())
+    assert all(g.dtype == torch.float32 for g in grads)
+
+
+def test_functional_call_uses_the_given_weights() -> None:
+    layer = build()
+    other = {name: torch.randn_like(p) for name, p in layer.named_parameters()}
+    twin = copy.deepcopy(layer)
+    twin.load_state_dict(other)
+    x = torch.randn(5, 16, dtype=torch.float64)
+    assert torch.equal(functional_call(layer, other, (x,)).y, twin(x).y)
+
+
+def test_deepcopy_and_state_dict_round_trip() -> None:
+    layer = build(balancing_bias=True, mlp_bias=True, shared_expert_hidden_size=16)
+    layer.router.balancing_bias.uniform_()
+    x = torch.randn(6, 16, dtype=torch.float64)
+    expected = layer(x).y
+    clone = copy.deepcopy(layer)
+    fresh = build(balancing_bias=True, mlp_bias=True, shared_expert_hidden_size=16)
+    assert not torch.equal(fresh(x).y, expected)
+    fresh.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        layer.experts.w1.zero_()
+    assert torch.equal(clone(x).y, expected)
+    assert torch.equal(fresh(x).y, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_meta_init_then_reset_parameters(kind: str) -> None:
+    layer = build(device="meta", **KINDS[kind])
+    assert all(p.is_meta for p in layer.parameters())
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in layer.state_dict().values():
+            tensor.fill_(float("nan"))
+    torch.manual_seed(7)
+    layer.reset_parameters()
+    torch.manual_seed(7)
+    expected = build(**KINDS[kind]).state_dict()
+    assert layer.state_dict().keys() == expected.keys()
+    assert all(torch.equal(t, expected[name]) for name, t in layer.state_dict().items())
+
+
+def test_init_follows_the_stds_of_the_config() -> None:
+    config = MoEConfig(
+        hidden_size=128,
+        ffn_hidden_size=128,
+        num_experts=8,
+        init_method_std=0.02,
+        output_init_std=0.003,
+    )
+    layer = dMoE(config)
+    for name, std in (("router.weight", 0.02), ("experts.w1", 0.02), ("experts.w2", 0.003)):
+        weights = layer.get_parameter(name)
+        assert weights.std().item() == pytest.approx(std, rel=0.1)
+        assert abs(weights.mean().item()) < 0.2 * std
+
+
+def test_frozen_experts_still_train_the_router() -> None:
+    layer = build()
+    x = torch.randn(8, 16, dtype=torch.float64)
+    expected = grads_of(layer, x)
+    layer.experts.requires_grad_(False)
+    got = grads_of(layer, x)
+    assert "experts.w1" not in got
+    assert_same(got, {name: expected[name] for name in got})
+
+
+def test_frozen_router_still_trains_the_experts() -> None:
+    layer = build()
+    x = torch.randn(8, 16, dtype=torch.float64)
+    expected = grads_of(layer, x)
+    layer.router.requires_grad_(False)
+    got = grads_of(layer, x)
+    assert_same(got, {name: expected[name] for name in got})
+
+
+class _LowRank(nn.Module):
+    """W + B A for every expert."""
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        num_experts, rows, columns = weight.shape
+        self.a = nn.Parameter(torch.randn(num_experts, rank, columns, dtype=weight.dtype))
+        self.b = nn.Parameter(torch.randn(num_experts, rows, rank, dtype=weight.dtype))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.b @ self.a
+
+
+def test_lora_wrapped_weights() -> None:
+    layer = build()
+    layer.requires_grad_(False)
+    for name in ("w1", "w2"):
+        adapter = _LowRank(getattr(layer.experts, name), rank=2)
+        parametrize.register_parametrization(layer.experts, name, adapter)
+    x = torch.randn(7, 16, dtype=torch.float64)
+    y = layer(x).y
+    merged = build()
+    merged.load_state_dict(
+        {
+            "router.weight": layer.router.weight,
+            "experts.w1": layer.experts.w1,
+            "experts.w2": layer.experts.w2,
+        }
+    )
+    y_merged = merged(x).y
+    assert_close("y", y, y_merged)
+    y.square().sum().backward()
+    (d_w1,) = torch.autograd.grad(y_merged.square().sum(), merged.experts.w1)
+    lora = layer.experts.parametrizations.w1[0]
+    assert_close("d a", lora.a.grad, lora.b.mT @ d_w1)
+    assert_close("d b", lora.b.grad, d_w1 @ lora.a.mT)
+
+
+def test_two_models_and_accumulation_do_not_meet() -> None:
+    first, second = build(), build(top_k=1)
+    x = torch.randn(2, 8, 16, dtype=torch.float64)
+    alone = [grads_of(layer, x) for layer in (first, second)]
+    out_first, out_second = first(x), second(x)  # interleaved, backward in the other order
+    for out, layer, expected in ((out_second, second, alone[1]), (out_first, first, alone[0])):
+        (out.y.square().sum() + out.aux_loss).backward()
+        for name, p in layer.named_parameters():
+            assert_close(name, p.grad, expected[name])
+    for layer, expected in ((first, alone[0]), (second, alone[1])):
+        y, aux, _ = layer(x)  # a second micro-batch adds to the gradients
+        (y.square().sum() + aux).backward()
+        for name, p in layer.named_parameters():
+            assert_close(name, p.grad, 2 * expected[name])
+
+
+def test_repr_names_the_sizes() -> None:
+    text = repr(build())
+    assert "16 -> 5, top_k=2" in text
+    assert "5 x (16 -> 16 -> 16), activation='swiglu'" in text

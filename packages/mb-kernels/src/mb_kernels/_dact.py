@@ -1,10 +1,10 @@
 """The backward of down-projection and activation in one kernel, without the experts' outputs.
 
-``q = do W2`` is the accumulator, with do gathered by token. The epilogue reads h, and writes
-``dh = act'(h) · s q``, ``a' = s act(h)`` for the gradient of W2, and per column tile one partial of
-the routing weight's gradient ``<q, act(h)>``; partials are summed later in a fixed order, so the
-result is deterministic (idea: SonicMoE, arXiv:2512.14080). The epilogue works in column pieces:
-in one piece it spills registers on every target.
+``q = do W2`` is the accumulator. The epilogue reads h, and writes ``dh = act'(h) · s q``,
+``a' = s act(h)`` for the gradient of W2, and per column tile one partial of the routing weight's
+gradient ``<q, act(h)>``; partials are summed later in a fixed order, so the result is deterministic
+(idea: SonicMoE, arXiv:2512.14080). The epilogue works in column pieces: in one piece it spills
+registers on every target.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
 
 from mb_kernels._activation import activate_with_derivative
 from mb_kernels._launch import (
@@ -21,70 +22,45 @@ from mb_kernels._launch import (
     matrix_case,
     precision,
     programs,
+    ptx,
     uses_descriptors,
-    wide,
     xcds,
 )
-from mb_kernels._schedule import (
-    first_item,
-    load_rows,
-    load_weight,
-    locate,
-    piece,
-    prefetch,
-    token_rows,
-)
+from mb_kernels._schedule import first_item, load_rows, load_weight, locate, piece, store_rows
 from mb_kernels.activation import base_function, is_glu
 from mb_kernels.targets import TILES, GateCase, Target, Tile
 
+# Column pieces of the epilogue: fewer spill registers, more were slower (2.30 to 2.65 ms, OLMoE).
+_PIECES = tl.constexpr(4)
+
 
 @triton.jit
-def _piece(q, s, h, dh, a, r, col, m, F: tl.constexpr, BLOCK: tl.constexpr,
-           GLU: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
-    """Finish the columns of q from ``col`` on; returns their part of <q, act(h)>.
-
-    h, dh and a point to the first row of the tile, so that offsets within it fit 32 bits.
-    """
-    W: tl.constexpr = q.shape[1]
+def _load_h(h, part: tl.constexpr, parts: tl.constexpr, row, r, col, F: tl.constexpr,
+            BLOCK: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """[BLOCK_M, W] at rows row + r and columns col.. of part ``part`` of h [N, parts, F], fp32."""
     cols = (col + tl.arange(0, W))[None, :]
-    mask = m[:, None] if F % BLOCK == 0 else m[:, None] & (cols < F)
-    kind = a.dtype.element_ty
-    at = r[:, None] * ((GLU + 1) * F) + cols
-    z = tl.load(h + at, mask=mask, other=0.0).to(tl.float32)
-    value, slope = activate_with_derivative(z, ACTIVATION)
-    da = q * s[:, None]
-    if GLU:
-        up = tl.load(h + F + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dh + at, (da * up * slope).to(kind), mask=mask)
-        tl.store(dh + F + at, (da * value).to(kind), mask=mask)
-        value *= up
-    else:
-        tl.store(dh + at, (da * slope).to(kind), mask=mask)
-    tl.store(a + r[:, None] * F + cols, (value * s[:, None]).to(kind), mask=mask)
-    return tl.sum(q * value, 1)
+    at = h + row.to(tl.int64) * (parts * F) + part * F + (r[:, None] * (parts * F) + cols)
+    block = tl.load(at) if F % BLOCK == 0 else tl.load(at, mask=cols < F, other=0.0)
+    return block.to(tl.float32)
 
 
 @triton.jit
 def dact_kernel(
-    do,  # [T, D] with GATHER; else rows [N, D], tensor descriptor or pointer
+    do,  # [N, D] in the order of rows: tensor descriptor or pointer
     w,  # [E, D, F]: tensor descriptor or pointer
     order_ptr,  # [N] int32: slot of each row
     weights_ptr,  # [T, K]
     tiles_ptr,  # from schedule()
-    h_ptr,  # [N, F], or [N, 2F] for GLU
-    dh_ptr,  # like h
-    a_ptr,  # [N, F]: s * act(h)
+    h,  # [N, 1, F], or [N, 2, F] for GLU
+    dh,  # like h: ragged tensor descriptor or pointer
+    a,  # [N, 1, F], s * act(h): ragged tensor descriptor or pointer
     partials_ptr,  # [column tiles, N] fp32: <q, act(h)> per column tile
     rows,
     D: tl.constexpr,
     F: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATHER: tl.constexpr,
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PIECES: tl.constexpr,  # of the epilogue
-    PREFETCH: tl.constexpr,  # bring h into L2 while the product runs
-    WIDE: tl.constexpr,  # see token_rows
+    PTX: tl.constexpr,  # NVIDIA's fast exponential and reciprocal
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
     XCDS: tl.constexpr,
@@ -95,54 +71,47 @@ def dact_kernel(
     GROUP_M: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
-    STACK: tl.constexpr = GLU + 1
-    EVEN_D: tl.constexpr = D % BLOCK_K == 0
+    PARTS: tl.constexpr = GLU + 1
+    W: tl.constexpr = BLOCK_N // _PIECES
     total = tl.load(tiles_ptr + 3)
     items = total * COLUMNS
     r = tl.arange(0, BLOCK_M)
-    k = tl.arange(0, BLOCK_K)
     for item in tl.range(first_item(XCDS), items, tl.num_programs(0), flatten=FLATTEN):
         e, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
         m = r < row_end - row
         tl.assume(e >= 0)
-        h = h_ptr + row.to(tl.int64) * (STACK * F)
-        if PREFETCH:
-            # 64 elements of 2 bytes are a cache line; the loop below hides the trip to memory.
-            lines = column * BLOCK_N + 64 * tl.arange(0, BLOCK_N // 64)
-            last_row = tl.minimum(r, row_end - row - 1)
-            at = last_row[:, None] * (STACK * F) + tl.minimum(lines, F - 1)[None, :]
-            for part in tl.static_range(STACK):
-                prefetch(h + part * F + at)
-        if GATHER:
-            token = tl.load(order_ptr + row + r, mask=m, other=0) // TOP_K
-            source, offsets = token_rows(do, token, D, BLOCK_K, WIDE)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, D, BLOCK_K):
-            if GATHER:
-                mask = m[:, None] if EVEN_D else m[:, None] & (start + k < D)[None, :]
-                do_block = tl.load(source + start + offsets, mask=mask, other=0.0)
-            else:
-                do_block = load_rows(do, row, start, m, D, BLOCK_M, BLOCK_K, DESCRIPTORS)
+            do_block = load_rows(do, row, start, m, D, BLOCK_M, BLOCK_K, DESCRIPTORS)
             w_block = load_weight(
                 w, e, start, column * BLOCK_N, D, F, BLOCK_K, BLOCK_N, 1, DESCRIPTORS
             )
             acc = tl.dot(do_block, w_block, acc, input_precision=PRECISION)
 
         slot = tl.load(order_ptr + row + r, mask=m, other=0)
-        s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)
-        dh = dh_ptr + row.to(tl.int64) * (STACK * F)
-        a = a_ptr + row.to(tl.int64) * F
+        s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
+        count = row_end - row
+        # Rows past the end read the last row's h instead of a mask, which costs registers.
+        clamped = tl.minimum(r, count - 1)
         partial = tl.zeros((BLOCK_M,), tl.float32)
-        for i in tl.static_range(PIECES):
-            col = column * BLOCK_N + i * (BLOCK_N // PIECES)
-            q = piece(acc, i, PIECES)
-            partial += _piece(q, s, h, dh, a, r, col, m, F, BLOCK_N, GLU, ACTIVATION)
+        for i in tl.static_range(_PIECES):
+            col = column * BLOCK_N + i * W
+            q = piece(acc, i, _PIECES)
+            z = _load_h(h, 0, PARTS, row, clamped, col, F, BLOCK_N, W)
+            value, slope = activate_with_derivative(z, ACTIVATION, PTX)
+            if GLU:
+                up = _load_h(h, 1, PARTS, row, clamped, col, F, BLOCK_N, W)
+                partial += tl.sum(q * (value * up), 1)
+                q *= s
+                store_rows(a, value * up * s, 0, 1, row, count, col, F, BLOCK_N, DESCRIPTORS)
+                store_rows(dh, q * value, 1, PARTS, row, count, col, F, BLOCK_N, DESCRIPTORS)
+                slope *= up
+            else:
+                partial += tl.sum(q * value, 1)
+                q *= s
+                store_rows(a, value * s, 0, 1, row, count, col, F, BLOCK_N, DESCRIPTORS)
+            store_rows(dh, q * slope, 0, PARTS, row, count, col, F, BLOCK_N, DESCRIPTORS)
         tl.store(partials_ptr + column.to(tl.int64) * rows + row + r, partial, mask=m)
-
-
-def _pieces(tile: Tile) -> int:
-    """The fewest column pieces of the epilogue that spill no registers."""
-    return 8 if tile.block_n == 256 else 4
 
 
 def dact(
@@ -154,12 +123,11 @@ def dact(
     h: Tensor,
     activation: str,
     *,
-    gather: bool = True,
     tile: Tile,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh like h; a' = s·act(h) [N, F]; partials [column tiles, N] fp32 of the weights' gradient.
 
-    do is [T, D], or without ``gather`` rows [N, D] in the order of ``order``.
+    do is [N, D] in the order of rows.
     """
     _, hidden, ffn = w2.shape
     rows = order.shape[0]
@@ -167,35 +135,34 @@ def dact(
     a = h.new_empty((rows, ffn))
     columns = triton.cdiv(ffn, tile.block_n)
     partials = h.new_empty((columns, rows), dtype=torch.float32)
-    descriptors = uses_descriptors(do)
-    source, w = do, w2
-    if descriptors and not gather:
-        source = matrices(do, (tile.block_m, tile.block_k))
-    if descriptors:
-        w = matrices(w2, (1, tile.block_k, tile.block_n))
+    glu = is_glu(activation)
+    operands = do, w2, h, dh, a
+    if uses_descriptors(do):
+        block = [tile.block_m, 1, tile.block_n // _PIECES.value]
+        shape = (rows, 2 if glu else 1, ffn)
+        operands = (
+            matrices(do, (tile.block_m, tile.block_k)),
+            matrices(w2, (1, tile.block_k, tile.block_n)),
+            h,
+            create_ragged_descriptor(dh.view(shape), block),
+            create_ragged_descriptor(a.view(rows, 1, ffn), block),
+        )
     launch(
         dact_kernel,
         (programs(do, tile.programs_per_unit),),
-        source,
-        w,
+        *operands[:2],
         order,
         weights,
         tiles,
-        h,
-        dh,
-        a,
+        *operands[2:],
         partials,
         rows,
         D=hidden,
         F=ffn,
-        TOP_K=weights.shape[1],
-        GATHER=gather,
-        GLU=is_glu(activation),
+        GLU=glu,
         ACTIVATION=base_function(activation),
-        PIECES=_pieces(tile),
-        PREFETCH=do.is_cuda and torch.version.hip is None and do.dtype is not torch.float32,
-        WIDE=wide(do, tile),
-        DESCRIPTORS=descriptors,
+        PTX=ptx(do),
+        DESCRIPTORS=uses_descriptors(do),
         PRECISION=precision(do),
         XCDS=xcds(do),
         **tile.blocks,
@@ -205,36 +172,37 @@ def dact(
 
 
 def gate_cases(target: Target) -> list[GateCase]:
-    tile = TILES["dact"][target.name]
-    return [
-        matrix_case(
-            f"dact_{activation}_bf16",
-            dact_kernel,
-            target,
-            "dact",
-            pointers={
-                "do": "*bf16",
-                "order_ptr": "*i32",
-                "weights_ptr": "*fp32",
-                "tiles_ptr": "*i32",
-                "h_ptr": "*bf16",
-                "dh_ptr": "*bf16",
-                "a_ptr": "*bf16",
-                "partials_ptr": "*fp32",
-            },
-            operands={"w": (1, tile.block_k, tile.block_n)},
-            integers=("rows",),
-            constexprs={
-                "D": 2048,
-                "F": 1024,
-                "TOP_K": 8,
-                "GATHER": True,
-                "PIECES": _pieces(tile),
-                "PREFETCH": target.backend == "cuda",
-                "GLU": is_glu(activation),
-                "ACTIVATION": base_function(activation),
-                "WIDE": target.backend == "cuda" and tile.flatten,
-            },
+    cases = []
+    for op, activation in (("dact_glu", "swiglu"), ("dact", "gelu")):
+        tile = TILES[op][target.name]
+        block = (tile.block_m, 1, tile.block_n // _PIECES.value)
+        cases.append(
+            matrix_case(
+                f"{op}_bf16",
+                dact_kernel,
+                target,
+                op,
+                pointers={
+                    "order_ptr": "*i32",
+                    "weights_ptr": "*fp32",
+                    "tiles_ptr": "*i32",
+                    "partials_ptr": "*fp32",
+                    "h": "*bf16",
+                },
+                operands={
+                    "do": (tile.block_m, tile.block_k),
+                    "w": (1, tile.block_k, tile.block_n),
+                    "dh": (1, 1, *block),
+                    "a": (1, 1, *block),
+                },
+                integers=("rows",),
+                constexprs={
+                    "D": 2048,
+                    "F": 1024,
+                    "GLU": is_glu(activation),
+                    "ACTIVATION": base_function(activation),
+                    "PTX": target.backend == "cuda",
+                },
+            )
         )
-        for activation in ("swiglu", "gelu")
-    ]
+    return cases

@@ -16,7 +16,7 @@ from torch import Tensor
 from mb_kernels._dact import dact
 from mb_kernels._launch import tile_of
 from mb_kernels._outer import outer
-from mb_kernels._permute import combine, sum_partials
+from mb_kernels._permute import combine, spread, sum_partials
 from mb_kernels._rows import rows_times_weights
 from mb_kernels._schedule import schedule
 from mb_kernels._up import up
@@ -73,19 +73,21 @@ def expert_mlp_backward(
         h, _ = up(x, w1, order, row_tiles, activation, top_k=top_k, save_h=True, tile=tile)
 
     dx = d_w1 = d_w2 = d_weights = x.new_empty(0)
-    tile = tile_of("dact", x)
-    dh, a, partials = dact(do, w2, order, weights, tiles(tile.block_m), h, activation, tile=tile)
+    tile = tile_of("dact_glu" if is_glu(activation) else "dact", x)
+    do_rows = spread(do, inverse, top_k)
+    dh, a, partials = dact(
+        do_rows, w2, order, weights, tiles(tile.block_m), h, activation, tile=tile
+    )
     if need_weights:
         d_weights = sum_partials(partials, inverse, weights)
     del partials, h
-    tile = tile_of("outer", x)
     if need_w2:
-        d_w2 = outer(do, a, offsets, tile=tile, gather="a", order=order, top_k=top_k)
-    del a
+        d_w2 = outer(do_rows, a, offsets)
+    del a, do_rows
     if need_x:
         dx = _to_tokens(dh, w1, tiles, (order, inverse, offsets), top_k, None, "dx")
     if need_w1:
-        d_w1 = outer(dh, x, offsets, tile=tile, gather="b", order=order, top_k=top_k)
+        d_w1 = outer(dh, spread(x, inverse, top_k), offsets)
     return dx, d_w1, d_w2, d_weights
 
 

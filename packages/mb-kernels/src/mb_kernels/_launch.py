@@ -37,6 +37,11 @@ def wide(x: Tensor, tile: Tile) -> bool:
     return x.numel() >= 2**31 or (tile.flatten and torch.version.hip is None)
 
 
+def ptx(x: Tensor) -> bool:
+    """Whether kernels may hold PTX instructions that the portable operations do not reach."""
+    return x.is_cuda and torch.version.hip is None
+
+
 def programs(x: Tensor, per_unit: int = 1) -> int:
     """How many programs a persistent kernel is launched with."""
     return _units(x.device) * per_unit if x.is_cuda else 3

@@ -41,6 +41,29 @@ def gather_kernel(
 
 
 @triton.jit
+def spread_kernel(
+    x_ptr,  # [T, D]
+    inverse_ptr,  # [N] int32
+    rows_ptr,  # [N, D]
+    tokens,
+    D,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    live = t < tokens
+    inside = (d < D)[None, :]
+    where = t.to(tl.int64)[:, None] * D + d[None, :]
+    x = tl.load(x_ptr + where, mask=live[:, None] & inside, other=0.0)
+    for k in range(TOP_K):
+        row = tl.load(inverse_ptr + t.to(tl.int64) * TOP_K + k, mask=live, other=-1)
+        where = row.to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(rows_ptr + where, x, mask=(row >= 0)[:, None] & inside)
+
+
+@triton.jit
 def combine_kernel(
     rows_ptr,  # [N, D]
     inverse_ptr,  # [N] int32
@@ -158,6 +181,29 @@ def gather(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: in
     return out
 
 
+def spread(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+    """Tokens [T, D] copied to their rows [N, D]; rows of dropped slots are left unwritten.
+
+    Reads each token once, where ``gather`` reads it top_k times.
+    """
+    tokens, columns = x.shape
+    rows = x.new_empty((inverse.shape[0], columns))
+    block_t, block_d = _blocks(columns)
+    launch(
+        spread_kernel,
+        (triton.cdiv(tokens, block_t), triton.cdiv(columns, block_d)),
+        x,
+        inverse,
+        rows,
+        tokens,
+        columns,
+        TOP_K=top_k,
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+    )
+    return rows
+
+
 def combine(
     rows: Tensor,
     order: Tensor,
@@ -250,6 +296,19 @@ def gate_cases(target: Target) -> list[GateCase]:
                 **common,
             },
             constexprs=blocks,
+            multiples_of_16=("D",),
+        ),
+        GateCase(
+            name="spread",
+            kernel=spread_kernel,
+            signature={
+                "x_ptr": "*bf16",
+                "inverse_ptr": "*i32",
+                "rows_ptr": "*bf16",
+                "tokens": "i32",
+                "D": "i32",
+            },
+            constexprs={"TOP_K": 8, "BLOCK_T": 4, "BLOCK_D": 1024},
             multiples_of_16=("D",),
         ),
         GateCase(

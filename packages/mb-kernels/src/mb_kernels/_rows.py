@@ -9,6 +9,7 @@ Letters: N rows, K contraction, M output columns, E experts.
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor, store_ragged
 
 from mb_kernels._launch import (
     launch,
@@ -30,7 +31,7 @@ def rows_kernel(
     order_ptr,  # [N] int32: output row of each row, with SCATTER
     weights_ptr,  # [N] by slot, with SCALE
     tiles_ptr,  # from schedule()
-    y_ptr,  # [N, M]
+    y,  # [N, M]: ragged tensor descriptor, or pointer with SCATTER or without DESCRIPTORS
     E: tl.constexpr,
     K: tl.constexpr,
     M: tl.constexpr,
@@ -69,23 +70,28 @@ def rows_kernel(
 
         if ALL:
             acc = tl.where(group < E, acc, 0.0)
-        if SCATTER:
-            slot = tl.load(order_ptr + row + r, mask=m, other=0)
-            y_row = y_ptr + slot.to(tl.int64)[:, None] * M
-            if SCALE:
-                s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)
-                acc = acc * s[:, None]
-        else:
-            y_row = y_ptr + (row + r).to(tl.int64)[:, None] * M
         # Two stores of half the columns need half the registers and shared memory of one.
         left, right = halves(acc)
-        cols = (col + tl.arange(0, BLOCK_N // 2))[None, :]
-        kind = y_ptr.dtype.element_ty
-        mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
-        tl.store(y_row + cols, left.to(kind), mask=mask)
-        cols += BLOCK_N // 2
-        mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
-        tl.store(y_row + cols, right.to(kind), mask=mask)
+        if DESCRIPTORS and not SCATTER:
+            store_ragged(y, row, row_end - row, [0, col], left.to(y.dtype))
+            store_ragged(y, row, row_end - row, [0, col + BLOCK_N // 2], right.to(y.dtype))
+        else:
+            if SCATTER:
+                slot = tl.load(order_ptr + row + r, mask=m, other=0)
+                y_row = y + slot.to(tl.int64)[:, None] * M
+                if SCALE:
+                    s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
+                    left *= s
+                    right *= s
+            else:
+                y_row = y + row.to(tl.int64) * M + r[:, None] * M
+            cols = (col + tl.arange(0, BLOCK_N // 2))[None, :]
+            kind = y.dtype.element_ty
+            mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
+            tl.store(y_row + cols, left.to(kind), mask=mask)
+            cols += BLOCK_N // 2
+            mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
+            tl.store(y_row + cols, right.to(kind), mask=mask)
 
 
 def rows_times_weights(
@@ -109,8 +115,10 @@ def rows_times_weights(
     depth = x.shape[1]
     y = x.new_empty((x.shape[0], columns))
     descriptors = uses_descriptors(x)
-    x_arg, w_arg = x, w
+    x_arg, w_arg, y_arg = x, w, y
     if descriptors:
+        if scatter_order is None:
+            y_arg = create_ragged_descriptor(y, [tile.block_m, tile.block_n // 2])
         x_arg = matrices(x, (tile.block_m, tile.block_k))
         block = (tile.block_n, tile.block_k) if transpose_weight else (tile.block_k, tile.block_n)
         w_arg = matrices(w, (1, *block))
@@ -122,7 +130,7 @@ def rows_times_weights(
         scatter_order,
         scale,
         tiles,
-        y,
+        y_arg,
         E=experts,
         K=depth,
         M=columns,
@@ -154,9 +162,13 @@ def gate_cases(target: Target) -> list[GateCase]:
                     "order_ptr": "*i32",
                     "weights_ptr": "*fp32",
                     "tiles_ptr": "*i32",
-                    "y_ptr": "*bf16",
+                    **({"y": "*bf16"} if scatter else {}),
                 },
-                operands={"x": (tile.block_m, tile.block_k), "w": (1, *block)},
+                operands={
+                    "x": (tile.block_m, tile.block_k),
+                    "w": (1, *block),
+                    **({} if scatter else {"y": (1, 1, tile.block_m, tile.block_n // 2)}),
+                },
                 constexprs={
                     "E": 64,
                     "K": 1024,

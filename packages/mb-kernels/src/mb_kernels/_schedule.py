@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import store_ragged
 
 from mb_kernels._launch import launch
 from mb_kernels.targets import GateCase, Target
@@ -182,16 +183,28 @@ def load_rows(
 
 
 @triton.jit
-def prefetch(pointers):
-    """Ask for the cache lines at ``pointers`` to be brought into L2 (NVIDIA only)."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def store_rows(out, block, part: tl.constexpr, parts: tl.constexpr, row, count, col,
+               COLS: tl.constexpr, BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr):  # fmt: skip
+    """Write the first ``count`` rows of block at (row, part, col) of out [N, parts, COLS].
+
+    BLOCK is the width of the tile that block is a piece of.
+
+    The ragged descriptor checks both ends in hardware, and its copy runs behind the program.
+    """
+    if DESCRIPTORS:
+        block = tl.reshape(block.to(out.dtype), (block.shape[0], 1, block.shape[1]))
+        store_ragged(out, row, count, [0, part, col], block)
+    else:
+        r = tl.arange(0, block.shape[0])[:, None]
+        cols = (col + tl.arange(0, block.shape[1]))[None, :]
+        # Offsets within the tile fit 32 bits.
+        base = out + row.to(tl.int64) * (parts * COLS) + part * COLS
+        value = block.to(out.dtype.element_ty)
+        if COLS % BLOCK == 0:
+            tl.store(base + r * (parts * COLS) + cols, value, mask=r < count)
+        else:
+            mask = (r < count) & (cols < COLS)
+            tl.store(base + r * (parts * COLS) + cols, value, mask=mask)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
 
 from mb_kernels._activation import activate
 from mb_kernels._launch import (
@@ -18,6 +19,7 @@ from mb_kernels._launch import (
     matrix_case,
     precision,
     programs,
+    ptx,
     uses_descriptors,
     wide,
     xcds,
@@ -25,10 +27,10 @@ from mb_kernels._launch import (
 from mb_kernels._schedule import (
     first_item,
     halves,
-    load_rows,
     load_weight,
     locate,
     piece,
+    store_rows,
     token_rows,
 )
 from mb_kernels.activation import base_function, is_glu
@@ -36,42 +38,21 @@ from mb_kernels.targets import TILES, GateCase, Target, Tile
 
 
 @triton.jit
-def _store_piece(gate, up, h, a, r, col, m, F: tl.constexpr, BLOCK: tl.constexpr,
-                 GLU: tl.constexpr, ACTIVATION: tl.constexpr, SAVE_H: tl.constexpr):  # fmt: skip
-    """Write the columns of ``gate`` from ``col`` on: pre-activations, and activations.
-
-    h and a point to the first row of the tile, so that offsets within it fit 32 bits.
-    """
-    W: tl.constexpr = gate.shape[1]
-    cols = (col + tl.arange(0, W))[None, :]
-    mask = m[:, None] if F % BLOCK == 0 else m[:, None] & (cols < F)
-    kind = a.dtype.element_ty
-    at = r[:, None] * ((GLU + 1) * F) + cols
-    value = activate(gate, ACTIVATION)
-    if SAVE_H:
-        tl.store(h + at, gate.to(kind), mask=mask)
-    if GLU:
-        value *= up
-        if SAVE_H:
-            tl.store(h + F + at, up.to(kind), mask=mask)
-    tl.store(a + r[:, None] * F + cols, value.to(kind), mask=mask)
-
-
-@triton.jit
 def up_kernel(
-    x,  # [T, D] with GATHER; else rows [N, D], tensor descriptor or pointer
+    x_ptr,  # [T, D]
     w,  # [E, F, D], or [2E, F, D] for GLU: tensor descriptor or pointer
     order_ptr,  # [N] int32: slot of each row
     tiles_ptr,  # from schedule()
-    h_ptr,  # [N, F], or [N, 2F] for GLU
-    a_ptr,  # [N, F]
+    h,  # [N, 1, F], or [N, 2, F] for GLU, with SAVE_H: ragged tensor descriptor or pointer
+    a,  # [N, 1, F]: ragged tensor descriptor or pointer
     D: tl.constexpr,
     F: tl.constexpr,
     TOP_K: tl.constexpr,
-    GATHER: tl.constexpr,
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SAVE_H: tl.constexpr,
+    PIECES: tl.constexpr,  # of the epilogue
+    PTX: tl.constexpr,  # NVIDIA's fast exponential and reciprocal
     WIDE: tl.constexpr,  # see token_rows
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -93,33 +74,39 @@ def up_kernel(
         e, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
         m = r < row_end - row
         tl.assume(e >= 0)
-        if GATHER:
-            token = tl.load(order_ptr + row + r, mask=m, other=0) // TOP_K
-            source, offsets = token_rows(x, token, D, BLOCK_K, WIDE)
+        token = tl.load(order_ptr + row + r, mask=m, other=0) // TOP_K
+        source, offsets = token_rows(x_ptr, token, D, BLOCK_K, WIDE)
         acc = tl.zeros((BLOCK_M, STACK * BLOCK_N), tl.float32)
         for start in range(0, D, BLOCK_K):
-            if GATHER:
-                mask = m[:, None] if EVEN_D else m[:, None] & (start + k < D)[None, :]
-                x_block = tl.load(source + start + offsets, mask=mask, other=0.0)
-            else:
-                x_block = load_rows(x, row, start, m, D, BLOCK_M, BLOCK_K, DESCRIPTORS)
+            mask = m[:, None] if EVEN_D else m[:, None] & (start + k < D)[None, :]
+            x_block = tl.load(source + start + offsets, mask=mask, other=0.0)
             w_block = load_weight(
                 w, e, column * BLOCK_N, start, F, D, BLOCK_N, BLOCK_K, STACK, DESCRIPTORS
             )
             acc = tl.dot(x_block, w_block.T, acc, input_precision=PRECISION)
 
-        h = h_ptr + row.to(tl.int64) * (STACK * F)
-        a = a_ptr + row.to(tl.int64) * F
+        rows = row_end - row
         col = column * BLOCK_N
         if GLU:
             gate, up = halves(acc)
-            _store_piece(gate, up, h, a, r, col, m, F, BLOCK_N, GLU, ACTIVATION, SAVE_H)
+            if SAVE_H:
+                store_rows(h, gate, 0, 2, row, rows, col, F, BLOCK_N, DESCRIPTORS)
+                store_rows(h, up, 1, 2, row, rows, col, F, BLOCK_N, DESCRIPTORS)
+            value = activate(gate, ACTIVATION, PTX) * up
+            store_rows(a, value, 0, 1, row, rows, col, F, BLOCK_N, DESCRIPTORS)
         else:
             # In one piece the exact GELU spills registers.
-            for i in tl.static_range(4):
-                q = piece(acc, i, 4)
-                _store_piece(q, None, h, a, r, col, m, F, BLOCK_N, GLU, ACTIVATION, SAVE_H)
-                col += BLOCK_N // 4
+            for i in tl.static_range(PIECES):
+                z = piece(acc, i, PIECES)
+                if SAVE_H:
+                    store_rows(h, z, 0, 1, row, rows, col, F, BLOCK_N, DESCRIPTORS)
+                value = activate(z, ACTIVATION, PTX)
+                store_rows(a, value, 0, 1, row, rows, col, F, BLOCK_N, DESCRIPTORS)
+                col += BLOCK_N // PIECES
+
+
+def _pieces(tile: Tile, activation: str) -> int:
+    return 1 if is_glu(activation) else 2
 
 
 def up(
@@ -131,13 +118,9 @@ def up(
     *,
     top_k: int,
     save_h: bool,
-    gather: bool = True,
     tile: Tile,
 ) -> tuple[Tensor, Tensor]:
-    """Pre-activations [N, F or 2F] (empty unless ``save_h``) and activations [N, F].
-
-    x is [T, D], or without ``gather`` rows [N, D] in the order of ``order``.
-    """
+    """Pre-activations [N, F or 2F] (empty unless ``save_h``) and activations [N, F]."""
     experts, columns, hidden = w1.shape
     glu = is_glu(activation)
     ffn = columns // 2 if glu else columns
@@ -146,28 +129,31 @@ def up(
     a = x.new_empty((rows, ffn))
     descriptors = uses_descriptors(x)
     stack = 2 if glu else 1
-    source, w = x, w1
-    if descriptors and not gather:
-        source = matrices(x, (tile.block_m, tile.block_k))
+    h_arg, a_arg, w = h, a, w1
+    pieces = _pieces(tile, activation)
     if descriptors:
+        out = [tile.block_m, 1, tile.block_n // pieces]
+        h_arg = create_ragged_descriptor(h.view(rows, stack, ffn), out) if save_h else None
+        a_arg = create_ragged_descriptor(a.view(rows, 1, ffn), out)
         block = (stack, tile.block_n, tile.block_k)
         w = matrices(w1.view(experts * stack, ffn, hidden), block)
     launch(
         up_kernel,
         (programs(x, tile.programs_per_unit),),
-        source,
+        x,
         w,
         order,
         tiles,
-        h,
-        a,
+        h_arg,
+        a_arg,
         D=hidden,
         F=ffn,
         TOP_K=top_k,
-        GATHER=gather,
         GLU=glu,
         ACTIVATION=base_function(activation),
         SAVE_H=save_h,
+        PIECES=pieces,
+        PTX=ptx(x),
         WIDE=wide(x, tile),
         DESCRIPTORS=descriptors,
         PRECISION=precision(x),
@@ -183,6 +169,7 @@ def gate_cases(target: Target) -> list[GateCase]:
     for op, activation in (("up_glu", "swiglu"), ("up", "gelu")):
         glu = is_glu(activation)
         tile = TILES[op][target.name]
+        out = (tile.block_m, 1, tile.block_n // _pieces(tile, activation))
         cases.append(
             matrix_case(
                 f"{op}_bf16",
@@ -190,21 +177,24 @@ def gate_cases(target: Target) -> list[GateCase]:
                 target,
                 op,
                 pointers={
-                    "x": "*bf16",
+                    "x_ptr": "*bf16",
                     "order_ptr": "*i32",
                     "tiles_ptr": "*i32",
-                    "h_ptr": "*bf16",
-                    "a_ptr": "*bf16",
                 },
-                operands={"w": (2 if glu else 1, tile.block_n, tile.block_k)},
+                operands={
+                    "w": (2 if glu else 1, tile.block_n, tile.block_k),
+                    "h": (1, 1, *out),
+                    "a": (1, 1, *out),
+                },
                 constexprs={
                     "D": 2048,
                     "F": 1024,
                     "TOP_K": 8,
-                    "GATHER": True,
                     "GLU": glu,
                     "ACTIVATION": base_function(activation),
                     "SAVE_H": True,
+                    "PIECES": _pieces(tile, activation),
+                    "PTX": target.backend == "cuda",
                     "WIDE": target.backend == "cuda" and tile.flatten,
                 },
             )

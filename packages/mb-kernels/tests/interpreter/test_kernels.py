@@ -51,7 +51,7 @@ def operands(request, monkeypatch):
     for module in (mb_kernels._up, mb_kernels._dact, mb_kernels._rows, mb_kernels._outer):
         monkeypatch.setattr(module, "uses_descriptors", lambda x: request.param == "descriptors")
         if hasattr(module, "wide"):
-            monkeypatch.setattr(module, "wide", lambda x: request.param == "descriptors")
+            monkeypatch.setattr(module, "wide", lambda x, tile: request.param == "descriptors")
 
 
 @pytest.mark.usefixtures("operands")

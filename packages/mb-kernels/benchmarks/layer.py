@@ -1,0 +1,207 @@
+"""One MoE layer, routing to combine, beside `bmm` of the same FLOPs and torch's `grouped_mm`.
+
+    python packages/mb-kernels/benchmarks/run.py layer [--quick]
+
+Ours and `grouped_mm` start from router logits (the router's own linear is the same for everyone).
+`bmm` is a layer with free, perfectly even routing: tokens copied top-k times, two batched products
+of the same FLOPs around an eager activation, a weighted sum over the copies. "bmm, products only"
+leaves out the copies and the sum. Medians of `triton.testing.do_bench`, which flushes L2 between
+runs. "held" is what stays allocated after the forward beyond inputs and output.
+
+Letters: T tokens, D hidden, F ffn width, E experts, K top-k.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mb_kernels import bin_tokens, expert_mlp, is_glu, topk_softmax
+from mb_kernels.activation import activate
+from mb_kernels.testing import make_expert_ids
+from torch import Tensor
+from triton.testing import do_bench
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+    activation: str = "swiglu"
+
+    @property
+    def columns(self) -> int:
+        return self.ffn * (2 if is_glu(self.activation) else 1)
+
+    @property
+    def flops(self) -> int:
+        """Of forward and backward, matrix products only."""
+        return 6 * self.tokens * self.top_k * self.hidden * (self.columns + self.ffn)
+
+
+SHAPES = {
+    "olmoe": Shape(32768, 2048, 1024, 64, 8),
+    "qwen3-30b": Shape(32768, 2048, 768, 128, 8),
+    "mixtral": Shape(8192, 4096, 14336, 8, 2),
+    "paper-125m": Shape(16384, 768, 3072, 64, 1, "gelu"),
+    "olmoe-8k": Shape(8192, 2048, 1024, 64, 8),
+    "qwen3-30b-8k": Shape(8192, 2048, 768, 128, 8),
+}
+
+
+def make_inputs(shape: Shape, routing: str) -> dict[str, Tensor]:
+    """Normal activations and weights, and logits that route as ``routing`` says."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
+        return (values * scale).requires_grad_()
+
+    ids = make_expert_ids(
+        routing,
+        shape.tokens,
+        shape.experts,
+        shape.top_k,
+        generator=torch.Generator().manual_seed(0),
+        device="cuda",
+    )
+    logits = torch.randn(shape.tokens, shape.experts, device="cuda", generator=generator)
+    logits.scatter_add_(1, ids.long(), torch.full_like(logits, 20.0)[:, : shape.top_k])
+    return {
+        "x": normal(shape.tokens, shape.hidden),
+        "logits": logits.requires_grad_(),
+        "w1": normal(shape.experts, shape.columns, shape.hidden, scale=shape.hidden**-0.5),
+        "w2": normal(shape.experts, shape.hidden, shape.ffn, scale=shape.ffn**-0.5),
+    }
+
+
+def ours(shape: Shape, *, recompute: bool = False) -> Callable[..., Tensor]:
+    def layer(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        weights, ids, _ = topk_softmax(logits, shape.top_k)
+        bins = bin_tokens(ids, shape.experts)
+        return expert_mlp(
+            x, w1, w2, bins, weights, activation=shape.activation, recompute=recompute
+        )
+
+    return layer
+
+
+def grouped_mm(shape: Shape) -> Callable[..., Tensor]:
+    """The layer as torch alone would write it: sort, gather, two grouped products, combine."""
+
+    def layer(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        weights, ids = torch.softmax(logits, dim=-1).topk(shape.top_k)
+        flat = ids.flatten()
+        order = flat.argsort()
+        counts = torch.zeros(shape.experts, device=x.device, dtype=torch.int32)
+        counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+        ends = counts.cumsum(0, dtype=torch.int32)
+        h = F.grouped_mm(x[order // shape.top_k], w1.transpose(1, 2), offs=ends)
+        rows = F.grouped_mm(activate(h, shape.activation), w2.transpose(1, 2), offs=ends)
+        rows = rows * weights.flatten()[order, None]
+        y = torch.zeros_like(rows)
+        y = y.index_copy(0, order, rows.to(y.dtype))
+        return y.view(-1, shape.top_k, shape.hidden).sum(1)
+
+    return layer
+
+
+def bmm(shape: Shape) -> Callable[..., Tensor]:
+    """Token t's copy k goes to expert (t·K + k) mod E: even, and nothing to sort or count."""
+
+    def layer(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        weights = torch.softmax(logits, dim=-1)[:, : shape.top_k, None]
+        copies = x[:, None].expand(-1, shape.top_k, -1)
+        rows = copies.reshape(-1, shape.experts, shape.hidden).transpose(0, 1)
+        h = torch.bmm(rows, w1.transpose(1, 2))
+        rows = torch.bmm(activate(h, shape.activation), w2.transpose(1, 2))
+        rows = rows.transpose(0, 1).reshape(-1, shape.top_k, shape.hidden)
+        return (rows * weights.to(rows.dtype)).sum(1)
+
+    return layer
+
+
+def products(shape: Shape) -> Callable[..., Tensor]:
+    def layer(rows: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        h = torch.bmm(rows, w1.transpose(1, 2))
+        return torch.bmm(activate(h, shape.activation), w2.transpose(1, 2))
+
+    return layer
+
+
+def measure(layer: Callable[..., Tensor], arguments: Sequence[Tensor]) -> dict[str, float]:
+    """Forward and forward+backward in ms, and MiB held after the forward."""
+    arguments = [a.detach().requires_grad_() for a in arguments]
+    y = layer(*arguments)
+    dy = torch.randn_like(y)
+    torch.autograd.grad(y, arguments, dy)
+    del y
+    before = torch.cuda.memory_allocated()
+    y = layer(*arguments)
+    held = torch.cuda.memory_allocated() - before - y.nbytes
+    del y
+    forward = do_bench(lambda: layer(*arguments), warmup=50, rep=300, return_mode="median")
+    both = do_bench(
+        lambda: torch.autograd.grad(layer(*arguments), arguments, dy),
+        warmup=50,
+        rep=500,
+        return_mode="median",
+    )
+    return {"forward_ms": forward, "both_ms": both, "held_MiB": held / 2**20}
+
+
+def measure_graph(layer: Callable[..., Tensor], arguments: Sequence[Tensor]) -> float:
+    """Forward+backward in ms, replayed from a CUDA graph."""
+    arguments = [a.detach().requires_grad_() for a in arguments]
+    dy = torch.randn_like(arguments[0])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(layer(*arguments), arguments, dy)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.autograd.grad(layer(*arguments), arguments, dy)
+    return do_bench(graph.replay, warmup=50, rep=300, return_mode="median")
+
+
+def run(*, quick: bool = False) -> list[dict[str, Any]]:
+    table: list[dict[str, Any]] = []
+    for name, shape in SHAPES.items():
+        inputs = make_inputs(shape, "uniform")
+        arguments = [inputs[n] for n in ("x", "logits", "w1", "w2")]
+        results = {"bmm": measure(bmm(shape), arguments)}
+        for routing in ("uniform", "skewed", "one_expert"):
+            logits = make_inputs(shape, routing)["logits"]
+            routed = [arguments[0], logits, *arguments[2:]]
+            results[f"mb {routing}"] = measure(ours(shape), routed)
+        results["mb uniform, CUDA graph"] = {"both_ms": measure_graph(ours(shape), arguments)}
+        results["mb uniform, recompute"] = measure(ours(shape, recompute=True), arguments)
+        if not quick:
+            per_expert = shape.tokens * shape.top_k // shape.experts
+            rows = inputs["x"].new_empty((shape.experts, per_expert, shape.hidden)).normal_()
+            results["bmm, products only"] = measure(products(shape), [rows, *arguments[2:]])
+            del rows
+            results["grouped_mm eager"] = measure(grouped_mm(shape), arguments)
+            results["grouped_mm compiled"] = measure(torch.compile(grouped_mm(shape)), arguments)
+        # The same things again, for the spread of a timing on this machine.
+        results["bmm, again"] = measure(bmm(shape), arguments)
+        results["mb uniform, again"] = measure(ours(shape), arguments)
+        base = results["bmm"]["both_ms"]
+        table += [
+            {
+                "benchmark": "layer",
+                "shape": name,
+                "what": what,
+                **{key: round(value, 3) for key, value in numbers.items()},
+                "tflops": round(shape.flops / numbers["both_ms"] / 1e9),
+                "of_bmm": round(numbers["both_ms"] / base, 3),
+            }
+            for what, numbers in results.items()
+        ]
+        del inputs, arguments, routed, logits
+        torch.cuda.empty_cache()
+    return table

@@ -1,0 +1,56 @@
+"""Runs benchmarks by name: a table, then one JSON line.
+
+    python packages/mb-kernels/benchmarks/run.py [layer kernels block_sparse ...] [--quick]
+
+Every benchmark is a module beside this one with ``run(*, quick) -> rows``; a row is a dict.
+Dated tables are kept in `results/`.
+"""
+
+import argparse
+import importlib
+import json
+import pathlib
+import sys
+from typing import Any
+
+import torch
+import triton
+
+BENCHMARKS = ("layer", "kernels", "block_sparse")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    columns = list(dict.fromkeys(key for row in rows for key in row if key != "benchmark"))
+    cells = [columns, *([str(row.get(key, "")) for key in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="fewer baselines")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - set(BENCHMARKS)
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; expected {', '.join(BENCHMARKS)}")
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    print(*machine.values(), sep=", ")
+    rows = []
+    for name in arguments.names or BENCHMARKS:
+        found = importlib.import_module(name).run(quick=arguments.quick)
+        print(table(found), flush=True)
+        rows += found
+    print(json.dumps({"machine": machine, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

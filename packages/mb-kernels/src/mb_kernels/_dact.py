@@ -31,7 +31,7 @@ from mb_kernels.activation import base_function, is_glu
 from mb_kernels.targets import TILES, GateCase, Target, Tile
 
 # Column pieces of the epilogue: fewer spill registers, more were slower (2.30 to 2.65 ms, OLMoE).
-_PIECES = tl.constexpr(4)
+_PIECES = 4
 
 
 @triton.jit
@@ -60,6 +60,7 @@ def dact_kernel(
     F: tl.constexpr,
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    PIECES: tl.constexpr,  # of the epilogue
     PTX: tl.constexpr,  # NVIDIA's fast exponential and reciprocal
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -72,7 +73,7 @@ def dact_kernel(
 ):
     COLUMNS: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     PARTS: tl.constexpr = GLU + 1
-    W: tl.constexpr = BLOCK_N // _PIECES
+    W: tl.constexpr = BLOCK_N // PIECES
     total = tl.load(tiles_ptr + 3)
     items = total * COLUMNS
     r = tl.arange(0, BLOCK_M)
@@ -94,9 +95,9 @@ def dact_kernel(
         # Rows past the end read the last row's h instead of a mask, which costs registers.
         clamped = tl.minimum(r, count - 1)
         partial = tl.zeros((BLOCK_M,), tl.float32)
-        for i in tl.static_range(_PIECES):
+        for i in tl.static_range(PIECES):
             col = column * BLOCK_N + i * W
-            q = piece(acc, i, _PIECES)
+            q = piece(acc, i, PIECES)
             z = _load_h(h, 0, PARTS, row, clamped, col, F, BLOCK_N, W)
             value, slope = activate_with_derivative(z, ACTIVATION, PTX)
             if GLU:
@@ -138,7 +139,7 @@ def dact(
     glu = is_glu(activation)
     operands = do, w2, h, dh, a
     if uses_descriptors(do):
-        block = [tile.block_m, 1, tile.block_n // _PIECES.value]
+        block = [tile.block_m, 1, tile.block_n // _PIECES]
         shape = (rows, 2 if glu else 1, ffn)
         operands = (
             matrices(do, (tile.block_m, tile.block_k)),
@@ -161,6 +162,7 @@ def dact(
         F=ffn,
         GLU=glu,
         ACTIVATION=base_function(activation),
+        PIECES=_PIECES,
         PTX=ptx(do),
         DESCRIPTORS=uses_descriptors(do),
         PRECISION=precision(do),
@@ -175,7 +177,7 @@ def gate_cases(target: Target) -> list[GateCase]:
     cases = []
     for op, activation in (("dact_glu", "swiglu"), ("dact", "gelu")):
         tile = TILES[op][target.name]
-        block = (tile.block_m, 1, tile.block_n // _PIECES.value)
+        block = (tile.block_m, 1, tile.block_n // _PIECES)
         cases.append(
             matrix_case(
                 f"{op}_bf16",
@@ -201,6 +203,7 @@ def gate_cases(target: Target) -> list[GateCase]:
                     "F": 1024,
                     "GLU": is_glu(activation),
                     "ACTIVATION": base_function(activation),
+                    "PIECES": _PIECES,
                     "PTX": target.backend == "cuda",
                 },
             )

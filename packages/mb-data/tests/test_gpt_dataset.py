@@ -79,7 +79,7 @@ def test_sample_idx_equals_the_sequential_builder_on_random_cases():
         n = (epochs * tokens - 1) // seq_length
         want = reference.build_sample_idx(sizes.tolist(), doc_idx.tolist(), seq_length, n)
         for block in (1, 7, 1 << 16):
-            got = build_sample_idx(sizes, doc_idx, seq_length, n, block=block)
+            got = build_sample_idx(sizes[doc_idx], seq_length, n, block=block)
             assert got.dtype == np.int32
             assert got.tolist() == [list(row) for row in want], (case, block)
 

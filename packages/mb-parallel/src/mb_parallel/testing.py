@@ -108,17 +108,16 @@ def _rank_main(
         args = pickle.loads(payload)
         store = dist.FileStore(str(here / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        try:
-            result = function(rank, world_size, *args)
-            dist.barrier()
-        finally:
-            dist.destroy_process_group()
+        result = function(rank, world_size, *args)
+        dist.barrier()
+        dist.destroy_process_group()
         (here / f"{rank}.ok").write_bytes(pickle.dumps(result))
     except BaseException:
+        # Reported before this rank's connections close, so that its peers' complaints come later.
         draft = here / f"{rank}.draft"
         draft.write_text(traceback.format_exc())
         draft.rename(here / f"{rank}.error")
-        sys.exit(1)
+        os._exit(1)
 
 
 def _load(module_name: str, path: str, qualname: str) -> Callable[..., Any]:

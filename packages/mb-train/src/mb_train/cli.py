@@ -1,0 +1,167 @@
+"""`mb-train`: train, or `mb-train doctor`, or `mb-train report RUN`.
+
+Wrong input ends with one line on stderr and exit code 2. torch is imported only once the command
+line makes sense, so that `--help` and typing errors answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mb_train.config import TrainConfig
+from mb_train.flags import CommandLine, parse, resolve, to_toml
+from mb_train.run_folder import LOG_FILE, SavedRun, find_checkpoint, read_saved_run
+
+if TYPE_CHECKING:
+    from mb_train.train import Result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, or 2 for wrong input."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {"doctor": _doctor, "report": _report}
+    try:
+        if arguments and arguments[0] in commands:
+            return commands[arguments[0]](arguments[1:])
+        return _train(arguments)
+    except (ValueError, OSError) as error:
+        if os.environ.get("MB_TRACEBACK"):
+            raise
+        line = " ".join(str(error).split())
+        print(f"mb-train: {line}", file=sys.stderr)
+        return 2
+
+
+def _train(arguments: list[str]) -> int:
+    command = parse(arguments)
+    config, checkpoint, saved = _resolve(command)
+    if command.print_config:
+        print(to_toml(config), end="")
+        return 0
+    leader = os.environ.get("RANK", "0") == "0"
+    if leader:
+        for note in command.notes:
+            print(f"note: {note}", flush=True)
+    if saved is not None and not config.finetune and _finished(config, saved):
+        if leader:
+            print(f"{checkpoint} is at iteration {saved.iteration}, the end of this run.")
+        return 0
+    # Read by OpenMP when torch is imported. Threads that spin while they wait made steps 2 to 4
+    # times slower on two cores that ran anything else as well.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from mb_train.train import train
+
+    result = train(config, checkpoint=checkpoint, saved=saved)
+    if leader:
+        _close(config, result)
+    return 0
+
+
+def _resolve(command: CommandLine) -> tuple[TrainConfig, Path | None, SavedRun | None]:
+    """The configuration, and the checkpoint to go on from with what it says of itself."""
+    load, save = command.values.get("load"), command.values.get("save")
+    if load is None:
+        config = resolve(command)
+        load = config.load
+        if load is None:
+            return config, None, None
+    checkpoint = find_checkpoint(Path(load))
+    if checkpoint is None:
+        if save is not None and Path(save) == Path(load):
+            # Scripts that restart themselves load from where they save, the first time as well.
+            return dataclasses.replace(resolve(command), load=None), None, None
+        raise ValueError(f"Expected a checkpoint in --load {load}, found none.")
+    saved = read_saved_run(checkpoint)
+    config = resolve(command, saved.inherited())
+    saved.check_model(config.model_identity())
+    if "save" not in command.values and not config.finetune:
+        config = dataclasses.replace(config, save=str(_run_of(Path(load), checkpoint)))
+    asked = {"train_iters", "train_samples"} & command.values.keys()
+    if not asked and not config.finetune and _finished(config, saved):
+        config = _prolong(config, saved)
+    return config, checkpoint, saved
+
+
+def _run_of(load: Path, checkpoint: Path) -> Path:
+    return load.parent if load == checkpoint else load
+
+
+def _finished(config: TrainConfig, saved: SavedRun) -> bool:
+    if config.train_samples is not None:
+        batch = saved.consumed_samples // max(saved.iteration, 1)
+        return saved.consumed_samples + batch > config.train_samples
+    assert config.train_iters is not None
+    return saved.iteration >= config.train_iters
+
+
+def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
+    """`--load` of a finished run with no other length: go on for one more length of its schedule.
+
+    The schedule stays the run's own, so the joined run is the one that a larger `--train-iters`
+    with this `--lr-decay-iters` would have made; beyond the decay it trains at `--min-lr`.
+    """
+    if config.train_samples is not None:
+        decay = config.lr_decay_samples or config.train_samples
+        more = saved.consumed_samples + decay
+        return dataclasses.replace(config, train_samples=more, lr_decay_samples=decay)
+    assert config.train_iters is not None
+    decay = config.lr_decay_iters or config.train_iters
+    more = saved.iteration + decay
+    return dataclasses.replace(config, train_iters=more, lr_decay_iters=decay)
+
+
+def _close(config: TrainConfig, result: Result) -> None:
+    """The last lines of a run: what came out of it and where it lies."""
+    from mb_train.metrics import perplexity
+    from mb_train.report import draw
+
+    print(f"\n stopped after iteration {result.iteration}")
+    if result.first_loss is not None:
+        print(f" first training loss  {result.first_loss:.4f}")
+    if result.valid_loss is not None:
+        ppl = perplexity(result.valid_loss)
+        print(f" validation loss      {result.valid_loss:.4f}  (PPL {ppl:.2f})")
+    if config.save is None:
+        print(" nothing was kept: no --save")
+        return
+    folder = Path(config.save)
+    print(f" checkpoint           {result.checkpoint}")
+    print(f" picture              {draw(folder)}")
+    print(f" log                  {folder / LOG_FILE}")
+    print(f" go on with           mb-train --load {folder}")
+
+
+def _doctor(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="mb-train doctor", description="What is this machine?")
+    parser.add_argument("--save", default="runs", help="folder that runs would be written to")
+    options = parser.parse_args(arguments)
+    from mb_train.doctor import diagnose
+
+    facts, problems = diagnose(Path(options.save))
+    print("\n".join(facts))
+    for problem in problems:
+        print(f"problem: {problem}")
+    print(f"{len(problems)} problems found" if problems else "no problem found")
+    return 1 if problems else 0
+
+
+def _report(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="mb-train report", description="Draw a run's curves.")
+    parser.add_argument("run", help="run folder")
+    options = parser.parse_args(arguments)
+    from mb_train.report import draw, summary
+
+    folder = Path(options.run)
+    print(summary(folder))
+    print(f"picture: {draw(folder)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -56,15 +56,15 @@ def test_topk_softmax_gradient_has_the_dtype_of_the_logits():
 
 def bins_by_hand(ids, num_experts, capacity):
     """Order, inverse, counts and offsets by appending slots to lists."""
-    kept, dropped, counts = [[] for _ in range(num_experts)], [], [0] * num_experts
-    outside = []
+    kept, dropped = [[] for _ in range(num_experts)], [[] for _ in range(num_experts)]
+    counts, outside = [0] * num_experts, []
     for slot, e in enumerate(ids.flatten().tolist()):
         if not 0 <= e < num_experts:
             outside.append(slot)
             continue
         counts[e] += 1
         full = capacity is not None and len(kept[e]) >= capacity
-        (dropped if full else kept[e]).append(slot)
+        (dropped if full else kept)[e].append(slot)
     order = [slot for rows in kept for slot in rows]
     offsets = [0]
     for rows in kept:
@@ -72,7 +72,8 @@ def bins_by_hand(ids, num_experts, capacity):
     inverse = [-1] * ids.numel()
     for row, slot in enumerate(order):
         inverse[slot] = row
-    return order + sorted(dropped + outside), inverse, counts, offsets
+    behind = [slot for rows in dropped for slot in rows] + outside
+    return order + behind, inverse, counts, offsets
 
 
 @pytest.mark.parametrize("capacity", [None, 0, 1, 5], ids=lambda c: f"C{c}")

@@ -17,7 +17,8 @@ class Bins(NamedTuple):
     """
 
     order_N: Tensor
-    """Row r holds slot order_N[r]; rows from offsets_E1[-1] on hold the dropped slots."""
+    """Row r holds slot order_N[r]; rows from offsets_E1[-1] on hold the dropped slots,
+    by expert too, and behind them the slots of no expert."""
     inverse_N: Tensor
     """Row of slot s, or -1 if the slot was dropped."""
     tokens_per_expert_E: Tensor

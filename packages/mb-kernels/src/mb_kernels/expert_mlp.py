@@ -223,6 +223,7 @@ _INPUTS = "Tensor x, Tensor w1, Tensor w2, Tensor order, Tensor inverse, Tensor 
 _dispatch.register(
     f"expert_mlp({_INPUTS}, Tensor weights, str activation, bool save_h) -> (Tensor, Tensor)",
     reference=_forward_reference,
+    kernels="mb_kernels._expert_mlp",
     fake=_forward_fake,
     flops=_forward_flops,
     setup_context=_setup,
@@ -232,6 +233,7 @@ _dispatch.register(
     f"expert_mlp_backward(Tensor do, {_INPUTS}, Tensor weights, Tensor h, str activation, "
     "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=_backward_reference,
+    kernels="mb_kernels._expert_mlp",
     fake=_backward_fake,
     flops=_backward_flops,
 )

@@ -108,6 +108,7 @@ _dispatch.register(
     reference=lambda x, w, offsets, transpose_weight: grouped_gemm_reference(
         x, w, offsets, transpose_weight=transpose_weight
     ),
+    kernels="mb_kernels._grouped_gemm",
     fake=lambda x, w, offsets, transpose_weight: x.new_empty(
         (x.shape[0], w.shape[1 if transpose_weight else 2])
     ),
@@ -118,6 +119,7 @@ _dispatch.register(
 _dispatch.register(
     "grouped_outer(Tensor a, Tensor b, Tensor offsets) -> Tensor",
     reference=grouped_outer_reference,
+    kernels="mb_kernels._grouped_gemm",
     fake=lambda a, b, offsets: a.new_empty((offsets.shape[0] - 1, a.shape[1], b.shape[1])),
     flops=_outer_flops,
     setup_context=_outer_setup,

@@ -109,7 +109,7 @@ def _combine_fake(
     weights: Tensor | None,
     top_k: int,
 ) -> Tensor:
-    return rows.new_empty((order.shape[0] // top_k, rows.shape[1]))
+    return rows.new_empty((inverse.shape[0] // top_k, rows.shape[1]))
 
 
 _dispatch.register(
@@ -117,6 +117,7 @@ _dispatch.register(
     reference=lambda x, order, inverse, offsets, top_k: reference.gather(
         x, bins_of(order, inverse, offsets), top_k
     ),
+    kernels="mb_kernels._permute",
     fake=lambda x, order, inverse, offsets, top_k: x.new_empty((order.shape[0], x.shape[1])),
     setup_context=_gather_setup,
     backward=_gather_backward,
@@ -127,6 +128,7 @@ _dispatch.register(
     reference=lambda rows, order, inverse, offsets, weights, top_k: reference.combine(
         rows, bins_of(order, inverse, offsets), weights, top_k
     ),
+    kernels="mb_kernels._permute",
     fake=_combine_fake,
     setup_context=_combine_setup,
     backward=_combine_backward,
@@ -137,6 +139,7 @@ _dispatch.register(
     reference=lambda dy, rows, order, inverse, offsets, weights: reference.combine_backward(
         dy, rows, bins_of(order, inverse, offsets), weights
     ),
+    kernels="mb_kernels._permute",
     fake=lambda dy, rows, order, inverse, offsets, weights: (
         rows.new_empty(rows.shape),
         weights.new_empty(weights.shape),

@@ -116,6 +116,7 @@ _dispatch.register(
     reference=lambda logits, k, renormalize: reference.topk_softmax(
         logits, k, renormalize=renormalize
     ),
+    kernels="mb_kernels._routing",
     fake=_topk_softmax_fake,
     setup_context=_topk_softmax_setup,
     backward=_topk_softmax_backward,
@@ -124,6 +125,7 @@ _dispatch.register(
     "topk_softmax_backward(Tensor d_weights, Tensor? d_probs, Tensor probs, Tensor weights, "
     "Tensor ids, bool renormalize) -> Tensor",
     reference=reference.topk_softmax_backward,
+    kernels="mb_kernels._routing",
     fake=lambda d_weights, d_probs, probs, weights, ids, renormalize: torch.empty_like(probs),
 )
 _dispatch.register(
@@ -131,5 +133,6 @@ _dispatch.register(
     reference=lambda ids, num_experts, capacity: tuple(
         reference.bin_tokens(ids, num_experts, capacity=capacity)
     ),
+    kernels="mb_kernels._routing",
     fake=_bin_tokens_fake,
 )

@@ -87,6 +87,8 @@ class Tile:
 
     A program computes block_m × block_n of the output, block_k at a time. group_m: how many rows
     of tiles share a column of tiles in L2. options: further compile options of the backend.
+    Of a persistent kernel, programs_per_unit is how many programs are launched per compute unit,
+    and flatten fuses its two loops, so that one tile's loads start during the epilogue before.
     """
 
     block_m: int
@@ -96,6 +98,19 @@ class Tile:
     num_stages: int
     group_m: int = 8
     options: Mapping[str, Any] = field(default_factory=dict)
+    programs_per_unit: int = 1
+    flatten: bool = True
+
+    @property
+    def blocks(self) -> dict[str, Any]:
+        """The constexpr arguments of a persistent kernel that follow from the tile."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+            "FLATTEN": self.flatten,
+        }
 
     @property
     def launch_options(self) -> dict[str, Any]:
@@ -103,7 +118,87 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
 
 
-TILES: dict[str, dict[str, Tile]] = {}
+# 16x16 MFMA, the size Triton's own ragged matmul uses on CDNA3 and CDNA4.
+_MFMA = {"matrix_instr_nonkdim": 16}
+
+TILES: dict[str, dict[str, Tile]] = {
+    # Gather, up-projection, GLU: block_n gate columns and block_n up columns in one accumulator.
+    "up_glu": {
+        "sm80": Tile(128, 64, 32, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 128, 64, num_warps=8, num_stages=3),
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(128, 64, 32, num_warps=4, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2),
+    },
+    "up": {
+        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 128, 64, num_warps=8, num_stages=4),
+        "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(128, 128, 32, num_warps=4, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
+    },
+    # Backward of down-projection and activation; the epilogue holds more than the accumulator.
+    "dact": {
+        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 128, 64, num_warps=8, num_stages=4),
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(64, 128, 32, num_warps=4, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(64, 128, 32, num_warps=8, num_stages=2),
+    },
+    # Rows times weights, weight [E, M, K]: contraction contiguous in both operands.
+    "down": {
+        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
+        "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(128, 128, 32, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
+    },
+    # Rows times weights, weight [E, K, M].
+    "dx": {
+        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
+        "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(128, 128, 32, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
+    },
+    # Weight gradients, contracted over ragged rows.
+    "outer": {
+        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(128, 128, 32, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
+    },
+    # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
+    "fp32": dict.fromkeys(TARGETS, Tile(64, 32, 32, num_warps=4, num_stages=2)),
+    # Block-sparse products. A tile is one 128 x 128 block of the sparse matrix or a part of it, so
+    # block_m (and for sdd block_n) divide 128.
+    "sdd": {
+        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 128, 64, num_warps=4, num_stages=3),
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2),
+    },
+    "dsd": {
+        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2),
+    },
+    # fp32 products run on the ordinary units, which want registers more than reuse.
+    "sdd_fp32": dict.fromkeys(TARGETS, Tile(64, 64, 32, num_warps=4, num_stages=2)),
+    "dsd_fp32": dict.fromkeys(TARGETS, Tile(64, 64, 32, num_warps=4, num_stages=2)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

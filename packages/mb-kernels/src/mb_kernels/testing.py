@@ -3,8 +3,16 @@
 Letters: T tokens, E experts, K top-k.
 """
 
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+
+from mb_kernels import reference
+from mb_kernels.activation import is_glu
+from mb_kernels.expert_mlp import expert_mlp
+from mb_kernels.routing import bin_tokens
 
 # Relative Frobenius error against float64, by the dtype computed in.
 TOLERANCES = {
@@ -58,3 +66,72 @@ def make_expert_ids(
     elif routing == "empty_experts":
         score_TE[:, ids % 2 == 1] -= 1e6
     return score_TE.topk(top_k, dim=1).indices.to(device=device, dtype=torch.int32)
+
+
+class Case(NamedTuple):
+    """Sizes of an expert MLP and what its routing looks like."""
+
+    tokens: int
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+    routing: str = "uniform"
+    capacity: int | None = None
+    activation: str = "swiglu"
+
+    def __str__(self) -> str:
+        tail = "" if self.capacity is None else f"-C{self.capacity}"
+        return (
+            f"T{self.tokens}-D{self.hidden}-F{self.ffn}-E{self.experts}-K{self.top_k}-"
+            f"{self.activation}-{self.routing}{tail}"
+        )
+
+
+def make_inputs(
+    case: Case, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+) -> dict[str, Any]:
+    """Arguments of ``expert_mlp`` as leaves that require gradients, and ``d_y`` for the backward.
+
+    Values are exact in bfloat16, so that every dtype sees the same numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = make_expert_ids(
+        case.routing, case.tokens, case.experts, case.top_k, generator=generator, device=device
+    )
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape, generator=generator) * scale
+        return values.bfloat16().to(device=device, dtype=dtype)
+
+    columns = case.ffn * (2 if is_glu(case.activation) else 1)
+    weights_dtype = torch.promote_types(dtype, torch.float32)
+    return {
+        "x": normal(case.tokens, case.hidden).requires_grad_(),
+        "w1": normal(case.experts, columns, case.hidden, scale=case.hidden**-0.5).requires_grad_(),
+        "w2": normal(case.experts, case.hidden, case.ffn, scale=case.ffn**-0.5).requires_grad_(),
+        "bins": bin_tokens(ids, case.experts, capacity=case.capacity),
+        "weights": normal(case.tokens, case.top_k).abs().to(weights_dtype).requires_grad_(),
+        "d_y": normal(case.tokens, case.hidden),
+    }
+
+
+def run_expert_mlp(
+    op: Callable[..., Tensor], inputs: Mapping[str, Any], **options: Any
+) -> dict[str, Tensor]:
+    """Output of ``op`` on ``inputs`` and the gradients of its four differentiable arguments."""
+    leaves = {name: inputs[name] for name in ("x", "w1", "w2", "weights")}
+    y = op(inputs["x"], inputs["w1"], inputs["w2"], inputs["bins"], inputs["weights"], **options)
+    grads = torch.autograd.grad(y, list(leaves.values()), inputs["d_y"])
+    return {"y": y.detach(), **{f"d_{n}": g for n, g in zip(leaves, grads, strict=True)}}
+
+
+def expert_mlp_errors(
+    case: Case, *, dtype: torch.dtype, device: torch.device | str, **options: Any
+) -> dict[str, float]:
+    """Relative error of ``expert_mlp`` and its gradients against the float64 reference."""
+    inputs = make_inputs(case, dtype=dtype, device=device)
+    got = run_expert_mlp(expert_mlp, inputs, activation=case.activation, **options)
+    exact = make_inputs(case, dtype=torch.float64, device=device)
+    want = run_expert_mlp(reference.expert_mlp, exact, activation=case.activation)
+    return {name: relative_error(got[name], want[name]) for name in want}

@@ -11,7 +11,7 @@ from mb_kernels.bins import Bins
 
 def gather(x_TD: Tensor, bins: Bins, top_k: int) -> Tensor:
     """Twin of ``mb_kernels.gather``, differentiable by plain autograd."""
-    rows_ND = x_TD[bins.order_N.long() // top_k]
+    rows_ND = x_TD[bins.order_N.long().clamp(min=0) // top_k]
     return torch.where(_taken(bins)[:, None], rows_ND, 0)
 
 
@@ -38,18 +38,22 @@ def combine_backward(
     """Gradients of ``combine`` for rows_ND and weights_TK."""
     top_k = weights_TK.shape[1]
     taken_N1 = _taken(bins)[:, None]
-    order_N = bins.order_N.long()
+    order_N = bins.order_N.long().clamp(min=0)
     accumulator = torch.float64 if rows_ND.dtype is torch.float64 else torch.float32
     dy_ND = torch.where(taken_N1, dy_TD[order_N // top_k].to(accumulator), 0)
     d_rows_ND = dy_ND * weights_TK.flatten()[order_N, None].to(accumulator)
     d_rows_ND = torch.where(taken_N1, d_rows_ND, 0).to(rows_ND.dtype)
     d_weights_N = torch.zeros_like(weights_TK).flatten()
     dots_N = (dy_ND * torch.where(taken_N1, rows_ND, 0).to(accumulator)).sum(dim=1)
-    d_weights_N[order_N] = dots_N.to(weights_TK.dtype)
+    slots = bins.order_N >= 0
+    d_weights_N[order_N[slots]] = dots_N[slots].to(weights_TK.dtype)
     return d_rows_ND, d_weights_N.view_as(weights_TK)
 
 
 def _taken(bins: Bins) -> Tensor:
-    """True for rows that an expert computes, False for rows of dropped slots."""
+    """True for rows that an expert computes, False for those of dropped slots and for padding.
+
+    Padding rows, of order -1, are in the bins of ``pad_bins``.
+    """
     rows_N = torch.arange(bins.order_N.numel(), device=bins.order_N.device)
-    return rows_N < bins.offsets_E1[-1]
+    return (rows_N < bins.offsets_E1[-1]) & (bins.order_N >= 0)

@@ -58,9 +58,9 @@ def bin_tokens(expert_ids_TK: Tensor, num_experts: int, *, capacity: int | None 
         starts_E1 = torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0)])
         sorted_ids_N = ids_N[order_N]
         position_N = torch.arange(ids_N.numel(), device=ids_N.device) - starts_E1[sorted_ids_N]
-        ids_N = ids_N.clone()
-        ids_N[order_N] = torch.where(position_N < capacity, sorted_ids_N, num_experts)
-        order_N = ids_N.argsort(stable=True)
+        dropped_N = (position_N >= capacity) | (sorted_ids_N == num_experts)
+        # Dropped slots move behind the kept ones of all experts; the sort keeps their order.
+        order_N = order_N[dropped_N.to(torch.int8).argsort(stable=True)]
     kept_E = counts_E if capacity is None else counts_E.clamp(max=capacity)
     offsets_E1 = torch.cat([kept_E.new_zeros(1), kept_E.cumsum(0)])
     rows_N = torch.arange(ids_N.numel(), device=ids_N.device)

@@ -1,0 +1,103 @@
+"""Block-sparse products of an expert layer, beside stk's own kernels in the same run.
+
+    python packages/mb-kernels/benchmarks/block_sparse.py [--quick]
+
+Both get the same ``stk.Matrix`` with 32-bit indices, for stk's kernels multiply block indices in
+the indices' own width and overflow with 16 bits from 32,768 rows on. The shapes are MegaBlocks'
+matrix benchmark (tokens, hidden, ffn, experts; top-1) and OLMoE's experts. Prints a table, then one
+JSON line.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+
+import stk
+import torch
+from mb_kernels import dds, dsd, pad_bins, reference, sdd, topology
+from mb_kernels.reference.block_sparse import BLOCK, make_matrix, topology_of
+from torch import Tensor
+from triton.testing import do_bench
+
+SHAPES = {
+    "megablocks-46m": (65536, 512, 2048, 64),
+    "megablocks-125m": (32768, 768, 3072, 64),
+    "megablocks-356m": (8192, 1024, 4096, 64),
+    "megablocks-wide": (8192, 4096, 16384, 4),
+    "olmoe": (262144, 2048, 1024, 64),
+}
+
+
+def make_operands(
+    tokens: int, hidden: int, ffn: int, experts: int
+) -> tuple[stk.Matrix, Tensor, Tensor]:
+    """h [R, E·F] with just the blocks in use, x [R, D] and w [E·F, D]; random routing."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) / 16
+
+    ids = torch.randint(experts, (tokens, 1), device="cuda", generator=generator).int()
+    bins = pad_bins(reference.bin_tokens(ids, experts))
+    t = topology_of(topology(bins, ffn, dtype=torch.bfloat16))
+    rows, used = int(bins.offsets_E1[-1]), int(t.offsets[-1])
+    t = t._replace(
+        row_indices=t.row_indices[:used].clone(),
+        column_indices=t.column_indices[:used].clone(),
+        offsets=t.offsets[: rows // BLOCK + 1].clone(),
+        column_indices_t=t.column_indices_t[:used].clone(),
+        block_offsets_t=t.block_offsets_t[:used].clone(),
+    )
+    h = make_matrix((rows, experts * ffn), randn(used, BLOCK, BLOCK), t)
+    return h, randn(rows, hidden), randn(experts * ffn, hidden)
+
+
+def products(
+    h: stk.Matrix, x: Tensor, w: Tensor
+) -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]:
+    """Name, ours and stk's: the products of the forward and backward of both expert layers."""
+    yield "sdd x @ w1^T", lambda: sdd(x, w.t(), h), lambda: stk.ops.sdd(x, w.t(), h)
+    yield "dsd h @ w2", lambda: dsd(h, w), lambda: stk.ops.dsd(h, w)
+    yield "dsd h^T @ x", lambda: dsd(h.t(), x), lambda: stk.ops.dsd(h.t(), x)
+    yield "dds x^T @ h", lambda: dds(x.t(), h), lambda: stk.ops.dds(x.t(), h)
+    yield "dds w^T @ h^T", lambda: dds(w.t(), h.t()), lambda: stk.ops.dds(w.t(), h.t())
+
+
+def run(*, quick: bool = False) -> list[dict[str, object]]:
+    """One row per shape and product; ``quick`` measures the second shape alone."""
+    rows = []
+    for shape in ["megablocks-125m"] if quick else SHAPES:
+        h, x, w = make_operands(*SHAPES[shape])
+        flops = 2 * h.data.numel() * x.shape[1]
+        for name, ours, theirs in products(h, x, w):
+            milliseconds, baseline = do_bench(ours), do_bench(theirs)
+            rows.append(
+                {
+                    "benchmark": "block_sparse",
+                    "shape": shape,
+                    "what": name,
+                    "ms": milliseconds,
+                    "tflops": flops / milliseconds / 1e9,
+                    "stk_ms": baseline,
+                    "times_faster": baseline / milliseconds,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one shape")
+    rows = run(quick=parser.parse_args().quick)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{'shape':16} {'product':14} {'ms':>8} {'TFLOP/s':>8} {'stk ms':>8} {'faster':>7}")
+    for row in rows:
+        print(
+            f"{row['shape']:16} {row['what']:14} {row['ms']:8.3f} {row['tflops']:8.0f} "
+            f"{row['stk_ms']:8.3f} {row['times_faster']:6.2f}x"
+        )
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The activations of ``mb_kernels.activation`` inside kernels, in fp32."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(z):
+    return 2 * tl.sigmoid(2 * z) - 1
+
+
+@triton.jit
+def activate(z, BASE: tl.constexpr):
+    """The plain function named BASE of z."""
+    if BASE == "silu":
+        return z * tl.sigmoid(z)
+    elif BASE == "gelu":
+        return 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
+    elif BASE == "gelu_tanh":
+        return 0.5 * z * (1 + tanh(0.7978845608028654 * (z + 0.044715 * z * z * z)))
+    elif BASE == "relu":
+        return tl.maximum(z, 0.0)
+    else:
+        tl.static_assert(BASE == "squared_relu")
+        positive = tl.maximum(z, 0.0)
+        return positive * positive
+
+
+@triton.jit
+def activate_with_derivative(z, BASE: tl.constexpr):
+    """BASE(z) and its derivative, sharing what they have in common."""
+    if BASE == "silu":
+        sigmoid = tl.sigmoid(z)
+        value = z * sigmoid
+        return value, sigmoid + value * (1 - sigmoid)
+    elif BASE == "gelu":
+        cdf = 0.5 * (1 + tl.erf(z * 0.7071067811865476))
+        return z * cdf, cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    elif BASE == "gelu_tanh":
+        t = tanh(0.7978845608028654 * (z + 0.044715 * z * z * z))
+        slope = 0.7978845608028654 * (1 + 0.134145 * z * z)
+        return 0.5 * z * (1 + t), 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * slope
+    elif BASE == "relu":
+        return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
+    else:
+        tl.static_assert(BASE == "squared_relu")
+        positive = tl.maximum(z, 0.0)
+        return positive * positive, 2 * positive

@@ -1,0 +1,128 @@
+"""The expert MLP as a sequence of kernels: three forward (two for K = 1), six backward.
+
+| forward | backward |
+|---|---|
+| tile schedule | tile schedule |
+| up: gather, w1, activation | [up again, to recompute h] |
+| down: w2 | dact: dh, s·a, partials of the weights' gradient |
+| combine (K = 1: inside down) | dw2, sum of partials, dX, combine (K = 1: inside dX), dw1 |
+
+Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k, N = T·K rows.
+"""
+
+import torch
+from torch import Tensor
+
+from mb_kernels._dact import dact
+from mb_kernels._launch import tile_of
+from mb_kernels._outer import outer
+from mb_kernels._permute import combine, sum_partials
+from mb_kernels._rows import rows_times_weights
+from mb_kernels._schedule import schedule
+from mb_kernels._up import up
+from mb_kernels.activation import is_glu
+
+
+def expert_mlp(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
+    weights: Tensor,
+    activation: str,
+    save_h: bool,
+) -> tuple[Tensor, Tensor]:
+    x, w1, w2, weights = (t.contiguous() for t in (x, w1, w2, weights))
+    rows, top_k = order.shape[0], weights.shape[1]
+    if rows == 0 or x.shape[1] == 0:
+        return torch.zeros_like(x), x.new_empty((rows, w1.shape[1]) if save_h else (0,))
+    tiles = _Tiles(offsets, rows)
+    tile = tile_of("up_glu" if is_glu(activation) else "up", x)
+    h, a = up(x, w1, order, tiles(tile.block_m), activation, top_k=top_k, save_h=save_h, tile=tile)
+    return _to_tokens(a, w2, tiles, (order, inverse, offsets), top_k, weights, "down"), h
+
+
+def expert_mlp_backward(
+    do: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    activation: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    need_x, need_w1, need_w2, need_weights = needs
+    rows, top_k = order.shape[0], weights.shape[1]
+    x, w1, w2, weights = (t.contiguous() for t in (x, w1, w2, weights))
+    if rows == 0 or x.shape[1] == 0:
+        dx, d_w1, d_w2, d_weights = (
+            torch.zeros_like(t) if need else x.new_empty(0)
+            for t, need in zip((x, w1, w2, weights), needs, strict=True)
+        )
+        return dx, d_w1, d_w2, d_weights
+    tiles = _Tiles(offsets, rows)
+    tile = tile_of("up_glu" if is_glu(activation) else "up", x)
+    if h.numel() == 0:
+        row_tiles = tiles(tile.block_m)
+        h, _ = up(x, w1, order, row_tiles, activation, top_k=top_k, save_h=True, tile=tile)
+
+    dx = d_w1 = d_w2 = d_weights = x.new_empty(0)
+    tile = tile_of("dact", x)
+    dh, a, partials = dact(do, w2, order, weights, tiles(tile.block_m), h, activation, tile=tile)
+    if need_weights:
+        d_weights = sum_partials(partials, inverse, weights)
+    del partials, h
+    tile = tile_of("outer", x)
+    if need_w2:
+        d_w2 = outer(do, a, offsets, tile=tile, gather="a", order=order, top_k=top_k)
+    del a
+    if need_x:
+        dx = _to_tokens(dh, w1, tiles, (order, inverse, offsets), top_k, None, "dx")
+    if need_w1:
+        d_w1 = outer(dh, x, offsets, tile=tile, gather="b", order=order, top_k=top_k)
+    return dx, d_w1, d_w2, d_weights
+
+
+def _to_tokens(
+    rows: Tensor,
+    w: Tensor,
+    tiles: "_Tiles",
+    indices: tuple[Tensor, Tensor, Tensor],
+    top_k: int,
+    weights: Tensor | None,
+    op: str,
+) -> Tensor:
+    """Each row times its expert's weight, summed per token: "down" (weighted) or "dx"."""
+    order = indices[0]
+    tile = tile_of(op, rows)
+    single = top_k == 1
+    y = rows_times_weights(
+        rows,
+        w,
+        tiles(tile.block_m),
+        transpose_weight=op == "down",
+        tile=tile,
+        scatter_order=order if single else None,
+        scale=weights if single else None,
+        fill_dropped=single,
+    )
+    return y if single else combine(y, *indices, weights, top_k)
+
+
+class _Tiles:
+    """Row tiles of one set of offsets, built once per tile height."""
+
+    def __init__(self, offsets: Tensor, rows: int) -> None:
+        self.offsets, self.rows = offsets, rows
+        self.built: dict[int, Tensor] = {}
+
+    def __call__(self, block_m: int) -> Tensor:
+        if block_m not in self.built:
+            self.built[block_m] = schedule(self.offsets, self.rows, block_m)
+        return self.built[block_m]

@@ -1,0 +1,29 @@
+"""Launches of ``mb_kernels.grouped_gemm``'s two products."""
+
+from torch import Tensor
+
+from mb_kernels._launch import tile_of
+from mb_kernels._outer import outer
+from mb_kernels._rows import rows_times_weights
+from mb_kernels._schedule import schedule
+
+
+def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, transpose_weight: bool) -> Tensor:
+    columns = w.shape[1 if transpose_weight else 2]
+    if x.shape[0] == 0 or x.shape[1] == 0 or columns == 0:
+        return x.new_zeros((x.shape[0], columns))
+    tile = tile_of("down" if transpose_weight else "dx", x)
+    return rows_times_weights(
+        x.contiguous(),
+        w.contiguous(),
+        schedule(offsets, x.shape[0], tile.block_m),
+        transpose_weight=transpose_weight,
+        tile=tile,
+        fill_dropped=True,
+    )
+
+
+def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    if a.numel() == 0 or b.numel() == 0:
+        return a.new_zeros((offsets.shape[0] - 1, a.shape[1], b.shape[1]))
+    return outer(a.contiguous(), b.contiguous(), offsets, tile=tile_of("outer", a))

@@ -1,0 +1,296 @@
+"""Kernels of ``mb_kernels.permute``: bound by memory, one pass over each row.
+
+There may be more rows than slots: a row whose order is -1 is padding, and stays zero.
+
+Letters: T tokens, D hidden, K top-k, N = T·K rows, E1 = E + 1.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mb_kernels._launch import launch
+from mb_kernels.targets import GateCase, Target
+
+
+@triton.jit
+def gather_kernel(
+    x_ptr,  # [T, D]
+    order_ptr,  # [N] int32
+    last_offset_ptr,  # number of rows that some expert computes
+    rows_ptr,  # [N, D]
+    rows,
+    D,
+    TOP_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    slot = tl.load(order_ptr + r, mask=r < rows, other=-1)
+    token = slot // TOP_K
+    taken = (r < tl.load(last_offset_ptr)) & (slot >= 0)
+    value = tl.load(
+        x_ptr + token.to(tl.int64)[:, None] * D + d[None, :],
+        mask=taken[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    mask = (r < rows)[:, None] & (d < D)[None, :]
+    tl.store(rows_ptr + r.to(tl.int64)[:, None] * D + d[None, :], value, mask=mask)
+
+
+@triton.jit
+def combine_kernel(
+    rows_ptr,  # [N, D]
+    inverse_ptr,  # [N] int32
+    weights_ptr,  # [T, K], with WEIGHTED
+    y_ptr,  # [T, D]
+    tokens,
+    D,
+    TOP_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    live = t < tokens
+    slot = t.to(tl.int64) * TOP_K
+    acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for k in range(TOP_K):
+        row = tl.load(inverse_ptr + slot + k, mask=live, other=-1)
+        value = tl.load(
+            rows_ptr + row.to(tl.int64)[:, None] * D + d[None, :],
+            mask=(row >= 0)[:, None] & (d < D)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights_ptr + slot + k, mask=live, other=0.0).to(tl.float32)[:, None]
+        acc += value
+    tl.store(
+        y_ptr + t.to(tl.int64)[:, None] * D + d[None, :],
+        acc.to(y_ptr.dtype.element_ty),
+        mask=live[:, None] & (d < D)[None, :],
+    )
+
+
+@triton.jit
+def combine_backward_kernel(
+    dy_ptr,  # [T, D]
+    rows_ptr,  # [N, D]
+    order_ptr,  # [N] int32
+    last_offset_ptr,  # number of rows that some expert computes
+    weights_ptr,  # [T, K]
+    d_rows_ptr,  # [N, D]
+    d_weights_ptr,  # [T, K]
+    rows,
+    D,
+    TOP_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    live = r < rows
+    slot = tl.load(order_ptr + r, mask=live, other=-1)
+    taken = (r < tl.load(last_offset_ptr)) & (slot >= 0)
+    s = tl.load(weights_ptr + slot, mask=taken, other=0.0).to(tl.float32)
+    dy_row = dy_ptr + (slot // TOP_K).to(tl.int64)[:, None] * D
+    row = r.to(tl.int64)[:, None] * D
+    dot = tl.zeros((BLOCK_R,), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        inside = (d < D)[None, :]
+        mask = taken[:, None] & inside
+        dy = tl.load(dy_row + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(rows_ptr + row + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        dot += tl.sum(dy * y, 1)
+        d_row = (dy * s[:, None]).to(d_rows_ptr.dtype.element_ty)
+        tl.store(d_rows_ptr + row + d[None, :], d_row, mask=live[:, None] & inside)
+    tl.store(d_weights_ptr + slot, dot.to(d_weights_ptr.dtype.element_ty), mask=slot >= 0)
+
+
+@triton.jit
+def sum_partials_kernel(
+    partials_ptr,  # [PARTS, N] fp32, by row
+    inverse_ptr,  # [N] int32
+    out_ptr,  # [N], by slot
+    rows,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(inverse_ptr + slot, mask=slot < rows, other=-1)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    partial = partials_ptr + row
+    for _ in range(PARTS):
+        acc += tl.load(partial, mask=row >= 0, other=0.0)
+        partial += rows
+    tl.store(out_ptr + slot, acc.to(out_ptr.dtype.element_ty), mask=slot < rows)
+
+
+def _blocks(columns: int) -> tuple[int, int]:
+    """Rows and columns of one program: 4096 elements, 16 or more bytes per thread and row."""
+    block_d = min(triton.next_power_of_2(columns), 1024)
+    return max(4096 // block_d, 1), block_d
+
+
+def gather(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> Tensor:
+    x = x.contiguous()
+    rows, columns = order.shape[0], x.shape[1]
+    out = x.new_empty((rows, columns))
+    if out.numel() == 0:
+        return out
+    block_r, block_d = _blocks(columns)
+    launch(
+        gather_kernel,
+        (triton.cdiv(rows, block_r), triton.cdiv(columns, block_d)),
+        x,
+        order,
+        offsets[-1:],
+        out,
+        rows,
+        columns,
+        TOP_K=top_k,
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
+    )
+    return out
+
+
+def combine(
+    rows: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    top_k: int,
+) -> Tensor:
+    rows = rows.contiguous()
+    tokens, columns = inverse.shape[0] // top_k, rows.shape[1]
+    y = rows.new_empty((tokens, columns))
+    if y.numel() == 0:
+        return y
+    block_t, block_d = _blocks(columns)
+    launch(
+        combine_kernel,
+        (triton.cdiv(tokens, block_t), triton.cdiv(columns, block_d)),
+        rows,
+        inverse,
+        None if weights is None else weights.contiguous(),
+        y,
+        tokens,
+        columns,
+        TOP_K=top_k,
+        WEIGHTED=weights is not None,
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+    )
+    return y
+
+
+def combine_backward(
+    dy: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    rows = rows.contiguous()
+    count, columns = rows.shape
+    d_rows = torch.empty_like(rows)
+    d_weights = torch.zeros_like(weights) if columns == 0 else torch.empty_like(weights)
+    if d_rows.numel() == 0:
+        return d_rows, d_weights
+    block_r, block_d = _blocks(columns)
+    launch(
+        combine_backward_kernel,
+        (triton.cdiv(count, block_r),),
+        dy,
+        rows,
+        order,
+        offsets[-1:],
+        weights.contiguous(),
+        d_rows,
+        d_weights,
+        count,
+        columns,
+        TOP_K=weights.shape[1],
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
+    )
+    return d_rows, d_weights
+
+
+def sum_partials(partials: Tensor, inverse: Tensor, like: Tensor) -> Tensor:
+    """Partials [parts, N] by row, summed over the parts and put in slot order, like ``like``."""
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    rows = inverse.shape[0]
+    launch(
+        sum_partials_kernel,
+        (triton.cdiv(rows, 1024),),
+        partials,
+        inverse,
+        out,
+        rows,
+        PARTS=partials.shape[0],
+        BLOCK=1024,
+    )
+    return out
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    common = {"rows": "i32", "D": "i32"}
+    blocks = {"TOP_K": 8, "BLOCK_R": 4, "BLOCK_D": 1024}
+    return [
+        GateCase(
+            name="gather",
+            kernel=gather_kernel,
+            signature={
+                "x_ptr": "*bf16",
+                "order_ptr": "*i32",
+                "last_offset_ptr": "*i32",
+                "rows_ptr": "*bf16",
+                **common,
+            },
+            constexprs=blocks,
+            multiples_of_16=("D",),
+        ),
+        GateCase(
+            name="combine",
+            kernel=combine_kernel,
+            signature={
+                "rows_ptr": "*bf16",
+                "inverse_ptr": "*i32",
+                "weights_ptr": "*fp32",
+                "y_ptr": "*bf16",
+                "tokens": "i32",
+                "D": "i32",
+            },
+            constexprs={"TOP_K": 8, "WEIGHTED": True, "BLOCK_T": 4, "BLOCK_D": 1024},
+            multiples_of_16=("D",),
+        ),
+        GateCase(
+            name="combine_backward",
+            kernel=combine_backward_kernel,
+            signature={
+                "dy_ptr": "*bf16",
+                "rows_ptr": "*bf16",
+                "order_ptr": "*i32",
+                "last_offset_ptr": "*i32",
+                "weights_ptr": "*fp32",
+                "d_rows_ptr": "*bf16",
+                "d_weights_ptr": "*fp32",
+                **common,
+            },
+            constexprs=blocks,
+            multiples_of_16=("D",),
+        ),
+        GateCase(
+            name="sum_partials",
+            kernel=sum_partials_kernel,
+            signature={
+                "partials_ptr": "*fp32",
+                "inverse_ptr": "*i32",
+                "out_ptr": "*fp32",
+                "rows": "i32",
+            },
+            constexprs={"PARTS": 8, "BLOCK": 1024},
+        ),
+    ]

@@ -1,0 +1,178 @@
+"""Rows sorted by expert times per-expert weights: down-projection, dX, and ``grouped_gemm``.
+
+With one choice per token (K = 1) the result may go straight to its token's row, scaled by the
+routing weight, which saves the combine.
+
+Letters: N rows, K contraction, M output columns, E experts.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mb_kernels._launch import (
+    launch,
+    matrices,
+    matrix_case,
+    precision,
+    programs,
+    uses_descriptors,
+    xcds,
+)
+from mb_kernels._schedule import first_item, halves, load_weight, locate
+from mb_kernels.targets import TILES, GateCase, Target, Tile
+
+
+@triton.jit
+def rows_kernel(
+    x,  # [N, K]: tensor descriptor or pointer
+    w,  # [E, M, K] or [E, K, M]: tensor descriptor or pointer
+    order_ptr,  # [N] int32: output row of each row, with SCATTER
+    weights_ptr,  # [N] by slot, with SCALE
+    tiles_ptr,  # from schedule()
+    y_ptr,  # [N, M]
+    E: tl.constexpr,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    TRANSPOSE: tl.constexpr,  # w is [E, M, K]
+    SCATTER: tl.constexpr,
+    SCALE: tl.constexpr,
+    ALL: tl.constexpr,  # write zeros to the rows of dropped slots, not only the experts' rows
+    DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    XCDS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = (M + BLOCK_N - 1) // BLOCK_N
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    EVEN_M: tl.constexpr = M % BLOCK_N == 0
+    total = tl.load(tiles_ptr + (7 if ALL else 3))
+    items = total * COLUMNS
+    r = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    for item in tl.range(first_item(XCDS), items, tl.num_programs(0), flatten=FLATTEN):
+        group, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
+        e = tl.minimum(group, E - 1) if ALL else group
+        tl.assume(e >= 0)
+        col = column * BLOCK_N
+        m = r < row_end - row
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            if DESCRIPTORS:
+                x_block = x.load([row, start])  # may read the next expert's rows; not stored
+            else:
+                x_row = x + row.to(tl.int64) * K + start
+                mask = m[:, None] if EVEN_K else m[:, None] & (start + k < K)[None, :]
+                x_block = tl.load(x_row + r[:, None] * K + k[None, :], mask=mask, other=0.0)
+            if TRANSPOSE:
+                w_block = load_weight(w, e, col, start, M, K, BLOCK_N, BLOCK_K, 1, DESCRIPTORS).T
+            else:
+                w_block = load_weight(w, e, start, col, K, M, BLOCK_K, BLOCK_N, 1, DESCRIPTORS)
+            acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
+
+        if ALL:
+            acc = tl.where(group < E, acc, 0.0)
+        if SCATTER:
+            slot = tl.load(order_ptr + row + r, mask=m, other=0)
+            y_row = y_ptr + slot.to(tl.int64)[:, None] * M
+            if SCALE:
+                s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)
+                acc = acc * s[:, None]
+        else:
+            y_row = y_ptr + (row + r).to(tl.int64)[:, None] * M
+        # Two stores of half the columns need half the registers and shared memory of one.
+        left, right = halves(acc)
+        cols = (col + tl.arange(0, BLOCK_N // 2))[None, :]
+        kind = y_ptr.dtype.element_ty
+        mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
+        tl.store(y_row + cols, left.to(kind), mask=mask)
+        cols += BLOCK_N // 2
+        mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
+        tl.store(y_row + cols, right.to(kind), mask=mask)
+
+
+def rows_times_weights(
+    x: Tensor,
+    w: Tensor,
+    tiles: Tensor,
+    *,
+    transpose_weight: bool,
+    tile: Tile,
+    scatter_order: Tensor | None = None,
+    scale: Tensor | None = None,
+    fill_dropped: bool,
+) -> Tensor:
+    """[N, M]: row r times its expert's weight.
+
+    ``scatter_order`` sends row r to output row scatter_order[r], scaled by ``scale`` there.
+    ``fill_dropped`` writes zeros to the rows of no expert, which are left unwritten otherwise.
+    """
+    experts = w.shape[0]
+    columns = w.shape[1 if transpose_weight else 2]
+    depth = x.shape[1]
+    y = x.new_empty((x.shape[0], columns))
+    descriptors = uses_descriptors(x)
+    x_arg, w_arg = x, w
+    if descriptors:
+        x_arg = matrices(x, (tile.block_m, tile.block_k))
+        block = (tile.block_n, tile.block_k) if transpose_weight else (tile.block_k, tile.block_n)
+        w_arg = matrices(w, (1, *block))
+    launch(
+        rows_kernel,
+        (programs(x, tile.programs_per_unit),),
+        x_arg,
+        w_arg,
+        scatter_order,
+        scale,
+        tiles,
+        y,
+        E=experts,
+        K=depth,
+        M=columns,
+        TRANSPOSE=transpose_weight,
+        SCATTER=scatter_order is not None,
+        SCALE=scale is not None,
+        ALL=fill_dropped,
+        DESCRIPTORS=descriptors,
+        PRECISION=precision(x),
+        XCDS=xcds(x),
+        **tile.blocks,
+        **tile.launch_options,
+    )
+    return y
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    cases = []
+    for op, scatter in (("down", False), ("down", True), ("dx", False)):
+        tile = TILES[op][target.name]
+        block = (tile.block_n, tile.block_k) if op == "down" else (tile.block_k, tile.block_n)
+        cases.append(
+            matrix_case(
+                f"{op}{'_scatter' if scatter else ''}_bf16",
+                rows_kernel,
+                target,
+                op,
+                pointers={
+                    "order_ptr": "*i32",
+                    "weights_ptr": "*fp32",
+                    "tiles_ptr": "*i32",
+                    "y_ptr": "*bf16",
+                },
+                operands={"x": (tile.block_m, tile.block_k), "w": (1, *block)},
+                constexprs={
+                    "E": 64,
+                    "K": 1024,
+                    "M": 2048,
+                    "TRANSPOSE": op == "down",
+                    "SCATTER": scatter,
+                    "SCALE": scatter,
+                    "ALL": scatter,
+                },
+            )
+        )
+    return cases

@@ -1,0 +1,161 @@
+"""Triton kernels of ``mb_kernels.sparse_mlp``: the indices of an expert layer's sparse matrix.
+
+Letters: B = 128, E experts, R block rows, N routed rows.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mb_kernels.reference.block_sparse import BLOCK
+from mb_kernels.targets import GateCase, Target
+
+
+@triton.jit
+def pad_indices_kernel(
+    order_ptr,
+    inverse_ptr,
+    offsets_ptr,
+    order_out_ptr,
+    inverse_out_ptr,
+    offsets_out_ptr,
+    N,
+    E: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Program r fills the rows of block row r: an expert's, or dropped slots."""
+    r = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    start = tl.load(offsets_ptr + e, mask=e < E, other=0)
+    count = tl.load(offsets_ptr + e + 1, mask=e < E, other=0) - start
+    blocks = (count + B - 1) // B
+    last = tl.cumsum(blocks, axis=0)  # one past the last block row of each expert
+    used = tl.sum(blocks)
+    mine = (last > r) & (last - blocks <= r)
+    if r == 0:
+        tl.store(offsets_out_ptr + e + 1, last * B, mask=e < E)
+        tl.store(offsets_out_ptr, 0)
+
+    # Where this block row starts among the rows of its expert, and where those start in order_ptr.
+    kept = tl.load(offsets_ptr + E)
+    first = tl.where(r < used, tl.sum(tl.where(mine, last - blocks, 0)), used)
+    source = tl.where(r < used, tl.sum(tl.where(mine, start, 0)), kept)
+    size = tl.where(r < used, tl.sum(tl.where(mine, count, 0)), N - kept)
+    row = r * B + tl.arange(0, B)
+    within = row - first * B
+    slot = tl.load(order_ptr + source + within, mask=within < size, other=-1)
+    tl.store(order_out_ptr + row, slot)
+    tl.store(inverse_out_ptr + slot, tl.where(r < used, row, -1), mask=within < size)
+
+
+@triton.jit
+def topology_indices_kernel(
+    starts_ptr,
+    row_indices_ptr,
+    column_indices_ptr,
+    offsets_ptr,
+    offsets_t_ptr,
+    column_indices_t_ptr,
+    block_offsets_t_ptr,
+    block_rows,
+    E: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Program p writes the blocks of block row p, and the column offsets of expert p."""
+    p = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    first = tl.load(starts_ptr + e, mask=e < E, other=0) // B
+    last = tl.load(starts_ptr + e + 1, mask=e < E, other=0) // B
+    used = tl.load(starts_ptr + E) // B
+    j = tl.arange(0, COLUMNS)
+    written = j < WIDTH
+
+    if p < block_rows:
+        mine = (first <= p) & (p < last)
+        expert = tl.sum(tl.where(mine, e, 0))
+        expert_first = tl.sum(tl.where(mine, first, 0))
+        expert_rows = tl.sum(tl.where(mine, last - first, 0))
+        block = p * WIDTH + j
+        tl.store(row_indices_ptr + block, tl.zeros_like(j) + p, mask=written)
+        column = tl.where(p < used, expert * WIDTH + j, 0)
+        tl.store(column_indices_ptr + block, column, mask=written)
+        tl.store(offsets_ptr + p, tl.minimum(p, used) * WIDTH)
+        in_order = expert_first * WIDTH + j * expert_rows + p - expert_first
+        in_order = tl.where(p < used, in_order, block)
+        tl.store(column_indices_t_ptr + in_order, tl.zeros_like(j) + p, mask=written)
+        tl.store(block_offsets_t_ptr + in_order, block, mask=written)
+    if p == block_rows - 1:
+        tl.store(offsets_ptr + block_rows, used * WIDTH)
+    if p < E:
+        mine = e == p
+        expert_first = tl.sum(tl.where(mine, first, 0))
+        expert_rows = tl.sum(tl.where(mine, last - first, 0))
+        offset = expert_first * WIDTH + j * expert_rows
+        tl.store(offsets_t_ptr + p * WIDTH + j, offset, mask=written)
+    if p == E - 1:
+        tl.store(offsets_t_ptr + E * WIDTH, used * WIDTH)
+
+
+def pad_indices(
+    order: Tensor, inverse: Tensor, offsets: Tensor, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch: one program per block row."""
+    experts = offsets.numel() - 1
+    padded = order.new_empty(rows), torch.empty_like(inverse), torch.empty_like(offsets)
+    if rows == 0:
+        padded[2].zero_()
+        return padded
+    launch: Any = pad_indices_kernel[(rows // BLOCK,)]
+    sizes = {"E": experts, "EXPERTS": triton.next_power_of_2(experts), "B": BLOCK}
+    launch(order, inverse, offsets, *padded, order.numel(), **sizes)
+    return padded
+
+
+def topology_indices(padded_offsets: Tensor, block_rows: int, width: int) -> tuple[Tensor, ...]:
+    """Launch: one program per block row or expert, whichever are more."""
+    experts = padded_offsets.numel() - 1
+    sizes = (block_rows * width,) * 2 + (block_rows + 1, experts * width + 1)
+    sizes += (block_rows * width,) * 2
+    out = tuple(padded_offsets.new_empty(size) for size in sizes)
+    if block_rows == 0:
+        return tuple(t.zero_() for t in out)
+    launch: Any = topology_indices_kernel[(max(block_rows, experts),)]
+    launch(
+        padded_offsets,
+        *out,
+        block_rows,
+        E=experts,
+        EXPERTS=triton.next_power_of_2(experts),
+        WIDTH=width,
+        COLUMNS=triton.next_power_of_2(width),
+        B=BLOCK,
+    )
+    return out
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    """Both index kernels at 64 experts; they have nothing to vary."""
+    indices = ("row_indices", "column_indices", "offsets", "offsets_t", "column_indices_t")
+    bins = ("order", "inverse", "offsets", "order_out", "inverse_out", "offsets_out")
+    return [
+        GateCase(
+            name="topology_indices",
+            kernel=topology_indices_kernel,
+            signature={"starts_ptr": "*i32", **{f"{name}_ptr": "*i32" for name in indices}}
+            | {"block_offsets_t_ptr": "*i32", "block_rows": "i32"},
+            constexprs={"E": 64, "EXPERTS": 64, "WIDTH": 12, "COLUMNS": 16, "B": BLOCK},
+        ),
+        GateCase(
+            name="pad_indices",
+            kernel=pad_indices_kernel,
+            signature={**{f"{name}_ptr": "*i32" for name in bins}, "N": "i32"},
+            constexprs={"E": 64, "EXPERTS": 64, "B": BLOCK},
+        ),
+    ]

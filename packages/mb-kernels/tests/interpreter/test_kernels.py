@@ -1,0 +1,141 @@
+"""The kernels of the expert MLP, run by Triton's interpreter (fp32 and fp16; its bf16 is wrong)."""
+
+import mb_kernels._dact
+import mb_kernels._outer
+import mb_kernels._rows
+import mb_kernels._up
+import pytest
+import torch
+from mb_kernels import (
+    bin_tokens,
+    combine,
+    expert_mlp,
+    gather,
+    grouped_gemm,
+    reference,
+    topk_softmax,
+)
+from mb_kernels.testing import (
+    ROUTINGS,
+    TOLERANCES,
+    Case,
+    assert_close,
+    expert_mlp_errors,
+    make_expert_ids,
+    make_inputs,
+    run_expert_mlp,
+)
+
+CASES = [
+    Case(37, 48, 32, 5, 2),
+    Case(70, 32, 48, 4, 1, "skewed", None, "gelu"),
+    Case(33, 32, 16, 3, 1, "uniform", 5, "reglu"),
+    Case(50, 16, 16, 6, 3, "empty_experts", 9, "geglu_tanh"),
+    Case(20, 16, 16, 1, 1, "uniform", None, "squared_relu"),
+    Case(40, 16, 16, 4, 2, "one_expert", None, "geglu"),
+    Case(0, 16, 16, 4, 2),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """torch.empty returns NaN, so that an element no kernel writes shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["pointers", "descriptors"])
+def operands(request, monkeypatch):
+    """Both ways of loading operands: AMD's and sm80's, and Hopper's."""
+    for module in (mb_kernels._up, mb_kernels._dact, mb_kernels._rows, mb_kernels._outer):
+        monkeypatch.setattr(module, "uses_descriptors", lambda x: request.param == "descriptors")
+        if hasattr(module, "wide"):
+            monkeypatch.setattr(module, "wide", lambda x: request.param == "descriptors")
+
+
+@pytest.mark.usefixtures("operands")
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.float32) for case in CASES] + [(CASES[0], torch.float16)],
+    ids=str,
+)
+def test_expert_mlp(case, dtype):
+    errors = expert_mlp_errors(case, dtype=dtype, device="cpu")
+    assert max(errors.values()) <= TOLERANCES[dtype], errors
+
+
+def test_recompute_changes_nothing():
+    inputs = make_inputs(CASES[0], dtype=torch.float32)
+    saved, recomputed = (
+        run_expert_mlp(expert_mlp, inputs, recompute=flag) for flag in (False, True)
+    )
+    for name, value in saved.items():
+        assert torch.equal(value, recomputed[name]), name
+
+
+@pytest.mark.usefixtures("operands")
+@pytest.mark.parametrize("transpose_weight", [True, False], ids=["EMK", "EKM"])
+@pytest.mark.parametrize("offsets", [[0, 0, 33, 33, 50], [0, 10, 12, 12, 13]], ids=str)
+def test_grouped_gemm(offsets, transpose_weight):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 48, generator=generator)
+    w = torch.randn((4, 32, 48) if transpose_weight else (4, 48, 32), generator=generator)
+    dy = torch.randn(50, 32, generator=generator)
+    x[offsets[-1] :] = float("nan")  # rows of no expert are never used
+    offsets = torch.tensor(offsets, dtype=torch.int32)
+    results = []
+    for op, dtype in ((grouped_gemm, torch.float32), (reference.grouped_gemm, torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, w)]
+        y = op(*leaves, offsets, transpose_weight=transpose_weight)
+        results.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
+    for name, got, want in zip(("y", "dx", "dw"), *results, strict=True):
+        assert_close(name, got, want)
+
+
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_gather_and_combine(capacity):
+    ids = make_expert_ids("skewed", 21, 5, 3, generator=torch.Generator().manual_seed(0))
+    bins = bin_tokens(ids, 5, capacity=capacity)
+    x, dy = torch.randn(2, 21, 20)
+    weights = torch.rand(21, 3)
+    results = []
+    for ops, dtype in (
+        ((gather, combine), torch.float32),
+        ((reference.gather, reference.combine), torch.float64),
+    ):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weights)]
+        y = ops[1](ops[0](leaves[0], bins, 3), bins, leaves[1])
+        results.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
+    for name, got, want in zip(("y", "dx", "dw"), *results, strict=True):
+        assert_close(name, got, want)
+
+
+@pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "renormalized"])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(33, 7, 3), (5, 1, 1), (9, 64, 8)])
+def test_topk_softmax(tokens, experts, k, renormalize):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(tokens, experts, generator=generator).round(decimals=1)  # some ties
+    logits.requires_grad_()
+    results = []
+    for op in (topk_softmax, reference.topk_softmax):
+        weights, ids, probs = op(logits, k, renormalize=renormalize)
+        loss = (weights * weights.detach().cos()).sum() + probs.square().sum()
+        results.append((weights, probs, *torch.autograd.grad(loss, logits), ids))
+    for name, got, want in zip(
+        ("weights", "probs", "d_logits"), *(r[:3] for r in results), strict=True
+    ):
+        assert_close(name, got, want)
+    assert torch.equal(results[0][3], results[1][3])
+
+
+@pytest.mark.parametrize("capacity", [None, 0, 9], ids=lambda c: f"C{c}")
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(300, 40, 2), (1, 2, 1), (64, 3, 1)])
+def test_bin_tokens(tokens, experts, k, routing, capacity):
+    generator = torch.Generator().manual_seed(0)
+    ids = make_expert_ids(routing, tokens, experts, k, generator=generator)
+    ids[3::7, 0] = -1
+    got, want = (op(ids, experts, capacity=capacity) for op in (bin_tokens, reference.bin_tokens))
+    for name, g, w in zip(got._fields, got, want, strict=True):
+        assert torch.equal(g, w), name

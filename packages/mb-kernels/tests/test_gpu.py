@@ -1,0 +1,256 @@
+"""The Triton kernels on a GPU in every dtype, against float64; graphs, syncs, determinism."""
+
+import pytest
+import torch
+from mb_kernels import (
+    bin_tokens,
+    combine,
+    expert_mlp,
+    gather,
+    grouped_gemm,
+    reference,
+    topk_softmax,
+)
+from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS
+from mb_kernels.testing import (
+    TOLERANCES,
+    Case,
+    assert_close,
+    expert_mlp_errors,
+    make_expert_ids,
+    make_inputs,
+    run_expert_mlp,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+CASES = [
+    Case(517, 320, 176, 7, 2),
+    Case(1000, 256, 512, 16, 8, "skewed"),
+    Case(300, 128, 384, 4, 1, "uniform", None, "gelu"),
+    Case(700, 192, 272, 9, 1, "skewed", 50, "gelu_tanh"),
+    Case(640, 512, 128, 8, 4, "empty_experts"),
+    Case(256, 64, 64, 5, 1, "one_expert"),
+    Case(333, 144, 80, 512, 3, "uniform"),
+    Case(200, 128, 128, 1, 1),
+    Case(411, 128, 128, 6, 2, "skewed", 60),
+    Case(0, 128, 128, 4, 2),
+    Case(1, 16, 16, 2, 1),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """torch.empty returns NaN, so that an element no kernel writes shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_expert_mlp(case, dtype):
+    errors = expert_mlp_errors(case, dtype=dtype, device="cuda")
+    assert max(errors.values()) <= TOLERANCES[dtype], errors
+
+
+@pytest.mark.parametrize("activation", [*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS])
+def test_activations(activation):
+    case = Case(300, 128, 192, 4, 2, activation=activation)
+    errors = expert_mlp_errors(case, dtype=torch.bfloat16, device="cuda", recompute=True)
+    assert max(errors.values()) <= TOLERANCES[torch.bfloat16], errors
+
+
+@pytest.mark.parametrize("transpose_weight", [True, False], ids=["EMK", "EKM"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offsets", [[0, 0, 130, 130, 400], [0, 10, 20, 20, 33]], ids=str)
+def test_grouped_gemm(offsets, dtype, transpose_weight):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 208, generator=generator)
+    w = torch.randn((4, 336, 208) if transpose_weight else (4, 208, 336), generator=generator)
+    dy = torch.randn(400, 336, generator=generator)
+    x[offsets[-1] :] = float("nan")  # rows of no expert are never used
+    offsets = torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    got, want = [], []
+    for op, to, out in ((grouped_gemm, dtype, got), (reference.grouped_gemm, torch.float64, want)):
+        leaves = [t.to(dtype).to("cuda", to).requires_grad_() for t in (x, w)]
+        y = op(*leaves, offsets, transpose_weight=transpose_weight)
+        out += [y, *torch.autograd.grad(y, leaves, dy.to(dtype).to("cuda", to))]
+    for name, g, w in zip(("y", "dx", "dw"), got, want, strict=True):
+        assert_close(name, g, w)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("capacity", [None, 40])
+def test_gather_and_combine(capacity, dtype):
+    ids = make_expert_ids("skewed", 501, 9, 3, device="cuda")
+    bins = bin_tokens(ids, 9, capacity=capacity)
+    x, dy = torch.randn(2, 501, 80, device="cuda").to(dtype)
+    weights = torch.rand(501, 3, device="cuda")
+    results = {}
+    for ops, to in (((gather, combine), dtype), ((reference.gather, reference.combine), None)):
+        to = to or torch.float64
+        leaves = [
+            x.detach().to(to).requires_grad_(),
+            weights.detach().to(torch.promote_types(to, torch.float32)).requires_grad_(),
+        ]
+        y = ops[1](ops[0](leaves[0], bins, 3), bins, leaves[1])
+        results[to] = [y, *torch.autograd.grad(y, leaves, dy.to(to))]
+    for name, g, w in zip(("y", "dx", "dw"), results[dtype], results[torch.float64], strict=True):
+        assert_close(name, g, w, dtype=dtype)
+
+
+@pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "renormalized"])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(513, 64, 8), (100, 1, 1), (77, 512, 3)])
+def test_topk_softmax(tokens, experts, k, renormalize):
+    logits = torch.randn(tokens, experts, device="cuda", requires_grad=True)
+    results = []
+    for op in (topk_softmax, reference.topk_softmax):
+        weights, ids, probs = op(logits, k, renormalize=renormalize)
+        loss = (weights * weights.detach().cos()).sum() + probs.square().sum()
+        results.append((weights, probs, *torch.autograd.grad(loss, logits), ids))
+    for name, g, w in zip(("weights", "probs", "d_logits"), *(r[:3] for r in results), strict=True):
+        assert_close(name, g, w)
+    assert torch.equal(results[0][3], results[1][3])
+
+
+@pytest.mark.parametrize("capacity", [None, 0, 300], ids=lambda c: f"C{c}")
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"), [(5000, 64, 8), (1, 1, 1), (70000, 512, 4), (1023, 15, 3)]
+)
+def test_bin_tokens(tokens, experts, k, capacity):
+    ids = make_expert_ids("skewed", tokens, experts, k, device="cuda")
+    ids[::7, 0] = -1
+    got, want = (op(ids, experts, capacity=capacity) for op in (bin_tokens, reference.bin_tokens))
+    for name, g, w in zip(got._fields, got, want, strict=True):
+        assert torch.equal(g, w), name
+
+
+NAMES = ("y", "d_logits", "dx", "dw1", "dw2")
+
+
+def layer(logits, x, w1, w2, activation="swiglu", top_k=4):
+    weights, ids, _ = topk_softmax(logits, top_k)
+    bins = bin_tokens(ids, logits.shape[1])
+    return expert_mlp(x, w1, w2, bins, weights, activation=activation)
+
+
+def layer_inputs(tokens=512, hidden=256, ffn=128, experts=16):
+    inputs = make_inputs(Case(tokens, hidden, ffn, experts, 4), dtype=torch.bfloat16, device="cuda")
+    logits = torch.randn(tokens, experts, device="cuda", requires_grad=True)
+    return logits, inputs["x"], inputs["w1"], inputs["w2"]
+
+
+def test_no_host_sync():
+    inputs = layer_inputs()
+    layer(*inputs).sum().backward()  # compiles
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = layer(*inputs)
+        torch.autograd.grad(y, inputs, torch.ones_like(y))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("top_k", [1, 4], ids=["K1", "K4"])
+def test_cuda_graph_replays_new_routing(top_k):
+    inputs = layer_inputs()
+    dy = torch.randn_like(inputs[1])
+    torch.use_deterministic_algorithms(False)
+
+    def step():
+        y = layer(*inputs, top_k=top_k)
+        return y, *torch.autograd.grad(y, inputs, dy)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        inputs[0].copy_(torch.randn_like(inputs[0]))
+        inputs[0][:, 3] += 5
+    graph.replay()
+    for name, got, want in zip(NAMES, captured, step(), strict=True):
+        assert torch.equal(got, want), name
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_bitwise_the_same_twice(case):
+    inputs = make_inputs(case, dtype=torch.bfloat16, device="cuda")
+    first, second = (
+        run_expert_mlp(expert_mlp, inputs, activation=case.activation) for _ in range(2)
+    )
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
+def test_saved_bytes(recompute):
+    case = Case(4096, 512, 256, 16, 4)
+    inputs = make_inputs(case, dtype=torch.bfloat16, device="cuda")
+    arguments = [inputs[n] for n in ("x", "w1", "w2", "bins", "weights")]
+    expert_mlp(*arguments, recompute=recompute)
+    before = torch.cuda.memory_allocated()
+    y = expert_mlp(*arguments, recompute=recompute)
+    held = torch.cuda.memory_allocated() - before - y.nbytes
+    h = 0 if recompute else 4 * case.ffn * case.top_k * case.tokens
+    assert h <= held <= h + 2**20
+
+
+def test_more_than_two_to_the_31_weight_elements():
+    experts, hidden, ffn = 72, 4096, 4096  # w1: 72 · 8192 · 4096 = 2.4e9
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    torch.use_deterministic_algorithms(False)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    x = normal(256, hidden).requires_grad_()
+    w1 = (normal(experts, 2 * ffn, hidden) * hidden**-0.5).requires_grad_()
+    w2 = (normal(experts, hidden, ffn) * ffn**-0.5).requires_grad_()
+    ids = torch.arange(256, device="cuda", dtype=torch.int32)[:, None] % experts
+    ids = torch.cat([ids, (ids + experts // 2) % experts], dim=1)
+    weights = torch.rand(256, 2, device="cuda", requires_grad=True)
+    bins = bin_tokens(ids, experts)
+    dy = normal(256, hidden)
+    got = torch.autograd.grad(expert_mlp(x, w1, w2, bins, weights), (x, w1, w2, weights), dy)
+    last = ids == experts - 1  # the expert whose weights lie beyond 2**31
+    touched = last.any(dim=1)
+    for e in (0, experts - 1):
+        rows = (ids == e).nonzero()
+        xe, dye = x.detach()[rows[:, 0]].double(), dy[rows[:, 0]].double()
+        s = weights.detach()[rows[:, 0], rows[:, 1], None].double()
+        w1e, w2e = (w.detach()[e].double().requires_grad_() for w in (w1, w2))
+        gate, up = (xe @ w1e.T).chunk(2, dim=1)
+        ye = s * ((torch.nn.functional.silu(gate) * up) @ w2e.T)
+        want = torch.autograd.grad(ye, (w1e, w2e), dye)
+        assert_close("dw1", got[1][e], want[0])
+        assert_close("dw2", got[2][e], want[1])
+    assert touched.any()
+    assert all(torch.isfinite(g).all() for g in got)
+
+
+def test_compiles_without_a_graph_break():
+    inputs = layer_inputs()
+    y = layer(*inputs)
+    dy = torch.randn_like(y)
+    want = torch.autograd.grad(y, inputs, dy)
+    got_y = torch.compile(layer, fullgraph=True)(*inputs)
+    got = torch.autograd.grad(got_y, inputs, dy)
+    for name, g, w in zip(NAMES, (got_y, *got), (y, *want), strict=True):
+        assert_close(name, g, w)
+
+
+def test_sizes_the_kernels_cannot_take():
+    with pytest.raises(ValueError, match=r"D: expected a multiple of 16.*got 40"):
+        run_expert_mlp(
+            expert_mlp, make_inputs(Case(4, 40, 16, 2, 1), dtype=torch.bfloat16, device="cuda")
+        )

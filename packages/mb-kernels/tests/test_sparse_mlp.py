@@ -1,0 +1,144 @@
+"""The block-sparse expert MLP equals the grouped one; its indices describe what they should."""
+
+import pytest
+import torch
+from mb_kernels import bin_tokens, pad_bins, reference, sparse_expert_mlp, topology
+from mb_kernels.activation import is_glu
+from mb_kernels.reference.block_sparse import BLOCK, make_matrix, to_dense, topology_of
+from mb_kernels.reference.sparse_mlp import padded_rows
+from mb_kernels.testing import ROUTINGS, assert_close, make_expert_ids
+
+pytest.importorskip("stk")  # installed with mb-kernels on Linux
+
+SIZES = [(7, 3, 2), (1, 4, 1), (0, 2, 1), (150, 5, 3)]  # tokens, experts, top_k
+
+
+def make_bins(routing, tokens, experts, top_k, capacity=None):
+    generator = torch.Generator().manual_seed(tokens)
+    ids = make_expert_ids(routing, tokens, experts, top_k, generator=generator)
+    return bin_tokens(ids, experts, capacity=capacity)
+
+
+@pytest.mark.parametrize("capacity", [None, 2], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES, ids=str)
+def test_padded_bins_hold_the_same_slots(tokens, experts, top_k, routing, capacity):
+    bins = make_bins(routing, tokens, experts, top_k, capacity)
+    padded = pad_bins(bins)
+    assert padded.order_N.numel() == padded_rows(tokens * top_k, experts)
+    assert (padded.offsets_E1 % BLOCK == 0).all()
+    assert padded.offsets_E1[-1] <= padded.order_N.numel()
+    for e in range(experts):
+        start, end = bins.offsets_E1[e], bins.offsets_E1[e + 1]
+        first = padded.offsets_E1[e]
+        mine = padded.order_N[first : padded.offsets_E1[e + 1]]
+        assert torch.equal(mine[: end - start], bins.order_N[start:end])
+        assert (mine[end - start :] == -1).all()
+        assert mine.numel() - (end - start) < BLOCK
+    kept = bins.inverse_N >= 0
+    tail = padded.order_N[padded.offsets_E1[-1] :]
+    dropped = int((~kept).sum())
+    assert torch.equal(tail[:dropped], bins.order_N[bins.offsets_E1[-1] :])
+    assert (tail[dropped:] == -1).all()
+    assert torch.equal(padded.inverse_N >= 0, kept)
+    slots = padded.order_N[padded.inverse_N[kept].long()]
+    assert torch.equal(slots, kept.nonzero()[:, 0].int())
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES, ids=str)
+def test_topology_gives_every_expert_its_own_columns(tokens, experts, top_k, routing):
+    padded = pad_bins(make_bins(routing, tokens, experts, top_k))
+    pattern = topology(padded, 2 * BLOCK, dtype=torch.float32)
+    rows, columns = pattern.size()
+    want = torch.zeros(rows, columns)
+    for e in range(experts):
+        own = slice(2 * BLOCK * e, 2 * BLOCK * (e + 1))
+        want[padded.offsets_E1[e] : padded.offsets_E1[e + 1], own] = 1
+    # Each block's storage index in its elements: data order, and the transposed order of it.
+    t = topology_of(pattern)
+    used = int(t.offsets[-1])
+    ones = torch.ones(t.row_indices.numel(), BLOCK, BLOCK)
+    matrix = make_matrix((rows, columns), ones, t)
+    assert torch.equal(to_dense(matrix), want)
+    in_order = t.block_offsets_t.long()
+    assert torch.equal(in_order.sort().values, torch.arange(in_order.numel()))
+    assert torch.equal(t.row_indices[in_order[:used]], t.column_indices_t[:used])
+    by_column = t.column_indices[in_order[:used]]
+    assert torch.equal(by_column, by_column.sort().values)
+    counts = torch.bincount(by_column, minlength=columns // BLOCK)
+    assert torch.equal(t.offsets_t.diff(), counts.int())
+    assert pattern.data.untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu_tanh", "gelu", "squared_relu"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES, ids=str)
+def test_equals_the_grouped_route(tokens, experts, top_k, routing, activation, recompute):
+    bins = make_bins(routing, tokens, experts, top_k)
+    columns = BLOCK * (2 if is_glu(activation) else 1)
+    leaves = (
+        torch.randn(tokens, 16, dtype=torch.float64),
+        torch.randn(experts, columns, 16, dtype=torch.float64),
+        torch.randn(experts, 16, BLOCK, dtype=torch.float64),
+        torch.rand(tokens, top_k, dtype=torch.float64),
+    )
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    x, w1, w2, weights = leaves
+    got = sparse_expert_mlp(x, w1, w2, bins, weights, activation=activation, recompute=recompute)
+    want = reference.expert_mlp(x, w1, w2, bins, weights, activation=activation)
+    assert_close("y", got, want)
+    direction = torch.randn_like(want)
+    gradients = torch.autograd.grad(got, leaves, direction)
+    expected = torch.autograd.grad(want, leaves, direction)
+    names = ("x", "w1", "w2", "weights")
+    for name, g, w in zip(names, gradients, expected, strict=True):
+        assert_close(name, g, w)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_compiles_without_a_graph_break(activation):
+    bins = make_bins("uniform", 30, 3, 2)
+    w1 = torch.randn(3, BLOCK * (2 if is_glu(activation) else 1), 16, requires_grad=True)
+    leaves = (torch.randn(30, 16, requires_grad=True), w1, torch.randn(3, 16, BLOCK))
+
+    def loss(x, w1, w2):
+        weights = torch.ones(30, 2)
+        return sparse_expert_mlp(x, w1, w2, bins, weights, activation=activation).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*leaves), leaves[:2])
+    want = torch.autograd.grad(loss(*leaves), leaves[:2])
+    for name, g, w in zip(("x", "w1"), got, want, strict=True):
+        assert_close(name, g, w)
+
+
+@pytest.mark.parametrize(
+    ("ffn", "w1_shape", "message"),
+    [
+        (96, (2, 96, 16), "F of w2_EDF: expected a multiple of 128.*got 96"),
+        (128, (2, 128, 16), r"w1_EFD: expected \(2, 256, 16\) for 'swiglu'"),
+    ],
+)
+def test_errors_say_what_was_expected(ffn, w1_shape, message):
+    bins = make_bins("uniform", 4, 2, 1)
+    x, w1, w2 = torch.ones(4, 16), torch.ones(w1_shape), torch.ones(2, 16, ffn)
+    with pytest.raises(ValueError, match=message):
+        sparse_expert_mlp(x, w1, w2, bins, torch.ones(4, 1))
+
+
+def test_topology_wants_padded_bins():
+    bins = make_bins("uniform", 4, 2, 1)
+    with pytest.raises(ValueError, match=r"Pass pad_bins\(bins\)"):
+        topology(bins, 128, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("op", ["pad_indices", "topology_indices"])
+def test_op_is_sound_for_compile(op):
+    bins = make_bins("uniform", 20, 3, 2)
+    if op == "pad_indices":
+        arguments = (bins.order_N, bins.inverse_N, bins.offsets_E1, padded_rows(40, 3))
+    else:
+        arguments = (pad_bins(bins).offsets_E1, padded_rows(40, 3) // BLOCK, 2)
+    torch.library.opcheck(getattr(torch.ops.mb, op).default, arguments)

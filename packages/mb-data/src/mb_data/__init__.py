@@ -13,6 +13,7 @@ from mb_data.sampler import SequentialSampler as SequentialSampler
 from mb_data.split import parse_split as parse_split
 from mb_data.tokenizer import Tokenizer as Tokenizer
 from mb_data.tokenizer import load_tokenizer as load_tokenizer
+from mb_data.tokenizer import megatron_tokenizer as megatron_tokenizer
 from mb_data.tokenizer import padded_vocab_size as padded_vocab_size
 
 __version__ = "0.1.0"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,9 @@ from mb_data.tokenizer import Tokenizer
 try:
     from orjson import loads as fast_loads
 except ModuleNotFoundError:
-    fast_loads = json.loads
+
+    def fast_loads(line: bytes) -> Any:  # json would guess at other encodings of bytes
+        return json.loads(line.decode())
 
 CHECKED_LETTERS = 1024  # of one document a block: 0.3 ms of some 20
 MAX_ERRORS = 100  # a block names so many bad lines one by one, the rest as a range

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
-import regex
 
 from mb_data.tokenizer.base import Tokenizer
 
@@ -52,6 +51,8 @@ class ReadableBPE:
         *,
         ignore_merges: bool = False,
     ) -> None:
+        import regex  # here: its tables take a fifth of the package's import time
+
         self.ids = ids
         self.ranks = {pair: rank for rank, pair in enumerate(merges)}
         self.words = regex.compile(pattern)

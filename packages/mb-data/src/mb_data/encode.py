@@ -26,6 +26,7 @@ except ModuleNotFoundError:
     def fast_loads(line: bytes) -> Any:  # json would guess at other encodings of bytes
         return json.loads(line.decode())
 
+
 CHECKED_LETTERS = 1024  # of one document a block: 0.3 ms of some 20
 MAX_ERRORS = 100  # a block names so many bad lines one by one, the rest as a range
 MAX_MESSAGE = 200

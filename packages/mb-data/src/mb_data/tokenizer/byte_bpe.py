@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
-import regex
 
 from mb_data.tokenizer.base import Tokenizer
 
@@ -52,6 +51,8 @@ class ReadableBPE:
         *,
         ignore_merges: bool = False,
     ) -> None:
+        import regex  # here: its tables take a fifth of the package's import time
+
         self.ids = ids
         self.ranks = {pair: rank for rank, pair in enumerate(merges)}
         self.words = regex.compile(pattern)
@@ -64,6 +65,16 @@ class ReadableBPE:
             for match in self.words.finditer(text)
             for token in self.encode_word(match.group().encode())
         ]
+
+    def encode_start(self, text: str, letters: int) -> list[int]:
+        """The first tokens of ``encode(text)``, looking at no more than ``letters`` letters.
+
+        The last two words of a cut text are left out: what follows may change where they end.
+        """
+        words = self.words.findall(text[:letters])
+        if len(text) > letters:
+            words = words[:-2]
+        return [token for word in words for token in self.encode_word(word.encode())]
 
     def _encode_word(self, word: bytes) -> tuple[int, ...]:
         if self.ignore_merges and word in self.ids:
@@ -96,6 +107,7 @@ class ByteLevelBPE(Tokenizer):
         name: for messages.
         ids: id of every byte string; all 256 single bytes must be there.
         merges: pairs in the order they were learnt.
+        fingerprint: of the vocabulary's files.
         special: ids of special tokens by role.
         special_text: text of special tokens by id, for ``decode``.
         pattern, ignore_merges: see ``ReadableBPE``.
@@ -112,6 +124,7 @@ class ByteLevelBPE(Tokenizer):
         ids: Mapping[bytes, int],
         merges: Sequence[tuple[bytes, bytes]],
         *,
+        fingerprint: str,
         special: Mapping[str, int],
         special_text: Mapping[int, str],
         extra_ids: Sequence[int] = (),
@@ -128,6 +141,7 @@ class ByteLevelBPE(Tokenizer):
             if left + right not in ids:
                 raise ValueError(f"{name}: merge {left!r} {right!r} makes no vocabulary entry")
         self.name = name
+        self.fingerprint = fingerprint
         self.special = dict(special)
         self.extra_ids = tuple(extra_ids)
         self.readable = ReadableBPE(ids, merges, pattern, ignore_merges=ignore_merges)
@@ -157,19 +171,30 @@ class ByteLevelBPE(Tokenizer):
         return [tokens[end - n : end].tolist() for n, end in zip(lengths, ends, strict=True)]
 
     def encode_documents(
-        self, texts: Sequence[bytes]
-    ) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
-        tokens, ends = self.encode_terminated(texts)
-        lengths = np.diff(ends, prepend=-1) - 1
-        return np.delete(tokens, ends), lengths
+        self, texts: Sequence[bytes], *, append_eod: bool = False
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        if append_eod:
+            self.special_id("eod")
+        full = [text for text in texts if text]
+        tokens, ends = self._encode_terminated(full)
+        lengths = np.diff(ends, prepend=-1)
+        if not append_eod:
+            keep = np.ones(len(tokens), dtype=bool)
+            keep[ends] = False
+            tokens, lengths = tokens[keep], lengths - 1
+        if len(full) < len(texts):
+            some = lengths
+            lengths = np.zeros(len(texts), dtype=np.int64)
+            lengths[[i for i, text in enumerate(texts) if text]] = some
+        return tokens, lengths
 
-    def encode_terminated(
+    def _encode_terminated(
         self, texts: Sequence[bytes]
     ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """Encode valid UTF-8 in bulk, each text followed by one more token, ``terminator``.
+        """Tokens of all texts, each followed by the separator's, and the positions of those.
 
-        Returns the tokens of all texts in one array, and the position of each terminator. This is
-        the form the engine is fastest in, and what ``--append-eod`` writes to disk.
+        One call of the engine on the joined texts is the fastest form it has, and what
+        ``append_eod`` wants on disk.
         """
         separator = SEPARATOR.encode()
         if self._engine is not None:
@@ -184,13 +209,15 @@ class ByteLevelBPE(Tokenizer):
         lengths = np.fromiter((len(row) + 1 for row in rows), dtype=np.int64, count=len(rows))
         return np.array(flat, dtype=np.uint32), lengths.cumsum() - 1
 
-    @property
-    def terminator(self) -> int:
-        """What ``encode_terminated`` puts after a text: ``eod``, if the vocabulary has one."""
-        return self._separator
+    def reference_start(self, text: str, letters: int) -> list[int] | None:
+        return None if self._engine is None else self.readable.encode_start(text, letters)
 
-    def reference_encode(self, text: str) -> list[int] | None:
-        return None if self._engine is None else self.readable.encode(text)
+    def forget(self) -> None:
+        # gigatoken keeps every distinct word for good: 10 bytes of memory for each byte of random
+        # letters, and nothing but a new engine lets go of it.
+        if self._engine is not None:
+            self._engine = None
+            self._engine = self._load_engine()
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         try:
@@ -204,26 +231,22 @@ class ByteLevelBPE(Tokenizer):
     def _load_engine(self) -> BPETokenizer:
         from gigatoken.gigatoken_rs import load_hf_json
 
-        letters = byte_to_letter()
-
-        def spell(part: bytes) -> str:
-            return "".join([letters[b] for b in part])
-
         pattern = self.readable.words.pattern
         words: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
         if pattern != GPT2_PATTERN:  # which is what ByteLevel does by itself
             split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
             stages = [split | {"invert": False}, words | {"use_regex": False}]
             words = {"type": "Sequence", "pretokenizers": stages}
-        vocabulary = {spell(part): i for part, i in self.readable.ids.items()}
-        merges = [f"{spell(a)} {spell(b)}" for a, b in self.readable.ranks]
+        vocabulary = dict(zip(spell(self.readable.ids), self.readable.ids.values(), strict=True))
+        lefts, rights = zip(*self.readable.ranks, strict=True) if self.readable.ranks else ((), ())
+        merges = [f"{a} {b}" for a, b in zip(spell(lefts), spell(rights), strict=True)]
         description = {
             "added_tokens": [{"id": self._separator, "content": SEPARATOR, "special": True}],
             "pre_tokenizer": words,
             "model": {
                 "type": "BPE",
                 "vocab": vocabulary | {SEPARATOR: self._separator},
-                "merges": merges,
+                "merges": merges if lefts else [],
                 "ignore_merges": self.readable.ignore_merges,
             },
         }
@@ -240,3 +263,22 @@ def byte_to_letter() -> dict[int, str]:
     others = [b for b in range(256) if b not in printable]
     letters = {b: chr(b) for b in printable}
     return letters | {b: chr(0x100 + i) for i, b in enumerate(others)}
+
+
+def spell(parts: Iterable[bytes]) -> list[str]:
+    """Byte strings as vocabulary files write them: all in one translation, which is faster."""
+    between = "\uffff"
+    joined = between.join([part.decode("latin-1") for part in parts])
+    return joined.translate(byte_to_letter()).split(between)
+
+
+def unspell(words: Sequence[str]) -> list[bytes]:
+    """The inverse of ``spell``; raises ValueError for a letter that stands for no byte."""
+    between = "\uffff"
+    byte_of = {ord(letter): chr(b) for b, letter in byte_to_letter().items()}
+    wrong = set("".join(words)).difference(map(chr, byte_of))
+    if wrong:
+        word = next(word for word in words if not wrong.isdisjoint(word))
+        raise ValueError(f"{min(wrong)!r} in {word!r} stands for no byte")
+    parts = between.join(words).translate(byte_of).split(between) if words else []
+    return [part.encode("latin-1") for part in parts]

@@ -72,7 +72,7 @@ class MoEConfig:
     Init and memory:
         init_method_std: normal init of the router and w1.
         output_init_std: of w2; None means init_method_std.
-        recompute: save only the tokens for the backward pass, and recompute the rest.
+        recompute: the experts save only the tokens for the backward pass, and recompute the rest.
     """
 
     hidden_size: int

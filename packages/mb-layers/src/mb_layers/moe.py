@@ -123,7 +123,8 @@ class _MoELayer(nn.Module):
         with torch.autocast(routed.logits_TE.device.type, enabled=False):
             balance = self._balance_loss(routed, dispatched, shape)
             with torch.set_grad_enabled(torch.is_grad_enabled() and config.z_loss_weight > 0):
-                z = z_loss(routed.logits_TE)
+                probs_TE = routed.probs_TE if config.score_function == "softmax" else None
+                z = z_loss(routed.logits_TE, probs_TE)
         metrics = {"load_balancing_loss": balance.detach(), "z_loss": z.detach()}
         if not self.training:
             return torch.zeros_like(balance.detach()), metrics

@@ -195,15 +195,21 @@ def _top_ids(scores_TE: Tensor, k: int) -> Tensor:
 
 
 class _LinearFP32(torch.autograd.Function):
-    """x @ w^T in fp32 that keeps x and w as they came for the backward pass.
+    """x @ w^T with the accuracy of fp32, keeping x and w as they came for the backward pass.
 
     A plain `F.linear(x.float(), w.float())` keeps the fp32 copy of x: 4 D bytes per token, twice
-    what the expert op keeps of x itself.
+    what the experts keep of x. It also misses the matrix units. For bf16 tokens the other factor is
+    written as a sum of bf16 numbers instead, three of which hold the 24 bits of an fp32 number, and
+    the exact products of bf16 numbers are added up in fp32.
     """
 
     @staticmethod
     def forward(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        return at_least_fp32(x_TD) @ at_least_fp32(weight_ED).T
+        if x_TD.dtype != torch.bfloat16:
+            return at_least_fp32(x_TD) @ at_least_fp32(weight_ED).T
+        parts_PED = _split(weight_ED, 1 if weight_ED.dtype == torch.bfloat16 else 3)
+        logits_TQ = _mm_fp32(x_TD, parts_PED.flatten(0, 1).T)
+        return logits_TQ.view(x_TD.shape[0], *parts_PED.shape[:2]).sum(dim=1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -212,9 +218,37 @@ class _LinearFP32(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:  # ty: ignore[incompatible-method-override]
         x_TD, weight_ED = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad
         grad_x_TD = grad_weight_ED = None
-        if ctx.needs_input_grad[0]:
-            grad_x_TD = (grad_TE @ at_least_fp32(weight_ED)).to(x_TD.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight_ED = (grad_TE.T @ at_least_fp32(x_TD)).to(weight_ED.dtype)
+        if x_TD.dtype != torch.bfloat16:
+            if wants_x:
+                grad_x_TD = (grad_TE @ at_least_fp32(weight_ED)).to(x_TD.dtype)
+            if wants_weight:
+                grad_weight_ED = grad_TE.T @ at_least_fp32(x_TD)
+        else:
+            # Two parts hold 16 bits of the gradient, twice what x's bf16 gradient can show.
+            grad_TQ = torch.cat(_split(grad_TE, 2).unbind(), dim=1)
+            if wants_x:
+                grad_x_TD = grad_TQ @ weight_ED.to(x_TD.dtype).repeat(2, 1)
+            if wants_weight:
+                grad_weight_ED = _mm_fp32(grad_TQ.T, x_TD).view(2, *weight_ED.shape).sum(dim=0)
+        if grad_weight_ED is not None:
+            grad_weight_ED = grad_weight_ED.to(weight_ED.dtype)
         return grad_x_TD, grad_weight_ED
+
+
+def _split(x: Tensor, parts: int) -> Tensor:
+    """Return bf16 tensors, stacked, whose sum is x up to 8 bits of accuracy each."""
+    pieces = []
+    rest = x.float()
+    for _ in range(parts):
+        pieces.append(rest.bfloat16())
+        rest = rest - pieces[-1].float()
+    return torch.stack(pieces)
+
+
+def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Product of bf16 matrices, added up and returned in fp32."""
+    if a.is_cuda and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()

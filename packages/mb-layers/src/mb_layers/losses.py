@@ -21,6 +21,7 @@ Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -105,6 +106,13 @@ class _LogSumExp(torch.autograd.Function):
 def at_least_fp32(x: Tensor) -> Tensor:
     """Return x in fp32, or as it is if it is fp64."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which x's device computes in the dtypes it is given."""
+    if x.is_meta:  # shapes alone; autocast does not know this device
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mb_layers.config import MoEConfig
 from mb_layers.experts import to_plain
-from mb_layers.losses import at_least_fp32
+from mb_layers.losses import at_least_fp32, without_autocast
 
 
 class RouterOutput(NamedTuple):
@@ -84,7 +84,7 @@ class Router(nn.Module):
             noise_TD = torch.empty_like(x_TD).uniform_(1 - config.jitter_eps, 1 + config.jitter_eps)
             x_TD = x_TD * noise_TD
         # Autocast would take the product back to low precision.
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD):
             logits_TE = self._logits(x_TD)
             if self._is_plain_softmax:
                 weights_TK, ids_TK, probs_TE = mb_kernels.topk_softmax(

@@ -207,9 +207,10 @@ class _LinearFP32(torch.autograd.Function):
     def forward(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         if x_TD.dtype != torch.bfloat16:
             return at_least_fp32(x_TD) @ at_least_fp32(weight_ED).T
-        parts_PED = _split(weight_ED, 1 if weight_ED.dtype == torch.bfloat16 else 3)
-        logits_TQ = _mm_fp32(x_TD, parts_PED.flatten(0, 1).T)
-        return logits_TQ.view(x_TD.shape[0], *parts_PED.shape[:2]).sum(dim=1)
+        if weight_ED.dtype == torch.bfloat16:
+            return _mm_fp32(x_TD, weight_ED.T)
+        logits_TQ = _mm_fp32(x_TD, torch.cat(_split(weight_ED, 3)).T)
+        return logits_TQ.view(x_TD.shape[0], 3, -1).sum(dim=1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -227,7 +228,7 @@ class _LinearFP32(torch.autograd.Function):
                 grad_weight_ED = grad_TE.T @ at_least_fp32(x_TD)
         else:
             # Two parts hold 16 bits of the gradient, twice what x's bf16 gradient can show.
-            grad_TQ = torch.cat(_split(grad_TE, 2).unbind(), dim=1)
+            grad_TQ = torch.cat(_split(grad_TE, 2), dim=1)
             if wants_x:
                 grad_x_TD = grad_TQ @ weight_ED.to(x_TD.dtype).repeat(2, 1)
             if wants_weight:
@@ -237,14 +238,13 @@ class _LinearFP32(torch.autograd.Function):
         return grad_x_TD, grad_weight_ED
 
 
-def _split(x: Tensor, parts: int) -> Tensor:
-    """Return bf16 tensors, stacked, whose sum is x up to 8 bits of accuracy each."""
-    pieces = []
-    rest = x.float()
-    for _ in range(parts):
-        pieces.append(rest.bfloat16())
-        rest = rest - pieces[-1].float()
-    return torch.stack(pieces)
+def _split(x: Tensor, count: int) -> list[Tensor]:
+    """Return `count` bf16 tensors that add up to x, each bringing 8 more bits of it."""
+    parts = [x.bfloat16()]
+    while len(parts) < count:
+        x = x.float() - parts[-1]
+        parts.append(x.bfloat16())
+    return parts
 
 
 def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:

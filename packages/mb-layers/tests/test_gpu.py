@@ -29,6 +29,7 @@ KINDS = {
         "balance_over": "sequence",
     },
     "biases-recompute": {"mlp_bias": True, "output_bias": True, "recompute": True},
+    "sparse": {"mlp_impl": "sparse", "ffn_hidden_size": 256},
     **{name: {"activation": name} for name in (*GATES, *ACTIVATIONS)},
 }
 # Largest error of a tensor over its largest entry.

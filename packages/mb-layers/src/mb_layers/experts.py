@@ -73,7 +73,9 @@ class _StackedMLP(nn.Module):
             x_RD, to_plain(self.w1, num_experts), to_plain(self.w2, num_experts)
         )
         if self.b1 is None or self.b2 is None:
-            return mb_kernels.expert_mlp(
+            sparse = config.mlp_impl == "sparse"
+            expert_mlp = mb_kernels.sparse_expert_mlp if sparse else mb_kernels.expert_mlp
+            return expert_mlp(
                 x_RD,
                 w1,
                 w2,

@@ -24,6 +24,7 @@ CONFIG = MoEConfig(
     z_loss_weight=0.1,
     router_bias=True,
     mlp_bias=True,
+    output_bias=True,
     shared_expert_hidden_size=16,
     shared_expert_gate=True,
 )

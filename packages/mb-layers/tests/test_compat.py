@@ -22,7 +22,7 @@ from mb_layers.compat import (
 )
 from torch import Tensor, nn
 
-E, K, D, WIDTH = 4, 2, 16, 32
+E, K, D, WIDTH = 4, 2, 16, 128
 SMALL = {
     "hidden_size": D,
     "ffn_hidden_size": WIDTH,
@@ -57,6 +57,7 @@ HONOURED = {
         {"shared_expert_hidden_size": WIDTH, "shared_expert_bias": True},
     ),
     "activation_fn": (F.silu, {"activation": "silu"}),
+    "mlp_impl": ("sparse", {"mlp_impl": "sparse"}),
     "mlp_type": ("glu", {"activation": "geglu_tanh"}),
     "init_method": (
         functools.partial(nn.init.normal_, std=0.5),

@@ -54,7 +54,7 @@ FIELDS = {
     "num_layers_per_virtual_pipeline_stage": "not needed: as above",
     "memory_optimized_mlp": "either: the experts always keep just x and the pre-activations",
     "mlp_type": "activation: 'glu' makes it gated; refused for MoE, which ignores it there",
-    "mlp_impl": "either: the same parameters and the same function",
+    "mlp_impl": "mlp_impl",
     "quantize_inputs_num_bits": "refused unless -1: x is kept once per token, not once per expert",
     "quantize_rematerialize_num_bits": "refused unless -1; recompute=True keeps less still",
     "quantize_scatter_num_bits": "refused unless -1: the experts' outputs are not kept at all",
@@ -231,8 +231,6 @@ def _config(values: dict[str, Any], layer: Layer, dispatcher: TokenDispatcher | 
     _refuse(values, dispatcher)
     if values["mlp_type"] not in ("mlp", "glu"):
         raise ValueError(f"expected mlp_type 'mlp' or 'glu', got {values['mlp_type']!r}")
-    if values["mlp_impl"] not in ("grouped", "sparse"):
-        raise ValueError(f"expected mlp_impl 'grouped' or 'sparse', got {values['mlp_impl']!r}")
     if values["mlp_type"] == "glu" and layer == "MoE":
         raise ValueError(
             "expected mlp_type='mlp' for MoE, got 'glu': MegaBlocks ignores it there and builds a "
@@ -264,6 +262,7 @@ def _config(values: dict[str, Any], layer: Layer, dispatcher: TokenDispatcher | 
         load_balancing_loss_weight=values["moe_loss_weight"],
         z_loss_weight=values["moe_zloss_weight"],
         output_bias=bool(values["bias"]),
+        mlp_impl=values["mlp_impl"],
         shared_expert_hidden_size=shared_width,
         shared_expert_bias=shared_width is not None and bool(values["bias"]),
         shared_expert_weighted_sum=(

@@ -18,6 +18,7 @@ import mb_kernels
 ScoreFunction = Literal["softmax", "sigmoid"]
 BalanceOver = Literal["micro_batch", "sequence", "global_batch"]
 DropPolicy = Literal["position", "probability"]
+MLPImpl = Literal["grouped", "sparse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +70,12 @@ class MoEConfig:
         drop_policy: who is kept when there are more: the first by "position", or the ones with
             the largest weight ("probability").
 
-    Init and memory:
+    Init, memory and kernels:
         init_method_std: normal init of the router and w1.
         output_init_std: of w2; None means init_method_std.
-        recompute: save only the tokens for the backward pass, and recompute the rest.
+        mlp_impl: how the experts compute, over the same parameters: "grouped" matrix products, or
+            MegaBlocks' block-"sparse" ones, for which F must be a multiple of 128.
+        recompute: the experts save only the tokens for the backward pass, and recompute the rest.
     """
 
     hidden_size: int
@@ -110,6 +113,7 @@ class MoEConfig:
 
     init_method_std: float = 0.02
     output_init_std: float | None = None
+    mlp_impl: MLPImpl = "grouped"
     recompute: bool = False
 
     def __post_init__(self) -> None:
@@ -124,6 +128,7 @@ class MoEConfig:
         _check_choice("score_function", self.score_function, get_args(ScoreFunction))
         _check_choice("balance_over", self.balance_over, get_args(BalanceOver))
         _check_choice("drop_policy", self.drop_policy, get_args(DropPolicy))
+        _check_choice("mlp_impl", self.mlp_impl, get_args(MLPImpl))
         if self.renormalize_p not in (1, 2):
             raise ValueError(
                 f"expected renormalize_p of 1 or 2, got {self.renormalize_p}; "
@@ -131,6 +136,8 @@ class MoEConfig:
             )
         self._check_groups()
         self._check_shared_expert()
+        if self.mlp_impl == "sparse":
+            self._check_sparse()
         if not 0 <= self.jitter_eps < 1:
             raise ValueError(
                 f"expected 0 <= jitter_eps < 1, got {self.jitter_eps}; 0 turns jitter off"
@@ -173,6 +180,21 @@ class MoEConfig:
                     f"expected shared_expert_hidden_size with shared_expert_{name}=True, got None; "
                     "give the shared expert a width"
                 )
+
+    def _check_sparse(self) -> None:
+        for name in ("ffn_hidden_size", "shared_expert_hidden_size"):
+            width = getattr(self, name)
+            if width is not None and width % 128:
+                raise ValueError(
+                    f"expected {name} to be a multiple of 128 for mlp_impl='sparse', got {width}; "
+                    "mlp_impl='grouped' takes any width"
+                )
+        if self.mlp_bias or self.shared_expert_bias:
+            raise ValueError(
+                "expected no biases inside the experts for mlp_impl='sparse', got "
+                f"mlp_bias={self.mlp_bias}, shared_expert_bias={self.shared_expert_bias}; "
+                "use mlp_impl='grouped'"
+            )
 
     def _check_groups(self) -> None:
         if self.num_expert_groups is None and self.top_k_groups is None:

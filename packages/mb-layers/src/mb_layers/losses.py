@@ -21,6 +21,7 @@ Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,18 +68,51 @@ def sequence_load_balancing_loss(probs_BSE: Tensor, expert_ids_BSK: Tensor) -> T
     return num_experts * (mean_probs_BE * load_BE).sum() / max(num_sequences, 1)
 
 
-def z_loss(logits_TE: Tensor) -> Tensor:
+def z_loss(logits_TE: Tensor, probs_TE: Tensor | None = None) -> Tensor:
     """Return the unweighted router z-loss, mean_t logsumexp_e(logits)^2, an fp32 scalar.
 
     It keeps logits small, which keeps a low-precision router stable. Zero tokens give 0.
+
+    Args:
+        logits_TE: the router's logits [T, E], with gradient.
+        probs_TE: their softmax, if somebody keeps it for the backward pass already: it is all that
+            this loss needs then, and the logits are not kept beside it.
     """
-    lse_T = torch.logsumexp(at_least_fp32(logits_TE), dim=-1)
+    logits_TE = at_least_fp32(logits_TE)
+    if probs_TE is None:
+        lse_T = torch.logsumexp(logits_TE, dim=-1)
+    else:
+        lse_T = _LogSumExp.apply(logits_TE, probs_TE.detach())
     return lse_T.square().sum() / max(logits_TE.shape[0], 1)
+
+
+class _LogSumExp(torch.autograd.Function):
+    """logsumexp of the logits, whose derivative is their softmax."""
+
+    @staticmethod
+    def forward(logits_TE: Tensor, probs_TE: Tensor) -> Tensor:
+        return torch.logsumexp(logits_TE, dim=-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
+        (probs_TE,) = ctx.saved_tensors
+        return grad_T[:, None] * probs_TE, None
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
     """Return x in fp32, or as it is if it is fp64."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which x's device computes in the dtypes it is given."""
+    if x.is_meta:  # shapes alone; autocast does not know this device
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:

@@ -21,8 +21,13 @@ from torch import Tensor, nn
 
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
-from mb_layers.experts import Experts, SharedExpert
-from mb_layers.losses import load_balancing_loss, sequence_load_balancing_loss, z_loss
+from mb_layers.experts import Experts, SharedExpert, to_plain
+from mb_layers.losses import (
+    load_balancing_loss,
+    sequence_load_balancing_loss,
+    without_autocast,
+    z_loss,
+)
 from mb_layers.router import Router, RouterOutput
 
 
@@ -110,7 +115,7 @@ class _MoELayer(nn.Module):
         if self.shared_expert is not None:
             y_TD = y_TD + self.shared_expert(x_TD)
         if self.bias is not None:
-            y_TD = y_TD + self.bias.to(y_TD.dtype)
+            y_TD = y_TD + to_plain(self.bias, self.config.hidden_size).to(y_TD.dtype)
         aux_loss, losses = self._losses(routed, dispatched, x.shape)
         metrics = losses | _load_metrics(routed, dispatched)
         return MoEOutput(y_TD.view(x.shape), aux_loss, metrics)
@@ -120,10 +125,11 @@ class _MoELayer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted loss and, detached, its unweighted parts."""
         config = self.config
-        with torch.autocast(routed.logits_TE.device.type, enabled=False):
+        with without_autocast(routed.logits_TE):
             balance = self._balance_loss(routed, dispatched, shape)
             with torch.set_grad_enabled(torch.is_grad_enabled() and config.z_loss_weight > 0):
-                z = z_loss(routed.logits_TE)
+                probs_TE = routed.probs_TE if config.score_function == "softmax" else None
+                z = z_loss(routed.logits_TE, probs_TE)
         metrics = {"load_balancing_loss": balance.detach(), "z_loss": z.detach()}
         if not self.training:
             return torch.zeros_like(balance.detach()), metrics

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -32,7 +33,7 @@ VALID_LINE = re.compile(
 def finished(tokens, tmp_path, capsys):
     """A finished run of 8 steps, and what it printed."""
     folder = tmp_path / "run"
-    assert main(tiny_run.flags(tokens, folder, "--lr 1e-2 --save-interval 3")) == 0
+    assert main(tiny_run.flags(tokens, folder, "--lr 3e-2 --save-interval 3")) == 0
     return folder, capsys.readouterr().out
 
 
@@ -131,7 +132,7 @@ def test_finetuning_starts_a_new_run_from_the_weights(finished, tokens, tmp_path
     new = tmp_path / "new"
     more = f"--load {folder} --finetune --train-iters 2 --no-load-optim"
     assert main(tiny_run.flags(tokens, new, more)) == 0
-    assert tiny_run.losses(new)[0] < tiny_run.losses(folder)[0] - 1
+    assert tiny_run.losses(new)[0] < tiny_run.losses(folder)[0] - 0.5
     assert find_checkpoint(new) == new / "iter_0000002"
 
 
@@ -152,27 +153,21 @@ def test_doctor_describes_this_machine(capsys):
     assert "disk" in out
 
 
-def start(arguments: list[str], cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "mb_train", *arguments],
-        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-
-
-def test_sigterm_saves_and_stops(tokens, tmp_path):
+def test_sigterm_saves_and_stops(tokens, tmp_path, capsys):
     folder = tmp_path / "run"
-    process = start(tiny_run.flags(tokens, folder, "--train-iters 100000 --log-interval 1 "
-                                   "--lr-decay-iters 100000 --eval-interval 0"), tmp_path)  # fmt: skip
-    try:
-        assert process.stdout is not None
-        while not process.stdout.readline().startswith(" iteration"):
-            assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 0
-    assert "SIGTERM" in out
+    endless = "--train-iters 100000 --log-interval 1 --eval-interval 0"
+    usual = signal.getsignal(signal.SIGTERM)
+
+    def terminate_once_it_trains() -> None:
+        log = folder / "log.jsonl"
+        while not (log.exists() and '"train"' in log.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate_once_it_trains, daemon=True).start()
+    assert main(tiny_run.flags(tokens, folder, endless)) == 0
+    assert signal.getsignal(signal.SIGTERM) is usual
+    assert ": SIGTERM" in capsys.readouterr().out
     found = find_checkpoint(folder)
     assert found is not None
     assert len(tiny_run.losses(folder)) == int(found.name.removeprefix("iter_"))

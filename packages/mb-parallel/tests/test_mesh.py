@@ -2,7 +2,7 @@
 
 import pytest
 import torch.distributed as dist
-from mb_parallel import ParallelDims, any_rank
+from mb_parallel import ParallelDims, any_rank, distributed
 from mb_parallel.testing import run_ranks
 
 
@@ -38,6 +38,16 @@ def test_for_world_gives_the_rest_to_data_parallel():
     assert ParallelDims.for_world(12, tp=2, pp=3, ep=4) == ParallelDims(dp=2, tp=2, pp=3, ep=4)
     with pytest.raises(ValueError, match=r"tp \* pp = 5 \* 1 = 5 on 12 ranks"):
         ParallelDims.for_world(12, tp=5)
+
+
+def _inside(rank, world_size):
+    with distributed("cpu") as device:
+        assert device.type == "cpu"
+    return dist.get_world_size()
+
+
+def test_a_group_that_is_there_is_used_and_not_left():
+    assert run_ranks(_inside, 2) == [2, 2]
 
 
 def _groups(rank, world_size):

@@ -7,17 +7,10 @@ from mb_train.config import TrainConfig, flag_name
 from mb_train.flags import SETTLED, UsageError, build_parser, parse, read_toml, resolve, to_toml
 from mb_train.recipes import recipe
 
-MODEL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "8",
+RUN = [
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
+    *("--seq-length", "8", "--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3"),
 ]
-RUN = [*MODEL, *["--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3"]]
 
 
 def test_every_field_has_a_flag_and_a_help():
@@ -47,9 +40,8 @@ def test_later_layers_win(tmp_path):
 
 
 def test_the_other_length_of_training_overrules_a_recipe():
-    config = resolve(parse(["--train-samples", "80", "--lr-decay-samples", "80"]
-                           + ["--recipe", "dense-46m"]))  # fmt: skip
-    assert (config.train_samples, config.train_iters) == (80, None)
+    config = resolve(parse(["--recipe", "dense-46m", "--train-samples", "5120"]))
+    assert (config.train_samples, config.train_iters) == (5120, None)
 
 
 @pytest.mark.parametrize(

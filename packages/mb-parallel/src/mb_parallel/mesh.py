@@ -106,7 +106,8 @@ class ParallelDims:
 def distributed(device_type: str) -> Generator[torch.device]:
     """Join the process group that `torchrun` describes; yield this rank's device; leave at the end.
 
-    Without `torchrun` (no WORLD_SIZE, or 1) no group is made. On GPUs the group carries NCCL (RCCL
+    Without `torchrun` (no WORLD_SIZE, or 1) no group is made; one that is there already is used,
+    and not left. On GPUs the group carries NCCL (RCCL
     on ROCm) for device tensors and gloo for host tensors, so that flags and checkpoint plans are
     exchanged without touching the device.
 
@@ -129,7 +130,7 @@ def distributed(device_type: str) -> Generator[torch.device]:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    if ranks == 1:
+    if ranks == 1 or dist.is_initialized():
         yield device
         return
     if device_type == "cuda":

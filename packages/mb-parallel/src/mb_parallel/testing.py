@@ -101,6 +101,8 @@ def _rank_main(
     import torch.distributed as dist
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # What torchrun tells its processes.
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"}
     torch.set_num_threads(1)
     here = Path(folder)
     try:

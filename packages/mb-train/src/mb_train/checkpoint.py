@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from mb_parallel import rank, world_size
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from mb_train.run_folder import (
@@ -99,7 +100,10 @@ def save_checkpoint(
     state = _state(model, optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(draft), no_dist=world_size() == 1)
+        try:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(draft), no_dist=world_size() == 1)
+        except CheckpointException as error:
+            raise OSError(f"Cannot write checkpoint {final}: {_cause(error)}") from error
     if rank() == 0:
         run = SavedRun(
             format=FORMAT,
@@ -144,9 +148,14 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.load(state, storage_reader=reader, no_dist=world_size() == 1)
-        except (dcp.api.CheckpointException, OSError, RuntimeError, EOFError) as error:
-            cause = str(error).strip().splitlines()[-1:]
-            raise CheckpointError(f"{path} is damaged: {' '.join(cause)}") from error
+        except CheckpointException as error:
+            raise CheckpointError(f"{path} is damaged: {_cause(error)}") from error
+
+
+def _cause(error: CheckpointException) -> str:
+    """What went wrong on the first rank that failed."""
+    cause = next(iter(error.failures.values()))[0]
+    return f"{type(cause).__name__}: {cause}"
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mb_train import __version__
 from mb_train.config import TrainConfig
 from mb_train.flags import CommandLine, parse, resolve, to_toml
 from mb_train.run_folder import LOG_FILE, SavedRun, find_checkpoint, read_saved_run
@@ -55,12 +56,24 @@ def _train(arguments: list[str]) -> int:
     # Read by OpenMP when torch is imported. Threads that spin while they wait made steps 2 to 4
     # times slower on two cores that ran anything else as well.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if leader:
+        print(f"mb-train {__version__}: {_headline(config)}", flush=True)
+    from mb_train.run import Start
     from mb_train.train import train
 
-    result = train(config, checkpoint=checkpoint, saved=saved)
+    start = Start(checkpoint, saved) if checkpoint is not None and saved is not None else None
+    result = train(config, start)
     if leader:
         _close(config, result)
     return 0
+
+
+def _headline(config: TrainConfig) -> str:
+    kind = "a dense" if config.moe_num_experts is None else "a Mixture-of-Experts"
+    length = f"{config.train_samples} samples"
+    if not config.by_samples:
+        length = f"{config.train_iters} steps"
+    return f"{kind} GPT, {length}, to {config.save or 'nowhere'}"
 
 
 def _resolve(command: CommandLine) -> tuple[TrainConfig, Path | None, SavedRun | None]:
@@ -118,8 +131,8 @@ def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
 
 def _close(config: TrainConfig, result: Result) -> None:
     """The last lines of a run: what came out of it and where it lies."""
-    from mb_train.metrics import perplexity
     from mb_train.report import draw
+    from mb_train.reporting import perplexity
 
     print(f"\n stopped after iteration {result.iteration}")
     if result.first_loss is not None:

@@ -1,20 +1,15 @@
-"""What a run measures and how it says so: Megatron's log lines, and a JSON Lines log.
+"""What a run measures: losses and the load of its experts, added up on the device.
 
-Losses and expert loads stay on the device and are added up there; once per log interval they
-travel to the host in one transfer, summed over ranks by one all-reduce. The lines are Megatron-LM's
-digit for digit, so that its parsers read them; what Megatron has no field for is on a line of its
-own.
+Once per log interval the sums travel to the host in one transfer, after one all-reduce over ranks;
+no step waits for the device.
 
 Letters: L layers, E experts.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -118,113 +113,3 @@ class Accumulator:
                 start = at + layer * experts
                 stats.tokens_per_expert.append(values[start : start + experts])
         return stats
-
-
-def train_line(
-    iteration: int,
-    iterations: int,
-    *,
-    consumed_samples: int,
-    elapsed_ms: float,
-    lr: float,
-    batch_size: int,
-    losses: dict[str, float],
-    grad_norm: float,
-    params_norm: float | None,
-    nan_iterations: int,
-) -> str:
-    """Megatron's progress line; `lr` is the rate of the next step, as there."""
-    fields = [
-        f" iteration {iteration:8d}/{iterations:8d}",
-        f"consumed samples: {consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {elapsed_ms:.1f}",
-        f"learning rate: {lr:.3E}",
-        f"global batch size: {batch_size:5d}",
-    ]
-    fields += [f"{name}: {value:.6E}" for name, value in losses.items() if value > 0.0]
-    fields += ["loss scale: 1.0", f"grad norm: {grad_norm:.3f}"]
-    if params_norm is not None:
-        fields.append(f"params norm: {params_norm:.3f}")
-    fields += [
-        f"number of skipped iterations: {0:3d}",
-        f"number of nan iterations: {nan_iterations:3d}",
-    ]
-    return " | ".join(fields) + " |"
-
-
-def validation_lines(place: str, losses: dict[str, float]) -> str:
-    """Megatron's validation line between two rules; `place` is "iteration 100", say."""
-    line = f" validation loss at {place} | "
-    for name, value in losses.items():
-        line += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
-    rule = "-" * (len(line) + 1)
-    return f"{rule}\n{line}\n{rule}"
-
-
-def perplexity(loss: float) -> float:
-    """exp of a loss in nats, capped as in Megatron."""
-    return math.exp(min(20.0, loss))
-
-
-def extra_line(tokens_per_s: float, stats: IntervalStats) -> str:
-    """What Megatron's line has no field for."""
-    line = f"  tokens per second: {tokens_per_s:,.0f}"
-    if stats.tokens_per_expert:
-        loads = stats.load_imbalance
-        worst = max(range(len(loads)), key=loads.__getitem__)
-        line += (
-            f" | expert load max/mean: {sum(loads) / len(loads):.2f}"
-            f" (layer {worst}: {loads[worst]:.2f})"
-            f" | dropped: {100 * stats.mean('dropped_fraction'):.1f} %"
-            f" | router entropy: {stats.mean('router_entropy'):.3f}"
-        )
-    return line
-
-
-class RunLog:
-    """Appends events to RUN/log.jsonl; a run without a folder, or another rank, writes none."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._file: IO[str] | None = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a")
-
-    def write(self, event: str, **values: Any) -> None:
-        """Append one object; not-a-number becomes null, so that every JSON reader takes it."""
-        if self._file is not None:
-            record = {"event": event, **values}
-            self._file.write(json.dumps(_finite(record)) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Events of a log; a line cut short by a kill at the end is left out.
-
-    Raises:
-        ValueError: a broken line in the middle.
-    """
-    events = []
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number} is no JSON.") from None
-    return events

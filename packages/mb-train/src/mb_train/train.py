@@ -1,4 +1,4 @@
-"""The training loop: set up a run, step, log, evaluate, save, stop.
+"""The training loop: step, log, evaluate, save, stop.
 
 Order within a step, as in Megatron-LM: forward and backward over the micro-batches, reduce,
 clip, optimizer, log, evaluate, then the reasons to stop: SIGTERM, `--exit-duration-in-mins`,
@@ -13,45 +13,24 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import mb_data
 import torch
-from mb_parallel import (
-    ParallelDims,
-    any_rank,
-    apply_data_parallel,
-    clip_grad_norm,
-    distributed,
-    rank,
-    set_gradient_sync,
-    world_size,
-)
+import torch.distributed as dist
+from mb_parallel import any_rank, clip_grad_norm, distributed, rank, set_gradient_sync, world_size
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mb_train import run_folder
-from mb_train.checkpoint import Progress, load_checkpoint, save_checkpoint
-from mb_train.config import TrainConfig, whole
-from mb_train.data import Data, Dataset, batches, prepare_data
-from mb_train.flags import to_toml
-from mb_train.metrics import (
-    Accumulator,
-    RunLog,
-    extra_line,
-    perplexity,
-    train_line,
-    validation_lines,
-)
-from mb_train.models.gpt import GPT
-from mb_train.optimizer import apply_schedule, build_optimizer
-from mb_train.run_folder import SavedRun
-from mb_train.schedule import build_schedule, train_iterations, train_samples
-
-# Nobody should wait longer than 10 s for a sign of life; steps of up to 2 s are allowed for.
-_HEARTBEAT_S = 8.0
+from mb_train.checkpoint import Progress, save_checkpoint
+from mb_train.config import TrainConfig
+from mb_train.data import Dataset, batches
+from mb_train.metrics import Accumulator
+from mb_train.optimizer import apply_schedule
+from mb_train.reporting import perplexity, report_interval, validation_lines
+from mb_train.run import Run, Start, device_type
 
 
 @dataclass(frozen=True)
@@ -65,341 +44,178 @@ class Result:
     stopped_by: str | None
 
 
-def train(
-    config: TrainConfig, *, checkpoint: Path | None = None, saved: SavedRun | None = None
-) -> Result:
+def train(config: TrainConfig, start: Start | None = None) -> Result:
     """Train as `config` says, on this process or as one rank of a torchrun job.
 
     Args:
-        checkpoint, saved: the checkpoint folder to go on from and its run.json, both or neither.
+        start: the checkpoint to go on from; None starts from scratch.
 
     Raises:
         ValueError: what was asked for does not fit together, the data or the machine; nothing has
             been written but, perhaps, the sample corpus.
         OSError: files that cannot be read or written.
     """
-    device_type = _device_type(config)
-    with distributed(device_type) as device, _sigterm() as terminated:
-        run = _Run(config, device, checkpoint, saved)
+    with distributed(device_type(config)) as device, _sigterm() as terminated:
+        run = Run(config, device, start)
         try:
-            return run.loop(terminated)
+            return _loop(run, terminated)
         finally:
             run.log.close()
 
 
-class _Run:
-    """A run set up: model, data, optimizer and where it stands."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        device: torch.device,
-        checkpoint: Path | None,
-        saved: SavedRun | None,
-    ) -> None:
-        self.config, self.device = config, device
-        self.last_sign = time.monotonic()
-        self.batch_size = config.batch_size(world_size())
-        self.micro_batches = self.batch_size // (whole(config.micro_batch_size) * world_size())
-        self.iterations = train_iterations(config, self.batch_size)
-        self.schedule = build_schedule(config, self.batch_size)
-        on_gpu = device.type == "cuda"
-        bf16 = on_gpu if config.bf16 is None else config.bf16
-        self.compute_dtype = torch.bfloat16 if bf16 else torch.float32
-
-        tokenizer = mb_data.load_tokenizer(config.tokenizer)
-        vocab_size = mb_data.padded_vocab_size(
-            tokenizer.vocab_size, divisible_by=config.make_vocab_size_divisible_by
-        )
-        self.identity = {**config.model_identity(), "padded_vocab_size": vocab_size}
-        if saved is not None:
-            saved.check_model(self.identity)
-
-        torch.manual_seed(config.seed)
-        with device:
-            self.model = GPT(config, vocab_size, compute_dtype=self.compute_dtype)
-        parameters = sum(p.numel() for p in self.model.parameters())
-        mesh = ParallelDims(dp=world_size()).build_mesh(device.type)
-        apply_data_parallel(
-            self.model,
-            None if mesh is None else mesh["dp"],
-            blocks=self.model.blocks,
-            compute_dtype=self.compute_dtype,
-            zero_stage=config.zero_stage,
-        )
-        self.optimizer = build_optimizer(self.model, config)
-        self.progress = Progress(0, 0)
-        if checkpoint is not None and saved is not None:
-            optimizer = None if config.finetune or config.no_load_optim else self.optimizer
-            load_checkpoint(checkpoint, self.model, optimizer)
-            if not config.finetune:
-                self.progress = Progress(saved.iteration, saved.consumed_samples)
-
-        self.folder = Path(config.save) if config.save else None
-        self.data = self._data(saved)
-        self._open_folder(saved)
-        self.say(
-            f" model: {parameters:,} parameters | "
-            f"{config.moe_num_experts or 'no'} experts per layer | {self.compute_dtype} on "
-            f"{world_size()} x {_device_name(device)}"
-        )
-        if saved is not None:
-            self.say(f" loaded {checkpoint}, at iteration {self.progress.iteration}")
-
-    def _data(self, saved: SavedRun | None) -> Data:
-        folder = (self.folder or Path("runs")) / "data"
-        samples = train_samples(self.config, self.batch_size)
-        data = prepare_data(self.config, self.batch_size, samples, folder, self.say)
-        if saved is None or self.config.finetune:
-            return data
-        if saved.data.get("bin_bytes") != data.identity["bin_bytes"]:
-            raise ValueError(
-                f"Expected the data this run began with, {saved.data.get('bin_bytes')} bytes of "
-                f".bin, got {data.identity['bin_bytes']}. Give the same --data-path, or begin a "
-                "new run with --finetune."
-            )
-        if saved.data.get("epochs") != data.identity["epochs"]:
-            self.say(
-                f" note: a run of this length passes {data.identity['epochs']} times through its "
-                f"data, not {saved.data.get('epochs')}: samples come in another order from here"
-            )
-        return data
-
-    def _open_folder(self, saved: SavedRun | None) -> None:
-        """Make the run folder ready: an earlier run's files move aside unless this one goes on."""
-        if self.folder is None or rank() != 0:
-            self.log = RunLog(None)
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if saved is None or self.config.finetune:
-            moved = run_folder.set_aside(self.folder)
-            if moved is not None:
-                self.say(f" {self.folder} holds an earlier run: moved to {moved}")
-        run_folder.write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
-        self.log = RunLog(self.folder / run_folder.LOG_FILE)
-        self.log.write(
-            "start",
-            iteration=self.progress.iteration,
-            ranks=world_size(),
-            device=_device_name(self.device),
-            torch=torch.__version__,
-            config=dataclasses.asdict(self.config),
-        )
-
-    def say(self, line: str) -> None:
-        """Print a line, on rank 0."""
-        self.last_sign = time.monotonic()
-        if rank() == 0:
-            print(line, flush=True)
-
-    def sign_of_life(self, doing: str) -> None:
-        """Say what is going on if nothing has been said for a while."""
-        if time.monotonic() - self.last_sign > _HEARTBEAT_S:
-            self.say(f"  {doing}")
-
-    # The loop.
-
-    def loop(self, terminated: Callable[[], bool]) -> Result:
-        config, begun = self.config, time.monotonic()
-        accumulator = Accumulator()
-        stream = self._stream()
-        first_loss, valid_loss, stopped_by, saved_at = None, None, None, -1
-        evaluated_at = -1
-        clock = _Clock(self.device)
-        self.say(f" [before the start of training step] datetime: {_now()}")
-        iteration = self.progress.iteration
-        while iteration < self.iterations:
-            grad_norm = self._step(stream, iteration, accumulator)
-            iteration += 1
-            self.progress = Progress(iteration, self.progress.consumed_samples + self.batch_size)
-            stopped_by = self._reason_to_stop(iteration, begun, terminated)
-            if iteration % config.log_interval == 0 or iteration == self.iterations or stopped_by:
-                loss = self._report(accumulator, grad_norm, clock)
-                first_loss = loss if first_loss is None else first_loss
-            self.sign_of_life(f"iteration {iteration} of {self.iterations} is done")
-            if config.eval_interval and iteration % config.eval_interval == 0:
-                with clock.paused():
-                    valid_loss = self._evaluate(self.data.valid, f"iteration {iteration}")
-                evaluated_at = iteration
-            if config.save_interval and iteration % config.save_interval == 0:
-                with clock.paused():
-                    self._save()
-                saved_at = iteration
-            if stopped_by:
-                break
-        self.say(f" [after training is done] datetime: {_now()}")
-        if stopped_by is None:
-            place = "the end of training for {} data"
-            if evaluated_at == iteration and valid_loss is not None:
-                self.say(validation_lines(place.format("val"), {"lm loss": valid_loss}))
-            else:
-                valid_loss = self._evaluate(self.data.valid, place.format("val"))
-            self._evaluate(self.data.test, place.format("test"))
+def _loop(run: Run, terminated: Callable[[], bool]) -> Result:
+    config, begun, clock = run.config, time.monotonic(), _Clock(run.device)
+    accumulator = Accumulator()
+    first_loss = valid_loss = stopped_by = None
+    iteration = evaluated_at = saved_at = run.progress.iteration
+    run.say(f" [before the start of training step] datetime: {_now()}")
+    stream = _training_stream(run)
+    while iteration < run.iterations and stopped_by is None:
+        grad_norm = train_step(run, stream, accumulator)
+        iteration = run.progress.iteration
+        stopped_by = _reason_to_stop(run, begun, terminated)
+        if iteration % config.log_interval == 0 or iteration == run.iterations or stopped_by:
+            params_norm = _params_norm(run) if config.log_params_norm else None
+            stats = accumulator.collect(grad_norm, params_norm)
+            report_interval(run, stats, seconds=clock.lap())
+            first_loss = stats.lm_losses[0] if first_loss is None else first_loss
+        run.sign_of_life(f"iteration {iteration} of {run.iterations} is done")
+        if config.eval_interval and iteration % config.eval_interval == 0:
+            with clock.paused():
+                valid_loss = evaluate(run, run.data.valid, f"iteration {iteration}")
+            evaluated_at = iteration
+        if config.save_interval and iteration % config.save_interval == 0:
+            with clock.paused():
+                save(run)
+            saved_at = iteration
+    stream.close()
+    run.say(f" [after training is done] datetime: {_now()}")
+    if stopped_by is not None:
+        run.say(f" stopping at iteration {iteration}: {stopped_by}")
+    else:
+        place = "the end of training for val data"
+        if evaluated_at == iteration and valid_loss is not None:  # the same weights, the same set
+            run.say(validation_lines(place, {"lm loss": valid_loss}))
         else:
-            self.say(f" stopping at iteration {iteration}: {stopped_by}")
-        if saved_at != iteration:
-            self._save()
-        checkpoint = self.folder and self.folder / run_folder.iteration_folder(iteration)
-        return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by)
+            valid_loss = evaluate(run, run.data.valid, place)
+    if saved_at != iteration:
+        save(run)
+    if stopped_by is None:
+        evaluate(run, run.data.test, "the end of training for test data")
+    checkpoint = run.folder and run.folder / run_folder.iteration_folder(iteration)
+    return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by)
 
-    def _stream(self) -> Generator[tuple[Tensor, Tensor]]:
-        """Micro-batches from where the run stands; none if it is at its end."""
-        if self.progress.iteration >= self.iterations:
-            return
-        yield from batches(
-            self.data.train,
-            self.device,
-            consumed_samples=self.progress.consumed_samples,
-            micro_batch_size=whole(self.config.micro_batch_size),
-            workers=self.config.num_workers,
-        )
 
-    def _step(
-        self, stream: Generator[tuple[Tensor, Tensor]], iteration: int, accumulator: Accumulator
-    ) -> Tensor:
-        """One optimizer step; returns the gradient norm, on the device."""
-        apply_schedule(self.optimizer, self.schedule, self.progress.consumed_samples)
-        self.model.train()
-        total = torch.zeros((), device=self.device)
-        for index in range(self.micro_batches):
-            tokens_BS, labels_BS = next(stream)
-            self._seed_micro_batch(iteration, index)
-            set_gradient_sync(self.model, index == self.micro_batches - 1)
-            output = self.model(tokens_BS, labels_BS)
-            ((output.lm_loss + output.aux_loss) / self.micro_batches).backward()
-            total += output.lm_loss.detach()
-            accumulator.add_pass(output.metrics)
-            self.sign_of_life(f"iteration {iteration + 1} of {self.iterations} is under way")
-        grad_norm = clip_grad_norm(self.model.parameters(), self.config.clip_grad)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        accumulator.add_iteration(total / self.micro_batches)
-        return grad_norm
+def train_step(
+    run: Run, stream: Iterator[tuple[Tensor, Tensor]], accumulator: Accumulator
+) -> Tensor:
+    """One optimizer step over the next micro-batches; returns the gradient norm, on the device."""
+    iteration, samples = run.progress.iteration, run.progress.consumed_samples
+    apply_schedule(run.optimizer, run.schedule, samples)
+    run.model.train()
+    total = torch.zeros((), device=run.device)
+    for index in range(run.micro_batches):
+        tokens_BS, labels_BS = next(stream)
+        seed_micro_batch(run.config, iteration, index * world_size() + rank())
+        set_gradient_sync(run.model, index == run.micro_batches - 1)
+        output = run.model(tokens_BS, labels_BS)
+        ((output.lm_loss + output.aux_loss) / run.micro_batches).backward()
+        total += output.lm_loss.detach()
+        accumulator.add_pass(output.metrics)
+        run.sign_of_life(f"iteration {iteration + 1} of {run.iterations} is under way")
+    grad_norm = clip_grad_norm(run.model.parameters(), run.config.clip_grad)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    accumulator.add_iteration(total / run.micro_batches)
+    run.progress = Progress(iteration + 1, samples + run.batch_size)
+    return grad_norm
 
-    def _seed_micro_batch(self, iteration: int, index: int) -> None:
-        """Dropout and jitter of a micro-batch depend on (seed, step, place in the global batch).
 
-        So no state of a generator has to be saved, and any number of ranks draws the same.
-        """
-        config = self.config
-        if not (config.attention_dropout or config.hidden_dropout or config.moe_jitter_eps):
-            return
-        place = index * world_size() + rank()
+def seed_micro_batch(config: TrainConfig, iteration: int, place: int) -> None:
+    """Dropout and jitter depend on (seed, step, place of the micro-batch in the global batch).
+
+    So no state of a generator has to be saved, and any number of ranks draws the same.
+    """
+    if config.attention_dropout or config.hidden_dropout or config.moe_jitter_eps:
         torch.manual_seed(mix(config.seed, iteration, place))
 
-    def _report(self, accumulator: Accumulator, grad_norm: Tensor, clock: _Clock) -> float:
-        """Print and log the interval; returns its first loss."""
-        config, progress = self.config, self.progress
-        params_norm = self._params_norm() if config.log_params_norm else None
-        stats = accumulator.collect(grad_norm, params_norm)
-        steps = len(stats.lm_losses)
-        seconds = clock.lap() / steps
-        lr = self.schedule.lr(progress.consumed_samples)
-        losses = {"lm loss": stats.lm_loss}
-        if stats.tokens_per_expert:
-            balance = config.moe_loss_weight * stats.mean("load_balancing_loss")
-            losses["load balancing loss"] = balance
-            if config.moe_z_loss_weight:
-                losses["z loss"] = config.moe_z_loss_weight * stats.mean("z_loss")
-        tokens_per_s = self.batch_size * whole(config.seq_length) / seconds
-        self.say(
-            train_line(
-                progress.iteration,
-                self.iterations,
-                consumed_samples=progress.consumed_samples,
-                elapsed_ms=1000 * seconds,
-                lr=lr,
-                batch_size=self.batch_size,
-                losses=losses,
-                grad_norm=stats.grad_norm,
-                params_norm=stats.params_norm,
-                nan_iterations=stats.nan_iterations,
-            )
-        )
-        self.say(extra_line(tokens_per_s, stats))
-        self.log.write(
-            "train",
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            lm_losses=stats.lm_losses,
-            **{name.replace(" ", "_"): value for name, value in losses.items()},
-            lr=lr,
-            grad_norm=stats.grad_norm,
-            ms_per_iteration=1000 * seconds,
-            tokens_per_s=tokens_per_s,
-            layers=stats.layer_means,
-            load_imbalance=stats.load_imbalance,
-            tokens_per_expert=stats.tokens_per_expert,
-        )
-        return stats.lm_losses[0]
 
-    @torch.no_grad()
-    def _params_norm(self) -> Tensor:
-        norm = torch.nn.utils.get_total_norm([p.detach() for p in self.model.parameters()])
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    @torch.no_grad()
-    def _evaluate(self, dataset: Dataset | None, place: str) -> float | None:
-        """Mean loss over the first `eval_iters` batches of a set; None without one."""
-        config = self.config
-        if dataset is None:
-            return None
-        self.model.eval()
-        total = torch.zeros((), device=self.device)
-        passes = config.eval_iters * self.micro_batches
-        stream = batches(
-            dataset,
-            self.device,
-            consumed_samples=0,
-            micro_batch_size=whole(config.micro_batch_size),
-            workers=config.num_workers,
-        )
-        with contextlib.closing(stream):
-            for done in range(passes):
-                total += self.model(*next(stream)).lm_loss
-                self.sign_of_life(f"evaluation: {done + 1} of {passes} batches are done")
-        total /= passes * world_size()
-        if world_size() > 1:
-            torch.distributed.all_reduce(total)
-        loss = float(total)
-        self.say(validation_lines(place, {"lm loss": loss}))
-        iteration = self.progress.iteration
-        self.log.write("eval", iteration=iteration, place=place, lm_loss=loss, ppl=perplexity(loss))
-        return loss
-
-    def _save(self) -> None:
-        if self.folder is None:
-            return
-        iteration = self.progress.iteration
-        self.say(f" saving checkpoint at iteration {iteration:7d} to {self.folder}")
-        begun = time.monotonic()
-        save_checkpoint(
-            self.folder,
-            self.model,
-            None if self.config.no_save_optim else self.optimizer,
-            self.progress,
-            config=dataclasses.asdict(self.config),
-            identity=self.identity,
-            data=self.data.identity,
-        )
-        self.log.write("save", iteration=iteration, seconds=time.monotonic() - begun)
-        self.say(f" successfully saved checkpoint at iteration {iteration:7d} to {self.folder}")
-
-    def _reason_to_stop(
-        self, iteration: int, begun: float, terminated: Callable[[], bool]
-    ) -> str | None:
-        """Why to save and stop before the end, agreed by all ranks."""
-        config = self.config
-        if any_rank(terminated()):
-            return "SIGTERM"
-        if config.exit_duration_in_mins is not None:
-            minutes = (time.monotonic() - begun) / 60
-            if any_rank(minutes > config.exit_duration_in_mins):
-                return f"--exit-duration-in-mins {config.exit_duration_in_mins:g}"
-        interval = config.exit_interval
-        if interval is not None and iteration % interval == 0 and iteration < self.iterations:
-            return f"--exit-interval {interval}"
+@torch.no_grad()
+def evaluate(run: Run, dataset: Dataset | None, place: str) -> float | None:
+    """Mean loss over the first `eval_iters` batches of a set, printed; None without a set."""
+    if dataset is None:
         return None
+    run.model.eval()
+    total = torch.zeros((), device=run.device)
+    passes = run.config.eval_iters * run.micro_batches
+    with contextlib.closing(_stream(run, dataset, consumed_samples=0)) as stream:
+        for done in range(passes):
+            total += run.model(*next(stream)).lm_loss
+            run.sign_of_life(f"evaluation: {done + 1} of {passes} batches are done")
+    total /= passes * world_size()
+    if world_size() > 1:
+        dist.all_reduce(total)
+    loss, iteration = float(total), run.progress.iteration
+    run.say(validation_lines(place, {"lm loss": loss}))
+    run.log.write("eval", iteration=iteration, place=place, lm_loss=loss, ppl=perplexity(loss))
+    return loss
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of where the run stands, if it has a folder."""
+    if run.folder is None:
+        return
+    iteration, begun = run.progress.iteration, time.monotonic()
+    run.say(f" saving checkpoint at iteration {iteration:7d} to {run.folder}")
+    save_checkpoint(
+        run.folder,
+        run.model,
+        None if run.config.no_save_optim else run.optimizer,
+        run.progress,
+        config=dataclasses.asdict(run.config),
+        identity=run.identity,
+        data=run.data.identity,
+    )
+    run.log.write("save", iteration=iteration, seconds=time.monotonic() - begun)
+    run.say(f" successfully saved checkpoint at iteration {iteration:7d} to {run.folder}")
+
+
+def _training_stream(run: Run) -> Generator[tuple[Tensor, Tensor]]:
+    """Micro-batches from where the run stands; none if it is at its end."""
+    if run.progress.iteration < run.iterations:
+        samples = run.progress.consumed_samples
+        yield from _stream(run, run.data.train, consumed_samples=samples)
+
+
+def _stream(
+    run: Run, dataset: Dataset, *, consumed_samples: int
+) -> Generator[tuple[Tensor, Tensor]]:
+    return batches(
+        dataset,
+        run.device,
+        consumed_samples=consumed_samples,
+        micro_batch_size=run.micro_batch_size,
+        workers=run.config.num_workers,
+    )
+
+
+def _reason_to_stop(run: Run, begun: float, terminated: Callable[[], bool]) -> str | None:
+    """Why to save and stop before the end, agreed by all ranks."""
+    config, iteration = run.config, run.progress.iteration
+    if any_rank(terminated()):
+        return "SIGTERM"
+    limit, interval = config.exit_duration_in_mins, config.exit_interval
+    if limit is not None and any_rank(time.monotonic() - begun > 60 * limit):
+        return f"--exit-duration-in-mins {limit:g}"
+    if interval is not None and iteration % interval == 0 and iteration < run.iterations:
+        return f"--exit-interval {interval}"
+    return None
+
+
+@torch.no_grad()
+def _params_norm(run: Run) -> Tensor:
+    norm = torch.nn.utils.get_total_norm([p.detach() for p in run.model.parameters()])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class _Clock:
@@ -437,17 +253,6 @@ def mix(*numbers: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
     return state >> 1
-
-
-def _device_type(config: TrainConfig) -> str:
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise ValueError("Expected a GPU for --device cuda, found none. See mb-train doctor.")
-    return "cuda" if available and config.device != "cpu" else "cpu"
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _now() -> str:

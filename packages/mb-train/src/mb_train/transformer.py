@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 
 import mb_kernels
-import torch
 import torch.nn.functional as F
 from mb_kernels.activation import activate
 from mb_layers import MoE, MoEConfig, MoEOutput, dMoE
@@ -122,10 +121,7 @@ class Block(nn.Module):
         normed_BSD = self.norm_2(x_BSD)
         if isinstance(self.mlp, DenseMLP):
             return x_BSD + self.dropout(self.mlp(normed_BSD)), None
-        # The layer casts its own fp32 weights under autocast, and keeps its router in fp32.
-        dtype = normed_BSD.dtype
-        with torch.autocast(x_BSD.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            output: MoEOutput = self.mlp(normed_BSD)
+        output: MoEOutput = self.mlp(normed_BSD)
         return x_BSD + self.dropout(output.y), output
 
 

@@ -7,8 +7,7 @@ import random
 import sys
 
 import pytest
-from mb_data.encode import split_lines
-from mb_data.reading import blocks, find_sources, read_block
+from mb_data.reading import blocks, find_sources, read_lines
 
 LIMIT = 10_000
 
@@ -16,7 +15,7 @@ LIMIT = 10_000
 def lines_of(paths, block_bytes, limit=LIMIT):
     found = []
     for block in blocks(find_sources(paths), block_bytes, limit):
-        found += split_lines(read_block(block, limit))
+        found += map(bytes, read_lines(block, limit))
     return found
 
 
@@ -25,7 +24,7 @@ def test_every_line_once(tmp_path, seed):
     rng = random.Random(seed)
     lines = [b"x" * rng.choice([0, 1, 2, 3, 30]) for _ in range(rng.randrange(1, 30))]
     data = b"\n".join(lines) + rng.choice([b"", b"\n"])
-    lines = split_lines(data)
+    lines = data.splitlines()
     (tmp_path / "a").write_bytes(data)
     (tmp_path / "a.gz").write_bytes(gzip.compress(data))
     for block_bytes in (1, 2, 3, 5, 31, 1000):
@@ -64,7 +63,7 @@ def test_compressed_files_read_alike(tmp_path):
         path = tmp_path / f"a.jsonl.{name}"
         path.write_bytes(pack(data[:half]) + pack(data[half:]))
         assert find_sources([path])[0].compression == name
-        assert lines_of([path], 777) == split_lines(data)
+        assert lines_of([path], 777) == data.splitlines()
         path.write_bytes(path.read_bytes()[:-20])
         with pytest.raises(ValueError, match=rf"a\.jsonl\.{name}: damaged {name} data"):
             lines_of([path], 777)

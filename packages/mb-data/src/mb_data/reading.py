@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+import numpy as np
+
 STDIN = "-"
 MAGIC_NUMBERS = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\x00": "xz"}
 KINDS = (".jsonl", ".json", ".ndjson")
@@ -97,29 +99,35 @@ def blocks(sources: Sequence[Source], block_bytes: int, max_line_bytes: int) -> 
         before += source.size
 
 
-def read_block(block: Block, max_line_bytes: int) -> bytes:
-    """The lines of a block; a last line beyond ``max_line_bytes`` is cut, but longer than that."""
+def read_lines(block: Block, max_line_bytes: int) -> list[memoryview]:
+    """The lines of a block, without newlines; one beyond ``max_line_bytes`` may be cut, but is
+    longer than that. Views, as copies of all lines would cost as much as parsing them."""
     if block.data is not None:
-        return block.data
-    # One byte more than the block, so that a line starting right at its start is recognised.
-    first = max(block.start - 1, 0)
+        return _split(block.data)
     with open(block.path, "rb", buffering=0) as file:
-        data = os.pread(file.fileno(), block.stop - first, first)
-        if block.start:
-            begin = data.find(b"\n") + 1
-            if begin in (0, len(data)):
-                return b""
-            data = data[begin:]
-        if data.endswith(b"\n"):
-            return data
-        parts, offset, limit = [data], block.stop, block.stop + max_line_bytes
-        while offset <= limit and (part := os.pread(file.fileno(), 1 << 20, offset)):
-            end = part.find(b"\n") + 1
-            parts.append(part[:end] if end else part)
-            if end:
+        data = os.pread(file.fileno(), block.stop - block.start, block.start)
+        lines = _split(data)
+        if block.start and os.pread(file.fileno(), 1, block.start - 1) != b"\n":
+            del lines[:1]  # began in an earlier block
+        if not lines or data.endswith(b"\n"):
+            return lines
+        parts, offset, limit = [lines[-1]], block.stop, block.stop + max_line_bytes
+        while offset <= limit and (part := os.pread(file.fileno(), 1 << 16, offset)):
+            end = part.find(b"\n")
+            parts.append(memoryview(part)[:end] if end >= 0 else memoryview(part))
+            if end >= 0:
                 break
             offset += len(part)
-        return b"".join(parts)
+        lines[-1] = memoryview(b"".join(parts))
+        return lines
+
+
+def _split(data: bytes) -> list[memoryview]:
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")).tolist()
+    if data and not data.endswith(b"\n"):
+        ends.append(len(data))
+    view, starts = memoryview(data), [0, *(end + 1 for end in ends)]
+    return [view[start:end] for start, end in zip(starts, ends, strict=False)]
 
 
 def _stream_blocks(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mb_data.tokenizer.base import Tokenizer
-from mb_data.tokenizer.byte_bpe import GPT2_PATTERN, ByteLevelBPE, byte_to_letter, spell, unspell
+from mb_data.tokenizer.byte_bpe import GPT2_PATTERN, ByteLevelBPE, byte_to_letter
 from mb_data.tokenizer.others import HuggingFaceTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -22,9 +22,9 @@ def from_merges(
     name: str, merges_text: str, *, fingerprint: str, num_extra_ids: int, engine: str
 ) -> ByteLevelBPE:
     """GPT-2's scheme of ids: 256 bytes in the order of their letters, the merges, end of text."""
-    merges = parse_merges(name, merges_text.splitlines())
-    ids = {bytes([b]): i for i, b in enumerate(byte_to_letter())}
-    ids |= {left + right: 256 + rank for rank, (left, right) in enumerate(merges)}
+    merges = merge_lines(name, merges_text.split("\n"))
+    entries = [*byte_to_letter().values(), *(merge.replace(" ", "") for merge in merges)]
+    ids = {entry: i for i, entry in enumerate(entries)}
     added = {END_OF_TEXT: len(ids)}
     return _build(name, ids, merges, added, {"eod": len(ids)}, fingerprint, num_extra_ids, engine)
 
@@ -35,21 +35,18 @@ def from_vocab_and_merges(
     """The two files GPT-2 was published as. What the merges do not make is a special token."""
     try:
         entries = json.loads(vocab.decode())
-        pairs = parse_merges(name, merges.decode().splitlines())
+        lines = merge_lines(name, merges.decode().split("\n"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: not a vocabulary: {error}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{name}: vocab.json is not JSON: {error}") from error
     if not isinstance(entries, dict) or not all(isinstance(i, int) for i in entries.values()):
         raise ValueError(f"{name}: vocab.json must map strings to ids")
-    made = [*(bytes([b]) for b in range(256)), *(left + right for left, right in pairs)]
-    ids = {
-        part: entries[text] for part, text in zip(made, spell(made), strict=True) if text in entries
-    }
-    ordinary = set(ids.values())
-    added = {text: i for text, i in entries.items() if i not in ordinary}
+    made = {*byte_to_letter().values(), *(line.replace(" ", "") for line in lines)}
+    ids = {entry: i for entry, i in entries.items() if entry in made}
+    added = {entry: i for entry, i in entries.items() if entry not in made}
     special = {"eod": added[END_OF_TEXT]} if END_OF_TEXT in added else {}
-    return _build(name, ids, pairs, added, special, fingerprint, num_extra_ids, engine)
+    return _build(name, ids, lines, added, special, fingerprint, num_extra_ids, engine)
 
 
 def from_tokenizer_json(
@@ -67,18 +64,13 @@ def from_tokenizer_json(
     special = _special_ids(path.with_name("tokenizer_config.json"), known)
     pattern = _byte_level_pattern(description)
     if pattern is not None and engine != "tokenizers":
-        pairs = parse_merges(name, model["merges"])
-        texts = [text for text in vocabulary if text not in added]
-        try:
-            parts = unspell(texts)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-        ids = {part: vocabulary[text] for part, text in zip(parts, texts, strict=True)}
+        lines = merge_lines(name, model["merges"])
+        ids = {entry: i for entry, i in vocabulary.items() if entry not in added}
         try:
             return _build(
                 name,
                 ids,
-                pairs,
+                lines,
                 added,
                 special,
                 fingerprint,
@@ -97,25 +89,24 @@ def from_tokenizer_json(
     )
 
 
-def parse_merges(name: str, lines: Sequence[Any]) -> list[tuple[bytes, bytes]]:
-    """Pairs of byte strings from lines ``Ġ t``, or from pairs of such words."""
-    pairs = [line.split(" ") if isinstance(line, str) else line for line in lines if line]
-    if pairs and pairs[0][0] == "#version:":
-        del pairs[0]
-    for pair in pairs:
-        if len(pair) != 2:
-            raise ValueError(f"{name}: a merge must be two words, got {pair!r}")
+def merge_lines(name: str, merges: Sequence[Any]) -> list[str]:
+    """Lines ``Ġ t`` from the lines of a file, or from pairs of words."""
     try:
-        lefts, rights = (unspell([pair[side] for pair in pairs]) for side in (0, 1))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    return list(zip(lefts, rights, strict=True))
+        lines = [line if isinstance(line, str) else " ".join(line) for line in merges if line]
+    except TypeError as error:
+        raise ValueError(f"{name}: merges must be lines or pairs of words: {error}") from None
+    if lines and lines[0].startswith("#version"):
+        del lines[0]
+    for line in lines:
+        if line.count(" ") != 1:
+            raise ValueError(f"{name}: a merge must be two words, got {line!r}")
+    return lines
 
 
 def _build(
     name: str,
-    ids: dict[bytes, int],
-    merges: list[tuple[bytes, bytes]],
+    ids: dict[str, int],
+    merges: list[str],
     added: Mapping[str, int],
     special: Mapping[str, int],
     fingerprint: str,

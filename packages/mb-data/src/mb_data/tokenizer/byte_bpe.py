@@ -12,10 +12,10 @@ use: the same tokens from gigatoken, a hundred times faster.
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -36,17 +36,19 @@ SEPARATOR = "\x00<mb-data: end of document>\x00"
 class ReadableBPE:
     """Byte-level BPE in plain Python.
 
+    Bytes are written as letters, as in the vocabulary files: see ``byte_to_letter``.
+
     Args:
-        ids: the id of every byte string in the vocabulary.
-        merges: pairs in the order they were learnt.
+        ids: the id of every entry of the vocabulary.
+        merges: lines ``Ġ t``, in the order they were learnt.
         pattern: regular expression whose matches are the words.
         ignore_merges: a word that is itself in the vocabulary is taken whole (Llama 3).
     """
 
     def __init__(
         self,
-        ids: Mapping[bytes, int],
-        merges: Iterable[tuple[bytes, bytes]],
+        ids: Mapping[str, int],
+        merges: Sequence[str],
         pattern: str = GPT2_PATTERN,
         *,
         ignore_merges: bool = False,
@@ -54,16 +56,17 @@ class ReadableBPE:
         import regex  # here: its tables take a fifth of the package's import time
 
         self.ids = ids
-        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
+        self.ranks = dict(zip(merges, range(len(merges)), strict=True))
         self.words = regex.compile(pattern)
         self.ignore_merges = ignore_merges
+        self.letters = byte_to_letter()
         self.encode_word = lru_cache(maxsize=1 << 16)(self._encode_word)
 
     def encode(self, text: str) -> list[int]:
         return [
             token
             for match in self.words.finditer(text)
-            for token in self.encode_word(match.group().encode())
+            for token in self.encode_word(match.group())
         ]
 
     def encode_start(self, text: str, letters: int) -> list[int]:
@@ -71,23 +74,23 @@ class ReadableBPE:
 
         The last two words of a cut text are left out: what follows may change where they end.
         """
-        words = self.words.findall(text[:letters])
+        words = [match.group() for match in self.words.finditer(text[:letters])]
         if len(text) > letters:
             words = words[:-2]
-        return [token for word in words for token in self.encode_word(word.encode())]
+        return [token for word in words for token in self.encode_word(word)]
 
-    def _encode_word(self, word: bytes) -> tuple[int, ...]:
-        if self.ignore_merges and word in self.ids:
-            return (self.ids[word],)
-        parts = [word[i : i + 1] for i in range(len(word))]
+    def _encode_word(self, word: str) -> tuple[int, ...]:
+        parts = [self.letters[b] for b in word.encode()]
+        if self.ignore_merges and "".join(parts) in self.ids:
+            return (self.ids["".join(parts)],)
         never = len(self.ranks)
         while len(parts) > 1:
-            ranks = [self.ranks.get(pair, never) for pair in itertools.pairwise(parts)]
+            ranks = [self.ranks.get(f"{a} {b}", never) for a, b in pairwise(parts)]
             best = min(ranks)
             if best == never:
                 break
             # Merge every occurrence of the earliest learnt pair, from the left.
-            merged: list[bytes] = []
+            merged: list[str] = []
             i = 0
             while i < len(parts):
                 if i < len(ranks) and ranks[i] == best:
@@ -97,7 +100,7 @@ class ReadableBPE:
                     merged.append(parts[i])
                     i += 1
             parts = merged
-        return tuple(self.ids[part] for part in parts)
+        return tuple([self.ids[part] for part in parts])
 
 
 class ByteLevelBPE(Tokenizer):
@@ -105,8 +108,8 @@ class ByteLevelBPE(Tokenizer):
 
     Args:
         name: for messages.
-        ids: id of every byte string; all 256 single bytes must be there.
-        merges: pairs in the order they were learnt.
+        ids: id of every entry, its bytes written as letters; all 256 single bytes must be there.
+        merges: lines ``Ġ t``, in the order they were learnt.
         fingerprint: of the vocabulary's files.
         special: ids of special tokens by role.
         special_text: text of special tokens by id, for ``decode``.
@@ -114,15 +117,15 @@ class ByteLevelBPE(Tokenizer):
         engine: "gigatoken", "python", or "auto" for the first that works.
 
     Raises:
-        ValueError: a byte is missing from the vocabulary, or a merge makes an unknown string.
+        ValueError: a byte is missing from the vocabulary, or a merge makes an unknown entry.
         ModuleNotFoundError: ``engine="gigatoken"`` and it is not installed.
     """
 
     def __init__(
         self,
         name: str,
-        ids: Mapping[bytes, int],
-        merges: Sequence[tuple[bytes, bytes]],
+        ids: Mapping[str, int],
+        merges: Sequence[str],
         *,
         fingerprint: str,
         special: Mapping[str, int],
@@ -134,21 +137,27 @@ class ByteLevelBPE(Tokenizer):
     ) -> None:
         if engine not in ("auto", "gigatoken", "python"):
             raise ValueError(f"engine {engine!r}: expected auto, gigatoken or python")
-        missing = [b for b in range(256) if bytes([b]) not in ids]
+        letters = byte_to_letter().values()
+        unknown = set().union(*ids).difference(letters)
+        if unknown:
+            entry = next(entry for entry in ids if not unknown.isdisjoint(entry))
+            raise ValueError(f"{name}: a letter of entry {entry!r} stands for no byte")
+        missing = [byte for byte, letter in byte_to_letter().items() if letter not in ids]
         if missing:
             raise ValueError(f"{name}: byte {missing[0]:#04x} is not in the vocabulary")
-        for left, right in merges:
-            if left + right not in ids:
-                raise ValueError(f"{name}: merge {left!r} {right!r} makes no vocabulary entry")
+        for merge in merges:
+            if merge.replace(" ", "") not in ids:
+                raise ValueError(f"{name}: merge {merge!r} makes no entry of the vocabulary")
         self.name = name
         self.fingerprint = fingerprint
         self.special = dict(special)
         self.extra_ids = tuple(extra_ids)
         self.readable = ReadableBPE(ids, merges, pattern, ignore_merges=ignore_merges)
-        self.text_of = {i: s.encode() for i, s in special_text.items()}
-        self.text_of |= {i: b for b, i in ids.items()}
-        self.vocab_size = max([*self.text_of, *self.special.values(), *self.extra_ids]) + 1
-        self._separator = self.special.get("eod", self.vocab_size)
+        self.special_text = dict(special_text)
+        self.vocab_size = max([*ids.values(), *self.special_text, *self.extra_ids]) + 1
+        eod = self.special.get("eod")
+        # The end of document itself, if it is not an ordinary entry too: that saves a pass.
+        self._separator = eod if eod in self.special_text else self.vocab_size
         self._engine: BPETokenizer | None = None
         if engine != "python":
             try:
@@ -178,7 +187,9 @@ class ByteLevelBPE(Tokenizer):
         full = [text for text in texts if text]
         tokens, ends = self._encode_terminated(full)
         lengths = np.diff(ends, prepend=-1)
-        if not append_eod:
+        if append_eod:
+            tokens[ends] = self.eod
+        else:
             keep = np.ones(len(tokens), dtype=bool)
             keep[ends] = False
             tokens, lengths = tokens[keep], lengths - 1
@@ -196,13 +207,10 @@ class ByteLevelBPE(Tokenizer):
         One call of the engine on the joined texts is the fastest form it has, and what
         ``append_eod`` wants on disk.
         """
-        separator = SEPARATOR.encode()
         if self._engine is not None:
-            joined = separator.join([*texts, b""])
-            if joined.count(separator) == len(texts):
-                tokens = self._engine.encode(joined)
-                ends = np.flatnonzero(tokens == self._separator)
-                assert len(ends) == len(texts), (len(ends), len(texts))
+            tokens = self._engine.encode(SEPARATOR.encode().join([*texts, b""]))
+            ends = np.flatnonzero(tokens == self._separator)
+            if len(ends) == len(texts):  # or a text contains the separator
                 return tokens, ends
         rows = [self.readable.encode(text.decode()) for text in texts]
         flat = [token for row in rows for token in (*row, self._separator)]
@@ -221,12 +229,21 @@ class ByteLevelBPE(Tokenizer):
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         try:
-            pieces = [self.text_of[int(i)] for i in ids]
+            pieces = [self.byte_strings[int(i)] for i in ids]
         except KeyError as error:
             raise ValueError(
                 f"{self.name}: token {error} is not in the vocabulary of {self.vocab_size}"
             ) from None
         return b"".join(pieces).decode(errors="replace")
+
+    @cached_property
+    def byte_strings(self) -> dict[int, bytes]:
+        """What each id stands for, special tokens included."""
+        byte_of = {ord(letter): chr(byte) for byte, letter in byte_to_letter().items()}
+        strings = {i: text.encode() for i, text in self.special_text.items()}
+        for entry, i in self.readable.ids.items():
+            strings[i] = entry.translate(byte_of).encode("latin-1")
+        return strings
 
     def _load_engine(self) -> BPETokenizer:
         from gigatoken.gigatoken_rs import load_hf_json
@@ -237,16 +254,13 @@ class ByteLevelBPE(Tokenizer):
             split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
             stages = [split | {"invert": False}, words | {"use_regex": False}]
             words = {"type": "Sequence", "pretokenizers": stages}
-        vocabulary = dict(zip(spell(self.readable.ids), self.readable.ids.values(), strict=True))
-        lefts, rights = zip(*self.readable.ranks, strict=True) if self.readable.ranks else ((), ())
-        merges = [f"{a} {b}" for a, b in zip(spell(lefts), spell(rights), strict=True)]
         description = {
             "added_tokens": [{"id": self._separator, "content": SEPARATOR, "special": True}],
             "pre_tokenizer": words,
             "model": {
                 "type": "BPE",
-                "vocab": vocabulary | {SEPARATOR: self._separator},
-                "merges": merges if lefts else [],
+                "vocab": {**self.readable.ids, SEPARATOR: self._separator},
+                "merges": list(self.readable.ranks),
                 "ignore_merges": self.readable.ignore_merges,
             },
         }
@@ -263,22 +277,3 @@ def byte_to_letter() -> dict[int, str]:
     others = [b for b in range(256) if b not in printable]
     letters = {b: chr(b) for b in printable}
     return letters | {b: chr(0x100 + i) for i, b in enumerate(others)}
-
-
-def spell(parts: Iterable[bytes]) -> list[str]:
-    """Byte strings as vocabulary files write them: all in one translation, which is faster."""
-    between = "\uffff"
-    joined = between.join([part.decode("latin-1") for part in parts])
-    return joined.translate(byte_to_letter()).split(between)
-
-
-def unspell(words: Sequence[str]) -> list[bytes]:
-    """The inverse of ``spell``; raises ValueError for a letter that stands for no byte."""
-    between = "\uffff"
-    byte_of = {ord(letter): chr(b) for b, letter in byte_to_letter().items()}
-    wrong = set("".join(words)).difference(map(chr, byte_of))
-    if wrong:
-        word = next(word for word in words if not wrong.isdisjoint(word))
-        raise ValueError(f"{min(wrong)!r} in {word!r} stands for no byte")
-    parts = between.join(words).translate(byte_of).split(between) if words else []
-    return [part.encode("latin-1") for part in parts]

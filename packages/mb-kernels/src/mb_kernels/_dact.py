@@ -25,36 +25,48 @@ from mb_kernels._launch import (
     wide,
     xcds,
 )
-from mb_kernels._schedule import first_item, halves, load_weight, locate, token_rows
+from mb_kernels._schedule import (
+    first_item,
+    load_rows,
+    load_weight,
+    locate,
+    piece,
+    prefetch,
+    token_rows,
+)
 from mb_kernels.activation import base_function, is_glu
 from mb_kernels.targets import TILES, GateCase, Target, Tile
 
 
 @triton.jit
-def _piece(q, s, h_row, dh_row, a_row, col, m, F: tl.constexpr, W: tl.constexpr,
-           GLU: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_F: tl.constexpr):  # fmt: skip
-    """Finish W columns from ``col`` on; returns their part of <q, a>."""
+def _piece(q, s, h, dh, a, r, col, m, F: tl.constexpr, BLOCK: tl.constexpr,
+           GLU: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+    """Finish the columns of q from ``col`` on; returns their part of <q, act(h)>.
+
+    h, dh and a point to the first row of the tile, so that offsets within it fit 32 bits.
+    """
+    W: tl.constexpr = q.shape[1]
     cols = (col + tl.arange(0, W))[None, :]
-    mask = m[:, None] if EVEN_F else m[:, None] & (cols < F)
-    kind = a_row.dtype.element_ty
-    z = tl.load(h_row + cols, mask=mask, other=0.0).to(tl.float32)
+    mask = m[:, None] if F % BLOCK == 0 else m[:, None] & (cols < F)
+    kind = a.dtype.element_ty
+    at = r[:, None] * ((GLU + 1) * F) + cols
+    z = tl.load(h + at, mask=mask, other=0.0).to(tl.float32)
     value, slope = activate_with_derivative(z, ACTIVATION)
     da = q * s[:, None]
     if GLU:
-        up = tl.load(h_row + F + cols, mask=mask, other=0.0).to(tl.float32)
-        a = value * up
-        tl.store(dh_row + cols, (da * up * slope).to(kind), mask=mask)
-        tl.store(dh_row + F + cols, (da * value).to(kind), mask=mask)
+        up = tl.load(h + F + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dh + at, (da * up * slope).to(kind), mask=mask)
+        tl.store(dh + F + at, (da * value).to(kind), mask=mask)
+        value *= up
     else:
-        a = value
-        tl.store(dh_row + cols, (da * slope).to(kind), mask=mask)
-    tl.store(a_row + cols, (a * s[:, None]).to(kind), mask=mask)
-    return tl.sum(q * a, 1)
+        tl.store(dh + at, (da * slope).to(kind), mask=mask)
+    tl.store(a + r[:, None] * F + cols, (value * s[:, None]).to(kind), mask=mask)
+    return tl.sum(q * value, 1)
 
 
 @triton.jit
 def dact_kernel(
-    do_ptr,  # [T, D]
+    do,  # [T, D] with GATHER; else rows [N, D], tensor descriptor or pointer
     w,  # [E, D, F]: tensor descriptor or pointer
     order_ptr,  # [N] int32: slot of each row
     weights_ptr,  # [T, K]
@@ -67,8 +79,11 @@ def dact_kernel(
     D: tl.constexpr,
     F: tl.constexpr,
     TOP_K: tl.constexpr,
+    GATHER: tl.constexpr,
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    PIECES: tl.constexpr,  # of the epilogue
+    PREFETCH: tl.constexpr,  # bring h into L2 while the product runs
     WIDE: tl.constexpr,  # see token_rows
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -82,7 +97,6 @@ def dact_kernel(
     COLUMNS: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     STACK: tl.constexpr = GLU + 1
     EVEN_D: tl.constexpr = D % BLOCK_K == 0
-    EVEN_F: tl.constexpr = F % BLOCK_N == 0
     total = tl.load(tiles_ptr + 3)
     items = total * COLUMNS
     r = tl.arange(0, BLOCK_M)
@@ -91,36 +105,44 @@ def dact_kernel(
         e, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
         m = r < row_end - row
         tl.assume(e >= 0)
-        slot = tl.load(order_ptr + row + r, mask=m, other=0)
-        token = slot // TOP_K
-        source, offsets = token_rows(do_ptr, token, D, BLOCK_K, WIDE)
+        h = h_ptr + row.to(tl.int64) * (STACK * F)
+        if PREFETCH:
+            # 64 elements of 2 bytes are a cache line; the loop below hides the trip to memory.
+            lines = column * BLOCK_N + 64 * tl.arange(0, BLOCK_N // 64)
+            last_row = tl.minimum(r, row_end - row - 1)
+            at = last_row[:, None] * (STACK * F) + tl.minimum(lines, F - 1)[None, :]
+            for part in tl.static_range(STACK):
+                prefetch(h + part * F + at)
+        if GATHER:
+            token = tl.load(order_ptr + row + r, mask=m, other=0) // TOP_K
+            source, offsets = token_rows(do, token, D, BLOCK_K, WIDE)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, D, BLOCK_K):
-            mask = m[:, None] if EVEN_D else m[:, None] & (start + k < D)[None, :]
-            do = tl.load(source + start + offsets, mask=mask, other=0.0)
+            if GATHER:
+                mask = m[:, None] if EVEN_D else m[:, None] & (start + k < D)[None, :]
+                do_block = tl.load(source + start + offsets, mask=mask, other=0.0)
+            else:
+                do_block = load_rows(do, row, start, m, D, BLOCK_M, BLOCK_K, DESCRIPTORS)
             w_block = load_weight(
                 w, e, start, column * BLOCK_N, D, F, BLOCK_K, BLOCK_N, 1, DESCRIPTORS
             )
-            acc = tl.dot(do, w_block, acc, input_precision=PRECISION)
+            acc = tl.dot(do_block, w_block, acc, input_precision=PRECISION)
 
+        slot = tl.load(order_ptr + row + r, mask=m, other=0)
         s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)
-        h_row = h_ptr + (row + r).to(tl.int64)[:, None] * (STACK * F)
-        dh_row = dh_ptr + (row + r).to(tl.int64)[:, None] * (STACK * F)
-        a_row = a_ptr + (row + r).to(tl.int64)[:, None] * F
-        col = column * BLOCK_N
-        W: tl.constexpr = BLOCK_N // 4
-        left, right = halves(acc)
-        q0, q1 = halves(left)
-        q2, q3 = halves(right)
-        partial = _piece(q0, s, h_row, dh_row, a_row, col, m, F, W, GLU, ACTIVATION, EVEN_F)
-        partial += _piece(q1, s, h_row, dh_row, a_row, col + W, m, F, W, GLU, ACTIVATION, EVEN_F)
-        partial += _piece(
-            q2, s, h_row, dh_row, a_row, col + 2 * W, m, F, W, GLU, ACTIVATION, EVEN_F
-        )
-        partial += _piece(
-            q3, s, h_row, dh_row, a_row, col + 3 * W, m, F, W, GLU, ACTIVATION, EVEN_F
-        )
+        dh = dh_ptr + row.to(tl.int64) * (STACK * F)
+        a = a_ptr + row.to(tl.int64) * F
+        partial = tl.zeros((BLOCK_M,), tl.float32)
+        for i in tl.static_range(PIECES):
+            col = column * BLOCK_N + i * (BLOCK_N // PIECES)
+            q = piece(acc, i, PIECES)
+            partial += _piece(q, s, h, dh, a, r, col, m, F, BLOCK_N, GLU, ACTIVATION)
         tl.store(partials_ptr + column.to(tl.int64) * rows + row + r, partial, mask=m)
+
+
+def _pieces(tile: Tile) -> int:
+    """The fewest column pieces of the epilogue that spill no registers."""
+    return 8 if tile.block_n == 256 else 4
 
 
 def dact(
@@ -132,9 +154,13 @@ def dact(
     h: Tensor,
     activation: str,
     *,
+    gather: bool = True,
     tile: Tile,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dh like h; a' = s·act(h) [N, F]; partials [column tiles, N] fp32 of the weights' gradient."""
+    """dh like h; a' = s·act(h) [N, F]; partials [column tiles, N] fp32 of the weights' gradient.
+
+    do is [T, D], or without ``gather`` rows [N, D] in the order of ``order``.
+    """
     _, hidden, ffn = w2.shape
     rows = order.shape[0]
     dh = torch.empty_like(h)
@@ -142,11 +168,15 @@ def dact(
     columns = triton.cdiv(ffn, tile.block_n)
     partials = h.new_empty((columns, rows), dtype=torch.float32)
     descriptors = uses_descriptors(do)
-    w = matrices(w2, (1, tile.block_k, tile.block_n)) if descriptors else w2
+    source, w = do, w2
+    if descriptors and not gather:
+        source = matrices(do, (tile.block_m, tile.block_k))
+    if descriptors:
+        w = matrices(w2, (1, tile.block_k, tile.block_n))
     launch(
         dact_kernel,
         (programs(do, tile.programs_per_unit),),
-        do,
+        source,
         w,
         order,
         weights,
@@ -159,9 +189,12 @@ def dact(
         D=hidden,
         F=ffn,
         TOP_K=weights.shape[1],
+        GATHER=gather,
         GLU=is_glu(activation),
         ACTIVATION=base_function(activation),
-        WIDE=wide(do),
+        PIECES=_pieces(tile),
+        PREFETCH=do.is_cuda and torch.version.hip is None and do.dtype is not torch.float32,
+        WIDE=wide(do, tile),
         DESCRIPTORS=descriptors,
         PRECISION=precision(do),
         XCDS=xcds(do),
@@ -180,7 +213,7 @@ def gate_cases(target: Target) -> list[GateCase]:
             target,
             "dact",
             pointers={
-                "do_ptr": "*bf16",
+                "do": "*bf16",
                 "order_ptr": "*i32",
                 "weights_ptr": "*fp32",
                 "tiles_ptr": "*i32",
@@ -195,9 +228,12 @@ def gate_cases(target: Target) -> list[GateCase]:
                 "D": 2048,
                 "F": 1024,
                 "TOP_K": 8,
+                "GATHER": True,
+                "PIECES": _pieces(tile),
+                "PREFETCH": target.backend == "cuda",
                 "GLU": is_glu(activation),
                 "ACTIVATION": base_function(activation),
-                "WIDE": target.backend == "cuda",
+                "WIDE": target.backend == "cuda" and tile.flatten,
             },
         )
         for activation in ("swiglu", "gelu")

@@ -32,9 +32,9 @@ def uses_descriptors(x: Tensor) -> bool:
     return x.is_cuda and x.dtype is not torch.float32 and current_target(x.device).name == "sm90"
 
 
-def wide(x: Tensor) -> bool:
+def wide(x: Tensor, tile: Tile) -> bool:
     """Whether rows of ``x`` are addressed by 64-bit pointers, see ``_schedule.token_rows``."""
-    return torch.version.hip is None or x.numel() >= 2**31
+    return x.numel() >= 2**31 or (tile.flatten and torch.version.hip is None)
 
 
 def programs(x: Tensor, per_unit: int = 1) -> int:

@@ -150,7 +150,7 @@ def outer(
         Q=b.shape[1],
         TOP_K=top_k,
         GATHER=gather,
-        WIDE=wide(gathered),
+        WIDE=wide(gathered, tile),
         DESCRIPTORS=descriptors,
         PRECISION=precision(a),
         XCDS=xcds(a),
@@ -182,7 +182,7 @@ def gate_cases(target: Target) -> list[GateCase]:
                 "Q": 2048,
                 "TOP_K": 8,
                 "GATHER": gather,
-                "WIDE": target.backend == "cuda",
+                "WIDE": target.backend == "cuda" and tile.flatten,
             },
         )
         for gather in ("a", "b", "")

@@ -19,7 +19,7 @@ from mb_kernels._launch import (
     uses_descriptors,
     xcds,
 )
-from mb_kernels._schedule import first_item, halves, load_weight, locate
+from mb_kernels._schedule import first_item, halves, load_rows, load_weight, locate
 from mb_kernels.targets import TILES, GateCase, Target, Tile
 
 
@@ -48,12 +48,10 @@ def rows_kernel(
     GROUP_M: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = (M + BLOCK_N - 1) // BLOCK_N
-    EVEN_K: tl.constexpr = K % BLOCK_K == 0
     EVEN_M: tl.constexpr = M % BLOCK_N == 0
     total = tl.load(tiles_ptr + (7 if ALL else 3))
     items = total * COLUMNS
     r = tl.arange(0, BLOCK_M)
-    k = tl.arange(0, BLOCK_K)
     for item in tl.range(first_item(XCDS), items, tl.num_programs(0), flatten=FLATTEN):
         group, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
         e = tl.minimum(group, E - 1) if ALL else group
@@ -62,12 +60,7 @@ def rows_kernel(
         m = r < row_end - row
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
-            if DESCRIPTORS:
-                x_block = x.load([row, start])  # may read the next expert's rows; not stored
-            else:
-                x_row = x + row.to(tl.int64) * K + start
-                mask = m[:, None] if EVEN_K else m[:, None] & (start + k < K)[None, :]
-                x_block = tl.load(x_row + r[:, None] * K + k[None, :], mask=mask, other=0.0)
+            x_block = load_rows(x, row, start, m, K, BLOCK_M, BLOCK_K, DESCRIPTORS)
             if TRANSPOSE:
                 w_block = load_weight(w, e, col, start, M, K, BLOCK_N, BLOCK_K, 1, DESCRIPTORS).T
             else:

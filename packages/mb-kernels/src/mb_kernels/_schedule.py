@@ -141,9 +141,9 @@ def load_weight(
 def token_rows(source, token, COLS: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr):
     """(base, offsets) of the first BLOCK_C columns of rows ``token`` of source [T, COLS].
 
-    WIDE makes base a block of 64-bit pointers: needed beyond 2**31 elements, and on NVIDIA always,
-    where only this form still becomes asynchronous copies in a flattened loop. AMD's buffer loads
-    want a scalar base and 32-bit offsets.
+    WIDE makes base a block of 64-bit pointers: needed beyond 2**31 elements, and on NVIDIA in a
+    flattened loop, where only this form becomes asynchronous copies. Otherwise a scalar base and
+    32-bit offsets save registers, and are what AMD's buffer loads need.
     """
     offsets = tl.arange(0, BLOCK_C)[None, :]
     if WIDE:
@@ -156,6 +156,45 @@ def token_rows(source, token, COLS: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: t
 
 
 @triton.jit
+def load_rows(
+    x,
+    row,
+    col,
+    m,
+    COLS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """[BLOCK_R, BLOCK_C] of x [N, COLS] at (row, col).
+
+    Through a descriptor the rows where ``m`` is false hold the next expert's, not zeros.
+    """
+    if DESCRIPTORS:
+        block = x.load([row, col])
+    else:
+        r = tl.arange(0, BLOCK_R)
+        c = tl.arange(0, BLOCK_C)
+        base = x + row.to(tl.int64) * COLS + col
+        mask = m[:, None] if COLS % BLOCK_C == 0 else m[:, None] & (col + c < COLS)[None, :]
+        block = tl.load(base + r[:, None] * COLS + c[None, :], mask=mask, other=0.0)
+    return block
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for the cache lines at ``pointers`` to be brought into L2 (NVIDIA only)."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def halves(x):
     """Left and right half of the columns of x; register moves only."""
     m: tl.constexpr = x.shape[0]
@@ -164,12 +203,17 @@ def halves(x):
 
 
 @triton.jit
-def quarter(x, INDEX: tl.constexpr):
-    """A quarter of the columns of x; register moves only."""
+def piece(x, INDEX: tl.constexpr, PIECES: tl.constexpr):
+    """One of 2, 4 or 8 equal pieces of the columns of x; register moves only."""
     left, right = halves(x)
-    side = left if INDEX < 2 else right
-    first, second = halves(side)
-    return first if INDEX % 2 == 0 else second
+    part = left if INDEX < PIECES // 2 else right
+    if PIECES > 2:
+        left, right = halves(part)
+        part = left if INDEX % (PIECES // 2) < PIECES // 4 else right
+    if PIECES > 4:
+        left, right = halves(part)
+        part = left if INDEX % 2 == 0 else right
+    return part
 
 
 def gate_cases(target: Target) -> list[GateCase]:

@@ -25,9 +25,10 @@ from mb_kernels._launch import (
 from mb_kernels._schedule import (
     first_item,
     halves,
+    load_rows,
     load_weight,
     locate,
-    quarter,
+    piece,
     token_rows,
 )
 from mb_kernels.activation import base_function, is_glu
@@ -35,26 +36,30 @@ from mb_kernels.targets import TILES, GateCase, Target, Tile
 
 
 @triton.jit
-def _store_piece(gate, up, h_row, a_row, col, m, F: tl.constexpr, BLOCK: tl.constexpr,
+def _store_piece(gate, up, h, a, r, col, m, F: tl.constexpr, BLOCK: tl.constexpr,
                  GLU: tl.constexpr, ACTIVATION: tl.constexpr, SAVE_H: tl.constexpr):  # fmt: skip
-    """Write the columns of ``gate`` from ``col`` on: h, and the activations."""
+    """Write the columns of ``gate`` from ``col`` on: pre-activations, and activations.
+
+    h and a point to the first row of the tile, so that offsets within it fit 32 bits.
+    """
     W: tl.constexpr = gate.shape[1]
     cols = (col + tl.arange(0, W))[None, :]
     mask = m[:, None] if F % BLOCK == 0 else m[:, None] & (cols < F)
-    kind = a_row.dtype.element_ty
+    kind = a.dtype.element_ty
+    at = r[:, None] * ((GLU + 1) * F) + cols
     value = activate(gate, ACTIVATION)
     if SAVE_H:
-        tl.store(h_row + cols, gate.to(kind), mask=mask)
+        tl.store(h + at, gate.to(kind), mask=mask)
     if GLU:
         value *= up
         if SAVE_H:
-            tl.store(h_row + F + cols, up.to(kind), mask=mask)
-    tl.store(a_row + cols, value.to(kind), mask=mask)
+            tl.store(h + F + at, up.to(kind), mask=mask)
+    tl.store(a + r[:, None] * F + cols, value.to(kind), mask=mask)
 
 
 @triton.jit
 def up_kernel(
-    x_ptr,  # [T, D]
+    x,  # [T, D] with GATHER; else rows [N, D], tensor descriptor or pointer
     w,  # [E, F, D], or [2E, F, D] for GLU: tensor descriptor or pointer
     order_ptr,  # [N] int32: slot of each row
     tiles_ptr,  # from schedule()
@@ -63,6 +68,7 @@ def up_kernel(
     D: tl.constexpr,
     F: tl.constexpr,
     TOP_K: tl.constexpr,
+    GATHER: tl.constexpr,
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SAVE_H: tl.constexpr,
@@ -86,29 +92,33 @@ def up_kernel(
     for item in tl.range(first_item(XCDS), items, tl.num_programs(0), flatten=FLATTEN):
         e, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
         m = r < row_end - row
-        token = tl.load(order_ptr + row + r, mask=m, other=0) // TOP_K
         tl.assume(e >= 0)
-        source, offsets = token_rows(x_ptr, token, D, BLOCK_K, WIDE)
+        if GATHER:
+            token = tl.load(order_ptr + row + r, mask=m, other=0) // TOP_K
+            source, offsets = token_rows(x, token, D, BLOCK_K, WIDE)
         acc = tl.zeros((BLOCK_M, STACK * BLOCK_N), tl.float32)
         for start in range(0, D, BLOCK_K):
-            mask = m[:, None] if EVEN_D else m[:, None] & (start + k < D)[None, :]
-            x = tl.load(source + start + offsets, mask=mask, other=0.0)
+            if GATHER:
+                mask = m[:, None] if EVEN_D else m[:, None] & (start + k < D)[None, :]
+                x_block = tl.load(source + start + offsets, mask=mask, other=0.0)
+            else:
+                x_block = load_rows(x, row, start, m, D, BLOCK_M, BLOCK_K, DESCRIPTORS)
             w_block = load_weight(
                 w, e, column * BLOCK_N, start, F, D, BLOCK_N, BLOCK_K, STACK, DESCRIPTORS
             )
-            acc = tl.dot(x, w_block.T, acc, input_precision=PRECISION)
+            acc = tl.dot(x_block, w_block.T, acc, input_precision=PRECISION)
 
-        h_row = h_ptr + (row + r).to(tl.int64)[:, None] * (STACK * F)
-        a_row = a_ptr + (row + r).to(tl.int64)[:, None] * F
+        h = h_ptr + row.to(tl.int64) * (STACK * F)
+        a = a_ptr + row.to(tl.int64) * F
         col = column * BLOCK_N
         if GLU:
             gate, up = halves(acc)
-            _store_piece(gate, up, h_row, a_row, col, m, F, BLOCK_N, GLU, ACTIVATION, SAVE_H)
+            _store_piece(gate, up, h, a, r, col, m, F, BLOCK_N, GLU, ACTIVATION, SAVE_H)
         else:
-            # In fewer pieces than four the exact GELU spills registers.
+            # In one piece the exact GELU spills registers.
             for i in tl.static_range(4):
-                piece = quarter(acc, i)
-                _store_piece(piece, None, h_row, a_row, col, m, F, BLOCK_N, GLU, ACTIVATION, SAVE_H)
+                q = piece(acc, i, 4)
+                _store_piece(q, None, h, a, r, col, m, F, BLOCK_N, GLU, ACTIVATION, SAVE_H)
                 col += BLOCK_N // 4
 
 
@@ -121,9 +131,13 @@ def up(
     *,
     top_k: int,
     save_h: bool,
+    gather: bool = True,
     tile: Tile,
 ) -> tuple[Tensor, Tensor]:
-    """Pre-activations [N, F or 2F] (empty unless ``save_h``) and activations [N, F]."""
+    """Pre-activations [N, F or 2F] (empty unless ``save_h``) and activations [N, F].
+
+    x is [T, D], or without ``gather`` rows [N, D] in the order of ``order``.
+    """
     experts, columns, hidden = w1.shape
     glu = is_glu(activation)
     ffn = columns // 2 if glu else columns
@@ -132,14 +146,16 @@ def up(
     a = x.new_empty((rows, ffn))
     descriptors = uses_descriptors(x)
     stack = 2 if glu else 1
-    w = w1
+    source, w = x, w1
+    if descriptors and not gather:
+        source = matrices(x, (tile.block_m, tile.block_k))
     if descriptors:
         block = (stack, tile.block_n, tile.block_k)
         w = matrices(w1.view(experts * stack, ffn, hidden), block)
     launch(
         up_kernel,
         (programs(x, tile.programs_per_unit),),
-        x,
+        source,
         w,
         order,
         tiles,
@@ -148,10 +164,11 @@ def up(
         D=hidden,
         F=ffn,
         TOP_K=top_k,
+        GATHER=gather,
         GLU=glu,
         ACTIVATION=base_function(activation),
         SAVE_H=save_h,
-        WIDE=wide(x),
+        WIDE=wide(x, tile),
         DESCRIPTORS=descriptors,
         PRECISION=precision(x),
         XCDS=xcds(x),
@@ -173,7 +190,7 @@ def gate_cases(target: Target) -> list[GateCase]:
                 target,
                 op,
                 pointers={
-                    "x_ptr": "*bf16",
+                    "x": "*bf16",
                     "order_ptr": "*i32",
                     "tiles_ptr": "*i32",
                     "h_ptr": "*bf16",
@@ -184,10 +201,11 @@ def gate_cases(target: Target) -> list[GateCase]:
                     "D": 2048,
                     "F": 1024,
                     "TOP_K": 8,
+                    "GATHER": True,
                     "GLU": glu,
                     "ACTIVATION": base_function(activation),
                     "SAVE_H": True,
-                    "WIDE": target.backend == "cuda",
+                    "WIDE": target.backend == "cuda" and tile.flatten,
                 },
             )
         )

@@ -83,3 +83,21 @@ def test_version_is_said_once_in_metadata_and_once_in_code(member: str) -> None:
     source = (package / "src" / member.replace("-", "_") / "__init__.py").read_text()
     assert f'__version__ = "{version}"' in source
     assert f"[v{version}]" in (package / "CHANGELOG.md").read_text()
+
+
+def test_readme_example_runs() -> None:
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert example is not None
+    exec(compile(example[1], "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_readme_tree_names_files_that_exist() -> None:
+    tree = (ROOT / "README.md").read_text().split("```\npackages/\n")[1].split("```")[0]
+    folder = ROOT
+    for line in tree.splitlines():
+        if line.startswith("  mb-"):
+            folder = ROOT / "packages" / line.strip().rstrip("/")
+            continue
+        for name in re.findall(r"(?:^|(?<= ))[\w/]+(?:\.py|/)(?=;| |$)", line.split("  ;")[0]):
+            if folder != ROOT and line.startswith("    "):
+                assert (folder / name).exists(), f"README names {folder / name}"

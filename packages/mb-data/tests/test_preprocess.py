@@ -170,6 +170,10 @@ def test_bad_line_names_its_place_and_leaves_nothing(tmp_path, case, block_bytes
     assert len(listed) == 1
     assert "in.jsonl, line 13: " in listed[0]
 
+    source.write_bytes(b'{"text": "a"}\n')
+    assert preprocess(source, tmp_path / "out", on_error="skip").bad_lines_file is None
+    assert not (tmp_path / "out_skipped.txt").exists()
+
 
 def test_many_bad_lines_are_all_accounted_for(tmp_path):
     source = tmp_path / "in.jsonl"
@@ -225,6 +229,7 @@ def test_a_line_of_200_megabytes(tmp_path):
         ({"tokenizer": "bert-base-uncased", "append_eod": True}, "has no eod token"),
         ({"json_keys": []}, "one or more different names"),
         ({"json_keys": ["a", "a"]}, "one or more different names"),
+        ({"json_keys": ["a/b"]}, "'a/b' cannot be part of a file's name"),
         ({"workers": 0}, "workers must be at least 1"),
         ({"on_error": "ignore"}, "expected stop or skip"),
         ({"split_sentences": True, "language": "klingonese"}, "give an ISO 639 code"),

@@ -10,7 +10,6 @@ account, so a run may die at any point. The final names appear in ``finish`` alo
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -88,30 +87,31 @@ class PartialOutput:
         self.state = State(tuple(Place() for _ in outputs))
 
     def __enter__(self) -> PartialOutput:
-        self._lock = self._acquire_lock()
-        saved = self._load() if self._resume else None
-        if saved is None:
-            for path in self.directory.iterdir():
-                if path.name != "lock":
-                    path.unlink()
-            _write_synced(self.directory / "settings.json", self._settings)
-        else:
-            self.state = saved
-        self._files = [open(path, "ab") for path in self._all_files()]  # noqa: SIM115
-        self._report = self._files[-1]
-        self._report.truncate(self.state.reported)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, self._acquire_lock())
+            saved = self._load() if self._resume else None
+            if saved is None:
+                for path in self.directory.iterdir():
+                    if path.name != "lock":
+                        path.unlink()
+                _write_synced(self.directory / "settings.json", self._settings)
+            else:
+                self.state = saved
+            self._files = [stack.enter_context(open(path, "ab")) for path in self._all_files()]
+            self._report = self._files[-1]
+            self._report.truncate(self.state.reported)
+            self._report.seek(0, os.SEEK_END)
+            self._open = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        for file in self._files:
-            with contextlib.suppress(OSError):
-                file.close()
         # A mistake in the input or the command would meet the same end again: nothing to resume.
         if kind is None or issubclass(kind, ValueError):
-            self._remove()
-        os.close(self._lock)
+            shutil.rmtree(self.directory, ignore_errors=True)
+        with contextlib.suppress(OSError):  # closing a file flushes it, to a disk that may be full
+            self._open.close()
 
     def key_files(self, key: int) -> tuple[Path, Path, Path]:
         """Files of tokens, sizes and counts of a key, which workers write into."""
@@ -138,13 +138,8 @@ class PartialOutput:
             with open(tokens, "rb") as file:
                 os.fsync(file.fileno())
             with open(self.directory / f"{key}.idx", "wb") as index:
-                lengths = _map_int32(sizes, place.sequences)
-                if place.counts:
-                    documents = np.zeros(place.counts + 1, dtype=np.int64)
-                    np.cumsum(_map_int32(counts, place.counts), out=documents[1:])
-                else:
-                    documents = np.arange(place.sequences + 1, dtype=np.int64)
-                write_index(index, self.dtype, lengths, documents)
+                split = _map_int32(counts, place.counts) if place.counts else None
+                write_index(index, self.dtype, _map_int32(sizes, place.sequences), split)
                 index.flush()
                 os.fsync(index.fileno())
         for key, output in enumerate(self.outputs):
@@ -152,6 +147,7 @@ class PartialOutput:
             idx_path(output).unlink(missing_ok=True)
             os.replace(self.key_files(key)[0], bin_path(output))
             os.replace(self.directory / f"{key}.idx", idx_path(output))
+        self.report_target.unlink(missing_ok=True)  # that of an earlier run says nothing now
         if state.reported:
             self._report.flush()
             os.replace(self._report.name, self.report_target)
@@ -180,6 +176,8 @@ class PartialOutput:
         return state
 
     def _acquire_lock(self) -> int:
+        import fcntl  # here: reading datasets needs no locks, which not every system has
+
         give_up = time.monotonic() + LOCK_PATIENCE
         path = self.directory / "lock"
         while True:
@@ -205,9 +203,6 @@ class PartialOutput:
                     ) from None
                 time.sleep(0.05)
             os.close(lock)
-
-    def _remove(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def _map_int32(path: Path, count: int) -> np.ndarray:

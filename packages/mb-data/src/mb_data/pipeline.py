@@ -194,6 +194,7 @@ def _serve(
     files: Sequence[tuple[Path, Path, Path]],
 ) -> None:
     """The worker's side: obey "encode" and "write" until the parent is gone."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     for other in inherited:  # or the end of the parent would go unnoticed
         other.close()

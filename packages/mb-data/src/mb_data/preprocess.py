@@ -7,8 +7,7 @@ write to their final place (``pipeline``); the state on disk lets a killed run g
 Memory: a worker holds its tokenizer, up to three blocks with their tokens, and what the engine
 remembers of words, which it drops at 256 MB: together some 0.5 GB at worst, 0.2 GB on common text.
 A line longer than a block takes 12 bytes for each of its own, so up to 0.8 GB more at the limit,
-``max_line_bytes`` = 64 MB. None of this depends on the size of the input; the index, built at the
-end, takes 12 bytes a sequence and 8 a document.
+``max_line_bytes`` = 64 MB. None of this depends on the size of the input.
 """
 
 from __future__ import annotations
@@ -123,6 +122,9 @@ def preprocess(
     keys = tuple(json_keys)
     if not keys or len(set(keys)) < len(keys):
         raise ValueError(f"JSON keys must be one or more different names, got {list(keys)}")
+    for key in keys:
+        if "/" in key or not key:
+            raise ValueError(f"JSON key {key!r} cannot be part of a file's name")
     if on_error not in ("stop", "skip"):
         raise ValueError(f"on_error {on_error!r}: expected stop or skip")
     for name, value in (("block_bytes", block_bytes), ("max_line_bytes", max_line_bytes)):
@@ -169,7 +171,7 @@ def preprocess(
             run_workers(
                 job,
                 (item for item in todo if item[0] >= partial.state.blocks),
-                workers=workers,
+                workers=min(workers, _count_blocks(sources, block_bytes) or workers),
                 files=[partial.key_files(key) for key in range(len(keys))],
                 place=run.place,
                 written=run.written,
@@ -301,6 +303,13 @@ class _Run(AbstractContextManager):
                     self.failure = error
                     return
                 last = state
+
+
+def _count_blocks(sources: Sequence[Source], block_bytes: int) -> int:
+    """How many blocks there are, 0 if reading alone can tell."""
+    if not all(source.seekable for source in sources):
+        return 0
+    return max(1, sum(-(-source.size // block_bytes) for source in sources))
 
 
 def _cores() -> int:

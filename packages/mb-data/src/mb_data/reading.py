@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-import numpy as np
-
 STDIN = "-"
 MAGIC_NUMBERS = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\x00": "xz"}
 KINDS = (".jsonl", ".json", ".ndjson")
@@ -123,11 +121,13 @@ def read_lines(block: Block, max_line_bytes: int) -> list[memoryview]:
 
 
 def _split(data: bytes) -> list[memoryview]:
-    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")).tolist()
-    if data and not data.endswith(b"\n"):
-        ends.append(len(data))
-    view, starts = memoryview(data), [0, *(end + 1 for end in ends)]
-    return [view[start:end] for start, end in zip(starts, ends, strict=False)]
+    view, lines, start = memoryview(data), [], 0
+    while (end := data.find(b"\n", start)) >= 0:
+        lines.append(view[start:end])
+        start = end + 1
+    if start < len(data):
+        lines.append(view[start:])
+    return lines
 
 
 def _stream_blocks(

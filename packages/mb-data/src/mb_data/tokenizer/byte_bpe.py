@@ -264,7 +264,7 @@ class ByteLevelBPE(Tokenizer):
                 "ignore_merges": self.readable.ignore_merges,
             },
         }
-        engine = load_hf_json(json.dumps(description))
+        engine = load_hf_json(json.dumps(description, ensure_ascii=False))
         assert not hasattr(engine, "encode_no_normalize"), "SentencePiece, which was not asked for"
         return cast("BPETokenizer", engine)
 

@@ -3,10 +3,11 @@
     python packages/mb-layers/benchmarks/run.py            # on a GPU
     python packages/mb-layers/benchmarks/run.py --smoke    # tiny, on CPU
 
-The baseline is `mb_kernels.expert_mlp` alone, forward and backward, on the routing that the layer's
-router makes of the same tokens. Variants run alternately in one process, five passes queued between
-two readings of the clock; times are medians. "held" is what lives between forward and backward: the
-tokens, and what autograd keeps besides parameters. Prints a table, then one line of JSON.
+The baseline is `mb_kernels.bin_tokens` and `expert_mlp`, forward and backward, on the routing that
+the layer's router makes of the same tokens. Variants run alternately in one process, five passes
+queued between two readings of the clock; times are medians. "held" is what lives between forward
+and backward: the tokens, and what autograd keeps besides parameters. Prints a table, then one line
+of JSON.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ SHAPES = {
 }
 
 
+Pass = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+
+
 def variants(shape: tuple[int, int, int, int, int, str], device: str) -> dict[str, Callable]:
-    """Each maps x to (the outputs that need a gradient, their gradients)."""
+    """Each returns outputs, the inputs to differentiate for, and the outputs' gradients."""
     tokens, hidden, ffn, experts, top_k, activation = shape
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     config = MoEConfig(
@@ -50,18 +54,18 @@ def variants(shape: tuple[int, int, int, int, int, str], device: str) -> dict[st
     dy = torch.randn_like(x)
     with torch.no_grad():
         routed = layer.router(x)
-        bins = mb_kernels.bin_tokens(routed.expert_ids_TK, experts)
-    weights = routed.weights_TK.clone().requires_grad_()
     one = torch.ones((), device=device)
+    w1, w2 = layer.experts.w1, layer.experts.w2
 
-    def kernels() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        w1, w2 = layer.experts.w1, layer.experts.w2
+    def kernels() -> Pass:
+        weights = routed.weights_TK.clone().requires_grad_()  # the routing counts as held
+        bins = mb_kernels.bin_tokens(routed.expert_ids_TK, experts)
         y = mb_kernels.expert_mlp(x, w1, w2, bins, weights, activation=activation)
-        return [y], [dy]
+        return [y], [x, w1, w2, weights], [dy]
 
-    def whole(run: Callable) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def whole(run: Callable) -> Pass:
         y, aux_loss, _ = run(x)
-        return [y, aux_loss], [dy, one]
+        return [y, aux_loss], [x, *layer.parameters()], [dy, one]
 
     compiled = torch.compile(layer, fullgraph=True)
     named = {"kernels": kernels, "layer": lambda: whole(layer)}
@@ -77,7 +81,7 @@ def measure(run: Callable, device: str, passes: int = 5) -> tuple[float, float]:
             run()
     times.append(_now(device))
     for _ in range(passes):
-        torch.autograd.backward(*run())
+        torch.autograd.grad(*run())
     times.append(_now(device))
     if device == "cuda":
         torch.cuda.synchronize()
@@ -107,16 +111,16 @@ def held_bytes(run: Callable, device: str) -> int:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs, _ = run()
+            outputs = run()
         del outputs
         return sum(seen.values())
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    outputs, grads = run()
+    outputs = run()
     torch.cuda.synchronize()
-    # y is not kept for the backward pass, x, of the same size, is.
+    # y is not kept for the backward pass; x, of the same size, is.
     held = torch.cuda.memory_allocated() - before
-    torch.autograd.backward(outputs, grads)
+    torch.autograd.grad(*outputs)
     return held
 
 

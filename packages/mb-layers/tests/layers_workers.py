@@ -44,6 +44,7 @@ def _join(rank: int, port: int) -> None:
     for check in (fsdp2, dtensor_weights, global_batch_balance):
         torch.manual_seed(11)  # the same weights and tokens on every rank
         check()
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -76,6 +76,8 @@ class MoEConfig:
         mlp_impl: how the experts compute, over the same parameters: "grouped" matrix products, or
             MegaBlocks' block-"sparse" ones, for which F must be a multiple of 128.
         recompute: the experts save only the tokens for the backward pass, and recompute the rest.
+        saved_activation_bits: 8 or 4: the experts save their pre-activations rounded to as many
+            bits, a half or a quarter of bf16's memory. The output is exact, gradients are not.
     """
 
     hidden_size: int
@@ -115,6 +117,7 @@ class MoEConfig:
     output_init_std: float | None = None
     mlp_impl: MLPImpl = "grouped"
     recompute: bool = False
+    saved_activation_bits: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
@@ -138,6 +141,8 @@ class MoEConfig:
         self._check_shared_expert()
         if self.mlp_impl == "sparse":
             self._check_sparse()
+        if self.saved_activation_bits is not None:
+            self._check_saved_activations()
         if not 0 <= self.jitter_eps < 1:
             raise ValueError(
                 f"expected 0 <= jitter_eps < 1, got {self.jitter_eps}; 0 turns jitter off"
@@ -195,6 +200,24 @@ class MoEConfig:
                 f"mlp_bias={self.mlp_bias}, shared_expert_bias={self.shared_expert_bias}; "
                 "use mlp_impl='grouped'"
             )
+
+    def _check_saved_activations(self) -> None:
+        if self.saved_activation_bits not in (4, 8):
+            raise ValueError(
+                "expected saved_activation_bits to be 4, 8 or None, "
+                f"got {self.saved_activation_bits!r}"
+            )
+        for name, value, remedy in (
+            ("recompute", self.recompute, "recompute saves no activations at all"),
+            ("mlp_impl", self.mlp_impl == "sparse", "use mlp_impl='grouped'"),
+            ("mlp_bias", self.mlp_bias, "use mlp_bias=False, or recompute=True"),
+            ("shared_expert_bias", self.shared_expert_bias, "use recompute=True"),
+        ):
+            if value:
+                raise ValueError(
+                    f"expected saved_activation_bits=None with {name}={getattr(self, name)!r}, "
+                    f"got {self.saved_activation_bits}; {remedy}"
+                )
 
     def _check_groups(self) -> None:
         if self.num_expert_groups is None and self.top_k_groups is None:

@@ -73,16 +73,12 @@ class _StackedMLP(nn.Module):
             x_RD, to_plain(self.w1, num_experts), to_plain(self.w2, num_experts)
         )
         if self.b1 is None or self.b2 is None:
-            sparse = config.mlp_impl == "sparse"
-            expert_mlp = mb_kernels.sparse_expert_mlp if sparse else mb_kernels.expert_mlp
-            return expert_mlp(
-                x_RD,
-                w1,
-                w2,
-                bins,
-                weights_RK,
-                activation=config.activation,
-                recompute=config.recompute,
+            arguments = (x_RD, w1, w2, bins, weights_RK)
+            options = {"activation": config.activation, "recompute": config.recompute}
+            if config.mlp_impl == "sparse":
+                return mb_kernels.sparse_expert_mlp(*arguments, **options)
+            return mb_kernels.expert_mlp(
+                *arguments, **options, saved_activation_bits=config.saved_activation_bits
             )
         _, b1, b2 = cast_alike(x_RD, to_plain(self.b1, num_experts), to_plain(self.b2, num_experts))
         arguments = (x_RD, w1, w2, bins, weights_RK, self._activate)

@@ -16,6 +16,9 @@ is the loss of the global batch exactly (arXiv 2501.11873): only counts are exch
 
 The z-loss (ST-MoE, arXiv 2202.08906, eq. 5) is the mean of logsumexp(logits)^2.
 
+These are the definitions. For softmax routing a layer calls `mb_kernels.router_losses`, the same
+numbers in three launches.
+
 Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 """
 
@@ -68,39 +71,18 @@ def sequence_load_balancing_loss(probs_BSE: Tensor, expert_ids_BSK: Tensor) -> T
     return num_experts * (mean_probs_BE * load_BE).sum() / max(num_sequences, 1)
 
 
-def z_loss(logits_TE: Tensor, probs_TE: Tensor | None = None) -> Tensor:
+def z_loss(logits_TE: Tensor) -> Tensor:
     """Return the unweighted router z-loss, mean_t logsumexp_e(logits)^2, an fp32 scalar.
 
     It keeps logits small, which keeps a low-precision router stable. Zero tokens give 0.
-
-    Args:
-        logits_TE: the router's logits [T, E], with gradient.
-        probs_TE: their softmax, if somebody keeps it for the backward pass already: it is all that
-            this loss needs then, and the logits are not kept beside it.
     """
-    logits_TE = at_least_fp32(logits_TE)
-    if probs_TE is None:
-        lse_T = torch.logsumexp(logits_TE, dim=-1)
-    else:
-        lse_T = _LogSumExp.apply(logits_TE, probs_TE.detach())
+    lse_T = torch.logsumexp(at_least_fp32(logits_TE), dim=-1)
     return lse_T.square().sum() / max(logits_TE.shape[0], 1)
 
 
-class _LogSumExp(torch.autograd.Function):
-    """logsumexp of the logits, whose derivative is their softmax."""
-
-    @staticmethod
-    def forward(logits_TE: Tensor, probs_TE: Tensor) -> Tensor:
-        return torch.logsumexp(logits_TE, dim=-1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
-        (probs_TE,) = ctx.saved_tensors
-        return grad_T[:, None] * probs_TE, None
+def entropy(probs_TE: Tensor) -> Tensor:
+    """Return the mean entropy of the rows in nats, a scalar. Zero tokens give 0."""
+    return torch.special.entr(probs_TE).sum() / max(probs_TE.shape[0], 1)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

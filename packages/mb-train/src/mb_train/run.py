@@ -23,7 +23,7 @@ from mb_train.data import Data, prepare_data
 from mb_train.flags import to_toml
 from mb_train.models.gpt import GPT
 from mb_train.optimizer import build_optimizer
-from mb_train.reporting import RunLog
+from mb_train.reporting import RunLog, open_board
 from mb_train.run_folder import SavedRun
 from mb_train.schedule import Schedule, build_schedule, train_iterations, train_samples
 
@@ -130,15 +130,17 @@ class Run:
 
     def _open_folder(self, start: Start | None) -> RunLog:
         """Make the run folder ready: an earlier run's files move aside unless this one goes on."""
-        if self.folder is None or rank() != 0:
+        if rank() != 0:
             return RunLog(None)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        board = open_board(self.config.tensorboard_dir)
+        if self.folder is None:
+            return RunLog(None, board)
         if start is None or self.config.finetune:
             moved = run_folder.set_aside(self.folder)
             if moved is not None:
                 self.say(f" {self.folder} holds an earlier run: moved to {moved}")
+        log = RunLog(self.folder / run_folder.LOG_FILE, board)
         run_folder.write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
-        log = RunLog(self.folder / run_folder.LOG_FILE)
         log.write(
             "start",
             iteration=self.progress.iteration,

@@ -40,7 +40,7 @@ def one_process(tokens, tmp_path_factory) -> Path:
 
 def test_two_ranks_take_the_same_steps_and_one_process_goes_on(one_process, tokens, tmp_path):
     two = tmp_path / "two"
-    arguments = tiny_run.flags(tokens, two, "--exit-interval 4 --zero-stage 3")
+    arguments = tiny_run.flags(tokens, two, "--exit-interval 4 --zero-stage 3", "--async-save")
     (code, out, _), (other_code, silence, _) = run_ranks(_main, 2, arguments)
     assert (code, other_code, silence) == (0, 0, "")
     assert out.count(" validation loss at") == 1

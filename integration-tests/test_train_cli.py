@@ -70,12 +70,29 @@ def test_a_second_run_in_a_folder_moves_the_first_aside(finished, tokens, capsys
 
 
 def test_a_dense_model_with_dropout_and_weight_norms(tokens, tmp_path, capsys):
-    more = "--train-iters 2 --log-params-norm --optimizer sgd --recompute-granularity full"
+    more = "--train-iters 2 --log-params-norm --optimizer sgd --num-workers 0"
+    more += " --recompute-granularity full"
     assert main(tiny_run.flags(tokens, None, more, moe=False)) == 0
     out = capsys.readouterr().out
     assert re.search(r"grad norm: \S+ \| params norm: \d+\.\d{3} \|", out)
     assert "load balancing" not in out
     assert "nothing was kept" in out
+
+
+def test_a_length_in_samples_and_a_limit_in_time(tokens, tmp_path, capsys):
+    words = " ".join(tiny_run.flags(tokens, tmp_path / "run"))
+    for flag in ("--train-iters 8", "--lr-warmup-iters 2", "--lr-decay-iters 8"):
+        words = words.replace(flag, "")
+    words += " --train-samples 18 --lr-warmup-samples 4 --eval-iters 0 --log-interval 1"
+    assert main([*words.split(), "--exit-duration-in-mins", "0.00001"]) == 0
+    assert "stopping at iteration 1: --exit-duration-in-mins 1e-05" in capsys.readouterr().out
+    assert main(["--load", str(tmp_path / "run")]) == 0
+    events = tiny_run.events(tmp_path / "run", "train")
+    assert [event["consumed_samples"] for event in events] == [4, 8, 12, 16]
+    rates = [event["lr"] for event in events]  # a cosine from sample 4 to sample 16
+    assert rates == pytest.approx([3e-3, 2.25e-3, 7.5e-4, 0.0])
+    assert main(["--load", str(tmp_path / "run")]) == 0  # one more length of its schedule
+    assert tiny_run.events(tmp_path / "run", "train")[-1]["iteration"] == 8
 
 
 @pytest.mark.parametrize(

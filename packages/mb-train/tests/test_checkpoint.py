@@ -2,12 +2,17 @@
 
 import os
 import pickle
+import threading
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
-from mb_train.checkpoint import CheckpointError, Progress, load_checkpoint, save_checkpoint
+import torch.distributed.checkpoint as dcp
+from mb_parallel.testing import run_ranks
+from mb_train.checkpoint import CheckpointError, Progress, load_checkpoint
 from mb_train.run_folder import find_checkpoint, read_saved_run, set_aside
+from mb_train.saver import Saver, checkpoints
 from torch import nn
 
 
@@ -23,11 +28,21 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-def save(folder, model, optimizer, iteration=7):
-    return save_checkpoint(
-        folder, model, optimizer, Progress(iteration, 10 * iteration),
+def begin(saver, model, optimizer, iteration=7):
+    saver.save(
+        model, optimizer, Progress(iteration, 10 * iteration),
         config={"seed": 1, "load": "x"}, identity={"width": 5}, data={"bin_bytes": [3]},
     )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_process():
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+def save(folder, model, optimizer, iteration=7):
+    begin(Saver(folder), model, optimizer, iteration)
+    return folder / f"iter_{iteration:07d}"
 
 
 def test_round_trip(tmp_path):
@@ -182,3 +197,66 @@ def test_setting_aside_keeps_data_and_counts_up(tmp_path):
         assert set_aside(tmp_path) == tmp_path / f"previous-{number}"
     assert (tmp_path / "data").is_dir()
     assert not (tmp_path / "log.jsonl").exists()
+
+
+def _async_ranks(rank, world_size, folder):
+    """Save beside the training, train on at once, and return what was saved and what was loaded."""
+    model, optimizer = make()
+    step(model, optimizer)
+    saver = Saver(folder, asynchronous=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    begin(saver, model, optimizer)
+    step(model, optimizer)
+    done = None
+    while done is None:
+        done = saver.poll()
+    saver.close()
+    other, _ = make(seed=1)
+    load_checkpoint(folder / "iter_0000007", other, None)
+    return done, all(map(torch.equal, before, other.parameters()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saving_beside_the_training_keeps_the_state_of_its_moment(tmp_path, ranks):
+    results = run_ranks(_async_ranks, 2, tmp_path) if ranks == 2 else [_async_ranks(0, 1, tmp_path)]
+    assert results == [(7, True)] * ranks
+
+
+def test_an_asynchronous_save_counts_only_when_it_is_whole(tmp_path, monkeypatch):
+    model, optimizer = make()
+    step(model, optimizer)
+    saver = Saver(tmp_path, asynchronous=True)
+    release = threading.Event()
+    write = dcp.FileSystemWriter.write_data
+
+    def slow(*arguments):
+        assert release.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", slow)
+    begin(saver, model, optimizer, 3)
+    assert saver.poll() is None
+    assert find_checkpoint(tmp_path) is None
+    release.set()
+    assert saver.wait() == 3
+    assert saver.wait() is None
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000003"
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", fail)
+    begin(saver, model, optimizer, 4)
+    with pytest.raises(OSError, match=r"Cannot write a checkpoint to .*No space left"):
+        saver.wait()
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000003"
+    saver.close()
+
+
+def test_only_the_last_few_are_kept(tmp_path):
+    model, optimizer = make()
+    step(model, optimizer)
+    saver = Saver(tmp_path, keep=2)
+    for iteration in (9, 10, 11):
+        begin(saver, model, optimizer, iteration)
+    assert [path.name for path in checkpoints(tmp_path)] == ["iter_0000010", "iter_0000011"]

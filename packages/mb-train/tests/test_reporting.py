@@ -2,13 +2,22 @@
 
 import json
 import math
+import sys
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 from mb_parallel.testing import run_ranks
 from mb_train.metrics import Accumulator
-from mb_train.reporting import RunLog, extra_line, read_log, train_line, validation_lines
+from mb_train.reporting import (
+    RunLog,
+    extra_line,
+    open_board,
+    read_log,
+    train_line,
+    validation_lines,
+)
 
 
 def test_the_training_line_is_megatrons():
@@ -109,6 +118,46 @@ def test_not_a_number_is_left_out_of_the_line_and_null_in_the_log(tmp_path):
     assert read_log(tmp_path / "new" / "log.jsonl") == [
         {"event": "train", "lm_losses": [None, 1.0], "layers": {"a": [None]}}
     ]
+
+
+class _Writer:
+    def __init__(self, folder):
+        self.folder, self.added, self.closed = folder, {}, False
+
+    def add_scalar(self, name, value, step):
+        self.added[name] = (value, step)
+
+    def close(self):
+        self.closed = True
+
+
+def test_tensorboard_gets_megatrons_names(tmp_path, monkeypatch):
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = _Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    log = RunLog(None, open_board("boards"))
+    log.write("start", iteration=0)
+    log.write(
+        "train", iteration=5, consumed_samples=40, lm_loss=2.0, lr=0.1, grad_norm=3.0,
+        params_norm=None, batch_size=8, ms_per_iteration=500.0, tokens_per_s=9.0,
+        load_imbalance=[1.5],
+    )  # fmt: skip
+    log.write("eval", iteration=5, place="iteration 5", lm_loss=2.5, ppl=12.0)
+    log.close()
+    writer = log._board
+    assert (writer.folder, writer.closed) == ("boards", True)
+    assert writer.added["lm loss"] == (2.0, 5)
+    assert writer.added["lm loss vs samples"] == (2.0, 40)
+    assert writer.added["iteration-time"] == (0.5, 5)
+    assert writer.added["expert load max over mean/layer 0"] == (1.5, 5)
+    assert writer.added["lm loss validation ppl"] == (12.0, 5)
+    assert "params-norm" not in writer.added
+
+
+def test_tensorboard_missing_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match=r"pip install 'mb-train\[tensorboard\]'"):
+        open_board("boards")
 
 
 def test_a_log_cut_short_is_read_up_to_there(tmp_path):

@@ -1,12 +1,10 @@
-"""Checkpoints: torch's distributed format, written whole or not at all, read without trust.
+"""Checkpoints: torch's distributed format, read without trust. `saver` writes them.
 
     RUN/latest_checkpointed_iteration.txt    the iteration to go on from
     RUN/iter_0000100/run.json                configuration, counters, what model this is
     RUN/iter_0000100/.metadata, *.distcp     tensors, in shards as the ranks held them
 
-Every rank writes its shards under a temporary name; when all are on disk rank 0 renames the folder
-and then rewrites the "latest" file, so a run that is killed leaves its previous checkpoint in
-force. Shards are found by name and place: any number of ranks can load what any other wrote.
+Shards are found by name and place: any number of ranks can load what any other wrote.
 
 The format's `.metadata` is a pickle, which could run code. It is read through an unpickler that
 knows the format's own dozen classes and refuses the rest; tensors are read with torch's
@@ -16,33 +14,19 @@ knows the format's own dozen classes and refuses the rest; tensors are read with
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import shutil
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from mb_parallel import rank, world_size
+from mb_parallel import world_size
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-
-from mb_train.run_folder import (
-    FORMAT,
-    LATEST,
-    RUN_FILE,
-    SavedRun,
-    iteration_folder,
-    sync_directory,
-    write_text,
-)
 
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
@@ -70,57 +54,6 @@ class Progress:
     consumed_samples: int
 
 
-def save_checkpoint(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    progress: Progress,
-    *,
-    config: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    data: Mapping[str, Any],
-) -> Path:
-    """Write one checkpoint under `folder` from all ranks; return its own folder.
-
-    Args:
-        optimizer: None leaves its state out.
-        config: fields of the run.
-        identity: what makes the model this model; a load compares it.
-        data: what tells this data from other.
-
-    Raises:
-        OSError: the disk is full or not writable; the previous checkpoint stays in force.
-    """
-    final = folder / iteration_folder(progress.iteration)
-    draft = final.with_name(final.name + ".partial")
-    if rank() == 0:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-    _barrier()
-    state = _state(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(draft), no_dist=world_size() == 1)
-        except CheckpointException as error:
-            raise OSError(f"Cannot write checkpoint {final}: {_cause(error)}") from error
-    if rank() == 0:
-        run = SavedRun(
-            format=FORMAT,
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            config=dict(config),
-            identity=dict(identity),
-            data=dict(data),
-            torch=torch.__version__,
-        )
-        write_text(draft / RUN_FILE, json.dumps(asdict(run), indent=1) + "\n")
-        _replace_folder(draft, final)
-        write_text(folder / LATEST, f"{progress.iteration}\n")
-    _barrier()
-    return final
-
-
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Read the tensors of the checkpoint folder `path` into `model` and `optimizer`, in place.
 
@@ -139,7 +72,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         shapes[name] = tuple(entry.size)
     if optimizer is not None:
         _make_optimizer_state(model, optimizer, shapes, path)
-    state = _state(model, optimizer)
+    state = tensors_of(model, optimizer)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if optimizer is None:
         shapes = {name: size for name, size in shapes.items() if not name.startswith("optimizer.")}
@@ -149,16 +82,16 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         try:
             dcp.load(state, storage_reader=reader, no_dist=world_size() == 1)
         except CheckpointException as error:
-            raise CheckpointError(f"{path} is damaged: {_cause(error)}") from error
+            raise CheckpointError(f"{path} is damaged: {cause_of(error)}") from error
 
 
-def _cause(error: CheckpointException) -> str:
+def cause_of(error: CheckpointException) -> str:
     """What went wrong on the first rank that failed."""
     cause = next(iter(error.failures.values()))[0]
     return f"{type(cause).__name__}: {cause}"
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Tensors by stable names: `model.NAME`, and `optimizer.KIND.NAME` for each parameter."""
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     if optimizer is not None:
@@ -210,22 +143,6 @@ def _compare(path: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) 
         name = other[0]
         parts.append(f"{name} is {list(found[name])}, expected {list(expected[name])}")
     raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(parts)}.")
-
-
-def _replace_folder(draft: Path, final: Path) -> None:
-    """Put a whole folder where an earlier one of that name may be."""
-    aside = final.with_name(final.name + ".old")
-    shutil.rmtree(aside, ignore_errors=True)
-    if final.exists():
-        os.rename(final, aside)
-    os.rename(draft, final)
-    sync_directory(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _barrier() -> None:
-    if world_size() > 1:
-        dist.barrier()
 
 
 class _SafeReader(dcp.FileSystemReader):

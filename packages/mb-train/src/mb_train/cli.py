@@ -1,4 +1,4 @@
-"""`mb-train`: train, or `mb-train doctor`, or `mb-train report RUN`.
+"""`mb-train`: train, or `mb-train generate RUN`, `mb-train report RUN`, `mb-train doctor`.
 
 Wrong input ends with one line on stderr and exit code 2. torch is imported only once the command
 line makes sense, so that `--help` and typing errors answer at once.
@@ -6,7 +6,6 @@ line makes sense, so that `--help` and typing errors answer at once.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import sys
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mb_train import __version__
 from mb_train.config import TrainConfig
-from mb_train.flags import CommandLine, parse, resolve, to_toml
+from mb_train.flags import CommandLine, Parser, parse, resolve, to_toml
 from mb_train.run_folder import LOG_FILE, SavedRun, find_checkpoint, read_saved_run
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, or 2 for wrong input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"doctor": _doctor, "report": _report}
+    commands = {"doctor": _doctor, "report": _report, "generate": _generate}
     try:
         if arguments and arguments[0] in commands:
             return commands[arguments[0]](arguments[1:])
@@ -151,7 +150,7 @@ def _close(config: TrainConfig, result: Result) -> None:
 
 
 def _doctor(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="mb-train doctor", description="What is this machine?")
+    parser = Parser(prog="mb-train doctor", description="What is this machine?")
     parser.add_argument("--save", default="runs", help="folder that runs would be written to")
     options = parser.parse_args(arguments)
     from mb_train.doctor import diagnose
@@ -165,7 +164,7 @@ def _doctor(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="mb-train report", description="Draw a run's curves.")
+    parser = Parser(prog="mb-train report", description="Draw a run's curves.")
     parser.add_argument("run", help="run folder")
     options = parser.parse_args(arguments)
     from mb_train.report import draw, summary
@@ -173,6 +172,38 @@ def _report(arguments: list[str]) -> int:
     folder = Path(options.run)
     print(summary(folder))
     print(f"picture: {draw(folder)}")
+    return 0
+
+
+def _generate(arguments: list[str]) -> int:
+    parser = Parser(prog="mb-train generate", description="Text from a checkpoint.")
+    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="default 64")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy; default 1")
+    parser.add_argument("--top-k", type=int, default=0, help="choose among this many; 0 among all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="choose among this probability")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice; default 0")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options = parser.parse_args(arguments)
+    import torch
+
+    from mb_train.generate import Generator, Sampling
+
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = Generator(Path(options.run), device)
+    print(options.prompt, end="", flush=True)
+    for piece in generator.text(options.prompt, sampling, max_new_tokens=options.max_new_tokens):
+        print(piece, end="", flush=True)
+    print()
     return 0
 
 

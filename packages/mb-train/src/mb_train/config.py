@@ -125,6 +125,8 @@ class TrainConfig:
     save_interval: int | None = _checkpoint(
         "steps between checkpoints; the last step is always saved"
     )
+    save_keep: int | None = _checkpoint("how many checkpoints to keep; default all (ours)")
+    async_save: bool = _checkpoint("write checkpoints beside the training", False)
     load: str | None = _checkpoint("run folder or iteration folder to go on from")
     finetune: bool = _checkpoint("take only the weights of --load: a new run from step 0", False)
     no_load_optim: bool = _checkpoint("do not take the optimizer state of --load", False)

@@ -52,7 +52,9 @@ class CommandLine:
     notes: tuple[str, ...]
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are exceptions."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message[:1].upper() + message[1:])
 
@@ -71,12 +73,13 @@ FIELD_TYPES: dict[str, Any] = {
 
 def build_parser(prog: str = "mb-train") -> argparse.ArgumentParser:
     """The parser of a training run; `values` holds only what was typed."""
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         description="Train a GPT, dense or Mixture-of-Experts. With no flag: a small dropless MoE "
         "on Python's own library.",
-        epilog="Also: mb-train doctor (what is this machine?), mb-train report RUN (draw its "
-        "curves). Accepted from Megatron scripts without effect, the matter being settled here: "
+        epilog="Also: mb-train generate RUN (text from it), mb-train report RUN (draw its curves), "
+        "mb-train doctor (what is this machine?). Accepted from Megatron scripts without effect, "
+        "the matter being settled here: "
         + ", ".join(SETTLED) + ".",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

@@ -3,13 +3,17 @@
 `quickstart` is what `mb-train` does when told nothing: a dropless Mixture-of-Experts GPT that
 learns the sample corpus on two CPU cores in about a minute. The others are the models of the
 MegaBlocks paper (Gale et al., arXiv 2211.15841) as its launch scripts train them: GPT-2 tokens,
-sequences of 1024, 512 of them per step, cosine decay, every layer an MoE of 64 top-1 experts.
+sequences of 1024, 512 of them per step, cosine decay; `dmoe-` and `moe-` have 64 top-1 experts in
+every layer, dropless or with capacity 1. Where a script says fp16, or Adafactor, the recipe says
+bf16 and Adam.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 Recipe = dict[str, Any]
@@ -29,56 +33,60 @@ def quickstart() -> Recipe:
     }  # fmt: skip
 
 
-# name: layers, hidden, heads, micro batch and peak rate of the 8-GPU dense and dMoE scripts.
-_SIZES: dict[str, tuple[int, int, int, tuple[int, float], tuple[int, float] | None]] = {
-    "46m": (6, 512, 8, (64, 6e-4), (64, 6e-4)),
-    "125m": (12, 768, 12, (64, 6e-4), (32, 6e-4)),
-    "356m": (24, 1024, 16, (32, 6e-4), (16, 6e-4)),
-    "760m": (24, 1536, 16, (32, 4e-4), (8, 4e-4)),
-    "1315m": (24, 2048, 16, (16, 4e-4), None),
+@dataclass(frozen=True)
+class _Size:
+    """A model of the paper, and (micro-batch, peak rate) of each of its launch scripts."""
+
+    layers: int
+    hidden: int
+    heads: int
+    dense: tuple[int, float]
+    dense_1gpu: tuple[int, float]
+    dmoe: tuple[int, float] | None = None
+    moe: tuple[int, float] | None = None
+
+
+_SIZES = {
+    "46m": _Size(6, 512, 8, (64, 6e-4), (64, 1.5e-4), dmoe=(64, 6e-4), moe=(64, 1.5e-4)),
+    "125m": _Size(12, 768, 12, (64, 6e-4), (32, 1.5e-4), dmoe=(32, 6e-4), moe=(32, 1.5e-4)),
+    "356m": _Size(24, 1024, 16, (32, 6e-4), (16, 1.5e-4), dmoe=(16, 6e-4), moe=(8, 1.5e-4)),
+    "760m": _Size(24, 1536, 16, (32, 4e-4), (16, 1.5e-4), dmoe=(8, 4e-4)),
+    "1315m": _Size(24, 2048, 16, (16, 4e-4), (8, 1.5e-4)),
 }
 
 
-def _paper(size: str, micro_batch: int, lr: float) -> Recipe:
-    layers, hidden, heads, *_ = _SIZES[size]
+def _paper(size: str, batch: tuple[int, float], name: str) -> Recipe:
+    model, (micro_batch, lr) = _SIZES[size], batch
     return {
-        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
-        "seq_length": 1024, "max_position_embeddings": 1024, "make_vocab_size_divisible_by": 1024,
-        "micro_batch_size": micro_batch, "global_batch_size": 512,
-        "lr": lr, "min_lr": lr / 10, "lr_decay_style": "cosine", "lr_warmup_fraction": 0.01,
-        "clip_grad": 1.0, "init_method_std": 0.02 if size == "1315m" else 0.01, "bf16": True,
+        "num_layers": model.layers, "hidden_size": model.hidden,
+        "num_attention_heads": model.heads, "seq_length": 1024, "max_position_embeddings": 1024,
+        "make_vocab_size_divisible_by": 1024,
+        "micro_batch_size": micro_batch, "global_batch_size": 512, "train_iters": 100_000,
+        "lr": lr, "min_lr": 1e-5 if lr == 1.5e-4 else lr / 10, "lr_decay_style": "cosine",
+        "lr_warmup_fraction": 0.01, "clip_grad": 1.0,
+        "init_method_std": 0.02 if size == "1315m" else 0.01, "bf16": True,
         "split": "969,30,1", "log_interval": 100, "eval_interval": 1000, "eval_iters": 100,
-        "save_interval": 2000,
+        "save_interval": 2000, "save": f"runs/{name}",
     }  # fmt: skip
 
 
-def dense(size: str) -> Recipe:
-    """A dense GPT of the paper, 100,000 steps."""
-    return _paper(size, *_SIZES[size][3]) | {"train_iters": 100_000, "save": f"runs/dense-{size}"}
-
-
-def dmoe(size: str) -> Recipe:
-    """A dropless MoE GPT of the paper: 64 experts, top-1, 20,000 steps (10 B tokens)."""
-    batch = _SIZES[size][4]
-    assert batch is not None
-    return _paper(size, *batch) | {
+def _experts(size: str, batch: tuple[int, float], name: str, capacity: float) -> Recipe:
+    return _paper(size, batch, name) | {
         "moe_num_experts": 64, "moe_top_k": 1, "moe_loss_weight": 0.1,
-        "train_iters": 20_000, "save": f"runs/dmoe-{size}",
+        "moe_capacity_factor": capacity, "train_iters": 20_000,
     }  # fmt: skip
-
-
-def moe(size: str) -> Recipe:
-    """The same with expert capacity 1: tokens beyond an expert's even share are dropped."""
-    return dmoe(size) | {"moe_capacity_factor": 1.0, "save": f"runs/moe-{size}"}
 
 
 def _registry() -> dict[str, Callable[[], Recipe]]:
     named: dict[str, Callable[[], Recipe]] = {"quickstart": quickstart}
-    for size, (*_, with_experts) in _SIZES.items():
-        named[f"dense-{size}"] = lambda size=size: dense(size)
-        if with_experts is not None:
-            named[f"dmoe-{size}"] = lambda size=size: dmoe(size)
-            named[f"moe-{size}"] = lambda size=size: moe(size)
+    for size, model in _SIZES.items():
+        for kind, batch in (("", model.dense), ("-1gpu", model.dense_1gpu)):
+            name = f"dense-{size}{kind}"
+            named[name] = partial(_paper, size, batch, name)
+        for kind, batch, capacity in (("dmoe", model.dmoe, 0.0), ("moe", model.moe, 1.0)):
+            if batch is not None:
+                name = f"{kind}-{size}"
+                named[name] = partial(_experts, size, batch, name, capacity)
     return named
 
 

@@ -123,9 +123,10 @@ def extra_line(tokens_per_s: float, stats: IntervalStats) -> str:
 
 
 class RunLog:
-    """Appends events to RUN/log.jsonl; a run without a folder, or another rank, writes none."""
+    """Appends events to RUN/log.jsonl, and scalars to TensorBoard; either may be absent."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, board: Any = None) -> None:
+        self._board = board
         self._file: IO[str] | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,11 +138,55 @@ class RunLog:
             record = {"event": event, **values}
             self._file.write(json.dumps(_finite(record)) + "\n")
             self._file.flush()
+        if self._board is not None:
+            for name, value in scalars(event, values).items():
+                self._board.add_scalar(name, value, values["iteration"])
+                if "consumed_samples" in values:
+                    self._board.add_scalar(f"{name} vs samples", value, values["consumed_samples"])
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         if self._file is not None:
             self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def scalars(event: str, values: dict[str, Any]) -> dict[str, float]:
+    """What TensorBoard shows of an event, under Megatron's names where it has one."""
+    if event == "eval":
+        kind = "test" if "test" in values["place"] else "validation"
+        return {f"lm loss {kind}": values["lm_loss"], f"lm loss {kind} ppl": values["ppl"]}
+    if event != "train":
+        return {}
+    shown = {
+        "lm loss": "lm_loss", "load balancing loss": "load_balancing_loss", "z loss": "z_loss",
+        "learning-rate": "lr", "batch-size": "batch_size", "grad-norm": "grad_norm",
+        "params-norm": "params_norm", "tokens-per-second": "tokens_per_s",
+    }  # fmt: skip
+    found = {name: values[key] for name, key in shown.items() if values.get(key) is not None}
+    found["iteration-time"] = values["ms_per_iteration"] / 1000
+    for layer, load in enumerate(values["load_imbalance"]):
+        found[f"expert load max over mean/layer {layer}"] = load
+    return found
+
+
+def open_board(folder: str | None) -> Any:
+    """TensorBoard's writer; None for no folder.
+
+    Raises:
+        ValueError: the tensorboard package is missing.
+    """
+    if folder is None:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "Expected the tensorboard package for --tensorboard-dir, found none. Install it with "
+            "pip install 'mb-train[tensorboard]', or leave the flag out."
+        ) from None
+    return SummaryWriter(folder)
 
 
 def _finite(value: Any) -> Any:

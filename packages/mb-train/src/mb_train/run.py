@@ -23,8 +23,9 @@ from mb_train.data import Data, prepare_data
 from mb_train.flags import to_toml
 from mb_train.models.gpt import GPT
 from mb_train.optimizer import build_optimizer
-from mb_train.reporting import RunLog
+from mb_train.reporting import RunLog, open_board
 from mb_train.run_folder import SavedRun
+from mb_train.saver import Saver
 from mb_train.schedule import Schedule, build_schedule, train_iterations, train_samples
 
 # Nobody should wait longer than 10 s for a sign of life; steps of up to 2 s are allowed for.
@@ -78,6 +79,9 @@ class Run:
         self.folder = Path(config.save) if config.save else None
         self.data = self._prepare_data(start)
         self.log = self._open_folder(start)
+        self.saver: Saver | None = None
+        if self.folder is not None:
+            self.saver = Saver(self.folder, asynchronous=config.async_save, keep=config.save_keep)
         self.say(
             f" model: {self.parameters:,} parameters | "
             f"{config.moe_num_experts or 'no'} experts per layer | {self.compute_dtype} on "
@@ -130,15 +134,17 @@ class Run:
 
     def _open_folder(self, start: Start | None) -> RunLog:
         """Make the run folder ready: an earlier run's files move aside unless this one goes on."""
-        if self.folder is None or rank() != 0:
+        if rank() != 0:
             return RunLog(None)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        board = open_board(self.config.tensorboard_dir)
+        if self.folder is None:
+            return RunLog(None, board)
         if start is None or self.config.finetune:
             moved = run_folder.set_aside(self.folder)
             if moved is not None:
                 self.say(f" {self.folder} holds an earlier run: moved to {moved}")
+        log = RunLog(self.folder / run_folder.LOG_FILE, board)
         run_folder.write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
-        log = RunLog(self.folder / run_folder.LOG_FILE)
         log.write(
             "start",
             iteration=self.progress.iteration,
@@ -149,6 +155,12 @@ class Run:
             config=dataclasses.asdict(self.config),
         )
         return log
+
+    def close(self) -> None:
+        """Close the log and end the saver's threads."""
+        self.log.close()
+        if self.saver is not None:
+            self.saver.close()
 
     def say(self, line: str) -> None:
         """Print a line, on rank 0."""

@@ -97,6 +97,8 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
 
 def set_aside(folder: Path) -> Path | None:
     """Move an earlier run's checkpoints and log into `previous-N`; data stays. None if nothing."""
+    if not folder.is_dir():
+        return None
     names = [CONFIG_FILE, LOG_FILE, PICTURE, LATEST]
     found = [folder / name for name in names if (folder / name).exists()]
     found += sorted(folder.glob("iter_[0-9]*"))

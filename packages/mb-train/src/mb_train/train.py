@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import signal
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mb_train import run_folder
-from mb_train.checkpoint import Progress, save_checkpoint
+from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
 from mb_train.data import Dataset, batches
 from mb_train.metrics import Accumulator
@@ -55,12 +56,18 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
             been written but, perhaps, the sample corpus.
         OSError: files that cannot be read or written.
     """
-    with distributed(device_type(config)) as device, _sigterm() as terminated:
+    with (
+        warnings.catch_warnings(),
+        distributed(device_type(config)) as device,
+        _sigterm() as terminated,
+    ):
+        # torch's checkpoint writer, in whatever thread: one process is what was asked for.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         run = Run(config, device, start)
         try:
             return _loop(run, terminated)
         finally:
-            run.log.close()
+            run.close()
 
 
 def _loop(run: Run, terminated: Callable[[], bool]) -> Result:
@@ -88,6 +95,8 @@ def _loop(run: Run, terminated: Callable[[], bool]) -> Result:
             with clock.paused():
                 save(run)
             saved_at = iteration
+        elif run.saver is not None:
+            _say_saved(run, run.saver.poll())
     stream.close()
     run.say(f" [after training is done] datetime: {_now()}")
     if stopped_by is not None:
@@ -99,7 +108,9 @@ def _loop(run: Run, terminated: Callable[[], bool]) -> Result:
         else:
             valid_loss = evaluate(run, run.data.valid, place)
     if saved_at != iteration:
-        save(run)
+        save(run, wait=True)
+    elif run.saver is not None:
+        _say_saved(run, run.saver.wait())
     if stopped_by is None:
         evaluate(run, run.data.test, "the end of training for test data")
     checkpoint = run.folder and run.folder / run_folder.iteration_folder(iteration)
@@ -161,14 +172,14 @@ def evaluate(run: Run, dataset: Dataset | None, place: str) -> float | None:
     return loss
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint of where the run stands, if it has a folder."""
-    if run.folder is None:
+def save(run: Run, *, wait: bool = False) -> None:
+    """Write a checkpoint of where the run stands, if it has a folder, or begin to."""
+    if run.saver is None:
         return
     iteration, begun = run.progress.iteration, time.monotonic()
+    _say_saved(run, run.saver.wait())
     run.say(f" saving checkpoint at iteration {iteration:7d} to {run.folder}")
-    save_checkpoint(
-        run.folder,
+    run.saver.save(
         run.model,
         None if run.config.no_save_optim else run.optimizer,
         run.progress,
@@ -177,7 +188,15 @@ def save(run: Run) -> None:
         data=run.data.identity,
     )
     run.log.write("save", iteration=iteration, seconds=time.monotonic() - begun)
-    run.say(f" successfully saved checkpoint at iteration {iteration:7d} to {run.folder}")
+    if not run.config.async_save:
+        _say_saved(run, iteration)
+    elif wait:
+        _say_saved(run, run.saver.wait())
+
+
+def _say_saved(run: Run, iteration: int | None) -> None:
+    if iteration is not None:
+        run.say(f" successfully saved checkpoint at iteration {iteration:7d} to {run.folder}")
 
 
 def _training_stream(run: Run) -> Generator[tuple[Tensor, Tensor]]:

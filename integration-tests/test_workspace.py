@@ -1,5 +1,6 @@
 """Promises of the repository itself: the lock, the arrows between packages, the READMEs."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -63,11 +64,16 @@ def test_member_declares_what_it_imports(member: str) -> None:
     own = member.replace("-", "_")
     for path in (package / "src").rglob("*.py"):
         optional = {path.stem}  # a module named after the library that it serves: an extra
-        for line in path.read_text().splitlines():
-            match = re.match(r"(?:import|from) ([a-zA-Z]\w*)", line)
-            if match is None or match[1] in sys.stdlib_module_names | {own} | optional:
+        for statement in ast.parse(path.read_text()).body:
+            if isinstance(statement, ast.Import):
+                modules = [alias.name for alias in statement.names]
+            elif isinstance(statement, ast.ImportFrom) and statement.module:
+                modules = [statement.module]
+            else:
                 continue
-            assert match[1] in declared, f"{path.relative_to(ROOT)}: {line}"
+            imported = {module.split(".")[0] for module in modules}
+            undeclared = imported - sys.stdlib_module_names - {own} - optional - declared
+            assert not undeclared, f"{path.relative_to(ROOT)} imports {undeclared}"
 
 
 @pytest.mark.parametrize("member", MEMBERS)
@@ -77,3 +83,21 @@ def test_version_is_said_once_in_metadata_and_once_in_code(member: str) -> None:
     source = (package / "src" / member.replace("-", "_") / "__init__.py").read_text()
     assert f'__version__ = "{version}"' in source
     assert f"[v{version}]" in (package / "CHANGELOG.md").read_text()
+
+
+def test_readme_example_runs() -> None:
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert example is not None
+    exec(compile(example[1], "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_readme_tree_names_files_that_exist() -> None:
+    tree = (ROOT / "README.md").read_text().split("```\npackages/\n")[1].split("```")[0]
+    folder = ROOT
+    for line in tree.splitlines():
+        if line.startswith("  mb-"):
+            folder = ROOT / "packages" / line.strip().rstrip("/")
+            continue
+        for name in re.findall(r"(?:^|(?<= ))[\w/]+(?:\.py|/)(?=;| |$)", line.split("  ;")[0]):
+            if folder != ROOT and line.startswith("    "):
+                assert (folder / name).exists(), f"README names {folder / name}"

@@ -66,20 +66,19 @@ def test_split_that_does_not_parse(split):
 
 def test_sample_idx_equals_the_sequential_builder_on_random_cases():
     rng = np.random.default_rng(0)
-    for case in range(3000):
+    for case in range(2000):
         documents = int(rng.integers(1, 30))
         sizes = rng.integers(0, rng.integers(2, 40), documents).astype(np.int32)
         sizes[rng.random(documents) < 0.3] = 0
+        sizes[rng.integers(0, documents)] += 1  # at least one token
         tokens = int(sizes.sum())
-        if tokens == 0:
-            continue
         epochs = int(rng.integers(1, 5))
         seq_length = int(rng.integers(1, 50))
         doc_idx = rng.permutation(np.tile(np.arange(documents, dtype=np.int32), epochs))
         n = (epochs * tokens - 1) // seq_length
         want = reference.build_sample_idx(sizes.tolist(), doc_idx.tolist(), seq_length, n)
-        for block in (1, 7, 1 << 16):
-            got = build_sample_idx(sizes, doc_idx, seq_length, n, block=block)
+        for block in (1, 7, 1 << 15) if case % 5 == 0 else (1 << 15,):
+            got = build_sample_idx(sizes[doc_idx], seq_length, n, block=block)
             assert got.dtype == np.int32
             assert got.tolist() == [list(row) for row in want], (case, block)
 

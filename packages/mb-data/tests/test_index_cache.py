@@ -124,7 +124,7 @@ def test_failed_build_leaves_nothing(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         load_or_build({"kind": "test"}, fail, prefix=tmp_path / "d", cache_dir=None)
-    assert not list((tmp_path / "d_index").glob("*.mbindex*"))
+    assert not list((tmp_path / "d_index").iterdir())
 
 
 def test_full_disk_keeps_the_index_in_memory(tmp_path, monkeypatch):
@@ -137,7 +137,7 @@ def test_full_disk_keeps_the_index_in_memory(tmp_path, monkeypatch):
     assert built == 1
     assert index.path is None
     assert (pickle.loads(pickle.dumps(index))["a"] == ARRAYS["a"]).all()
-    assert not list((tmp_path / "d_index").glob("*mbindex*"))
+    assert not list((tmp_path / "d_index").iterdir())
     with pytest.raises(OSError, match="No space left"):
         build(tmp_path, cache_dir=tmp_path / "chosen")
 

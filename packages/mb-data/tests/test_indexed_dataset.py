@@ -5,6 +5,7 @@ import os
 import pickle
 import struct
 
+import mb_data.indexed_dataset
 import numpy as np
 import pytest
 from mb_data import IndexedDataset, IndexedDatasetBuilder
@@ -46,8 +47,10 @@ def golden(dtype, documents=DOCUMENTS):
     return data, index
 
 
+@pytest.mark.parametrize("piece", [1, 2, 1 << 20])
 @pytest.mark.parametrize("dtype", CODES)
-def test_bytes_equal_the_layout_table(tmp_path, dtype):
+def test_bytes_equal_the_layout_table(tmp_path, monkeypatch, dtype, piece):
+    monkeypatch.setattr(mb_data.indexed_dataset, "PIECE", piece)
     build(tmp_path / "a", dtype)
     data, index = golden(dtype)
     assert (tmp_path / "a.bin").read_bytes() == data

@@ -4,11 +4,16 @@ import random
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import tiktoken
 from mb_data import load_tokenizer, padded_vocab_size
-from mb_data.tokenizer.byte_bpe import GPT2_PATTERN, SEPARATOR, ByteLevelBPE, ReadableBPE
+from mb_data.tokenizer.byte_bpe import (
+    GPT2_PATTERN,
+    SEPARATOR,
+    ByteLevelBPE,
+    ReadableBPE,
+    byte_to_letter,
+)
 
 TEXTS = {
     "empty": "",
@@ -36,7 +41,7 @@ def oracle(gpt2):
     return tiktoken.Encoding(
         name="gpt2-from-merges",
         pat_str=GPT2_PATTERN,
-        mergeable_ranks=dict(gpt2.readable.ids),
+        mergeable_ranks={text: i for i, text in gpt2.byte_strings.items() if i != 50256},
         special_tokens={"<|endoftext|>": 50256},
     )
 
@@ -83,12 +88,11 @@ def test_bulk_forms_agree_with_one_by_one(engine, texts):
     tokenizer = load_tokenizer("gpt2", engine=engine)
     rows = [tokenizer.encode(text) for text in texts]
     data = [text.encode() for text in texts]
-    tokens, lengths = tokenizer.encode_documents(data)
-    assert tokens.tolist() == [t for row in rows for t in row]
-    assert lengths.tolist() == [len(row) for row in rows]
-    tokens, ends = tokenizer.encode_terminated(data)
-    assert tokens.tolist() == [t for row in rows for t in [*row, tokenizer.eod]]
-    assert ends.tolist() == (np.cumsum([len(row) + 1 for row in rows], dtype=int) - 1).tolist()
+    for append_eod in (False, True):
+        ended = [[*row, tokenizer.eod] if row and append_eod else row for row in rows]
+        tokens, lengths = tokenizer.encode_documents(data, append_eod=append_eod)
+        assert tokens.tolist() == [t for row in ended for t in row]
+        assert lengths.tolist() == [len(row) for row in ended]
     assert tokenizer.encode_batch(texts) == rows
 
 
@@ -107,20 +111,33 @@ def test_surrogates_are_refused(gpt2):
 
 
 def test_merges_of_equal_rank_go_left_to_right():
-    ids = {bytes([b]): b for b in range(256)} | {b"aa": 256, b"aaa": 257, b"aaaa": 258}
-    merges = [(b"a", b"a"), (b"aa", b"a"), (b"aa", b"aa")]
-    assert ReadableBPE(ids, merges).encode("aaaaa") == [256, 257]
+    ids = {"a": 97, "aa": 256, "aaa": 257, "aaaa": 258}
+    assert ReadableBPE(ids, ["a a", "aa a", "aa aa"]).encode("aaaaa") == [256, 257]
 
 
 def test_broken_vocabularies():
-    ids = {bytes([b]): b for b in range(256)}
-    kwargs = {"special": {}, "special_text": {}}
-    with pytest.raises(ValueError, match="byte 0x07 is not in"):
-        ByteLevelBPE("x", {b: i for b, i in ids.items() if i != 7}, [], **kwargs)
-    with pytest.raises(ValueError, match=r"merge b'a' b'b' makes no vocabulary entry"):
-        ByteLevelBPE("x", ids, [(b"a", b"b")], **kwargs)
+    ids = {letter: byte for byte, letter in byte_to_letter().items()}
+    kwargs = {"fingerprint": "x", "special": {}, "special_text": {}}
+    with pytest.raises(ValueError, match="byte 0x61 is not in"):
+        ByteLevelBPE("x", {letter: i for letter, i in ids.items() if letter != "a"}, [], **kwargs)
+    with pytest.raises(ValueError, match=r"merge 'a b' makes no entry"):
+        ByteLevelBPE("x", ids, ["a b"], **kwargs)
+    with pytest.raises(ValueError, match=r"a letter of entry 'a你' stands for no byte"):
+        ByteLevelBPE("x", ids | {"a你": 256}, [], **kwargs)
     with pytest.raises(ValueError, match="expected auto, gigatoken or python"):
         load_tokenizer("gpt2", engine="rust")
+
+
+@pytest.mark.parametrize("engine", ["gigatoken", "python"])
+def test_an_ordinary_entry_may_end_documents(engine):
+    ids = {letter: byte for byte, letter in byte_to_letter().items()}
+    kwargs = {"fingerprint": "x", "special": {"eod": 0}, "special_text": {}, "engine": engine}
+    tokenizer = ByteLevelBPE("x", ids, [], **kwargs)
+    texts = [b"a\0b", b"c"]
+    tokens, lengths = tokenizer.encode_documents(texts, append_eod=True)
+    assert (tokens.tolist(), lengths.tolist()) == ([97, 0, 98, 0, 99, 0], [4, 2])
+    tokens, lengths = tokenizer.encode_documents(texts)
+    assert (tokens.tolist(), lengths.tolist()) == ([97, 0, 98, 99], [3, 1])
 
 
 def test_fallback_without_gigatoken():
@@ -130,11 +147,6 @@ def test_fallback_without_gigatoken():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "python [15496, 995]"
-
-
-def test_unknown_name():
-    with pytest.raises(ValueError, match="unknown tokenizer 'gpt3'"):
-        load_tokenizer("gpt3")
 
 
 @pytest.mark.parametrize(

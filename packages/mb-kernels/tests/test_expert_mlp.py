@@ -4,7 +4,7 @@ import pytest
 import torch
 from mb_kernels import bin_tokens, expert_mlp, is_glu, reference
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, activate
-from mb_kernels.testing import assert_close, make_expert_ids
+from mb_kernels.testing import assert_close, make_expert_ids, relative_error
 from torch.utils.flop_counter import FlopCounterMode
 
 CASES = [
@@ -170,3 +170,68 @@ def test_bad_input(change, message):
     activation = arguments.pop("activation", "swiglu")
     with pytest.raises(ValueError, match=message):
         expert_mlp(*arguments.values(), activation=activation)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_quantised_saved_activations(activation, bits):
+    """Output exact, gradients those of the twin, off the exact ones by what the rounding allows."""
+    case = (40, 8, 64, 5, 2, "skewed", 12)
+    x, w1, w2, bins, weights = make_case(case, activation)
+    d_y = torch.randn(x.shape, generator=torch.Generator().manual_seed(6), dtype=x.dtype)
+    results = []
+    for op, options in (
+        (expert_mlp, {}),
+        (expert_mlp, {"saved_activation_bits": bits}),
+        (reference.expert_mlp, {"saved_activation_bits": bits}),
+    ):
+        y = op(x, w1, w2, bins, weights, activation=activation, **options)
+        results.append((y, *torch.autograd.grad(y, (x, w1, w2, weights), d_y)))
+    for name, exact, got, twin in zip(("y", "d_x", "d_w1", "d_w2", "d_w"), *results, strict=True):
+        assert_close(name, got, twin)
+        if name == "y":
+            assert torch.equal(got, exact)
+        else:
+            assert 1e-4 < relative_error(got, exact) < {8: 0.02, 4: 0.2}[bits]
+
+
+def test_quantised_activations_take_a_half_and_a_quarter():
+    x, w1, w2, bins, weights = make_case(
+        (64, 16, 256, 4, 2, "uniform", None), "swiglu", torch.bfloat16
+    )
+
+    def kept(bits):
+        sizes = {}
+
+        def pack(tensor):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            expert_mlp(x, w1, w2, bins, weights, saved_activation_bits=bits)
+        return sum(sizes.values())
+
+    h = 128 * 512 * 2
+    scales = 128 * 512 // 128 * 4
+    assert kept(None) - kept(8) == h - h // 2 - scales
+    assert kept(None) - kept(4) == h - h // 4 - scales
+
+
+def test_quantised_activations_compile():
+    x, w1, w2, bins, weights = make_case((12, 4, 4, 3, 2, "uniform", None))
+
+    def run(x, w1, w2, weights):
+        return expert_mlp(x, w1, w2, bins, weights, saved_activation_bits=8)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    inputs = (x, w1, w2, weights)
+    got, want = (torch.autograd.grad(f(*inputs).sum(), inputs) for f in (compiled, run))
+    for name, a, b in zip(("x", "w1", "w2", "weights"), got, want, strict=True):
+        assert_close(name, a, b)
+
+
+@pytest.mark.parametrize("options", [{"saved_activation_bits": 5}, {"recompute": True}])
+def test_quantised_activations_refuse(options):
+    x, w1, w2, bins, weights = make_case(CASES[0])
+    with pytest.raises(ValueError, match="saved_activation_bits: expected 4, 8 or None"):
+        expert_mlp(x, w1, w2, bins, weights, **({"saved_activation_bits": 8} | options))

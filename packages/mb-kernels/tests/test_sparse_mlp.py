@@ -142,3 +142,50 @@ def test_op_is_sound_for_compile(op):
     else:
         arguments = (pad_bins(bins).offsets_E1, padded_rows(40, 3) // BLOCK, 2)
     torch.library.opcheck(getattr(torch.ops.mb, op).default, arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("capacity", [None, 150], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_kernels_on_a_gpu(routing, activation, capacity, dtype):
+    tokens, experts, top_k, hidden, ffn = 333, 5, 2, 144, 256
+    bins = make_bins(routing, tokens, experts, top_k, capacity)
+    columns = ffn * (2 if is_glu(activation) else 1)
+    shapes = ((tokens, hidden), (experts, columns, hidden), (experts, hidden, ffn), (tokens, top_k))
+    scales = (1, hidden**-0.5, ffn**-0.5, 1)
+    leaves = [torch.randn(shape) * scale for shape, scale in zip(shapes, scales, strict=True)]
+    leaves = [leaf.to(dtype) for leaf in leaves[:3]] + leaves[3:]
+    wide = [leaf.double().requires_grad_() for leaf in leaves]
+    leaves = [leaf.cuda().requires_grad_() for leaf in leaves]
+    want = reference.expert_mlp(*wide[:3], bins, wide[3], activation=activation)
+    on_gpu = type(bins)(*(t.cuda() for t in bins))
+    got = sparse_expert_mlp(*leaves[:3], on_gpu, leaves[3], activation=activation)
+    assert_close("y", got, want, dtype=dtype)
+    direction = torch.randn_like(want)
+    gradients = torch.autograd.grad(got, leaves, direction.to(got.device, got.dtype))
+    expected = torch.autograd.grad(want, wide, direction)
+    for name, g, w in zip(("x", "w1", "w2", "weights"), gradients, expected, strict=True):
+        assert_close(name, g, w, dtype=dtype)
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits():
+    bins = make_bins("skewed", 300, 4, 2)
+    bins = type(bins)(*(t.cuda() for t in bins))
+    x = torch.randn(300, 64, device="cuda", requires_grad=True)
+    w1 = torch.randn(4, 256, 64, device="cuda", requires_grad=True)
+    w2 = torch.randn(4, 64, 128, device="cuda", requires_grad=True)
+    weights = torch.ones(300, 2, device="cuda")
+
+    def step():
+        y = sparse_expert_mlp(x, w1, w2, bins, weights)
+        torch.autograd.grad(y, (x, w1, w2), torch.ones_like(y))
+
+    step()  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -24,6 +24,7 @@ CONFIG = MoEConfig(
     z_loss_weight=0.1,
     router_bias=True,
     mlp_bias=True,
+    output_bias=True,
     shared_expert_hidden_size=16,
     shared_expert_gate=True,
 )
@@ -43,6 +44,7 @@ def _join(rank: int, port: int) -> None:
     for check in (fsdp2, dtensor_weights, global_batch_balance):
         torch.manual_seed(11)  # the same weights and tokens on every rank
         check()
+    dist.barrier()
     dist.destroy_process_group()
 
 

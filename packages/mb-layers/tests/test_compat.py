@@ -22,7 +22,7 @@ from mb_layers.compat import (
 )
 from torch import Tensor, nn
 
-E, K, D, WIDTH = 4, 2, 16, 32
+E, K, D, WIDTH = 4, 2, 16, 128
 SMALL = {
     "hidden_size": D,
     "ffn_hidden_size": WIDTH,
@@ -57,6 +57,7 @@ HONOURED = {
         {"shared_expert_hidden_size": WIDTH, "shared_expert_bias": True},
     ),
     "activation_fn": (F.silu, {"activation": "silu"}),
+    "mlp_impl": ("sparse", {"mlp_impl": "sparse"}),
     "mlp_type": ("glu", {"activation": "geglu_tanh"}),
     "init_method": (
         functools.partial(nn.init.normal_, std=0.5),
@@ -99,9 +100,24 @@ def test_activations(activation_fn: object, mlp: str, glu: str) -> None:
         assert config_from_arguments(arguments).activation == name
 
 
-@pytest.mark.parametrize("field", ["num_layers", "pipeline_model_parallel_size"])
-def test_field_is_not_needed(field: str) -> None:
-    assert config_from_arguments(SMALL | {field: 3}) == config_from_arguments(SMALL)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_layers", 3),
+        ("pipeline_model_parallel_size", 3),
+        ("num_layers_per_virtual_pipeline_stage", 2),
+        ("quantize_inputs_num_bits", 8),
+        ("quantize_scatter_num_bits", 4),
+        ("quantize_rematerialize_num_bits", 4),  # without memory_optimized_mlp
+    ],
+)
+def test_field_is_not_needed(field: str, value: int) -> None:
+    assert config_from_arguments(SMALL | {field: value}) == config_from_arguments(SMALL)
+
+
+def test_quantised_activations_need_the_memory_optimised_mlp() -> None:
+    arguments = SMALL | {"memory_optimized_mlp": True, "quantize_rematerialize_num_bits": 4}
+    assert config_from_arguments(arguments).saved_activation_bits == 4
 
 
 @pytest.mark.parametrize(
@@ -126,9 +142,9 @@ REFUSED = {
     "expert_parallel_group": object(),
     "moe_weight_parallelism": True,
     "weight_parallel_group": object(),
-    "quantize_inputs_num_bits": 8,
-    "quantize_rematerialize_num_bits": 4,
-    "quantize_scatter_num_bits": 8,
+    "quantize_inputs_num_bits": 2,
+    "quantize_rematerialize_num_bits": 16,
+    "quantize_scatter_num_bits": 0,
     "mlp_impl": "dense",
     "mlp_type": "moe",
 }

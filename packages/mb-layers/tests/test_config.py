@@ -31,6 +31,22 @@ BAD = {
     "scale": ({"routed_scaling_factor": 0.0}, "routed_scaling_factor > 0"),
     "gate of no shared expert": ({"shared_expert_gate": True}, "give the shared expert a width"),
     "shared width": ({"shared_expert_hidden_size": 0}, "shared_expert_hidden_size .* >= 1, got 0"),
+    "implementation": ({"mlp_impl": "spares"}, "did you mean 'sparse'"),
+    "sparse width": ({"mlp_impl": "sparse"}, "multiple of 128 .* got 32; mlp_impl='grouped'"),
+    "sparse shared width": (
+        {"mlp_impl": "sparse", "ffn_hidden_size": 128, "shared_expert_hidden_size": 64},
+        "shared_expert_hidden_size to be a multiple of 128",
+    ),
+    "sparse bias": (
+        {"mlp_impl": "sparse", "ffn_hidden_size": 128, "mlp_bias": True},
+        "no biases inside the experts",
+    ),
+    "bits": ({"saved_activation_bits": 2}, "4, 8 or None, got 2"),
+    "bits and recompute": (
+        {"saved_activation_bits": 8, "recompute": True},
+        "with recompute=True, got 8; recompute saves no activations",
+    ),
+    "bits and bias": ({"saved_activation_bits": 4, "mlp_bias": True}, "with mlp_bias=True, got 4"),
     "half groups": ({"num_expert_groups": 2}, "together"),
     "groups divide": ({"num_expert_groups": 3, "top_k_groups": 1}, "3 groups for 8 experts"),
     "too many groups": ({"num_expert_groups": 2, "top_k_groups": 3}, "num_expert_groups=2, got 3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -29,3 +30,17 @@ def test_upcycled_layer_starts_as_the_dense_one() -> None:
 def test_swapped_transformers_model_keeps_its_logits() -> None:
     pytest.importorskip("transformers")
     assert max(run("swap_transformers.py")) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["run.py", "qwen3.py"])
+def test_benchmarks_run_tiny_on_cpu(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "qwen3.py":
+        pytest.importorskip("transformers")
+    monkeypatch.setattr("sys.argv", [name, "--smoke"])
+    runpy.run_path(str(EXAMPLES.parent / "benchmarks" / name))["main"]()
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert len(rows) == 2
+    if name == "qwen3.py":  # two experts implementations, one model
+        assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 SIZES = {"hidden_size": 16, "ffn_hidden_size": 16, "num_experts": 5, "top_k": 2}
 KINDS = {
@@ -31,6 +32,8 @@ KINDS = {
     },
     "biases-recompute": {"mlp_bias": True, "output_bias": True, "recompute": True},
     "jitter": {"jitter_eps": 0.1, "router_bias": True},
+    "8-bit": {"saved_activation_bits": 8},
+    "sparse": {"mlp_impl": "sparse", "ffn_hidden_size": 128},
 }
 
 
@@ -61,7 +64,8 @@ def test_compiles_without_graph_breaks(kind: str) -> None:
     layer = build(**KINDS[kind])
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     jitter = layer.config.jitter_eps > 0
-    for length in (6, 9):  # the second one with a dynamic number of tokens
+    lengths = (6, 9) if kind in ("dMoE", "MoE") else (6,)  # 9: with a dynamic number of tokens
+    for length in lengths:
         x = torch.randn(2, length, 16, dtype=torch.float64)
         if jitter:  # the generator is consumed in another order when compiled
             assert torch.isfinite(grads_of(layer, x, run=compiled)["router.weight"]).all()
@@ -157,6 +161,28 @@ def test_meta_init_then_reset_parameters(kind: str) -> None:
     expected = build(**KINDS[kind]).state_dict()
     assert layer.state_dict().keys() == expected.keys()
     assert all(torch.equal(t, expected[name]) for name, t in layer.state_dict().items())
+
+
+def test_meta_tensors_give_shapes() -> None:
+    layer = build(device="meta", shared_expert_hidden_size=16, shared_expert_gate=True)
+    y, aux, metrics = layer(torch.empty(3, 4, 16, device="meta", dtype=torch.float64))
+    assert y.is_meta
+    assert y.shape == (3, 4, 16)
+    assert aux.shape == ()
+    assert metrics["tokens_per_expert"].shape == (5,)
+
+
+def test_flops_are_counted() -> None:
+    layer = build()
+    x = torch.randn(8, 16, dtype=torch.float64, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        y, aux, _ = layer(x)
+        forward = counter.get_total_flops()
+        (y.sum() + aux).backward()
+    router = 2 * 8 * 16 * 5
+    experts = 2 * 8 * 2 * (3 * 16 * 16)
+    assert forward == router + experts
+    assert counter.get_total_flops() == 3 * (router + experts)
 
 
 def test_init_follows_the_stds_of_the_config() -> None:

@@ -40,6 +40,14 @@ VARIANTS = {
     "router-bias": {"router_bias": True, "renormalize": True},
     "z-loss": {"z_loss_weight": 0.1},
     "recompute": {"recompute": True},
+    "sparse": {"mlp_impl": "sparse", "ffn_hidden_size": 128},
+    "sparse-gelu-recompute": {
+        "mlp_impl": "sparse",
+        "ffn_hidden_size": 128,
+        "activation": "gelu_tanh",
+        "recompute": True,
+        "shared_expert_hidden_size": 128,
+    },
     "mlp-bias": {"mlp_bias": True},
     "mlp-bias-recompute-gelu": {"mlp_bias": True, "recompute": True, "activation": "gelu"},
     "output-bias": {"output_bias": True},
@@ -129,6 +137,22 @@ def test_moe_with_enough_capacity_equals_dmoe_bitwise(dtype: torch.dtype) -> Non
         results.append((y, aux, *grads, *metrics.values()))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(8, 0.02), (4, 0.25)])
+def test_quantised_activations_change_gradients_a_little_and_the_output_not(
+    bits: int, bound: float
+) -> None:
+    layer = build(shared_expert_hidden_size=32)
+    rounded = build(shared_expert_hidden_size=32, saved_activation_bits=bits)
+    rounded.load_state_dict(layer.state_dict())
+    x = torch.randn(40, 16, dtype=torch.float64)
+    y, y_rounded = layer(x).y, rounded(x).y
+    assert torch.equal(y, y_rounded)
+    exact = torch.autograd.grad(y.square().sum(), layer.parameters())
+    got = torch.autograd.grad(y_rounded.square().sum(), rounded.parameters())
+    errors = [(a - b).norm() / b.norm() for a, b in zip(got, exact, strict=True)]
+    assert 1e-5 < max(errors) < bound
 
 
 def test_one_expert_takes_everything() -> None:

@@ -225,3 +225,20 @@ def test_swap_refuses_what_it_cannot_do() -> None:
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="output_router_logits=False"):
         mb.swap_blocks(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_experts_compile_without_graph_breaks(family: str) -> None:
+    model = build(family)
+    model.set_experts_implementation("mb")
+    experts = next(m for m in model.modules() if hasattr(m, "has_gate"))
+    x = torch.randn(12, 32, requires_grad=True)
+    ids, weights = torch.randint(4, (12, 2)), torch.rand(12, 2)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (experts, compiled):
+        y = run(x, ids, weights)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, experts.down_proj))))
+    for expected, got in zip(*results, strict=True):
+        assert_close(family, got, expected)
+    torch._dynamo.reset()

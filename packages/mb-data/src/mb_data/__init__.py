@@ -1,18 +1,30 @@
 """Text to tokens to training samples, in Megatron's file formats, without torch."""
 
 # The public API.
+from mb_data.bert_dataset import BertDataset as BertDataset
+from mb_data.bert_dataset import build_bert_datasets as build_bert_datasets
+from mb_data.blend import BlendedDataset as BlendedDataset
+from mb_data.documents import DocumentLayout as DocumentLayout
+from mb_data.documents import document_layout as document_layout
 from mb_data.gpt_dataset import GPTDataset as GPTDataset
 from mb_data.gpt_dataset import build_gpt_datasets as build_gpt_datasets
+from mb_data.ict_dataset import ICTDataset as ICTDataset
+from mb_data.ict_dataset import build_ict_datasets as build_ict_datasets
 from mb_data.indexed_dataset import IndexedDataset as IndexedDataset
 from mb_data.indexed_dataset import IndexedDatasetBuilder as IndexedDatasetBuilder
+from mb_data.preprocess import Progress as Progress
 from mb_data.preprocess import Summary as Summary
 from mb_data.preprocess import preprocess as preprocess
 from mb_data.sample_corpus import write_sample_corpus as write_sample_corpus
+from mb_data.sampler import BatchRampup as BatchRampup
 from mb_data.sampler import CyclicSampler as CyclicSampler
 from mb_data.sampler import SequentialSampler as SequentialSampler
 from mb_data.split import parse_split as parse_split
+from mb_data.t5_dataset import T5Dataset as T5Dataset
+from mb_data.t5_dataset import build_t5_datasets as build_t5_datasets
 from mb_data.tokenizer import Tokenizer as Tokenizer
 from mb_data.tokenizer import load_tokenizer as load_tokenizer
+from mb_data.tokenizer import megatron_tokenizer as megatron_tokenizer
 from mb_data.tokenizer import padded_vocab_size as padded_vocab_size
 
 __version__ = "0.1.0"

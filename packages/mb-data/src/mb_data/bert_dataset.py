@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.blend import BlendedDataset, DataPaths, build_parts
+from mb_data.blend import DataPaths, Parts, build_parts
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.masking import MaskingTokenizer, Vocabulary, mask_bert, pad_to
 from mb_data.sentence_index import sample_mapping
@@ -145,11 +145,7 @@ def build_bert_datasets(
     short_seq_prob: float = 0.1,
     binary_head: bool = True,
     cache_dir: str | os.PathLike[str] | None = None,
-) -> tuple[
-    BertDataset | BlendedDataset | None,
-    BertDataset | BlendedDataset | None,
-    BertDataset | BlendedDataset | None,
-]:
+) -> Parts[BertDataset]:
     """Train, validation and test datasets; see ``build_gpt_datasets`` and ``BertDataset``.
 
     Raises:

@@ -17,7 +17,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,17 +37,20 @@ WARM_UP = 256  # samples after which two orders of 20 even sources nearly always
 MARGIN = 1.005  # Megatron asks each source for 0.5 % more than its share
 
 
-class Samples(Protocol):
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Samples(Protocol[T_co]):
     """Anything with a length and items by number."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> object: ...
+    def __getitem__(self, index: int, /) -> T_co: ...
 
 
-D = TypeVar("D", bound=Samples)
+D = TypeVar("D", bound=Samples[Any])
 
 
-class BlendedDataset:
+class BlendedDataset(Generic[T_co]):
     """``size`` samples from several datasets, in proportion to weights.
 
     Args:
@@ -63,7 +66,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[Samples],
+        datasets: Sequence[Samples[T_co]],
         weights: Sequence[float],
         size: int,
         *,
@@ -105,11 +108,17 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self.dataset_index)
 
-    def __getitem__(self, index: int) -> object:
+    def __getitem__(self, index: int) -> T_co:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in a blend")
         source = self.datasets[int(self.dataset_index[index])]
         return source[int(self.dataset_sample_index[index])]
+
+
+# Train, validation and test; a part without documents is None.
+Parts = tuple[
+    D | BlendedDataset[Any] | None, D | BlendedDataset[Any] | None, D | BlendedDataset[Any] | None
+]
 
 
 def build_parts(
@@ -120,7 +129,7 @@ def build_parts(
     count: Callable[[IndexedDataset], int],
     make: Callable[[IndexedDataset, range, int], D],
     cache_dir: str | os.PathLike[str] | None = None,
-) -> tuple[D | BlendedDataset | None, D | BlendedDataset | None, D | BlendedDataset | None]:
+) -> Parts[D]:
     """Train, validation and test datasets from any form of data path.
 
     Args:
@@ -167,7 +176,7 @@ def build_parts(
             for i in range(len(PARTS))
         ]
 
-    def build(part: int) -> D | BlendedDataset | None:
+    def build(part: int) -> D | BlendedDataset[Any] | None:
         there = [(w, prefix, documents) for w, prefix, documents in sources[part] if documents]
         wanted = num_samples[part]
         if not there:

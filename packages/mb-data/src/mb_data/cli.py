@@ -1,66 +1,242 @@
-"""The command line: ``mb-data preprocess``, ``mb-data sample-corpus``."""
+"""The command line: ``mb-data preprocess | inspect | validate | merge | decode | convert |
+sample-corpus``. Wrong input is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from mb_data.sample_corpus import DEFAULT_MAX_BYTES, write_sample_corpus
+from mb_data.tokenizer import Tokenizer, load_tokenizer, megatron_tokenizer
+from mb_data.tokenizer.load import MEGATRON_TYPES, NAMES
+
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; wrong input is one line on stderr and exit code 2."""
-    options = _parser().parse_args(arguments)
+    """Run a command and return its exit code."""
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        options.parser.refuse(unknown[0])
     try:
-        options.run(options)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+        return options.run(options) or 0
+    except KeyboardInterrupt:
+        print(
+            f"\nmb-data {options.command}: interrupted; preprocessing goes on from here when the "
+            "same command is given again",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    except (ValueError, IndexError, OSError, ModuleNotFoundError, RuntimeError) as error:
         print(f"mb-data {options.command}: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mb-data", description="Text to tokens, in Megatron's file format."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
+class _Parser(argparse.ArgumentParser):
+    """No abbreviated flags, one line for a mistake, the nearest flag for an unknown one."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(allow_abbrev=False, **options)  # ty: ignore[invalid-argument-type]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def refuse(self, word: str) -> NoReturn:
+        near = difflib.get_close_matches(word.split("=")[0], self._option_string_actions, n=1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        self.error(f"unknown argument {word}{hint}")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="mb-data", description="Text to tokens, in Megatron's file format.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
 
     command = commands.add_parser("preprocess", help="tokenize JSON Lines")
-    command.add_argument("--input", nargs="+", required=True, help="JSON Lines files")
+    command.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help="files, directories, quoted patterns, or - for stdin; plain, .gz, .xz or .zst",
+    )
     command.add_argument("--output-prefix", required=True, help="path without _<key>_document.bin")
-    command.add_argument("--tokenizer", default="gpt2", help="name or file (default: gpt2)")
     command.add_argument("--json-keys", nargs="+", default=["text"], help="default: text")
     command.add_argument("--append-eod", action="store_true", help="end documents with a token")
+    command.add_argument("--split-sentences", action="store_true", help="a sequence per sentence")
+    command.add_argument("--lang", default="english", help="of the sentences (default: english)")
+    command.add_argument(
+        "--keep-newlines", action="store_true", help="keep the white space after sentences"
+    )
     command.add_argument("--workers", type=int, help="processes (default: one per core)")
-    command.set_defaults(run=_preprocess)
+    command.add_argument(
+        "--on-error",
+        choices=["stop", "skip"],
+        default="stop",
+        help="at a bad line; skipped ones are listed in <prefix>_skipped.txt (default: stop)",
+    )
+    command.add_argument(
+        "--max-line-mb", type=float, default=64, help="a longer line is bad (default: 64)"
+    )
+    command.add_argument("--dtype", help="of the tokens (default: uint16 if they fit, or int32)")
+    command.add_argument(
+        "--dataset-impl", choices=["mmap"], default="mmap", help="the one format there is"
+    )
+    command.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    _add_tokenizer(command)
+    command.set_defaults(run=_preprocess, parser=command)
+
+    command = commands.add_parser("inspect", help="what is in these files?")
+    command.add_argument("prefix", nargs="+", help="path without .bin or .idx")
+    command.set_defaults(run=_inspect, parser=command)
+
+    command = commands.add_parser("validate", help="are these files whole?")
+    command.add_argument("prefix", nargs="+", help="path without .bin or .idx")
+    command.add_argument("--vocab-size", type=int, help="every token must be below it")
+    command.set_defaults(run=_validate, parser=command)
+
+    command = commands.add_parser("merge", help="join datasets")
+    command.add_argument(
+        "--input", nargs="+", required=True, help="prefixes, or directories for all in them"
+    )
+    command.add_argument("--output-prefix", required=True)
+    command.set_defaults(run=_merge, parser=command)
+
+    command = commands.add_parser("decode", help="show a document's text")
+    command.add_argument("prefix", help="path without .bin or .idx")
+    command.add_argument("document", type=int, nargs="+", help="counted from 0")
+    _add_tokenizer(command)
+    command.set_defaults(run=_decode, parser=command)
+
+    command = commands.add_parser("convert", help="bring a TNTIDX dataset up to date")
+    command.add_argument("--input", required=True, help="path without .bin or .idx")
+    command.add_argument("--output-prefix", required=True)
+    command.set_defaults(run=_convert, parser=command)
 
     command = commands.add_parser(
         "sample-corpus", help="write the standard library's sources as JSON Lines"
     )
     command.add_argument("output")
     command.add_argument("--max-bytes", type=int, default=DEFAULT_MAX_BYTES)
-    command.set_defaults(run=_sample_corpus)
+    command.set_defaults(run=_sample_corpus, parser=command)
     return parser
+
+
+def _add_tokenizer(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer", help=f"{', '.join(NAMES)}, or a file (default: gpt2)")
+    group.add_argument("--tokenizer-type", choices=MEGATRON_TYPES, help="Megatron's name of it")
+    group.add_argument("--vocab-file", help="for --tokenizer-type")
+    group.add_argument("--merge-file", help="for --tokenizer-type")
+    group.add_argument("--tokenizer-model", help="for --tokenizer-type")
+    group.add_argument("--vocab-size", type=int, help="of the NullTokenizer")
+    group.add_argument("--vocab-extra-ids", type=int, default=0, help="append <extra_id_0>, ...")
+    group.add_argument("--cased", action="store_true", help="a WordPiece --tokenizer file is cased")
+    group.add_argument(
+        "--engine", default="auto", help="auto, python (slow, readable) or a library's name"
+    )
+
+
+def _tokenizer(options: argparse.Namespace) -> Tokenizer:
+    files = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+    given = {name: getattr(options, name) for name in files if getattr(options, name) is not None}
+    shared = {"engine": options.engine, "num_extra_ids": options.vocab_extra_ids}
+    if options.tokenizer_type:
+        if options.tokenizer or options.cased:
+            raise ValueError("--tokenizer-type goes without --tokenizer and --cased")
+        return megatron_tokenizer(options.tokenizer_type, **given, **shared)
+    if given:
+        flag = f"--{next(iter(given)).replace('_', '-')}"
+        raise ValueError(f"{flag} needs --tokenizer-type; or give the file as --tokenizer")
+    return load_tokenizer(options.tokenizer or "gpt2", lower_case=not options.cased, **shared)
 
 
 def _preprocess(options: argparse.Namespace) -> None:
     from mb_data.preprocess import preprocess
+    from mb_data.progress import ProgressLine
 
+    show = None if options.quiet else ProgressLine(sys.stderr)
     summary = preprocess(
         options.input,
         options.output_prefix,
-        tokenizer=options.tokenizer,
+        tokenizer=_tokenizer(options),
         json_keys=options.json_keys,
         append_eod=options.append_eod,
+        split_sentences=options.split_sentences,
+        language=options.lang,
+        keep_newlines=options.keep_newlines,
+        dtype=options.dtype,
+        on_error=options.on_error,
         workers=options.workers,
+        max_line_bytes=int(options.max_line_mb * (1 << 20)),
+        on_progress=show,
     )
-    megabytes = summary.text_bytes / 1e6
+    if show:
+        show.close()
+    megabytes = (summary.text_bytes - summary.resumed_text_bytes) / 1e6
     print(
-        f"{summary.documents:,} documents, {summary.tokens:,} tokens, {megabytes:,.1f} MB of text "
-        f"in {summary.seconds:.1f} s ({megabytes / summary.seconds:.1f} MB/s): "
-        f"{', '.join(f'{output}.bin' for output in summary.outputs)}"
+        f"{summary.documents:,} documents, {summary.tokens:,} tokens, "
+        f"{summary.text_bytes:,} bytes of text; {summary.empty:,} empty documents left out, "
+        f"{summary.bad_lines:,} bad lines skipped"
     )
+    print(f"{summary.seconds:.1f} s, {megabytes / summary.seconds:.1f} MB/s of text", end="")
+    if summary.resumed_text_bytes:
+        print(f", after {summary.resumed_text_bytes / 1e6:,.1f} MB done before", end="")
+    print()
+    for output in summary.outputs:
+        print(f"{output}.bin and .idx")
+    if summary.bad_lines_file:
+        print(f"bad lines are listed in {summary.bad_lines_file}")
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from mb_data.maintenance import inspect
+
+    for prefix in options.prefix:
+        found = inspect(prefix)
+        print(
+            f"{prefix}: {found.documents:,} documents, {found.sequences:,} sequences, "
+            f"{found.tokens:,} tokens, {found.dtype}\n"
+            f"  tokens of a sequence: {found.shortest:,} to {found.longest:,}, "
+            f"mean {found.mean:,.1f}; {found.empty_sequences:,} empty\n"
+            f"  .bin {found.bin_bytes:,} bytes, .idx {found.idx_bytes:,} bytes"
+        )
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from mb_data.maintenance import validate
+
+    problems = 0
+    for prefix in options.prefix:
+        found = validate(prefix, vocab_size=options.vocab_size)
+        problems += len(found)
+        for problem in found:
+            print(f"mb-data validate: {problem}", file=sys.stderr)
+        if not found:
+            print(f"{prefix}: whole")
+    return 2 if problems else 0
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from mb_data.maintenance import merge
+
+    count = merge(options.input, options.output_prefix)
+    print(f"{options.output_prefix}: {count} datasets joined")
+
+
+def _decode(options: argparse.Namespace) -> None:
+    from mb_data.maintenance import decode
+
+    tokenizer = _tokenizer(options)
+    for document in options.document:
+        print(decode(options.prefix, document, tokenizer))
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from mb_data.maintenance import convert
+
+    print(f"{options.output_prefix}: {convert(options.input, options.output_prefix):,} sequences")
 
 
 def _sample_corpus(options: argparse.Namespace) -> None:

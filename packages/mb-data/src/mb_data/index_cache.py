@@ -234,6 +234,8 @@ def _exclusive(path: Path) -> Generator[None]:
         # Some network file systems refuse locks; then everyone builds.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-        # Whoever comes later, on this lock or a new one, looks for the index before it builds.
-        path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            # Whoever comes later, on this lock or a new one, looks for the index before it builds.
+            path.unlink(missing_ok=True)

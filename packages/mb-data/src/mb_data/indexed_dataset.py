@@ -42,6 +42,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
+PIECE = 1 << 20  # elements of an index written in one go
 
 # 6 and 7 both mean float64: 6 was `np.float`, an alias NumPy has dropped. Written as 7.
 DTYPES: dict[int, np.dtype] = {
@@ -221,7 +222,7 @@ class IndexedDatasetBuilder:
             names = ", ".join(d.name for d in DTYPE_CODES)
             raise ValueError(f"dtype {np.dtype(dtype).name} is not in the format; use {names}")
         self._sizes = array("i")
-        self._documents = array("q", [0])
+        self._counts = array("i")  # sequences of each document
         self._temporary = f"{self.prefix}.{os.getpid()}-{secrets.token_hex(4)}.partial"
         self._bin: IO[bytes] | None = open(f"{self._temporary}.bin", "xb", buffering=1 << 20)  # noqa: SIM115
 
@@ -265,7 +266,7 @@ class IndexedDatasetBuilder:
                 f"sequences per document sum to {counts.sum()}, got {len(lengths)} sequences"
             )
         self._file.write(self._cast(tokens).data)
-        self._documents.frombytes((len(self._sizes) + counts.cumsum()).tobytes())
+        self._counts.frombytes(counts.astype(np.int32).tobytes())
         self._sizes.frombytes(lengths.astype(np.int32).tobytes())
 
     def append(self, prefix: str | os.PathLike[str]) -> None:
@@ -278,17 +279,18 @@ class IndexedDatasetBuilder:
             )
         with open(bin_path(prefix), "rb") as source:
             shutil.copyfileobj(source, self._file, 8 << 20)
-        self._documents.frombytes((len(self._sizes) + other.document_indices[1:]).tobytes())
+        counts = np.diff(other.document_indices).astype(np.int32)
+        self._counts.frombytes(counts.tobytes())
         self._sizes.frombytes(other.sizes.tobytes())
 
     def finalize(self) -> None:
         """Write the index and give both files their names."""
         data = self._file
         sizes = np.frombuffer(self._sizes, dtype=np.int32)
-        documents = np.frombuffer(self._documents, dtype=np.int64)
+        counts = np.frombuffer(self._counts, dtype=np.int32)
         try:
             with open(f"{self._temporary}.idx", "xb") as index:
-                write_index(index, self.dtype, sizes, documents)
+                write_index(index, self.dtype, sizes, counts)
                 _sync(index)
             _sync(data)
             data.close()
@@ -344,16 +346,32 @@ def write_index(
     file: IO[bytes],
     dtype: np.dtype,
     sizes: npt.NDArray[np.int32],
-    documents: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Write an ``.idx``: sizes int32 [N], documents int64 [D] from 0 to N. See the layout above."""
-    pointers = np.zeros(len(sizes), dtype=np.int64)
-    if len(sizes):
-        np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= dtype.itemsize
-    file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], len(sizes), len(documents)))
-    for values, kind in ((sizes, "<i4"), (pointers, "<i8"), (documents, "<i8")):
-        file.write(np.ascontiguousarray(values, dtype=kind).data)
+    """Write an ``.idx`` from the tokens of each sequence and the sequences of each document.
+
+    Without ``counts`` every sequence is a document. Works through the arrays piece by piece, so
+    that they may be memory maps larger than memory.
+    """
+    documents = len(sizes) if counts is None else len(counts)
+    file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], len(sizes), documents + 1))
+    for start in range(0, len(sizes), PIECE):
+        file.write(np.ascontiguousarray(sizes[start : start + PIECE], dtype="<i4").data)
+    address = 0
+    for start in range(0, len(sizes), PIECE):
+        ends = address + np.cumsum(sizes[start : start + PIECE], dtype="<i8") * dtype.itemsize
+        file.write(np.concatenate([[address], ends[:-1]]).astype("<i8").data)
+        address = int(ends[-1])
+    first = 0
+    file.write(struct.pack("<q", first))
+    for start in range(0, documents, PIECE):
+        stop = min(start + PIECE, documents)
+        if counts is None:
+            ends = np.arange(start + 1, stop + 1, dtype="<i8")
+        else:
+            ends = first + np.cumsum(counts[start:stop], dtype="<i8")
+        file.write(ends.data)
+        first = int(ends[-1])
 
 
 def sync_directory(path: Path) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, pairwise, repeat
 
 import numpy as np
@@ -23,7 +24,7 @@ from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import permutation
 
 LONGEST_SENTENCE = 512
-BLOCK = 1 << 16  # sentences turned into Python numbers at a time: bounds the memory to some 10 MB
+BLOCK = 1 << 20  # sentences whose running total is copied at a time: 8 MiB
 
 
 def sample_mapping(
@@ -135,27 +136,19 @@ def build_sample_mapping(
         ValueError: no document is fit.
     """
     fit = _fit_documents(sizes, boundaries, min_sentences, examine_from=2)
-    firsts, lasts = boundaries[:-1][fit], boundaries[1:][fit]
     base = int(boundaries[0])
+    firsts, lasts = boundaries[:-1][fit] - base, boundaries[1:][fit] - base
     totals = _running_total(sizes, boundaries)
-    targets = _targets(max_length, short_seq_prob, seed)
-    cuts = [0, *(np.flatnonzero(np.diff((firsts - base) // BLOCK)) + 1).tolist(), len(firsts)]
+    draw = _targets(max_length, short_seq_prob, seed).__next__
+    cuts = [0, *(np.flatnonzero(np.diff(firsts // BLOCK)) + 1).tolist(), len(firsts)]
+    dtype = np.uint32 if len(sizes) < 2**32 else np.int64
     parts: list[npt.NDArray] = []
     made = 0
-    dtype = np.uint32 if len(sizes) < 2**32 else np.int64
     while not made or made < num_samples:
         for begin, stop in pairwise(cuts):
-            rows = _walk(
-                firsts[begin:stop],
-                lasts[begin:stop],
-                totals,
-                base,
-                max_length,
-                min_sentences,
-                targets,
-            )
-            parts.append(np.array(rows, dtype=dtype).reshape(-1, 3))
-            made += len(parts[-1])
+            rows = _walk(firsts[begin:stop], lasts[begin:stop], totals, min_sentences, draw)
+            parts.append((rows + np.array([base, base, 0])).astype(dtype))
+            made += len(rows)
     return np.concatenate(parts)[permutation(made, seed + 1)]
 
 
@@ -221,9 +214,8 @@ def _fit_documents(
     of any length, ICT does not.
     """
     count = np.diff(boundaries)
-    long = sizes[boundaries[0] : boundaries[-1]] > LONGEST_SENTENCE
-    before = np.concatenate(([0], np.cumsum(long)))
-    has_long = np.diff(before[boundaries - boundaries[0]]) > 0
+    long = boundaries[0] + np.flatnonzero(sizes[boundaries[0] : boundaries[-1]] > LONGEST_SENTENCE)
+    has_long = np.diff(np.searchsorted(long, boundaries)) > 0
     fit = (count >= min_sentences) & ~(has_long & (count >= examine_from))
     if not fit.any():
         raise ValueError(
@@ -266,40 +258,38 @@ def _walk(
     firsts: npt.NDArray[np.int64],
     lasts: npt.NDArray[np.int64],
     totals: npt.NDArray[np.int64],
-    base: int,
-    max_length: int,
     min_sentences: int,
-    targets: Iterator[int],
-) -> list[int]:
-    """Samples of some documents: first sentence, end, target, first sentence, …
+    draw: Callable[[], int],
+) -> npt.NDArray[np.int64]:
+    """Samples of some documents: first sentence, end, target length; [n, 3].
 
-    The targets are drawn one after the other, a further one at the start of each document, so this
-    cannot be done at once. But where a sample of full length that starts at a given sentence ends
-    can, and nine of ten targets are of full length.
+    Every target depends on how many were drawn before, so this goes sample by sample. It does not
+    go sentence by sentence: where a sample ends is looked up in the running total of tokens.
+
+    Args:
+        firsts, lasts: the documents' sentences, counted as in ``totals``.
     """
-    low, high = int(firsts[0]), int(lasts[-1])
-    window = totals[low - base : high - base + 1]
-    reached = low + np.searchsorted(window, window[:-1] + max_length)
-    reached = np.maximum(reached, np.arange(low + min_sentences, high + min_sentences)).tolist()
-    running = window.tolist()
-    rows: list[int] = []
-    draw = targets.__next__
-    for start, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-        target = draw()
+    low = int(firsts[0])
+    running = array("q", totals[low : int(lasts[-1]) + 1].tobytes())
+    rows = array("q")
+    for start, last in zip((firsts - low).tolist(), (lasts - low).tolist(), strict=True):
+        whole = running[last]
         while True:
-            if target == max_length:
-                end = reached[start - low]
-            else:
-                end = low + bisect_left(running, running[start - low] + target)
-                end = max(end, start + min_sentences)
-            if last - end <= 1:
-                end = last
-            rows += (start, end, target)
             target = draw()
+            goal = running[start] + target
+            end = last
+            if goal <= whole:
+                reached = bisect_left(running, goal, start + 1, last)
+                end = max(reached, start + min_sentences)
+                if last - end <= 1:
+                    end = last
+            rows.extend((start, end, target))
             if end == last:
                 break
             start = end
-    return rows
+        draw()  # Megatron draws for a sample that would follow the last one
+    samples = np.frombuffer(rows, dtype=np.int64).reshape(-1, 3)
+    return samples + np.array([low, low, 0])
 
 
 def _digest(indexed: IndexedDataset, boundaries: npt.NDArray[np.int64]) -> str:

@@ -18,7 +18,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.blend import BlendedDataset, DataPaths, build_parts
+from mb_data.blend import DataPaths, Parts, build_parts
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.masking import MaskingTokenizer, Vocabulary, mask_t5, pad_to, visible
 from mb_data.sentence_index import sample_mapping
@@ -139,11 +139,7 @@ def build_t5_datasets(
     mask_prob: float = 0.15,
     short_seq_prob: float = 0.1,
     cache_dir: str | os.PathLike[str] | None = None,
-) -> tuple[
-    T5Dataset | BlendedDataset | None,
-    T5Dataset | BlendedDataset | None,
-    T5Dataset | BlendedDataset | None,
-]:
+) -> Parts[T5Dataset]:
     """Train, validation and test datasets; see ``build_gpt_datasets`` and ``T5Dataset``.
 
     Raises:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mb_kernels._launch import launch
 from mb_kernels.reference.quantize import GROUP_SIZE, largest_code
 from mb_kernels.targets import GateCase, Target
 
@@ -104,8 +105,8 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if x.numel():
         rows = x.numel() // columns
         sizes = {**_sizes(bits, columns), "LARGEST": largest_code(bits)}
-        launch: Any = quantize_kernel[triton.cdiv(rows, _BLOCK_R), groups]
-        launch(x, codes, scales, rows, **sizes)
+        grid = (triton.cdiv(rows, _BLOCK_R), groups)
+        launch(quantize_kernel, grid, x, codes, scales, rows, **sizes)
     return codes, scales
 
 
@@ -115,8 +116,8 @@ def dequantize(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> 
     x = codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
     if x.numel():
         rows = x.numel() // columns
-        launch: Any = dequantize_kernel[triton.cdiv(rows, _BLOCK_R), scales.shape[-1]]
-        launch(codes, scales, x, rows, **_sizes(bits, columns))
+        grid = (triton.cdiv(rows, _BLOCK_R), scales.shape[-1])
+        launch(dequantize_kernel, grid, codes, scales, x, rows, **_sizes(bits, columns))
     return x
 
 

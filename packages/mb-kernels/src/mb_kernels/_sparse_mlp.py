@@ -1,17 +1,21 @@
-"""Triton kernels of ``mb_kernels.sparse_mlp``: the indices of an expert layer's sparse matrix.
+"""Triton kernels of ``mb_kernels.sparse_mlp``: indices of the sparse matrix, and its activation.
 
-Letters: B = 128, E experts, R block rows, N routed rows.
+Letters: B = 128, E experts, R block rows, N routed rows, L elements of a block row.
 """
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mb_kernels._activation import activate, activate_with_derivative
+from mb_kernels._launch import launch
+from mb_kernels.activation import base_function, is_glu
 from mb_kernels.reference.block_sparse import BLOCK
 from mb_kernels.targets import GateCase, Target
+
+# Of a program: 32 per thread of 4 warps, in 16-byte loads.
+_ELEMENTS = 4096
 
 
 @triton.jit
@@ -103,6 +107,36 @@ def topology_indices_kernel(
         tl.store(offsets_t_ptr + E * WIDTH, used * WIDTH)
 
 
+@triton.jit
+def activate_kernel(
+    h_ptr,  # [R, L], or [R, 2L] gate before up
+    d_a_ptr,  # [R, L], with BACKWARD
+    out_ptr,  # a [R, L], or the gradient of h
+    L,
+    GLU: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BASE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < L
+    h_row = row * (2 * L if GLU else L)
+    gate = tl.load(h_ptr + h_row + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(h_ptr + h_row + L + i, mask=inside, other=0.0).to(tl.float32) if GLU else 1.0
+    if not BACKWARD:
+        a = activate(gate, BASE) * up
+        tl.store(out_ptr + row * L + i, a.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        d_a = tl.load(d_a_ptr + row * L + i, mask=inside, other=0.0).to(tl.float32)
+        value, slope = activate_with_derivative(gate, BASE)
+        d_gate = (d_a * up * slope).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + h_row + i, d_gate, mask=inside)
+        if GLU:
+            d_up = (d_a * value).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + h_row + L + i, d_up, mask=inside)
+
+
 def pad_indices(
     order: Tensor, inverse: Tensor, offsets: Tensor, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,9 +146,9 @@ def pad_indices(
     if rows == 0:
         padded[2].zero_()
         return padded
-    launch: Any = pad_indices_kernel[(rows // BLOCK,)]
     sizes = {"E": experts, "EXPERTS": triton.next_power_of_2(experts), "B": BLOCK}
-    launch(order, inverse, offsets, *padded, order.numel(), **sizes)
+    arguments = (order, inverse, offsets, *padded, order.numel())
+    launch(pad_indices_kernel, (rows // BLOCK,), *arguments, **sizes)
     return padded
 
 
@@ -126,8 +160,9 @@ def topology_indices(padded_offsets: Tensor, block_rows: int, width: int) -> tup
     out = tuple(padded_offsets.new_empty(size) for size in sizes)
     if block_rows == 0:
         return tuple(t.zero_() for t in out)
-    launch: Any = topology_indices_kernel[(max(block_rows, experts),)]
     launch(
+        topology_indices_kernel,
+        (max(block_rows, experts),),
         padded_offsets,
         *out,
         block_rows,
@@ -140,8 +175,31 @@ def topology_indices(padded_offsets: Tensor, block_rows: int, width: int) -> tup
     return out
 
 
+def block_activation(h: Tensor, activation: str) -> Tensor:
+    """Launch for h [R, L], or [R, 2L] for a GLU."""
+    out = h.new_empty((h.shape[0], h.shape[1] // (2 if is_glu(activation) else 1)))
+    _launch_activation(h, None, out, activation)
+    return out
+
+
+def block_activation_backward(d_a: Tensor, h: Tensor, activation: str) -> Tensor:
+    """Launch: the gradient of h, given that of the activation [R, L]."""
+    d_h = torch.empty_like(h)
+    _launch_activation(h, d_a.contiguous(), d_h, activation)
+    return d_h
+
+
+def _launch_activation(h: Tensor, d_a: Tensor | None, out: Tensor, activation: str) -> None:
+    elements = h.shape[1] // (2 if is_glu(activation) else 1)
+    if out.numel():
+        sizes = {"GLU": is_glu(activation), "BACKWARD": d_a is not None}
+        base = base_function(activation)
+        grid = (h.shape[0], triton.cdiv(elements, _ELEMENTS))
+        launch(activate_kernel, grid, h, d_a, out, elements, **sizes, BASE=base, BLOCK=_ELEMENTS)
+
+
 def gate_cases(target: Target) -> list[GateCase]:
-    """Both index kernels at 64 experts; they have nothing to vary."""
+    """The index kernels at 64 experts, and the heaviest activation both ways."""
     indices = ("row_indices", "column_indices", "offsets", "offsets_t", "column_indices_t")
     bins = ("order", "inverse", "offsets", "order_out", "inverse_out", "offsets_out")
     return [
@@ -157,5 +215,16 @@ def gate_cases(target: Target) -> list[GateCase]:
             kernel=pad_indices_kernel,
             signature={**{f"{name}_ptr": "*i32" for name in bins}, "N": "i32"},
             constexprs={"E": 64, "EXPERTS": 64, "B": BLOCK},
+        ),
+        *(
+            GateCase(
+                name=f"activate_{name}",
+                kernel=activate_kernel,
+                signature={"h_ptr": "*bf16", "d_a_ptr": "*bf16", "out_ptr": "*bf16", "L": "i32"},
+                constexprs={"GLU": True, "BACKWARD": name == "backward", "BASE": "gelu"}
+                | {"BLOCK": _ELEMENTS},
+                multiples_of_16=("L",),
+            )
+            for name in ("forward", "backward")
         ),
     ]

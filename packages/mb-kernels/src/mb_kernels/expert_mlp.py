@@ -1,9 +1,10 @@
 """The whole expert computation, gather to combine, as one differentiable op.
 
 The idea and the formulas of the backward are in ``mb_kernels.reference.expert_mlp``. What autograd
-keeps is x, the pre-activations h and the index maps; with ``recompute=True`` h is dropped too and
-computed again. The experts' outputs are never kept: a routing weight's gradient comes from
-``<W2^T do, act(h)>`` inside the backward's first product.
+keeps is x, the pre-activations h and the index maps. With ``recompute=True`` h is dropped too and
+computed again; with ``saved_activation_bits`` it is kept in 8 or 4 bits. The experts' outputs are
+never kept: a routing weight's gradient comes from ``<W2^T do, act(h)>`` inside the backward's first
+product.
 
 Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k, N = T·K rows.
 """
@@ -18,7 +19,10 @@ from mb_kernels.activation import is_glu
 from mb_kernels.bins import Bins
 from mb_kernels.grouped_gemm import require_multiple_of_16
 from mb_kernels.permute import bins_of
+from mb_kernels.quantize import dequantize, quantize
 from mb_kernels.reference.expert_mlp import expert_mlp_backward, expert_mlp_forward
+
+_WHOLE = 16  # bits that stand for "in the dtype they have"
 
 
 def expert_mlp(
@@ -30,6 +34,7 @@ def expert_mlp(
     *,
     activation: str = "swiglu",
     recompute: bool = False,
+    saved_activation_bits: int | None = None,
 ) -> Tensor:
     """Send every token through its experts and sum their weighted outputs.
 
@@ -42,6 +47,9 @@ def expert_mlp(
         activation: a name from ``mb_kernels.activation``.
         recompute: keep only x and the index maps for the backward, and compute the
             pre-activations again there.
+        saved_activation_bits: keep the pre-activations in 8 or 4 bits, by ``quantize``. The output
+            is exact, the gradients are those at the rounded pre-activations. None keeps them as
+            they are.
 
     Returns:
         y_TD [T, D] in the dtype of x_TD. Differentiable in x_TD, w1_EFD, w2_EDF and weights_TK.
@@ -51,14 +59,20 @@ def expert_mlp(
             kernels cannot take.
     """
     _check(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
+    if saved_activation_bits not in (None, 4, 8) or (recompute and saved_activation_bits):
+        raise ValueError(
+            "saved_activation_bits: expected 4, 8 or None, and None with recompute=True, which "
+            f"keeps no activations; got {saved_activation_bits} with recompute={recompute}."
+        )
     differentiable = torch.is_grad_enabled() and any(
         t.requires_grad for t in (x_TD, w1_EFD, w2_EDF, weights_TK)
     )
     indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
-    save_h = differentiable and not recompute
-    return torch.ops.mb.expert_mlp(x_TD, w1_EFD, w2_EDF, *indices, weights_TK, activation, save_h)[
-        0
-    ]
+    saved_bits = (saved_activation_bits or _WHOLE) if differentiable and not recompute else 0
+    y_TD, _ = torch.ops.mb.expert_mlp(
+        x_TD, w1_EFD, w2_EDF, *indices, weights_TK, activation, saved_bits
+    )
+    return y_TD
 
 
 def _check(
@@ -111,11 +125,11 @@ def _forward_reference(
     offsets: Tensor,
     weights: Tensor,
     activation: str,
-    save_h: bool,
+    saved_bits: int,
 ) -> tuple[Tensor, Tensor]:
     bins = bins_of(order, inverse, offsets)
     y, h = expert_mlp_forward(x, w1, w2, bins, weights, activation)
-    return y, h if save_h else x.new_empty(0)
+    return y, h if saved_bits else x.new_empty(0)
 
 
 def _backward_reference(
@@ -147,9 +161,9 @@ def _forward_fake(
     offsets: Tensor,
     weights: Tensor,
     activation: str,
-    save_h: bool,
+    saved_bits: int,
 ) -> tuple[Tensor, Tensor]:
-    h = x.new_empty((order.shape[0], w1.shape[1])) if save_h else x.new_empty(0)
+    h = x.new_empty((order.shape[0], w1.shape[1])) if saved_bits else x.new_empty(0)
     return x.new_empty(x.shape), h
 
 
@@ -174,8 +188,10 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.activation, _ = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    *tensors, ctx.activation, ctx.saved_bits = inputs
+    h = output[1]
+    kept = quantize(h, ctx.saved_bits) if ctx.saved_bits in (4, 8) else (h,)
+    ctx.save_for_backward(*tensors, *kept)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
@@ -185,9 +201,12 @@ def _backward(ctx: Any, do: Tensor | None, dh: None) -> tuple[Tensor | None, ...
         return (None,) * 9
     needed = ctx.needs_input_grad
     needs = [needed[0], needed[1], needed[2], needed[6]]
-    grads = torch.ops.mb.expert_mlp_backward(
-        do.contiguous(), *ctx.saved_tensors, ctx.activation, needs
-    )
+    saved = ctx.saved_tensors  # read once: under checkpoint a second reading fails
+    tensors, kept = saved[:7], saved[7:]
+    h = kept[0]
+    if ctx.saved_bits in (4, 8):
+        h = dequantize(*kept, bits=ctx.saved_bits, dtype=do.dtype)
+    grads = torch.ops.mb.expert_mlp_backward(do.contiguous(), *tensors, h, ctx.activation, needs)
     dx, dw1, dw2, dweights = (g if n else None for g, n in zip(grads, needs, strict=True))
     return dx, dw1, dw2, None, None, None, dweights, None, None
 
@@ -221,7 +240,7 @@ def _backward_flops(
 
 _INPUTS = "Tensor x, Tensor w1, Tensor w2, Tensor order, Tensor inverse, Tensor offsets"
 _dispatch.register(
-    f"expert_mlp({_INPUTS}, Tensor weights, str activation, bool save_h) -> (Tensor, Tensor)",
+    f"expert_mlp({_INPUTS}, Tensor weights, str activation, int saved_bits) -> (Tensor, Tensor)",
     reference=_forward_reference,
     kernels="mb_kernels._expert_mlp",
     fake=_forward_fake,

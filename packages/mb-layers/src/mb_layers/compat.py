@@ -54,10 +54,10 @@ FIELDS = {
     "num_layers_per_virtual_pipeline_stage": "not needed: as above",
     "memory_optimized_mlp": "either: the experts always keep just x and the pre-activations",
     "mlp_type": "activation: 'glu' makes it gated; refused for MoE, which ignores it there",
-    "mlp_impl": "either: the same parameters and the same function",
-    "quantize_inputs_num_bits": "refused unless -1: x is kept once per token, not once per expert",
-    "quantize_rematerialize_num_bits": "refused unless -1; recompute=True keeps less still",
-    "quantize_scatter_num_bits": "refused unless -1: the experts' outputs are not kept at all",
+    "mlp_impl": "mlp_impl",
+    "quantize_inputs_num_bits": "either: no permuted copy of the inputs is kept, x itself serves",
+    "quantize_rematerialize_num_bits": "saved_activation_bits, with memory_optimized_mlp, as there",
+    "quantize_scatter_num_bits": "either: the experts' outputs are not kept at all",
     "fp16": "dtype of the layer; wins over bf16, as there",
     "bf16": "dtype of the layer; fp32 if neither is set",
     "device": "device of the layer",
@@ -231,14 +231,15 @@ def _config(values: dict[str, Any], layer: Layer, dispatcher: TokenDispatcher | 
     _refuse(values, dispatcher)
     if values["mlp_type"] not in ("mlp", "glu"):
         raise ValueError(f"expected mlp_type 'mlp' or 'glu', got {values['mlp_type']!r}")
-    if values["mlp_impl"] not in ("grouped", "sparse"):
-        raise ValueError(f"expected mlp_impl 'grouped' or 'sparse', got {values['mlp_impl']!r}")
     if values["mlp_type"] == "glu" and layer == "MoE":
         raise ValueError(
             "expected mlp_type='mlp' for MoE, got 'glu': MegaBlocks ignores it there and builds a "
             "plain MLP; use dMoE, or MoEConfig(activation=...) for a gated MoE"
         )
     p = values["moe_normalize_expert_weights"]
+    saved_bits = -1
+    if values["memory_optimized_mlp"]:
+        saved_bits = values["quantize_rematerialize_num_bits"]
     shared_width = None
     if values["shared_expert"]:
         shared_width = values["shared_expert_hidden_size"] or values["ffn_hidden_size"]
@@ -264,6 +265,8 @@ def _config(values: dict[str, Any], layer: Layer, dispatcher: TokenDispatcher | 
         load_balancing_loss_weight=values["moe_loss_weight"],
         z_loss_weight=values["moe_zloss_weight"],
         output_bias=bool(values["bias"]),
+        mlp_impl=values["mlp_impl"],
+        saved_activation_bits=saved_bits if saved_bits != -1 else None,
         shared_expert_hidden_size=shared_width,
         shared_expert_bias=shared_width is not None and bool(values["bias"]),
         shared_expert_weighted_sum=(
@@ -281,7 +284,9 @@ def _refuse(values: dict[str, Any], dispatcher: TokenDispatcher | None) -> None:
         "fc_kwargs": bool(values["fc_kwargs"]) and bool(values["shared_expert"]),
     }
     for name in ("inputs", "rematerialize", "scatter"):
-        unwanted[f"quantize_{name}_num_bits"] = values[f"quantize_{name}_num_bits"] != -1
+        bits = values[f"quantize_{name}_num_bits"]
+        if bits not in (-1, 4, 8):
+            raise ValueError(f"expected quantize_{name}_num_bits of -1, 4 or 8, got {bits!r}")
     if dispatcher is None:
         unwanted["moe_expert_model_parallelism"] = bool(values["moe_expert_model_parallelism"])
         unwanted["expert_parallel_group"] = values["expert_parallel_group"] is not None

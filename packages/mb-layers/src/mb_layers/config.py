@@ -18,6 +18,7 @@ import mb_kernels
 ScoreFunction = Literal["softmax", "sigmoid"]
 BalanceOver = Literal["micro_batch", "sequence", "global_batch"]
 DropPolicy = Literal["position", "probability"]
+MLPImpl = Literal["grouped", "sparse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +70,14 @@ class MoEConfig:
         drop_policy: who is kept when there are more: the first by "position", or the ones with
             the largest weight ("probability").
 
-    Init and memory:
+    Init, memory and kernels:
         init_method_std: normal init of the router and w1.
         output_init_std: of w2; None means init_method_std.
-        recompute: save only the tokens for the backward pass, and recompute the rest.
+        mlp_impl: how the experts compute, over the same parameters: "grouped" matrix products, or
+            MegaBlocks' block-"sparse" ones, for which F must be a multiple of 128.
+        recompute: the experts save only the tokens for the backward pass, and recompute the rest.
+        saved_activation_bits: 8 or 4: the experts save their pre-activations rounded to as many
+            bits, a half or a quarter of bf16's memory. The output is exact, gradients are not.
     """
 
     hidden_size: int
@@ -110,7 +115,9 @@ class MoEConfig:
 
     init_method_std: float = 0.02
     output_init_std: float | None = None
+    mlp_impl: MLPImpl = "grouped"
     recompute: bool = False
+    saved_activation_bits: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
@@ -124,6 +131,7 @@ class MoEConfig:
         _check_choice("score_function", self.score_function, get_args(ScoreFunction))
         _check_choice("balance_over", self.balance_over, get_args(BalanceOver))
         _check_choice("drop_policy", self.drop_policy, get_args(DropPolicy))
+        _check_choice("mlp_impl", self.mlp_impl, get_args(MLPImpl))
         if self.renormalize_p not in (1, 2):
             raise ValueError(
                 f"expected renormalize_p of 1 or 2, got {self.renormalize_p}; "
@@ -131,6 +139,10 @@ class MoEConfig:
             )
         self._check_groups()
         self._check_shared_expert()
+        if self.mlp_impl == "sparse":
+            self._check_sparse()
+        if self.saved_activation_bits is not None:
+            self._check_saved_activations()
         if not 0 <= self.jitter_eps < 1:
             raise ValueError(
                 f"expected 0 <= jitter_eps < 1, got {self.jitter_eps}; 0 turns jitter off"
@@ -172,6 +184,39 @@ class MoEConfig:
                 raise ValueError(
                     f"expected shared_expert_hidden_size with shared_expert_{name}=True, got None; "
                     "give the shared expert a width"
+                )
+
+    def _check_sparse(self) -> None:
+        for name in ("ffn_hidden_size", "shared_expert_hidden_size"):
+            width = getattr(self, name)
+            if width is not None and width % 128:
+                raise ValueError(
+                    f"expected {name} to be a multiple of 128 for mlp_impl='sparse', got {width}; "
+                    "mlp_impl='grouped' takes any width"
+                )
+        if self.mlp_bias or self.shared_expert_bias:
+            raise ValueError(
+                "expected no biases inside the experts for mlp_impl='sparse', got "
+                f"mlp_bias={self.mlp_bias}, shared_expert_bias={self.shared_expert_bias}; "
+                "use mlp_impl='grouped'"
+            )
+
+    def _check_saved_activations(self) -> None:
+        if self.saved_activation_bits not in (4, 8):
+            raise ValueError(
+                "expected saved_activation_bits to be 4, 8 or None, "
+                f"got {self.saved_activation_bits!r}"
+            )
+        for name, value, remedy in (
+            ("recompute", self.recompute, "recompute saves no activations at all"),
+            ("mlp_impl", self.mlp_impl == "sparse", "use mlp_impl='grouped'"),
+            ("mlp_bias", self.mlp_bias, "use mlp_bias=False, or recompute=True"),
+            ("shared_expert_bias", self.shared_expert_bias, "use recompute=True"),
+        ):
+            if value:
+                raise ValueError(
+                    f"expected saved_activation_bits=None with {name}={getattr(self, name)!r}, "
+                    f"got {self.saved_activation_bits}; {remedy}"
                 )
 
     def _check_groups(self) -> None:

@@ -73,14 +73,12 @@ class _StackedMLP(nn.Module):
             x_RD, to_plain(self.w1, num_experts), to_plain(self.w2, num_experts)
         )
         if self.b1 is None or self.b2 is None:
+            arguments = (x_RD, w1, w2, bins, weights_RK)
+            options = {"activation": config.activation, "recompute": config.recompute}
+            if config.mlp_impl == "sparse":
+                return mb_kernels.sparse_expert_mlp(*arguments, **options)
             return mb_kernels.expert_mlp(
-                x_RD,
-                w1,
-                w2,
-                bins,
-                weights_RK,
-                activation=config.activation,
-                recompute=config.recompute,
+                *arguments, **options, saved_activation_bits=config.saved_activation_bits
             )
         _, b1, b2 = cast_alike(x_RD, to_plain(self.b1, num_experts), to_plain(self.b2, num_experts))
         arguments = (x_RD, w1, w2, bins, weights_RK, self._activate)
@@ -221,9 +219,9 @@ def _bias_rows(bias_EM: Tensor, bins: Bins) -> Tensor:
 def to_plain(weight: Tensor, num_experts: int) -> Tensor:
     """Return the weights of the `num_experts` experts on this rank as a plain tensor.
 
-    A DTensor sharded over the experts, of which this rank computes just its shard, is unwrapped.
-    Any other DTensor is gathered, and its gradient summed over the mesh: each rank brings its own
-    tokens.
+    `num_experts` is the length of the result's first dimension. A DTensor sharded over the experts,
+    of which this rank computes just its shard, is unwrapped. Any other DTensor is gathered, and its
+    gradient summed over the mesh: each rank brings its own tokens.
     """
     if not isinstance(weight, DTensor):
         return weight
@@ -237,7 +235,7 @@ def cast_alike(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 
     So fp32 master weights serve bf16 activations, and get fp32 gradients.
     """
-    device_type = x.device.type
-    autocast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
+    dtype = x.dtype
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(tensor.to(dtype) for tensor in (x, *weights))

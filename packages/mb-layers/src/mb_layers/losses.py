@@ -16,11 +16,15 @@ is the loss of the global batch exactly (arXiv 2501.11873): only counts are exch
 
 The z-loss (ST-MoE, arXiv 2202.08906, eq. 5) is the mean of logsumexp(logits)^2.
 
+These are the definitions. For softmax routing a layer calls `mb_kernels.router_losses`, the same
+numbers in three launches.
+
 Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -76,9 +80,21 @@ def z_loss(logits_TE: Tensor) -> Tensor:
     return lse_T.square().sum() / max(logits_TE.shape[0], 1)
 
 
+def entropy(probs_TE: Tensor) -> Tensor:
+    """Return the mean entropy of the rows in nats, a scalar. Zero tokens give 0."""
+    return torch.special.entr(probs_TE).sum() / max(probs_TE.shape[0], 1)
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
     """Return x in fp32, or as it is if it is fp64."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which x's device computes in the dtypes it is given."""
+    if x.is_meta:  # shapes alone; autocast does not know this device
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:

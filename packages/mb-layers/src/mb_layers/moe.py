@@ -16,13 +16,21 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import mb_kernels
 import torch
+from mb_kernels import RouterLosses
 from torch import Tensor, nn
 
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
-from mb_layers.experts import Experts, SharedExpert
-from mb_layers.losses import load_balancing_loss, sequence_load_balancing_loss, z_loss
+from mb_layers.experts import Experts, SharedExpert, to_plain
+from mb_layers.losses import (
+    entropy,
+    load_balancing_loss,
+    sequence_load_balancing_loss,
+    without_autocast,
+    z_loss,
+)
 from mb_layers.router import Router, RouterOutput
 
 
@@ -110,43 +118,51 @@ class _MoELayer(nn.Module):
         if self.shared_expert is not None:
             y_TD = y_TD + self.shared_expert(x_TD)
         if self.bias is not None:
-            y_TD = y_TD + self.bias.to(y_TD.dtype)
-        aux_loss, losses = self._losses(routed, dispatched, x.shape)
-        metrics = losses | _load_metrics(routed, dispatched)
+            y_TD = y_TD + to_plain(self.bias, self.config.hidden_size).to(y_TD.dtype)
+        losses = self._losses(routed, dispatched, x.shape)
+        aux_loss = losses.aux_loss if self.training else torch.zeros_like(losses.aux_loss.detach())
+        metrics = {name: value.detach() for name, value in losses._asdict().items()}
+        del metrics["aux_loss"]
+        metrics["tokens_per_expert"] = dispatched.tokens_per_expert_E
         return MoEOutput(y_TD.view(x.shape), aux_loss, metrics)
 
     def _losses(
         self, routed: RouterOutput, dispatched: Dispatched, shape: torch.Size
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weighted loss and, detached, its unweighted parts."""
+    ) -> RouterLosses:
         config = self.config
-        with torch.autocast(routed.logits_TE.device.type, enabled=False):
-            balance = self._balance_loss(routed, dispatched, shape)
-            with torch.set_grad_enabled(torch.is_grad_enabled() and config.z_loss_weight > 0):
-                z = z_loss(routed.logits_TE)
-        metrics = {"load_balancing_loss": balance.detach(), "z_loss": z.detach()}
-        if not self.training:
-            return torch.zeros_like(balance.detach()), metrics
-        aux_loss = config.load_balancing_loss_weight * balance
-        if config.z_loss_weight > 0:
-            aux_loss = aux_loss + config.z_loss_weight * z
-        return aux_loss, metrics
-
-    def _balance_loss(
-        self, routed: RouterOutput, dispatched: Dispatched, shape: torch.Size
-    ) -> Tensor:
-        config = self.config
-        if config.balance_over == "sequence":
-            # x [..., S, D]: its second-last dimension is the sequence.
-            sequences, length = math.prod(shape[:-2]), shape[-2] if len(shape) > 1 else 1
-            return sequence_load_balancing_loss(
-                routed.probs_TE.view(sequences, length, config.num_experts),
-                routed.expert_ids_TK.view(sequences, length, config.top_k),
-            )
-        counts_E = dispatched.tokens_per_expert_E
+        counts_E = balance_counts_E = dispatched.tokens_per_expert_E
         if self.reduce_counts is not None:
-            counts_E = self.reduce_counts(counts_E)
-        return load_balancing_loss(routed.probs_TE, counts_E, config.top_k)
+            balance_counts_E = self.reduce_counts(counts_E)
+        if config.score_function == "softmax" and config.balance_over != "sequence":
+            return mb_kernels.router_losses(
+                routed.logits_TE,
+                routed.probs_TE.detach(),
+                counts_E,
+                dispatched.kept_slots,
+                load_balancing_weight=config.load_balancing_loss_weight,
+                z_weight=config.z_loss_weight,
+                balance_counts_E=balance_counts_E,
+            )
+        with without_autocast(routed.logits_TE):
+            if config.balance_over == "sequence":
+                # x [..., S, D]: its second-last dimension is the sequence.
+                sequences, length = math.prod(shape[:-2]), shape[-2] if len(shape) > 1 else 1
+                balance = sequence_load_balancing_loss(
+                    routed.probs_TE.view(sequences, length, config.num_experts),
+                    routed.expert_ids_TK.view(sequences, length, config.top_k),
+                )
+            else:
+                balance = load_balancing_loss(routed.probs_TE, balance_counts_E, config.top_k)
+            z = z_loss(routed.logits_TE)
+            slots = max(routed.expert_ids_TK.numel(), 1)
+            return RouterLosses(
+                aux_loss=config.load_balancing_loss_weight * balance + config.z_loss_weight * z,
+                load_balancing_loss=balance,
+                z_loss=z,
+                router_entropy=entropy(routed.probs_TE.detach()),
+                load_imbalance=counts_E.max() * config.num_experts / slots,
+                dropped_fraction=(counts_E.sum() - dispatched.kept_slots) / slots,
+            )
 
 
 class dMoE(_MoELayer):  # noqa: N801, the paper's name
@@ -212,16 +228,3 @@ class MoE(_MoELayer):
         super().__init__(
             config, dispatcher, reduce_counts=reduce_counts, device=device, dtype=dtype
         )
-
-
-@torch.no_grad()
-def _load_metrics(routed: RouterOutput, dispatched: Dispatched) -> dict[str, Tensor]:
-    counts_E = dispatched.tokens_per_expert_E
-    slots = max(routed.expert_ids_TK.numel(), 1)
-    probs_TE = routed.probs_TE
-    return {
-        "tokens_per_expert": counts_E,
-        "dropped_fraction": (counts_E.sum() - dispatched.kept_slots) / slots,
-        "load_imbalance": counts_E.max() * counts_E.shape[0] / slots,
-        "router_entropy": torch.special.entr(probs_TE).sum() / max(probs_TE.shape[0], 1),
-    }

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mb_layers.config import MoEConfig
 from mb_layers.experts import to_plain
-from mb_layers.losses import at_least_fp32
+from mb_layers.losses import at_least_fp32, without_autocast
 
 
 class RouterOutput(NamedTuple):
@@ -84,7 +84,7 @@ class Router(nn.Module):
             noise_TD = torch.empty_like(x_TD).uniform_(1 - config.jitter_eps, 1 + config.jitter_eps)
             x_TD = x_TD * noise_TD
         # Autocast would take the product back to low precision.
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD):
             logits_TE = self._logits(x_TD)
             if self._is_plain_softmax:
                 weights_TK, ids_TK, probs_TE = mb_kernels.topk_softmax(
@@ -195,15 +195,22 @@ def _top_ids(scores_TE: Tensor, k: int) -> Tensor:
 
 
 class _LinearFP32(torch.autograd.Function):
-    """x @ w^T in fp32 that keeps x and w as they came for the backward pass.
+    """x @ w^T with the accuracy of fp32, keeping x and w as they came for the backward pass.
 
     A plain `F.linear(x.float(), w.float())` keeps the fp32 copy of x: 4 D bytes per token, twice
-    what the expert op keeps of x itself.
+    what the experts keep of x. It also misses the matrix units. For bf16 tokens the other factor is
+    written as a sum of bf16 numbers instead, three of which hold the 24 bits of an fp32 number, and
+    the exact products of bf16 numbers are added up in fp32.
     """
 
     @staticmethod
     def forward(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        return at_least_fp32(x_TD) @ at_least_fp32(weight_ED).T
+        if x_TD.dtype != torch.bfloat16:
+            return at_least_fp32(x_TD) @ at_least_fp32(weight_ED).T
+        if weight_ED.dtype == torch.bfloat16:
+            return _mm_fp32(x_TD, weight_ED.T)
+        logits_TQ = _mm_fp32(x_TD, torch.cat(_split(weight_ED, 3)).T)
+        return logits_TQ.view(x_TD.shape[0], 3, -1).sum(dim=1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -212,9 +219,36 @@ class _LinearFP32(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:  # ty: ignore[incompatible-method-override]
         x_TD, weight_ED = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad
         grad_x_TD = grad_weight_ED = None
-        if ctx.needs_input_grad[0]:
-            grad_x_TD = (grad_TE @ at_least_fp32(weight_ED)).to(x_TD.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight_ED = (grad_TE.T @ at_least_fp32(x_TD)).to(weight_ED.dtype)
+        if x_TD.dtype != torch.bfloat16:
+            if wants_x:
+                grad_x_TD = (grad_TE @ at_least_fp32(weight_ED)).to(x_TD.dtype)
+            if wants_weight:
+                grad_weight_ED = grad_TE.T @ at_least_fp32(x_TD)
+        else:
+            # Two parts hold 16 bits of the gradient, twice what x's bf16 gradient can show.
+            grad_TQ = torch.cat(_split(grad_TE, 2), dim=1)
+            if wants_x:
+                grad_x_TD = grad_TQ @ weight_ED.to(x_TD.dtype).repeat(2, 1)
+            if wants_weight:
+                grad_weight_ED = _mm_fp32(grad_TQ.T, x_TD).view(2, *weight_ED.shape).sum(dim=0)
+        if grad_weight_ED is not None:
+            grad_weight_ED = grad_weight_ED.to(weight_ED.dtype)
         return grad_x_TD, grad_weight_ED
+
+
+def _split(x: Tensor, count: int) -> list[Tensor]:
+    """Return `count` bf16 tensors that add up to x, each bringing 8 more bits of it."""
+    parts = [x.bfloat16()]
+    while len(parts) < count:
+        x = x.float() - parts[-1]
+        parts.append(x.bfloat16())
+    return parts
+
+
+def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Product of bf16 matrices, added up and returned in fp32."""
+    if a.is_cuda and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()

@@ -1,3 +1,13 @@
-"""Data, expert, tensor and pipeline parallelism for MoE models on torch's own engines."""
+"""Parallelism for Mixture-of-Experts models, applied from outside on torch's own engines."""
+
+# Public API
+from mb_parallel.data_parallel import apply_data_parallel as apply_data_parallel
+from mb_parallel.data_parallel import clip_grad_norm as clip_grad_norm
+from mb_parallel.data_parallel import set_gradient_sync as set_gradient_sync
+from mb_parallel.mesh import ParallelDims as ParallelDims
+from mb_parallel.mesh import any_rank as any_rank
+from mb_parallel.mesh import distributed as distributed
+from mb_parallel.mesh import rank as rank
+from mb_parallel.mesh import world_size as world_size
 
 __version__ = "0.1.0"

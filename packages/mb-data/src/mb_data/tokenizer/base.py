@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +20,18 @@ class Tokenizer(ABC):
 
     Attributes:
         name: what ``load_tokenizer`` was given.
+        fingerprint: changes with anything that changes the ids; resumed runs compare it.
         vocab_size: number of ids, special and extra ones included, before padding.
         special: ids of the special tokens by role: ``eod bos eos cls sep mask pad``, those there.
         extra_ids: ids of ``<extra_id_0>``, ``<extra_id_1>``, …; T5's sentinels.
     """
 
     name: str
+    fingerprint: str
     vocab_size: int
     special: dict[str, int]
     extra_ids: tuple[int, ...] = ()
+    options: dict[str, Any] | None = None  # of load_tokenizer, beside the name
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -41,17 +46,34 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def encode_documents(
-        self, texts: Sequence[bytes]
+        self, texts: Sequence[bytes], *, append_eod: bool = False
     ) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
-        """Encode valid UTF-8 in bulk: tokens of all texts [n] in one array, and their counts."""
+        """Encode valid UTF-8 in bulk: tokens of all texts [n] in one array, and their counts.
+
+        ``append_eod`` ends each text with ``eod``, except one without any token.
+        """
         rows = self.encode_batch([text.decode() for text in texts])
+        if append_eod:
+            rows = [[*row, self.eod] if row else row for row in rows]
         lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
         flat = (token for row in rows for token in row)
         return np.fromiter(flat, dtype=np.uint32, count=int(lengths.sum())), lengths
 
-    def reference_encode(self, text: str) -> list[int] | None:
-        """``encode`` by an independent slow implementation, None if there is none."""
+    def reference_start(self, text: str, letters: int) -> list[int] | None:
+        """First tokens of a text, by an implementation independent of ``encode``.
+
+        Those of about the first ``letters`` letters; all, if the text is no longer than that. None
+        if this tokenizer has no second implementation.
+        """
         return None
+
+    def forget(self) -> None:
+        """Free what an engine remembers of the text it has seen; the ids stay the same."""
+        return
+
+    def word_starts(self) -> npt.NDArray[np.bool_]:
+        """[vocab_size], True for ids that begin a word; all, where the vocabulary does not say."""
+        return np.ones(self.vocab_size, dtype=bool)
 
     def special_id(self, role: str) -> int:
         """Id of the special token in a role; ValueError if this vocabulary has none."""
@@ -96,6 +118,13 @@ class Tokenizer(ABC):
     def pad(self) -> int:
         """Fills a sample up to its length."""
         return self.special_id("pad")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from mb_data.tokenizer.load import load_tokenizer
+
+        if self.options is None:
+            raise TypeError(f"{self!r} cannot be pickled: only what load_tokenizer made can")
+        return partial(load_tokenizer, self.name, **self.options), ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, vocab_size={self.vocab_size})"

@@ -1,42 +1,186 @@
-"""Tokenizers by name or file."""
+"""Tokenizers by name, by file, and by Megatron's ``--tokenizer-type``.
+
+| given                                   | tokenizer                                         |
+|-----------------------------------------|---------------------------------------------------|
+| ``gpt2``, ``bert-base-uncased``         | inside this package                               |
+| ``null:1000``                           | the text is ids already, 0 to 999                 |
+| ``….json`` with a "model" inside        | ``tokenizer.json``                                |
+| ``vocab.json`` or ``merges.txt``        | the two together, from one directory              |
+| ``….model``                             | SentencePiece                                     |
+| any other ``….txt``                     | WordPiece vocabulary                              |
+| a directory                             | the first of these that is in it                  |
+"""
 
 from __future__ import annotations
 
+import difflib
 import gzip
+import hashlib
 import os
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 from mb_data.tokenizer.base import Tokenizer
-from mb_data.tokenizer.byte_bpe import ByteLevelBPE, byte_to_letter
+from mb_data.tokenizer.bpe_files import from_merges, from_tokenizer_json, from_vocab_and_merges
+from mb_data.tokenizer.others import NullTokenizer, SentencePieceTokenizer
+from mb_data.tokenizer.wordpiece import WordPiece
 
-END_OF_TEXT = "<|endoftext|>"
+NAMES = ("gpt2", "bert-base-uncased", "null:<size>")
+IN_DIRECTORY = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "vocab.txt")
+MEGATRON_TYPES = (
+    "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "NullTokenizer",
+)
 
 
-def load_tokenizer(name: str | os.PathLike[str], *, engine: str = "auto") -> Tokenizer:
-    """The tokenizer of that name: ``gpt2``.
+def load_tokenizer(
+    name: str | os.PathLike[str],
+    *,
+    engine: str = "auto",
+    num_extra_ids: int = 0,
+    lower_case: bool = True,
+) -> Tokenizer:
+    """The tokenizer of a name or file; see the table above.
 
-    Raises ValueError for a name that is not known.
+    Args:
+        engine: "auto" for the fastest that is installed; "python" for the readable twin, which
+            byte-level BPE and WordPiece have; or the library's name.
+        num_extra_ids: append ``<extra_id_0>``, …: T5's sentinels, Megatron's --vocab-extra-ids.
+        lower_case: whether a WordPiece vocabulary from a file is uncased.
+
+    Raises:
+        ValueError: an unknown name, or a file that is no vocabulary.
+        ModuleNotFoundError: a library that the file needs is not installed.
     """
     name = os.fspath(name)
+    if num_extra_ids < 0:
+        raise ValueError(f"the number of extra ids must be at least 0, got {num_extra_ids}")
     if name == "gpt2":
-        return gpt2(engine=engine)
-    raise ValueError(f"unknown tokenizer {name!r}; known: gpt2")
+        tokenizer: Tokenizer = from_merges(
+            name,
+            _embedded("gpt2_merges.txt.gz"),
+            fingerprint=name,
+            num_extra_ids=num_extra_ids,
+            engine=engine,
+        )
+    elif name == "bert-base-uncased":
+        lines = _embedded("bert_base_uncased_vocab.txt.gz").splitlines()
+        tokenizer = WordPiece(
+            name,
+            lines,
+            fingerprint=name,
+            lower_case=True,
+            num_extra_ids=num_extra_ids,
+            engine=engine,
+        )
+    elif name.startswith("null:"):
+        size = name.removeprefix("null:")
+        if not size.isdecimal():
+            raise ValueError(f"tokenizer {name!r}: expected a size, as in null:1000")
+        if num_extra_ids:
+            raise ValueError("the null tokenizer has no extra ids")
+        tokenizer = NullTokenizer(name, int(size))
+    else:
+        tokenizer = _from_file(name, _find(name), engine, num_extra_ids, lower_case)
+    tokenizer.options = {
+        "engine": engine,
+        "num_extra_ids": num_extra_ids,
+        "lower_case": lower_case,
+    }
+    return tokenizer
 
 
-def gpt2(*, engine: str = "auto") -> ByteLevelBPE:
-    """GPT-2's tokenizer from the merges inside this package: 50,257 entries."""
-    letters = byte_to_letter()
-    byte_of = {letter: bytes([b]) for b, letter in letters.items()}
-    merges = []
-    for line in _embedded("gpt2_merges.txt.gz").splitlines()[1:]:
-        left, right = line.split(" ")
-        merges.append((b"".join(byte_of[c] for c in left), b"".join(byte_of[c] for c in right)))
-    ids = {bytes([b]): i for i, b in enumerate(letters)}
-    ids |= {left + right: 256 + rank for rank, (left, right) in enumerate(merges)}
-    eod = len(ids)
-    return ByteLevelBPE(
-        "gpt2", ids, merges, special={"eod": eod}, special_text={eod: END_OF_TEXT}, engine=engine
-    )
+def megatron_tokenizer(
+    kind: str,
+    *,
+    vocab_file: str | os.PathLike[str] | None = None,
+    merge_file: str | os.PathLike[str] | None = None,
+    tokenizer_model: str | os.PathLike[str] | None = None,
+    vocab_size: int | None = None,
+    num_extra_ids: int = 0,
+    engine: str = "auto",
+) -> Tokenizer:
+    """The tokenizer Megatron builds for ``--tokenizer-type`` and the flags beside it.
+
+    Without files ``GPT2BPETokenizer`` and ``BertWordPieceLowerCase`` are those in this package.
+    Raises ValueError for an unknown type or a file the type needs.
+    """
+    options: dict[str, Any] = {"engine": engine, "num_extra_ids": num_extra_ids}
+    if kind not in MEGATRON_TYPES:
+        raise ValueError(f"tokenizer type {kind!r}: expected one of {', '.join(MEGATRON_TYPES)}")
+    if kind == "GPT2BPETokenizer":
+        if vocab_file is None and merge_file is None:
+            return load_tokenizer("gpt2", **options)
+        if vocab_file is None or merge_file is None:
+            raise ValueError(f"{kind} needs both --vocab-file and --merge-file, or neither")
+        files = (os.fspath(vocab_file), os.fspath(merge_file))
+        return load_tokenizer(os.pathsep.join(files), **options)
+    if kind.startswith("BertWordPiece"):
+        if vocab_file is None:
+            if kind == "BertWordPieceLowerCase":
+                return load_tokenizer("bert-base-uncased", **options)
+            raise ValueError(f"{kind} needs --vocab-file")
+        lower_case = kind == "BertWordPieceLowerCase"
+        return load_tokenizer(vocab_file, lower_case=lower_case, **options)
+    if kind == "NullTokenizer":
+        if vocab_size is None:
+            raise ValueError(f"{kind} needs --vocab-size")
+        return load_tokenizer(f"null:{vocab_size}", **options)
+    if tokenizer_model is None:
+        raise ValueError(f"{kind} needs --tokenizer-model")
+    return load_tokenizer(tokenizer_model, **options)
+
+
+def _find(name: str) -> list[Path]:
+    """The vocabulary's file or files."""
+    paths = [Path(part) for part in name.split(os.pathsep)]
+    if len(paths) == 1 and paths[0].is_dir():
+        found = [paths[0] / file for file in IN_DIRECTORY if (paths[0] / file).is_file()]
+        if not found:
+            raise ValueError(f"tokenizer {name}: none of {', '.join(IN_DIRECTORY)} in there")
+        paths = found[:1]
+    if len(paths) == 1 and paths[0].name in ("vocab.json", "merges.txt"):
+        paths = [paths[0].with_name("vocab.json"), paths[0].with_name("merges.txt")]
+    for path in paths:
+        if not path.is_file():
+            if path.parent != Path() or path.suffix:
+                raise FileNotFoundError(f"tokenizer {path}: no such file")
+            near = difflib.get_close_matches(name, NAMES, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(
+                f"unknown tokenizer {name!r}{hint} Known names: {', '.join(NAMES)}; or give a file"
+            )
+    return paths
+
+
+def _from_file(
+    name: str, paths: list[Path], engine: str, num_extra_ids: int, lower_case: bool
+) -> Tokenizer:
+    contents = [path.read_bytes() for path in paths]
+    digest = hashlib.sha256(b"\0".join(contents)).hexdigest()
+    path = paths[0]
+    options: dict[str, Any] = {"fingerprint": digest, "num_extra_ids": num_extra_ids}
+    if len(paths) == 2:
+        return from_vocab_and_merges(name, *contents, engine=engine, **options)
+    if path.suffix == ".json":
+        return from_tokenizer_json(name, path, contents[0], engine=engine, **options)
+    if path.suffix == ".model":
+        if engine not in ("auto", "sentencepiece"):
+            raise ValueError(f"engine {engine!r} for {path}: expected auto or sentencepiece")
+        return SentencePieceTokenizer(name, path, **options)
+    if path.suffix == ".txt":
+        try:
+            pieces = [line.strip() for line in contents[0].decode().splitlines()]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not a vocabulary: {error}") from error
+        return WordPiece(name, pieces, lower_case=lower_case, engine=engine, **options)
+    raise ValueError(f"tokenizer {path}: expected a .json, .model or .txt file")
 
 
 def _embedded(file: str) -> str:

@@ -5,6 +5,7 @@ from mb_kernels.reference.expert_mlp import expert_mlp
 from mb_kernels.reference.grouped_gemm import grouped_gemm
 from mb_kernels.reference.permute import combine, gather
 from mb_kernels.reference.quantize import dequantize, quantize
+from mb_kernels.reference.router_losses import router_losses
 from mb_kernels.reference.routing import bin_tokens, topk_softmax
 from mb_kernels.reference.sparse_mlp import pad_bins, sparse_expert_mlp, topology
 
@@ -19,6 +20,7 @@ __all__ = [
     "grouped_gemm",
     "pad_bins",
     "quantize",
+    "router_losses",
     "sdd",
     "sparse_expert_mlp",
     "topk_softmax",

@@ -19,6 +19,7 @@ from mb_kernels.activation import activate, activate_backward
 from mb_kernels.bins import Bins
 from mb_kernels.reference.grouped_gemm import grouped_gemm, grouped_outer
 from mb_kernels.reference.permute import combine, gather
+from mb_kernels.reference.quantize import dequantize, quantize
 
 
 def expert_mlp(
@@ -30,6 +31,7 @@ def expert_mlp(
     *,
     activation: str = "swiglu",
     recompute: bool = False,
+    saved_activation_bits: int | None = None,
 ) -> Tensor:
     """Twin of ``mb_kernels.expert_mlp``, differentiable by plain autograd."""
     if recompute:
@@ -40,6 +42,17 @@ def expert_mlp(
             use_reentrant=False,
         )
     h_NF = grouped_gemm(gather(x_TD, bins, weights_TK.shape[1]), w1_EFD, bins.offsets_E1)
+    y_TD = _down(h_NF, w2_EDF, bins, weights_TK, activation)
+    if saved_activation_bits is None:
+        return y_TD
+    # The value of y, with the gradient that the rounded pre-activations give.
+    codes, scales = quantize(h_NF, saved_activation_bits)
+    rounded_NF = dequantize(codes, scales, bits=saved_activation_bits, dtype=h_NF.dtype)
+    rounded_TD = _down(h_NF + (rounded_NF - h_NF).detach(), w2_EDF, bins, weights_TK, activation)
+    return rounded_TD + (y_TD - rounded_TD).detach()
+
+
+def _down(h_NF: Tensor, w2_EDF: Tensor, bins: Bins, weights_TK: Tensor, activation: str) -> Tensor:
     y_ND = grouped_gemm(_activate(h_NF, activation), w2_EDF, bins.offsets_E1)
     return combine(y_ND, bins, weights_TK)
 

@@ -1,0 +1,16 @@
+"""Fixtures of the end-to-end tests. `tiny_run` is imported from here, wherever pytest starts."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny_run
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prefix of a small token file."""
+    return tiny_run.write_tokens(tmp_path_factory.mktemp("tokens"))

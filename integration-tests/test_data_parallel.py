@@ -1,0 +1,83 @@
+"""Two ranks take the steps of one process; checkpoints cross over; `torchrun` starts them."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_run
+from mb_parallel.testing import run_ranks
+from mb_train.cli import main
+
+
+def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `mb-train` on one of several ranks."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(arguments)
+    return code, out.getvalue(), err.getvalue()
+
+
+def torchrun(arguments: list[str], ranks: int = 2) -> None:
+    """Run `mb_train` on several ranks of this machine, as people do."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={ranks}", "-m", "mb_train", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def one_process(tokens, tmp_path_factory) -> Path:
+    """The run on one process: two micro-batches per step."""
+    run = tmp_path_factory.mktemp("one") / "run"
+    assert main(tiny_run.flags(tokens, run, "--save-interval 4")) == 0
+    return run
+
+
+def test_two_ranks_take_the_same_steps_and_one_process_goes_on(one_process, tokens, tmp_path):
+    two = tmp_path / "two"
+    arguments = tiny_run.flags(tokens, two, "--exit-interval 4 --zero-stage 3", "--async-save")
+    (code, out, _), (other_code, silence, _) = run_ranks(_main, 2, arguments)
+    assert (code, other_code, silence) == (0, 0, "")
+    assert out.count(" validation loss at") == 1
+    expected = tiny_run.losses(one_process)
+    assert tiny_run.losses(two) == pytest.approx(expected[:4], rel=1e-5)
+    assert main(["--load", str(two)]) == 0
+    assert tiny_run.losses(two) == pytest.approx(expected, rel=1e-5)
+
+
+def test_torchrun_goes_on_from_one_process(one_process, tmp_path):
+    run = tmp_path / "run"
+    torchrun(["--load", str(one_process / "iter_0000004"), "--save", str(run)])
+    assert tiny_run.losses(run) == pytest.approx(tiny_run.losses(one_process)[4:], rel=1e-5)
+
+
+def test_wrong_input_ends_all_ranks(tokens, tmp_path):
+    arguments = tiny_run.flags(tokens, tmp_path / "run", "--global-batch-size 2")
+    for code, _, err in run_ranks(_main, 2, arguments):
+        assert code == 2
+        assert "micro batch x data-parallel ranks = 2 x 2 = 4, got 2" in err
+    truncated = tiny_run.write_tokens(tmp_path)
+    Path(truncated + ".bin").write_bytes(b"")
+    for code, _, err in run_ranks(_main, 2, tiny_run.flags(truncated, tmp_path / "run")):
+        assert code == 2
+        assert "walks.bin" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+def test_two_gpus_take_the_steps_of_one(tokens, tmp_path):
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    runs = []
+    for ranks in (1, 2):
+        run = tmp_path / str(ranks)
+        torchrun(tiny_run.flags(tokens, run, "--device cuda --no-bf16"), ranks)
+        runs.append(tiny_run.losses(run))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-4)

@@ -1,0 +1,210 @@
+"""`mb-train` end to end: it learns, says so in Megatron's words, and refuses bad input cleanly."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tiny_run
+import torch
+from mb_train.cli import main
+from mb_train.run_folder import find_checkpoint
+
+TRAIN_LINE = re.compile(
+    r"^ iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| "
+    r"elapsed time per iteration \(ms\): (\d+\.\d) \| learning rate: (\d\.\d{3}E[+-]\d\d) \| "
+    r"global batch size: +(\d+) \| lm loss: (\d\.\d{6}E[+-]\d\d) \| "
+    r"load balancing loss: \d\.\d{6}E[+-]\d\d \| loss scale: 1\.0 \| grad norm: \d+\.\d{3} \| "
+    r"number of skipped iterations:   0 \| number of nan iterations:   0 \|$",
+    re.MULTILINE,
+)
+VALID_LINE = re.compile(
+    r"^(-+)\n validation loss at (.+?) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \| \n\1$",
+    re.MULTILINE,
+)
+
+
+@pytest.fixture
+def finished(tokens, tmp_path, capsys):
+    """A finished run of 8 steps, and what it printed."""
+    folder = tmp_path / "run"
+    assert main(tiny_run.flags(tokens, folder, "--lr 3e-2 --save-interval 3")) == 0
+    return folder, capsys.readouterr().out
+
+
+def test_a_run_learns_and_names_what_it_left(finished):
+    folder, out = finished
+    lines = TRAIN_LINE.findall(out)
+    assert [(int(i), int(n), int(samples)) for i, n, samples, *_ in lines] == [
+        (2, 8, 8), (4, 8, 16), (6, 8, 24), (8, 8, 32),
+    ]  # fmt: skip
+    losses = tiny_run.losses(folder)
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 1
+    assert float(lines[0][6]) == pytest.approx(sum(losses[:2]) / 2, rel=1e-6)
+    places = [place for _, place, *_ in VALID_LINE.findall(out)]
+    assert places == ["iteration 4", "iteration 8", "the end of training for val data"]
+    for left in ("iter_0000008", "loss.png", "log.jsonl"):
+        assert str(folder / left) in out
+        assert (folder / left).exists()
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "8\n"
+    names = sorted(path.name for path in folder.glob("iter_*"))
+    assert names == ["iter_0000003", "iter_0000006", "iter_0000008"]
+    assert not list(folder.rglob("*.partial*"))
+
+
+def test_a_second_run_in_a_folder_moves_the_first_aside(finished, tokens, capsys):
+    folder, _ = finished
+    before = (folder / "log.jsonl").read_text()
+    assert main(tiny_run.flags(tokens, folder, "--train-iters 2 --eval-iters 0")) == 0
+    assert (folder / "previous-1" / "log.jsonl").read_text() == before
+    assert find_checkpoint(folder / "previous-1") == folder / "previous-1" / "iter_0000008"
+    assert find_checkpoint(folder) == folder / "iter_0000002"
+    assert len(tiny_run.losses(folder)) == 2
+
+
+def test_a_dense_model_with_dropout_and_weight_norms(tokens, tmp_path, capsys):
+    more = "--train-iters 2 --log-params-norm --optimizer sgd --num-workers 0"
+    more += " --recompute-granularity full"
+    assert main(tiny_run.flags(tokens, None, more, moe=False)) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"grad norm: \S+ \| params norm: \d+\.\d{3} \|", out)
+    assert "load balancing" not in out
+    assert "nothing was kept" in out
+
+
+def test_a_length_in_samples_and_a_limit_in_time(tokens, tmp_path, capsys):
+    words = " ".join(tiny_run.flags(tokens, tmp_path / "run"))
+    for flag in ("--train-iters 8", "--lr-warmup-iters 2", "--lr-decay-iters 8"):
+        words = words.replace(flag, "")
+    words += " --train-samples 18 --lr-warmup-samples 4 --eval-iters 0 --log-interval 1"
+    assert main([*words.split(), "--exit-duration-in-mins", "0.00001"]) == 0
+    assert "stopping at iteration 1: --exit-duration-in-mins 1e-05" in capsys.readouterr().out
+    assert main(["--load", str(tmp_path / "run")]) == 0
+    events = tiny_run.events(tmp_path / "run", "train")
+    assert [event["consumed_samples"] for event in events] == [4, 8, 12, 16]
+    rates = [event["lr"] for event in events]  # a cosine from sample 4 to sample 16
+    assert rates == pytest.approx([3e-3, 2.25e-3, 7.5e-4, 0.0])
+    assert main(["--load", str(tmp_path / "run")]) == 0  # one more length of its schedule
+    assert tiny_run.events(tmp_path / "run", "train")[-1]["iteration"] == 8
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("--hiden-size 3", "Unknown flag --hiden-size. The nearest is --hidden-size."),
+        ("--data-path none", "Expected none.bin to be a file (from --data-path), found none."),
+        ("--hidden-size 33", "Expected --hidden-size to be divisible by --num-attention-heads"),
+        ("--moe-top-k 5", "Expected --moe-top-k of at most --moe-num-experts, got 5 and 4"),
+        ("--load nowhere", "Expected a checkpoint in --load nowhere, found none."),
+        ("--split 0,100,0", "Expected documents to train on, got none"),
+        ("--global-batch-size 3", "multiple of micro batch x data-parallel ranks"),
+        ("--lr-warmup-iters 8", "Expected the warm-up to be shorter than the decay"),
+        ("--tokenizer nonesuch", "nonesuch"),
+        ("--activation gulu", "gulu"),
+    ],
+    ids=lambda text: text.split()[0][2:] if text.startswith("--") else "",
+)
+def test_wrong_input_is_one_line_and_leaves_nothing(tokens, tmp_path, capsys, more, says):
+    folder = tmp_path / "run"
+    assert main(tiny_run.flags(tokens, folder, more)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("mb-train: ")
+    assert says in captured.err
+    assert captured.err.count("\n") == 1
+    assert not folder.exists()
+
+
+def test_a_truncated_bin_is_refused(tmp_path, capsys):
+    prefix = tiny_run.write_tokens(tmp_path)
+    path = Path(prefix + ".bin")
+    path.write_bytes(path.read_bytes()[:-10])
+    assert main(tiny_run.flags(prefix, tmp_path / "run")) == 2
+    error = capsys.readouterr().err
+    assert "walks.bin" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(finished, tokens, tmp_path, capsys):
+    folder, _ = finished
+    before = sorted(folder.rglob("*"))
+    for more, says in (
+        (f"--load {folder} --hidden-size 64", "its hidden_size is 32, this run's is 64"),
+        (f"--load {folder} --moe-num-experts 8", "its moe_num_experts is 4, this run's is 8"),
+    ):
+        assert main(tiny_run.flags(tokens, None, more)) == 2
+        assert f"The checkpoint is of another model: {says}" in capsys.readouterr().err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_finetuning_starts_a_new_run_from_the_weights(finished, tokens, tmp_path, capsys):
+    folder, _ = finished
+    new = tmp_path / "new"
+    more = f"--load {folder} --finetune --train-iters 2 --no-load-optim"
+    assert main(tiny_run.flags(tokens, new, more)) == 0
+    assert tiny_run.losses(new)[0] < tiny_run.losses(folder)[0] - 0.5
+    assert find_checkpoint(new) == new / "iter_0000002"
+
+
+def test_report_draws_the_picture_again(finished, tmp_path, capsys):
+    folder, _ = finished
+    (folder / "loss.png").unlink()
+    assert main(["report", str(folder)]) == 0
+    assert "iterations 1 to 8" in capsys.readouterr().out
+    assert (folder / "loss.png").exists()
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "to be a run folder with a log.jsonl" in capsys.readouterr().err
+
+
+def test_doctor_describes_this_machine(capsys):
+    assert main(["doctor"]) in (0, 1)
+    out = capsys.readouterr().out
+    assert f"torch       {torch.__version__}" in out
+    assert "disk" in out
+
+
+def test_sigterm_saves_and_stops(tokens, tmp_path, capsys):
+    folder = tmp_path / "run"
+    endless = "--train-iters 100000 --log-interval 1 --eval-interval 0"
+    usual = signal.getsignal(signal.SIGTERM)
+
+    def terminate_once_it_trains() -> None:
+        log = folder / "log.jsonl"
+        while not (log.exists() and '"train"' in log.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate_once_it_trains, daemon=True).start()
+    assert main(tiny_run.flags(tokens, folder, endless)) == 0
+    assert signal.getsignal(signal.SIGTERM) is usual
+    assert ": SIGTERM" in capsys.readouterr().out
+    found = find_checkpoint(folder)
+    assert found is not None
+    assert len(tiny_run.losses(folder)) == int(found.name.removeprefix("iter_"))
+
+
+def test_help_is_quick():
+    begun = time.process_time(), time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "mb_train", "--help"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "--moe-num-experts" in done.stdout
+    assert not re.search(r"\| +(torch|numpy|matplotlib)$", done.stderr, re.MULTILINE)
+    assert time.monotonic() - begun[1] < 2 or os.getloadavg()[0] > 2
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_learns_in_bf16(tokens, tmp_path, capsys):
+    more = "--device cuda --train-iters 30 --lr-decay-iters 30 --lr 1e-2"
+    assert main(tiny_run.flags(tokens, tmp_path / "run", more)) == 0
+    assert "torch.bfloat16" in capsys.readouterr().out
+    losses = tiny_run.losses(tmp_path / "run")
+    assert losses[-1] < losses[0] - 3

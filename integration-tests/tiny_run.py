@@ -1,0 +1,52 @@
+"""A tiny run for end-to-end tests: token files that can be learned, and flags for a small model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mb_data
+import numpy as np
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 48 --seq-length 16"
+)
+MOE = "--moe-num-experts 4 --moe-top-k 2 --moe-loss-weight 0.05 --activation swiglu"
+TRAINING = (
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 8 --lr 3e-3 --lr-decay-style cosine "
+    "--lr-warmup-iters 2 --lr-decay-iters 8 --log-interval 2 --eval-interval 4 --eval-iters 2 "
+    "--split 80,20,0 --device cpu"
+)
+
+
+def write_tokens(folder: Path, documents: int = 40) -> str:
+    """Random walks over 300 tokens, so that the next token is easy to guess; returns the prefix."""
+    prefix = folder / "walks"
+    rng = np.random.default_rng(0)
+    with mb_data.IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(documents):
+            steps = rng.integers(1, 4, size=rng.integers(20, 60))
+            builder.add_document((rng.integers(300) + np.cumsum(steps)) % 300)
+    return str(prefix)
+
+
+def flags(prefix: str, save: Path | None = None, *more: str, moe: bool = True) -> list[str]:
+    """The command line of a tiny run; `more` wins over what it repeats."""
+    words = [*MODEL.split(), *(MOE.split() if moe else []), *TRAINING.split()]
+    words += ["--data-path", prefix]
+    if save is not None:
+        words += ["--save", str(save)]
+    return words + [word for text in more for word in text.split()]
+
+
+def losses(run: Path) -> list[float]:
+    """Training loss of every iteration in the order of the log."""
+    events = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [loss for event in events if event["event"] == "train" for loss in event["lm_losses"]]
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Events of one kind in the order of the log."""
+    lines = (run / "log.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]

@@ -1,0 +1,207 @@
+"""Look into token files, check them, join them, read them back, bring old ones up to date."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mb_data.indexed_dataset import (
+    DTYPES,
+    HEADER,
+    LEGACY_MAGIC,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    bin_path,
+    idx_path,
+)
+from mb_data.tokenizer import Tokenizer
+
+CHUNK = 1 << 22  # elements looked at in one go: bounds the memory of `validate`
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is in a dataset, from its index alone. Lengths are tokens of a sequence."""
+
+    prefix: str
+    dtype: str
+    documents: int
+    sequences: int
+    tokens: int
+    empty_sequences: int
+    shortest: int
+    mean: float
+    longest: int
+    bin_bytes: int
+    idx_bytes: int
+
+
+def inspect(prefix: str | os.PathLike[str]) -> Inspection:
+    """Sizes and counts of a dataset; the errors of ``IndexedDataset``."""
+    dataset = IndexedDataset(prefix)
+    sizes = dataset.sizes
+    tokens = int(sizes.sum(dtype=np.int64))
+    return Inspection(
+        prefix=dataset.prefix,
+        dtype=str(dataset.dtype.name),
+        documents=dataset.num_documents,
+        sequences=len(dataset),
+        tokens=tokens,
+        empty_sequences=int((sizes == 0).sum()),
+        shortest=int(sizes.min()) if len(sizes) else 0,
+        mean=tokens / len(sizes) if len(sizes) else 0.0,
+        longest=int(sizes.max()) if len(sizes) else 0,
+        bin_bytes=bin_path(prefix).stat().st_size,
+        idx_bytes=idx_path(prefix).stat().st_size,
+    )
+
+
+def validate(prefix: str | os.PathLike[str], *, vocab_size: int | None = None) -> list[str]:
+    """Everything that is wrong with a dataset, in words; an empty list if it is whole.
+
+    Reads both files from end to end: lengths, pointers, document boundaries, file sizes, and with
+    ``vocab_size`` that every token is below it.
+    """
+    try:
+        dataset = IndexedDataset(prefix)
+    except (ValueError, FileNotFoundError) as error:
+        return [str(error)]
+    problems: list[str] = []
+    index, data = idx_path(prefix), bin_path(prefix)
+    sizes, pointers, documents = dataset.sizes, dataset.pointers, dataset.document_indices
+
+    expected = HEADER.size + 12 * len(sizes) + 8 * len(documents)
+    if index.stat().st_size != expected:
+        problems.append(f"{index}: {index.stat().st_size:,} bytes, {expected:,} expected")
+    address = 0
+    for start in range(0, len(sizes), CHUNK):
+        part = sizes[start : start + CHUNK].astype(np.int64)
+        if part.min() < 0:
+            where = start + int((part < 0).argmax())
+            problems.append(f"{index}: sequence {where} has length {part[where - start]}")
+            return problems
+        ends = address + part.cumsum() * dataset.dtype.itemsize
+        wrong = pointers[start : start + CHUNK] != np.concatenate([[address], ends[:-1]])
+        if wrong.any():
+            where = start + int(wrong.argmax())
+            problems.append(
+                f"{index}: sequence {where} points to byte {pointers[where]:,}, not to the end of "
+                "the one before it"
+            )
+            return problems
+        address = int(ends[-1])
+    if data.stat().st_size != address:
+        problems.append(
+            f"{data}: {data.stat().st_size:,} bytes, the index accounts for {address:,}"
+        )
+    for start in range(0, len(documents) - 1, CHUNK):
+        falling = np.diff(documents[start : start + CHUNK + 1]) < 0
+        if falling.any():
+            where = start + int(falling.argmax())
+            problems.append(
+                f"{index}: document {where} starts at sequence {documents[where]}, the next one "
+                f"before it at {documents[where + 1]}"
+            )
+            break
+    if vocab_size is not None:
+        problems += _tokens_outside(dataset, vocab_size)
+    return problems
+
+
+def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.PathLike[str]) -> int:
+    """Join datasets of one dtype, in the order given; returns how many were joined.
+
+    A directory stands for all datasets in it, sorted by name, as in Megatron.
+
+    Raises:
+        ValueError: no dataset, or different dtypes. Nothing is written then.
+    """
+    prefixes: list[str] = []
+    for item in inputs:
+        path = Path(item)
+        if path.is_dir():
+            found = sorted(p.with_suffix("") for p in path.glob("*.idx"))
+            prefixes += [str(p) for p in found if bin_path(p).is_file()]
+        else:
+            prefixes.append(str(path))
+    if not prefixes:
+        raise ValueError(f"no dataset in {', '.join(map(str, inputs))}")
+    if os.fspath(output_prefix) in prefixes:
+        raise ValueError(f"{output_prefix} is an input; give the result another name")
+    with IndexedDatasetBuilder(output_prefix, IndexedDataset(prefixes[0]).dtype) as builder:
+        for prefix in prefixes:
+            builder.append(prefix)
+    return len(prefixes)
+
+
+def decode(prefix: str | os.PathLike[str], document: int, tokenizer: Tokenizer) -> str:
+    """The text of one document, its sentences joined; IndexError outside the dataset."""
+    dataset = IndexedDataset(prefix)
+    if not 0 <= document < dataset.num_documents:
+        raise IndexError(f"document {document} of {dataset.num_documents} in {dataset.prefix}")
+    first, last = dataset.document_indices[document : document + 2]
+    return tokenizer.decode([int(token) for part in dataset[first:last] for token in part])
+
+
+def convert(prefix: str | os.PathLike[str], output_prefix: str | os.PathLike[str]) -> int:
+    """Write a dataset in Megatron's old TNTIDX format anew; returns its number of sequences.
+
+    The old ``.idx`` file, little endian: ``TNTIDX\\0\\0``; u64 version 1, dtype code, element size,
+    N sequences, S sizes, D document entries; then i64 first size of each sequence [N + 1], first
+    element of each sequence [N + 1], sizes [S], first sequence of each document [D].
+
+    Raises:
+        ValueError: not that format, cut off, or the output would replace the input.
+    """
+    index, data = idx_path(prefix), bin_path(prefix)
+    if index.resolve() == idx_path(output_prefix).resolve():
+        raise ValueError(f"{output_prefix} is the input; give the result another name")
+    raw = index.read_bytes()
+    header = struct.Struct("<8s6Q")
+    if len(raw) < header.size or not raw.startswith(LEGACY_MAGIC):
+        raise ValueError(f"{index}: not a TNTIDX index; only those need converting")
+    _, version, code, width, num_sequences, num_sizes, num_entries = header.unpack_from(raw)
+    if version != 1 or code not in DTYPES or DTYPES[code].itemsize != width:
+        raise ValueError(f"{index}: version {version}, dtype code {code} of {width} bytes")
+    counts = (num_sequences + 1, num_sequences + 1, num_sizes, num_entries)
+    if len(raw) < header.size + 8 * sum(counts):
+        raise ValueError(
+            f"{index}: {len(raw):,} bytes, {header.size + 8 * sum(counts):,} expected; cut off"
+        )
+    fields = np.frombuffer(raw, "<i8", sum(counts), header.size)
+    first_size, offsets, sizes, documents = np.split(fields, np.cumsum(counts)[:-1])
+    lengths = np.diff(offsets)
+    if num_sizes != num_sequences or (np.diff(first_size) != 1).any() or (lengths != sizes).any():
+        raise ValueError(f"{index}: holds arrays of several dimensions, not token sequences")
+    if data.stat().st_size < int(offsets[-1]) * width:
+        raise ValueError(
+            f"{data}: {data.stat().st_size:,} bytes, its index needs {int(offsets[-1]) * width:,}"
+        )
+    if num_entries == 0 or documents[0] != 0 or documents[-1] != num_sequences:
+        raise ValueError(f"{index}: document boundaries must run from 0 to {num_sequences}")
+    with IndexedDatasetBuilder(output_prefix, DTYPES[code]) as builder:
+        if int(offsets[-1]):
+            tokens = np.memmap(data, DTYPES[code], "r", shape=(int(offsets[-1]),))
+        else:
+            tokens = np.zeros(0, DTYPES[code])
+        builder.add_documents(tokens, sizes, np.diff(documents))
+    return num_sequences
+
+
+def _tokens_outside(dataset: IndexedDataset, vocab_size: int) -> list[str]:
+    for start in range(0, len(dataset.tokens), CHUNK):
+        part = dataset.tokens[start : start + CHUNK]
+        if part.min() < 0 or part.max() >= vocab_size:
+            where = start + int(((part < 0) | (part >= vocab_size)).argmax())
+            byte = where * dataset.dtype.itemsize
+            sequence = int(np.searchsorted(dataset.pointers, byte, side="right")) - 1
+            return [
+                f"{bin_path(dataset.prefix)}: token {dataset.tokens[where]} in sequence "
+                f"{sequence}, the vocabulary has {vocab_size:,} ids"
+            ]
+    return []

@@ -1,0 +1,194 @@
+"""Byte-level BPE from files: merges alone (GPT-2), ``vocab.json`` + ``merges.txt``, and
+``tokenizer.json``, which falls to the tokenizers library where it is something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mb_data.tokenizer.base import Tokenizer
+from mb_data.tokenizer.byte_bpe import GPT2_PATTERN, ByteLevelBPE, byte_to_letter
+from mb_data.tokenizer.others import HuggingFaceTokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+# What ends a document, for files whose tokenizer_config.json does not say.
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
+CONFIG_ROLES = ("bos", "eos", "pad", "cls", "sep", "mask")
+
+
+def from_merges(
+    name: str, merges_text: str, *, fingerprint: str, num_extra_ids: int, engine: str
+) -> ByteLevelBPE:
+    """GPT-2's scheme of ids: 256 bytes in the order of their letters, the merges, end of text."""
+    merges = merge_lines(name, merges_text.split("\n"))
+    entries = [*byte_to_letter().values(), *(merge.replace(" ", "") for merge in merges)]
+    ids = {entry: i for i, entry in enumerate(entries)}
+    added = {END_OF_TEXT: len(ids)}
+    return _build(name, ids, merges, added, {"eod": len(ids)}, fingerprint, num_extra_ids, engine)
+
+
+def from_vocab_and_merges(
+    name: str, vocab: bytes, merges: bytes, *, fingerprint: str, num_extra_ids: int, engine: str
+) -> ByteLevelBPE:
+    """The two files GPT-2 was published as. What the merges do not make is a special token."""
+    try:
+        entries = json.loads(vocab.decode())
+        lines = merge_lines(name, merges.decode().split("\n"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: not a vocabulary: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}: vocab.json is not JSON: {error}") from error
+    if not isinstance(entries, dict) or not all(isinstance(i, int) for i in entries.values()):
+        raise ValueError(f"{name}: vocab.json must map strings to ids")
+    made = {*byte_to_letter().values(), *(line.replace(" ", "") for line in lines)}
+    ids = {entry: i for entry, i in entries.items() if entry in made}
+    added = {entry: i for entry, i in entries.items() if entry not in made}
+    special = {"eod": added[END_OF_TEXT]} if END_OF_TEXT in added else {}
+    return _build(name, ids, lines, added, special, fingerprint, num_extra_ids, engine)
+
+
+def from_tokenizer_json(
+    name: str, path: Path, data: bytes, *, fingerprint: str, num_extra_ids: int, engine: str
+) -> Tokenizer:
+    """Byte-level BPE on the fast engine; everything else through the tokenizers library."""
+    try:
+        description = json.loads(data.decode())
+        model = description["model"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a tokenizer.json: {error!r}") from error
+    added = {entry["content"]: entry["id"] for entry in description.get("added_tokens") or []}
+    vocabulary = model.get("vocab")
+    known = added | vocabulary if isinstance(vocabulary, dict) else added
+    special = _special_ids(path.with_name("tokenizer_config.json"), known)
+    pattern = _byte_level_pattern(description)
+    if pattern is not None and engine != "tokenizers":
+        lines = merge_lines(name, model["merges"])
+        ids = {entry: i for entry, i in vocabulary.items() if entry not in added}
+        try:
+            return _build(
+                name,
+                ids,
+                lines,
+                added,
+                special,
+                fingerprint,
+                num_extra_ids,
+                engine,
+                pattern=pattern,
+                ignore_merges=bool(model.get("ignore_merges")),
+            )
+        except RuntimeError:  # gigatoken knows the patterns of the common models only
+            if engine == "gigatoken":
+                raise
+    if engine not in ("auto", "tokenizers"):
+        raise ValueError(f"{path}: engine {engine!r} does not read this kind of tokenizer.json")
+    return HuggingFaceTokenizer(
+        name, path, fingerprint=fingerprint, special=special, num_extra_ids=num_extra_ids
+    )
+
+
+def merge_lines(name: str, merges: Sequence[Any]) -> list[str]:
+    """Lines ``Ġ t`` from the lines of a file, or from pairs of words."""
+    try:
+        lines = [line if isinstance(line, str) else " ".join(line) for line in merges if line]
+    except TypeError as error:
+        raise ValueError(f"{name}: merges must be lines or pairs of words: {error}") from None
+    if lines and lines[0].startswith("#version"):
+        del lines[0]
+    for line in lines:
+        if line.count(" ") != 1:
+            raise ValueError(f"{name}: a merge must be two words, got {line!r}")
+    return lines
+
+
+def _build(
+    name: str,
+    ids: dict[str, int],
+    merges: list[str],
+    added: Mapping[str, int],
+    special: Mapping[str, int],
+    fingerprint: str,
+    num_extra_ids: int,
+    engine: str,
+    *,
+    pattern: str = GPT2_PATTERN,
+    ignore_merges: bool = False,
+) -> ByteLevelBPE:
+    size = max([*ids.values(), *added.values()]) + 1
+    extra_ids = range(size, size + num_extra_ids)
+    texts = {i: text for text, i in added.items()}
+    texts |= {i: f"<extra_id_{n}>" for n, i in enumerate(extra_ids)}
+    return ByteLevelBPE(
+        name,
+        ids,
+        merges,
+        fingerprint=fingerprint,
+        special=special,
+        special_text=texts,
+        extra_ids=extra_ids,
+        pattern=pattern,
+        ignore_merges=ignore_merges,
+        engine=engine,
+    )
+
+
+def _byte_level_pattern(description: dict[str, Any]) -> str | None:
+    """The words' pattern, if the file describes byte-level BPE and nothing besides."""
+    model = description["model"]
+    plain = (
+        model.get("type", "BPE") == "BPE"
+        and "merges" in model
+        and not any(
+            model.get(option)
+            for option in (
+                "dropout",
+                "unk_token",
+                "continuing_subword_prefix",
+                "end_of_word_suffix",
+                "byte_fallback",
+            )
+        )
+        and description.get("normalizer") is None
+        and all(entry.get("special") for entry in description.get("added_tokens") or [])
+    )
+    stage = description.get("pre_tokenizer") or {}
+    match stage if plain else None:
+        case {"type": "ByteLevel"}:
+            by_itself = not stage.get("add_prefix_space") and stage.get("use_regex", True)
+            return GPT2_PATTERN if by_itself else None
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": str(pattern)},
+                    "behavior": "Isolated",
+                } as split,
+                {"type": "ByteLevel", "use_regex": False} as letters,
+            ],
+        } if not split.get("invert") and not letters.get("add_prefix_space"):
+            return pattern
+    return None
+
+
+def _special_ids(config: Path, known: Mapping[str, int]) -> dict[str, int]:
+    """Ids by role, from the tokenizer_config.json beside the file, else by their common names."""
+    special: dict[str, int] = {}
+    if config.is_file():
+        try:
+            fields = json.loads(config.read_text("utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{config}: not JSON: {error}") from error
+        for role in CONFIG_ROLES:
+            token = fields.get(f"{role}_token")
+            text = token.get("content") if isinstance(token, dict) else token
+            if text in known:
+                special[role] = known[text]
+    for text in ENDS:
+        if "eos" not in special and text in known:
+            special["eos"] = known[text]
+    if "eos" in special:
+        special["eod"] = special["eos"]
+    return special

@@ -1,0 +1,163 @@
+"""The command line: what it prints, and one line with exit code 2 for anything wrong."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from mb_data import IndexedDataset
+from mb_data.cli import main
+from mb_data.preprocess import Progress
+from mb_data.progress import ProgressLine, format_progress
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("a b", "", "Hello world")))
+    return path
+
+
+@pytest.fixture
+def command(source, tmp_path):
+    prefix = str(tmp_path / "out")
+    return ["preprocess", "--input", str(source), "--output-prefix", prefix, "--workers", "1"]
+
+
+def test_preprocess(command, tmp_path, capsys):
+    assert main([*command, "--append-eod"]) == 0
+    out = capsys.readouterr().out
+    assert "2 documents, 6 tokens, 14 bytes of text; 1 empty documents left out, 0 bad" in out
+    assert "MB/s" in out
+    assert f"{tmp_path}/out_text_document.bin and .idx" in out
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert [x.tolist() for x in dataset[:]] == [[64, 275, 50256], [15496, 995, 50256]]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--tokenizer-type", "GPT2BPETokenizer"],
+        ["--engine", "python", "--dataset-impl", "mmap"],
+    ],
+    ids=["default", "Megatron's name", "readable"],
+)
+def test_ways_to_say_gpt2(command, tmp_path, flags):
+    assert main([*command, *flags]) == 0
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert [x.tolist() for x in dataset[:]] == [[64, 275], [15496, 995]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--worker", "2"], "unknown argument --worker, did you mean --workers?"),
+        (["--tokenizer", "gpt-2"], "unknown tokenizer 'gpt-2'; did you mean gpt2?"),
+        (["--tokenizer", "no/such.json"], "no/such.json: no such file"),
+        (["--vocab-file", "x"], "--vocab-file needs --tokenizer-type"),
+        (["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "x"], "both --vocab-file and"),
+        (["--tokenizer-type", "GPT2BPETokenizer", "--tokenizer", "x"], "goes without --tokenizer"),
+        (["--tokenizer-type", "BertWordPieceCase"], "needs --vocab-file"),
+        (["--tokenizer-type", "SentencePieceTokenizer"], "needs --tokenizer-model"),
+        (["--tokenizer-type", "NullTokenizer"], "needs --vocab-size"),
+        (["--tokenizer-type", "Bert"], "invalid choice: 'Bert'"),
+        (["--dtype", "uint8"], "uint8 holds ids up to 255"),
+        (["--workers", "two"], "invalid int value: 'two'"),
+        (["--dataset-impl", "lazy"], "invalid choice: 'lazy'"),
+        (["--max-line-mb", "0"], "max_line_bytes must be at least 1"),
+        (["--json-keys", "body"], "in.jsonl, line 1: no key 'body'; the keys are text"),
+    ],
+)
+def test_mistakes(command, tmp_path, capsys, flags, message):
+    try:
+        code = main([*command, *flags])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("mb-data preprocess: ")
+    assert error.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_missing_input_and_directory(command, capsys):
+    assert main([*command[:2], "missing.jsonl", *command[3:]]) == 2
+    assert "missing.jsonl: no such file" in capsys.readouterr().err
+    assert main([*command[:4], "no/where/out"]) == 2
+    assert "no/where: no such directory for the output" in capsys.readouterr().err
+
+
+def test_skipped_lines_are_told(command, source, tmp_path, capsys):
+    with open(source, "a") as file:
+        file.write("oops\n")
+    assert main([*command, "--on-error", "skip"]) == 0
+    out = capsys.readouterr().out
+    assert "1 bad lines skipped" in out
+    assert f"bad lines are listed in {tmp_path}/out_skipped.txt" in out
+
+
+def test_standard_input_through_the_shell(source, tmp_path):
+    flags = ["--input", "-", "--output-prefix", tmp_path / "out", "--workers", "2"]
+    run = subprocess.run(
+        [sys.executable, "-m", "mb_data.cli", "preprocess", *flags],
+        input=source.read_bytes(),
+        capture_output=True,
+        check=True,
+    )
+    assert b"2 documents" in run.stdout
+    assert len(IndexedDataset(tmp_path / "out_text_document")) == 2
+
+
+def test_interrupt(command, capsys, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["mb_data.preprocess"], "preprocess", interrupt)
+    assert main(command) == 130
+    assert "goes on from here when the same command is given again" in capsys.readouterr().err
+
+
+def test_help_without_the_engines():
+    code = (
+        "import sys; from mb_data.cli import main\n"
+        "try: main(['preprocess', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'gigatoken' not in sys.modules and 'torch' not in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--append-eod" in run.stdout
+
+
+def test_progress_line():
+    progress = Progress(
+        position=1_200_000_000,
+        total=2_400_000_000,
+        documents=3000,
+        text_bytes=1_100_000_000,
+        seconds=2.0,
+        resumed_position=400_000_000,
+        resumed_documents=1000,
+        resumed_text_bytes=500_000_000,
+    )
+    assert format_progress(progress) == (
+        "[==========          ]  50% 1.20/2.40 GB, 1,000 documents/s, 300.0 MB/s, 0:00:03 left"
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_on_a_terminal_and_in_a_log():
+    progress = Progress(0, 0, 5, 7_000_000, 1.0, 0, 0, 0)
+    terminal, log = Terminal(), io.StringIO()
+    for stream in (terminal, log):
+        line = ProgressLine(stream)
+        line(progress)
+        line.close()
+    assert terminal.getvalue() == "\r0.01 GB of text, 5 documents/s, 7.0 MB/s\n"
+    assert log.getvalue() == ""

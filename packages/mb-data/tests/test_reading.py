@@ -1,0 +1,109 @@
+"""Blocks give every line once, whatever their size; inputs by path, pattern and compression."""
+
+import gzip
+import io
+import lzma
+import random
+import sys
+
+import pytest
+from mb_data.reading import blocks, find_sources, read_lines
+
+LIMIT = 10_000
+
+
+def lines_of(paths, block_bytes, limit=LIMIT):
+    found = []
+    for block in blocks(find_sources(paths), block_bytes, limit):
+        found += map(bytes, read_lines(block, limit))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_line_once(tmp_path, seed):
+    rng = random.Random(seed)
+    lines = [b"x" * rng.choice([0, 1, 2, 3, 30]) for _ in range(rng.randrange(1, 30))]
+    data = b"\n".join(lines) + rng.choice([b"", b"\n"])
+    lines = data.splitlines()
+    (tmp_path / "a").write_bytes(data)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(data))
+    for block_bytes in (1, 2, 3, 5, 31, 1000):
+        assert lines_of([tmp_path / "a"], block_bytes) == lines
+        assert lines_of([tmp_path / "a.gz"], block_bytes) == lines
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.gz"])
+@pytest.mark.parametrize("end", [b"", b"\n", b"\nlast"])
+def test_a_line_beyond_the_limit_is_cut_but_still_beyond_it(tmp_path, name, end):
+    data = b"first\n" + b"y" * (5 << 19) + end
+    (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith("gz") else data)
+    for block_bytes in (100_000, 1 << 20, 3 << 20):
+        first, long, *last = lines_of([tmp_path / name], block_bytes, limit=1000)
+        assert first == b"first"
+        assert 1000 < len(long) <= 5 << 19
+        assert set(long) == set(b"y")
+        assert last == ([b"last"] if end == b"\nlast" else [])
+
+
+def test_small_blocks_within_a_line_beyond_the_limit(tmp_path):
+    (tmp_path / "a").write_bytes(b"first\n" + b"y" * 3000 + b"\nlast")
+    first, long, last = lines_of([tmp_path / "a"], 3, limit=1000)
+    assert (first, last) == (b"first", b"last")
+    assert len(long) > 1000
+
+
+def test_compressed_files_read_alike(tmp_path):
+    zstd = pytest.importorskip("backports.zstd") if sys.version_info < (3, 14) else None
+    if zstd is None:
+        from compression import zstd
+    data = b"".join(b'{"text": "%d"}\n' % i for i in range(1000))
+    # Two members each: files joined with cat are valid too.
+    half = len(data) // 2
+    for name, pack in [("gz", gzip.compress), ("xz", lzma.compress), ("zst", zstd.compress)]:
+        path = tmp_path / f"a.jsonl.{name}"
+        path.write_bytes(pack(data[:half]) + pack(data[half:]))
+        assert find_sources([path])[0].compression == name
+        assert lines_of([path], 777) == data.splitlines()
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(ValueError, match=rf"a\.jsonl\.{name}: damaged {name} data"):
+            lines_of([path], 777)
+
+
+def test_damaged_in_the_middle(tmp_path):
+    data = bytearray(gzip.compress(random.Random(0).randbytes(50_000)))
+    data[20_000:20_050] = bytes(50)
+    (tmp_path / "a.gz").write_bytes(data)
+    with pytest.raises(ValueError, match=r"a\.gz: damaged gz data"):
+        lines_of([tmp_path / "a.gz"], 5000)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
+def test_standard_input(monkeypatch, pack):
+    data = b"one\ntwo\nthree"
+    stream = io.TextIOWrapper(io.BufferedReader(io.BytesIO(pack(data))))
+    monkeypatch.setattr(sys, "stdin", stream)
+    assert lines_of(["-"], 4) == [b"one", b"two", b"three"]
+
+
+def test_directories_and_patterns(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("b.jsonl", "a.json.gz", "sub/c.ndjson", "notes.txt", "d.jsonl.xz"):
+        (tmp_path / name).write_bytes(b"{}\n")
+
+    def names(item):
+        return [s.path.removeprefix(f"{tmp_path}/") for s in find_sources([item])]
+
+    assert names(tmp_path) == ["a.json.gz", "b.jsonl", "d.jsonl.xz", "sub/c.ndjson"]
+    assert names(f"{tmp_path}/*.jsonl*") == ["b.jsonl", "d.jsonl.xz"]
+    assert names(f"{tmp_path}/**/*.ndjson") == ["sub/c.ndjson"]
+    with pytest.raises(FileNotFoundError, match="no file matches"):
+        names(f"{tmp_path}/*.csv")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty: no \.jsonl"):
+        names(tmp_path / "empty")
+    with pytest.raises(ValueError, match="only once"):
+        find_sources(["-", "-"])
+    with pytest.raises(ValueError, match="no input"):
+        find_sources([])
+    with pytest.raises(ValueError, match="no regular file; pipe it"):
+        find_sources(["/dev/null"])

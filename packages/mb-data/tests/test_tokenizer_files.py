@@ -1,0 +1,359 @@
+"""Tokenizers from names and files, each against an implementation that is not ours."""
+
+import json
+import pickle
+import random
+import subprocess
+import sys
+
+import pytest
+import tiktoken
+from mb_data import load_tokenizer, megatron_tokenizer
+from mb_data.tokenizer.byte_bpe import GPT2_PATTERN, byte_to_letter
+from mb_data.tokenizer.others import HuggingFaceTokenizer
+
+GPT2 = load_tokenizer("gpt2")
+BERT = load_tokenizer("bert-base-uncased")
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEXTS = [
+    "",
+    "Hello world, it's  2026!\n\n  x = y[12345] ** 2\t# ok",
+    "<|endoftext|> and </s> and [SEP] [MASK] <extra_id_0>",
+    "Grüße, 你好世界, привет мир, e\u0301 ½ ②",
+    "unbelievably " * 30,
+]
+
+
+@pytest.fixture(scope="module")
+def small_bpe():
+    """The first 2,000 merges of GPT-2: ids by byte string, by letters, and lines of merges."""
+    lines = list(GPT2.readable.ranks)[:2000]
+    letters = [*byte_to_letter().values(), *(line.replace(" ", "") for line in lines)]
+    ids = {GPT2.byte_strings[i]: i for i in range(len(letters))}
+    return ids, {entry: i for i, entry in enumerate(letters)}, lines
+
+
+def reference(ids, pattern, special=None):
+    return tiktoken.Encoding(
+        "reference", pat_str=pattern, mergeable_ranks=ids, special_tokens=special or {}
+    )
+
+
+@pytest.mark.parametrize("given", ["vocab.json", "merges.txt", "."])
+@pytest.mark.parametrize("engine", ["gigatoken", "python"])
+def test_vocab_json_and_merges(tmp_path, small_bpe, given, engine):
+    ids, letters, lines = small_bpe
+    order = list(range(len(ids)))
+    random.Random(0).shuffle(order)  # ids need not follow the merges
+    vocab = dict(zip(letters, order, strict=True)) | {"<|endoftext|>": len(ids)}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) + "\n")
+    tokenizer = load_tokenizer(tmp_path / given, engine=engine, num_extra_ids=3)
+    assert tokenizer.engine == engine
+    assert tokenizer.vocab_size == len(ids) + 4
+    assert tokenizer.eod == len(ids)
+    assert tokenizer.extra_ids == (len(ids) + 1, len(ids) + 2, len(ids) + 3)
+    oracle = reference(ids, GPT2_PATTERN)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == [order[i] for i in oracle.encode_ordinary(text)]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([tokenizer.eod, tokenizer.extra_ids[2]]) == "<|endoftext|><extra_id_2>"
+
+
+def tokenizer_json(small_bpe, **changes):
+    ids, letters, lines = small_bpe
+    description = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": len(ids), "content": "<|begin|>", "special": True, "normalized": False}
+            | {"single_word": False, "lstrip": False, "rstrip": False},
+            {"id": len(ids) + 1, "content": "<|endoftext|>", "special": True, "normalized": False}
+            | {"single_word": False, "lstrip": False, "rstrip": False},
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": LLAMA3_PATTERN},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+                | {"trim_offsets": True},
+            ],
+        },
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+        "model": {
+            "type": "BPE",
+            "vocab": letters,
+            "merges": [line.split(" ") for line in lines],
+            "ignore_merges": True,
+        },
+    }
+    return description | changes
+
+
+@pytest.mark.parametrize("engine", ["gigatoken", "python", "tokenizers"])
+def test_tokenizer_json(tmp_path, small_bpe, engine):
+    if engine == "tokenizers":
+        pytest.importorskip("tokenizers")
+    ids, _, _ = small_bpe
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(tokenizer_json(small_bpe)))
+    tokenizer = load_tokenizer(path, engine=engine)
+    oracle = reference(ids, LLAMA3_PATTERN)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == oracle.encode_ordinary(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.eod == tokenizer.eos == len(ids) + 1
+    assert tokenizer.vocab_size == len(ids) + 2
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|begin|>", "pad_token": {"content": "<|endoftext|>"}})
+    )
+    tokenizer = load_tokenizer(tmp_path, engine=engine)
+    assert (tokenizer.eod, tokenizer.pad) == (len(ids), len(ids) + 1)
+
+
+def test_tokenizer_json_of_another_kind_goes_to_the_library(tmp_path, small_bpe):
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(tokenizer_json(small_bpe, normalizer={"type": "Lowercase"})))
+    tokenizer = load_tokenizer(path, num_extra_ids=2)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    plain = tokenizers.Tokenizer.from_file(str(path))
+    assert tokenizer.encode("Hello WORLD") == plain.encode("hello world").ids
+    assert 2257 not in tokenizer.encode("<|endoftext|>")
+    ids = [*tokenizer.encode("a b"), tokenizer.extra_ids[1], *tokenizer.encode("c")]
+    assert tokenizer.decode(ids) == "a b<extra_id_1>c"
+    with pytest.raises(ValueError, match="surrogates"):
+        tokenizer.encode("\ud800")
+    with pytest.raises(ValueError, match="does not read this kind"):
+        load_tokenizer(path, engine="python")
+
+
+def test_without_the_tokenizers_library(tmp_path, small_bpe):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(tokenizer_json(small_bpe, normalizer={"type": "Lowercase"})))
+    code = (
+        "import sys; sys.modules['tokenizers'] = None; from mb_data.cli import main\n"
+        "from mb_data import load_tokenizer\n"
+        "assert load_tokenizer('bert-base-uncased').engine == 'python'\n"
+        f"sys.exit(main(['decode', 'x', '0', '--tokenizer', {str(path)!r}]))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "pip install 'mb-data[tokenizers]'" in run.stderr
+
+
+def test_bert_equals_the_library():
+    transformers = pytest.importorskip("transformers")
+    vocab = {piece: i for i, piece in enumerate(BERT.pieces[:30522])}
+    oracle = transformers.BertTokenizer(vocab=vocab, do_lower_case=True)
+    readable = load_tokenizer("bert-base-uncased", engine="python")
+    for text in [t for t in TEXTS if "[" not in t]:
+        expected = oracle.encode(text, add_special_tokens=False)
+        assert BERT.encode(text) == expected
+        assert readable.encode(text) == expected
+
+
+def test_bert_twins_agree_on_random_text():
+    pytest.importorskip("tokenizers")
+    assert BERT.engine == "tokenizers"
+    rng = random.Random(1)
+    letters = [
+        *"etaoin shrd  \n\t.,'-$^~[]#",
+        *map(chr, range(0xA0, 0x530)),
+        *"你好世界、。\u2028\u3000",
+    ]
+    for _ in range(500):
+        text = "".join(rng.choices(letters, k=60))
+        expected = BERT.reference_start(text, 1000)
+        if expected is not None:  # no letter whose class has changed
+            assert BERT.encode(text) == expected
+
+
+def test_bert_special_tokens_are_text_in_a_document():
+    ids = BERT.encode("[SEP] [MASK]")
+    assert BERT.sep not in ids
+    assert BERT.mask not in ids
+    assert BERT.decode(ids) == "[ sep ] [ mask ]"
+
+
+def test_bert_vocabulary():
+    tokenizer = load_tokenizer("bert-base-uncased", num_extra_ids=2)
+    assert (tokenizer.cls, tokenizer.sep, tokenizer.pad, tokenizer.mask) == (101, 102, 0, 103)
+    assert (tokenizer.bos, tokenizer.eos) == (30522, 30523)
+    assert tokenizer.extra_ids == (30524, 30525)
+    assert tokenizer.vocab_size == 30526
+    ids = tokenizer.encode("unbelievably good")
+    assert tokenizer.decode(ids) == "unbelievably good"
+    starts = tokenizer.word_starts()
+    assert len(starts) == 30526
+    pieces = ["un", "##bel", "##ie", "##va", "##bly", "good"]
+    assert [tokenizer.pieces[i] for i in ids] == pieces
+    assert [bool(starts[i]) for i in ids] == [True, False, False, False, False, True]
+    assert tokenizer.encode("a" * 201) == [100]
+    with pytest.raises(ValueError, match="bert-base-uncased has no eod token; it has: cls, sep"):
+        _ = tokenizer.eod
+    with pytest.raises(ValueError, match="token 30526 is not in 0 to 30525"):
+        tokenizer.decode([30526])
+
+
+@pytest.mark.parametrize("engine", ["auto", "python"])
+def test_cased_wordpiece_from_a_file(tmp_path, engine):
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Ab", "ab", "##c", "é", "e"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt", lower_case=False, engine=engine)
+    assert tokenizer.encode("Ab abc é X") == [5, 6, 7, 8, 1]
+    uncased = megatron_tokenizer(
+        "BertWordPieceLowerCase", vocab_file=tmp_path / "vocab.txt", engine=engine
+    )
+    assert uncased.encode("Ab abc é") == [6, 6, 7, 9]
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n")
+    with pytest.raises(ValueError, match=r"vocab\.txt: \[CLS\] is not in the vocabulary"):
+        load_tokenizer(tmp_path / "vocab.txt")
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    path = tmp_path_factory.mktemp("sp") / "toy.model"
+    text = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen jugs"] * 20
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text), model_writer=file, vocab_size=37, minloglevel=2
+        )
+    return path
+
+
+@pytest.mark.parametrize("name", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer"])
+def test_sentencepiece(model_file, name):
+    import sentencepiece
+
+    tokenizer = megatron_tokenizer(name, tokenizer_model=model_file, num_extra_ids=2)
+    oracle = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+    text = "the brown box <EOD> </s>"
+    assert tokenizer.encode(text) == oracle.encode(text)
+    assert tokenizer.eod not in tokenizer.encode("<EOD>")
+    # <CLS> <SEP> <EOD> <MASK> <PAD>; <s> and </s> are the model's own
+    roles = [tokenizer.cls, tokenizer.sep, tokenizer.eod, tokenizer.mask, tokenizer.pad]
+    assert roles == [37, 38, 39, 40, 41]
+    assert (tokenizer.bos, tokenizer.eos) == (oracle.bos_id(), oracle.eos_id())
+    assert tokenizer.extra_ids == (42, 43)
+    assert tokenizer.vocab_size == 44
+    ids = tokenizer.encode("the box")
+    assert tokenizer.decode([*ids, tokenizer.eod, *ids]) == "the box<EOD>the box"
+    with pytest.raises(ValueError, match="surrogates"):
+        tokenizer.encode("\ud800")
+
+
+def test_null_tokenizer():
+    tokenizer = megatron_tokenizer("NullTokenizer", vocab_size=100)
+    assert tokenizer.encode("1 99\n 5") == [1, 99, 5]
+    assert (tokenizer.eod, tokenizer.vocab_size) == (100, 101)
+    assert tokenizer.decode([1, 100]) == "1 100"
+    for text in ("100", "-1", "a", "1.0", "²"):
+        with pytest.raises(ValueError, match="is not an id: a number from 0 to 99"):
+            tokenizer.encode(text)
+    for name in ("null:", "null:x", "null:0"):
+        with pytest.raises(ValueError, match=name):
+            load_tokenizer(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert-base-uncased", "null:50", "sentencepiece", "tokenizer.json"]
+)
+def test_pickles_to_an_equal(name, request, tmp_path, small_bpe):
+    if name == "sentencepiece":
+        name = request.getfixturevalue("model_file")
+    if name == "tokenizer.json":
+        (tmp_path / name).write_text(json.dumps(tokenizer_json(small_bpe)))
+        name = tmp_path / name
+    tokenizer = load_tokenizer(name)
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    text = "1 2 3"
+    assert copy.encode(text) == tokenizer.encode(text)
+    assert copy.fingerprint == tokenizer.fingerprint
+    assert (copy.vocab_size, copy.special) == (tokenizer.vocab_size, tokenizer.special)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{", "not a tokenizer.json"),
+        ("tokenizer.json", b"[1]", "not a tokenizer.json"),
+        ("tokenizer.model", b"what", "not a SentencePiece model"),
+        ("vocab.txt", b"\xff\xfe", "not a vocabulary"),
+        ("vocab.bin", b"", r"expected a \.json, \.model or \.txt file"),
+    ],
+)
+def test_files_that_are_no_vocabulary(tmp_path, name, content, message):
+    if name.endswith(".model"):
+        pytest.importorskip("sentencepiece")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(tmp_path / name)
+
+
+def test_vocab_json_that_does_not_fit_its_merges(tmp_path, small_bpe):
+    _, vocab, lines = small_bpe
+    (tmp_path / "merges.txt").write_text("\n".join([*lines, "Ġ"]))
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    with pytest.raises(ValueError, match=r"a merge must be two words, got 'Ġ'"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "merges.txt").write_text("\n".join([*lines, "q q"]))
+    with pytest.raises(ValueError, match="merge 'q q' makes no entry of the vocabulary"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "merges.txt").write_text("\n".join([*lines, "\u4f60 a"]))
+    with pytest.raises(ValueError, match="makes no entry"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": "b"}))
+    with pytest.raises(ValueError, match="must map strings to ids"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"vocab\.json: no such file"):
+        load_tokenizer(tmp_path / "merges.txt")
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "message"),
+    [
+        ("GPT3", {}, "tokenizer type 'GPT3': expected one of GPT2BPETokenizer, "),
+        ("GPT2BPETokenizer", {"merge_file": "m"}, "needs both --vocab-file and --merge-file"),
+        ("BertWordPieceCase", {}, "needs --vocab-file"),
+        ("NullTokenizer", {}, "needs --vocab-size"),
+        ("HuggingFaceTokenizer", {}, "needs --tokenizer-model"),
+    ],
+)
+def test_megatron_names_need_their_files(kind, files, message):
+    with pytest.raises(ValueError, match=message):
+        megatron_tokenizer(kind, **files)
+
+
+def test_megatron_gpt2_from_two_files_anywhere(tmp_path, small_bpe):
+    ids, letters, lines = small_bpe
+    (tmp_path / "v.json").write_text(json.dumps(letters))
+    (tmp_path / "m.txt").write_text("\n".join(lines))
+    tokenizer = megatron_tokenizer(
+        "GPT2BPETokenizer", vocab_file=tmp_path / "v.json", merge_file=tmp_path / "m.txt"
+    )
+    oracle = reference(ids, GPT2_PATTERN)
+    assert tokenizer.encode(TEXTS[1]) == oracle.encode_ordinary(TEXTS[1])
+    assert pickle.loads(pickle.dumps(tokenizer)).encode(TEXTS[1]) == tokenizer.encode(TEXTS[1])
+    assert megatron_tokenizer("GPT2BPETokenizer").name == "gpt2"
+    assert megatron_tokenizer("BertWordPieceLowerCase").name == "bert-base-uncased"
+
+
+def test_names_that_are_nothing(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown tokenizer 'gpt-2'; did you mean gpt2\? Known"):
+        load_tokenizer("gpt-2")
+    with pytest.raises(ValueError, match=r"none of tokenizer\.json, vocab\.json, "):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="at least 0"):
+        load_tokenizer("gpt2", num_extra_ids=-1)

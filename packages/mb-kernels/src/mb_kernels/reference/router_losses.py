@@ -1,0 +1,80 @@
+"""Reference of ``mb_kernels.router_losses``: the router's losses and load, from their definitions.
+
+With p = softmax(logits), n_e the slots routed to expert e and lse a token's logsumexp:
+
+- load-balancing loss ``E / Σ n · Σ_e n_e · mean_t p_te`` (Switch Transformer, arXiv:2101.03961), 1
+  when balanced;
+- z-loss ``mean_t lse_t²`` (ST-MoE, arXiv:2202.08906).
+
+Letters: T tokens, E experts.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RouterLosses(NamedTuple):
+    """What ``router_losses`` returns: scalars in fp32. Only aux_loss has a gradient."""
+
+    aux_loss: Tensor
+    """load_balancing_weight · load_balancing_loss + z_weight · z_loss."""
+    load_balancing_loss: Tensor
+    z_loss: Tensor
+    router_entropy: Tensor
+    """Mean entropy of the probabilities in nats."""
+    load_imbalance: Tensor
+    """Slots of the fullest expert over the mean."""
+    dropped_fraction: Tensor
+    """Share of the routed slots that were not kept."""
+
+
+def router_losses(
+    logits_TE: Tensor,
+    probs_TE: Tensor,
+    tokens_per_expert_E: Tensor,
+    kept_slots: Tensor,
+    *,
+    load_balancing_weight: float,
+    z_weight: float,
+    balance_counts_E: Tensor | None = None,
+) -> RouterLosses:
+    """Twin of ``mb_kernels.router_losses``, differentiable by plain autograd."""
+    balance_counts_E = tokens_per_expert_E if balance_counts_E is None else balance_counts_E
+    accumulator = torch.float64 if logits_TE.dtype is torch.float64 else torch.float32
+    logits_TE = logits_TE.to(accumulator)
+    tokens, experts = max(logits_TE.shape[0], 1), logits_TE.shape[1]
+    counts_E = tokens_per_expert_E.to(accumulator)
+    slots = counts_E.sum().clamp(min=1)
+    load_E = balance_counts_E.to(accumulator)
+    load_E = load_E / load_E.sum().clamp(min=1)
+    probs_TE = torch.softmax(logits_TE, dim=-1)
+    balance = experts * (load_E * probs_TE.sum(dim=0)).sum() / tokens
+    z = torch.logsumexp(logits_TE, dim=-1).square().sum() / tokens
+    return RouterLosses(
+        aux_loss=load_balancing_weight * balance + z_weight * z,
+        load_balancing_loss=balance.detach(),
+        z_loss=z.detach(),
+        router_entropy=torch.special.entr(probs_TE.detach()).sum() / tokens,
+        load_imbalance=counts_E.max() * experts / slots,
+        dropped_fraction=(counts_E.sum() - kept_slots) / slots,
+    )
+
+
+def router_losses_backward(
+    d_aux: Tensor,
+    probs_TE: Tensor,
+    balance_counts_E: Tensor,
+    lse_T: Tensor,
+    load_balancing_weight: float,
+    z_weight: float,
+) -> Tensor:
+    """Gradient of aux_loss for the logits: ``p · (c_e - <c, p>) + 2 z_weight lse p / T``, where
+    ``c_e = load_balancing_weight E n_e / (T Σ n)``."""
+    tokens, experts = max(probs_TE.shape[0], 1), probs_TE.shape[1]
+    counts_E = balance_counts_E.to(probs_TE.dtype)
+    scale = load_balancing_weight * experts / tokens
+    c_E = scale * counts_E / counts_E.sum().clamp(min=1)
+    slope_TE = c_E - (probs_TE @ c_E)[:, None] + (2 * z_weight / tokens) * lse_T[:, None]
+    return d_aux * probs_TE * slope_TE

@@ -1,0 +1,31 @@
+"""The kernels of the router losses against the fp64 reference."""
+
+import pytest
+import torch
+from mb_kernels import reference, router_losses, topk_softmax
+from mb_kernels.testing import assert_close
+
+WEIGHTS = {"load_balancing_weight": 0.3, "z_weight": 0.05}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["own counts", "global counts"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"),
+    [(37, 6, 2), (5, 1, 1), (300, 128, 8), (5, 5000, 1), (2100, 5, 2), (0, 4, 2)],
+)
+def test_kernels_equal_the_reference(tokens, experts, k, elsewhere):
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(tokens, experts, generator=generator).mul(3).requires_grad_()
+    logits.data[:1, :1] = 400.0  # every other probability of that token underflows
+    _, ids, probs = topk_softmax(logits, k)
+    bins = reference.bin_tokens(ids, experts, capacity=max(tokens * k // experts, 1))
+    counts, kept = bins.tokens_per_expert_E, bins.offsets_E1[-1]
+    other = torch.arange(experts, dtype=torch.int64) if elsewhere else None
+    got = router_losses(logits, probs, counts, kept, balance_counts_E=other, **WEIGHTS)
+    exact = logits.detach().double().requires_grad_()
+    want = reference.router_losses(exact, exact, counts, kept, balance_counts_E=other, **WEIGHTS)
+    for name, a, b in zip(got._fields, got, want, strict=True):
+        assert_close(name, a, b, dtype=torch.float32)
+    (d_got,) = torch.autograd.grad(2 * got.aux_loss, logits)
+    (d_want,) = torch.autograd.grad(2 * want.aux_loss, exact)
+    assert_close("d_logits", d_got, d_want, dtype=torch.float32)

@@ -1,0 +1,96 @@
+"""Router losses from their definitions in fp64; the op's gradient against autograd's."""
+
+import math
+
+import pytest
+import torch
+from mb_kernels import bin_tokens, reference, router_losses, topk_softmax
+from mb_kernels.testing import assert_close
+
+
+def make(tokens, experts, k, *, dtype=torch.float64, device="cpu"):
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(tokens, experts, generator=generator).mul(2).to(device, dtype)
+    logits.requires_grad_()
+    _, ids, probs = topk_softmax(logits, k)
+    bins = bin_tokens(ids, experts, capacity=max(tokens * k // experts, 1))
+    return logits, probs, bins.tokens_per_expert_E, bins.offsets_E1[-1]
+
+
+WEIGHTS = {"load_balancing_weight": 0.3, "z_weight": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"), [(37, 6, 2), (5, 1, 1), (64, 128, 8), (1, 3, 1)]
+)
+def test_values_are_their_definitions(tokens, experts, k):
+    logits, probs, counts, kept = make(tokens, experts, k)
+    got = router_losses(logits, probs, counts, kept, **WEIGHTS)
+    balance = z = entropy = 0.0
+    for t in range(tokens):
+        weights = [math.exp(x) for x in logits[t].tolist()]
+        p = [w / sum(weights) for w in weights]
+        balance += experts * sum(n * q for n, q in zip(counts.tolist(), p, strict=True))
+        z += math.log(sum(weights)) ** 2
+        entropy -= sum(q * math.log(q) for q in p)
+    balance /= tokens * tokens * k
+    assert got.load_balancing_loss.item() == pytest.approx(balance)
+    assert got.z_loss.item() == pytest.approx(z / tokens)
+    assert got.router_entropy.item() == pytest.approx(entropy / tokens, abs=1e-12)
+    assert got.aux_loss.item() == pytest.approx(0.3 * balance + 0.05 * z / tokens)
+    assert got.load_imbalance.item() == pytest.approx(max(counts.tolist()) * experts / tokens / k)
+    assert got.dropped_fraction.item() == pytest.approx(1 - kept.item() / (tokens * k))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["own counts", "global counts"])
+def test_gradient_reaches_the_logits_alone(elsewhere):
+    logits, probs, counts, kept = make(23, 7, 2)
+    other = torch.tensor([9, 0, 4, 1, 30, 2, 2]) if elsewhere else None
+    losses = [
+        op(logits, probs, counts, kept, balance_counts_E=other, **WEIGHTS)
+        for op in (router_losses, reference.router_losses)
+    ]
+    assert not any(value.requires_grad for value in losses[0][1:])
+    got, want = (torch.autograd.grad(3 * loss.aux_loss, logits)[0] for loss in losses)
+    assert_close("d_logits", got, want)
+    for name, a, b in zip(losses[0]._fields, *losses, strict=True):
+        assert_close(name, a, b)
+
+
+def test_balanced_load_is_one():
+    logits = torch.zeros(64, 16, requires_grad=True)
+    probs = torch.softmax(logits, dim=-1)
+    counts = torch.full((16,), 8, dtype=torch.int32)
+    got = router_losses(logits, probs, counts, counts.sum(), load_balancing_weight=0.1, z_weight=0)
+    assert got.load_balancing_loss.item() == 1
+    assert got.load_imbalance.item() == 1
+    assert got.dropped_fraction.item() == 0
+
+
+def test_zero_tokens_give_zeros():
+    logits, probs, counts, kept = make(0, 4, 2)
+    got = router_losses(logits, probs, counts, kept, **WEIGHTS)
+    assert [value.item() for value in got] == [0.0] * 6
+    assert torch.autograd.grad(got.aux_loss, logits)[0].shape == (0, 4)
+
+
+def test_wrong_shapes_are_named():
+    logits, probs, counts, kept = make(5, 4, 2)
+    with pytest.raises(ValueError, match=r"probs_TE: expected the shape .* got \(5, 3\)"):
+        router_losses(logits, probs[:, :3], counts, kept, **WEIGHTS)
+    with pytest.raises(ValueError, match=r"balance_counts_E: expected one count .* 4 experts"):
+        router_losses(logits, probs, counts, kept, balance_counts_E=counts[:2], **WEIGHTS)
+
+
+def test_compiles_without_graph_breaks():
+    def aux(logits):
+        _, ids, probs = topk_softmax(logits, 2)
+        bins = bin_tokens(ids, 6)
+        args = (logits, probs, bins.tokens_per_expert_E, bins.offsets_E1[-1])
+        return router_losses(*args, **WEIGHTS).aux_loss
+
+    logits = torch.randn(12, 6, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(aux, fullgraph=True, backend="aot_eager")
+    assert_close("aux", compiled(logits), aux(logits))
+    got, want = (torch.autograd.grad(f(logits), logits)[0] for f in (compiled, aux))
+    assert_close("d_logits", got, want)

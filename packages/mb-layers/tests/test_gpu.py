@@ -1,0 +1,114 @@
+"""On a GPU: the layers against their CPU twin in fp64, without host syncs, compiled, captured."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from layers_oracle import ACTIVATIONS, GATES
+from mb_layers import MoE, MoEConfig, dMoE
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"hidden_size": 64, "ffn_hidden_size": 96, "num_experts": 7, "top_k": 2}
+KINDS = {
+    "dMoE": {},
+    "MoE": {"capacity_factor": 0.8},
+    "MoE-probability": {"capacity_factor": 0.8, "drop_policy": "probability"},
+    "deepseek-v3": {
+        "num_experts": 8,
+        "num_expert_groups": 4,
+        "top_k_groups": 2,
+        "score_function": "sigmoid",
+        "renormalize": True,
+        "balancing_bias": True,
+        "shared_expert_hidden_size": 64,
+        "shared_expert_gate": True,
+        "balance_over": "sequence",
+    },
+    "biases-recompute": {"mlp_bias": True, "output_bias": True, "recompute": True},
+    "8-bit": {"saved_activation_bits": 8},
+    "4-bit": {"saved_activation_bits": 4},
+    "sparse": {"mlp_impl": "sparse", "ffn_hidden_size": 256},
+    **{name: {"activation": name} for name in (*GATES, *ACTIVATIONS)},
+}
+# Largest error of a tensor over its largest entry.
+BOUND = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
+
+
+def build(dtype: torch.dtype, **overrides) -> dMoE:
+    config = MoEConfig(**(SIZES | {"init_method_std": 0.1, "z_loss_weight": 0.01} | overrides))
+    return (dMoE if config.capacity_factor is None else MoE)(config, dtype=dtype)
+
+
+def run(layer: dMoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    x = x.detach().requires_grad_()
+    y, aux, metrics = layer(x)
+    grads = torch.autograd.grad([y, aux], [x, *layer.parameters()], [dy, torch.ones_like(aux)])
+    names = ["x", *(name for name, _ in layer.named_parameters())]
+    return {"y": y, "aux": aux} | metrics | {f"d {n}": g for n, g in zip(names, grads, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gpu_equals_cpu_in_fp64(kind: str, dtype: torch.dtype) -> None:
+    layer = build(dtype, **KINDS[kind])
+    x, dy = torch.randn(3, 50, 64).to(dtype), torch.randn(3, 50, 64).to(dtype)
+    expected = run(copy.deepcopy(layer).double(), x.double(), dy.double())
+    got = run(layer.cuda(), x.cuda(), dy.cuda())
+    assert torch.equal(got["tokens_per_expert"].cpu(), expected["tokens_per_expert"])
+    # Gradients at rounded pre-activations, in fp64 too: only where they round apart do they differ.
+    bound = BOUND[dtype] + {None: 0, 8: 0.01, 4: 0.1}[layer.config.saved_activation_bits]
+    for name, tensor in expected.items():
+        error = (got[name].cpu().double() - tensor).abs().max()
+        assert error <= bound * tensor.abs().max().clamp(min=1e-6), name
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in (*GATES, *ACTIVATIONS)])
+def test_no_host_sync(kind: str) -> None:
+    layer = build(torch.bfloat16, **KINDS[kind]).cuda()
+    x, dy = (torch.randn(2, 48, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    run(layer, x, dy)  # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(layer, x, dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", ["dMoE", "deepseek-v3"])
+def test_compiled_with_inductor(kind: str) -> None:
+    layer = build(torch.bfloat16, **KINDS[kind]).cuda()
+    x, dy = (torch.randn(2, 48, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    expected = run(layer, x, dy)
+    compiled = torch.compile(layer, fullgraph=True)
+    x = x.requires_grad_()
+    y, aux, _ = compiled(x)
+    grads = torch.autograd.grad([y, aux], [x, *layer.parameters()], [dy, torch.ones_like(aux)])
+    for tensor, name in zip((y, aux, *grads), ("y", "aux", *list(expected)[8:]), strict=True):
+        scale = expected[name].abs().max()
+        assert (tensor - expected[name]).abs().max() <= 3e-2 * scale, name
+
+
+def test_a_cuda_graph_holds_the_layer() -> None:
+    """Captured once, replayed on other tokens with another routing."""
+    layer = build(torch.bfloat16).cuda()
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        layer(x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = layer(x)
+    other = torch.randn_like(x)
+    with torch.no_grad():
+        expected = layer(other)
+    x.copy_(other)
+    graph.replay()
+    assert torch.equal(captured.y, expected.y)
+    for name, value in expected.metrics.items():
+        assert torch.equal(captured.metrics[name], value), name

@@ -1,0 +1,130 @@
+"""The router's fp32 product, its selection rules and its balancing bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layers_oracle import assert_close
+from mb_layers import MoEConfig, Router, update_balancing_bias
+from mb_layers.router import _split
+
+SIZES = {"hidden_size": 48, "ffn_hidden_size": 16, "num_experts": 6, "top_k": 2}
+
+
+def build(dtype: torch.dtype = torch.float32, **overrides) -> Router:
+    return Router(MoEConfig(**(SIZES | {"init_method_std": 0.3} | overrides)), dtype=dtype)
+
+
+def test_three_bf16_numbers_hold_an_fp32_number() -> None:
+    x = torch.randn(1000) * torch.logspace(-20, 20, 1000)
+    assert torch.equal(sum(part.double() for part in _split(x, 3)).float(), x)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bf16_tokens_get_fp32_logits(weight_dtype: torch.dtype) -> None:
+    """Against fp64 on the same rounded numbers: as accurate as an fp32 product, not a bf16 one."""
+    router = build(weight_dtype)
+    x = torch.randn(33, 48).bfloat16()
+    logits = router(x).logits_TE
+    exact = x.double() @ router.weight.double().T
+    assert logits.dtype == torch.float32
+    assert (logits - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bf16_tokens_get_accurate_gradients(weight_dtype: torch.dtype) -> None:
+    router = build(weight_dtype)
+    x = torch.randn(33, 48).bfloat16().requires_grad_()
+    grad = torch.randn(33, 6)
+    d_x, d_weight = torch.autograd.grad(router(x).logits_TE, (x, router.weight), grad)
+    assert (d_x.dtype, d_weight.dtype) == (x.dtype, weight_dtype)
+    weight = router.weight.detach()
+    exact_x = grad.double() @ weight.to(torch.bfloat16).double()
+    exact_weight = grad.T.double() @ x.detach().double()
+    assert (d_x - exact_x).abs().max() < 2**-8 * exact_x.abs().max()
+    bound = 2**-8 if weight_dtype == torch.bfloat16 else 2e-5
+    assert (d_weight - exact_weight).abs().max() < bound * exact_weight.abs().max()
+
+
+def test_half_precision_router_on_request() -> None:
+    x = torch.randn(9, 48).bfloat16()
+    router = build(torch.bfloat16, router_fp32=False)
+    expected = torch.nn.functional.linear(x, router.weight).float()
+    assert torch.equal(router(x).logits_TE, expected)
+
+
+def test_fp16_tokens() -> None:
+    router = build(torch.float16)
+    x = torch.randn(9, 48).half()
+    exact = x.double() @ router.weight.double().T
+    assert_close("logits", router(x).logits_TE, exact.float())
+
+
+@pytest.mark.parametrize("overrides", [{}, {"balancing_bias": True}], ids=["fused", "chosen"])
+def test_ties_go_to_the_lower_id(overrides: dict) -> None:
+    router = build(**overrides)
+    torch.nn.init.zeros_(router.weight)
+    assert router(torch.randn(5, 48)).expert_ids_TK.tolist() == [[0, 1]] * 5
+
+
+def test_renormalize_is_softmax_after_top_k() -> None:
+    routed = build(renormalize=True)(torch.randn(7, 48))
+    chosen = routed.logits_TE.gather(1, routed.expert_ids_TK.long())
+    assert_close("weights", routed.weights_TK, torch.softmax(chosen, dim=-1))
+
+
+def test_sigmoids_that_all_underflow_give_zero_and_not_nan() -> None:
+    router = build(score_function="sigmoid", renormalize=True)
+    torch.nn.init.constant_(router.weight, -10)
+    weights = router(torch.full((3, 48), 10.0)).weights_TK
+    assert torch.equal(weights, torch.zeros(3, 2))
+
+
+def test_jitter_moves_the_router_in_training_alone() -> None:
+    router = build(jitter_eps=0.2)
+    x = torch.randn(50, 48)
+    plain = x @ router.weight.T
+    noisy = router(x).logits_TE
+    assert not torch.allclose(noisy, plain)
+    # |x (1 + u) w - x w| <= eps |x| |w|
+    bound = 0.2 * x.abs() @ router.weight.abs().T
+    assert ((noisy - plain).abs() <= bound + 1e-5).all()
+    assert_close("eval", router.eval()(x).logits_TE, plain)
+
+
+def test_balancing_bias_steers_the_choice_and_not_the_weights() -> None:
+    router = build(balancing_bias=True)
+    x = torch.randn(40, 48)
+    before = router(x)
+    router.balancing_bias[4] = 10
+    after = router(x)
+    assert (after.expert_ids_TK == 4).any(dim=1).all()
+    scores = torch.softmax(after.logits_TE, dim=-1)
+    assert_close("weights", after.weights_TK, scores.gather(1, after.expert_ids_TK.long()))
+    assert torch.equal(after.probs_TE, before.probs_TE)
+
+
+def test_balancing_bias_evens_out_a_skewed_load() -> None:
+    router = build(balancing_bias=True, score_function="sigmoid", num_experts=4, top_k=1)
+    with torch.no_grad():
+        router.weight[2] += 1.0
+    x = torch.randn(400, 48) + 0.2
+
+    def load() -> torch.Tensor:
+        return torch.bincount(router(x).expert_ids_TK.flatten(), minlength=4)
+
+    skewed = load().max().item()
+    for _ in range(200):
+        update_balancing_bias(router, load(), rate=0.01)
+    assert load().max().item() < 130 < skewed
+    assert_close("mean of the bias", router.balancing_bias.mean(), torch.zeros(()))
+
+
+def test_update_balancing_bias_is_one_step_of_its_rate() -> None:
+    router = build(balancing_bias=True, num_experts=4)
+    update_balancing_bias(router, torch.tensor([10, 2, 2, 2]), rate=0.1)
+    assert_close("bias", router.balancing_bias, torch.tensor([-0.15, 0.05, 0.05, 0.05]))
+    with pytest.raises(ValueError, match=r"shape \(4,\), got \(3,\)"):
+        update_balancing_bias(router, torch.zeros(3), rate=0.1)
+    with pytest.raises(ValueError, match="balancing_bias=True"):
+        update_balancing_bias(build(), torch.zeros(6), rate=0.1)

@@ -1,0 +1,137 @@
+"""Run a function on several ranks from a plain test: gloo on the CPU, one process per rank.
+
+    def sum_of_ranks(rank: int, world_size: int) -> int:
+        total = torch.tensor(rank)
+        dist.all_reduce(total)
+        return int(total)
+
+    def test_all_reduce():
+        assert run_ranks(sum_of_ranks, 3) == [3, 3, 3]
+
+Ranks are forked from a small server process that has imported torch and nothing else, so starting
+them takes milliseconds, and the test process may hold threads or a GPU. The server cannot import a
+test file by name (pytest's importlib mode gives it none), so the file's path travels instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor"]
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+) -> list[Any]:
+    """Call `function(rank, world_size, *args)` on `world_size` processes joined by gloo.
+
+    Args:
+        function: defined at the top level of a module or test file.
+        world_size: number of processes.
+        args: picklable; tensors travel by value.
+        timeout_s: after this long every rank is ended and the call fails.
+
+    Returns:
+        What each rank returned (picklable), in rank order.
+
+    Raises:
+        RuntimeError: a rank raised (its traceback is in the message), died or timed out.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    if not isinstance(function, FunctionType):
+        raise TypeError(f"Expected a plain function, got {function!r}.")
+    source = (function.__module__, function.__code__.co_filename, function.__qualname__)
+    with tempfile.TemporaryDirectory(prefix="mb-ranks-") as folder:
+        payload = pickle.dumps(args)
+        ranks = [
+            context.Process(target=_rank_main, args=(rank, world_size, folder, source, payload))
+            for rank in range(world_size)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            _join(ranks, Path(folder), timeout_s)
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        return [pickle.loads((Path(folder) / f"{r}.ok").read_bytes()) for r in range(world_size)]
+
+
+def _join(ranks: list[Any], folder: Path, timeout_s: float) -> None:
+    """Wait for all ranks; the first to fail decides, since its peers then hang or fail in turn."""
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive() for process in ranks):
+        _raise_if_failed(ranks, folder)
+        if time.monotonic() > deadline:
+            late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+            raise RuntimeError(f"ranks {late} still ran after {timeout_s} s")
+        time.sleep(0.01)
+    _raise_if_failed(ranks, folder)
+
+
+def _raise_if_failed(ranks: list[Any], folder: Path) -> None:
+    failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
+    reports = {int(path.stem): path.read_text() for path in folder.glob("*.error")}
+    if reports:
+        # Peers of the rank that failed see a closed connection: the earliest report is the cause.
+        rank = min(reports, key=lambda r: (folder / f"{r}.error").stat().st_mtime_ns)
+        raise RuntimeError(f"rank {rank} of {len(ranks)} failed:\n{reports[rank]}")
+    if failed:
+        raise RuntimeError(f"rank {failed[0]} died with exit code {ranks[failed[0]].exitcode}")
+
+
+def _rank_main(
+    rank: int, world_size: int, folder: str, source: tuple[str, str, str], payload: bytes
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # What torchrun tells its processes.
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"}
+    torch.set_num_threads(1)
+    here = Path(folder)
+    try:
+        function = _load(*source)
+        args = pickle.loads(payload)
+        store = dist.FileStore(str(here / "store"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        result = function(rank, world_size, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        (here / f"{rank}.ok").write_bytes(pickle.dumps(result))
+    except BaseException:
+        # Reported before this rank's connections close, so that its peers' complaints come later.
+        draft = here / f"{rank}.draft"
+        draft.write_text(traceback.format_exc())
+        draft.rename(here / f"{rank}.error")
+        os._exit(1)
+
+
+def _load(module_name: str, path: str, qualname: str) -> Callable[..., Any]:
+    """The function from its file, registered under its own module name so that pickles find it."""
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    target: Any = sys.modules[module_name]
+    for part in qualname.split("."):
+        target = getattr(target, part)
+    return target

@@ -1,0 +1,48 @@
+"""The rank runner itself: results in order, failures with their traceback, no rank left behind."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from mb_parallel.testing import run_ranks
+
+
+def _sum(rank: int, world_size: int, offset: torch.Tensor) -> tuple[int, torch.Tensor]:
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    return rank, total + offset
+
+
+def _fail_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("seventeen")
+    dist.barrier()
+
+
+def _die(rank: int, world_size: int) -> None:
+    os._exit(3)
+
+
+def _sleep(rank: int, world_size: int) -> None:
+    time.sleep(60)
+
+
+def test_results_come_back_in_rank_order():
+    assert run_ranks(_sum, 3, torch.tensor(10)) == [(0, 13), (1, 13), (2, 13)]
+
+
+def test_a_failing_rank_names_itself_and_its_error():
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2 failed.*seventeen"):
+        run_ranks(_fail_on_one, 2)
+
+
+def test_a_dead_rank_is_noticed():
+    with pytest.raises(RuntimeError, match="died with exit code 3"):
+        run_ranks(_die, 1)
+
+
+def test_a_hanging_rank_is_ended():
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] still ran after 3.0 s"):
+        run_ranks(_sleep, 2, timeout_s=3.0)

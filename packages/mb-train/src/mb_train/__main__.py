@@ -1,0 +1,7 @@
+"""`python -m mb_train`, for torchrun."""
+
+import sys
+
+from mb_train.cli import main
+
+sys.exit(main())

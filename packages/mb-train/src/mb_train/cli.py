@@ -1,0 +1,211 @@
+"""`mb-train`: train, or `mb-train generate RUN`, `mb-train report RUN`, `mb-train doctor`.
+
+Wrong input ends with one line on stderr and exit code 2. torch is imported only once the command
+line makes sense, so that `--help` and typing errors answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mb_train import __version__
+from mb_train.config import TrainConfig
+from mb_train.flags import CommandLine, Parser, parse, resolve, to_toml
+from mb_train.run_folder import LOG_FILE, SavedRun, find_checkpoint, read_saved_run
+
+if TYPE_CHECKING:
+    from mb_train.train import Result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, or 2 for wrong input."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {"doctor": _doctor, "report": _report, "generate": _generate}
+    try:
+        if arguments and arguments[0] in commands:
+            return commands[arguments[0]](arguments[1:])
+        return _train(arguments)
+    except (ValueError, OSError) as error:
+        if os.environ.get("MB_TRACEBACK"):
+            raise
+        line = " ".join(str(error).split())
+        print(f"mb-train: {line}", file=sys.stderr)
+        return 2
+
+
+def _train(arguments: list[str]) -> int:
+    command = parse(arguments)
+    config, checkpoint, saved = _resolve(command)
+    if command.print_config:
+        print(to_toml(config), end="")
+        return 0
+    leader = os.environ.get("RANK", "0") == "0"
+    if leader:
+        for note in command.notes:
+            print(f"note: {note}", flush=True)
+    if saved is not None and not config.finetune and _finished(config, saved):
+        if leader:
+            print(f"{checkpoint} is at iteration {saved.iteration}, the end of this run.")
+        return 0
+    # Read by OpenMP when torch is imported. Threads that spin while they wait made steps 2 to 4
+    # times slower on two cores that ran anything else as well.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if leader:
+        print(f"mb-train {__version__}: {_headline(config)}", flush=True)
+    from mb_train.run import Start
+    from mb_train.train import train
+
+    start = Start(checkpoint, saved) if checkpoint is not None and saved is not None else None
+    result = train(config, start)
+    if leader:
+        _close(config, result)
+    return 0
+
+
+def _headline(config: TrainConfig) -> str:
+    kind = "a dense" if config.moe_num_experts is None else "a Mixture-of-Experts"
+    length = f"{config.train_samples} samples"
+    if not config.by_samples:
+        length = f"{config.train_iters} steps"
+    return f"{kind} GPT, {length}, to {config.save or 'nowhere'}"
+
+
+def _resolve(command: CommandLine) -> tuple[TrainConfig, Path | None, SavedRun | None]:
+    """The configuration, and the checkpoint to go on from with what it says of itself."""
+    load, save = command.values.get("load"), command.values.get("save")
+    if load is None:
+        config = resolve(command)
+        load = config.load
+        if load is None:
+            return config, None, None
+    checkpoint = find_checkpoint(Path(load))
+    if checkpoint is None:
+        if save is not None and Path(save) == Path(load):
+            # Scripts that restart themselves load from where they save, the first time as well.
+            return dataclasses.replace(resolve(command), load=None), None, None
+        raise ValueError(f"Expected a checkpoint in --load {load}, found none.")
+    saved = read_saved_run(checkpoint)
+    config = resolve(command, saved.inherited())
+    saved.check_model(config.model_identity())
+    if "save" not in command.values and not config.finetune:
+        config = dataclasses.replace(config, save=str(_run_of(Path(load), checkpoint)))
+    asked = {"train_iters", "train_samples"} & command.values.keys()
+    if not asked and not config.finetune and _finished(config, saved):
+        config = _prolong(config, saved)
+    return config, checkpoint, saved
+
+
+def _run_of(load: Path, checkpoint: Path) -> Path:
+    return load.parent if load == checkpoint else load
+
+
+def _finished(config: TrainConfig, saved: SavedRun) -> bool:
+    if config.train_samples is not None:
+        batch = saved.consumed_samples // max(saved.iteration, 1)
+        return saved.consumed_samples + batch > config.train_samples
+    assert config.train_iters is not None
+    return saved.iteration >= config.train_iters
+
+
+def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
+    """`--load` of a finished run with no other length: go on for one more length of its schedule.
+
+    The schedule stays the run's own, so the joined run is the one that a larger `--train-iters`
+    with this `--lr-decay-iters` would have made; beyond the decay it trains at `--min-lr`.
+    """
+    if config.train_samples is not None:
+        decay = config.lr_decay_samples or config.train_samples
+        more = saved.consumed_samples + decay
+        return dataclasses.replace(config, train_samples=more, lr_decay_samples=decay)
+    assert config.train_iters is not None
+    decay = config.lr_decay_iters or config.train_iters
+    more = saved.iteration + decay
+    return dataclasses.replace(config, train_iters=more, lr_decay_iters=decay)
+
+
+def _close(config: TrainConfig, result: Result) -> None:
+    """The last lines of a run: what came out of it and where it lies."""
+    from mb_train.report import draw
+    from mb_train.reporting import perplexity
+
+    print(f"\n stopped after iteration {result.iteration}")
+    if result.first_loss is not None:
+        print(f" first training loss  {result.first_loss:.4f}")
+    if result.valid_loss is not None:
+        ppl = perplexity(result.valid_loss)
+        print(f" validation loss      {result.valid_loss:.4f}  (PPL {ppl:.2f})")
+    if config.save is None:
+        print(" nothing was kept: no --save")
+        return
+    folder = Path(config.save)
+    print(f" checkpoint           {result.checkpoint}")
+    print(f" picture              {draw(folder)}")
+    print(f" log                  {folder / LOG_FILE}")
+    print(f" go on with           mb-train --load {folder}")
+
+
+def _doctor(arguments: list[str]) -> int:
+    parser = Parser(prog="mb-train doctor", description="What is this machine?")
+    parser.add_argument("--save", default="runs", help="folder that runs would be written to")
+    options = parser.parse_args(arguments)
+    from mb_train.doctor import diagnose
+
+    facts, problems = diagnose(Path(options.save))
+    print("\n".join(facts))
+    for problem in problems:
+        print(f"problem: {problem}")
+    print(f"{len(problems)} problems found" if problems else "no problem found")
+    return 1 if problems else 0
+
+
+def _report(arguments: list[str]) -> int:
+    parser = Parser(prog="mb-train report", description="Draw a run's curves.")
+    parser.add_argument("run", help="run folder")
+    options = parser.parse_args(arguments)
+    from mb_train.report import draw, summary
+
+    folder = Path(options.run)
+    print(summary(folder))
+    print(f"picture: {draw(folder)}")
+    return 0
+
+
+def _generate(arguments: list[str]) -> int:
+    parser = Parser(prog="mb-train generate", description="Text from a checkpoint.")
+    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="default 64")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy; default 1")
+    parser.add_argument("--top-k", type=int, default=0, help="choose among this many; 0 among all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="choose among this probability")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice; default 0")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options = parser.parse_args(arguments)
+    import torch
+
+    from mb_train.generate import Generator, Sampling
+
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = Generator(Path(options.run), device)
+    print(options.prompt, end="", flush=True)
+    for piece in generator.text(options.prompt, sampling, max_new_tokens=options.max_new_tokens):
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Token files, datasets and batches of a run.
+
+With no `--data-path` a run reads text that is on every machine: the running Python's own library,
+written as JSON Lines and tokenized once into the run folder. Batches are prepared ahead by a few
+threads, in the sampler's order whatever thread is first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import mb_data
+import numpy as np
+import torch
+import torch.distributed as dist
+from mb_data.blend import BlendedDataset
+from mb_parallel import rank, world_size
+from torch import Tensor
+
+from mb_train.config import TrainConfig, whole
+
+T = TypeVar("T")
+
+# 5 MB of source is 1.6 M tokens: every run of up to 2,700 quickstart steps sees new samples only.
+_SAMPLE_BYTES = 5_000_000
+
+
+Dataset: TypeAlias = mb_data.GPTDataset | BlendedDataset
+
+
+@dataclass(frozen=True)
+class Data:
+    """Datasets of a run. `identity` tells this data from other when a run goes on: the size of its
+    token files, and how often the training passes through each, which decides the order."""
+
+    train: Dataset
+    valid: Dataset | None
+    test: Dataset | None
+    identity: dict[str, Any]
+
+
+def prepare_data(
+    config: TrainConfig, batch_size: int, samples: int, folder: Path, say: Callable[[str], None]
+) -> Data:
+    """Find or make the token files, and build the datasets over them.
+
+    Evaluation always takes the first `eval_iters` batches of its set, so that two evaluations are
+    comparable and a resumed run repeats those of an uninterrupted one.
+
+    Args:
+        batch_size: sequences of a step, over all ranks.
+        samples: sequences of the whole training.
+        folder: where the sample corpus is kept.
+        say: prints a line of progress.
+
+    Raises:
+        ValueError: no training documents, or a damaged file.
+        OSError: no such file.
+    """
+    paths = config.data_path or [_sample_corpus(config, folder, say)]
+    prefixes = [path for path in paths if not _is_number(path)]
+    _check_files(prefixes)
+    evaluated = config.eval_iters * batch_size
+    seq_length = whole(config.seq_length)
+    train, valid, test = _on_rank_zero_first(
+        lambda: mb_data.build_gpt_datasets(
+            prefixes[0] if len(prefixes) == 1 else paths,
+            split=config.split,
+            seq_length=seq_length,
+            num_samples=(samples, evaluated, evaluated),
+            seed=config.seed,
+            cache_dir=config.data_cache_path,
+        )
+    )
+    if train is None:
+        raise ValueError(
+            f"Expected documents to train on, got none from {' '.join(prefixes)} with --split "
+            f"{config.split}."
+        )
+    sources = train.datasets if isinstance(train, BlendedDataset) else [train]
+    identity = {
+        "bin_bytes": [Path(f"{prefix}.bin").stat().st_size for prefix in prefixes],
+        "epochs": [
+            source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)
+        ],
+    }
+    if not config.eval_iters:
+        valid = test = None
+    return Data(train, valid, test, identity)
+
+
+def _check_files(prefixes: list[str]) -> None:
+    if not prefixes:
+        raise ValueError("Expected --data-path to name a data set, got a number alone.")
+    for prefix in prefixes:
+        for suffix in (".bin", ".idx"):
+            if not Path(prefix + suffix).is_file():
+                raise ValueError(
+                    f"Expected {prefix}{suffix} to be a file (from --data-path), found none. "
+                    "Give the path without .bin, and make the files with mb-data preprocess."
+                )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _sample_corpus(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> str:
+    text = folder / "sample.jsonl"
+    name = "".join(c if c.isalnum() else "-" for c in config.tokenizer)
+    output = folder / f"sample-{name}"
+    prefix = f"{output}_text_document"
+
+    def make() -> None:
+        if Path(f"{prefix}.idx").exists() and Path(f"{prefix}.bin").exists():
+            say(f"data: {prefix}.bin, made by an earlier run")
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if not text.exists():
+            mb_data.write_sample_corpus(text, max_bytes=_SAMPLE_BYTES)
+            say(f"data: wrote {text}, the source of Python's own library")
+        summary = mb_data.preprocess(
+            text, output, tokenizer=config.tokenizer, append_eod=True, workers=1
+        )
+        say(
+            f"data: {summary.documents} documents, {summary.tokens} tokens in "
+            f"{summary.seconds:.1f} s: {prefix}.bin"
+        )
+
+    _on_rank_zero_first(make)
+    return prefix
+
+
+def _on_rank_zero_first(make: Callable[[], T]) -> T:
+    """Rank 0 makes the files, the others find them made; a failure on rank 0 fails all."""
+    if world_size() == 1:
+        return make()
+    result, failure = None, None
+    if rank() == 0:
+        try:
+            result = make()
+        except (ValueError, OSError) as error:
+            failure = error
+    verdict = [failure]
+    dist.broadcast_object_list(verdict, src=0)
+    if verdict[0] is not None:
+        raise verdict[0]
+    return make() if result is None else result
+
+
+def batches(
+    dataset: Dataset,
+    device: torch.device,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    workers: int,
+) -> Generator[tuple[Tensor, Tensor]]:
+    """This rank's micro-batches from `consumed_samples` on: (tokens, labels), int64 [B, S] each."""
+    sampler = mb_data.SequentialSampler(
+        len(dataset),
+        consumed_samples=consumed_samples,
+        micro_batch_size=micro_batch_size,
+        rank=rank(),
+        world_size=world_size(),
+    )
+    pin = device.type == "cuda"
+
+    def load(indices: list[int]) -> Tensor:
+        batch = torch.from_numpy(np.stack([np.asarray(dataset[i]) for i in indices]))
+        return batch.pin_memory() if pin else batch
+
+    for batch in _ahead(load, iter(sampler), workers):
+        batch = batch.to(device, non_blocking=True)
+        yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+
+def _ahead(
+    load: Callable[[list[int]], Tensor], items: Iterator[list[int]], workers: int
+) -> Iterator[Tensor]:
+    if workers == 0:
+        yield from map(load, items)
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="batches") as pool:
+        pending: deque[Future[Tensor]] = deque(
+            pool.submit(load, item) for item in islice(items, 2 * workers)
+        )
+        try:
+            while pending:
+                batch = pending.popleft().result()
+                for item in islice(items, 1):
+                    pending.append(pool.submit(load, item))
+                yield batch
+        finally:
+            for future in pending:
+                future.cancel()

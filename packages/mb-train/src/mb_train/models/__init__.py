@@ -1,0 +1,1 @@
+"""Models that `mb_train` trains."""

@@ -1,0 +1,108 @@
+"""Named runs: a recipe is a function that returns the fields it sets.
+
+`quickstart` is what `mb-train` does when told nothing: a dropless Mixture-of-Experts GPT that
+learns the sample corpus on two CPU cores in about a minute. The others are the models of the
+MegaBlocks paper (Gale et al., arXiv 2211.15841) as its launch scripts train them: GPT-2 tokens,
+sequences of 1024, 512 of them per step, cosine decay; `dmoe-` and `moe-` have 64 top-1 experts in
+every layer, dropless or with capacity 1. Where a script says fp16, or Adafactor, the recipe says
+bf16 and Adam.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+Recipe = dict[str, Any]
+
+
+def quickstart() -> Recipe:
+    """A dMoE GPT for two CPU cores. Two thirds of its time go into the 50,304-way softmax."""
+    return {
+        "num_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "ffn_hidden_size": 192,
+        "activation": "swiglu", "moe_num_experts": 8, "moe_top_k": 2, "moe_loss_weight": 0.1,
+        "seq_length": 64, "micro_batch_size": 8, "global_batch_size": 8,
+        "train_iters": 120, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "lr": 5e-3, "min_lr": 5e-4, "lr_decay_style": "cosine", "lr_decay_iters": 120,
+        "lr_warmup_iters": 10, "adam_beta2": 0.95, "weight_decay": 0.1,
+        "split": "90,10,0", "eval_interval": 40, "eval_iters": 8, "log_interval": 10,
+        "save": "runs/quickstart", "save_interval": 60,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Size:
+    """A model of the paper, and (micro-batch, peak rate) of each of its launch scripts."""
+
+    layers: int
+    hidden: int
+    heads: int
+    dense: tuple[int, float]
+    dense_1gpu: tuple[int, float]
+    dmoe: tuple[int, float] | None = None
+    moe: tuple[int, float] | None = None
+
+
+_SIZES = {
+    "46m": _Size(6, 512, 8, (64, 6e-4), (64, 1.5e-4), dmoe=(64, 6e-4), moe=(64, 1.5e-4)),
+    "125m": _Size(12, 768, 12, (64, 6e-4), (32, 1.5e-4), dmoe=(32, 6e-4), moe=(32, 1.5e-4)),
+    "356m": _Size(24, 1024, 16, (32, 6e-4), (16, 1.5e-4), dmoe=(16, 6e-4), moe=(8, 1.5e-4)),
+    "760m": _Size(24, 1536, 16, (32, 4e-4), (16, 1.5e-4), dmoe=(8, 4e-4)),
+    "1315m": _Size(24, 2048, 16, (16, 4e-4), (8, 1.5e-4)),
+}
+
+
+def _paper(size: str, batch: tuple[int, float], name: str) -> Recipe:
+    model, (micro_batch, lr) = _SIZES[size], batch
+    return {
+        "num_layers": model.layers, "hidden_size": model.hidden,
+        "num_attention_heads": model.heads, "seq_length": 1024, "max_position_embeddings": 1024,
+        "make_vocab_size_divisible_by": 1024,
+        "micro_batch_size": micro_batch, "global_batch_size": 512, "train_iters": 100_000,
+        "lr": lr, "min_lr": 1e-5 if lr == 1.5e-4 else lr / 10, "lr_decay_style": "cosine",
+        "lr_warmup_fraction": 0.01, "clip_grad": 1.0,
+        "init_method_std": 0.02 if size == "1315m" else 0.01, "bf16": True,
+        "split": "969,30,1", "log_interval": 100, "eval_interval": 1000, "eval_iters": 100,
+        "save_interval": 2000, "save": f"runs/{name}",
+    }  # fmt: skip
+
+
+def _experts(size: str, batch: tuple[int, float], name: str, capacity: float) -> Recipe:
+    return _paper(size, batch, name) | {
+        "moe_num_experts": 64, "moe_top_k": 1, "moe_loss_weight": 0.1,
+        "moe_capacity_factor": capacity, "train_iters": 20_000,
+    }  # fmt: skip
+
+
+def _registry() -> dict[str, Callable[[], Recipe]]:
+    named: dict[str, Callable[[], Recipe]] = {"quickstart": quickstart}
+    for size, model in _SIZES.items():
+        for kind, batch in (("", model.dense), ("-1gpu", model.dense_1gpu)):
+            name = f"dense-{size}{kind}"
+            named[name] = partial(_paper, size, batch, name)
+        for kind, batch, capacity in (("dmoe", model.dmoe, 0.0), ("moe", model.moe, 1.0)):
+            if batch is not None:
+                name = f"{kind}-{size}"
+                named[name] = partial(_experts, size, batch, name, capacity)
+    return named
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = _registry()
+
+
+def recipe(name: str) -> Recipe:
+    """The fields that the recipe `name` sets.
+
+    Raises:
+        ValueError: unknown name; lists all and names the nearest.
+    """
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"Expected --recipe to be one of {', '.join(RECIPES)}, got {name!r}.{hint}"
+        )
+    return RECIPES[name]()

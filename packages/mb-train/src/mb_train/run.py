@@ -1,0 +1,191 @@
+"""A run set up: device, model, data, optimizer, log, and where it stands.
+
+Everything that can be wrong with a run is found here, before its folder is touched: sizes that do
+not fit the ranks, a checkpoint of another model, missing or damaged data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import mb_data
+import torch
+from mb_parallel import ParallelDims, apply_data_parallel, rank, world_size
+from torch import nn
+
+from mb_train import run_folder
+from mb_train.checkpoint import Progress, load_checkpoint
+from mb_train.config import TrainConfig, whole
+from mb_train.data import Data, prepare_data
+from mb_train.flags import to_toml
+from mb_train.models.gpt import GPT
+from mb_train.optimizer import build_optimizer
+from mb_train.reporting import RunLog, open_board
+from mb_train.run_folder import SavedRun
+from mb_train.saver import Saver
+from mb_train.schedule import Schedule, build_schedule, train_iterations, train_samples
+
+# Nobody should wait longer than 10 s for a sign of life; steps of up to 2 s are allowed for.
+_HEARTBEAT_S = 8.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint folder that a run goes on from, and its run.json."""
+
+    checkpoint: Path
+    saved: SavedRun
+
+
+class Run:
+    """What the loop works on.
+
+    Args:
+        config: the run.
+        device: this rank's.
+        start: None for a run from scratch.
+
+    Raises:
+        ValueError: things that do not fit together; says which.
+        OSError: files that cannot be read or written.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device, start: Start | None) -> None:
+        self.config, self.device = config, device
+        self.last_sign = time.monotonic()
+        self.batch_size = config.batch_size(world_size())
+        self.micro_batch_size = whole(config.micro_batch_size)
+        self.micro_batches = self.batch_size // (self.micro_batch_size * world_size())
+        self.iterations = train_iterations(config, self.batch_size)
+        self.schedule: Schedule = build_schedule(config, self.batch_size)
+        bf16 = device.type == "cuda" if config.bf16 is None else config.bf16
+        self.compute_dtype = torch.bfloat16 if bf16 else torch.float32
+        vocab_size = mb_data.padded_vocab_size(
+            mb_data.load_tokenizer(config.tokenizer).vocab_size,
+            divisible_by=config.make_vocab_size_divisible_by,
+        )
+        self.identity = {**config.model_identity(), "padded_vocab_size": vocab_size}
+        if start is not None:
+            start.saved.check_model(self.identity)
+
+        self.model: nn.Module = self._build_model(vocab_size)
+        self.optimizer = build_optimizer(self.model, config)
+        self.progress = Progress(0, 0)
+        if start is not None:
+            self._load(start)
+        self.folder = Path(config.save) if config.save else None
+        self.data = self._prepare_data(start)
+        self.log = self._open_folder(start)
+        self.saver: Saver | None = None
+        if self.folder is not None:
+            self.saver = Saver(self.folder, asynchronous=config.async_save, keep=config.save_keep)
+        self.say(
+            f" model: {self.parameters:,} parameters | "
+            f"{config.moe_num_experts or 'no'} experts per layer | {self.compute_dtype} on "
+            f"{world_size()} x {device_name(device)}"
+        )
+        if start is not None:
+            self.say(f" loaded {start.checkpoint}, at iteration {self.progress.iteration}")
+
+    def _build_model(self, vocab_size: int) -> nn.Module:
+        torch.manual_seed(self.config.seed)
+        with self.device:
+            model = GPT(self.config, vocab_size, compute_dtype=self.compute_dtype)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        mesh = ParallelDims(dp=world_size()).build_mesh(self.device.type)
+        apply_data_parallel(
+            model,
+            None if mesh is None else mesh["dp"],
+            blocks=model.blocks,
+            compute_dtype=self.compute_dtype,
+            zero_stage=self.config.zero_stage,
+        )
+        return model
+
+    def _load(self, start: Start) -> None:
+        config = self.config
+        optimizer = None if config.finetune or config.no_load_optim else self.optimizer
+        load_checkpoint(start.checkpoint, self.model, optimizer)
+        if not config.finetune:
+            self.progress = Progress(start.saved.iteration, start.saved.consumed_samples)
+
+    def _prepare_data(self, start: Start | None) -> Data:
+        folder = (self.folder or Path("runs")) / "data"
+        samples = train_samples(self.config, self.batch_size)
+        data = prepare_data(self.config, self.batch_size, samples, folder, self.say)
+        if start is None or self.config.finetune:
+            return data
+        before, now = start.saved.data, data.identity
+        if before.get("bin_bytes") != now["bin_bytes"]:
+            raise ValueError(
+                f"Expected the data this run began with, {before.get('bin_bytes')} bytes of .bin, "
+                f"got {now['bin_bytes']}. Give the same --data-path, or begin a new run with "
+                "--finetune."
+            )
+        if before.get("epochs") != now["epochs"]:
+            self.say(
+                f" note: a run of this length passes {now['epochs']} times through its data, not "
+                f"{before.get('epochs')}: samples come in another order from here"
+            )
+        return data
+
+    def _open_folder(self, start: Start | None) -> RunLog:
+        """Make the run folder ready: an earlier run's files move aside unless this one goes on."""
+        if rank() != 0:
+            return RunLog(None)
+        board = open_board(self.config.tensorboard_dir)
+        if self.folder is None:
+            return RunLog(None, board)
+        if start is None or self.config.finetune:
+            moved = run_folder.set_aside(self.folder)
+            if moved is not None:
+                self.say(f" {self.folder} holds an earlier run: moved to {moved}")
+        log = RunLog(self.folder / run_folder.LOG_FILE, board)
+        run_folder.write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
+        log.write(
+            "start",
+            iteration=self.progress.iteration,
+            ranks=world_size(),
+            device=device_name(self.device),
+            torch=torch.__version__,
+            parameters=self.parameters,
+            config=dataclasses.asdict(self.config),
+        )
+        return log
+
+    def close(self) -> None:
+        """Close the log and end the saver's threads."""
+        self.log.close()
+        if self.saver is not None:
+            self.saver.close()
+
+    def say(self, line: str) -> None:
+        """Print a line, on rank 0."""
+        self.last_sign = time.monotonic()
+        if rank() == 0:
+            print(line, flush=True)
+
+    def sign_of_life(self, doing: str) -> None:
+        """Say what is going on if nothing has been said for a while."""
+        if time.monotonic() - self.last_sign > _HEARTBEAT_S:
+            self.say(f"  {doing}")
+
+
+def device_type(config: TrainConfig) -> str:
+    """ "cuda" or "cpu", by `--device` and what there is.
+
+    Raises:
+        ValueError: `--device cuda` without a GPU.
+    """
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ValueError("Expected a GPU for --device cuda, found none. See mb-train doctor.")
+    return "cuda" if available and config.device != "cpu" else "cpu"
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or "CPU"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

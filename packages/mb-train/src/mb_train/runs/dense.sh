@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# A dense GPT of the MegaBlocks paper: its exp/gpt2 scripts in this library's words.
+#
+#   dense.sh SIZE DATA [flags]           SIZE 46m, 125m, 356m, 760m or 1315m; DATA as for --data-path
+#   GPUS=1 dense.sh 125m my_text_document --train-iters 2000
+#
+# One GPU trains at the paper's single-GPU rate and micro-batch, several at those for eight.
+set -euo pipefail
+size=$1 data=$2
+shift 2
+gpus=${GPUS:-8}
+recipe=dense-$size
+if [ "$gpus" = 1 ]; then recipe=$recipe-1gpu; fi
+exec torchrun --standalone --nproc_per_node "$gpus" -m mb_train \
+    --recipe "$recipe" --data-path $data "$@"

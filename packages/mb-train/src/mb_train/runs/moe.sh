@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# A MoE GPT with expert capacity, the paper's baseline: its exp/moe scripts in this library's words.
+#
+#   moe.sh SIZE DATA [flags]             SIZE 46m, 125m or 356m; DATA as for --data-path
+#   moe.sh 125m my_text_document --moe-capacity-factor 2
+set -euo pipefail
+size=$1 data=$2
+shift 2
+exec torchrun --standalone --nproc_per_node "${GPUS:-8}" -m mb_train \
+    --recipe "moe-$size" --data-path $data "$@"

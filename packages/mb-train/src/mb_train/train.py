@@ -1,0 +1,294 @@
+"""The training loop: step, log, evaluate, save, stop.
+
+Order within a step, as in Megatron-LM: forward and backward over the micro-batches, reduce,
+clip, optimizer, log, evaluate, then the reasons to stop: SIGTERM, `--exit-duration-in-mins`,
+`--exit-interval`, the end. Nothing is read back from the device but once per log interval. A run is
+a function of its configuration alone: rates follow from the samples consumed, dropout from (seed,
+step, micro-batch), so a run that is stopped and resumed takes the same steps to the bit on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from mb_parallel import any_rank, clip_grad_norm, distributed, rank, set_gradient_sync, world_size
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mb_train import run_folder
+from mb_train.checkpoint import Progress
+from mb_train.config import TrainConfig
+from mb_train.data import Dataset, batches
+from mb_train.metrics import Accumulator
+from mb_train.optimizer import apply_schedule
+from mb_train.reporting import perplexity, report_interval, validation_lines
+from mb_train.run import Run, Start, device_type
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. Losses are None where nothing was measured."""
+
+    iteration: int
+    first_loss: float | None
+    valid_loss: float | None
+    checkpoint: Path | None
+    stopped_by: str | None
+
+
+def train(config: TrainConfig, start: Start | None = None) -> Result:
+    """Train as `config` says, on this process or as one rank of a torchrun job.
+
+    Args:
+        start: the checkpoint to go on from; None starts from scratch.
+
+    Raises:
+        ValueError: what was asked for does not fit together, the data or the machine; nothing has
+            been written but, perhaps, the sample corpus.
+        OSError: files that cannot be read or written.
+    """
+    with (
+        warnings.catch_warnings(),
+        distributed(device_type(config)) as device,
+        _sigterm() as terminated,
+    ):
+        # torch's checkpoint writer, in whatever thread: one process is what was asked for.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        run = Run(config, device, start)
+        try:
+            return _loop(run, terminated)
+        finally:
+            run.close()
+
+
+def _loop(run: Run, terminated: Callable[[], bool]) -> Result:
+    config, begun, clock = run.config, time.monotonic(), _Clock(run.device)
+    accumulator = Accumulator()
+    first_loss = valid_loss = stopped_by = None
+    iteration = evaluated_at = saved_at = run.progress.iteration
+    run.say(f" [before the start of training step] datetime: {_now()}")
+    stream = _training_stream(run)
+    while iteration < run.iterations and stopped_by is None:
+        grad_norm = train_step(run, stream, accumulator)
+        iteration = run.progress.iteration
+        stopped_by = _reason_to_stop(run, begun, terminated)
+        if iteration % config.log_interval == 0 or iteration == run.iterations or stopped_by:
+            params_norm = _params_norm(run) if config.log_params_norm else None
+            stats = accumulator.collect(grad_norm, params_norm)
+            report_interval(run, stats, seconds=clock.lap())
+            first_loss = stats.lm_losses[0] if first_loss is None else first_loss
+        run.sign_of_life(f"iteration {iteration} of {run.iterations} is done")
+        if config.eval_interval and iteration % config.eval_interval == 0:
+            with clock.paused():
+                valid_loss = evaluate(run, run.data.valid, f"iteration {iteration}")
+            evaluated_at = iteration
+        if config.save_interval and iteration % config.save_interval == 0:
+            with clock.paused():
+                save(run)
+            saved_at = iteration
+        elif run.saver is not None:
+            _say_saved(run, run.saver.poll())
+    stream.close()
+    run.say(f" [after training is done] datetime: {_now()}")
+    if stopped_by is not None:
+        run.say(f" stopping at iteration {iteration}: {stopped_by}")
+    else:
+        place = "the end of training for val data"
+        if evaluated_at == iteration and valid_loss is not None:  # the same weights, the same set
+            run.say(validation_lines(place, {"lm loss": valid_loss}))
+        else:
+            valid_loss = evaluate(run, run.data.valid, place)
+    if saved_at != iteration:
+        save(run, wait=True)
+    elif run.saver is not None:
+        _say_saved(run, run.saver.wait())
+    if stopped_by is None:
+        evaluate(run, run.data.test, "the end of training for test data")
+    checkpoint = run.folder and run.folder / run_folder.iteration_folder(iteration)
+    return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by)
+
+
+def train_step(
+    run: Run, stream: Iterator[tuple[Tensor, Tensor]], accumulator: Accumulator
+) -> Tensor:
+    """One optimizer step over the next micro-batches; returns the gradient norm, on the device."""
+    iteration, samples = run.progress.iteration, run.progress.consumed_samples
+    apply_schedule(run.optimizer, run.schedule, samples)
+    run.model.train()
+    total = torch.zeros((), device=run.device)
+    for index in range(run.micro_batches):
+        tokens_BS, labels_BS = next(stream)
+        seed_micro_batch(run.config, iteration, index * world_size() + rank())
+        set_gradient_sync(run.model, index == run.micro_batches - 1)
+        output = run.model(tokens_BS, labels_BS)
+        ((output.lm_loss + output.aux_loss) / run.micro_batches).backward()
+        total += output.lm_loss.detach()
+        accumulator.add_pass(output.metrics)
+        run.sign_of_life(f"iteration {iteration + 1} of {run.iterations} is under way")
+    grad_norm = clip_grad_norm(run.model.parameters(), run.config.clip_grad)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    accumulator.add_iteration(total / run.micro_batches)
+    run.progress = Progress(iteration + 1, samples + run.batch_size)
+    return grad_norm
+
+
+def seed_micro_batch(config: TrainConfig, iteration: int, place: int) -> None:
+    """Dropout and jitter depend on (seed, step, place of the micro-batch in the global batch).
+
+    So no state of a generator has to be saved, and any number of ranks draws the same.
+    """
+    if config.attention_dropout or config.hidden_dropout or config.moe_jitter_eps:
+        torch.manual_seed(mix(config.seed, iteration, place))
+
+
+@torch.no_grad()
+def evaluate(run: Run, dataset: Dataset | None, place: str) -> float | None:
+    """Mean loss over the first `eval_iters` batches of a set, printed; None without a set."""
+    if dataset is None:
+        return None
+    run.model.eval()
+    total = torch.zeros((), device=run.device)
+    passes = run.config.eval_iters * run.micro_batches
+    with contextlib.closing(_stream(run, dataset, consumed_samples=0)) as stream:
+        for done in range(passes):
+            total += run.model(*next(stream)).lm_loss
+            run.sign_of_life(f"evaluation: {done + 1} of {passes} batches are done")
+    total /= passes * world_size()
+    if world_size() > 1:
+        dist.all_reduce(total)
+    loss, iteration = float(total), run.progress.iteration
+    run.say(validation_lines(place, {"lm loss": loss}))
+    run.log.write("eval", iteration=iteration, place=place, lm_loss=loss, ppl=perplexity(loss))
+    return loss
+
+
+def save(run: Run, *, wait: bool = False) -> None:
+    """Write a checkpoint of where the run stands, if it has a folder, or begin to."""
+    if run.saver is None:
+        return
+    iteration, begun = run.progress.iteration, time.monotonic()
+    _say_saved(run, run.saver.wait())
+    run.say(f" saving checkpoint at iteration {iteration:7d} to {run.folder}")
+    run.saver.save(
+        run.model,
+        None if run.config.no_save_optim else run.optimizer,
+        run.progress,
+        config=dataclasses.asdict(run.config),
+        identity=run.identity,
+        data=run.data.identity,
+    )
+    run.log.write("save", iteration=iteration, seconds=time.monotonic() - begun)
+    if not run.config.async_save:
+        _say_saved(run, iteration)
+    elif wait:
+        _say_saved(run, run.saver.wait())
+
+
+def _say_saved(run: Run, iteration: int | None) -> None:
+    if iteration is not None:
+        run.say(f" successfully saved checkpoint at iteration {iteration:7d} to {run.folder}")
+
+
+def _training_stream(run: Run) -> Generator[tuple[Tensor, Tensor]]:
+    """Micro-batches from where the run stands; none if it is at its end."""
+    if run.progress.iteration < run.iterations:
+        samples = run.progress.consumed_samples
+        yield from _stream(run, run.data.train, consumed_samples=samples)
+
+
+def _stream(
+    run: Run, dataset: Dataset, *, consumed_samples: int
+) -> Generator[tuple[Tensor, Tensor]]:
+    return batches(
+        dataset,
+        run.device,
+        consumed_samples=consumed_samples,
+        micro_batch_size=run.micro_batch_size,
+        workers=run.config.num_workers,
+    )
+
+
+def _reason_to_stop(run: Run, begun: float, terminated: Callable[[], bool]) -> str | None:
+    """Why to save and stop before the end, agreed by all ranks."""
+    config, iteration = run.config, run.progress.iteration
+    if any_rank(terminated()):
+        return "SIGTERM"
+    limit, interval = config.exit_duration_in_mins, config.exit_interval
+    if limit is not None and any_rank(time.monotonic() - begun > 60 * limit):
+        return f"--exit-duration-in-mins {limit:g}"
+    if interval is not None and iteration % interval == 0 and iteration < run.iterations:
+        return f"--exit-interval {interval}"
+    return None
+
+
+@torch.no_grad()
+def _params_norm(run: Run) -> Tensor:
+    norm = torch.nn.utils.get_total_norm([p.detach() for p in run.model.parameters()])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class _Clock:
+    """Time spent training: what is paused does not count."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap; the caller has just waited for the device."""
+        now = time.perf_counter()
+        elapsed, self._start = now - self._start, now
+        return elapsed
+
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None]:
+        self._wait()
+        begun = time.perf_counter()
+        yield
+        self._wait()
+        self._start += time.perf_counter() - begun
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit seed that differs for different numbers (splitmix64, Steele et al. 2014)."""
+    state, mask = 0, (1 << 64) - 1
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state >> 1
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+@contextlib.contextmanager
+def _sigterm() -> Generator[Callable[[], bool]]:
+    """Turn SIGTERM into a flag to look at between steps, for as long as the context lasts."""
+    seen = False
+
+    def note(*_: object) -> None:
+        nonlocal seen
+        seen = True
+
+    previous = signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: seen
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,69 @@
+"""Rates of a run against published log lines and against the formulas' corners."""
+
+import math
+
+import pytest
+from mb_train.config import TrainConfig
+from mb_train.schedule import build_schedule
+
+RUN = {
+    "num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "seq_length": 8,
+    "micro_batch_size": 8, "global_batch_size": 512, "train_iters": 2000, "lr": 6e-4,
+}  # fmt: skip
+
+
+def schedule(**change):
+    config = TrainConfig(**{**RUN, **change})
+    return build_schedule(config, config.batch_size(1))
+
+
+def test_cosine_reproduces_the_rates_of_a_published_run():
+    # AMD's ROCm post of Megatron-LM, GPT 125M: 2000 steps of 512, warm-up 1 %, 6e-4 to 6e-5.
+    rates = schedule(min_lr=6e-5, lr_decay_style="cosine", lr_warmup_fraction=0.01)
+    logged = {100: "5.978E-04", 1000: "3.343E-04", 2000: "6.000E-05"}
+    assert {i: f"{rates.lr(512 * i):.3E}" for i in logged} == logged
+
+
+def test_warm_up_is_linear_from_zero():
+    rates = schedule(lr_warmup_iters=4, lr_decay_style="constant")
+    assert [rates.lr(512 * i) for i in range(6)] == pytest.approx(
+        [0, 1.5e-4, 3e-4, 4.5e-4, 6e-4, 6e-4]
+    )
+
+
+@pytest.mark.parametrize(
+    ("style", "halfway", "after"),
+    [
+        ("linear", 3.5e-4, 1e-4),
+        ("cosine", 3.5e-4, 1e-4),
+        ("constant", 6e-4, 6e-4),
+        ("inverse-square-root", 6e-4 * math.sqrt(10 / 105), 1e-4),
+    ],
+)
+def test_decay(style, halfway, after):
+    rates = schedule(lr_decay_style=style, min_lr=1e-4, lr_warmup_iters=10, lr_decay_iters=200)
+    assert rates.lr(512 * 105) == pytest.approx(halfway)
+    assert rates.lr(512 * 201) == pytest.approx(after)
+
+
+def test_sample_based_settings():
+    rates = schedule(
+        train_iters=None, train_samples=5120, lr_decay_samples=1000, lr_warmup_samples=100
+    )
+    assert (rates.warmup, rates.decay, rates.total) == (100, 1000, 5120)
+    assert rates.lr(50) == pytest.approx(3e-4)
+
+
+@pytest.mark.parametrize(
+    ("style", "halfway"), [("constant", 0.01), ("linear", 0.3), ("cosine", 0.3)]
+)
+def test_weight_decay(style, halfway):
+    rates = schedule(weight_decay_incr_style=style, start_weight_decay=0.2, end_weight_decay=0.4)
+    assert rates.weight_decay(512 * 1000) == pytest.approx(halfway)
+    ends = (0.01, 0.01) if style == "constant" else (0.2, 0.4)
+    assert (rates.weight_decay(0), rates.weight_decay(512 * 9999)) == pytest.approx(ends)
+
+
+def test_a_warm_up_as_long_as_the_decay_is_refused():
+    with pytest.raises(ValueError, match="warm-up to be shorter than the decay, got 1024000"):
+        schedule(lr_warmup_iters=2000)

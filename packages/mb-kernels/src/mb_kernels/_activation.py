@@ -55,7 +55,7 @@ def _normal(z, PTX: tl.constexpr):
 
 
 @triton.jit
-def activate(z, BASE: tl.constexpr, PTX: tl.constexpr):
+def activate(z, BASE: tl.constexpr, PTX: tl.constexpr = False):
     """The plain function named BASE of z."""
     if BASE == "silu":
         return z * _sigmoid(z, PTX)
@@ -73,7 +73,7 @@ def activate(z, BASE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def activate_with_derivative(z, BASE: tl.constexpr, PTX: tl.constexpr):
+def activate_with_derivative(z, BASE: tl.constexpr, PTX: tl.constexpr = False):
     """BASE(z) and its derivative, sharing what they have in common."""
     if BASE == "silu":
         sigmoid = _sigmoid(z, PTX)

@@ -23,8 +23,8 @@ def tile_of(op: str, x: Tensor) -> Tile:
     return TILES["fp32" if x.dtype is torch.float32 else op][current_target(x.device).name]
 
 
-# Small and uneven, so that the interpreter's small tensors still span several tiles.
-INTERPRETER_TILE = Tile(32, 16, 32, num_warps=4, num_stages=2, group_m=3)
+# Small, so that the interpreter's small tensors still span several tiles.
+INTERPRETER_TILE = Tile(32, 32, 32, num_warps=4, num_stages=2, group_m=3)
 
 
 def uses_descriptors(x: Tensor) -> bool:

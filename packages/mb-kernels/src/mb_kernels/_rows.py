@@ -9,7 +9,7 @@ Letters: N rows, K contraction, M output columns, E experts.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor, store_ragged
+from triton.tools.ragged_tma import create_ragged_descriptor
 
 from mb_kernels._launch import (
     launch,
@@ -20,7 +20,14 @@ from mb_kernels._launch import (
     uses_descriptors,
     xcds,
 )
-from mb_kernels._schedule import first_item, halves, load_rows, load_weight, locate
+from mb_kernels._schedule import (
+    first_item,
+    halves,
+    load_rows,
+    load_weight,
+    locate,
+    store_rows,
+)
 from mb_kernels.targets import TILES, GateCase, Target, Tile
 
 
@@ -31,7 +38,7 @@ def rows_kernel(
     order_ptr,  # [N] int32: output row of each row, with SCATTER
     weights_ptr,  # [N] by slot, with SCALE
     tiles_ptr,  # from schedule()
-    y,  # [N, M]: ragged tensor descriptor, or pointer with SCATTER or without DESCRIPTORS
+    y,  # [N, 1, M]: ragged tensor descriptor, or pointer with SCATTER or without DESCRIPTORS
     E: tl.constexpr,
     K: tl.constexpr,
     M: tl.constexpr,
@@ -73,8 +80,9 @@ def rows_kernel(
         # Two stores of half the columns need half the registers and shared memory of one.
         left, right = halves(acc)
         if DESCRIPTORS and not SCATTER:
-            store_ragged(y, row, row_end - row, [0, col], left.to(y.dtype))
-            store_ragged(y, row, row_end - row, [0, col + BLOCK_N // 2], right.to(y.dtype))
+            count = row_end - row
+            store_rows(y, left, 0, 1, row, count, col, M, BLOCK_N, DESCRIPTORS)
+            store_rows(y, right, 0, 1, row, count, col + BLOCK_N // 2, M, BLOCK_N, DESCRIPTORS)
         else:
             if SCATTER:
                 slot = tl.load(order_ptr + row + r, mask=m, other=0)
@@ -118,7 +126,9 @@ def rows_times_weights(
     x_arg, w_arg, y_arg = x, w, y
     if descriptors:
         if scatter_order is None:
-            y_arg = create_ragged_descriptor(y, [tile.block_m, tile.block_n // 2])
+            y_arg = create_ragged_descriptor(
+                y.view(-1, 1, columns), [tile.block_m, 1, tile.block_n // 2]
+            )
         x_arg = matrices(x, (tile.block_m, tile.block_k))
         block = (tile.block_n, tile.block_k) if transpose_weight else (tile.block_k, tile.block_n)
         w_arg = matrices(w, (1, *block))
@@ -167,7 +177,7 @@ def gate_cases(target: Target) -> list[GateCase]:
                 operands={
                     "x": (tile.block_m, tile.block_k),
                     "w": (1, *block),
-                    **({} if scatter else {"y": (1, 1, tile.block_m, tile.block_n // 2)}),
+                    **({} if scatter else {"y": (1, 1, tile.block_m, 1, tile.block_n // 2)}),
                 },
                 constexprs={
                     "E": 64,

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import store_ragged
 
 from mb_kernels._launch import launch
 from mb_kernels.targets import GateCase, Target
@@ -192,8 +191,9 @@ def store_rows(out, block, part: tl.constexpr, parts: tl.constexpr, row, count, 
     The ragged descriptor checks both ends in hardware, and its copy runs behind the program.
     """
     if DESCRIPTORS:
-        block = tl.reshape(block.to(out.dtype), (block.shape[0], 1, block.shape[1]))
-        store_ragged(out, row, count, [0, part, col], block)
+        # The coordinates of triton.tools.ragged_tma.store_ragged for rows row to row + count.
+        block = tl.reshape(block.to(out.dtype), (1, 1, block.shape[0], 1, block.shape[1]))
+        out.store([0x40000000, row + count, 0x40000000 - count, part, col], block)
     else:
         r = tl.arange(0, block.shape[0])[:, None]
         cols = (col + tl.arange(0, block.shape[1]))[None, :]

@@ -8,6 +8,8 @@ where the portable form spends four to eight more on denormals and range.
 import triton
 import triton.language as tl
 
+_PORTABLE = tl.constexpr(False)
+
 
 @triton.jit
 def _reciprocal(x, PTX: tl.constexpr):
@@ -55,7 +57,7 @@ def _normal(z, PTX: tl.constexpr):
 
 
 @triton.jit
-def activate(z, BASE: tl.constexpr, PTX: tl.constexpr = False):
+def activate(z, BASE: tl.constexpr, PTX: tl.constexpr = _PORTABLE):
     """The plain function named BASE of z."""
     if BASE == "silu":
         return z * _sigmoid(z, PTX)
@@ -73,7 +75,7 @@ def activate(z, BASE: tl.constexpr, PTX: tl.constexpr = False):
 
 
 @triton.jit
-def activate_with_derivative(z, BASE: tl.constexpr, PTX: tl.constexpr = False):
+def activate_with_derivative(z, BASE: tl.constexpr, PTX: tl.constexpr = _PORTABLE):
     """BASE(z) and its derivative, sharing what they have in common."""
     if BASE == "silu":
         sigmoid = _sigmoid(z, PTX)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from mb_kernels._launch import tile_of
+from mb_kernels._launch import operand, tile_of
 from mb_kernels._outer import outer
 from mb_kernels._rows import rows_times_weights
 from mb_kernels._schedule import schedule
@@ -14,8 +14,8 @@ def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, transpose_weight: bool) 
         return x.new_zeros((x.shape[0], columns))
     tile = tile_of("down" if transpose_weight else "dx", x)
     return rows_times_weights(
-        x.contiguous(),
-        w.contiguous(),
+        operand(x),
+        operand(w),
         schedule(offsets, x.shape[0], tile.block_m),
         transpose_weight=transpose_weight,
         tile=tile,
@@ -26,4 +26,4 @@ def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, transpose_weight: bool) 
 def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if a.numel() == 0 or b.numel() == 0:
         return a.new_zeros((offsets.shape[0] - 1, a.shape[1], b.shape[1]))
-    return outer(a.contiguous(), b.contiguous(), offsets)
+    return outer(operand(a), operand(b), offsets)

@@ -20,7 +20,7 @@ def tile_of(op: str, x: Tensor) -> Tile:
     """The tile of ``op`` for the device and dtype of ``x``."""
     if not x.is_cuda:
         return INTERPRETER_TILE
-    return TILES["fp32" if x.dtype is torch.float32 else op][current_target(x.device).name]
+    return TILES["fp32" if x.dtype is torch.float32 else op][_target(x.device).name]
 
 
 # Small, so that the interpreter's small tensors still span several tiles.
@@ -29,7 +29,7 @@ INTERPRETER_TILE = Tile(32, 32, 32, num_warps=4, num_stages=2, group_m=3)
 
 def uses_descriptors(x: Tensor) -> bool:
     """Whether operands are loaded through tensor descriptors (TMA)."""
-    return x.is_cuda and x.dtype is not torch.float32 and current_target(x.device).name == "sm90"
+    return x.is_cuda and x.dtype is not torch.float32 and _target(x.device).name == "sm90"
 
 
 def wide(x: Tensor, tile: Tile) -> bool:
@@ -48,6 +48,11 @@ def programs(x: Tensor, per_unit: int = 1) -> int:
 
 
 @functools.cache
+def _target(device: torch.device) -> Target:
+    return current_target(device)
+
+
+@functools.cache
 def _units(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -56,8 +61,14 @@ def xcds(x: Tensor) -> int:
     """Chiplets with an L2 of their own, if the programs divide evenly among them."""
     if not x.is_cuda:
         return 1
-    count = current_target(x.device).xcds
+    count = _target(x.device).xcds
     return count if programs(x) % count == 0 else 1
+
+
+def operand(x: Tensor) -> Tensor:
+    """``x``, or a copy if it is not contiguous or not aligned as 16-byte loads need."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def matrices(w: Tensor, block: Sequence[int]) -> TensorDescriptor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mb_kernels._launch import launch
 from mb_kernels.targets import GateCase, Target
 
-_BLOCK = 128
+_BLOCK = 32  # row tiles listed by one program
 
 
 @triton.jit

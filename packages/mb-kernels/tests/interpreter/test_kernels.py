@@ -75,6 +75,19 @@ def test_recompute_changes_nothing():
 
 
 @pytest.mark.usefixtures("operands")
+def test_unaligned_weights_are_copied():
+    inputs = make_inputs(CASES[5], dtype=torch.float32)
+    want = run_expert_mlp(expert_mlp, inputs, activation="geglu")
+    for name in ("w1", "w2"):
+        flat = torch.cat([torch.zeros(1), inputs[name].detach().flatten()])
+        inputs[name] = flat[1:].view_as(inputs[name]).requires_grad_()
+        assert inputs[name].data_ptr() % 16
+    got = run_expert_mlp(expert_mlp, inputs, activation="geglu")
+    for name, value in want.items():
+        assert torch.equal(value, got[name]), name
+
+
+@pytest.mark.usefixtures("operands")
 @pytest.mark.parametrize("transpose_weight", [True, False], ids=["EMK", "EKM"])
 @pytest.mark.parametrize("offsets", [[0, 0, 33, 33, 50], [0, 10, 12, 12, 13]], ids=str)
 def test_grouped_gemm(offsets, transpose_weight):

@@ -4,7 +4,8 @@ Both sides turn one JSON Lines file into ``.bin``/``.idx`` with GPT-2's vocabula
 end-of-document token, with the same number of worker processes. Each is a process of its own,
 timed from its start to its end: interpreter, imports and loading of the vocabulary included. The
 two alternate, so that whatever else the machine does meets both, and processor time, which other
-work disturbs least, is told beside; the files must be equal byte for byte. tiktoken gets its ranks from the same merges and works on batches of 1 MB.
+work disturbs least, is told beside; the files must be equal byte for byte. tiktoken gets its ranks
+from the same merges and works on batches of 1 MB.
 
 The text is Python source: the standard library and all that is installed beside it, over and over
 until the file is large enough. gigatoken remembers words and so gains from repetition; the table

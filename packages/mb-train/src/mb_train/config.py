@@ -215,7 +215,7 @@ class TrainConfig:
             raise ValueError(
                 f"Expected --global-batch-size to be a multiple of micro batch x data-parallel "
                 f"ranks = {self.micro_batch_size} x {data_parallel} = {per_pass}, got {size}. "
-                "A smaller --micro-batch-size changes no result."
+                "Lower --micro-batch-size, or change the global batch."
             )
         return size
 

@@ -3,8 +3,8 @@
 Works on a slice of tokens at a time: the slice's logits, their loss in fp32, and in place of the
 logits their gradient, softmax minus one-hot, which is multiplied into the gradients of hidden
 states and weight at once (the scheme of Liger-Kernel, arXiv 2410.10989). Of [tokens, V] numbers
-only one slice ever exists. On a GPU a Triton kernel turns logits into loss and gradient in two passes over
-a row.
+only one slice ever exists. On a GPU a Triton kernel turns logits into loss and gradient in two
+passes over a row.
 
 Letters: T tokens, R tokens of a slice, D hidden, V vocabulary.
 """

@@ -8,6 +8,8 @@ Letters: R tokens of a slice, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +23,9 @@ def loss_and_gradient_by_kernel(logits_RV: Tensor, labels_R: Tensor) -> tuple[Te
     """As `cross_entropy.loss_and_gradient`, on a GPU: (loss [R] fp32, the overwritten logits)."""
     rows, columns = logits_RV.shape
     losses_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
-    _loss_kernel[(rows,)](logits_RV, labels_R, losses_R, columns, BLOCK=_BLOCK, num_warps=16)
+    # ty takes the kernel for a plain function: it sees neither constexpr nor launch options.
+    launch: Any = _loss_kernel[(rows,)]
+    launch(logits_RV, labels_R, losses_R, columns, BLOCK=_BLOCK, num_warps=16)
     return losses_R, logits_RV
 
 

@@ -50,6 +50,14 @@ def test_two_ranks_take_the_same_steps_and_one_process_goes_on(one_process, toke
     assert tiny_run.losses(two) == pytest.approx(expected, rel=1e-5)
 
 
+def test_two_ranks_in_bf16_stay_close_to_one(tokens, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(tiny_run.flags(tokens, one, "--bf16")) == 0
+    arguments = tiny_run.flags(tokens, two, "--bf16")
+    assert [code for code, *_ in run_ranks(_main, 2, arguments)] == [0, 0]
+    assert tiny_run.losses(two) == pytest.approx(tiny_run.losses(one), rel=2e-3)
+
+
 def test_torchrun_goes_on_from_one_process(one_process, tmp_path):
     run = tmp_path / "run"
     torchrun(["--load", str(one_process / "iter_0000004"), "--save", str(run)])

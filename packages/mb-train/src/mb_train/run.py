@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mb_data
 import torch
+from mb_layers.router import Router
 from mb_parallel import ParallelDims, apply_data_parallel, rank, world_size
 from torch import nn
 
@@ -108,6 +109,7 @@ class Run:
             None if mesh is None else mesh["dp"],
             blocks=model.blocks,
             compute_dtype=self.compute_dtype,
+            keep_fp32=[module for module in model.modules() if isinstance(module, Router)],
             zero_stage=self.config.zero_stage,
         )
         return model

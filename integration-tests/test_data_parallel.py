@@ -50,10 +50,33 @@ def test_two_ranks_take_the_same_steps_and_one_process_goes_on(one_process, toke
     assert tiny_run.losses(two) == pytest.approx(expected, rel=1e-5)
 
 
+def test_two_ranks_in_bf16_stay_close_to_one(tokens, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(tiny_run.flags(tokens, one, "--bf16")) == 0
+    arguments = tiny_run.flags(tokens, two, "--bf16")
+    assert [code for code, *_ in run_ranks(_main, 2, arguments)] == [0, 0]
+    assert tiny_run.losses(two) == pytest.approx(tiny_run.losses(one), rel=2e-3)
+
+
 def test_torchrun_goes_on_from_one_process(one_process, tmp_path):
     run = tmp_path / "run"
     torchrun(["--load", str(one_process / "iter_0000004"), "--save", str(run)])
     assert tiny_run.losses(run) == pytest.approx(tiny_run.losses(one_process)[4:], rel=1e-5)
+
+
+def test_a_run_with_no_word_about_batches_trains_on_two_ranks_and_goes_on_on_one(tmp_path, capsys):
+    run = tmp_path / "run"
+    short = f"--save {run} --train-iters 2 --eval-iters 0 --num-layers 1 --device cpu"
+    words = ["--recipe", "quickstart", *short.split()]
+    for code, _, err in run_ranks(_main, 2, words):
+        assert code == 0, err
+    assert main(["--load", str(run), "--train-iters", "3"]) == 0
+    # Two ranks made 16 of the recipe's micro-batch of 8; one process makes two passes of it.
+    assert [event["consumed_samples"] for event in tiny_run.events(run, "train")] == [32, 48]
+    # Where it does not divide, the way out is named.
+    capsys.readouterr()
+    assert main(["--load", str(run), "--micro-batch-size", "32", "--train-iters", "4"]) == 2
+    assert "Lower --micro-batch-size" in capsys.readouterr().err
 
 
 def test_wrong_input_ends_all_ranks(tokens, tmp_path):

@@ -31,7 +31,7 @@ def _same(a, b, iteration):
 def test_stop_and_go_on(tokens, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(tiny_run.flags(tokens, whole, DROPOUT)) == 0
-    beside = "--exit-interval 3 --save-interval 1 --async-save --save-keep 2"
+    beside = "--exit-interval 3 --save-interval 1 --async-save --keep-checkpoints 2"
     assert main(tiny_run.flags(tokens, parts, DROPOUT, beside)) == 0
     assert sorted(p.name for p in parts.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
     assert len(tiny_run.losses(parts)) == 3

@@ -1,5 +1,6 @@
 """The command line: what it prints, and one line with exit code 2 for anything wrong."""
 
+import errno
 import io
 import json
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 from mb_data import IndexedDataset
 from mb_data.cli import main
+from mb_data.pipeline import WorkerDiedError
 from mb_data.preprocess import Progress
 from mb_data.progress import ProgressLine, format_progress
 
@@ -118,6 +120,24 @@ def test_interrupt(command, capsys, monkeypatch):
     monkeypatch.setattr(sys.modules["mb_data.preprocess"], "preprocess", interrupt)
     assert main(command) == 130
     assert "goes on from here when the same command is given again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerDiedError("worker process 7 ended by signal 9"),
+        OSError(errno.ENOSPC, "No space left on device", "out.partial/0.tokens"),
+        ModuleNotFoundError("pip install 'mb-data[zstd]'"),
+    ],
+    ids=["killed worker", "disk full", "missing extra"],
+)
+def test_what_the_system_does_is_told_in_one_line(command, capsys, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(sys.modules["mb_data.preprocess"], "preprocess", fail)
+    assert main(command) == 2
+    assert capsys.readouterr().err == f"mb-data preprocess: {error}\n"
 
 
 def test_help_without_the_engines():

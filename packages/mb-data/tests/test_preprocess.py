@@ -182,7 +182,7 @@ def test_many_bad_lines_are_all_accounted_for(tmp_path):
     assert (summary.documents, summary.bad_lines) == (2, 5001)
     listed = (tmp_path / "out_skipped.txt").read_text().splitlines()
     assert "line 2: Expecting value" in listed[0]
-    assert "lines 101 to 5003: bad lines, not told one by one" in listed[-1]
+    assert "lines 102 to 5003: 4,901 more bad lines among these" in listed[-1]
 
 
 def test_lines_are_counted_file_by_file(tmp_path):
@@ -251,12 +251,18 @@ def test_chosen_dtype(tmp_path):
     assert documents(tmp_path / "out_text_document") == [[64, 275]]
 
 
-def test_numbers_that_are_no_ids_name_their_line(tmp_path):
-    source = write(tmp_path / "in.jsonl", [{"text": "1 2"}, {"text": ""}, {"text": "3 1000"}])
-    with pytest.raises(ValueError, match=r"in\.jsonl, line 3, 'text': '1000' is not an id"):
+def test_text_that_the_tokenizer_refuses_is_a_bad_line(tmp_path):
+    texts = ["1 2", "", "3 1000", "5", "-1"]
+    source = write(tmp_path / "in.jsonl", [{"text": t} for t in texts])
+    with pytest.raises(ValueError, match=r"in\.jsonl, line 3: '1000' is not an id"):
         preprocess(source, tmp_path / "out", tokenizer="null:1000", workers=1)
-    preprocess(source, tmp_path / "out", tokenizer="null:1001", append_eod=True, workers=1)
-    assert documents(tmp_path / "out_text_document") == [[1, 2, 1001], [3, 1000, 1001]]
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+    options = {"tokenizer": "null:1000", "append_eod": True, "on_error": "skip", "workers": 1}
+    summary = preprocess(source, tmp_path / "out", **options)
+    assert documents(tmp_path / "out_text_document") == [[1, 2, 1000], [5, 1000]]
+    assert (summary.documents, summary.empty, summary.bad_lines) == (2, 1, 2)
+    listed = (tmp_path / "out_skipped.txt").read_text().splitlines()
+    assert [line.split(": ")[0][-6:] for line in listed] == ["line 3", "line 5"]
 
 
 class LyingEngine:

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+import unicodedata
 
 import pytest
 import tiktoken
@@ -73,6 +74,18 @@ def test_random_texts_equal_tiktoken(gpt2, oracle):
     expected = [oracle.encode_ordinary(text) for text in texts]
     assert gpt2.encode_batch(texts) == expected
     assert [gpt2.readable.encode(text) for text in texts[:300]] == expected[:300]
+
+
+def test_every_letter_equals_tiktoken(gpt2, oracle):
+    # Those of Unicode 3.2: what came later may be missing from one library's tables.
+    known = unicodedata.ucd_3_2_0
+    letters = [c for c in map(chr, range(0x110000)) if known.category(c) not in ("Cn", "Cs", "Co")]
+    assert len(letters) > 90_000
+    texts = [
+        "\n".join(f"a{c}1 {c}{c} 'b" for c in letters[start : start + 500])
+        for start in range(0, len(letters), 500)
+    ]
+    assert gpt2.encode_batch(texts) == [oracle.encode_ordinary(text) for text in texts]
 
 
 def test_end_of_text_in_a_document_stays_text(gpt2):

@@ -250,3 +250,27 @@ def test_rows_past_32768_and_bitwise_repeatable():
     assert_close("y", y, torch.bmm(want, x.view(blocks, BLOCK, 64)).flatten(0, 1))
     assert torch.equal(got.data, sdd(x, x.t(), pattern).data)
     assert torch.equal(y, dsd(got, x))
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_31_elements():
+    blocks = 374
+    rows = blocks * BLOCK
+    index = torch.arange(blocks, device="cuda", dtype=torch.int32)
+    row_indices, column_indices = index.repeat_interleave(blocks), index.repeat(blocks)
+    offsets = torch.arange(blocks + 1, device="cuda", dtype=torch.int32) * blocks
+    storage = torch.arange(blocks * blocks, device="cuda", dtype=torch.int32)
+    in_columns = storage.view(blocks, blocks).t().flatten()
+    data = torch.empty(1, 1, 1, device="cuda", dtype=torch.bfloat16).expand(
+        blocks * blocks, BLOCK, BLOCK
+    )
+    indices = (row_indices, column_indices, offsets, row_indices.view(blocks, -1).t().flatten())
+    pattern = stk.Matrix((rows, rows), data, *indices, offsets, in_columns)
+    x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16)
+    got = sdd(x, x.t(), pattern)
+    assert got.data.numel() > 2**31
+    want = x[-BLOCK:] @ x.t()
+    last_row = got.data[-blocks:].transpose(0, 1).flatten(1)
+    assert_close("last row of blocks", last_row, want)
+    assert_close("dsd", dsd(got, x)[-BLOCK:], want @ x)
+    assert_close("dsd transposed", dsd(got.t(), x)[-BLOCK:], want @ x)

@@ -128,6 +128,17 @@ def test_errors_say_what_was_expected(ffn, w1_shape, message):
         sparse_expert_mlp(x, w1, w2, bins, torch.ones(4, 1))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "experts", "message"),
+    [(5, 2, "expected \\[4, K\\].*got \\(4, 1\\) and 5 slots"), (4, 3, "of 2 experts.*got 3")],
+)
+def test_bins_of_another_routing_are_refused(tokens, experts, message):
+    bins = make_bins("uniform", tokens, experts, 1)
+    x, w1, w2 = torch.ones(4, 16), torch.ones(2, 128, 16), torch.ones(2, 16, 128)
+    with pytest.raises(ValueError, match=message):
+        sparse_expert_mlp(x, w1, w2, bins, torch.ones(4, 1), activation="gelu")
+
+
 def test_topology_wants_padded_bins():
     bins = make_bins("uniform", 4, 2, 1)
     with pytest.raises(ValueError, match=r"Pass pad_bins\(bins\)"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import layers_workers
 import pytest
@@ -271,6 +273,18 @@ def test_two_models_and_accumulation_do_not_meet() -> None:
         (y.square().sum() + aux).backward()
         for name, p in layer.named_parameters():
             assert_close(name, p.grad, 2 * expected[name])
+
+
+def test_importing_and_running_a_layer_imports_nothing_slow() -> None:
+    code = """
+import sys, torch, mb_layers.compat
+from mb_layers import MoEConfig, dMoE
+layer = dMoE(MoEConfig(hidden_size=16, ffn_hidden_size=16, num_experts=4))
+layer(torch.randn(3, 16)).y.sum().backward()
+print({"transformers", "torch.distributed.tensor"} & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_repr_names_the_sizes() -> None:

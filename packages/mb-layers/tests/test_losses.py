@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from mb_layers import (
     sequence_load_balancing_loss,
     z_loss,
 )
+from torch.utils.checkpoint import checkpoint
 
 
 @pytest.mark.parametrize("num_experts", [1, 4, 64])
@@ -136,6 +138,27 @@ def test_attach_aux_loss_equals_adding_it(as_tensor: bool) -> None:
     assert torch.equal(y, x.sin())
     y.sum().backward()
     assert_close("d x", x.grad, expected)
+
+
+@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
+def test_attach_aux_loss_lives_in_other_peoples_code(how: str) -> None:
+    layer = dMoE(
+        MoEConfig(hidden_size=16, ffn_hidden_size=16, num_experts=4, top_k=2), dtype=torch.float64
+    )
+
+    def stage(x: torch.Tensor) -> torch.Tensor:  # as in a pipeline: one tensor in, one out
+        y, aux_loss, _ = layer(x)
+        return attach_aux_loss(y, aux_loss, 0.5)
+
+    run = torch.compile(stage, fullgraph=True, backend="aot_eager")
+    if how == "checkpointed":
+        run = functools.partial(checkpoint, stage, use_reentrant=False)
+    x = torch.randn(9, 16, dtype=torch.float64)
+    y, aux_loss, _ = layer(x)
+    expected = torch.autograd.grad(y.sum() + 0.5 * aux_loss, layer.parameters())
+    got = torch.autograd.grad(run(x).sum(), layer.parameters())
+    for (name, _), a, b in zip(layer.named_parameters(), got, expected, strict=True):
+        assert_close(f"d {name}", a, b)
 
 
 def test_attach_aux_loss_wants_a_scalar() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from layers_oracle import assert_close
 from mb_layers import MoEConfig, Router, update_balancing_bias
-from mb_layers.router import _split
+from mb_layers.router import _three_parts
 
 SIZES = {"hidden_size": 48, "ffn_hidden_size": 16, "num_experts": 6, "top_k": 2}
 
@@ -17,7 +17,7 @@ def build(dtype: torch.dtype = torch.float32, **overrides) -> Router:
 
 def test_three_bf16_numbers_hold_an_fp32_number() -> None:
     x = torch.randn(1000) * torch.logspace(-20, 20, 1000)
-    assert torch.equal(sum(part.double() for part in _split(x, 3)).float(), x)
+    assert torch.equal(sum(part.double() for part in _three_parts(x)).float(), x)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -32,17 +32,18 @@ def test_bf16_tokens_get_fp32_logits(weight_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bf16_tokens_get_accurate_gradients(weight_dtype: torch.dtype) -> None:
+def test_bf16_tokens_get_gradients_rounded_once(weight_dtype: torch.dtype) -> None:
     router = build(weight_dtype)
     x = torch.randn(33, 48).bfloat16().requires_grad_()
     grad = torch.randn(33, 6)
     d_x, d_weight = torch.autograd.grad(router(x).logits_TE, (x, router.weight), grad)
     assert (d_x.dtype, d_weight.dtype) == (x.dtype, weight_dtype)
     weight = router.weight.detach()
-    exact_x = grad.double() @ weight.to(torch.bfloat16).double()
-    exact_weight = grad.T.double() @ x.detach().double()
+    rounded = grad.bfloat16().double()
+    exact_x = rounded @ weight.to(torch.bfloat16).double()
+    exact_weight = rounded.T @ x.detach().double()
     assert (d_x - exact_x).abs().max() < 2**-8 * exact_x.abs().max()
-    bound = 2**-8 if weight_dtype == torch.bfloat16 else 2e-5
+    bound = 2**-8 if weight_dtype == torch.bfloat16 else 1e-6
     assert (d_weight - exact_weight).abs().max() < bound * exact_weight.abs().max()
 
 

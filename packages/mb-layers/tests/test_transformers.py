@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 
 import pytest
 import torch
@@ -186,6 +188,15 @@ def test_every_tensor_is_accounted_for() -> None:
     narrow = {k: v for k, v in block.state_dict().items() if "shared" not in k}
     with pytest.raises(ValueError, match=r"shared_experts\.down_proj\.weight"):
         mb.translate_block(narrow, config)
+
+
+def test_without_transformers_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "mb_layers.transformers")
+    with pytest.raises(ImportError, match=r"pip install 'mb-layers\[transformers\]'"):
+        importlib.import_module("mb_layers.transformers")
 
 
 def test_unknown_blocks_are_refused() -> None:

@@ -51,6 +51,35 @@ def test_two_ranks_match_one_process(zero_stage):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
+class _Probe(nn.Linear):
+    """Remembers the dtypes that its forward pass saw."""
+
+    def forward(self, input):
+        self.seen = (input.dtype, self.weight.dtype)
+        return super().forward(input.to(self.weight.dtype))
+
+
+def _dtypes(rank, world_size):
+    model = nn.Sequential(_Probe(4, 4), nn.Sequential(_Probe(4, 4), _Probe(4, 2)))
+    apply_data_parallel(
+        model,
+        ParallelDims(dp=world_size).build_mesh("cpu")["dp"],
+        blocks=[model[1]],
+        compute_dtype=torch.bfloat16,
+        keep_fp32=[model[1][0]],
+    )
+    model(torch.ones(3, 4)).sum().backward()
+    probes = [module.seen for module in model.modules() if isinstance(module, _Probe)]
+    return probes, {p.grad.dtype for p in model.parameters()}, {p.dtype for p in model.parameters()}
+
+
+def test_bf16_compute_with_fp32_routers_gradients_and_weights():
+    full, half = torch.float32, torch.bfloat16
+    for probes, grads, weights in run_ranks(_dtypes, 2):
+        assert probes == [(half, half), (half, full), (full, half)]
+        assert grads == weights == {full}
+
+
 def test_one_process_is_left_alone():
     model = _model()
     before = dict(model.named_parameters())

@@ -62,8 +62,7 @@ class Encoded(NamedTuple):
     """A block's documents by key, its number of lines, and what was wrong with some.
 
     ``errors`` holds (first line, last line, message), lines counted from 0 within the block;
-    ``fatal`` the line and message of a document that two implementations disagree on, or that the
-    tokenizer refuses.
+    ``fatal`` the line and message of a document that two implementations disagree on.
     """
 
     keys: list[Tokens]
@@ -80,30 +79,43 @@ def encode_block(job: Job, block: Block) -> Encoded:
         lines[0] = lines[0][3:]
     number_of_lines = len(lines)
     numbers: Sequence[int] = range(number_of_lines)
-    errors: list[tuple[int, int, str]] = []
-    bad_lines = 0
+    problems = Problems()
     try:
         columns = _columns(job, lines)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        columns, numbers, bad_lines, errors = _careful_columns(job, lines)
+        columns, numbers = _careful_columns(job, lines, problems)
     del lines
-    keys: list[Tokens] = []
-    for key, texts in zip(job.keys, columns, strict=True):
-        try:
-            tokens, unit = _encode(job, texts)
-        except ValueError:
-            row, problem = _refused(job, texts)
-            fatal = numbers[row], f"{key!r}: {problem}"
-            return Encoded([], number_of_lines, bad_lines, errors, fatal)
-        keys.append(tokens)
-        if texts:
+    try:
+        encoded = [_encode(job, texts) for texts in columns]
+    except ValueError:
+        columns, numbers = _without_refused(job, columns, numbers, problems)
+        encoded = [_encode(job, texts) for texts in columns]
+    fatal = None
+    for key, texts, (_, unit) in zip(job.keys, columns, encoded, strict=True):
+        if texts and not fatal:
             row = (block.start >> 10) * 2_654_435_761 % len(texts)  # any, but always the same
-            problem = _compare(job, *unit(row))
-            if problem:
-                fatal = numbers[row], f"{key!r}: {problem}"
-                return Encoded([], number_of_lines, bad_lines, errors, fatal)
-        texts.clear()
-    return Encoded(keys, number_of_lines, bad_lines, errors, None)
+            difference = _compare(job, *unit(row))
+            if difference:
+                fatal = numbers[row], f"{key!r}: {difference}"
+    keys = [tokens for tokens, _ in encoded]
+    return Encoded(keys, number_of_lines, problems.count, sorted(problems.errors), fatal)
+
+
+class Problems:
+    """Bad lines of a block: the first ones by themselves, the rest as ranges."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.errors: list[tuple[int, int, str]] = []
+
+    def add(self, number: int, message: str) -> None:
+        self.count += 1
+        if self.count <= MAX_ERRORS:
+            self.errors.append((number, number, message[:MAX_MESSAGE]))
+            return
+        first = self.errors.pop()[0] if self.count > MAX_ERRORS + 1 else number
+        more = f"{self.count - MAX_ERRORS:,} more bad lines among these"
+        self.errors.append((first, number, more))
 
 
 def _columns(job: Job, lines: list[memoryview]) -> list[list[bytes]]:
@@ -118,30 +130,38 @@ def _columns(job: Job, lines: list[memoryview]) -> list[list[bytes]]:
 
 
 def _careful_columns(
-    job: Job, lines: list[memoryview]
-) -> tuple[list[list[bytes]], list[int], int, list[tuple[int, int, str]]]:
-    """The same line by line, with the numbers of the good lines and what is wrong with the bad."""
+    job: Job, lines: list[memoryview], problems: Problems
+) -> tuple[list[list[bytes]], list[int]]:
+    """The same line by line, with the numbers of the good lines; the bad become problems."""
     columns: list[list[bytes]] = [[] for _ in job.keys]
     numbers: list[int] = []
-    errors: list[tuple[int, int, str]] = []
-    bad_lines = 0
     for number, line in enumerate(lines):
         if not line or bytes(line).isspace():
             continue
         try:
             values = _values(job, line)
         except (ValueError, RecursionError) as error:
-            bad_lines += 1
-            if len(errors) < MAX_ERRORS:
-                errors.append((number, number, str(error)[:MAX_MESSAGE]))
-            else:
-                first = errors.pop()[0]
-                errors.append((first, number, "bad lines, not told one by one"))
+            problems.add(number, str(error))
             continue
         numbers.append(number)
         for column, value in zip(columns, values, strict=True):
             column.append(value)
-    return columns, numbers, bad_lines, errors
+    return columns, numbers
+
+
+def _without_refused(
+    job: Job, columns: list[list[bytes]], numbers: Sequence[int], problems: Problems
+) -> tuple[list[list[bytes]], list[int]]:
+    """Without the documents that the tokenizer itself refuses; those become problems."""
+    kept = []
+    for row, texts in enumerate(zip(*columns, strict=True)):
+        try:
+            for text in texts:
+                _encode(job, [text])
+            kept.append(row)
+        except ValueError as error:
+            problems.add(numbers[row], str(error))
+    return [[column[row] for row in kept] for column in columns], [numbers[row] for row in kept]
 
 
 def _values(job: Job, line: memoryview) -> list[bytes]:
@@ -211,16 +231,6 @@ def _encode(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int], Unit]
         return sentences[sentence], done.tokens[start : start + int(lengths[sentence])]
 
     return done, first_sentence
-
-
-def _refused(job: Job, texts: list[bytes]) -> tuple[int, str]:
-    """The first document the tokenizer cannot encode, and why."""
-    for row, text in enumerate(texts):
-        try:
-            _encode(job, [text])
-        except ValueError as error:
-            return row, str(error)
-    raise AssertionError("every document can be encoded alone, but not all together")
 
 
 def _compare(job: Job, text: bytes, tokens: npt.NDArray) -> str | None:

@@ -109,6 +109,9 @@ def preprocess(
         block_bytes: size of the unit of work.
         on_progress: called about five times a second.
 
+    The workers are forked where that is safe. Where this process runs other threads, or is no Linux
+    process, they start afresh: a script then needs ``if __name__ == "__main__":``.
+
     Raises:
         ValueError: wrong settings; a bad line, with file and line number; another run writing the
             same prefix. Nothing is left behind.

@@ -90,12 +90,17 @@ def _topk_softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.logits_dtype = logits.dtype
     ctx.save_for_backward(probs, weights, ids)
     ctx.mark_non_differentiable(ids)
+    ctx.set_materialize_grads(False)  # probs often have no gradient: no [T, E] of zeros
 
 
 def _topk_softmax_backward(
-    ctx: Any, d_weights: Tensor, d_ids: None, d_probs: Tensor
-) -> tuple[Tensor, None, None]:
+    ctx: Any, d_weights: Tensor | None, d_ids: None, d_probs: Tensor | None
+) -> tuple[Tensor | None, None, None]:
+    if d_weights is None and d_probs is None:
+        return None, None, None
     probs, weights, ids = ctx.saved_tensors
+    if d_weights is None:
+        d_weights = torch.zeros_like(weights)
     d_logits = torch.ops.mb.topk_softmax_backward(
         d_weights, d_probs, probs, weights, ids, ctx.renormalize
     )

@@ -113,6 +113,16 @@ def sparse_expert_mlp(
             f"w2_EDF {tuple(w2_EDF.shape)}; got {tuple(w1_EFD.shape)}."
         )
     _dispatch.require_same("x_TD", x_TD, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
+    slots, experts = bins.order_N.numel(), bins.offsets_E1.numel() - 1
+    if slots != weights_TK.numel() or weights_TK.shape[0] != x_TD.shape[0]:
+        raise ValueError(
+            f"weights_TK: expected [{x_TD.shape[0]}, K], and bins of as many slots; got "
+            f"{tuple(weights_TK.shape)} and {slots} slots. Build the bins from ids [T, K]."
+        )
+    if experts != w2_EDF.shape[0]:
+        raise ValueError(
+            f"bins: expected those of {w2_EDF.shape[0]} experts, as in w2_EDF; got {experts}."
+        )
     arguments = (x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
     if recompute:
         return checkpoint(_sparse_expert_mlp, *arguments, use_reentrant=False)

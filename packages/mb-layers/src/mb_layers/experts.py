@@ -19,7 +19,6 @@ import torch
 from mb_kernels import Bins
 from mb_kernels.activation import activate
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 
 from mb_layers.config import MoEConfig
@@ -223,6 +222,11 @@ def to_plain(weight: Tensor, num_experts: int) -> Tensor:
     of which this rank computes just its shard, is unwrapped. Any other DTensor is gathered, and its
     gradient summed over the mesh: each rank brings its own tokens.
     """
+    if type(weight) in (Tensor, nn.Parameter):
+        return weight
+    # Imported late: it takes as long to import as torch itself.
+    from torch.distributed.tensor import DTensor, Partial
+
     if not isinstance(weight, DTensor):
         return weight
     if weight.shape[0] != num_experts:

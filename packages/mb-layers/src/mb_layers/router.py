@@ -198,9 +198,10 @@ class _LinearFP32(torch.autograd.Function):
     """x @ w^T with the accuracy of fp32, keeping x and w as they came for the backward pass.
 
     A plain `F.linear(x.float(), w.float())` keeps the fp32 copy of x: 4 D bytes per token, twice
-    what the experts keep of x. It also misses the matrix units. For bf16 tokens the other factor is
-    written as a sum of bf16 numbers instead, three of which hold the 24 bits of an fp32 number, and
-    the exact products of bf16 numbers are added up in fp32.
+    what the experts keep of x. It also misses the matrix units. For bf16 tokens an fp32 weight is
+    written as a sum of three bf16 numbers instead, which hold its 24 bits, and the exact products
+    of bf16 numbers are added up in fp32. The gradient is rounded to bf16 first, as it is in every
+    other linear layer of a bf16 model.
     """
 
     @staticmethod
@@ -209,8 +210,8 @@ class _LinearFP32(torch.autograd.Function):
             return at_least_fp32(x_TD) @ at_least_fp32(weight_ED).T
         if weight_ED.dtype == torch.bfloat16:
             return _mm_fp32(x_TD, weight_ED.T)
-        logits_TQ = _mm_fp32(x_TD, torch.cat(_split(weight_ED, 3)).T)
-        return logits_TQ.view(x_TD.shape[0], 3, -1).sum(dim=1)
+        logits_TP = _mm_fp32(x_TD, torch.cat(_three_parts(weight_ED)).T)
+        return logits_TP.view(x_TD.shape[0], 3, -1).sum(dim=1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -227,21 +228,20 @@ class _LinearFP32(torch.autograd.Function):
             if wants_weight:
                 grad_weight_ED = grad_TE.T @ at_least_fp32(x_TD)
         else:
-            # Two parts hold 16 bits of the gradient, twice what x's bf16 gradient can show.
-            grad_TQ = torch.cat(_split(grad_TE, 2), dim=1)
+            grad_TE = grad_TE.to(x_TD.dtype)
             if wants_x:
-                grad_x_TD = grad_TQ @ weight_ED.to(x_TD.dtype).repeat(2, 1)
+                grad_x_TD = grad_TE @ weight_ED.to(x_TD.dtype)
             if wants_weight:
-                grad_weight_ED = _mm_fp32(grad_TQ.T, x_TD).view(2, *weight_ED.shape).sum(dim=0)
+                grad_weight_ED = _mm_fp32(grad_TE.T, x_TD)
         if grad_weight_ED is not None:
             grad_weight_ED = grad_weight_ED.to(weight_ED.dtype)
         return grad_x_TD, grad_weight_ED
 
 
-def _split(x: Tensor, count: int) -> list[Tensor]:
-    """Return `count` bf16 tensors that add up to x, each bringing 8 more bits of it."""
+def _three_parts(x: Tensor) -> list[Tensor]:
+    """Return three bf16 tensors that add up to x, each bringing 8 more bits of it."""
     parts = [x.bfloat16()]
-    while len(parts) < count:
+    while len(parts) < 3:
         x = x.float() - parts[-1]
         parts.append(x.bfloat16())
     return parts

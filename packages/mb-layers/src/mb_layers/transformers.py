@@ -25,14 +25,21 @@ import mb_kernels
 import torch
 from mb_kernels.activation import GLU_ACTIVATIONS
 from torch import Tensor, nn
-from transformers import activations
-from transformers.integrations.moe import ExpertsInterface
 
 from mb_layers.config import MoEConfig
 from mb_layers.experts import cast_alike, expert_mlp_in_steps, to_plain
 from mb_layers.losses import attach_aux_loss
 from mb_layers.moe import dMoE
 from mb_layers.state_dicts import Rule, translate
+
+try:
+    from transformers import activations
+    from transformers.integrations.moe import ExpertsInterface
+except ImportError as error:
+    raise ImportError(
+        "mb_layers.transformers needs transformers >= 5.17; install it with "
+        "pip install 'mb-layers[transformers]'"
+    ) from error
 
 IMPLEMENTATION = "mb"
 

@@ -27,6 +27,7 @@ def apply_data_parallel(
     *,
     blocks: Iterable[nn.Module],
     compute_dtype: torch.dtype = torch.float32,
+    keep_fp32: Iterable[nn.Module] = (),
     zero_stage: int = 3,
 ) -> None:
     """Shard `model` in place over `mesh`; its parameters become DTensors.
@@ -37,6 +38,8 @@ def apply_data_parallel(
             and `compute_dtype` is the model's own business (autocast, or weights cast on use).
         blocks: submodules that are gathered and reduced one at a time, in the order they run.
         compute_dtype: dtype of the gathered weights and of the blocks' floating-point inputs.
+        keep_fp32: submodules that see their own weights and inputs uncast, such as the routers of
+            an MoE, whose choices rounding would change. Each is a unit of its own.
         zero_stage: 3 frees weights between forward and backward (least memory), 2 keeps them (one
             gather less per step).
 
@@ -53,7 +56,11 @@ def apply_data_parallel(
             'Pass the data-parallel axis alone: mesh["dp"].'
         )
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard = zero_stage == 3
+    if compute_dtype != torch.float32:
+        for module in keep_fp32:
+            fully_shard(module, mesh=mesh, mp_policy=uncast, reshard_after_forward=reshard)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # What no block owns (embeddings, final norm, head) is needed at both ends of the step: keep it.

@@ -36,8 +36,8 @@ def _check_ranges(config: TrainConfig) -> None:
         "num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size",
         "max_position_embeddings", "make_vocab_size_divisible_by", "moe_num_experts", "moe_top_k",
         "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "exit_interval",
-        "exit_duration_in_mins", "save_interval", "save_keep", "seq_length", "log_interval", "lr",
-        "lr_decay_iters", "lr_decay_samples", "layernorm_epsilon", "adam_eps",
+        "exit_duration_in_mins", "save_interval", "keep_checkpoints", "seq_length", "log_interval",
+        "lr", "lr_decay_iters", "lr_decay_samples", "layernorm_epsilon", "adam_eps",
     )  # fmt: skip
     for name in positive:
         value = getattr(config, name)

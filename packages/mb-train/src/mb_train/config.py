@@ -125,7 +125,7 @@ class TrainConfig:
     save_interval: int | None = _checkpoint(
         "steps between checkpoints; the last step is always saved"
     )
-    save_keep: int | None = _checkpoint("how many checkpoints to keep; default all (ours)")
+    keep_checkpoints: int | None = _checkpoint("how many checkpoints to keep; default all (ours)")
     async_save: bool = _checkpoint("write checkpoints beside the training", False)
     load: str | None = _checkpoint("run folder or iteration folder to go on from")
     finetune: bool = _checkpoint("take only the weights of --load: a new run from step 0", False)
@@ -139,6 +139,9 @@ class TrainConfig:
     )
     bf16: bool | None = _device(
         "compute in bf16 over fp32 master weights; default on a GPU yes, on a CPU no"
+    )
+    compile: bool = _device(
+        "on a GPU, compile every layer: a minute to start, faster steps (ours)", False
     )
     zero_stage: int = _device(
         "data-parallel ranks share optimizer and gradients (2) or weights as well (3) (ours)", 2
@@ -211,7 +214,8 @@ class TrainConfig:
         if size % per_pass:
             raise ValueError(
                 f"Expected --global-batch-size to be a multiple of micro batch x data-parallel "
-                f"ranks = {self.micro_batch_size} x {data_parallel} = {per_pass}, got {size}."
+                f"ranks = {self.micro_batch_size} x {data_parallel} = {per_pass}, got {size}. "
+                "Lower --micro-batch-size, or change the global batch."
             )
         return size
 

@@ -24,7 +24,7 @@ def quickstart() -> Recipe:
     return {
         "num_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "ffn_hidden_size": 192,
         "activation": "swiglu", "moe_num_experts": 8, "moe_top_k": 2, "moe_loss_weight": 0.1,
-        "seq_length": 64, "micro_batch_size": 8, "global_batch_size": 8,
+        "seq_length": 64, "micro_batch_size": 8,
         "train_iters": 120, "attention_dropout": 0.0, "hidden_dropout": 0.0,
         "lr": 5e-3, "min_lr": 5e-4, "lr_decay_style": "cosine", "lr_decay_iters": 120,
         "lr_warmup_iters": 10, "adam_beta2": 0.95, "weight_decay": 0.1,

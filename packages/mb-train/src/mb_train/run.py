@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mb_data
 import torch
+from mb_layers.router import Router
 from mb_parallel import ParallelDims, apply_data_parallel, rank, world_size
 from torch import nn
 
@@ -54,9 +55,11 @@ class Run:
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, start: Start | None) -> None:
-        self.config, self.device = config, device
         self.last_sign = time.monotonic()
         self.batch_size = config.batch_size(world_size())
+        # What the ranks of this start decided stays the run's own, on however many it goes on.
+        config = dataclasses.replace(config, global_batch_size=self.batch_size)
+        self.config, self.device = config, device
         self.micro_batch_size = whole(config.micro_batch_size)
         self.micro_batches = self.batch_size // (self.micro_batch_size * world_size())
         self.iterations = train_iterations(config, self.batch_size)
@@ -81,7 +84,9 @@ class Run:
         self.log = self._open_folder(start)
         self.saver: Saver | None = None
         if self.folder is not None:
-            self.saver = Saver(self.folder, asynchronous=config.async_save, keep=config.save_keep)
+            self.saver = Saver(
+                self.folder, asynchronous=config.async_save, keep=config.keep_checkpoints
+            )
         self.say(
             f" model: {self.parameters:,} parameters | "
             f"{config.moe_num_experts or 'no'} experts per layer | {self.compute_dtype} on "
@@ -95,12 +100,16 @@ class Run:
         with self.device:
             model = GPT(self.config, vocab_size, compute_dtype=self.compute_dtype)
         self.parameters = sum(p.numel() for p in model.parameters())
+        if self.config.compile and self.device.type == "cuda":
+            for block in model.blocks:
+                block.compile()
         mesh = ParallelDims(dp=world_size()).build_mesh(self.device.type)
         apply_data_parallel(
             model,
             None if mesh is None else mesh["dp"],
             blocks=model.blocks,
             compute_dtype=self.compute_dtype,
+            keep_fp32=[module for module in model.modules() if isinstance(module, Router)],
             zero_stage=self.config.zero_stage,
         )
         return model

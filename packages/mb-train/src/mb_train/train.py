@@ -66,6 +66,9 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         run = Run(config, device, start)
         try:
             return _loop(run, terminated)
+        except ValueError as error:
+            # Set up, a run has nothing wrong to be told: this is a defect, and wants its traceback.
+            raise RuntimeError(f"after iteration {run.progress.iteration}") from error
         finally:
             run.close()
 

@@ -1,13 +1,6 @@
 """GPT: learned positions, pre-LN blocks, a head tied to the token embedding, and its loss.
 
-The loss is cross entropy in fp32, from the last hidden states and the head's weight in one
-autograd op that works on a slice of tokens at a time and never keeps the [tokens, V] logits: the
-gradient of the logits, softmax minus one-hot, is formed in place of them in the forward pass (the
-scheme of Liger-Kernel, arXiv 2410.10989). A model of 50,304 words needs less memory for it than for
-one layer.
-
-Letters: B sequences, S tokens of a sequence, T = B*S tokens, D hidden, V padded vocabulary, L
-layers, E experts.
+Letters: B sequences, S tokens of a sequence, D hidden, V padded vocabulary, L layers, E experts.
 """
 
 from __future__ import annotations
@@ -21,11 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mb_train.config import TrainConfig, whole
+from mb_train.models.cross_entropy import linear_cross_entropy
 from mb_train.transformer import Block, BlockConfig, LayerNorm, output_std
-
-# Tokens per slice of the loss: at V = 50,304 a slice of fp32 logits is 0.8 GiB on a GPU, where
-# large products are what is fast, and 50 MiB on a CPU.
-_LOSS_SLICE = {"cpu": 256, "cuda": 4096}
 
 
 class GPTOutput(NamedTuple):
@@ -141,65 +131,3 @@ def block_config(config: TrainConfig) -> BlockConfig:
         output_init_std=residual_std,
         moe=moe,
     )
-
-
-def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    """Mean cross entropy of `x_TD @ weight_VD^T` against `labels_T`, without keeping the logits.
-
-    Args:
-        x_TD: bf16 or fp32; the product is computed in its dtype, the rest in fp32.
-        weight_VD: fp32, or the dtype of x.
-        labels_T: int64 in [0, V), at least one.
-
-    Returns:
-        The loss in nats, fp32 scalar.
-    """
-    return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-        need_x, need_weight = ctx.needs_input_grad[:2]
-        tokens, rows = x_TD.shape[0], _LOSS_SLICE.get(x_TD.device.type, 1024)
-        w_VD = weight_VD.to(x_TD.dtype)
-        losses_T = torch.empty(tokens, dtype=torch.float32, device=x_TD.device)
-        dx_TD = torch.empty_like(x_TD) if need_x else None
-        dw_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if need_weight else None
-        for start in range(0, tokens, rows):
-            here = slice(start, start + rows)
-            labels_R1 = labels_T[here, None]
-            logits_RV = (x_TD[here] @ w_VD.t()).float()
-            lse_R1 = logits_RV.logsumexp(1, keepdim=True)
-            losses_T[here] = (lse_R1 - logits_RV.gather(1, labels_R1))[:, 0]
-            if not (need_x or need_weight):
-                continue
-            # The gradient of the logits, softmax - one-hot, takes their place.
-            grad_RV = logits_RV.sub_(lse_R1).exp_()
-            grad_RV.scatter_add_(1, labels_R1, grad_RV.new_full(labels_R1.shape, -1.0))
-            grad_RV = grad_RV.to(x_TD.dtype)
-            if dx_TD is not None:
-                torch.mm(grad_RV, w_VD, out=dx_TD[here])
-            if dw_VD is not None:
-                _add_product(dw_VD, grad_RV.t(), x_TD[here])
-        ctx.save_for_backward(dx_TD, dw_VD)
-        ctx.weight_dtype, ctx.tokens = weight_VD.dtype, tokens
-        return losses_T.mean()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        dx_TD, dw_VD = ctx.saved_tensors
-        dx = dw = None
-        if dx_TD is not None:
-            dx = dx_TD * (grads[0] / ctx.tokens).to(dx_TD.dtype)
-        if dw_VD is not None:
-            dw = (dw_VD * (grads[0] / ctx.tokens)).to(ctx.weight_dtype)
-        return dx, dw, None
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (fp32) += a @ b, in place."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)

@@ -1,0 +1,207 @@
+"""Training steps per second on one GPU, beside what people would otherwise run.
+
+    python packages/mb-train/benchmarks/run.py [dense] [dmoe]
+
+`dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
+(bf16 autocast, fused AdamW), eager and compiled. `dmoe`: 64 top-1 SwiGLU experts in every layer, 16
+sequences, against transformers' Mixtral of the same shape with `grouped_mm` experts. Random tokens,
+no dropout; a step is forward, backward, clipping and optimizer. Medians over the steps after the
+warm-up; the last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from mb_train.checkpoint import Progress
+from mb_train.config import TrainConfig
+from mb_train.metrics import Accumulator
+from mb_train.models.gpt import GPT
+from mb_train.optimizer import build_optimizer
+from mb_train.recipes import recipe
+from mb_train.schedule import build_schedule
+from mb_train.train import train_step
+from torch import Tensor, nn
+
+V, S, WARM_UP, STEPS = 50304, 1024, 5, 15
+
+
+def time_steps(step: Callable[[], None], sequences: int) -> dict[str, float]:
+    """Median tokens per second, the relative spread, and the seconds until it ran warm."""
+    begun = time.perf_counter()
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.synchronize()
+    warm_s = time.perf_counter() - begun
+    seconds = []
+    for _ in range(STEPS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1000)
+    median = statistics.median(seconds)
+    return {
+        "tokens_per_s": sequences * S / median,
+        "spread": (max(seconds) - min(seconds)) / median,
+        "warm_s": warm_s,
+        "gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def random_batches(sequences: int) -> itertools.cycle[tuple[Tensor, Tensor]]:
+    made = [torch.randint(50257, (sequences, S + 1), device="cuda") for _ in range(4)]
+    return itertools.cycle([(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in made])
+
+
+def ours(sequences: int, *, compiled: bool, **change: object) -> dict[str, float]:
+    """This package's own step."""
+    same = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "global_batch_size": sequences}
+    fields = recipe("dense-125m") | same | {"micro_batch_size": sequences} | change
+    config = TrainConfig(**fields)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = GPT(config, V, compute_dtype=torch.bfloat16)
+    if compiled:
+        for block in model.blocks:
+            block.compile()
+    run = SimpleNamespace(
+        config=config, device=torch.device("cuda"), model=model, micro_batches=1,
+        optimizer=build_optimizer(model, config), schedule=build_schedule(config, sequences),
+        progress=Progress(0, 0), batch_size=sequences, iterations=10**6,
+        sign_of_life=lambda _: None,
+    )  # fmt: skip
+    stream = random_batches(sequences)
+
+    def step() -> None:
+        train_step(run, stream, Accumulator())
+
+    return time_steps(step, sequences)
+
+
+class HandBlock(nn.Module):
+    """A GPT-2 block as one writes it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, D = x.shape
+        qkv = self.qkv(self.norm_1(x)).view(B, T, 3, self.heads, D // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(B, T, D))
+        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+
+
+class HandGPT(nn.Module):
+    """GPT-2 125M as one writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(V, 768), nn.Embedding(S, 768)
+        self.blocks = nn.ModuleList(HandBlock(768, 12) for _ in range(12))
+        self.norm = nn.LayerNorm(768)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def plain(
+    model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], sequences: int
+) -> dict[str, float]:
+    """A plain bf16-autocast step of any model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    stream = random_batches(sequences)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_of(*next(stream))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return time_steps(step, sequences)
+
+
+def hand(*, compiled: bool) -> dict[str, float]:
+    with torch.device("cuda"):
+        model = HandGPT()
+    return plain(model, torch.compile(model) if compiled else model, 32)
+
+
+def mixtral() -> dict[str, float]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=V, hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
+        num_attention_heads=12, num_key_value_heads=12, num_local_experts=64,
+        num_experts_per_tok=1, max_position_embeddings=S, use_cache=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = MixtralForCausalLM(config)
+    model.set_experts_implementation("grouped_mm")
+    return plain(model, lambda tokens, labels: model(tokens, labels=tokens).loss, 16)
+
+
+MOE = {"moe_num_experts": 64, "moe_top_k": 1, "activation": "swiglu", "moe_loss_weight": 0.01}
+CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
+    "dense": {
+        "by hand, eager": lambda: hand(compiled=False),
+        "by hand, compiled": lambda: hand(compiled=True),
+        "mb-train": lambda: ours(32, compiled=False),
+        "mb-train --compile": lambda: ours(32, compiled=True),
+    },
+    "dmoe": {
+        "transformers Mixtral, grouped_mm": mixtral,
+        "mb-train": lambda: ours(16, compiled=False, **MOE),
+        "mb-train --compile": lambda: ours(16, compiled=True, **MOE),
+    },
+}
+
+
+def main() -> None:
+    results = []
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{'case':6} {'what':34} {'k tokens/s':>10} {'spread':>7} {'warm s':>7} {'GiB':>6}")
+    for case in sys.argv[1:] or CASES:
+        for what, measure in CASES[case].items():
+            torch.cuda.reset_peak_memory_stats()
+            try:
+                found = measure()
+            except Exception as error:  # one that fails should not cost the others
+                print(f"{case:6} {what:34} failed: {type(error).__name__}: {str(error)[:300]}")
+                results.append({"case": case, "what": what, "error": type(error).__name__})
+                continue
+            finally:
+                torch.compiler.reset()
+                torch.cuda.empty_cache()
+            print(
+                f"{case:6} {what:34} {found['tokens_per_s'] / 1000:10.1f} {found['spread']:7.1%} "
+                f"{found['warm_s']:7.1f} {found['gib']:6.1f}",
+                flush=True,
+            )
+            results.append({"case": case, "what": what, **found})
+    print(json.dumps({"device": torch.cuda.get_device_name(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -5,8 +5,9 @@
 Ours and `grouped_mm` start from router logits (the router's own linear is the same for everyone).
 `bmm` is a layer whose routing is free and perfectly even: rows already gathered, two batched
 products of the same FLOPs around an eager activation, a weighted sum over each token's rows. "with
-copies" also gathers, as a layer that takes tokens must; "products only" leaves out the sum. Medians of `triton.testing.do_bench`, which flushes L2 between
-runs. "held" is what stays allocated after the forward beyond inputs and output.
+copies" also gathers, as a layer that takes tokens must; "products only" leaves out the sum. Medians
+of `triton.testing.do_bench`, which flushes L2 between runs. "held" is what stays allocated after
+the forward beyond inputs and output.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k.
 """

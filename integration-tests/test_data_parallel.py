@@ -93,7 +93,8 @@ def test_wrong_input_ends_all_ranks(tokens, tmp_path):
 
 
 @pytest.mark.gpu
-def test_two_gpus_take_the_steps_of_one(tokens, tmp_path):
+@pytest.mark.parametrize("more", ["", "--compile"], ids=["eager", "compiled"])
+def test_two_gpus_take_the_steps_of_one(tokens, tmp_path, more):
     import torch
 
     if torch.cuda.device_count() < 2:
@@ -101,6 +102,6 @@ def test_two_gpus_take_the_steps_of_one(tokens, tmp_path):
     runs = []
     for ranks in (1, 2):
         run = tmp_path / str(ranks)
-        torchrun(tiny_run.flags(tokens, run, "--device cuda --no-bf16"), ranks)
+        torchrun(tiny_run.flags(tokens, run, "--device cuda --no-bf16", more), ranks)
         runs.append(tiny_run.losses(run))
     assert runs[1] == pytest.approx(runs[0], rel=1e-4)

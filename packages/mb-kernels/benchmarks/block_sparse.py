@@ -76,10 +76,10 @@ def run(*, quick: bool = False) -> list[dict[str, object]]:
                     "benchmark": "block_sparse",
                     "shape": shape,
                     "what": name,
-                    "ms": milliseconds,
-                    "tflops": flops / milliseconds / 1e9,
-                    "stk_ms": baseline,
-                    "times_faster": baseline / milliseconds,
+                    "ms": round(milliseconds, 4),
+                    "tflops": round(flops / milliseconds / 1e9),
+                    "stk_ms": round(baseline, 4),
+                    "times_faster": round(baseline / milliseconds, 2),
                 }
             )
     return rows

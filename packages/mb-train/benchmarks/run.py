@@ -3,10 +3,10 @@
     python packages/mb-train/benchmarks/run.py [dense] [dmoe]
 
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
-(bf16 autocast, fused AdamW), eager and compiled. `dmoe`: 64 top-1 SwiGLU experts in every layer, 16
-sequences, against transformers' Mixtral of the same shape with `grouped_mm` experts. Random tokens,
-no dropout; a step is forward, backward, clipping and optimizer. Medians over the steps after the
-warm-up; the last line is one JSON document.
+(bf16 autocast, fused AdamW), eager and compiled. `dmoe`: 64 top-1 SwiGLU experts of width 2048 in
+every layer, 16 sequences, against transformers' Mixtral of that shape with `grouped_mm` experts.
+Random tokens, no dropout; a step is forward, backward, clipping and optimizer. Medians over the
+steps after the warm-up; the last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def mixtral() -> dict[str, float]:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        vocab_size=V, hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
+        vocab_size=V, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
         num_attention_heads=12, num_key_value_heads=12, num_local_experts=64,
         num_experts_per_tok=1, max_position_embeddings=S, use_cache=False,
     )  # fmt: skip
@@ -162,7 +162,10 @@ def mixtral() -> dict[str, float]:
     return plain(model, lambda tokens, labels: model(tokens, labels=tokens).loss, 16)
 
 
-MOE = {"moe_num_experts": 64, "moe_top_k": 1, "activation": "swiglu", "moe_loss_weight": 0.01}
+MOE = {
+    "moe_num_experts": 64, "moe_top_k": 1, "activation": "swiglu", "ffn_hidden_size": 2048,
+    "moe_loss_weight": 0.01,
+}  # fmt: skip
 CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
     "dense": {
         "by hand, eager": lambda: hand(compiled=False),

@@ -114,5 +114,6 @@ def test_a_megablocks_script_is_accepted_verbatim(tmp_path):
     command = parse(script.split())
     assert len(command.notes) == 4
     wanted = recipe("dmoe-125m") | {"save": "out", "lr_decay_iters": 20000, "min_lr": 6e-5}
+    wanted |= {"compile": False}
     wanted |= {"data_path": ["1.0", "pile/01", "1.0", "pile/02"], "tokenizer": str(vocab)}
     assert resolve(command) == TrainConfig(**wanted)

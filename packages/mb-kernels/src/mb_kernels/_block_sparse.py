@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mb_kernels._block_sparse_kernels import dsd_kernel, sdd_kernel
-from mb_kernels._launch import launch, precision, programs
+from mb_kernels._launch import launch, precision, programs, uses_descriptors
 from mb_kernels.reference.block_sparse import BLOCK, Topology
 from mb_kernels.targets import TILES, GateCase, Target, Tile, current_target
 
@@ -52,7 +52,7 @@ def dsd(data: Tensor, b: Tensor, *topology_and_layout: Any) -> Tensor:
     out = empty_stack(b, groups, (offsets.numel() - 1) * BLOCK, b.shape[2], column_major)
     if out.numel() == 0:
         return out
-    described = data.numel() > 0 and all(_describable(x) for x in (data, b, out))
+    described = all(_describable(x) for x in (data, b, out))
     tile = _tile("dsd", data, described)
     s_block = (tile.block_k, tile.block_m) if transposed else (tile.block_m, tile.block_k)
     block_rows = offsets.numel() - 1
@@ -102,7 +102,7 @@ def _row_major(x: Tensor) -> bool:
 
 def _describable(x: Tensor) -> bool:
     """Whether Hopper's tensor memory accelerator can load tiles of this stack."""
-    if not x.is_cuda or x.dtype is torch.float32 or current_target(x.device).name != "sm90":
+    if not uses_descriptors(x) or x.numel() == 0:
         return False
     strides = [stride for stride in x.stride() if stride != 1]
     return x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in strides)

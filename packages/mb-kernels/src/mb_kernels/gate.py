@@ -259,7 +259,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: kernels are interpreted, unset it to compile them")
-    modules = kernel_modules(arguments.module)
+    try:
+        modules = kernel_modules(arguments.module)
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
     targets = [TARGETS[name] for name in arguments.target or TARGETS]
     jobs = [
         (m.__name__, case.name, t.name) for m in modules for t in targets for case in _cases(m, t)

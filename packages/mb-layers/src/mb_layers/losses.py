@@ -92,7 +92,8 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A context in which x's device computes in the dtypes it is given."""
-    if x.is_meta:  # shapes alone; autocast does not know this device
+    # The meta device has shapes alone, and autocast does not know it.
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 

@@ -141,7 +141,7 @@ class TrainConfig:
         "compute in bf16 over fp32 master weights; default on a GPU yes, on a CPU no"
     )
     compile: bool = _device(
-        "on a GPU, compile every layer: a minute to start, faster steps (ours)", False
+        "on a GPU, compile every layer: seconds to start, faster steps (ours)", False
     )
     zero_stage: int = _device(
         "data-parallel ranks share optimizer and gradients (2) or weights as well (3) (ours)", 2

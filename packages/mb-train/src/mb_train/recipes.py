@@ -64,7 +64,7 @@ def _paper(size: str, batch: tuple[int, float], name: str) -> Recipe:
         "micro_batch_size": micro_batch, "global_batch_size": 512, "train_iters": 100_000,
         "lr": lr, "min_lr": 1e-5 if lr == 1.5e-4 else lr / 10, "lr_decay_style": "cosine",
         "lr_warmup_fraction": 0.01, "clip_grad": 1.0,
-        "init_method_std": 0.02 if size == "1315m" else 0.01, "bf16": True,
+        "init_method_std": 0.02 if size == "1315m" else 0.01, "bf16": True, "compile": True,
         "split": "969,30,1", "log_interval": 100, "eval_interval": 1000, "eval_iters": 100,
         "save_interval": 2000, "save": f"runs/{name}",
     }  # fmt: skip

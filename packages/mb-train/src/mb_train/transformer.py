@@ -101,7 +101,8 @@ class DenseMLP(nn.Module):
 class Block(nn.Module):
     """Norm, attention, residual; norm, feed-forward, residual.
 
-    Returns (y_BSD, MoEOutput of the feed-forward or None).
+    Returns y_BSD, and of a Mixture-of-Experts its weighted auxiliary loss and its metrics (None and
+    {} for a dense block). The experts' own output is let go of: it need not live until the loss.
     """
 
     def __init__(self, config: BlockConfig) -> None:
@@ -116,13 +117,13 @@ class Block(nn.Module):
             self.mlp = (dMoE if config.moe.capacity_factor is None else MoE)(config.moe)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, MoEOutput | None]:
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         x_BSD = x_BSD + self.dropout(self.attention(self.norm_1(x_BSD)))
         normed_BSD = self.norm_2(x_BSD)
         if isinstance(self.mlp, DenseMLP):
-            return x_BSD + self.dropout(self.mlp(normed_BSD)), None
+            return x_BSD + self.dropout(self.mlp(normed_BSD)), None, {}
         output: MoEOutput = self.mlp(normed_BSD)
-        return x_BSD + self.dropout(output.y), output
+        return x_BSD + self.dropout(output.y), output.aux_loss, output.metrics
 
 
 def output_std(init_std: float, num_layers: int) -> float:

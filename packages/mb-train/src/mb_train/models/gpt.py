@@ -5,7 +5,7 @@ Letters: B sequences, S tokens of a sequence, D hidden, V padded vocabulary, L l
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,36 +62,33 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> GPTOutput:
         """Loss of predicting `labels_BS` (int64) from `tokens_BS` (int64) and those before."""
-        x_BSD, outputs = self._hidden(tokens_BS)
+        x_BSD, aux_losses, metrics = self._hidden(tokens_BS)
         lm_loss = linear_cross_entropy(x_BSD.flatten(0, 1), self.tokens.weight, labels_BS.flatten())
-        if not outputs:
+        if not aux_losses:
             return GPTOutput(lm_loss, lm_loss.new_zeros(()), {})
-        aux_loss = torch.stack([output.aux_loss for output in outputs]).mean()
-        metrics = {
-            key: torch.stack([output.metrics[key] for output in outputs])
-            for key in outputs[0].metrics
-        }
-        return GPTOutput(lm_loss, aux_loss, metrics)
+        by_layer = {key: torch.stack([layer[key] for layer in metrics]) for key in metrics[0]}
+        return GPTOutput(lm_loss, torch.stack(aux_losses).mean(), by_layer)
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """Scores of the next token at every position, [B, S, V] fp32."""
-        x_BSD, _ = self._hidden(tokens_BS)
+        x_BSD, _, _ = self._hidden(tokens_BS)
         return F.linear(x_BSD, self.tokens.weight.to(x_BSD.dtype)).float()
 
-    def _hidden(self, tokens_BS: Tensor) -> tuple[Tensor, list[Any]]:
-        """Final normed hidden states, and the outputs of the MoE layers."""
+    def _hidden(self, tokens_BS: Tensor) -> tuple[Tensor, list[Tensor], list[dict[str, Tensor]]]:
+        """Final normed hidden states; auxiliary losses and metrics of the MoE layers."""
         positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         x_BSD = self.tokens(tokens_BS) + self.positions(positions_S)
         x_BSD = self.dropout(x_BSD).to(self.compute_dtype)
-        outputs = []
+        aux_losses, metrics = [], []
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
-                x_BSD, output = checkpoint(block, x_BSD, use_reentrant=False)
+                x_BSD, aux_loss, measured = checkpoint(block, x_BSD, use_reentrant=False)
             else:
-                x_BSD, output = block(x_BSD)
-            if output is not None:
-                outputs.append(output)
-        return self.norm(x_BSD), outputs
+                x_BSD, aux_loss, measured = block(x_BSD)
+            if aux_loss is not None:
+                aux_losses.append(aux_loss)
+                metrics.append(measured)
+        return self.norm(x_BSD), aux_losses, metrics
 
 
 def block_config(config: TrainConfig) -> BlockConfig:

@@ -3,10 +3,11 @@
     python packages/mb-kernels/benchmarks/run.py layer [--quick]
 
 Ours and `grouped_mm` start from router logits (the router's own linear is the same for everyone).
-`bmm` is a layer with free, perfectly even routing: tokens copied top-k times, two batched products
-of the same FLOPs around an eager activation, a weighted sum over the copies. "bmm, products only"
-leaves out the copies and the sum. Medians of `triton.testing.do_bench`, which flushes L2 between
-runs. "held" is what stays allocated after the forward beyond inputs and output.
+`bmm` is a layer whose routing is free and perfectly even: rows already gathered, two batched
+products of the same FLOPs around an eager activation, a weighted sum over each token's rows. "with
+copies" also gathers, as a layer that takes tokens must; "products only" leaves out the sum. Medians
+of `triton.testing.do_bench`, which flushes L2 between runs. "held" is what stays allocated after
+the forward beyond inputs and output.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k.
 """
@@ -111,6 +112,15 @@ def grouped_mm(shape: Shape) -> Callable[..., Tensor]:
 
 
 def bmm(shape: Shape) -> Callable[..., Tensor]:
+    def layer(rows: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        h = torch.bmm(rows, w1.transpose(1, 2))
+        rows = torch.bmm(activate(h, shape.activation), w2.transpose(1, 2))
+        return (rows.view(-1, shape.top_k, shape.hidden) * weights[..., None]).sum(1)
+
+    return layer
+
+
+def bmm_with_copies(shape: Shape) -> Callable[..., Tensor]:
     """Token t's copy k goes to expert (t·K + k) mod E: even, and nothing to sort or count."""
 
     def layer(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -173,7 +183,11 @@ def run(*, quick: bool = False) -> list[dict[str, Any]]:
     for name, shape in SHAPES.items():
         inputs = make_inputs(shape, "uniform")
         arguments = [inputs[n] for n in ("x", "logits", "w1", "w2")]
-        results = {"bmm": measure(bmm(shape), arguments)}
+        per_expert = shape.tokens * shape.top_k // shape.experts
+        rows = inputs["x"].new_empty((shape.experts, per_expert, shape.hidden)).normal_()
+        weights = inputs["x"].new_full((shape.tokens, shape.top_k), 1 / shape.top_k)
+        gathered = [rows, weights, *arguments[2:]]
+        results = {"bmm": measure(bmm(shape), gathered)}
         for routing in ("uniform", "skewed", "one_expert"):
             logits = make_inputs(shape, routing)["logits"]
             routed = [arguments[0], logits, *arguments[2:]]
@@ -181,14 +195,12 @@ def run(*, quick: bool = False) -> list[dict[str, Any]]:
         results["mb uniform, CUDA graph"] = {"both_ms": measure_graph(ours(shape), arguments)}
         results["mb uniform, recompute"] = measure(ours(shape, recompute=True), arguments)
         if not quick:
-            per_expert = shape.tokens * shape.top_k // shape.experts
-            rows = inputs["x"].new_empty((shape.experts, per_expert, shape.hidden)).normal_()
+            results["bmm, with copies"] = measure(bmm_with_copies(shape), arguments)
             results["bmm, products only"] = measure(products(shape), [rows, *arguments[2:]])
-            del rows
             results["grouped_mm eager"] = measure(grouped_mm(shape), arguments)
             results["grouped_mm compiled"] = measure(torch.compile(grouped_mm(shape)), arguments)
         # The same things again, for the spread of a timing on this machine.
-        results["bmm, again"] = measure(bmm(shape), arguments)
+        results["bmm, again"] = measure(bmm(shape), gathered)
         results["mb uniform, again"] = measure(ours(shape), arguments)
         base = results["bmm"]["both_ms"]
         table += [
@@ -202,6 +214,6 @@ def run(*, quick: bool = False) -> list[dict[str, Any]]:
             }
             for what, numbers in results.items()
         ]
-        del inputs, arguments, routed, logits
+        del inputs, arguments, routed, logits, rows, weights, gathered
         torch.cuda.empty_cache()
     return table

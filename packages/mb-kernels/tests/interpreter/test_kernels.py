@@ -16,7 +16,6 @@ from mb_kernels import (
     topk_softmax,
 )
 from mb_kernels.testing import (
-    ROUTINGS,
     TOLERANCES,
     Case,
     assert_close,
@@ -143,7 +142,7 @@ def test_topk_softmax(tokens, experts, k, renormalize):
 
 
 @pytest.mark.parametrize("capacity", [None, 0, 9], ids=lambda c: f"C{c}")
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", ["skewed", "empty_experts"])
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(300, 40, 2), (1, 2, 1), (64, 3, 1)])
 def test_bin_tokens(tokens, experts, k, routing, capacity):
     generator = torch.Generator().manual_seed(0)

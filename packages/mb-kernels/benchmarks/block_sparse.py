@@ -1,15 +1,12 @@
 """Block-sparse products of an expert layer, beside stk's own kernels in the same run.
 
-    python packages/mb-kernels/benchmarks/block_sparse.py [--quick]
+    python packages/mb-kernels/benchmarks/run.py block_sparse [--quick]
 
 Both get the same ``stk.Matrix`` with 32-bit indices, for stk's kernels multiply block indices in
 the indices' own width and overflow with 16 bits from 32,768 rows on. The shapes are MegaBlocks'
-matrix benchmark (tokens, hidden, ffn, experts; top-1) and OLMoE's experts. Prints a table, then one
-JSON line.
+matrix benchmark (tokens, hidden, ffn, experts; top-1) and OLMoE's experts.
 """
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
 
 import stk
@@ -83,21 +80,3 @@ def run(*, quick: bool = False) -> list[dict[str, object]]:
                 }
             )
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one shape")
-    rows = run(quick=parser.parse_args().quick)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{'shape':16} {'product':14} {'ms':>8} {'TFLOP/s':>8} {'stk ms':>8} {'faster':>7}")
-    for row in rows:
-        print(
-            f"{row['shape']:16} {row['what']:14} {row['ms']:8.3f} {row['tflops']:8.0f} "
-            f"{row['stk_ms']:8.3f} {row['times_faster']:6.2f}x"
-        )
-    print(json.dumps(rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -64,9 +64,12 @@ def test_torchrun_goes_on_from_one_process(one_process, tmp_path):
     assert tiny_run.losses(run) == pytest.approx(tiny_run.losses(one_process)[4:], rel=1e-5)
 
 
-def test_a_run_with_no_word_about_batches_trains_on_two_ranks_and_goes_on_on_one(tmp_path, capsys):
+def test_a_run_with_no_word_about_batches_trains_on_two_ranks_and_goes_on_on_one(
+    tokens, tmp_path, capsys
+):
     run = tmp_path / "run"
-    short = f"--save {run} --train-iters 2 --eval-iters 0 --num-layers 1 --device cpu"
+    short = f"--data-path {tokens} --save {run} --train-iters 2 --eval-iters 0 --device cpu"
+    short += " --num-layers 1 --hidden-size 32 --ffn-hidden-size 32"
     words = ["--recipe", "quickstart", *short.split()]
     for code, _, err in run_ranks(_main, 2, words):
         assert code == 0, err
@@ -79,17 +82,20 @@ def test_a_run_with_no_word_about_batches_trains_on_two_ranks_and_goes_on_on_one
     assert "Lower --micro-batch-size" in capsys.readouterr().err
 
 
+def _mains(rank: int, world_size: int, *lines: list[str]) -> list[tuple[int, str, str]]:
+    return [_main(rank, world_size, arguments) for arguments in lines]
+
+
 def test_wrong_input_ends_all_ranks(tokens, tmp_path):
-    arguments = tiny_run.flags(tokens, tmp_path / "run", "--global-batch-size 2")
-    for code, _, err in run_ranks(_main, 2, arguments):
-        assert code == 2
-        assert "micro batch x data-parallel ranks = 2 x 2 = 4, got 2" in err
+    run = tmp_path / "run"
     truncated = tiny_run.write_tokens(tmp_path)
     Path(truncated + ".bin").write_bytes(b"")
-    for code, _, err in run_ranks(_main, 2, tiny_run.flags(truncated, tmp_path / "run")):
-        assert code == 2
-        assert "walks.bin" in err
-    assert not (tmp_path / "run").exists()
+    batch = tiny_run.flags(tokens, run, "--global-batch-size 2")
+    for by_batch, by_data in run_ranks(_mains, 2, batch, tiny_run.flags(truncated, run)):
+        assert by_batch[0] == by_data[0] == 2
+        assert "micro batch x data-parallel ranks = 2 x 2 = 4, got 2" in by_batch[2]
+        assert "walks.bin" in by_data[2]
+    assert not run.exists()
 
 
 @pytest.mark.gpu

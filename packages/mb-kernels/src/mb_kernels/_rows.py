@@ -79,20 +79,13 @@ def rows_kernel(
             acc = tl.where(group < E, acc, 0.0)
         # Two stores of half the columns need half the registers and shared memory of one.
         left, right = halves(acc)
-        if DESCRIPTORS and not SCATTER:
-            count = row_end - row
-            store_rows(y, left, 0, 1, row, count, col, M, BLOCK_N, DESCRIPTORS)
-            store_rows(y, right, 0, 1, row, count, col + BLOCK_N // 2, M, BLOCK_N, DESCRIPTORS)
-        else:
-            if SCATTER:
-                slot = tl.load(order_ptr + row + r, mask=m, other=0)
-                y_row = y + slot.to(tl.int64)[:, None] * M
-                if SCALE:
-                    s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
-                    left *= s
-                    right *= s
-            else:
-                y_row = y + row.to(tl.int64) * M + r[:, None] * M
+        if SCATTER:
+            slot = tl.load(order_ptr + row + r, mask=m, other=0)
+            y_row = y + slot.to(tl.int64)[:, None] * M
+            if SCALE:
+                s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
+                left *= s
+                right *= s
             cols = (col + tl.arange(0, BLOCK_N // 2))[None, :]
             kind = y.dtype.element_ty
             mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
@@ -100,6 +93,10 @@ def rows_kernel(
             cols += BLOCK_N // 2
             mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
             tl.store(y_row + cols, right.to(kind), mask=mask)
+        else:
+            count = row_end - row
+            store_rows(y, left, 0, 1, row, count, col, M, BLOCK_N, DESCRIPTORS)
+            store_rows(y, right, 0, 1, row, count, col + BLOCK_N // 2, M, BLOCK_N, DESCRIPTORS)
 
 
 def rows_times_weights(

@@ -95,7 +95,6 @@ def up_kernel(
             value = activate(gate, ACTIVATION, PTX) * up
             store_rows(a, value, 0, 1, row, rows, col, F, BLOCK_N, DESCRIPTORS)
         else:
-            # In one piece the exact GELU spills registers.
             for i in tl.static_range(PIECES):
                 z = piece(acc, i, PIECES)
                 if SAVE_H:
@@ -105,7 +104,8 @@ def up_kernel(
                 col += BLOCK_N // PIECES
 
 
-def _pieces(tile: Tile, activation: str) -> int:
+def _pieces(activation: str) -> int:
+    """Column pieces of the epilogue: the fewest that spill no registers."""
     return 1 if is_glu(activation) else 2
 
 
@@ -130,7 +130,7 @@ def up(
     descriptors = uses_descriptors(x)
     stack = 2 if glu else 1
     h_arg, a_arg, w = h, a, w1
-    pieces = _pieces(tile, activation)
+    pieces = _pieces(activation)
     if descriptors:
         out = [tile.block_m, 1, tile.block_n // pieces]
         h_arg = create_ragged_descriptor(h.view(rows, stack, ffn), out) if save_h else None
@@ -169,7 +169,7 @@ def gate_cases(target: Target) -> list[GateCase]:
     for op, activation in (("up_glu", "swiglu"), ("up", "gelu")):
         glu = is_glu(activation)
         tile = TILES[op][target.name]
-        out = (tile.block_m, 1, tile.block_n // _pieces(tile, activation))
+        out = (tile.block_m, 1, tile.block_n // _pieces(activation))
         cases.append(
             matrix_case(
                 f"{op}_bf16",
@@ -193,7 +193,7 @@ def gate_cases(target: Target) -> list[GateCase]:
                     "GLU": glu,
                     "ACTIVATION": base_function(activation),
                     "SAVE_H": True,
-                    "PIECES": _pieces(tile, activation),
+                    "PIECES": _pieces(activation),
                     "PTX": target.backend == "cuda",
                     "WIDE": target.backend == "cuda" and tile.flatten,
                 },

@@ -14,6 +14,6 @@ test:   ## the whole suite on CPU
 	uv run pytest
 bench:  ## every package's benchmarks (needs a GPU)
 	for b in packages/*/benchmarks/run.py; do [ -f $$b ] && uv run python $$b; done
-lock:   ## resolve afresh and strip every address from uv.lock
-	env -u UV_FIND_LINKS uv lock
+lock:   ## resolve anew, keeping versions, and strip every address from uv.lock
+	uv lock
 	python3 tools/strip_lock.py uv.lock

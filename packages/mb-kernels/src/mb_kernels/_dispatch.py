@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 _library = torch.library.Library("mb", "DEF")
 # Read once: Triton itself decides at decoration time whether a kernel is interpreted.
 _interpret = os.environ.get("TRITON_INTERPRET") == "1"

@@ -7,7 +7,7 @@ no pair is left that was learnt.
 
 ``ReadableBPE`` is that algorithm, nothing else: it documents, it serves where the engine is not
 installed, and every preprocessing run compares the two on a sample. ``ByteLevelBPE`` is what to
-use: the same tokens from gigatoken, a hundred times faster.
+use: the same tokens from gigatoken, many times faster.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from layer import SHAPES, Shape, make_inputs
 from mb_kernels import bin_tokens, is_glu, topk_softmax
-from mb_kernels._dact import dact
+from mb_kernels._dact import dact, dact_tile
 from mb_kernels._launch import tile_of
 from mb_kernels._outer import outer
 from mb_kernels._permute import combine, spread, sum_partials
@@ -52,7 +52,7 @@ def kernels(shape: Shape) -> dict[str, tuple[Callable[[], object], float, float]
         return rows_times_weights(h, w1, tiles, transpose_weight=False, tile=tile, **single)
 
     batch = rows[: n // shape.experts * shape.experts].view(shape.experts, -1, shape.hidden)
-    tile_up, tile_dact = tile_of(f"up{suffix}", x), tile_of(f"dact{suffix}", x)
+    tile_up, tile_dact = tile_of(f"up{suffix}", x), dact_tile(x, activation)
     return {
         "bmm (cuBLAS)": (lambda: torch.bmm(batch, w1.transpose(1, 2)), up_flops, 0),
         "topk_softmax": (

@@ -37,6 +37,7 @@ CASES = [
     Case(333, 144, 80, 512, 3, "uniform"),
     Case(200, 128, 128, 1, 1),
     Case(411, 128, 128, 6, 2, "skewed", 60),
+    Case(1300, 144, 208, 2, 1),  # more rows per expert than FEW_ROWS
     Case(0, 128, 128, 4, 2),
     Case(1, 16, 16, 2, 1),
 ]
@@ -56,6 +57,14 @@ def poisoned_memory():
 def test_expert_mlp(case, dtype):
     errors = expert_mlp_errors(case, dtype=dtype, device="cuda")
     assert max(errors.values()) <= TOLERANCES[dtype], errors
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_portable_kernels_where_hopper_has_its_own(case, monkeypatch):
+    for module in ("_dact", "_outer"):
+        monkeypatch.setattr(f"mb_kernels.{module}.uses_hopper_kernels", lambda x: False)
+    errors = expert_mlp_errors(case, dtype=torch.bfloat16, device="cuda")
+    assert max(errors.values()) <= TOLERANCES[torch.bfloat16], errors
 
 
 @pytest.mark.parametrize("activation", [*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS])

@@ -23,7 +23,9 @@ from mb_kernels._launch import (
     precision,
     programs,
     ptx,
+    tile_of,
     uses_descriptors,
+    uses_hopper_kernels,
     xcds,
 )
 from mb_kernels._schedule import first_item, load_rows, load_weight, locate, piece, store_rows
@@ -115,6 +117,13 @@ def dact_kernel(
         tl.store(partials_ptr + column.to(tl.int64) * rows + row + r, partial, mask=m)
 
 
+def dact_tile(x: Tensor, activation: str) -> Tile:
+    """The tile of ``dact`` for the device and dtype of ``x``."""
+    if uses_hopper_kernels(x):
+        return tile_of("dact_hopper", x)
+    return tile_of("dact_glu" if is_glu(activation) else "dact", x)
+
+
 def dact(
     do: Tensor,
     w2: Tensor,
@@ -136,6 +145,11 @@ def dact(
     a = h.new_empty((rows, ffn))
     columns = triton.cdiv(ffn, tile.block_n)
     partials = h.new_empty((columns, rows), dtype=torch.float32)
+    if uses_hopper_kernels(do):
+        from mb_kernels import _hopper
+
+        _hopper.dact(do, w2, order, weights, tiles, h, dh, a, partials, activation, tile=tile)
+        return dh, a, partials
     glu = is_glu(activation)
     operands = do, w2, h, dh, a
     if uses_descriptors(do):

@@ -17,7 +17,7 @@ Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k,
 import torch
 from torch import Tensor
 
-from mb_kernels._dact import dact
+from mb_kernels._dact import dact, dact_tile
 from mb_kernels._launch import operand, tile_of
 from mb_kernels._outer import outer
 from mb_kernels._permute import combine, spread, sum_partials
@@ -74,7 +74,7 @@ def expert_mlp_backward(
         h, _ = _up(x, w1, order, tiles, activation, top_k, save_h=True)
 
     dx, d_w1, d_w2, d_weights = (x.new_empty(0) for _ in range(4))
-    tile = tile_of("dact_glu" if is_glu(activation) else "dact", x)
+    tile = dact_tile(x, activation)
     do_rows = spread(do, inverse, top_k)
     dh, a, partials = dact(
         do_rows, w2, order, weights, tiles(tile.block_m), h, activation, tile=tile

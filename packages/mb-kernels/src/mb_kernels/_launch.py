@@ -1,6 +1,7 @@
 """What the host decides about a launch: tile, number of programs, how operands are loaded."""
 
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,11 @@ def uses_descriptors(x: Tensor) -> bool:
     return x.is_cuda and x.dtype is not torch.float32 and _target(x.device).name == "sm90"
 
 
+def uses_hopper_kernels(x: Tensor) -> bool:
+    """Whether ``_hopper`` has the kernel: sm90 and no later, 16-bit operands."""
+    return x.is_cuda and x.dtype is not torch.float32 and _is_hopper(x.device)
+
+
 def wide(x: Tensor, tile: Tile) -> bool:
     """Whether rows of ``x`` are addressed by 64-bit pointers, see ``_schedule.token_rows``."""
     return x.numel() >= 2**31 or (tile.flatten and torch.version.hip is None)
@@ -50,6 +56,17 @@ def programs(x: Tensor, per_unit: int = 1) -> int:
 @functools.cache
 def _target(device: torch.device) -> Target:
     return current_target(device)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        importlib.import_module("mb_kernels._hopper")
+    except ImportError:  # Gluon is experimental: without the names it needs, the portable kernels
+        return False
+    return True
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from mb_kernels._launch import (
     programs,
     tile_of,
     uses_descriptors,
+    uses_hopper_kernels,
     xcds,
 )
 from mb_kernels._schedule import first_item, halves
@@ -98,11 +99,16 @@ def outer_kernel(
 
 def outer(a: Tensor, b: Tensor, offsets: Tensor, tile: Tile | None = None) -> Tensor:
     """[E, P, Q] with a_e^T b_e over each expert's rows of a [N, P] and b [N, Q]."""
-    if tile is None:
-        few = a.shape[0] <= FEW_ROWS * (offsets.shape[0] - 1)
-        tile = tile_of("outer_few_rows" if few else "outer", a)
     experts = offsets.shape[0] - 1
     out = a.new_empty((experts, a.shape[1], b.shape[1]))
+    few = a.shape[0] <= FEW_ROWS * experts
+    if tile is None and few and uses_hopper_kernels(a):
+        from mb_kernels import _hopper
+
+        _hopper.outer(a, b, offsets, out, tile=tile_of("outer_few_rows_hopper", a))
+        return out
+    if tile is None:
+        tile = tile_of("outer_few_rows" if few else "outer", a)
     operands = a, b, out
     if uses_descriptors(a):
         operands = (

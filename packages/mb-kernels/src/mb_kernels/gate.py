@@ -139,6 +139,7 @@ def _compile(case: GateCase, target: Target) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = case.kernel.arg_names
     listed = [*case.signature, *case.constexprs]
@@ -155,7 +156,7 @@ def _compile(case: GateCase, target: Target) -> Any:
             attributes[(position,)] = [["tt.divisibility", 16]]
         if kind.startswith("*") and target.backend == "hip" and name not in case.beyond_2gib:
             attributes[(position,)].append(["tt.pointer_range", 32])
-    source = ASTSource(
+    source = (GluonASTSource if case.kernel.is_gluon() else ASTSource)(
         fn=case.kernel,
         signature={name: case.signature.get(name, "constexpr") for name in names},
         constexprs=dict(case.constexprs),

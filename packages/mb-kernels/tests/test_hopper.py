@@ -1,0 +1,363 @@
+"""The Hopper kernels' own code on a CPU, under a simulation of what they ask of the chip.
+
+Triton's interpreter knows no Gluon. Here the Python functions behind the kernels run as they stand,
+with threads for groups of warps, tensors for shared memory, and the asynchronous parts as late as
+the chip may do them: a copy lands after a random while and in any order, a product reads its
+operands only when it is waited for. A block refilled too early, a barrier with the wrong count or
+phase, a row of the neighbour therefore shows as a wrong number or a deadlock.
+
+Letters: N rows, D hidden, F ffn width, E experts.
+"""
+
+import itertools
+import random
+import threading
+import time
+import types
+
+import pytest
+import torch
+from mb_kernels.activation import activate, base_function, is_glu
+from mb_kernels.testing import assert_close
+
+triton = pytest.importorskip("triton")
+hopper = pytest.importorskip("mb_kernels._hopper")
+
+PATIENCE = 20  # seconds at a barrier before it counts as a deadlock
+
+
+class Scalar(int):
+    """A number that no augmented assignment changes in place, with a tensor's ``to``."""
+
+    def to(self, dtype):
+        return self
+
+
+def _keep_scalar(operation):
+    def wrapped(self, other):
+        result = operation(self, other)
+        return Scalar(result) if isinstance(result, int) else result
+
+    return wrapped
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "radd", "rsub", "rmul"):
+    setattr(Scalar, f"__{_name}__", _keep_scalar(getattr(int, f"__{_name}__")))
+
+
+class Pointer:
+    def __init__(self, storage, offset=0):
+        self.storage, self.offset = storage, offset
+
+    def __add__(self, offset):
+        return Pointer(self.storage, self.offset + offset)
+
+
+class Shared:
+    """Shared memory: a tensor, seen through views."""
+
+    def __init__(self, values):
+        self.values = values
+        self.shape, self.dtype = list(values.shape), values.dtype
+
+    def index(self, i):
+        return Shared(self.values[int(i)])
+
+    def reshape(self, shape):
+        return Shared(self.values.view(shape))
+
+    def permute(self, order):
+        return Shared(self.values.permute(order))
+
+    def load(self, layout):
+        return self.values.clone()
+
+    def store(self, values):
+        assert values.dtype is self.dtype
+        self.values.copy_(values)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all arrivals and all announced bytes are in."""
+
+    def __init__(self):
+        self.count = self.pending = self.bytes = self.phase = 0
+        self.changed = threading.Condition()
+
+    def update(self, *, arrivals=0, announced=0):
+        with self.changed:
+            assert self.count > 0, "barrier used before it was initialised"
+            self.pending -= arrivals
+            self.bytes += announced
+            assert self.pending >= 0, "more arrivals than the barrier counts"
+            if self.pending == 0 and self.bytes == 0:
+                self.phase += 1
+                self.pending = self.count
+                self.changed.notify_all()
+
+    def wait(self, parity):
+        with self.changed:
+            passed = self.changed.wait_for(lambda: self.phase % 2 != parity, PATIENCE)
+        assert passed, "deadlock"
+
+
+class Barriers:
+    def __init__(self, count):
+        self.barriers = [Barrier() for _ in range(count)]
+
+    def index(self, i):
+        return self.barriers[int(i)]
+
+
+class Descriptor:
+    """A tensor descriptor; blocks read zeros outside ``shape``, addresses wrap as on the chip."""
+
+    def __init__(self, plain):
+        self.storage = plain.base.detach().reshape(-1)
+        self.shape, self.strides = plain.shape, plain.strides
+        self.block_shape, self.dtype, self.layout = plain.block_shape, plain.base.dtype, None
+        size = torch.Size(self.block_shape).numel() * self.storage.element_size()
+        self.block_type = types.SimpleNamespace(nbytes=size)
+
+    def read(self, coordinates):
+        inside, address = torch.tensor(True), torch.tensor(0)
+        for axis, (first, size) in enumerate(zip(coordinates, self.block_shape, strict=True)):
+            at = torch.arange(size) + int(first)
+            shape = [-1 if i == axis else 1 for i in range(len(self.block_shape))]
+            inside = inside & ((at >= 0) & (at < self.shape[axis])).view(shape)
+            # Modulo 2**62: ragged descriptors count on the wrap of 2**30 times 2**34.
+            address = (address + (at * self.strides[axis]).view(shape)) % 2**62
+        address = address.expand(self.block_shape)
+        legal = inside & (address < self.storage.numel())
+        assert torch.equal(legal, inside.expand_as(legal)), "read outside the tensor"
+        return torch.where(inside, self.storage[torch.where(inside, address, 0)], 0)
+
+
+class Accumulator:
+    def __init__(self, value):
+        self.value, self.waiting = value, []
+
+    def finish(self, left):
+        while len(self.waiting) > left:
+            a, b, use_acc = self.waiting.pop(0)
+            product = a.values.float() @ b.values.float()
+            self.value = self.value + product if use_acc else product
+        return self
+
+
+class CopyEngine:
+    """Copies in any order, each after a while."""
+
+    def __init__(self):
+        self.jobs, self.lock, self.running = [], threading.Lock(), True
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def copy(self, descriptor, coordinates, barrier, block):
+        assert block.shape == list(descriptor.block_shape)
+        with self.lock:
+            self.jobs.append((descriptor, coordinates, barrier, block))
+
+    def run(self):
+        chance = random.Random(0)
+        while self.running or self.jobs:
+            time.sleep(chance.random() * 2e-4)
+            with self.lock:
+                job = self.jobs.pop(chance.randrange(len(self.jobs))) if self.jobs else None
+            if job:
+                descriptor, coordinates, barrier, block = job
+                block.store(descriptor.read(coordinates))
+                barrier.update(announced=-descriptor.block_type.nbytes)
+
+
+class Language:
+    """What the kernels use of ``gluon.language`` and, by ``locate``, of ``triton.language``."""
+
+    int64, float32 = torch.int64, torch.float32
+    constexpr = None
+    maximum = staticmethod(max)
+    where = staticmethod(lambda condition, a, b: a if condition else b)
+    cdiv = staticmethod(lambda a, b: (a + b - 1) // b)
+    sum = staticmethod(lambda x, axis: x.sum(axis))
+    zeros = staticmethod(lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype))
+    arange = staticmethod(lambda start, end, layout: torch.arange(start, end, dtype=torch.int32))
+    static_range = staticmethod(range)
+    BlockedLayout = SliceLayout = NVMMADistributedLayout = staticmethod(lambda *a, **k: None)
+    NVMMASharedLayout = types.SimpleNamespace(get_default_for=lambda *a: None)
+
+    def __init__(self, program, programs):
+        self.program_id = lambda axis: Scalar(program)
+        self.num_programs = lambda axis: programs
+
+    @staticmethod
+    def minimum(a, b):
+        return torch.clamp(a, max=b) if isinstance(a, torch.Tensor) else min(a, b)
+
+    @staticmethod
+    def load(pointer, mask=None, other=None):
+        at = pointer.offset
+        if isinstance(at, int):
+            return Scalar(pointer.storage[at])
+        if mask is None:
+            return pointer.storage[at]
+        return torch.where(mask, pointer.storage[torch.where(mask, at, 0)], other)
+
+    @staticmethod
+    def store(pointer, value, mask=None):
+        at, value = torch.broadcast_tensors(pointer.offset, value)
+        mask = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.expand_as(at)
+        assert value.dtype is pointer.storage.dtype
+        pointer.storage[at[mask]] = value[mask]
+
+    @staticmethod
+    def allocate_shared_memory(dtype, shape, layout):
+        if layout == "barrier":
+            return Barriers(shape[0]) if len(shape) == 2 else Barrier()
+        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+    @staticmethod
+    def warp_specialize(partitions, warps, registers):
+        failures = []
+
+        def run(function, arguments):
+            try:
+                function(*arguments)
+            except BaseException as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=run, args=partition) for partition in partitions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+
+def simulate(kernel, grid, *arguments, **constants):
+    """Stands in for ``launch``."""
+    del constants["num_warps"], constants["maxnreg"]
+    arguments = [
+        Pointer(a.detach().view(-1)) if isinstance(a, torch.Tensor) else a for a in arguments
+    ]
+    for program in range(grid[0]):
+        engine = CopyEngine()
+        language = Language(program, grid[0])
+        names = {
+            "gl": language,
+            "tl": language,
+            "range": lambda *bounds: map(Scalar, range(*bounds)),
+            "len": len,
+            "piece": lambda x, i, pieces: x.value.chunk(pieces, dim=1)[i],
+            "activate_with_derivative": value_and_slope,
+            "mbarrier": types.SimpleNamespace(
+                MBarrierLayout=lambda: "barrier",
+                init=initialise,
+                expect=lambda barrier, n: barrier.update(arrivals=1, announced=n),
+                arrive=lambda barrier: barrier.update(arrivals=1),
+                wait=lambda barrier, parity: barrier.wait(int(parity)),
+            ),
+            "tma": types.SimpleNamespace(async_copy_global_to_shared=engine.copy),
+            "warpgroup_mma": begin_product,
+            "warpgroup_mma_init": lambda x: x if isinstance(x, Accumulator) else Accumulator(x),
+            "warpgroup_mma_wait": lambda left, deps: deps[0].finish(left),
+        }
+        for name, value in vars(hopper).items():
+            if isinstance(value, triton.language.constexpr):
+                names[name] = value.value
+            elif isinstance(value, triton.runtime.JITFunction) and name not in names:
+                function = value.fn
+                names[name] = types.FunctionType(function.__code__, names, name)
+        try:
+            names[kernel.fn.__name__](*arguments, **constants)
+        finally:
+            engine.running = False
+            engine.thread.join()
+
+
+def initialise(barrier, count):
+    barrier.count = barrier.pending = count
+
+
+def begin_product(a, b, acc, *, use_acc, is_async):
+    acc.waiting.append((a, b, bool(use_acc)))
+    return acc
+
+
+def value_and_slope(z, base, ptx):
+    z = z.detach().requires_grad_()
+    value = activate(z, base)
+    return value.detach(), torch.autograd.grad(value.sum(), z)[0]
+
+
+@pytest.fixture(params=[1, 3, 50], ids=lambda n: f"{n}programs")
+def simulated(request, monkeypatch):
+    monkeypatch.setattr(hopper, "launch", simulate)
+    monkeypatch.setattr(hopper, "programs", lambda x: request.param)
+    monkeypatch.setattr(hopper, "_descriptor", Descriptor)
+
+
+def tile_list(offsets, block_m):
+    """As ``schedule`` lists them, for rows of experts alone."""
+    tiles = [
+        [e, row, end, 0]
+        for e, (start, end) in enumerate(itertools.pairwise(offsets))
+        for row in range(start, end, block_m)
+    ]
+    tiles += [[0, 0, 0, 0]] * 2
+    tiles[0][3] = tiles[1][3] = len(tiles) - 2
+    return torch.tensor(tiles, dtype=torch.int32)
+
+
+OFFSETS = {"ragged": [0, 150, 150, 151, 420], "even": [0, 128, 256], "none": [0, 0, 0]}
+
+
+@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
+@pytest.mark.parametrize(
+    ("activation", "ffn"), [("swiglu", 256), ("geglu", 304), ("gelu", 512), ("relu", 272)]
+)
+def test_dact(simulated, activation, ffn, offsets):
+    hidden, experts, rows, dropped = 208, len(offsets) - 1, offsets[-1], 5
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    columns = 2 * ffn if is_glu(activation) else ffn
+    do, h = normal(rows + dropped, hidden), normal(rows + dropped, columns)
+    w2 = normal(experts, hidden, ffn)
+    weights = torch.rand(rows + dropped, 1, generator=generator)
+    order = torch.randperm(rows + dropped, generator=generator).int()
+    tile = hopper.TILES["dact_hopper"]["sm90"]
+    dh, a = (torch.full_like(t, float("nan")) for t in (h, h[:, :ffn]))
+    dh, a = dh.contiguous(), a.contiguous()
+    partials = torch.full((-(-ffn // tile.block_n), rows + dropped), float("nan"))
+    tiles = tile_list(offsets, tile.block_m)
+    hopper.dact(do, w2, order, weights, tiles, h, dh, a, partials, activation, tile=tile)
+
+    expert = torch.repeat_interleave(torch.tensor(offsets).diff())
+    q = torch.einsum("nd,ndf->nf", do[:rows].float(), w2.float()[expert])
+    s = weights[order.long()[:rows]]
+    z = h[:rows].float().requires_grad_()
+    act = activate(z, activation)
+    assert_close("a", a[:rows], s * act, dtype=torch.bfloat16)
+    assert_close("dh", dh[:rows], torch.autograd.grad(act, z, s * q)[0], dtype=torch.bfloat16)
+    assert_close("partials", partials.sum(0)[:rows], (q * act).sum(1), dtype=torch.bfloat16)
+    for written in (dh, a, partials.T):
+        assert written[rows:].isnan().all()
+    assert base_function(activation) in ("silu", "gelu", "relu")
+
+
+@pytest.mark.parametrize("offsets", [[0, 150, 150, 151, 420], [0, 32, 64], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize(("p", "q"), [(128, 512), (144, 272)])
+def test_outer(simulated, p, q, offsets):
+    generator = torch.Generator().manual_seed(0)
+    rows, dropped, experts = offsets[-1], 40, len(offsets) - 1
+    a, b = (torch.randn(rows + dropped, n, generator=generator).bfloat16() for n in (p, q))
+    a[rows:] = b[rows:] = float("nan")  # rows of no expert
+    out = torch.full((experts, p, q), float("nan"), dtype=torch.bfloat16)
+    index = torch.tensor(offsets, dtype=torch.int32)
+    hopper.outer(a, b, index, out, tile=hopper.TILES["outer_few_rows_hopper"]["sm90"])
+    for e, (start, end) in enumerate(itertools.pairwise(offsets)):
+        want = a[start:end].float().T @ b[start:end].float()
+        assert_close(f"expert {e}", out[e], want, dtype=torch.bfloat16)

@@ -75,7 +75,11 @@ def kernels(shape: Shape) -> dict[str, tuple[Callable[[], object], float, float]
             down_flops,
             0,
         ),
-        "sum_partials": (lambda: sum_partials(partials, inverse, weights), 0, partials.nbytes),
+        "sum_partials": (
+            lambda: sum_partials(partials, order, offsets, weights),
+            0,
+            partials.nbytes,
+        ),
         "dw2": (lambda: outer(rows, a, offsets), down_flops, 0),
         "dx": (dx, up_flops, 0),
         "dw1": (lambda: outer(h, rows, offsets), up_flops, 0),

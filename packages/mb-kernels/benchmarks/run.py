@@ -1,6 +1,6 @@
 """Runs benchmarks by name: a table, then one JSON line.
 
-    python packages/mb-kernels/benchmarks/run.py [layer kernels block_sparse ...] [--quick]
+    python packages/mb-kernels/benchmarks/run.py [layer kernels host block_sparse] [--quick]
 
 Every benchmark is a module beside this one with ``run(*, quick) -> rows``; a row is a dict.
 Dated tables are kept in `results/`.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 
-BENCHMARKS = ("layer", "kernels", "block_sparse")
+BENCHMARKS = ("layer", "kernels", "host", "block_sparse")
 
 
 def table(rows: list[dict[str, Any]]) -> str:

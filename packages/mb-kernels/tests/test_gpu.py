@@ -3,6 +3,7 @@
 import pytest
 import torch
 from mb_kernels import (
+    _dispatch,
     bin_tokens,
     combine,
     expert_mlp,
@@ -111,6 +112,22 @@ def test_gather_and_combine(capacity, dtype):
         results[to] = [y, *torch.autograd.grad(y, leaves, dy.to(to))]
     for name, g, w in zip(("y", "dx", "dw"), results[dtype], results[torch.float64], strict=True):
         assert_close(name, g, w, dtype=dtype)
+
+
+def test_launches_take_turns():
+    """Sizes that are 1, odd or multiples of 16, aligned or not: never another's compiled kernel."""
+    for tokens, hidden, offset in (
+        *((48, 64, 0), (48, 64, 1), (48, 20, 0), (1, 64, 0), (7, 64, 8)),
+        *((48, 1, 3), (7, 20, 2), (48, 64, 0), (1, 20, 1), (48, 64, 5)),
+    ):
+        ids = make_expert_ids("uniform", tokens, 4, 2, device="cuda")
+        bins = bin_tokens(ids, 4)
+        flat = torch.randn(offset + tokens * hidden, device="cuda").bfloat16()
+        x = flat[offset:].view(tokens, hidden)
+        rows, want = (op(x, bins, 2) for op in (gather, reference.gather))
+        assert torch.equal(rows, want), (tokens, hidden, offset)
+        weights = torch.ones(2 * tokens + offset, device="cuda")[offset:].view(tokens, 2)
+        assert torch.equal(combine(rows, bins, weights), 2 * x), (tokens, hidden, offset)
 
 
 @pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "renormalized"])
@@ -256,6 +273,16 @@ def test_compiles_without_a_graph_break():
     got = torch.autograd.grad(got_y, inputs, dy)
     for name, g, w in zip(NAMES, (got_y, *got), (y, *want), strict=True):
         assert_close(name, g, w)
+
+
+def test_debug_refuses_ids_of_no_expert_but_not_in_a_capture(monkeypatch):
+    monkeypatch.setattr(_dispatch, "_debug", True)
+    ids = torch.tensor([[0, 7]], device="cuda")
+    with pytest.raises(ValueError, match=r"expected 0 to 1, or -1 or 2 .* got 7 at \[0, 1\]"):
+        bin_tokens(ids, 2)
+    bin_tokens(ids % 2, 2)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        bin_tokens(ids, 2)
 
 
 def test_sizes_the_kernels_cannot_take():

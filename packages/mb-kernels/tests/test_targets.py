@@ -8,8 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from mb_kernels.bins import SMALLEST_BLOCK_M
 from mb_kernels.gate import kernel_modules
-from mb_kernels.targets import TARGETS, _amd_target, _nvidia_target
+from mb_kernels.targets import TARGETS, TILES, _amd_target, _nvidia_target
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,11 @@ def test_gate_finds_the_package_modules() -> None:
     modules = kernel_modules()
     assert all(isinstance(module, ModuleType) for module in modules)
     assert "mb_kernels.gate" not in {module.__name__ for module in modules}
+
+
+def test_no_tile_is_lower_than_a_list_of_tiles_has_room_for() -> None:
+    heights = {tile.block_m for by_target in TILES.values() for tile in by_target.values()}
+    assert min(heights) >= SMALLEST_BLOCK_M
 
 
 @pytest.mark.parametrize(

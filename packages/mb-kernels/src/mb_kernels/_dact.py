@@ -13,16 +13,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
 
 from mb_kernels._activation import activate_with_derivative
 from mb_kernels._launch import (
+    cdiv,
     launch,
     matrices,
     matrix_case,
     precision,
     programs,
     ptx,
+    ragged,
     tile_of,
     uses_descriptors,
     uses_hopper_kernels,
@@ -143,7 +144,7 @@ def dact(
     rows = order.shape[0]
     dh = torch.empty_like(h)
     a = h.new_empty((rows, ffn))
-    columns = triton.cdiv(ffn, tile.block_n)
+    columns = cdiv(ffn, tile.block_n)
     partials = h.new_empty((columns, rows), dtype=torch.float32)
     if uses_hopper_kernels(do):
         from mb_kernels import _hopper
@@ -153,14 +154,13 @@ def dact(
     glu = is_glu(activation)
     operands = do, w2, h, dh, a
     if uses_descriptors(do):
-        block = [tile.block_m, 1, tile.block_n // _PIECES]
-        shape = (rows, 2 if glu else 1, ffn)
+        block = (tile.block_m, 1, tile.block_n // _PIECES)
         operands = (
             matrices(do, (tile.block_m, tile.block_k)),
             matrices(w2, (1, tile.block_k, tile.block_n)),
             h,
-            create_ragged_descriptor(dh.view(shape), block),
-            create_ragged_descriptor(a.view(rows, 1, ffn), block),
+            ragged(dh, block, parts=2 if glu else 1),
+            ragged(a, block, parts=1),
         )
     launch(
         dact_kernel,

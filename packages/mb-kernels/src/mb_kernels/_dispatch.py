@@ -3,11 +3,13 @@
 Every op is a ``torch.library`` op with a fake implementation, an autograd formula where it has a
 gradient, and a FLOP formula where it multiplies matrices. CPU tensors run the plain PyTorch
 reference; CUDA and ROCm tensors run Triton. Under ``TRITON_INTERPRET=1`` CPU tensors run the Triton
-kernels through Triton's interpreter, which is how they are tested without a GPU.
+kernels through Triton's interpreter, which is how they are tested without a GPU. Under
+``MB_DEBUG=1`` an op may check the values it is given, which makes the host wait for the device.
 
 Triton is imported on the first call that needs it, never on ``import mb_kernels``.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -20,7 +22,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 _library = torch.library.Library("mb", "DEF")
 # Read once: Triton itself decides at decoration time whether a kernel is interpreted.
-_interpret = os.environ.get("TRITON_INTERPRET") == "1"
+interpret = os.environ.get("TRITON_INTERPRET") == "1"
+_debug = os.environ.get("MB_DEBUG") == "1"
 _has_triton = importlib.util.find_spec("triton") is not None
 
 
@@ -31,7 +34,7 @@ def use_triton(x: Tensor) -> bool:
     """
     if not _has_triton or x.dtype is torch.float64:
         return False
-    return x.is_cuda or (_interpret and x.device.type == "cpu")
+    return x.is_cuda or (interpret and x.device.type == "cpu")
 
 
 def register(
@@ -43,36 +46,73 @@ def register(
     flops: Callable[..., int] | None = None,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    debug_check: Callable[..., None] | None = None,
 ) -> None:
     """Define op ``mb::<schema>``.
 
     Args:
-        schema: "name(Tensor x, ...) -> Tensor".
+        schema: "name(Tensor x, ...) -> Tensor"; the first tensor decides who computes; no defaults.
         reference: the op in plain PyTorch, any device, called without autograd.
         fake: shapes and dtypes only.
         kernels: the module whose function ``name`` launches the Triton kernels; None runs the
             reference everywhere.
         flops: FLOP formula over shapes, as ``register_flop_formula`` takes it.
-        setup_context, backward: the autograd formula, as ``register_autograd`` takes it.
+        setup_context, backward: the autograd formula, as ``torch.autograd.Function`` takes it.
+        debug_check: called with the op's arguments before it computes, if ``MB_DEBUG=1``; raises
+            what is wrong with their values. Never sees fake tensors.
     """
     name = schema.split("(", 1)[0]
 
+    @functools.cache
+    def launch() -> Callable[..., Any]:
+        return getattr(importlib.import_module(kernels), name) if kernels else reference
+
     def implementation(*args: Any) -> Any:
-        first = next(a for a in args if isinstance(a, Tensor))
-        if kernels is not None and use_triton(first):
-            return getattr(importlib.import_module(kernels), name)(*args)
-        return reference(*args)
+        if _debug and debug_check is not None:
+            debug_check(*args)
+        return launch()(*args) if use_triton(args[0]) else reference(*args)
 
     _library.define(schema)
     for key in ("CPU", "CUDA"):
         _library.impl(name, implementation, key)
     torch.library.register_fake(f"mb::{name}", fake, lib=_library)
-    if backward is not None:
-        torch.library.register_autograd(
-            f"mb::{name}", backward, setup_context=setup_context, lib=_library
-        )
+    op = getattr(torch.ops.mb, name).default
+    if setup_context is not None and backward is not None:
+        _library.impl(name, _autograd(op, setup_context, backward), "Autograd")
     if flops is not None:
         register_flop_formula(getattr(torch.ops.mb, name))(flops)
+
+
+def _autograd(
+    op: Callable[..., Any], setup_context: Callable[..., None], formula: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``op`` with an autograd formula, to be its implementation for the dispatch key Autograd.
+
+    ``torch.library.register_autograd`` does the same, but walks the schema on every call: for the
+    nine arguments of ``expert_mlp`` that takes the host longer than two launches.
+    """
+
+    class Formula(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = below(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return formula(ctx, *grads)
+
+    def below(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    def implementation(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return Formula.apply(*args)
+        return below(*args)
+
+    return implementation
 
 
 def require_same(what: str, first: Tensor, **others: Tensor) -> None:

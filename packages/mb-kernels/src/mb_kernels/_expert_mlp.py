@@ -2,7 +2,7 @@
 
 | forward | backward |
 |---|---|
-| tile schedule | tile schedule |
+| tile schedule, kept for the backward | |
 | up: gather, w1, activation | [up again, to recompute h], spread do |
 | down: w2 | dact: dh, s·a, partials of the weights' gradient; their sum |
 | combine (K = 1: inside down) | dw2; dX, combine (K = 1: inside dX); spread x, dw1 |
@@ -25,6 +25,7 @@ from mb_kernels._rows import rows_times_weights
 from mb_kernels._schedule import schedule
 from mb_kernels._up import up
 from mb_kernels.activation import is_glu
+from mb_kernels.targets import Tile
 
 
 def expert_mlp(
@@ -37,14 +38,19 @@ def expert_mlp(
     weights: Tensor,
     activation: str,
     saved_bits: int,
-) -> tuple[Tensor, Tensor]:
-    x, w1, w2, weights = (operand(t) for t in (x, w1, w2, weights))
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, w1, w2, weights = operand(x), operand(w1), operand(w2), operand(weights)
     rows, top_k = order.shape[0], weights.shape[1]
+    tile = _up_tile(activation, x)
+    row_tiles = schedule(offsets, rows, tile.block_m)
     if rows == 0 or x.shape[1] == 0:
-        return torch.zeros_like(x), x.new_empty((rows, w1.shape[1]) if saved_bits else (0,))
-    tiles = _Tiles(offsets, rows)
-    h, a = _up(x, w1, order, tiles, activation, top_k, save_h=saved_bits > 0)
-    return _to_tokens(a, w2, tiles, (order, inverse, offsets), top_k, weights, "down"), h
+        h = x.new_empty((rows, w1.shape[1]) if saved_bits else (0,))
+        return torch.zeros_like(x), h, row_tiles
+    tiles = _Tiles(offsets, rows, tile.block_m, row_tiles)
+    save_h = saved_bits > 0
+    h, a = up(x, w1, order, row_tiles, activation, top_k=top_k, save_h=save_h, tile=tile)
+    y = _to_tokens(a, w2, tiles, (order, inverse, offsets), top_k, weights, "down")
+    return y, h, row_tiles
 
 
 def expert_mlp_backward(
@@ -57,6 +63,7 @@ def expert_mlp_backward(
     offsets: Tensor,
     weights: Tensor,
     h: Tensor,
+    row_tiles: Tensor,
     activation: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -69,42 +76,33 @@ def expert_mlp_backward(
             for t, need in zip((x, w1, w2, weights), needs, strict=True)
         )
         return dx, d_w1, d_w2, d_weights
-    tiles = _Tiles(offsets, rows)
+    tile = _up_tile(activation, x)
+    tiles = _Tiles(offsets, rows, tile.block_m, row_tiles)
     if h.numel() == 0:
-        h, _ = _up(x, w1, order, tiles, activation, top_k, save_h=True)
+        h, _ = up(x, w1, order, row_tiles, activation, top_k=top_k, save_h=True, tile=tile)
 
-    dx, d_w1, d_w2, d_weights = (x.new_empty(0) for _ in range(4))
     tile = dact_tile(x, activation)
     do_rows = spread(do, inverse, top_k)
     dh, a, partials = dact(
         do_rows, w2, order, weights, tiles(tile.block_m), h, activation, tile=tile
     )
-    if need_weights:
-        d_weights = sum_partials(partials, inverse, weights)
+    d_weights = sum_partials(partials, order, offsets, weights) if need_weights else _nothing(x)
     del partials, h
-    if need_w2:
-        d_w2 = outer(do_rows, a, offsets)
+    d_w2 = outer(do_rows, a, offsets) if need_w2 else _nothing(x)
     del a, do_rows
-    if need_x:
-        dx = _to_tokens(dh, w1, tiles, (order, inverse, offsets), top_k, None, "dx")
-    if need_w1:
-        d_w1 = outer(dh, spread(x, inverse, top_k), offsets)
+    indices = (order, inverse, offsets)
+    dx = _to_tokens(dh, w1, tiles, indices, top_k, None, "dx") if need_x else _nothing(x)
+    d_w1 = outer(dh, spread(x, inverse, top_k), offsets) if need_w1 else _nothing(x)
     return dx, d_w1, d_w2, d_weights
 
 
-def _up(
-    x: Tensor,
-    w1: Tensor,
-    order: Tensor,
-    tiles: "_Tiles",
-    activation: str,
-    top_k: int,
-    *,
-    save_h: bool,
-) -> tuple[Tensor, Tensor]:
-    tile = tile_of("up_glu" if is_glu(activation) else "up", x)
-    row_tiles = tiles(tile.block_m)
-    return up(x, w1, order, row_tiles, activation, top_k=top_k, save_h=save_h, tile=tile)
+def _nothing(x: Tensor) -> Tensor:
+    """Stands for a gradient that nobody asked for."""
+    return x.new_empty(0)
+
+
+def _up_tile(activation: str, x: Tensor) -> Tile:
+    return tile_of("up_glu" if is_glu(activation) else "up", x)
 
 
 def _to_tokens(
@@ -134,11 +132,11 @@ def _to_tokens(
 
 
 class _Tiles:
-    """Row tiles of one set of offsets, built once per tile height."""
+    """Row tiles of one set of offsets, built once per tile height; ``first`` are built already."""
 
-    def __init__(self, offsets: Tensor, rows: int) -> None:
+    def __init__(self, offsets: Tensor, rows: int, block_m: int, first: Tensor) -> None:
         self.offsets, self.rows = offsets, rows
-        self.built: dict[int, Tensor] = {}
+        self.built = {block_m: first}
 
     def __call__(self, block_m: int) -> Tensor:
         if block_m not in self.built:

@@ -32,11 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
 from mb_kernels._activation import activate_with_derivative
-from mb_kernels._launch import launch, matrices, programs
+from mb_kernels._launch import launch, matrices, programs, ragged
 from mb_kernels._schedule import locate, piece
 from mb_kernels.activation import base_function, is_glu
 from mb_kernels.targets import TILES, GateCase, Target, Tile
@@ -446,8 +445,8 @@ def outer(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, *, tile: Tile) -> 
     launch(
         outer_kernel,
         (programs(a),),
-        _descriptor(create_ragged_descriptor(a, [tile.block_k, tile.block_m])),
-        _descriptor(create_ragged_descriptor(b, [tile.block_k, tile.block_n])),
+        _descriptor(ragged(a, (tile.block_k, tile.block_m))),
+        _descriptor(ragged(b, (tile.block_k, tile.block_n))),
         offsets,
         out,
         E=out.shape[0],

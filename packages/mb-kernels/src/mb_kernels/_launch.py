@@ -9,12 +9,69 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mb_kernels import _dispatch
 from mb_kernels.targets import TILES, GateCase, Target, Tile, current_target
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    """Launch a Triton kernel; its parameters are typed for the device, not for this call."""
-    kernel[grid](*args, **kwargs)
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up; ``triton.cdiv`` serves kernels too, and takes ten times as long."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two from n >= 1 on, as ``triton.next_power_of_2``."""
+    return 1 << (n - 1).bit_length()
+
+
+# What Triton compiled, by all that it compiles for; never stale, for nothing else is in a kernel.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Launch a Triton kernel: the device's arguments by position, constexprs and options by name.
+
+    ``kernel[grid]`` looks for the compiled kernel anew at each launch, longer than it takes to
+    launch it. Where that is known to depend on the key below alone, it is looked up here.
+    """
+    key = _specialization(kernel, args, constants)
+    kept = None if key is None else _compiled.get(key)
+    if kept is not None:
+        compiled, values = kept
+        compiled[(*grid, 1, 1)[:3]](*args, *values)
+        return
+    assert not any(isinstance(value, Tensor) for value in constants.values())
+    compiled = kernel[grid](*args, **constants)
+    if key is not None:
+        _compiled[key] = compiled, tuple(constants[n] for n in kernel.arg_names[len(args) :])
+
+
+def _specialization(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """What Triton compiles for; None where that is more than this, or nothing is compiled.
+
+    A tensor counts with its dtype, a descriptor with dtype and block, an integer with being 1, a
+    multiple of 16, or beyond 32 bits. Left to Triton are unaligned tensors, the descriptors of
+    Gluon, and AMD, where the size of a storage counts too.
+    """
+    if torch.version.hip is not None or _dispatch.interpret:
+        return None
+    kinds = []
+    for a in args:
+        if isinstance(a, Tensor):
+            if a.data_ptr() % 16:
+                return None
+            kinds.append(a.dtype)
+        elif isinstance(a, TensorDescriptor):
+            kinds.append((a.base.dtype, *a.block_shape))
+        elif type(a) is int:
+            kinds.append((a == 1, a % 16 == 0, -(2**31) <= a < 2**31))
+        elif a is None or type(a) is float:
+            kinds.append(type(a))
+        else:
+            return None
+    device = torch.cuda.current_device()
+    return kernel.fn, device, *kinds, *constants.items()
 
 
 def tile_of(op: str, x: Tensor) -> Tile:
@@ -90,7 +147,38 @@ def operand(x: Tensor) -> Tensor:
 
 def matrices(w: Tensor, block: Sequence[int]) -> TensorDescriptor:
     """Descriptor of a stack of matrices [count, rows, columns], bounds-checked in each."""
-    return TensorDescriptor(w, list(w.shape), list(w.stride()), list(block))
+    return _descriptor(w, list(w.shape), list(w.stride()), list(block))
+
+
+def ragged(x: Tensor, block: Sequence[int], parts: int | None = None) -> TensorDescriptor:
+    """``create_ragged_descriptor`` of x [N, columns], or of x as [N, parts, columns / parts].
+
+    The same descriptor, from numbers instead of views of x.
+    """
+    columns = x.shape[1]
+    tail = [columns] if parts is None else [parts, columns // parts]
+    strides = [columns, 1] if parts is None else [columns, columns // parts, 1]
+    return _descriptor(
+        x,
+        [0x7FFF0000, 0x7FFF0000, 0x40000000, *tail],
+        [2**34 - columns, columns, *strides],
+        [1, 1, *block],
+    )
+
+
+def _descriptor(
+    base: Tensor, shape: list[int], strides: list[int], block: list[int]
+) -> TensorDescriptor:
+    """A TensorDescriptor without its checks, which take the host five times as long as the rest.
+
+    ``operand`` and sizes that are multiples of 16 see to what they ask; the driver asks again.
+    """
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base = base
+    descriptor.shape = shape
+    descriptor.strides = strides
+    descriptor.block_shape = block
+    return descriptor
 
 
 def precision(x: Tensor) -> str:

@@ -9,7 +9,7 @@ Letters: N rows, P and Q columns of a and b, E experts.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
+from triton.tools.ragged_tma import load_ragged
 
 from mb_kernels._launch import (
     launch,
@@ -17,6 +17,7 @@ from mb_kernels._launch import (
     matrix_case,
     precision,
     programs,
+    ragged,
     tile_of,
     uses_descriptors,
     uses_hopper_kernels,
@@ -112,8 +113,8 @@ def outer(a: Tensor, b: Tensor, offsets: Tensor, tile: Tile | None = None) -> Te
     operands = a, b, out
     if uses_descriptors(a):
         operands = (
-            create_ragged_descriptor(a, [tile.block_k, tile.block_m]),
-            create_ragged_descriptor(b, [tile.block_k, tile.block_n]),
+            ragged(a, (tile.block_k, tile.block_m)),
+            ragged(b, (tile.block_k, tile.block_n)),
             matrices(out, (1, tile.block_m, tile.block_n // 2)),
         )
     launch(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels._launch import launch
+from mb_kernels._launch import cdiv, launch, power_of_two
 from mb_kernels.targets import GateCase, Target
 
 
@@ -135,26 +135,28 @@ def combine_backward_kernel(
 
 @triton.jit
 def sum_partials_kernel(
-    partials_ptr,  # [PARTS, N] fp32, by row
-    inverse_ptr,  # [N] int32
+    partials_ptr,  # [parts, N] fp32, by row
+    order_ptr,  # [N] int32
+    offsets_ptr,  # [E + 1] int32
     out_ptr,  # [N], by slot
     rows,
-    PARTS: tl.constexpr,
+    parts,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two from parts on
     BLOCK: tl.constexpr,
 ):
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(inverse_ptr + slot, mask=slot < rows, other=-1)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    partial = partials_ptr + row
-    for _ in range(PARTS):
-        acc += tl.load(partial, mask=row >= 0, other=0.0)
-        partial += rows
-    tl.store(out_ptr + slot, acc.to(out_ptr.dtype.element_ty), mask=slot < rows)
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.arange(0, PARTS)
+    slot = tl.load(order_ptr + r, mask=r < rows, other=0)
+    taken = r < tl.load(offsets_ptr + E)  # a dropped slot sums no partials: zero
+    partial = partials_ptr + part.to(tl.int64)[:, None] * rows + r[None, :]
+    values = tl.load(partial, mask=(part < parts)[:, None] & taken[None, :], other=0.0)
+    tl.store(out_ptr + slot, tl.sum(values, 0).to(out_ptr.dtype.element_ty), mask=r < rows)
 
 
 def _blocks(columns: int) -> tuple[int, int]:
     """Rows and columns of one program: 4096 elements, 16 or more bytes per thread and row."""
-    block_d = min(triton.next_power_of_2(columns), 1024)
+    block_d = min(power_of_two(columns), 1024)
     return max(4096 // block_d, 1), block_d
 
 
@@ -167,7 +169,7 @@ def gather(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: in
     block_r, block_d = _blocks(columns)
     launch(
         gather_kernel,
-        (triton.cdiv(rows, block_r), triton.cdiv(columns, block_d)),
+        (cdiv(rows, block_r), cdiv(columns, block_d)),
         x,
         order,
         offsets[-1:],
@@ -191,7 +193,7 @@ def spread(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
     block_t, block_d = _blocks(columns)
     launch(
         spread_kernel,
-        (triton.cdiv(tokens, block_t), triton.cdiv(columns, block_d)),
+        (cdiv(tokens, block_t), cdiv(columns, block_d)),
         x,
         inverse,
         rows,
@@ -220,7 +222,7 @@ def combine(
     block_t, block_d = _blocks(columns)
     launch(
         combine_kernel,
-        (triton.cdiv(tokens, block_t), triton.cdiv(columns, block_d)),
+        (cdiv(tokens, block_t), cdiv(columns, block_d)),
         rows,
         inverse,
         None if weights is None else weights.contiguous(),
@@ -247,7 +249,7 @@ def combine_backward(
     block_r, block_d = _blocks(columns)
     launch(
         combine_backward_kernel,
-        (triton.cdiv(count, block_r),),
+        (cdiv(count, block_r),),
         dy,
         rows,
         order,
@@ -264,19 +266,23 @@ def combine_backward(
     return d_rows, d_weights
 
 
-def sum_partials(partials: Tensor, inverse: Tensor, like: Tensor) -> Tensor:
+def sum_partials(partials: Tensor, order: Tensor, offsets: Tensor, like: Tensor) -> Tensor:
     """Partials [parts, N] by row, summed over the parts and put in slot order, like ``like``."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
-    rows = inverse.shape[0]
+    parts, rows = partials.shape
+    block = max(4096 // power_of_two(parts), 32)
     launch(
         sum_partials_kernel,
-        (triton.cdiv(rows, 1024),),
+        (cdiv(rows, block),),
         partials,
-        inverse,
+        order,
+        offsets,
         out,
         rows,
-        PARTS=partials.shape[0],
-        BLOCK=1024,
+        parts,
+        E=offsets.shape[0] - 1,
+        PARTS=power_of_two(parts),
+        BLOCK=block,
     )
     return out
 
@@ -346,10 +352,12 @@ def gate_cases(target: Target) -> list[GateCase]:
             kernel=sum_partials_kernel,
             signature={
                 "partials_ptr": "*fp32",
-                "inverse_ptr": "*i32",
+                "order_ptr": "*i32",
+                "offsets_ptr": "*i32",
                 "out_ptr": "*fp32",
                 "rows": "i32",
+                "parts": "i32",
             },
-            constexprs={"PARTS": 8, "BLOCK": 1024},
+            constexprs={"E": 64, "PARTS": 32, "BLOCK": 128},
         ),
     ]

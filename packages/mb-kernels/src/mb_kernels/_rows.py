@@ -9,7 +9,6 @@ Letters: N rows, K contraction, M output columns, E experts.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
 
 from mb_kernels._launch import (
     launch,
@@ -17,6 +16,7 @@ from mb_kernels._launch import (
     matrix_case,
     precision,
     programs,
+    ragged,
     uses_descriptors,
     xcds,
 )
@@ -123,9 +123,7 @@ def rows_times_weights(
     x_arg, w_arg, y_arg = x, w, y
     if descriptors:
         if scatter_order is None:
-            y_arg = create_ragged_descriptor(
-                y.view(-1, 1, columns), [tile.block_m, 1, tile.block_n // 2]
-            )
+            y_arg = ragged(y, (tile.block_m, 1, tile.block_n // 2), parts=1)
         x_arg = matrices(x, (tile.block_m, tile.block_k))
         block = (tile.block_n, tile.block_k) if transpose_weight else (tile.block_k, tile.block_n)
         w_arg = matrices(w, (1, *block))

@@ -9,15 +9,15 @@ Letters: N rows, E experts, E1 = E + 1.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels._launch import launch
+from mb_kernels._launch import cdiv, launch, power_of_two
+from mb_kernels.bins import SMALLEST_BLOCK_M, row_tiles
 from mb_kernels.targets import GateCase, Target
 
-_BLOCK = 32  # row tiles listed by one program
+_BLOCK = 16  # row tiles listed by one program
 
 
 @triton.jit
@@ -56,23 +56,23 @@ def schedule_kernel(
 
 
 def schedule(offsets: Tensor, rows: int, block_m: int) -> Tensor:
-    """Row tiles of ``block_m`` rows: [tiles, 4] int32.
+    """Row tiles of ``block_m`` rows: [tiles, 4] int32, of one size whatever ``block_m`` is.
 
     Tile t covers rows tiles[t, 1] to min(tiles[t, 1] + block_m, tiles[t, 2]) of expert tiles[t, 0].
     Rows of dropped slots come last, as expert E. tiles[0, 3] counts the experts' tiles,
     tiles[1, 3] all of them.
     """
     experts = offsets.shape[0] - 1
-    most = max(rows // block_m + min(experts + 1, rows), 2)
-    tiles = torch.empty((most, 4), dtype=torch.int32, device=offsets.device)
+    assert block_m >= SMALLEST_BLOCK_M
+    tiles = offsets.new_empty((row_tiles(rows, experts), 4))
     launch(
         schedule_kernel,
-        (triton.cdiv(most, _BLOCK),),
+        (cdiv(row_tiles(rows, experts, block_m), _BLOCK),),
         offsets,
         tiles,
         rows,
         E=experts,
-        GROUPS=triton.next_power_of_2(experts + 1),
+        GROUPS=power_of_two(experts + 1),
         BLOCK_M=block_m,
         BLOCK=_BLOCK,
     )

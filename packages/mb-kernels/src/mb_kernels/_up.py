@@ -10,7 +10,6 @@ Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
 
 from mb_kernels._activation import activate
 from mb_kernels._launch import (
@@ -20,6 +19,7 @@ from mb_kernels._launch import (
     precision,
     programs,
     ptx,
+    ragged,
     uses_descriptors,
     wide,
     xcds,
@@ -132,9 +132,9 @@ def up(
     h_arg, a_arg, w = h, a, w1
     pieces = _pieces(activation)
     if descriptors:
-        out = [tile.block_m, 1, tile.block_n // pieces]
-        h_arg = create_ragged_descriptor(h.view(rows, stack, ffn), out) if save_h else None
-        a_arg = create_ragged_descriptor(a.view(rows, 1, ffn), out)
+        out = (tile.block_m, 1, tile.block_n // pieces)
+        h_arg = ragged(h, out, parts=stack) if save_h else None
+        a_arg = ragged(a, out, parts=1)
         block = (stack, tile.block_n, tile.block_k)
         w = matrices(w1.view(experts * stack, ffn, hidden), block)
     launch(

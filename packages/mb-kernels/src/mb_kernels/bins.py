@@ -25,3 +25,12 @@ class Bins(NamedTuple):
     """Slots routed to each expert, before capacity drops any."""
     offsets_E1: Tensor
     """Expert e computes rows offsets_E1[e] to offsets_E1[e + 1], after capacity."""
+
+
+# The least height of a row tile: what a list of tiles, whatever their height, has room for.
+SMALLEST_BLOCK_M = 32
+
+
+def row_tiles(rows: int, experts: int, block_m: int = SMALLEST_BLOCK_M) -> int:
+    """The most tiles that rows fall into, a tile being within one expert or the dropped slots."""
+    return rows // block_m + experts + 1

@@ -1,10 +1,10 @@
 """The whole expert computation, gather to combine, as one differentiable op.
 
 The idea and the formulas of the backward are in ``mb_kernels.reference.expert_mlp``. What autograd
-keeps is x, the pre-activations h and the index maps. With ``recompute=True`` h is dropped too and
-computed again; with ``saved_activation_bits`` it is kept in 8 or 4 bits. The experts' outputs are
-never kept: a routing weight's gradient comes from ``<W2^T do, act(h)>`` inside the backward's first
-product.
+keeps is x, the pre-activations h, the index maps and the kernels' list of row tiles. With
+``recompute=True`` h is dropped too and computed again; with ``saved_activation_bits`` it is kept in
+8 or 4 bits. The experts' outputs are never kept: a routing weight's gradient comes from
+``<W2^T do, act(h)>`` inside the backward's first product.
 
 Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k, N = T·K rows.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mb_kernels import _dispatch
 from mb_kernels.activation import is_glu
-from mb_kernels.bins import Bins
+from mb_kernels.bins import Bins, row_tiles
 from mb_kernels.grouped_gemm import require_multiple_of_16
 from mb_kernels.permute import bins_of
 from mb_kernels.quantize import dequantize, quantize
@@ -69,10 +69,9 @@ def expert_mlp(
     )
     indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
     saved_bits = (saved_activation_bits or _WHOLE) if differentiable and not recompute else 0
-    y_TD, _ = torch.ops.mb.expert_mlp(
+    return torch.ops.mb.expert_mlp(
         x_TD, w1_EFD, w2_EDF, *indices, weights_TK, activation, saved_bits
-    )
-    return y_TD
+    )[0]
 
 
 def _check(
@@ -126,10 +125,10 @@ def _forward_reference(
     weights: Tensor,
     activation: str,
     saved_bits: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     bins = bins_of(order, inverse, offsets)
     y, h = expert_mlp_forward(x, w1, w2, bins, weights, activation)
-    return y, h if saved_bits else x.new_empty(0)
+    return y, h if saved_bits else x.new_empty(0), order.new_empty((0, 4))
 
 
 def _backward_reference(
@@ -142,6 +141,7 @@ def _backward_reference(
     offsets: Tensor,
     weights: Tensor,
     h: Tensor,
+    tiles: Tensor,
     activation: str,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
@@ -162,9 +162,10 @@ def _forward_fake(
     weights: Tensor,
     activation: str,
     saved_bits: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     h = x.new_empty((order.shape[0], w1.shape[1])) if saved_bits else x.new_empty(0)
-    return x.new_empty(x.shape), h
+    count = row_tiles(order.shape[0], w1.shape[0]) if _dispatch.use_triton(x) else 0
+    return x.new_empty(x.shape), h, order.new_empty((count, 4))
 
 
 def _backward_fake(
@@ -177,6 +178,7 @@ def _backward_fake(
     offsets: Tensor,
     weights: Tensor,
     h: Tensor,
+    tiles: Tensor,
     activation: str,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
@@ -187,26 +189,28 @@ def _backward_fake(
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, ctx.activation, ctx.saved_bits = inputs
-    h = output[1]
+    _, h, tiles = output
     kept = quantize(h, ctx.saved_bits) if ctx.saved_bits in (4, 8) else (h,)
-    ctx.save_for_backward(*tensors, *kept)
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, tiles, *kept)
+    ctx.mark_non_differentiable(h, tiles)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor | None, dh: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, do: Tensor | None, dh: None, dtiles: None) -> tuple[Tensor | None, ...]:
     if do is None:
         return (None,) * 9
     needed = ctx.needs_input_grad
     needs = [needed[0], needed[1], needed[2], needed[6]]
     saved = ctx.saved_tensors  # read once: under checkpoint a second reading fails
-    tensors, kept = saved[:7], saved[7:]
+    tensors, tiles, kept = saved[:7], saved[7], saved[8:]
     h = kept[0]
     if ctx.saved_bits in (4, 8):
         h = dequantize(*kept, bits=ctx.saved_bits, dtype=do.dtype)
-    grads = torch.ops.mb.expert_mlp_backward(do.contiguous(), *tensors, h, ctx.activation, needs)
+    grads = torch.ops.mb.expert_mlp_backward(
+        do.contiguous(), *tensors, h, tiles, ctx.activation, needs
+    )
     dx, dw1, dw2, dweights = (g if n else None for g, n in zip(grads, needs, strict=True))
     return dx, dw1, dw2, None, None, None, dweights, None, None
 
@@ -227,6 +231,7 @@ def _backward_flops(
     offsets_shape: Any,
     weights_shape: Any,
     h_shape: Any,
+    tiles_shape: Any,
     activation: str,
     needs: list[bool],
     **kwargs: Any,
@@ -240,7 +245,8 @@ def _backward_flops(
 
 _INPUTS = "Tensor x, Tensor w1, Tensor w2, Tensor order, Tensor inverse, Tensor offsets"
 _dispatch.register(
-    f"expert_mlp({_INPUTS}, Tensor weights, str activation, int saved_bits) -> (Tensor, Tensor)",
+    f"expert_mlp({_INPUTS}, Tensor weights, str activation, int saved_bits) "
+    "-> (Tensor, Tensor, Tensor)",
     reference=_forward_reference,
     kernels="mb_kernels._expert_mlp",
     fake=_forward_fake,
@@ -249,8 +255,8 @@ _dispatch.register(
     backward=_backward,
 )
 _dispatch.register(
-    f"expert_mlp_backward(Tensor do, {_INPUTS}, Tensor weights, Tensor h, str activation, "
-    "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"expert_mlp_backward(Tensor do, {_INPUTS}, Tensor weights, Tensor h, Tensor tiles, "
+    "str activation, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=_backward_reference,
     kernels="mb_kernels._expert_mlp",
     fake=_backward_fake,

@@ -50,8 +50,10 @@ def bin_tokens(expert_ids_TK: Tensor, num_experts: int, *, capacity: int | None 
     """Sort slots by expert, stably in slot order.
 
     Args:
-        expert_ids_TK: [T, K] integer. An id outside 0..num_experts-1 marks a slot that no expert
-            takes (padding): it is dropped and not counted.
+        expert_ids_TK: [T, K] integer. Ids 0 to num_experts - 1 route; -1 and num_experts mark a
+            slot that no expert takes (padding, another rank's): dropped and not counted. Any other
+            id is a mistake: dropped too, but an error if the environment has ``MB_DEBUG=1``. That
+            check makes the host wait for the device, except in a graph capture, which skips it.
         num_experts: E.
         capacity: each expert keeps its first ``capacity`` slots in slot order and drops the rest;
             None keeps all.
@@ -60,7 +62,8 @@ def bin_tokens(expert_ids_TK: Tensor, num_experts: int, *, capacity: int | None 
         Bins of int32 tensors on the ids' device.
 
     Raises:
-        ValueError: ids are not an integer [T, K], num_experts < 1, or capacity < 0.
+        ValueError: ids are not an integer [T, K], num_experts < 1, capacity < 0, or, with
+            ``MB_DEBUG=1``, an id is outside -1..num_experts.
     """
     if expert_ids_TK.ndim != 2 or expert_ids_TK.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -107,6 +110,20 @@ def _topk_softmax_backward(
     return d_logits.to(ctx.logits_dtype), None, None
 
 
+def _check_expert_ids(ids: Tensor, num_experts: int, capacity: int | None) -> None:
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    wrong = ((ids < -1) | (ids > num_experts)).nonzero()
+    if wrong.shape[0]:
+        token, choice = wrong[0].tolist()
+        raise ValueError(
+            f"expert_ids_TK: expected 0 to {num_experts - 1}, or -1 or {num_experts} for a slot "
+            f"that no expert takes; got {ids[token, choice].item()} at [{token}, {choice}], the "
+            f"first of {wrong.shape[0]} such ids. Pass the ids of {num_experts} experts, and -1 "
+            "for padding."
+        )
+
+
 def _bin_tokens_fake(
     ids: Tensor, num_experts: int, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -140,4 +157,5 @@ _dispatch.register(
     ),
     kernels="mb_kernels._routing",
     fake=_bin_tokens_fake,
+    debug_check=_check_expert_ids,
 )

@@ -11,6 +11,7 @@ Three things live here and nowhere else:
     python -m mb_kernels.targets --target gfx942 --module mb_kernels.block_sparse
 """
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +102,7 @@ class Tile:
     programs_per_unit: int = 1
     flatten: bool = True
 
-    @property
+    @functools.cached_property
     def blocks(self) -> dict[str, Any]:
         """The constexpr arguments of a persistent kernel that follow from the tile."""
         return {
@@ -112,7 +113,7 @@ class Tile:
             "FLATTEN": self.flatten,
         }
 
-    @property
+    @functools.cached_property
     def launch_options(self) -> dict[str, Any]:
         """The keyword arguments of a kernel launch or compilation."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}

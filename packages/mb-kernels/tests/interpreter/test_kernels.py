@@ -1,5 +1,7 @@
 """The kernels of the expert MLP, run by Triton's interpreter (fp32 and fp16; its bf16 is wrong)."""
 
+import dataclasses
+
 import mb_kernels._dact
 import mb_kernels._outer
 import mb_kernels._rows
@@ -15,6 +17,7 @@ from mb_kernels import (
     reference,
     topk_softmax,
 )
+from mb_kernels._launch import matrices, ragged
 from mb_kernels.testing import (
     TOLERANCES,
     Case,
@@ -24,6 +27,8 @@ from mb_kernels.testing import (
     make_inputs,
     run_expert_mlp,
 )
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 CASES = [
     Case(37, 48, 32, 5, 2),
@@ -62,6 +67,23 @@ def operands(request, monkeypatch):
 def test_expert_mlp(case, dtype):
     errors = expert_mlp_errors(case, dtype=dtype, device="cpu")
     assert max(errors.values()) <= TOLERANCES[dtype], errors
+
+
+def fields(descriptor):
+    names = [f.name for f in dataclasses.fields(descriptor) if f.name != "base"]
+    return {name: getattr(descriptor, name) for name in names}
+
+
+@pytest.mark.parametrize("parts", [None, 1, 2])
+def test_descriptors_are_tritons(parts):
+    x, w = torch.zeros(7, 32), torch.zeros(3, 16, 32)
+    block = (16, 16) if parts is None else (16, 1, 16)
+    view = x if parts is None else x.view(7, parts, -1)
+    assert ragged(x, block, parts).base is x
+    assert fields(ragged(x, block, parts)) == fields(create_ragged_descriptor(view, block))
+    assert matrices(w, (1, 8, 16)).base is w
+    want = TensorDescriptor(w, [3, 16, 32], [512, 32, 1], [1, 8, 16])
+    assert fields(matrices(w, (1, 8, 16))) == fields(want)
 
 
 def test_recompute_changes_nothing():
@@ -146,8 +168,9 @@ def test_topk_softmax(tokens, experts, k, renormalize):
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(300, 40, 2), (1, 2, 1), (64, 3, 1)])
 def test_bin_tokens(tokens, experts, k, routing, capacity):
     generator = torch.Generator().manual_seed(0)
-    ids = make_expert_ids(routing, tokens, experts, k, generator=generator)
-    ids[3::7, 0] = -1
+    ids = make_expert_ids(routing, tokens, experts, k, generator=generator).long()
+    nobody = torch.tensor([-1, experts, 2**40])
+    ids[3::7, 0] = nobody[torch.arange(len(ids[3::7])) % 3]
     got, want = (op(ids, experts, capacity=capacity) for op in (bin_tokens, reference.bin_tokens))
     for name, g, w in zip(got._fields, got, want, strict=True):
         assert torch.equal(g, w), name

@@ -1,0 +1,103 @@
+"""A launch is given the compiled kernel that Triton would give it, and Triton is asked once."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from mb_kernels import _launch
+from mb_kernels.gate import kernel_modules
+from triton.runtime.jit import JITFunction
+
+
+class Kernel:
+    """A Triton kernel of (x_ptr, n, E: tl.constexpr) that records who launched what."""
+
+    arg_names = ("x_ptr", "n", "E")
+
+    def __init__(self):
+        self.fn, self.log = object(), []
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*args, **constants):
+            self.log.append(("triton", grid))
+            return Compiled(self.log, constants["E"])
+
+        return compile_and_launch
+
+
+class Compiled:
+    def __init__(self, log, experts):
+        self.log, self.experts = log, experts
+
+    def __getitem__(self, grid):
+        def launch(x, n, experts):
+            assert experts == self.experts
+            self.log.append(("kept", grid))
+
+        return launch
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Who served each of a list of launches (x, n, constants) of one kernel."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_launch, "_compiled", {})
+
+    def run(*calls):
+        kernel = Kernel()
+        for x, n, constants in calls:
+            _launch.launch(kernel, (3, 2), x, n, **constants)
+        return kernel.log
+
+    return run
+
+
+X = torch.zeros(64)
+ELSEWHERE = torch.ones(32)
+
+
+def test_the_second_launch_is_not_triton_s(launches):
+    log = launches((X, 17, {"E": 4}), (ELSEWHERE, 33, {"E": 4}), (X, 5, {"E": 4}))
+    assert log == [("triton", (3, 2)), ("kept", (3, 2, 1)), ("kept", (3, 2, 1))]
+
+
+@pytest.mark.parametrize(
+    ("x", "n", "constants"),
+    [
+        (X, 17, {"E": 5}),
+        (X, 17, {"E": 4, "num_warps": 8}),
+        (X.double(), 17, {"E": 4}),
+        (None, 17, {"E": 4}),
+        (X, 1, {"E": 4}),
+        (X, 32, {"E": 4}),
+        (X, 2**31 + 1, {"E": 4}),
+        (_launch.matrices(X.view(1, 8, 8), (1, 8, 8)), 17, {"E": 4}),
+    ],
+    ids=["constexpr", "option", "dtype", "none", "one", "multiple-of-16", "64-bit", "descriptor"],
+)
+def test_what_triton_compiles_for_is_told_apart(x, n, constants, launches):
+    first, other = (X, 17, {"E": 4}), (x, n, constants)
+    assert [who for who, _ in launches(first, other, first, other)] == ["triton"] * 2 + ["kept"] * 2
+
+
+def test_descriptors_of_other_blocks_are_told_apart(launches):
+    def call(*block):
+        return _launch.matrices(X.view(1, 8, 8), block), 17, {"E": 4}
+
+    log = launches(call(1, 8, 8), call(1, 4, 8), call(1, 8, 8))
+    assert [who for who, _ in log] == ["triton", "triton", "kept"]
+
+
+@pytest.mark.parametrize("x", [X[1:], object()], ids=["unaligned", "of another kind"])
+def test_other_arguments_are_left_to_triton(x, launches):
+    assert [who for who, _ in launches(*[(x, 17, {"E": 4})] * 3)] == ["triton"] * 3
+
+
+def test_constexprs_come_last_in_every_kernel():
+    """So that what is passed by position is what the device is given."""
+    kernels = {k for m in kernel_modules() for k in vars(m).values() if isinstance(k, JITFunction)}
+    entry = [k for k in kernels if k.fn.__name__.endswith("_kernel")]
+    assert len(entry) > 20
+    for kernel in entry:
+        kinds = [p.is_constexpr for p in kernel.params]
+        assert kinds == sorted(kinds), kernel.fn.__name__

@@ -290,3 +290,14 @@ def test_sizes_the_kernels_cannot_take():
         run_expert_mlp(
             expert_mlp, make_inputs(Case(4, 40, 16, 2, 1), dtype=torch.bfloat16, device="cuda")
         )
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_another_device_than_the_current():
+    inputs = make_inputs(Case(300, 128, 64, 4, 2), dtype=torch.bfloat16, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    got = run_expert_mlp(expert_mlp, inputs)
+    with torch.cuda.device(1):
+        want = run_expert_mlp(expert_mlp, inputs)
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name

@@ -70,7 +70,13 @@ def register(
     def implementation(*args: Any) -> Any:
         if _debug and debug_check is not None:
             debug_check(*args)
-        return launch()(*args) if use_triton(args[0]) else reference(*args)
+        x = args[0]
+        if not use_triton(x):
+            return reference(*args)
+        if x.is_cuda and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):  # Triton launches on the current device
+                return launch()(*args)
+        return launch()(*args)
 
     _library.define(schema)
     for key in ("CPU", "CUDA"):

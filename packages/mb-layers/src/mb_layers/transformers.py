@@ -66,7 +66,7 @@ def experts_forward(
     Args:
         self: the experts module, with the attributes `use_experts_implementation` gives it.
         hidden_states: x_TD [T, D].
-        top_k_index: expert ids [T, K]; ids from E on (expert parallelism) add nothing.
+        top_k_index: expert ids [T, K]; id E (another rank's expert) adds nothing.
         top_k_weights: routing weights [T, K].
     """
     num_experts = self.num_experts

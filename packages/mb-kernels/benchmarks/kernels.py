@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from layer import SHAPES, Shape, make_inputs
-from mb_kernels import bin_tokens, is_glu, topk_softmax
+from mb_kernels import bin_tokens, topk_softmax
 from mb_kernels._dact import dact, dact_tile
 from mb_kernels._launch import tile_of
 from mb_kernels._outer import outer
 from mb_kernels._permute import combine, spread, sum_partials
 from mb_kernels._rows import rows_times_weights
 from mb_kernels._schedule import schedule
-from mb_kernels._up import up
+from mb_kernels._up import up, up_tile
 from triton.testing import do_bench
 
 
@@ -36,7 +36,6 @@ def kernels(shape: Shape) -> dict[str, tuple[Callable[[], object], float, float]
     h = x.new_empty((n, shape.columns)).normal_()
     a = x.new_empty((n, shape.ffn)).normal_()
     tiles = schedule(offsets, n, 128)
-    suffix = "_glu" if is_glu(activation) else ""
     single = {"fill_dropped": top_k == 1, "scatter_order": order if top_k == 1 else None}
     scale = {"scale": weights if top_k == 1 else None}
     partials = torch.rand(shape.ffn // 256, n, device=x.device)
@@ -52,7 +51,7 @@ def kernels(shape: Shape) -> dict[str, tuple[Callable[[], object], float, float]
         return rows_times_weights(h, w1, tiles, transpose_weight=False, tile=tile, **single)
 
     batch = rows[: n // shape.experts * shape.experts].view(shape.experts, -1, shape.hidden)
-    tile_up, tile_dact = tile_of(f"up{suffix}", x), dact_tile(x, activation)
+    tile_up, tile_dact = up_tile(x, w1, activation), dact_tile(x, activation)
     return {
         "bmm (cuBLAS)": (lambda: torch.bmm(batch, w1.transpose(1, 2)), up_flops, 0),
         "topk_softmax": (
@@ -63,7 +62,9 @@ def kernels(shape: Shape) -> dict[str, tuple[Callable[[], object], float, float]
         "bin_tokens": (lambda: bin_tokens(ids, shape.experts), 0, 3 * order.nbytes),
         "schedule": (lambda: schedule(offsets, n, 128), 0, 0),
         "up": (
-            lambda: up(x, w1, order, tiles, activation, top_k=top_k, save_h=True, tile=tile_up),
+            lambda: up(
+                x, w1, order, inverse, tiles, activation, top_k=top_k, save_h=True, tile=tile_up
+            ),
             up_flops,
             0,
         ),

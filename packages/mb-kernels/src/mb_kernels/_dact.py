@@ -147,9 +147,9 @@ def dact(
     columns = cdiv(ffn, tile.block_n)
     partials = h.new_empty((columns, rows), dtype=torch.float32)
     if uses_hopper_kernels(do):
-        from mb_kernels import _hopper
+        from mb_kernels import _hopper_dact
 
-        _hopper.dact(do, w2, order, weights, tiles, h, dh, a, partials, activation, tile=tile)
+        _hopper_dact.dact(do, w2, order, weights, tiles, h, dh, a, partials, activation, tile=tile)
         return dh, a, partials
     glu = is_glu(activation)
     operands = do, w2, h, dh, a

@@ -3,13 +3,14 @@
 | forward | backward |
 |---|---|
 | tile schedule, kept for the backward | |
-| up: gather, w1, activation | [up again, to recompute h], spread do |
+| up: gather (or spread first), w1, activation | [up again, to recompute h], spread do |
 | down: w2 | dact: dh, s·a, partials of the weights' gradient; their sum |
 | combine (K = 1: inside down) | dw2; dX, combine (K = 1: inside dX); spread x, dw1 |
 
-The forward gathers tokens inside the up-projection. The backward copies them to rows first
-("spread", which reads each token once): its products read every row many times, and gathering in
-the loop of a weight gradient costs more than the copy (540 against 650 TFLOP/s on an H200).
+The forward gathers tokens inside the up-projection, unless that is wide. The backward copies them
+to rows first ("spread", which reads each token once): its products read every row many times, and
+gathering in the loop of a weight gradient costs more than the copy (540 against 650 TFLOP/s on an
+H200).
 
 Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k, N = T·K rows.
 """
@@ -23,9 +24,7 @@ from mb_kernels._outer import outer
 from mb_kernels._permute import combine, spread, sum_partials
 from mb_kernels._rows import rows_times_weights
 from mb_kernels._schedule import schedule
-from mb_kernels._up import up
-from mb_kernels.activation import is_glu
-from mb_kernels.targets import Tile
+from mb_kernels._up import up, up_tile
 
 
 def expert_mlp(
@@ -41,14 +40,14 @@ def expert_mlp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, w1, w2, weights = operand(x), operand(w1), operand(w2), operand(weights)
     rows, top_k = order.shape[0], weights.shape[1]
-    tile = _up_tile(activation, x)
+    tile = up_tile(x, w1, activation)
     row_tiles = schedule(offsets, rows, tile.block_m)
     if rows == 0 or x.shape[1] == 0:
         h = x.new_empty((rows, w1.shape[1]) if saved_bits else (0,))
         return torch.zeros_like(x), h, row_tiles
     tiles = _Tiles(offsets, rows, tile.block_m, row_tiles)
     save_h = saved_bits > 0
-    h, a = up(x, w1, order, row_tiles, activation, top_k=top_k, save_h=save_h, tile=tile)
+    h, a = up(x, w1, order, inverse, row_tiles, activation, top_k=top_k, save_h=save_h, tile=tile)
     y = _to_tokens(a, w2, tiles, (order, inverse, offsets), top_k, weights, "down")
     return y, h, row_tiles
 
@@ -76,10 +75,10 @@ def expert_mlp_backward(
             for t, need in zip((x, w1, w2, weights), needs, strict=True)
         )
         return dx, d_w1, d_w2, d_weights
-    tile = _up_tile(activation, x)
+    tile = up_tile(x, w1, activation)
     tiles = _Tiles(offsets, rows, tile.block_m, row_tiles)
     if h.numel() == 0:
-        h, _ = up(x, w1, order, row_tiles, activation, top_k=top_k, save_h=True, tile=tile)
+        h, _ = up(x, w1, order, inverse, row_tiles, activation, top_k=top_k, save_h=True, tile=tile)
 
     tile = dact_tile(x, activation)
     do_rows = spread(do, inverse, top_k)
@@ -99,10 +98,6 @@ def expert_mlp_backward(
 def _nothing(x: Tensor) -> Tensor:
     """Stands for a gradient that nobody asked for."""
     return x.new_empty(0)
-
-
-def _up_tile(activation: str, x: Tensor) -> Tile:
-    return tile_of("up_glu" if is_glu(activation) else "up", x)
 
 
 def _to_tokens(

@@ -104,9 +104,9 @@ def outer(a: Tensor, b: Tensor, offsets: Tensor, tile: Tile | None = None) -> Te
     out = a.new_empty((experts, a.shape[1], b.shape[1]))
     few = a.shape[0] <= FEW_ROWS * experts
     if tile is None and few and uses_hopper_kernels(a):
-        from mb_kernels import _hopper
+        from mb_kernels import _hopper_outer
 
-        _hopper.outer(a, b, offsets, out, tile=tile_of("outer_few_rows_hopper", a))
+        _hopper_outer.outer(a, b, offsets, out, tile=tile_of("outer_few_rows_hopper", a))
         return out
     if tile is None:
         tile = tile_of("outer_few_rows" if few else "outer", a)

@@ -2,7 +2,8 @@
 
 Writes the pre-activations h (if the backward needs them) and the activations a. For a GLU one
 accumulator holds the gate columns beside the up columns of the same output tile, so that the
-activation needs no exchange between programs.
+activation needs no exchange between programs. Where w1 is so wide that the copy costs less than
+gathering in the loop, Hopper copies tokens to their rows first, for ``_hopper_up``.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
@@ -20,10 +21,13 @@ from mb_kernels._launch import (
     programs,
     ptx,
     ragged,
+    tile_of,
     uses_descriptors,
+    uses_hopper_kernels,
     wide,
     xcds,
 )
+from mb_kernels._permute import spread
 from mb_kernels._schedule import (
     first_item,
     halves,
@@ -34,7 +38,7 @@ from mb_kernels._schedule import (
     token_rows,
 )
 from mb_kernels.activation import base_function, is_glu
-from mb_kernels.targets import TILES, GateCase, Target, Tile
+from mb_kernels.targets import GATHER_FIRST_COLUMNS, TILES, GateCase, Target, Tile
 
 
 @triton.jit
@@ -109,10 +113,22 @@ def _pieces(activation: str) -> int:
     return 1 if is_glu(activation) else 2
 
 
+def _gathers_first(x: Tensor, w1: Tensor) -> bool:
+    return uses_hopper_kernels(x) and w1.shape[1] >= GATHER_FIRST_COLUMNS
+
+
+def up_tile(x: Tensor, w1: Tensor, activation: str) -> Tile:
+    """The tile of ``up`` for the device and dtype of ``x`` and the width of ``w1``."""
+    if _gathers_first(x, w1):
+        return tile_of("up_hopper", x)
+    return tile_of("up_glu" if is_glu(activation) else "up", x)
+
+
 def up(
     x: Tensor,
     w1: Tensor,
     order: Tensor,
+    inverse: Tensor,
     tiles: Tensor,
     activation: str,
     *,
@@ -127,6 +143,12 @@ def up(
     rows = order.shape[0]
     h = x.new_empty((rows, columns) if save_h else (0,))
     a = x.new_empty((rows, ffn))
+    if _gathers_first(x, w1):
+        from mb_kernels import _hopper_up
+
+        gathered = spread(x, inverse, top_k)
+        _hopper_up.up(gathered, w1, tiles, h, a, activation, save_h=save_h, tile=tile)
+        return h, a
     descriptors = uses_descriptors(x)
     stack = 2 if glu else 1
     h_arg, a_arg, w = h, a, w1

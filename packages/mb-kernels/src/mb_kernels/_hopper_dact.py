@@ -77,15 +77,18 @@ def _finish_dact(
         a = a_ptr + row.to(gl.int64) * F
         cols = column * BLOCK_N + c
         at = near[:, None] * (PARTS * F) + cols
+        # h is read two pieces ahead: of one, the compiler puts the load at the end of a piece, where
+        # there is too little left to do for it to arrive.
         ahead = _load_h(h, at, cols, F, BLOCK_N)
+        beyond = _load_h(h, at + W, cols + W, F, BLOCK_N)
         partial = gl.zeros((BLOCK_M,), gl.float32, gl.SliceLayout(1, BLOCK))
         mbarrier.wait(full, parity)
         parity ^= 1
         for i in range(PIECES):
             z = ahead.to(gl.float32)
-            # h of the next piece is on its way while this one is worked on.
-            step = gl.where(i + 1 < PIECES, W, 0)
-            ahead = _load_h(h, at + step, cols + step, F, BLOCK_N)
+            ahead = beyond
+            step = gl.where(i + 2 < PIECES, 2 * W, 0)
+            beyond = _load_h(h, at + step, cols + step, F, BLOCK_N)
             q = tile.index(i).load(BLOCK).to(gl.float32)
             mask = live[:, None] if F % BLOCK_N == 0 else live[:, None] & (cols < F)
             to_h = r[:, None] * (PARTS * F) + cols
@@ -103,7 +106,7 @@ def _finish_dact(
                 q *= s
                 gl.store(a + (r[:, None] * F + cols), (value * s).to(tile.dtype), mask=mask)
             gl.store(dh + to_h, (q * slope).to(tile.dtype), mask=mask)
-            at += step
+            at += W
             cols += W
         mbarrier.arrive(drained)
         gl.store(partials_ptr + column.to(gl.int64) * rows + row + r, partial, mask=live)

@@ -253,6 +253,31 @@ def test_rows_past_32768_and_bitwise_repeatable():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("density", [0.05, 0.4], ids=["few_blocks_a_row", "many_blocks_a_row"])
+def test_more_tiles_than_programs(density):
+    torch.manual_seed(0)
+    mask = torch.rand(150, 40, device="cuda") < density
+    mask[::7] = False
+    mask[:, 3] = False
+    rows, columns = (index.int() for index in mask.nonzero(as_tuple=True))
+    order = (columns * 150 + rows).argsort()
+    offsets, offsets_t = (
+        torch.nn.functional.pad(mask.sum(dim).cumsum(0), (1, 0)).int() for dim in (1, 0)
+    )
+    data = torch.randn(rows.numel(), BLOCK, BLOCK, device="cuda", dtype=torch.bfloat16) / 16
+    size = (150 * BLOCK, 40 * BLOCK)
+    s = stk.Matrix(size, data, rows, columns, offsets, rows[order], offsets_t, order.int())
+    dense = to_dense(s).float()
+    for a, a_dense in ((s, dense), (s.t(), dense.t())):
+        b = torch.randn(a.size()[1], 640, device="cuda", dtype=torch.bfloat16) / 16
+        assert_close("dsd", dsd(a, b), a_dense @ b.float(), dtype=b.dtype)
+        assert_close("dds", dds(b.t(), a.t()), b.t().float() @ a_dense.t(), dtype=b.dtype)
+        c = torch.randn(640, a.size()[0], device="cuda", dtype=torch.bfloat16) / 16
+        want = torch.where(a_dense != 0, c.t().float() @ b.t().float(), 0)
+        assert_close("sdd", to_dense(sdd(c.t(), b.t(), a)), want, dtype=b.dtype)
+
+
+@pytest.mark.gpu
 def test_more_than_2_to_31_elements():
     blocks = 374
     rows = blocks * BLOCK

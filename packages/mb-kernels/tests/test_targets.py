@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from mb_kernels import gate
 from mb_kernels.bins import SMALLEST_BLOCK_M
 from mb_kernels.gate import kernel_modules
 from mb_kernels.targets import TARGETS, TILES, _amd_target, _nvidia_target
@@ -80,6 +81,19 @@ def test_gate_finds_the_package_modules() -> None:
 def test_no_tile_is_lower_than_a_list_of_tiles_has_room_for() -> None:
     heights = {tile.block_m for by_target in TILES.values() for tile in by_target.values()}
     assert min(heights) >= SMALLEST_BLOCK_M
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
+@pytest.mark.parametrize("name", ["sdd_forward", "dsd_forward", "dsd_w2_gradient_narrow"])
+def test_loads_run_ahead_of_block_sparse_products(name: str) -> None:
+    # Where Triton cannot pipeline a loop it says nothing, and the kernel takes a third longer.
+    from mb_kernels import _block_sparse
+
+    cases = _block_sparse.gate_cases(TARGETS["sm90"])
+    (case,) = [case for case in cases if case.name == name]
+    ptx = gate._compile(case, TARGETS["sm90"]).asm["ptx"]
+    loads = ptx.count("cp.async.bulk.tensor") - ptx.count(".global.shared::cta.bulk_group")
+    assert loads >= 2 * case.num_stages  # both operands in each stage before the last, and the loop
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mb_kernels._block_sparse_kernels import dsd_kernel, sdd_kernel
+from mb_kernels._block_sparse_tma import dsd_tma_kernel, sdd_tma_kernel
 from mb_kernels._launch import launch, precision, programs, uses_descriptors
 from mb_kernels.reference.block_sparse import BLOCK, Topology
 from mb_kernels.targets import TILES, GateCase, Target, Tile, current_target
+
+# Blocks in a row of S, on average, from which the stores of a tile weigh less than its loads.
+_LONG_ROW = 8
+
+# Pointer arguments of the kernels that hold elements, not indices.
+_VALUES = ("a_ptr", "b_ptr", "data_ptr", "out_ptr")
 
 
 def sdd(a: Tensor, b: Tensor, *topology: Tensor) -> Tensor:
@@ -23,24 +30,44 @@ def sdd(a: Tensor, b: Tensor, *topology: Tensor) -> Tensor:
     data = a.new_empty((t.row_indices.numel(), BLOCK, BLOCK))
     if data.numel() == 0:
         return data
-    described = _describable(a) and _describable(b)
-    tile = _tile("sdd", a, described)
-    parts = (BLOCK // tile.block_m) * (BLOCK // tile.block_n)
+    indices = (t.row_indices, t.column_indices, t.block_offsets_t, t.offsets)
+    block_rows = t.offsets.numel() - 1
+    if all(_describable(x) for x in (a, b, data)):
+        _sdd_tma(data, a, b, *indices, column_order=_column_order(t))
+        return data
+    tile = _tile("sdd", a)
     launch(
         sdd_kernel,
-        (data.shape[0] * parts,),
-        _described(a, tile.block_m, tile.block_k) if described else a,
-        _described(b, tile.block_k, tile.block_n) if described else b,
-        *(data, t.row_indices, t.column_indices, t.block_offsets_t, t.offsets[-1:], a.shape[2]),
+        (data.shape[0] * (BLOCK // tile.block_m) * (BLOCK // tile.block_n),),
+        *(a, b, data, *indices, block_rows, a.shape[2]),
         *(a.shape[1] // BLOCK, *a.stride()),
         *(b.shape[2] // BLOCK, *b.stride()),
         EVEN_K=a.shape[2] % tile.block_k == 0,
         COLUMN_ORDER=_column_order(t),
-        A_ROW_MAJOR=_row_major(a),
-        B_ROW_MAJOR=_row_major(b),
-        **_tile_arguments(tile, a, described),
+        **_tile_arguments(tile, a),
     )
     return data
+
+
+def _sdd_tma(data: Tensor, a: Tensor, b: Tensor, *indices: Tensor, column_order: bool) -> None:
+    tile = TILES["sdd"]["sm90"]
+    blocks, block_rows = data.shape[0], indices[-1].numel() - 1
+    launch(
+        sdd_tma_kernel,
+        (min(blocks, programs(a, tile.programs_per_unit)),),
+        _described(a, BLOCK, tile.block_k),
+        _described(b, tile.block_k, BLOCK),
+        _described(data, BLOCK, BLOCK // 2),
+        *(*indices, block_rows, blocks),
+        *(a.shape[2], a.shape[1] // BLOCK, b.shape[2] // BLOCK),
+        B=BLOCK,
+        TK=tile.block_k,
+        A_ROW_MAJOR=_row_major(a),
+        B_ROW_MAJOR=_row_major(b),
+        COLUMN_ORDER=column_order,
+        PRECISION=precision(a),
+        **tile.launch_options,
+    )
 
 
 def dsd(data: Tensor, b: Tensor, *topology_and_layout: Any) -> Tensor:
@@ -48,33 +75,53 @@ def dsd(data: Tensor, b: Tensor, *topology_and_layout: Any) -> Tensor:
     *topology, transposed, groups, column_major = topology_and_layout
     t = Topology(*topology)
     data, b = data.contiguous(), _addressable(b)
-    offsets = t.offsets_t if transposed else t.offsets
-    out = empty_stack(b, groups, (offsets.numel() - 1) * BLOCK, b.shape[2], column_major)
+    indices = (t.offsets, t.column_indices, t.block_offsets_t)
+    if transposed:
+        indices = (t.offsets_t, t.column_indices_t, t.block_offsets_t)
+    block_rows = indices[0].numel() - 1
+    out = empty_stack(b, groups, block_rows * BLOCK, b.shape[2], column_major)
     if out.numel() == 0:
         return out
-    described = all(_describable(x) for x in (data, b, out))
-    tile = _tile("dsd", data, described)
-    s_block = (tile.block_k, tile.block_m) if transposed else (tile.block_m, tile.block_k)
-    block_rows = offsets.numel() - 1
+    if all(_describable(x) for x in (data, b, out)):
+        _dsd_tma(out, data, b, *indices, transposed=transposed)
+        return out
+    tile = _tile("dsd", data)
     tiles = block_rows * (BLOCK // tile.block_m) * triton.cdiv(b.shape[2], tile.block_n)
     launch(
         dsd_kernel,
         (min(tiles, programs(data, tile.programs_per_unit)),),
-        _described(data, *s_block) if described else data,
-        _described(b, tile.block_k, tile.block_n) if described else b,
-        _described(out, tile.block_m, tile.block_n // 2) if described else out,
-        *(offsets, t.column_indices_t if transposed else t.column_indices, t.block_offsets_t),
-        *(block_rows, b.shape[2]),
+        *(data, b, out, *indices, block_rows, b.shape[2]),
         *((1, BLOCK) if transposed else (BLOCK, 1)),
         *(b.shape[1] // BLOCK, *b.stride()),
         *(out.shape[1] // BLOCK, *out.stride()),
         EVEN_N=b.shape[2] % tile.block_n == 0,
+        TRANSPOSED=transposed,
+        **_tile_arguments(tile, data),
+    )
+    return out
+
+
+def _dsd_tma(out: Tensor, data: Tensor, b: Tensor, *indices: Tensor, transposed: bool) -> None:
+    block_rows = indices[0].numel() - 1
+    long = data.shape[0] >= _LONG_ROW * block_rows
+    tile = TILES["dsd" if long and _row_major(out) else "dsd_narrow"]["sm90"]
+    tiles = block_rows * triton.cdiv(b.shape[2], tile.block_n)
+    launch(
+        dsd_tma_kernel,
+        (min(tiles, programs(data, tile.programs_per_unit)),),
+        _described(data, *((tile.block_k, BLOCK) if transposed else (BLOCK, tile.block_k))),
+        _described(b, tile.block_k, tile.block_n),
+        _described(out, BLOCK, tile.block_n // 2),
+        *(*indices, block_rows, b.shape[2], b.shape[1] // BLOCK, out.shape[1] // BLOCK),
+        B=BLOCK,
+        TN=tile.block_n,
+        TK=tile.block_k,
         B_ROW_MAJOR=_row_major(b),
         TRANSPOSED=transposed,
         OUT_ROW_MAJOR=_row_major(out),
-        **_tile_arguments(tile, data, described),
+        PRECISION=precision(data),
+        **tile.launch_options,
     )
-    return out
 
 
 def empty_stack(like: Tensor, groups: int, rows: int, columns: int, column_major: bool) -> Tensor:
@@ -115,21 +162,22 @@ def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x.transpose(1, 2), [1, columns, rows])
 
 
-def _tile(op: str, x: Tensor, described: bool) -> Tile:
+def _tile(op: str, x: Tensor) -> Tile:
+    """The tile of the kernels that load through pointers."""
+    target = current_target(x.device).name
     if x.dtype is torch.float32:
         op += "_fp32"
-    elif not described and current_target(x.device).name == "sm90":
-        return TILES[op]["sm80"]  # an odd size or an odd address: rare
-    return TILES[op][current_target(x.device).name]
+    elif target == "sm90":
+        target = "sm80"  # an odd size or an odd address: rare
+    return TILES[op][target]
 
 
-def _tile_arguments(tile: Tile, x: Tensor, described: bool) -> dict[str, Any]:
+def _tile_arguments(tile: Tile, x: Tensor) -> dict[str, Any]:
     return {
         "B": BLOCK,
         "TM": tile.block_m,
         "TN": tile.block_n,
         "TK": tile.block_k,
-        "DESCRIPTORS": described,
         "PRECISION": precision(x),
         "XCDS": current_target(x.device).xcds,
         **tile.launch_options,
@@ -138,83 +186,97 @@ def _tile_arguments(tile: Tile, x: Tensor, described: bool) -> dict[str, Any]:
 
 def gate_cases(target: Target) -> list[GateCase]:
     """Both products in each memory order that a forward or backward meets, and once in fp32."""
-    indices = {"row_indices_ptr": "*i32", "column_indices_ptr": "*i32", "used_ptr": "*i32"}
-    indices["block_offsets_ptr"] = "*i32"
-    # Row-major (a, b): x @ w1^T for w1 [E, F, D], dy @ w2 for w2 [E, D, F], and a transposed x.
     cases = [
-        _case(f"sdd_{name}", sdd_kernel, target, indices, order)
-        for name, order in {
-            "forward": {"A_ROW_MAJOR": True, "B_ROW_MAJOR": False},
-            "gradient": {"A_ROW_MAJOR": True, "B_ROW_MAJOR": True},
-            "transposed": {"A_ROW_MAJOR": False, "B_ROW_MAJOR": True},
-            "fp32": {"A_ROW_MAJOR": True, "B_ROW_MAJOR": False},
-        }.items()
+        _case("sdd_fp32", target, stride_ak=1, stride_bk=1),
+        _case("dsd_fp32", target, stride_sk=1, stride_bn=1, stride_on=1, TRANSPOSED=False),
     ]
-    indices = {"offsets_ptr": "*i32", "column_indices_ptr": "*i32", "block_offsets_ptr": "*i32"}
-    # a @ w2^T; dh @ w1; dh^T @ x; and a^T @ dy, stored as w2's gradient.
-    for name, transposed, row_major, unit in (
-        ("forward", False, False, "stride_on"),
-        ("input_gradient", False, True, "stride_on"),
-        ("w1_gradient", True, True, "stride_on"),
-        ("w2_gradient", True, True, "stride_om"),
-        ("fp32", False, True, "stride_on"),
+    # Row-major a, b: x @ w1^T for w1 [E, F, D], dy @ w2 for w2 [E, D, F], and a transposed x.
+    for name, a, b in (
+        ("sdd_forward", True, False),
+        ("sdd_gradient", True, True),
+        ("sdd_transposed", False, True),
     ):
-        order = {"TRANSPOSED": transposed, "B_ROW_MAJOR": row_major, unit: 1}
-        order["OUT_ROW_MAJOR"] = unit == "stride_on"
-        cases.append(_case(f"dsd_{name}", dsd_kernel, target, indices, order))
+        if target.name == "sm90":
+            order = {"A_ROW_MAJOR": a, "B_ROW_MAJOR": b, "COLUMN_ORDER": True}
+            cases.append(_tma_case(name, "sdd", **order))
+        else:
+            order = {"stride_ak" if a else "stride_am": 1, "stride_bn" if b else "stride_bk": 1}
+            cases.append(_case(name, target, **order))
+    # Transposed S, row-major b and out: a @ w2^T; dh @ w1; dh^T @ x; a^T @ dy as w2's gradient.
+    for name, transposed, b, out in (
+        ("dsd_forward", False, False, True),
+        ("dsd_input_gradient", False, True, True),
+        ("dsd_w1_gradient", True, True, True),
+        ("dsd_w2_gradient", True, True, False),
+    ):
+        if target.name == "sm90":
+            order = {"TRANSPOSED": transposed, "B_ROW_MAJOR": b, "OUT_ROW_MAJOR": out}
+            cases.append(_tma_case(f"{name}_narrow", "dsd_narrow", **order))
+            if out:
+                cases.append(_tma_case(name, "dsd", **order))
+        else:
+            order = {"TRANSPOSED": transposed, "stride_sm" if transposed else "stride_sk": 1}
+            order |= {"stride_bn" if b else "stride_bk": 1, "stride_on" if out else "stride_om": 1}
+            cases.append(_case(name, target, **order))
     return cases
 
 
-def _case(
-    name: str, kernel: Any, target: Target, indices: dict[str, str], order: dict[str, Any]
-) -> GateCase:
-    """A case on the target's tile, with descriptors where the launch would use them."""
+def _case(name: str, target: Target, **constexprs: Any) -> GateCase:
+    """A case of the kernels that load through pointers, on the target's tile."""
     op, kind = name.split("_", 1)
+    kernel = sdd_kernel if op == "sdd" else dsd_kernel
     dtype = "fp32" if kind == "fp32" else "bf16"
     tile = TILES[name if dtype == "fp32" else op][target.name]
-    described = target.name == "sm90" and dtype == "bf16"
-    m, n, k = tile.block_m, tile.block_n, tile.block_k
-    constexprs: dict[str, Any] = {"B": BLOCK, "TM": m, "TN": n, "TK": k, "DESCRIPTORS": described}
-    constexprs |= {
-        "PRECISION": "ieee",
-        "XCDS": target.xcds,
-        **order,
-    }
-    b_box = (1, k, n) if order["B_ROW_MAJOR"] else (1, n, k)
-    constexprs["stride_bn" if order["B_ROW_MAJOR"] else "stride_bk"] = 1
+    constexprs |= {"B": BLOCK, "TM": tile.block_m, "TN": tile.block_n, "TK": tile.block_k}
+    constexprs |= {"PRECISION": "ieee", "XCDS": target.xcds}
     if op == "sdd":
-        s_name, s_box = "a_ptr", (1, m, k) if order["A_ROW_MAJOR"] else (1, k, m)
-        constexprs |= {
-            "EVEN_K": True,
-            "COLUMN_ORDER": True,
-            "stride_ak" if order["A_ROW_MAJOR"] else "stride_am": 1,
-        }
+        constexprs |= {"EVEN_K": True, "COLUMN_ORDER": True}
     else:
-        s_name, s_box = "data_ptr", (1, k, m) if order["TRANSPOSED"] else (1, m, k)
-        constexprs |= {"EVEN_N": True, "stride_sm" if order["TRANSPOSED"] else "stride_sk": 1}
-    signature = dict.fromkeys((s_name, "b_ptr"), f"*{dtype}")
-    if described:
-        signature = {s_name: _box_type(s_box), "b_ptr": _box_type(b_box)}
-    if op == "sdd":
-        signature["data_ptr"] = f"*{dtype}"
-    else:
-        out_box = (1, m, n // 2) if order["OUT_ROW_MAJOR"] else (1, n // 2, m)
-        signature["out_ptr"] = _box_type(out_box) if described else f"*{dtype}"
-    signature |= indices
-    integers = [name for name in kernel.arg_names if name not in {*signature, *constexprs}]
+        constexprs["EVEN_N"] = True
+    pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
+    kinds = {name: f"*{dtype}" if name in _VALUES else "*i32" for name in pointers}
+    integers = [name for name in kernel.arg_names if name not in {*kinds, *constexprs}]
     return GateCase(
         name=name,
         kernel=kernel,
-        signature=signature | dict.fromkeys(integers, "i32"),
+        signature=kinds | dict.fromkeys(integers, "i32"),
         constexprs=constexprs,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         options=tile.options,
-        multiples_of_16=[name for name in integers if not name.endswith("blocks")],
+        multiples_of_16=[name for name in integers if not name.endswith(("blocks", "block_rows"))],
         beyond_2gib=("b_ptr",),
         is_gemm=dtype == "bf16",  # fp32 products use no matrix unit on most targets
     )
 
 
-def _box_type(shape: tuple[int, ...]) -> str:
-    return f"tensordesc<bf16[{', '.join(map(str, shape))}]>"
+def _tma_case(name: str, op: str, **order: bool) -> GateCase:
+    """A case of the kernels that load through descriptors, on Hopper's tile of ``op``."""
+    tile = TILES[op]["sm90"]
+    n, k = tile.block_n, tile.block_k
+    b_box = (k, n) if order["B_ROW_MAJOR"] else (n, k)
+    if op == "sdd":
+        kernel = sdd_tma_kernel
+        boxes = {"a": (BLOCK, k) if order["A_ROW_MAJOR"] else (k, BLOCK), "b": b_box}
+        boxes["data"] = (BLOCK, n // 2)
+        constexprs = {"B": BLOCK, "TK": k, "PRECISION": "ieee", **order}
+    else:
+        kernel = dsd_tma_kernel
+        boxes = {"data": (k, BLOCK) if order["TRANSPOSED"] else (BLOCK, k), "b": b_box}
+        boxes["out"] = (BLOCK, n // 2) if order["OUT_ROW_MAJOR"] else (n // 2, BLOCK)
+        constexprs = {"B": BLOCK, "TN": n, "TK": k, "PRECISION": "ieee", **order}
+    kinds = {
+        name: f"tensordesc<bf16[1, {rows}, {columns}]>" for name, (rows, columns) in boxes.items()
+    }
+    kinds |= {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")}
+    integers = [name for name in kernel.arg_names if name not in {*kinds, *constexprs}]
+    return GateCase(
+        name=name,
+        kernel=kernel,
+        signature=kinds | dict.fromkeys(integers, "i32"),
+        constexprs=constexprs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        options=tile.options,
+        is_gemm=True,
+    )

@@ -1,10 +1,10 @@
 """Device code of the block-sparse products; ``mb_kernels._block_sparse`` launches it.
 
 Two products serve all: ``sdd`` computes the blocks a topology names, ``dsd`` sums a row of blocks
-times dense rows; transposes and ``dds`` are these with other strides. Operands are loaded through
-descriptors (Hopper's tensor memory accelerator) or pointers. Every pointer is a 64-bit scalar base
-plus small 32-bit offsets within the tile: no index overflows however many rows there are, and AMD's
-compiler can use buffer loads.
+times dense rows; transposes and ``dds`` are these with other strides. Every pointer is a 64-bit
+scalar base plus small 32-bit offsets within the tile: no index overflows however many rows there
+are, and AMD's compiler can use buffer loads. Hopper has kernels of its own, ``_block_sparse_tma``,
+and comes here in fp32 and for odd sizes.
 
 Letters: B = 128, C blocks stored, R block rows, G matrices in a stack, TM, TN, TK a tile.
 """
@@ -25,29 +25,15 @@ def _program(XCDS: tl.constexpr):
 
 
 @triton.jit
-def _box(desc, matrix, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROW_MAJOR: tl.constexpr):
-    """[ROWS, COLUMNS] at (i, j) of a matrix in a stack, through a descriptor; zero outside it."""
-    if ROW_MAJOR:
-        return desc.load([matrix, i, j]).reshape(ROWS, COLUMNS)
-    return tl.trans(desc.load([matrix, j, i]).reshape(COLUMNS, ROWS))
-
-
-@triton.jit
-def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of the columns: half the shared memory to store each."""
-    pairs = tl.reshape(x, (ROWS, 2, COLUMNS // 2)).permute(0, 2, 1)
-    return tl.split(pairs)
-
-
-@triton.jit
 def sdd_kernel(
-    a_ptr,  # or a descriptor of the stack, its unit stride last
-    b_ptr,  # likewise
+    a_ptr,
+    b_ptr,
     data_ptr,
     row_indices_ptr,
     column_indices_ptr,
     block_offsets_ptr,
-    used_ptr,
+    offsets_ptr,
+    block_rows,
     K,
     a_blocks,
     stride_ag,
@@ -62,9 +48,6 @@ def sdd_kernel(
     TN: tl.constexpr,
     TK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    A_ROW_MAJOR: tl.constexpr,
-    B_ROW_MAJOR: tl.constexpr,
     COLUMN_ORDER: tl.constexpr,
     PRECISION: tl.constexpr,
     XCDS: tl.constexpr,
@@ -90,27 +73,20 @@ def sdd_kernel(
     k = tl.arange(0, TK)
     a_tile = m[:, None] * stride_am + k[None, :] * stride_ak
     b_tile = k[:, None] * stride_bk + n[None, :] * stride_bn
-    a_base = a_ptr
-    b_base = b_ptr
-    if not DESCRIPTORS:
-        a_base += a_matrix.to(tl.int64) * stride_ag + a_row.to(tl.int64) * stride_am
-        b_base += b_matrix.to(tl.int64) * stride_bg + b_column.to(tl.int64) * stride_bn
+    a_base = a_ptr + a_matrix.to(tl.int64) * stride_ag + a_row.to(tl.int64) * stride_am
+    b_base = b_ptr + b_matrix.to(tl.int64) * stride_bg + b_column.to(tl.int64) * stride_bn
     acc = tl.zeros((TM, TN), tl.float32)
     # Blocks that have storage but are not in the topology get zeros.
-    end = tl.where(block < tl.load(used_ptr), K, 0)
+    end = tl.where(block < tl.load(offsets_ptr + block_rows), K, 0)
     for k0 in range(0, end, TK):
-        if DESCRIPTORS:
-            a = _box(a_ptr, a_matrix, a_row, k0, TM, TK, A_ROW_MAJOR)
-            b = _box(b_ptr, b_matrix, k0, b_column, TK, TN, B_ROW_MAJOR)
+        if EVEN_K:
+            a = tl.load(a_base + a_tile)
+            b = tl.load(b_base + b_tile)
         else:
-            if EVEN_K:
-                a = tl.load(a_base + a_tile)
-                b = tl.load(b_base + b_tile)
-            else:
-                a = tl.load(a_base + a_tile, mask=(k0 + k < K)[None, :], other=0.0)
-                b = tl.load(b_base + b_tile, mask=(k0 + k < K)[:, None], other=0.0)
-            a_base += TK * stride_ak
-            b_base += TK * stride_bk
+            a = tl.load(a_base + a_tile, mask=(k0 + k < K)[None, :], other=0.0)
+            b = tl.load(b_base + b_tile, mask=(k0 + k < K)[:, None], other=0.0)
+        a_base += TK * stride_ak
+        b_base += TK * stride_bk
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     out = data_ptr + block.to(tl.int64) * (B * B) + m0 * B + n0
     tl.store(out + m[:, None] * B + n[None, :], acc.to(data_ptr.dtype.element_ty))
@@ -118,8 +94,8 @@ def sdd_kernel(
 
 @triton.jit
 def dsd_kernel(
-    data_ptr,  # or a descriptor [C, B, B]
-    b_ptr,  # or a descriptor of the stack, its unit stride last
+    data_ptr,
+    b_ptr,
     out_ptr,
     offsets_ptr,
     column_indices_ptr,
@@ -141,10 +117,7 @@ def dsd_kernel(
     TN: tl.constexpr,
     TK: tl.constexpr,
     EVEN_N: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    B_ROW_MAJOR: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    OUT_ROW_MAJOR: tl.constexpr,
     PRECISION: tl.constexpr,
     XCDS: tl.constexpr,
 ):
@@ -177,18 +150,14 @@ def dsd_kernel(
             k0 = (step % STEPS) * TK  # ty: ignore[unsupported-operator]  (an int when compiled)
             matrix = column // b_blocks
             b_row = (column - matrix * b_blocks) * B + k0
-            if DESCRIPTORS:
-                s = _box(data_ptr, block, m0, k0, TM, TK, not TRANSPOSED)
-                b = _box(b_ptr, matrix, b_row, n0, TK, TN, B_ROW_MAJOR)
+            s_base = data_ptr + block.to(tl.int64) * (B * B) + k0 * stride_sk
+            b_base = b_ptr + matrix.to(tl.int64) * stride_bg + b_row.to(tl.int64) * stride_bk
+            b_base += n0.to(tl.int64) * stride_bn
+            s = tl.load(s_base + s_tile)
+            if EVEN_N:
+                b = tl.load(b_base + b_tile)
             else:
-                s_base = data_ptr + block.to(tl.int64) * (B * B) + k0 * stride_sk
-                b_base = b_ptr + matrix.to(tl.int64) * stride_bg + b_row.to(tl.int64) * stride_bk
-                b_base += n0.to(tl.int64) * stride_bn
-                s = tl.load(s_base + s_tile)
-                if EVEN_N:
-                    b = tl.load(b_base + b_tile)
-                else:
-                    b = tl.load(b_base + b_tile, mask=inside, other=0.0)
+                b = tl.load(b_base + b_tile, mask=inside, other=0.0)
             following = position + (step + 1) // STEPS
             column = tl.load(column_indices_ptr + following, mask=following < end, other=0)
             column = column.to(tl.int32)
@@ -199,16 +168,7 @@ def dsd_kernel(
 
         matrix = row // out_blocks
         out_row = (row - matrix * out_blocks) * B + m0
-        if DESCRIPTORS:
-            left, right = _halves(acc.to(out_ptr.dtype), TM, TN)
-            if OUT_ROW_MAJOR:
-                out_ptr.store([matrix, out_row, n0], left.reshape(1, TM, TN // 2))
-                out_ptr.store([matrix, out_row, n0 + TN // 2], right.reshape(1, TM, TN // 2))
-            else:
-                out_ptr.store([matrix, n0, out_row], left.T.reshape(1, TN // 2, TM))
-                out_ptr.store([matrix, n0 + TN // 2, out_row], right.T.reshape(1, TN // 2, TM))
-        else:
-            out = out_ptr + matrix.to(tl.int64) * stride_og + out_row.to(tl.int64) * stride_om
-            out += n0.to(tl.int64) * stride_on
-            out_tile = m[:, None] * stride_om + n[None, :] * stride_on
-            tl.store(out + out_tile, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        out = out_ptr + matrix.to(tl.int64) * stride_og + out_row.to(tl.int64) * stride_om
+        out += n0.to(tl.int64) * stride_on
+        out_tile = m[:, None] * stride_om + n[None, :] * stride_on
+        tl.store(out + out_tile, acc.to(out_ptr.dtype.element_ty), mask=inside)

@@ -239,26 +239,30 @@ TILES: dict[str, dict[str, Tile]] = {
     # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
     "fp32": dict.fromkeys(TARGETS, Tile(64, 32, 32, num_warps=4, num_stages=2)),
     # Block-sparse products. A tile is one 128 x 128 block of the sparse matrix or a part of it, so
-    # block_m (and for sdd block_n) divide 128. On sm90, sdd's 4 warps and 96 KiB let two programs
-    # share a multiprocessor: one stores while the other multiplies. Measured on an H200, TFLOP/s at
-    # three shapes: 578, 671, 668; 8 warps 478, 630, 406; two blocks across 511, 663, 621.
+    # block_m (and for sdd block_n) divide 128. sm90: persistent, the loads of a tile behind the
+    # stores of the one before, two programs per SM. TFLOP/s of sdd at four shapes (46m, 125m, 356m,
+    # olmoe): 615, 612, 527, 697; a program per block 490, 512, 489, 652; three programs with two
+    # stages 565, 575, 462, 689; two blocks across in 8 warps 598, 596, 503, 680.
     "sdd": {
         "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
-        "sm90": Tile(128, 128, 64, num_warps=4, num_stages=3),
+        "sm90": Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2),
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2),
     },
-    # Persistent. On sm90 128 x 256 runs at 613, 579, 651 TFLOP/s where w2 is [E, D, F] (the same
-    # without the loop over tiles 497, 439, 524), 128 x 128 with two programs at 571, 530, 643.
     "dsd": {
         "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3, programs_per_unit=2),
-        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=4),
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, programs_per_unit=2),
         "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2, programs_per_unit=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, programs_per_unit=2),
         "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2, programs_per_unit=2),
+    },
+    # The same where stores weigh more: short rows of S, or results in columns. In turns with "dsd",
+    # TFLOP/s of x^T @ h at the four shapes: 590, 568, 410, 592; with "dsd" 512, 499, 348, 558.
+    "dsd_narrow": {
+        "sm90": Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2),
     },
     # fp32 products run on the ordinary units, which want registers more than reuse.
     "sdd_fp32": dict.fromkeys(TARGETS, Tile(128, 64, 16, num_warps=8, num_stages=2)),

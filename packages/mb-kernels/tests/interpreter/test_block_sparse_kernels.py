@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mb_kernels import bin_tokens, dds, dsd, pad_bins, reference, sdd, topology
+from mb_kernels import _block_sparse, bin_tokens, dds, dsd, pad_bins, reference, sdd, topology
 from mb_kernels.reference.block_sparse import make_matrix, topology_of
 from mb_kernels.testing import assert_close, make_expert_ids
 
@@ -117,3 +117,41 @@ def test_indices_equal_the_reference(tokens, experts, top_k, routing, capacity):
     want = topology_of(reference.topology(want, 384, dtype=torch.float16))
     for name, g, w in zip(got._fields, got, want, strict=True):
         assert torch.equal(g, w), name
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels launched, when fp16 goes through descriptors as on Hopper; two programs."""
+    launch, kernels = _block_sparse.launch, []
+
+    def record(kernel, grid, *args, **kwargs):
+        kernels.append(kernel)
+        launch(kernel, grid, *args, **kwargs)
+
+    monkeypatch.setattr(_block_sparse, "launch", record)
+    monkeypatch.setattr(_block_sparse, "programs", lambda x, per_unit: 2)
+    monkeypatch.setattr(_block_sparse, "uses_descriptors", lambda x: x.dtype is torch.float16)
+    return kernels
+
+
+@pytest.mark.parametrize("trans_dense", [False, True], ids=["b", "bt"])
+@pytest.mark.parametrize("trans_sparse", [False, True], ids=["s", "st"])
+def test_products_through_descriptors(launched, trans_sparse, trans_dense):
+    dtype = torch.float16
+    s = make_sparse(dtype)
+    a = s.t() if trans_sparse else s
+    a64 = in_float64(a)
+    leaf, b, wide, b64 = dense(3 * BLOCK, 40, trans_dense, dtype)
+    compare(dsd(a, b), reference.dsd(a64, b64), (s.data, leaf), (a64.data, wide), dtype)
+    leaf, b, wide, b64 = dense(24, 3 * BLOCK, trans_dense, dtype)
+    compare(dds(b, a), reference.dds(b64, a64), (s.data, leaf), (a64.data, wide), dtype)
+    compare(sdd(b.t(), b, a).data, reference.sdd(b64.t(), b64, a64).data, (leaf,), (wide,), dtype)
+    tma = (_block_sparse.sdd_tma_kernel, _block_sparse.dsd_tma_kernel)
+    assert {id(kernel) for kernel in launched} == {id(kernel) for kernel in tma}
+
+
+def test_odd_sizes_go_through_pointers(launched):
+    s = make_sparse(torch.float16)
+    b = (torch.randn(3 * BLOCK, 19) / BLOCK**0.5).half()  # rows of 38 bytes: not describable
+    assert_close("dsd", dsd(s, b), reference.dsd(in_float64(s), b.double()), dtype=b.dtype)
+    assert launched == [_block_sparse.dsd_kernel]

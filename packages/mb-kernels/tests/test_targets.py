@@ -1,5 +1,6 @@
 """The compile gate refuses bad kernels, and the target table serves neighbouring chips."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -84,12 +85,18 @@ def test_no_tile_is_lower_than_a_list_of_tiles_has_room_for() -> None:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
-@pytest.mark.parametrize("name", ["sdd_forward", "dsd_forward", "dsd_w2_gradient_narrow"])
-def test_loads_run_ahead_of_block_sparse_products(name: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("_block_sparse", "sdd_forward"),
+        ("_block_sparse", "dsd_forward"),
+        ("_block_sparse", "dsd_w2_gradient_narrow"),
+        ("_outer", "outer_bf16"),
+    ],
+)
+def test_loads_run_ahead_of_products_on_hopper(module: str, name: str) -> None:
     # Where Triton cannot pipeline a loop it says nothing, and the kernel takes a third longer.
-    from mb_kernels import _block_sparse
-
-    cases = _block_sparse.gate_cases(TARGETS["sm90"])
+    cases = importlib.import_module(f"mb_kernels.{module}").gate_cases(TARGETS["sm90"])
     (case,) = [case for case in cases if case.name == name]
     ptx = gate._compile(case, TARGETS["sm90"]).asm["ptx"]
     loads = ptx.count("cp.async.bulk.tensor") - ptx.count(".global.shared::cta.bulk_group")

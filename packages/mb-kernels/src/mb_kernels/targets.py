@@ -212,10 +212,11 @@ TILES: dict[str, dict[str, Tile]] = {
         "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
     },
-    # Weight gradients, contracted over ragged rows.
+    # Weight gradients, contracted over ragged rows. sm90, of w2 and w1 at 256 rows per expert
+    # (top-1, hidden 768, ffn 3072): 0.165, 0.167 ms; with three stages 0.186, 0.183.
     "outer": {
         "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
-        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=4),
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx90a": Tile(128, 128, 32, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),

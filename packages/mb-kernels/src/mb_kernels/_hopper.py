@@ -10,12 +10,10 @@ matrix units idle. Here a program has two sets:
 They meet at barriers in shared memory: operand blocks are ``ready``, a tile is ``full`` or
 ``drained``. The tile passes in the dtype of the tensors: rounded where torch's eager products are.
 
-`multiply` is one pipeline for every product. What differs is where an item's blocks lie, so an op
-brings a pair of functions: LOCATE gives an item's number of steps and four coordinates, COPY starts
-the copies of one step there.
+Here is what the ops share, the product of rows and their expert's weights; ``_hopper_up`` and
+``_hopper_dact`` bring the epilogues.
 
-Letters: N rows, D hidden, F ffn width, E experts; P and Q columns of the operands of a weight
-gradient.
+Letters: N rows, K contraction, M columns of the product, E experts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,6 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -46,52 +45,51 @@ PIECES = gl.constexpr(8)
 
 @gluon.jit
 def _advance(
-    stage, item, step, steps, c0, c1, c2, c3, a, b, index_ptr, a_ring, b_ring, ready, items,
-    LOCATE: gl.constexpr, COPY: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr,
-    TILES_A: gl.constexpr, TILES_B: gl.constexpr, GROUP_M: gl.constexpr,
+    stage, item, step, e, row, column, x, w, tiles_ptr, x_ring, w_ring, ready, items,
+    STEPS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSE: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of one step into ``stage``; the step and the item that follow it."""
     if item < items:
         barrier = ready.index(stage)
-        mbarrier.expect(barrier, a.block_type.nbytes + b.block_type.nbytes)
-        COPY(
-            a, b, a_ring.index(stage), b_ring.index(stage), barrier, step * BLOCK_K, c0, c1, c2, c3
-        )
+        mbarrier.expect(barrier, x.block_type.nbytes + w.block_type.nbytes)
+        k = step * x.block_shape[1]
+        tma.async_copy_global_to_shared(x, [row, k], barrier, x_ring.index(stage))
+        if TRANSPOSE:
+            at = [e * w.block_shape[0], column * w.block_shape[1], k]
+        else:
+            at = [e, k, column * w.block_shape[2]]
+        tma.async_copy_global_to_shared(w, at, barrier, w_ring.index(stage))
         step += 1
-        if step == steps:
+        if step == STEPS:
             step = 0
             item += gl.num_programs(0)
-            steps, c0, c1, c2, c3 = LOCATE(
-                gl.minimum(item, items - 1), items, index_ptr, STEPS, TILES_A, TILES_B, GROUP_M
+            e, row, _, column = locate(
+                gl.minimum(item, items - 1), items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M
             )
-    return item, step, steps, c0, c1, c2, c3
+    return item, step, e, row, column
 
 
 @gluon.jit
 def multiply(
-    a,  # tensor descriptor of blocks [.., BLOCK_M, BLOCK_K], or A_TRANSPOSED
-    b,  # tensor descriptor of blocks [.., BLOCK_K, BLOCK_N], or B_TRANSPOSED
-    index_ptr,  # what LOCATE reads
-    a_ring,
-    b_ring,
+    x,  # [N, K]: tensor descriptor of blocks [BLOCK_M, BLOCK_K]
+    w,  # [E, K, M]: tensor descriptor of blocks [1, BLOCK_K, BLOCK_N], or see TRANSPOSE
+    tiles_ptr,  # from schedule()
+    x_ring,
+    w_ring,
     tile,
     ready,
     full,
     drained,
     items,
-    LOCATE: gl.constexpr,
-    COPY: gl.constexpr,
-    A_TRANSPOSED: gl.constexpr,
-    B_TRANSPOSED: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STEPS: gl.constexpr,  # this one and the rest are for LOCATE
-    TILES_A: gl.constexpr,
-    TILES_B: gl.constexpr,
+    STEPS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    TRANSPOSE: gl.constexpr,  # w is [E * PARTS, M / PARTS, K], blocks [PARTS, .., BLOCK_K]
     GROUP_M: gl.constexpr,
 ):
-    """Sums of a block times b block over the steps of every item of this program, into ``tile``."""
-    STAGES: gl.constexpr = b_ring.shape[0]
-    BLOCK_M: gl.constexpr = tile.shape[1]
+    """Rows times their expert's weights, for every item of this program, into ``tile``."""
+    STAGES: gl.constexpr = x_ring.shape[0]
+    BLOCK_M: gl.constexpr = x_ring.shape[1]
+    BLOCK_K: gl.constexpr = x_ring.shape[2]
     BLOCK_N: gl.constexpr = PIECES * tile.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[MULTIPLY_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
@@ -102,37 +100,32 @@ def multiply(
         # have an item and a step of their own.
         item = first
         step = 0
-        steps, c0, c1, c2, c3 = LOCATE(item, items, index_ptr, STEPS, TILES_A, TILES_B, GROUP_M)
+        e, row, _, column = locate(first, items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M)
         for i in gl.static_range(STAGES - 1):
-            item, step, steps, c0, c1, c2, c3 = _advance(
-                i, item, step, steps, c0, c1, c2, c3, a, b, index_ptr, a_ring, b_ring, ready,
-                items, LOCATE, COPY, BLOCK_K, STEPS, TILES_A, TILES_B, GROUP_M,
+            item, step, e, row, column = _advance(
+                i, item, step, e, row, column, x, w, tiles_ptr, x_ring, w_ring, ready, items,
+                STEPS, COLUMNS, TRANSPOSE, GROUP_M,
             )  # fmt: skip
         stage = 0
         before = STAGES - 1
         phase = 0
         parity = 1
-        for current in range(first, items, gl.num_programs(0)):
-            products, _, _, _, _ = LOCATE(
-                current, items, index_ptr, STEPS, TILES_A, TILES_B, GROUP_M
-            )
+        for _ in range(first, items, gl.num_programs(0)):
             acc = warpgroup_mma_init(gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC))
-            for product in range(products):
+            for product in range(STEPS):
                 mbarrier.wait(ready.index(stage), phase)
-                if A_TRANSPOSED:
-                    a_block = a_ring.index(stage).reshape((BLOCK_K, BLOCK_M)).permute((1, 0))
+                if TRANSPOSE:
+                    w_block = w_ring.index(stage).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
                 else:
-                    a_block = a_ring.index(stage)
-                if B_TRANSPOSED:
-                    b_block = b_ring.index(stage).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
-                else:
-                    b_block = b_ring.index(stage).reshape((BLOCK_K, BLOCK_N))
-                acc = warpgroup_mma(a_block, b_block, acc, use_acc=product > 0, is_async=True)
+                    w_block = w_ring.index(stage).reshape((BLOCK_K, BLOCK_N))
+                acc = warpgroup_mma(
+                    x_ring.index(stage), w_block, acc, use_acc=product > 0, is_async=True
+                )
                 acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
-                # The product before this one is done: its place takes the next copy.
-                item, step, steps, c0, c1, c2, c3 = _advance(
-                    before, item, step, steps, c0, c1, c2, c3, a, b, index_ptr, a_ring, b_ring,
-                    ready, items, LOCATE, COPY, BLOCK_K, STEPS, TILES_A, TILES_B, GROUP_M,
+                # The product before this one is done: its place takes the next copies.
+                item, step, e, row, column = _advance(
+                    before, item, step, e, row, column, x, w, tiles_ptr, x_ring, w_ring, ready,
+                    items, STEPS, COLUMNS, TRANSPOSE, GROUP_M,
                 )  # fmt: skip
                 before = stage
                 last = stage == STAGES - 1
@@ -147,12 +140,12 @@ def multiply(
 
 
 @gluon.jit
-def shared(a, b, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+def shared(x, w, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """Rings of operand blocks, the finished tile, and the barriers."""
-    kind: gl.constexpr = a.dtype
+    kind: gl.constexpr = x.dtype
     PIECE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N // PIECES], kind)
-    a_ring = gl.allocate_shared_memory(kind, [STAGES] + a.block_shape, a.layout)  # noqa: RUF005
-    b_ring = gl.allocate_shared_memory(kind, [STAGES] + b.block_shape, b.layout)  # noqa: RUF005
+    x_ring = gl.allocate_shared_memory(kind, [STAGES] + x.block_shape, x.layout)  # noqa: RUF005
+    w_ring = gl.allocate_shared_memory(kind, [STAGES] + w.block_shape, w.layout)  # noqa: RUF005
     tile = gl.allocate_shared_memory(kind, [PIECES, BLOCK_M, BLOCK_N // PIECES], PIECE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -161,14 +154,7 @@ def shared(a, b, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.conste
         mbarrier.init(ready.index(i), count=1)
     mbarrier.init(full, count=1)
     mbarrier.init(drained, count=1)
-    return a_ring, b_ring, tile, ready, full, drained
-
-
-@gluon.jit
-def locate_rows(item, items, tiles_ptr, STEPS: gl.constexpr, TILES_A: gl.constexpr,
-                 TILES_B: gl.constexpr, GROUP_M: gl.constexpr):  # fmt: skip
-    e, row, row_end, column = locate(item, items // TILES_B, tiles_ptr, TILES_B, GROUP_M)
-    return STEPS, e, row, row_end, column
+    return x_ring, w_ring, tile, ready, full, drained
 
 
 def constants(tile: Tile) -> dict[str, Any]:

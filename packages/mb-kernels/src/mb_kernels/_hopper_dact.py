@@ -6,7 +6,7 @@ Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mb_kernels._activation import activate_with_derivative
 from mb_kernels._hopper import (
@@ -16,7 +16,6 @@ from mb_kernels._hopper import (
     constants,
     descriptor,
     gate_case,
-    locate_rows,
     multiply,
     shared,
 )
@@ -24,12 +23,6 @@ from mb_kernels._launch import launch, matrices, programs
 from mb_kernels._schedule import locate
 from mb_kernels.activation import base_function, is_glu
 from mb_kernels.targets import TILES, GateCase, Target, Tile
-
-
-@gluon.jit
-def _copy_dact(a, b, a_block, b_block, barrier, k, e, row, row_end, column):
-    tma.async_copy_global_to_shared(a, [row, k], barrier, a_block)
-    tma.async_copy_global_to_shared(b, [e, k, column * b.block_shape[2]], barrier, b_block)
 
 
 @gluon.jit
@@ -77,8 +70,8 @@ def _finish_dact(
         a = a_ptr + row.to(gl.int64) * F
         cols = column * BLOCK_N + c
         at = near[:, None] * (PARTS * F) + cols
-        # h is read two pieces ahead: of one, the compiler puts the load at the end of a piece, where
-        # there is too little left to do for it to arrive.
+        # h is read two pieces ahead. One piece ahead, the compiler puts the load at the end of the
+        # piece before, too late to arrive in time.
         ahead = _load_h(h, at, cols, F, BLOCK_N)
         beyond = _load_h(h, at + W, cols + W, F, BLOCK_N)
         partial = gl.zeros((BLOCK_M,), gl.float32, gl.SliceLayout(1, BLOCK))
@@ -137,13 +130,13 @@ def dact_kernel(
     COLUMNS: gl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     items = gl.load(tiles_ptr + 3) * COLUMNS
-    a_ring, b_ring, tile, ready, full, drained = shared(do, w, BLOCK_M, BLOCK_N, STAGES)
+    x_ring, w_ring, tile, ready, full, drained = shared(do, w, BLOCK_M, BLOCK_N, STAGES)
     gl.warp_specialize(
         [
             (
                 multiply,
-                (do, w, tiles_ptr, a_ring, b_ring, tile, ready, full, drained, items,
-                 locate_rows, _copy_dact, False, False, BLOCK_K, STEPS, 1, COLUMNS, GROUP_M),
+                (do, w, tiles_ptr, x_ring, w_ring, tile, ready, full, drained, items,
+                 STEPS, COLUMNS, False, GROUP_M),
             ),
             (
                 _finish_dact,

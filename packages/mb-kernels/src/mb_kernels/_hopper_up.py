@@ -6,7 +6,7 @@ Letters: N rows, D hidden, F ffn width, E experts.
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mb_kernels._activation import activate
 from mb_kernels._hopper import (
@@ -16,7 +16,6 @@ from mb_kernels._hopper import (
     constants,
     descriptor,
     gate_case,
-    locate_rows,
     multiply,
     shared,
 )
@@ -24,13 +23,6 @@ from mb_kernels._launch import launch, matrices, programs
 from mb_kernels._schedule import locate
 from mb_kernels.activation import base_function, is_glu
 from mb_kernels.targets import TILES, GateCase, Target, Tile
-
-
-@gluon.jit
-def _copy_up(a, b, a_block, b_block, barrier, k, e, row, row_end, column):
-    tma.async_copy_global_to_shared(a, [row, k], barrier, a_block)
-    at = [e * b.block_shape[0], column * b.block_shape[1], k]
-    tma.async_copy_global_to_shared(b, at, barrier, b_block)
 
 
 @gluon.jit
@@ -103,13 +95,13 @@ def up_kernel(
     COLUMNS: gl.constexpr = (PARTS * F + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     items = gl.load(tiles_ptr + 3) * COLUMNS
-    a_ring, b_ring, tile, ready, full, drained = shared(x, w, BLOCK_M, BLOCK_N, STAGES)
+    x_ring, w_ring, tile, ready, full, drained = shared(x, w, BLOCK_M, BLOCK_N, STAGES)
     gl.warp_specialize(
         [
             (
                 multiply,
-                (x, w, tiles_ptr, a_ring, b_ring, tile, ready, full, drained, items,
-                 locate_rows, _copy_up, False, True, BLOCK_K, STEPS, 1, COLUMNS, GROUP_M),
+                (x, w, tiles_ptr, x_ring, w_ring, tile, ready, full, drained, items,
+                 STEPS, COLUMNS, True, GROUP_M),
             ),
             (
                 _finish_up,

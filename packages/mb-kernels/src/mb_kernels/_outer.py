@@ -20,11 +20,10 @@ from mb_kernels._launch import (
     ragged,
     tile_of,
     uses_descriptors,
-    uses_hopper_kernels,
     xcds,
 )
 from mb_kernels._schedule import first_item, halves
-from mb_kernels.targets import FEW_ROWS, TILES, GateCase, Target, Tile
+from mb_kernels.targets import TILES, GateCase, Target, Tile
 
 # Tiles whose rows a program adds up at a time.
 _CHUNK = tl.constexpr(128)
@@ -179,14 +178,7 @@ def outer(a: Tensor, b: Tensor, offsets: Tensor, tile: Tile | None = None) -> Te
     """[E, P, Q] with a_e^T b_e over each expert's rows of a [N, P] and b [N, Q]."""
     experts = offsets.shape[0] - 1
     out = a.new_empty((experts, a.shape[1], b.shape[1]))
-    few = a.shape[0] <= FEW_ROWS * experts
-    if tile is None and few and uses_hopper_kernels(a):
-        from mb_kernels import _hopper_outer
-
-        _hopper_outer.outer(a, b, offsets, out, tile=tile_of("outer_few_rows_hopper", a))
-        return out
-    if tile is None:
-        tile = tile_of("outer_few_rows" if few else "outer", a)
+    tile = tile or tile_of("outer", a)
     operands = a, b, out
     if uses_descriptors(a):
         operands = (
@@ -213,22 +205,19 @@ def outer(a: Tensor, b: Tensor, offsets: Tensor, tile: Tile | None = None) -> Te
 
 
 def gate_cases(target: Target) -> list[GateCase]:
-    cases = []
-    for op in ("outer", "outer_few_rows"):
-        tile = TILES[op][target.name]
-        cases.append(
-            matrix_case(
-                f"{op}_bf16",
-                outer_kernel,
-                target,
-                op,
-                pointers={"offsets_ptr": "*i32"},
-                operands={
-                    "a": (1, 1, tile.block_k, tile.block_m),
-                    "b": (1, 1, tile.block_k, tile.block_n),
-                    "out": (1, tile.block_m, tile.block_n // 2),
-                },
-                constexprs={"E": 64, "P": 2048, "Q": 2048},
-            )
+    tile = TILES["outer"][target.name]
+    return [
+        matrix_case(
+            "outer_bf16",
+            outer_kernel,
+            target,
+            "outer",
+            pointers={"offsets_ptr": "*i32"},
+            operands={
+                "a": (1, 1, tile.block_k, tile.block_m),
+                "b": (1, 1, tile.block_k, tile.block_n),
+                "out": (1, tile.block_m, tile.block_n // 2),
+            },
+            constexprs={"E": 64, "P": 2048, "Q": 2048},
         )
-    return cases
+    ]

@@ -140,9 +140,6 @@ _TWO_PROGRAMS = Tile(
 # The gain grows with the columns, the copy does not.
 GATHER_FIRST_COLUMNS = 4096
 
-# Rows per expert up to which a weight gradient counts as short: "outer_few_rows".
-FEW_ROWS = 512
-
 # sm90 measured on one H200: python packages/mb-kernels/benchmarks/run.py kernels
 TILES: dict[str, dict[str, Tile]] = {
     # Gather, up-projection, GLU: block_n gate columns and block_n up columns in one accumulator.
@@ -221,21 +218,6 @@ TILES: dict[str, dict[str, Tile]] = {
         "gfx90a": Tile(128, 128, 32, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
-    },
-    # The same with up to FEW_ROWS rows per expert: a handful of steps, so epilogues must overlap.
-    # sm90: 0.198 and 0.207 ms against 0.221 and 0.229 with 128 x 256 (256 rows per expert).
-    "outer_few_rows": {
-        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
-        "sm90": Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2, flatten=False),
-        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 128, 32, num_warps=8, num_stages=2),
-        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
-    },
-    # The same in Gluon. 0.170 ms for 0.210 and 0.198 with the portable kernel (256 rows per
-    # expert); 0.184 ms with 64 rows a step, half of the last of which is empty on average.
-    "outer_few_rows_hopper": {
-        "sm90": Tile(128, 256, 32, 8, 6, options={"maxnreg": 168}),
     },
     # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
     "fp32": dict.fromkeys(TARGETS, Tile(64, 32, 32, num_warps=4, num_stages=2)),

@@ -51,8 +51,8 @@ def _specialization(
     """What Triton compiles for; None where that is more than this, or nothing is compiled.
 
     A tensor counts with its dtype, a descriptor with dtype and block, an integer with being 1, a
-    multiple of 16, or beyond 32 bits. Left to Triton are unaligned tensors, the descriptors of
-    Gluon, and AMD, where the size of a storage counts too.
+    multiple of 16, or beyond 32 bits. Left to Triton are unaligned tensors, and AMD, where the size
+    of a storage counts too.
     """
     if torch.version.hip is not None or _dispatch.interpret:
         return None
@@ -62,7 +62,7 @@ def _specialization(
             if a.data_ptr() % 16:
                 return None
             kinds.append(a.dtype)
-        elif isinstance(a, TensorDescriptor):
+        elif hasattr(a, "block_shape"):  # a descriptor, Gluon's layout following from these two
             kinds.append((a.base.dtype, *a.block_shape))
         elif type(a) is int:
             kinds.append((a == 1, a % 16 == 0, -(2**31) <= a < 2**31))

@@ -140,14 +140,18 @@ _TWO_PROGRAMS = Tile(
 # The gain grows with the columns, the copy does not.
 GATHER_FIRST_COLUMNS = 4096
 
-# sm90 measured on one H200: python packages/mb-kernels/benchmarks/run.py kernels
+# Why these. sm90 is measured, on one H200: python packages/mb-kernels/benchmarks/run.py kernels
+# Of the others we have none. There a product gets the first of 128 x 256 x 64, 128 x 128 x 64,
+# 128 x 128 x 32 and 64 x 128 x 32 (half the columns for a GLU, whose accumulator holds two parts)
+# that the gate finds without spills and within shared memory: the larger a tile, the less it reads.
+# 8 warps; three stages on sm80, two on AMD (three exceed the 64 KiB of LDS of all but gfx950).
 TILES: dict[str, dict[str, Tile]] = {
     # Gather, up-projection, GLU: block_n gate columns and block_n up columns in one accumulator.
     "up_glu": {
-        "sm80": Tile(128, 64, 32, num_warps=8, num_stages=3),
+        "sm80": Tile(128, 64, 64, num_warps=8, num_stages=3),
         "sm90": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 64, 32, num_warps=4, num_stages=2),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2),
     },
@@ -158,29 +162,29 @@ TILES: dict[str, dict[str, Tile]] = {
     # The same without GLU. sm90: two programs per SM hide the epilogue of a short contraction
     # (0.223 ms against 0.248 ms with 128 x 256; top-1, hidden 768, ffn 3072).
     "up": {
-        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "sm90": _TWO_PROGRAMS,
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 128, 32, num_warps=4, num_stages=2),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
     },
     # Backward of down-projection and activation; the epilogue holds more than the accumulator.
     # sm90: flattened it is 3 to 5% faster, but spills 8 bytes.
     "dact_glu": {
-        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False),
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(64, 128, 32, num_warps=4, num_stages=2),
+        "gfx90a": Tile(64, 128, 32, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(64, 128, 32, num_warps=8, num_stages=2),
     },
     # sm90: 0.277 ms against 0.310 ms with 128 x 256 (top-1, hidden 768, ffn 3072).
     "dact": {
-        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "sm90": _TWO_PROGRAMS,
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(64, 128, 32, num_warps=4, num_stages=2),
+        "gfx90a": Tile(64, 128, 32, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(64, 128, 32, num_warps=8, num_stages=2),
     },
@@ -193,29 +197,29 @@ TILES: dict[str, dict[str, Tile]] = {
     },
     # Rows times weights, weight [E, M, K]: contraction contiguous in both operands.
     "down": {
-        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
         "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 128, 32, num_warps=8, num_stages=2),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
     },
     # Rows times weights, weight [E, K, M].
     "dx": {
-        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
         "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 128, 32, num_warps=8, num_stages=2),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
     },
     # Weight gradients, contracted over ragged rows. sm90, of w2 and w1 at 256 rows per expert
     # (top-1, hidden 768, ffn 3072): 0.165, 0.167 ms; with three stages 0.186, 0.183.
     "outer": {
-        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm80": Tile(128, 256, 64, num_warps=8, num_stages=3),
         "sm90": Tile(128, 256, 64, num_warps=8, num_stages=4),
-        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 128, 32, num_warps=8, num_stages=2),
+        "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(128, 256, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
     },

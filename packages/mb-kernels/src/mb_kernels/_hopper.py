@@ -16,6 +16,7 @@ Here is what the ops share, the product of rows and their expert's weights; ``_h
 Letters: N rows, K contraction, M columns of the product, E experts.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -172,13 +173,14 @@ def _blocks(tile: Tile) -> dict[str, int]:
     }
 
 
-def _layout(block: Sequence[int], dtype: str) -> Any:
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: str) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, dtype))
 
 
 def descriptor(plain: PlainDescriptor) -> TensorDescriptor:
     """The same descriptor with the layout its blocks have in shared memory."""
-    layout = _layout(plain.block_shape, str(plain.base.dtype).removeprefix("torch."))
+    layout = _layout(tuple(plain.block_shape), str(plain.base.dtype).removeprefix("torch."))
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
 
 
@@ -194,7 +196,7 @@ def gate_case(
     """A gate case in bf16 with the tile of ``op``; operands: descriptors with their block shape."""
     tile = TILES[op]["sm90"]
     blocks = {
-        n: f"tensordesc<bf16[{', '.join(map(str, b))}],{_layout(b, 'bfloat16')!r}>"
+        n: f"tensordesc<bf16[{', '.join(map(str, b))}],{_layout(tuple(b), 'bfloat16')!r}>"
         for n, b in operands.items()
     }
     return GateCase(

@@ -8,7 +8,9 @@ each operand once.
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +23,21 @@ from mb_kernels._permute import combine, spread, sum_partials
 from mb_kernels._rows import rows_times_weights
 from mb_kernels._schedule import schedule
 from mb_kernels._up import up, up_tile
+from mb_kernels.targets import Tile
 from triton.testing import do_bench
 
 
-def kernels(shape: Shape) -> dict[str, tuple[Callable[[], object], float, float]]:
-    """Name to (launch, FLOPs, bytes)."""
+@dataclass(frozen=True)
+class Kernel:
+    """launch(tile) runs it, a kernel without tiles ignores the argument; tile: the table's."""
+
+    launch: Callable[[Any], object]
+    flops: float = 0.0
+    moved: float = 0.0
+    tile: Tile | None = None
+
+
+def kernels(shape: Shape) -> dict[str, Kernel]:
     inputs = {name: t.detach() for name, t in make_inputs(shape, "uniform").items()}
     x, w1, w2 = inputs["x"], inputs["w1"], inputs["w2"]
     weights, ids, _ = topk_softmax(inputs["logits"], shape.top_k)
@@ -35,56 +47,57 @@ def kernels(shape: Shape) -> dict[str, tuple[Callable[[], object], float, float]
     rows = x.new_empty((n, shape.hidden)).normal_()
     h = x.new_empty((n, shape.columns)).normal_()
     a = x.new_empty((n, shape.ffn)).normal_()
-    tiles = schedule(offsets, n, 128)
     single = {"fill_dropped": top_k == 1, "scatter_order": order if top_k == 1 else None}
     scale = {"scale": weights if top_k == 1 else None}
     partials = torch.rand(shape.ffn // 256, n, device=x.device)
     indices = (order, inverse, offsets)
     up_flops, down_flops = 2.0 * n * w1[0].numel(), 2.0 * n * w2[0].numel()
-
-    def down() -> object:
-        tile = tile_of("down", x)
-        return rows_times_weights(a, w2, tiles, transpose_weight=True, tile=tile, **single, **scale)
-
-    def dx() -> object:
-        tile = tile_of("dx", x)
-        return rows_times_weights(h, w1, tiles, transpose_weight=False, tile=tile, **single)
-
+    of_height = functools.cache(lambda block_m: schedule(offsets, n, block_m))
     batch = rows[: n // shape.experts * shape.experts].view(shape.experts, -1, shape.hidden)
-    tile_up, tile_dact = up_tile(x, w1, activation), dact_tile(x, activation)
+
+    def run_up(tile: Tile) -> object:
+        tiles = of_height(tile.block_m)
+        options = {"top_k": top_k, "save_h": True, "tile": tile}
+        return up(x, w1, order, inverse, tiles, activation, **options)
+
+    def run_down(tile: Tile) -> object:
+        options = {"transpose_weight": True, "tile": tile, **single, **scale}
+        return rows_times_weights(a, w2, of_height(tile.block_m), **options)
+
+    def run_dact(tile: Tile) -> object:
+        tiles = of_height(tile.block_m)
+        return dact(rows, w2, order, weights, tiles, h, activation, tile=tile)
+
+    def run_dx(tile: Tile) -> object:
+        options = {"transpose_weight": False, "tile": tile, **single}
+        return rows_times_weights(h, w1, of_height(tile.block_m), **options)
+
+    outer_tile = tile_of("outer", x)
     return {
-        "bmm (cuBLAS)": (lambda: torch.bmm(batch, w1.transpose(1, 2)), up_flops, 0),
-        "topk_softmax": (
-            lambda: topk_softmax(inputs["logits"], top_k),
-            0,
-            2 * inputs["logits"].nbytes,
+        "bmm (cuBLAS)": Kernel(lambda _: torch.bmm(batch, w1.transpose(1, 2)), up_flops),
+        "topk_softmax": Kernel(
+            lambda _: topk_softmax(inputs["logits"], top_k), moved=2 * inputs["logits"].nbytes
         ),
-        "bin_tokens": (lambda: bin_tokens(ids, shape.experts), 0, 3 * order.nbytes),
-        "schedule": (lambda: schedule(offsets, n, 128), 0, 0),
-        "up": (
-            lambda: up(
-                x, w1, order, inverse, tiles, activation, top_k=top_k, save_h=True, tile=tile_up
-            ),
-            up_flops,
-            0,
+        "bin_tokens": Kernel(lambda _: bin_tokens(ids, shape.experts), moved=3 * order.nbytes),
+        "schedule": Kernel(lambda _: schedule(offsets, n, 128)),
+        "up": Kernel(run_up, up_flops, tile=up_tile(x, w1, activation)),
+        "down": Kernel(run_down, down_flops, tile=tile_of("down", x)),
+        "combine": Kernel(
+            lambda _: combine(rows, *indices, weights, top_k), moved=rows.nbytes + x.nbytes
         ),
-        "down": (down, down_flops, 0),
-        "combine": (lambda: combine(rows, *indices, weights, top_k), 0, rows.nbytes + x.nbytes),
-        "spread": (lambda: spread(x, inverse, top_k), 0, rows.nbytes + x.nbytes),
-        "dact": (
-            lambda: dact(rows, w2, order, weights, tiles, h, activation, tile=tile_dact),
-            down_flops,
-            0,
+        "spread": Kernel(lambda _: spread(x, inverse, top_k), moved=rows.nbytes + x.nbytes),
+        "dact": Kernel(run_dact, down_flops, tile=dact_tile(x, activation)),
+        "sum_partials": Kernel(
+            lambda _: sum_partials(partials, order, offsets, weights), moved=partials.nbytes
         ),
-        "sum_partials": (
-            lambda: sum_partials(partials, order, offsets, weights),
-            0,
-            partials.nbytes,
-        ),
-        "dw2": (lambda: outer(rows, a, offsets), down_flops, 0),
-        "dx": (dx, up_flops, 0),
-        "dw1": (lambda: outer(h, rows, offsets), up_flops, 0),
+        "dw2": Kernel(lambda tile: outer(rows, a, offsets, tile), down_flops, tile=outer_tile),
+        "dx": Kernel(run_dx, up_flops, tile=tile_of("dx", x)),
+        "dw1": Kernel(lambda tile: outer(h, rows, offsets, tile), up_flops, tile=outer_tile),
     }
+
+
+def median_ms(kernel: Kernel, tile: Tile | None) -> float:
+    return do_bench(lambda: kernel.launch(tile), warmup=25, rep=100, return_mode="median")
 
 
 def run(*, quick: bool = False) -> list[dict[str, Any]]:
@@ -92,16 +105,16 @@ def run(*, quick: bool = False) -> list[dict[str, Any]]:
     for name, shape in SHAPES.items():
         if quick and name.endswith("-8k"):
             continue
-        for kernel, (launch, flops, moved) in kernels(shape).items():
-            ms = do_bench(launch, warmup=25, rep=100, return_mode="median")
+        for what, kernel in kernels(shape).items():
+            ms = median_ms(kernel, kernel.tile)
             table.append(
                 {
                     "benchmark": "kernels",
                     "shape": name,
-                    "what": kernel,
+                    "what": what,
                     "ms": round(ms, 4),
-                    "tflops": round(flops / ms / 1e9) if flops else "",
-                    "GB/s": round(moved / ms / 1e6) if moved else "",
+                    "tflops": round(kernel.flops / ms / 1e9) if kernel.flops else "",
+                    "GB/s": round(kernel.moved / ms / 1e6) if kernel.moved else "",
                 }
             )
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Runs benchmarks by name: a table, then one JSON line.
 
-    python packages/mb-kernels/benchmarks/run.py [layer kernels host block_sparse] [--quick]
+    python packages/mb-kernels/benchmarks/run.py [layer kernels host block_sparse tiles] [--quick]
 
 Every benchmark is a module beside this one with ``run(*, quick) -> rows``; a row is a dict.
 Dated tables are kept in `results/`.
@@ -17,6 +17,7 @@ import torch
 import triton
 
 BENCHMARKS = ("layer", "kernels", "host", "block_sparse")
+ON_REQUEST = ("tiles",)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -31,12 +32,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)} (the default), tiles")
     parser.add_argument("--quick", action="store_true", help="fewer baselines")
     arguments = parser.parse_args()
-    unknown = set(arguments.names) - set(BENCHMARKS)
+    known = (*BENCHMARKS, *ON_REQUEST)
+    unknown = set(arguments.names) - set(known)
     if unknown:
-        parser.error(f"unknown: {', '.join(unknown)}; expected {', '.join(BENCHMARKS)}")
+        parser.error(f"unknown: {', '.join(unknown)}; expected {', '.join(known)}")
     sys.path.insert(0, str(pathlib.Path(__file__).parent))
     machine = {
         "gpu": torch.cuda.get_device_name(),

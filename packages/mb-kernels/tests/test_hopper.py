@@ -253,7 +253,7 @@ def simulate(kernel, grid, *arguments, **constants):
                 arrive=lambda barrier: barrier.update(arrivals=1),
                 wait=lambda barrier, parity: barrier.wait(int(parity)),
             ),
-            "tma": types.SimpleNamespace(async_copy_global_to_shared=engine.copy),
+            "_copy": engine.copy,
             "warpgroup_mma": begin_product,
             "warpgroup_mma_init": lambda x: x if isinstance(x, Accumulator) else Accumulator(x),
             "warpgroup_mma_wait": lambda left, deps: deps[0].finish(left),

@@ -35,6 +35,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 from mb_kernels._schedule import locate, piece
 from mb_kernels.targets import TILES, GateCase, Tile
 
+# The name from Triton 3.8 on, and the one before.
+_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
 MULTIPLY_WARPS = gl.constexpr(8)
 EPILOGUE_WARPS = gl.constexpr(4)
 # Of 168 for each thread; `multiply` keeps 160, of which 128 hold the accumulator.
@@ -54,12 +57,12 @@ def _advance(
         barrier = ready.index(stage)
         mbarrier.expect(barrier, x.block_type.nbytes + w.block_type.nbytes)
         k = step * x.block_shape[1]
-        tma.async_copy_global_to_shared(x, [row, k], barrier, x_ring.index(stage))
+        _copy(x, [row, k], barrier, x_ring.index(stage))
         if TRANSPOSE:
             at = [e * w.block_shape[0], column * w.block_shape[1], k]
         else:
             at = [e, k, column * w.block_shape[2]]
-        tma.async_copy_global_to_shared(w, at, barrier, w_ring.index(stage))
+        _copy(w, at, barrier, w_ring.index(stage))
         step += 1
         if step == STEPS:
             step = 0

@@ -143,8 +143,9 @@ GATHER_FIRST_COLUMNS = 4096
 # Why these. sm90 is measured, on one H200: python packages/mb-kernels/benchmarks/run.py kernels
 # Of the others we have none. There a product gets the first of 128 x 256 x 64, 128 x 128 x 64,
 # 128 x 128 x 32 and 64 x 128 x 32 (half the columns for a GLU, whose accumulator holds two parts)
-# that the gate finds without spills and within shared memory: the larger a tile, the less it reads.
-# 8 warps; three stages on sm80, two on AMD (three exceed the 64 KiB of LDS of all but gfx950).
+# that the gate finds without spills and within shared memory, on each Triton from 3.6 to 3.9: the
+# larger a tile, the less it reads. 8 warps; three stages on sm80, two on AMD (three exceed the
+# 64 KiB of LDS of all but gfx950).
 TILES: dict[str, dict[str, Tile]] = {
     # Gather, up-projection, GLU: block_n gate columns and block_n up columns in one accumulator.
     "up_glu": {
@@ -153,7 +154,7 @@ TILES: dict[str, dict[str, Tile]] = {
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2),
+        "gfx1100": Tile(64, 64, 32, num_warps=8, num_stages=2),
     },
     # Both in Gluon, of rows gathered before (see GATHER_FIRST_COLUMNS); block_n counts gate and up.
     "up_hopper": {
@@ -167,7 +168,7 @@ TILES: dict[str, dict[str, Tile]] = {
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
+        "gfx1100": Tile(64, 128, 32, num_warps=8, num_stages=2),
     },
     # Backward of down-projection and activation; the epilogue holds more than the accumulator.
     # sm90: flattened it is 3 to 5% faster, but spills 8 bytes.
@@ -220,7 +221,7 @@ TILES: dict[str, dict[str, Tile]] = {
         "sm90": Tile(128, 256, 64, num_warps=8, num_stages=4),
         "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx90a": Tile(128, 256, 64, num_warps=8, num_stages=2),
-        "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
     },
     # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.

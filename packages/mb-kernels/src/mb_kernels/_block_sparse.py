@@ -6,13 +6,12 @@ Letters: B = 128, C blocks stored, G matrices in a stack, M, N, K rows, columns 
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mb_kernels._block_sparse_kernels import dsd_kernel, sdd_kernel
 from mb_kernels._block_sparse_tma import dsd_tma_kernel, sdd_tma_kernel
-from mb_kernels._launch import launch, precision, programs, uses_descriptors
+from mb_kernels._launch import cdiv, launch, matrices, precision, programs, uses_descriptors
 from mb_kernels.reference.block_sparse import BLOCK, Topology
 from mb_kernels.targets import TILES, GateCase, Target, Tile, current_target
 
@@ -86,7 +85,7 @@ def dsd(data: Tensor, b: Tensor, *topology_and_layout: Any) -> Tensor:
         _dsd_tma(out, data, b, *indices, transposed=transposed)
         return out
     tile = _tile("dsd", data)
-    tiles = block_rows * (BLOCK // tile.block_m) * triton.cdiv(b.shape[2], tile.block_n)
+    tiles = block_rows * (BLOCK // tile.block_m) * cdiv(b.shape[2], tile.block_n)
     launch(
         dsd_kernel,
         (min(tiles, programs(data, tile.programs_per_unit)),),
@@ -105,7 +104,7 @@ def _dsd_tma(out: Tensor, data: Tensor, b: Tensor, *indices: Tensor, transposed:
     block_rows = indices[0].numel() - 1
     long = data.shape[0] >= _LONG_ROW * block_rows
     tile = TILES["dsd" if long and _row_major(out) else "dsd_narrow"]["sm90"]
-    tiles = block_rows * triton.cdiv(b.shape[2], tile.block_n)
+    tiles = block_rows * cdiv(b.shape[2], tile.block_n)
     launch(
         dsd_tma_kernel,
         (min(tiles, programs(data, tile.programs_per_unit)),),
@@ -158,8 +157,8 @@ def _describable(x: Tensor) -> bool:
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Descriptor for boxes [rows, columns] of the matrices of a stack, unit stride last."""
     if _row_major(x):
-        return TensorDescriptor.from_tensor(x, [1, rows, columns])
-    return TensorDescriptor.from_tensor(x.transpose(1, 2), [1, columns, rows])
+        return matrices(x, (1, rows, columns))
+    return matrices(x.transpose(1, 2), (1, columns, rows))
 
 
 def _tile(op: str, x: Tensor) -> Tile:

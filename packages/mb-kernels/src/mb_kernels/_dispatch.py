@@ -94,8 +94,8 @@ def _autograd(
 ) -> Callable[..., Any]:
     """``op`` with an autograd formula, to be its implementation for the dispatch key Autograd.
 
-    ``torch.library.register_autograd`` does the same, but walks the schema on every call: for the
-    nine arguments of ``expert_mlp`` that takes the host longer than two launches.
+    ``torch.library.register_autograd`` does the same, but walks the schema on every call: 60 us of
+    a layer's step under cProfile.
     """
 
     class Formula(torch.autograd.Function):

@@ -194,7 +194,7 @@ def gate_case(
     *,
     pointers: Mapping[str, str],
     operands: Mapping[str, Sequence[int]],
-    constants: Mapping[str, Any],
+    constexprs: Mapping[str, Any],
 ) -> GateCase:
     """A gate case in bf16 with the tile of ``op``; operands: descriptors with their block shape."""
     tile = TILES[op]["sm90"]
@@ -206,7 +206,7 @@ def gate_case(
         name=f"{name}_bf16",
         kernel=kernel,
         signature={**pointers, **blocks},
-        constexprs={**constants, **_blocks(tile)},
+        constexprs={**constexprs, **_blocks(tile)},
         is_gemm=True,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -70,8 +70,8 @@ def _finish_dact(
         a = a_ptr + row.to(gl.int64) * F
         cols = column * BLOCK_N + c
         at = near[:, None] * (PARTS * F) + cols
-        # h is read two pieces ahead. One piece ahead, the compiler puts the load at the end of the
-        # piece before, too late to arrive in time.
+        # h is read two pieces ahead: one ahead, ptxas puts the load at the end of the piece before,
+        # by the disassembly. Not yet timed.
         ahead = _load_h(h, at, cols, F, BLOCK_N)
         beyond = _load_h(h, at + W, cols + W, F, BLOCK_N)
         partial = gl.zeros((BLOCK_M,), gl.float32, gl.SliceLayout(1, BLOCK))
@@ -209,7 +209,7 @@ def gate_cases(target: Target) -> list[GateCase]:
                 "do": (tile.block_m, tile.block_k),
                 "w": (1, tile.block_k, tile.block_n),
             },
-            constants={
+            constexprs={
                 "D": 2048,
                 "F": ffn,
                 "GLU": is_glu(activation),

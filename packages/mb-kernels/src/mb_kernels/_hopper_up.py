@@ -160,7 +160,7 @@ def gate_cases(target: Target) -> list[GateCase]:
                 "x": (tile.block_m, tile.block_k),
                 "w": (parts, tile.block_n // parts, tile.block_k),
             },
-            constants={
+            constexprs={
                 "D": 2048,
                 "F": 4096,
                 "GLU": parts == 2,

@@ -14,7 +14,7 @@ from mb_kernels.targets import TILES, GateCase, Target, Tile, current_target
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up; ``triton.cdiv`` serves kernels too, and takes ten times as long."""
+    """a / b rounded up; ``triton.cdiv`` serves kernels too, and takes 1.9 us against 0.1."""
     return -(-a // b)
 
 
@@ -30,8 +30,8 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Launch a Triton kernel: the device's arguments by position, constexprs and options by name.
 
-    ``kernel[grid]`` looks for the compiled kernel anew at each launch, longer than it takes to
-    launch it. Where that is known to depend on the key below alone, it is looked up here.
+    ``kernel[grid]`` looks for the compiled kernel anew at each launch, 5 us of 26 (an H200's host).
+    Where that is known to depend on the key below alone, it is looked up here.
     """
     key = _specialization(kernel, args, constants)
     kept = None if key is None else _compiled.get(key)
@@ -169,7 +169,7 @@ def ragged(x: Tensor, block: Sequence[int], parts: int | None = None) -> TensorD
 def _descriptor(
     base: Tensor, shape: list[int], strides: list[int], block: list[int]
 ) -> TensorDescriptor:
-    """A TensorDescriptor without its checks, which take the host five times as long as the rest.
+    """A TensorDescriptor without its checks, which take the host twice as long as the rest.
 
     ``operand`` and sizes that are multiples of 16 see to what they ask; the driver asks again.
     """

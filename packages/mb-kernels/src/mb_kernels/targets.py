@@ -141,11 +141,11 @@ _TWO_PROGRAMS = Tile(
 GATHER_FIRST_COLUMNS = 4096
 
 # Why these. sm90 is measured, on one H200: python packages/mb-kernels/benchmarks/run.py kernels
-# Of the others we have none. There a product gets the first of 128 x 256 x 64, 128 x 128 x 64,
-# 128 x 128 x 32 and 64 x 128 x 32 (half the columns for a GLU, whose accumulator holds two parts)
-# that the gate finds without spills and within shared memory, on each Triton from 3.6 to 3.9: the
-# larger a tile, the less it reads. 8 warps; three stages on sm80, two on AMD (three exceed the
-# 64 KiB of LDS of all but gfx950).
+# Of the others we have none. There a product of the expert MLP gets the first of 128 x 256 x 64,
+# 128 x 128 x 64, 128 x 128 x 32 and 64 x 128 x 32 (half the columns in up_glu, whose accumulator
+# holds two parts) that the gate finds without spills and within shared memory, on each Triton from
+# 3.6 to 3.9: the larger a tile, the less it reads. 8 warps; three stages on sm80, two on AMD (three
+# exceed the 64 KiB of LDS of all but gfx950).
 TILES: dict[str, dict[str, Tile]] = {
     # Gather, up-projection, GLU: block_n gate columns and block_n up columns in one accumulator.
     "up_glu": {
@@ -157,6 +157,7 @@ TILES: dict[str, dict[str, Tile]] = {
         "gfx1100": Tile(64, 64, 32, num_warps=8, num_stages=2),
     },
     # Both in Gluon, of rows gathered before (see GATHER_FIRST_COLUMNS); block_n counts gate and up.
+    # Not yet timed at the widths that use it.
     "up_hopper": {
         "sm90": Tile(128, 256, 64, 8, 3, options={"maxnreg": 168}),
     },
@@ -190,9 +191,10 @@ TILES: dict[str, dict[str, Tile]] = {
         "gfx1100": Tile(64, 128, 32, num_warps=8, num_stages=2),
     },
     # The same in Gluon, epilogue beside the next product (mb_kernels._hopper): 4 warps for it, and
-    # three stages, which with the finished tile fill shared memory. Against the portable kernel:
-    # 1.91 ms for 2.63 (OLMoE), 1.50 for 1.97 (Qwen3-30B), 3.04 for 3.74 (Mixtral), 0.243 for 0.301
-    # (top-1). 8 epilogue warps leave registers for half as wide instructions: 2.11 ms (OLMoE).
+    # three stages, which with the finished tile fill shared memory. Before h was read two pieces
+    # ahead, against the portable kernel: 1.91 ms for 2.63 (OLMoE), 1.50 for 1.97 (Qwen3-30B), 3.04
+    # for 3.74 (Mixtral), 0.243 for 0.301 (top-1). 8 epilogue warps leave registers for half as wide
+    # instructions: 2.11 ms (OLMoE).
     "dact_hopper": {
         "sm90": Tile(128, 256, 64, 8, 3, group_m=4, options={"maxnreg": 168}),
     },

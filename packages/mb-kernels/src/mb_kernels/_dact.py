@@ -49,7 +49,7 @@ def _load_h(h, part: tl.constexpr, parts: tl.constexpr, row, r, col, F: tl.const
 
 @triton.jit
 def dact_kernel(
-    do,  # [N, D] in the order of rows: tensor descriptor or pointer
+    do,  # [N, D] in the order of rows: ragged tensor descriptor or pointer
     w,  # [E, D, F]: tensor descriptor or pointer
     order_ptr,  # [N] int32: slot of each row
     weights_ptr,  # [T, K]
@@ -82,11 +82,12 @@ def dact_kernel(
     r = tl.arange(0, BLOCK_M)
     for item in tl.range(first_item(XCDS), items, tl.num_programs(0), flatten=FLATTEN):
         e, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
-        m = r < row_end - row
+        count = row_end - row
+        m = r < count
         tl.assume(e >= 0)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, D, BLOCK_K):
-            do_block = load_rows(do, row, start, m, D, BLOCK_M, BLOCK_K, DESCRIPTORS)
+            do_block = load_rows(do, row, count, start, D, BLOCK_M, BLOCK_K, DESCRIPTORS)
             w_block = load_weight(
                 w, e, start, column * BLOCK_N, D, F, BLOCK_K, BLOCK_N, 1, DESCRIPTORS
             )
@@ -94,7 +95,6 @@ def dact_kernel(
 
         slot = tl.load(order_ptr + row + r, mask=m, other=0)
         s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
-        count = row_end - row
         # Rows past the end read the last row's h instead of a mask, which costs registers.
         clamped = tl.minimum(r, count - 1)
         partial = tl.zeros((BLOCK_M,), tl.float32)
@@ -156,7 +156,7 @@ def dact(
     if uses_descriptors(do):
         block = (tile.block_m, 1, tile.block_n // _PIECES)
         operands = (
-            matrices(do, (tile.block_m, tile.block_k)),
+            ragged(do, (tile.block_m, tile.block_k)),
             matrices(w2, (1, tile.block_k, tile.block_n)),
             h,
             ragged(dh, block, parts=2 if glu else 1),
@@ -206,7 +206,7 @@ def gate_cases(target: Target) -> list[GateCase]:
                     "h": "*bf16",
                 },
                 operands={
-                    "do": (tile.block_m, tile.block_k),
+                    "do": (1, 1, tile.block_m, tile.block_k),
                     "w": (1, tile.block_k, tile.block_n),
                     "dh": (1, 1, *block),
                     "a": (1, 1, *block),

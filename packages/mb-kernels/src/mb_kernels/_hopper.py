@@ -49,15 +49,17 @@ PIECES = gl.constexpr(8)
 
 @gluon.jit
 def _advance(
-    stage, item, step, e, row, column, x, w, tiles_ptr, x_ring, w_ring, ready, items,
+    stage, item, step, e, row, row_end, column, x, w, tiles_ptr, x_ring, w_ring, ready, items,
     STEPS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSE: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of one step into ``stage``; the step and the item that follow it."""
     if item < items:
         barrier = ready.index(stage)
         mbarrier.expect(barrier, x.block_type.nbytes + w.block_type.nbytes)
-        k = step * x.block_shape[1]
-        _copy(x, [row, k], barrier, x_ring.index(stage))
+        k = step * x.block_shape[3]
+        # The coordinates of triton.tools.ragged_tma.load_ragged: zeros past the expert's rows.
+        at = [0x40000000, row_end, 0x40000000 - (row_end - row), k]
+        _copy(x, at, barrier, x_ring.index(stage))
         if TRANSPOSE:
             at = [e * w.block_shape[0], column * w.block_shape[1], k]
         else:
@@ -67,15 +69,15 @@ def _advance(
         if step == STEPS:
             step = 0
             item += gl.num_programs(0)
-            e, row, _, column = locate(
+            e, row, row_end, column = locate(
                 gl.minimum(item, items - 1), items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M
             )
-    return item, step, e, row, column
+    return item, step, e, row, row_end, column
 
 
 @gluon.jit
 def multiply(
-    x,  # [N, K]: tensor descriptor of blocks [BLOCK_M, BLOCK_K]
+    x,  # [N, K]: ragged tensor descriptor of blocks [1, 1, BLOCK_M, BLOCK_K]
     w,  # [E, K, M]: tensor descriptor of blocks [1, BLOCK_K, BLOCK_N], or see TRANSPOSE
     tiles_ptr,  # from schedule()
     x_ring,
@@ -92,8 +94,8 @@ def multiply(
 ):
     """Rows times their expert's weights, for every item of this program, into ``tile``."""
     STAGES: gl.constexpr = x_ring.shape[0]
-    BLOCK_M: gl.constexpr = x_ring.shape[1]
-    BLOCK_K: gl.constexpr = x_ring.shape[2]
+    BLOCK_M: gl.constexpr = x_ring.shape[3]
+    BLOCK_K: gl.constexpr = x_ring.shape[4]
     BLOCK_N: gl.constexpr = PIECES * tile.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[MULTIPLY_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
@@ -104,11 +106,11 @@ def multiply(
         # have an item and a step of their own.
         item = first
         step = 0
-        e, row, _, column = locate(first, items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M)
+        e, row, row_end, column = locate(first, items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M)
         for i in gl.static_range(STAGES - 1):
-            item, step, e, row, column = _advance(
-                i, item, step, e, row, column, x, w, tiles_ptr, x_ring, w_ring, ready, items,
-                STEPS, COLUMNS, TRANSPOSE, GROUP_M,
+            item, step, e, row, row_end, column = _advance(
+                i, item, step, e, row, row_end, column, x, w, tiles_ptr, x_ring, w_ring, ready,
+                items, STEPS, COLUMNS, TRANSPOSE, GROUP_M,
             )  # fmt: skip
         stage = 0
         before = STAGES - 1
@@ -122,14 +124,13 @@ def multiply(
                     w_block = w_ring.index(stage).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
                 else:
                     w_block = w_ring.index(stage).reshape((BLOCK_K, BLOCK_N))
-                acc = warpgroup_mma(
-                    x_ring.index(stage), w_block, acc, use_acc=product > 0, is_async=True
-                )
+                x_block = x_ring.index(stage).reshape((BLOCK_M, BLOCK_K))
+                acc = warpgroup_mma(x_block, w_block, acc, use_acc=product > 0, is_async=True)
                 acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
                 # The product before this one is done: its place takes the next copies.
-                item, step, e, row, column = _advance(
-                    before, item, step, e, row, column, x, w, tiles_ptr, x_ring, w_ring, ready,
-                    items, STEPS, COLUMNS, TRANSPOSE, GROUP_M,
+                item, step, e, row, row_end, column = _advance(
+                    before, item, step, e, row, row_end, column, x, w, tiles_ptr, x_ring, w_ring,
+                    ready, items, STEPS, COLUMNS, TRANSPOSE, GROUP_M,
                 )  # fmt: skip
                 before = stage
                 last = stage == STAGES - 1

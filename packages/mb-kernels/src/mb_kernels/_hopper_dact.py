@@ -19,7 +19,7 @@ from mb_kernels._hopper import (
     multiply,
     shared,
 )
-from mb_kernels._launch import launch, matrices, programs
+from mb_kernels._launch import launch, matrices, programs, ragged
 from mb_kernels._schedule import locate
 from mb_kernels.activation import base_function, is_glu
 from mb_kernels.targets import TILES, GateCase, Target, Tile
@@ -107,7 +107,7 @@ def _finish_dact(
 
 @gluon.jit
 def dact_kernel(
-    do,  # [N, D] in the order of rows: tensor descriptor
+    do,  # [N, D] in the order of rows: ragged tensor descriptor
     w,  # [E, D, F]: tensor descriptor
     order_ptr,  # [N] int32: slot of each row
     weights_ptr,  # [T, K]
@@ -168,7 +168,7 @@ def dact(
     launch(
         dact_kernel,
         (programs(do),),
-        descriptor(matrices(do, (tile.block_m, tile.block_k))),
+        descriptor(ragged(do, (tile.block_m, tile.block_k))),
         descriptor(matrices(w2, (1, tile.block_k, tile.block_n))),
         order,
         weights,
@@ -206,7 +206,7 @@ def gate_cases(target: Target) -> list[GateCase]:
                 "rows": "i32",
             },
             operands={
-                "do": (tile.block_m, tile.block_k),
+                "do": (1, 1, tile.block_m, tile.block_k),
                 "w": (1, tile.block_k, tile.block_n),
             },
             constexprs={

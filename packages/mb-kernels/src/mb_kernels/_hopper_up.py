@@ -19,7 +19,7 @@ from mb_kernels._hopper import (
     multiply,
     shared,
 )
-from mb_kernels._launch import launch, matrices, programs
+from mb_kernels._launch import launch, matrices, programs, ragged
 from mb_kernels._schedule import locate
 from mb_kernels.activation import base_function, is_glu
 from mb_kernels.targets import TILES, GateCase, Target, Tile
@@ -75,7 +75,7 @@ def _finish_up(
 
 @gluon.jit
 def up_kernel(
-    x,  # [N, D], tokens copied to their rows: tensor descriptor
+    x,  # [N, D], tokens copied to their rows: ragged tensor descriptor
     w,  # [E, F, D], or [2E, F, D] for GLU: tensor descriptor
     tiles_ptr,  # from schedule()
     h_ptr,  # [N, F], or [N, 2F] for GLU, with SAVE_H
@@ -132,7 +132,7 @@ def up(
     launch(
         up_kernel,
         (programs(rows),),
-        descriptor(matrices(rows, (tile.block_m, tile.block_k))),
+        descriptor(ragged(rows, (tile.block_m, tile.block_k))),
         descriptor(matrices(w1.view(experts * parts, ffn, hidden), block)),
         tiles,
         h,
@@ -157,7 +157,7 @@ def gate_cases(target: Target) -> list[GateCase]:
             "up_hopper",
             pointers={"tiles_ptr": "*i32", "h_ptr": "*bf16", "a_ptr": "*bf16"},
             operands={
-                "x": (tile.block_m, tile.block_k),
+                "x": (1, 1, tile.block_m, tile.block_k),
                 "w": (parts, tile.block_n // parts, tile.block_k),
             },
             constexprs={

@@ -33,7 +33,7 @@ from mb_kernels.targets import TILES, GateCase, Target, Tile
 
 @triton.jit
 def rows_kernel(
-    x,  # [N, K]: tensor descriptor or pointer
+    x,  # [N, K]: ragged tensor descriptor or pointer
     w,  # [E, M, K] or [E, K, M]: tensor descriptor or pointer
     order_ptr,  # [N] int32: output row of each row, with SCATTER
     weights_ptr,  # [N] by slot, with SCALE
@@ -65,10 +65,11 @@ def rows_kernel(
         e = tl.minimum(group, E - 1) if ALL else group
         tl.assume(e >= 0)
         col = column * BLOCK_N
-        m = r < row_end - row
+        count = row_end - row
+        m = r < count
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
-            x_block = load_rows(x, row, start, m, K, BLOCK_M, BLOCK_K, DESCRIPTORS)
+            x_block = load_rows(x, row, count, start, K, BLOCK_M, BLOCK_K, DESCRIPTORS)
             if TRANSPOSE:
                 w_block = load_weight(w, e, col, start, M, K, BLOCK_N, BLOCK_K, 1, DESCRIPTORS).T
             else:
@@ -94,7 +95,6 @@ def rows_kernel(
             mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
             tl.store(y_row + cols, right.to(kind), mask=mask)
         else:
-            count = row_end - row
             store_rows(y, left, 0, 1, row, count, col, M, BLOCK_N, DESCRIPTORS)
             store_rows(y, right, 0, 1, row, count, col + BLOCK_N // 2, M, BLOCK_N, DESCRIPTORS)
 
@@ -124,7 +124,7 @@ def rows_times_weights(
     if descriptors:
         if scatter_order is None:
             y_arg = ragged(y, (tile.block_m, 1, tile.block_n // 2), parts=1)
-        x_arg = matrices(x, (tile.block_m, tile.block_k))
+        x_arg = ragged(x, (tile.block_m, tile.block_k))
         block = (tile.block_n, tile.block_k) if transpose_weight else (tile.block_k, tile.block_n)
         w_arg = matrices(w, (1, *block))
     launch(
@@ -170,7 +170,7 @@ def gate_cases(target: Target) -> list[GateCase]:
                     **({"y": "*bf16"} if scatter else {}),
                 },
                 operands={
-                    "x": (tile.block_m, tile.block_k),
+                    "x": (1, 1, tile.block_m, tile.block_k),
                     "w": (1, *block),
                     **({} if scatter else {"y": (1, 1, tile.block_m, 1, tile.block_n // 2)}),
                 },

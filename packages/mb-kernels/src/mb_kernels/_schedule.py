@@ -12,6 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import load_ragged
 
 from mb_kernels._launch import cdiv, launch, power_of_two
 from mb_kernels.bins import SMALLEST_BLOCK_M, row_tiles
@@ -159,24 +160,22 @@ def token_rows(source, token, COLS: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: t
 def load_rows(
     x,
     row,
+    count,
     col,
-    m,
     COLS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """[BLOCK_R, BLOCK_C] of x [N, COLS] at (row, col).
-
-    Through a descriptor the rows where ``m`` is false hold the next expert's, not zeros.
-    """
+    """[BLOCK_R, BLOCK_C] of x [N, COLS] at (row, col): ``count`` rows, and zeros after them."""
     if DESCRIPTORS:
-        block = x.load([row, col])
+        block = load_ragged(x, row, count, [0, col])
     else:
         r = tl.arange(0, BLOCK_R)
         c = tl.arange(0, BLOCK_C)
         base = x + row.to(tl.int64) * COLS + col
-        mask = m[:, None] if COLS % BLOCK_C == 0 else m[:, None] & (col + c < COLS)[None, :]
+        m = (r < count)[:, None]
+        mask = m if COLS % BLOCK_C == 0 else m & (col + c < COLS)[None, :]
         block = tl.load(base + r[:, None] * COLS + c[None, :], mask=mask, other=0.0)
     return block
 

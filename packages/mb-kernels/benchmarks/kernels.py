@@ -17,6 +17,7 @@ import torch
 from layer import SHAPES, Shape, make_inputs
 from mb_kernels import bin_tokens, topk_softmax
 from mb_kernels._dact import dact, dact_tile
+from mb_kernels._expert_mlp import copies_first
 from mb_kernels._launch import tile_of
 from mb_kernels._outer import outer
 from mb_kernels._permute import combine, spread, sum_partials
@@ -47,6 +48,7 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
     rows = x.new_empty((n, shape.hidden)).normal_()
     h = x.new_empty((n, shape.columns)).normal_()
     a = x.new_empty((n, shape.ffn)).normal_()
+    in_rows = top_k == 1 or copies_first(x, w1)
     single = {"fill_dropped": top_k == 1, "scatter_order": order if top_k == 1 else None}
     scale = {"scale": weights if top_k == 1 else None}
     partials = torch.rand(shape.ffn // 256, n, device=x.device)
@@ -57,8 +59,9 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
 
     def run_up(tile: Tile) -> object:
         tiles = of_height(tile.block_m)
-        options = {"top_k": top_k, "save_h": True, "tile": tile}
-        return up(x, w1, order, inverse, tiles, activation, **options)
+        source, source_order = (rows, None) if in_rows else (x, order)
+        options = {"order": source_order, "top_k": top_k, "save_h": True, "tile": tile}
+        return up(source, w1, tiles, activation, **options)
 
     def run_down(tile: Tile) -> object:
         options = {"transpose_weight": True, "tile": tile, **single, **scale}
@@ -80,7 +83,7 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
         ),
         "bin_tokens": Kernel(lambda _: bin_tokens(ids, shape.experts), moved=3 * order.nbytes),
         "schedule": Kernel(lambda _: schedule(offsets, n, 128)),
-        "up": Kernel(run_up, up_flops, tile=up_tile(x, w1, activation)),
+        "up": Kernel(run_up, up_flops, tile=up_tile(x, activation, in_rows=in_rows)),
         "down": Kernel(run_down, down_flops, tile=tile_of("down", x)),
         "combine": Kernel(
             lambda _: combine(rows, *indices, weights, top_k), moved=rows.nbytes + x.nbytes

@@ -115,12 +115,26 @@ def test_compiles_without_a_graph_break(recompute):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_opcheck():
-    x, w1, w2, bins, weights = make_case(CASES[3], dtype=torch.float32)
-    indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
-    torch.library.opcheck(
-        torch.ops.mb.expert_mlp.default, (x, w1, w2, *indices, weights, "swiglu", True)
-    )
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_opcheck(top_k):
+    case = (17, 4, 4, 4, top_k, "skewed", 3)
+    x, w1, w2, bins, weights = make_case(case, dtype=torch.float32)
+    inputs = (x, w1, w2, bins.order_N, bins.inverse_N, bins.offsets_E1, weights)
+    torch.library.opcheck(torch.ops.mb.expert_mlp.default, (*inputs, "swiglu", 16, top_k == 1))
+
+
+def test_tokens_kept_as_rows_give_the_same_gradients():
+    x, w1, w2, bins, weights = make_case((17, 4, 4, 4, 1, "skewed", 3))
+
+    def op(keep_rows):
+        indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
+        inputs = (x, w1, w2, *indices, weights, "swiglu", 16, keep_rows)
+        return torch.ops.mb.expert_mlp(*inputs)[0]
+
+    want_y, want = gradients(lambda *_: op(False), (x, w1, w2, bins, weights))
+    got_y, got = gradients(lambda *_: op(True), (x, w1, w2, bins, weights))
+    torch.testing.assert_close(got_y, want_y)
+    torch.testing.assert_close(got, want)
 
 
 def test_flops_count_both_passes():

@@ -3,14 +3,14 @@
 | forward | backward |
 |---|---|
 | tile schedule, kept for the backward | |
-| up: gather (or spread first), w1, activation | [up again, to recompute h], spread do |
+| up: gather (or spread x first), w1, activation | [up again, to recompute h], spread do |
 | down: w2 | dact: dh, s·a, partials of the weights' gradient; their sum |
-| combine (K = 1: inside down) | dw2; dX, combine (K = 1: inside dX); spread x, dw1 |
+| combine (K = 1: inside down) | dw2; dX, combine (K = 1: inside dX); [spread x], dw1 |
 
-The forward gathers tokens inside the up-projection, unless that is wide. The backward copies them
-to rows first ("spread", which reads each token once): its products read every row many times, and
-gathering in the loop of a weight gradient costs more than the copy (540 against 650 TFLOP/s on an
-H200).
+The forward gathers tokens inside the up-projection, unless that is wide, or the copy is to be kept
+for the backward. The backward wants them copied to rows ("spread", which reads each token once):
+its products read every row many times, and gathering in the loop of a weight gradient costs more
+than the copy (540 against 650 TFLOP/s on an H200).
 
 Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k, N = T·K rows.
 """
@@ -19,12 +19,18 @@ import torch
 from torch import Tensor
 
 from mb_kernels._dact import dact, dact_tile
-from mb_kernels._launch import operand, tile_of
+from mb_kernels._launch import operand, tile_of, uses_hopper_kernels
 from mb_kernels._outer import outer
 from mb_kernels._permute import combine, spread, sum_partials
 from mb_kernels._rows import rows_times_weights
 from mb_kernels._schedule import schedule
 from mb_kernels._up import up, up_tile
+from mb_kernels.targets import GATHER_FIRST_COLUMNS
+
+
+def copies_first(x: Tensor, w1: Tensor) -> bool:
+    """Whether w1 is so wide that copying tokens to rows costs less than gathering in the loop."""
+    return uses_hopper_kernels(x) and w1.shape[1] >= GATHER_FIRST_COLUMNS
 
 
 def expert_mlp(
@@ -37,19 +43,25 @@ def expert_mlp(
     weights: Tensor,
     activation: str,
     saved_bits: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    keep_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, w1, w2, weights = operand(x), operand(w1), operand(w2), operand(weights)
-    rows, top_k = order.shape[0], weights.shape[1]
-    tile = up_tile(x, w1, activation)
+    rows, top_k, save_h = order.shape[0], weights.shape[1], saved_bits > 0
+    in_rows = keep_rows or copies_first(x, w1)
+    tile = up_tile(x, activation, in_rows=in_rows)
     row_tiles = schedule(offsets, rows, tile.block_m)
     if rows == 0 or x.shape[1] == 0:
-        h = x.new_empty((rows, w1.shape[1]) if saved_bits else (0,))
-        return torch.zeros_like(x), h, row_tiles
+        h = x.new_empty((rows, w1.shape[1]) if save_h else (0,))
+        kept = x.new_empty((rows, x.shape[1]) if keep_rows else (0,))
+        return torch.zeros_like(x), h, row_tiles, kept
     tiles = _Tiles(offsets, rows, tile.block_m, row_tiles)
-    save_h = saved_bits > 0
-    h, a = up(x, w1, order, inverse, row_tiles, activation, top_k=top_k, save_h=save_h, tile=tile)
+    source, source_order = (spread(x, inverse, top_k), None) if in_rows else (x, order)
+    options = {"order": source_order, "top_k": top_k, "save_h": save_h, "tile": tile}
+    h, a = up(source, w1, row_tiles, activation, **options)
+    kept = source if keep_rows else _nothing(x)
+    del source
     y = _to_tokens(a, w2, tiles, (order, inverse, offsets), top_k, weights, "down")
-    return y, h, row_tiles
+    return y, h, row_tiles, kept
 
 
 def expert_mlp_backward(
@@ -64,6 +76,7 @@ def expert_mlp_backward(
     h: Tensor,
     row_tiles: Tensor,
     activation: str,
+    in_rows: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     need_x, need_w1, need_w2, need_weights = needs
@@ -75,10 +88,14 @@ def expert_mlp_backward(
             for t, need in zip((x, w1, w2, weights), needs, strict=True)
         )
         return dx, d_w1, d_w2, d_weights
-    tile = up_tile(x, w1, activation)
+    copied = in_rows or copies_first(x, w1)
+    tile = up_tile(x, activation, in_rows=copied)
     tiles = _Tiles(offsets, rows, tile.block_m, row_tiles)
     if h.numel() == 0:
-        h, _ = up(x, w1, order, inverse, row_tiles, activation, top_k=top_k, save_h=True, tile=tile)
+        source = spread(x, inverse, top_k) if copied and not in_rows else x
+        options = {"order": None if copied else order, "top_k": top_k, "save_h": True}
+        h, _ = up(source, w1, row_tiles, activation, tile=tile, **options)
+        del source
 
     tile = dact_tile(x, activation)
     do_rows = spread(do, inverse, top_k)
@@ -91,7 +108,9 @@ def expert_mlp_backward(
     del a, do_rows
     indices = (order, inverse, offsets)
     dx = _to_tokens(dh, w1, tiles, indices, top_k, None, "dx") if need_x else _nothing(x)
-    d_w1 = outer(dh, spread(x, inverse, top_k), offsets) if need_w1 else _nothing(x)
+    d_w1 = _nothing(x)
+    if need_w1:
+        d_w1 = outer(dh, x if in_rows else spread(x, inverse, top_k), offsets)
     return dx, d_w1, d_w2, d_weights
 
 

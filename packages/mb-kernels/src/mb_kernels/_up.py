@@ -2,8 +2,8 @@
 
 Writes the pre-activations h (if the backward needs them) and the activations a. For a GLU one
 accumulator holds the gate columns beside the up columns of the same output tile, so that the
-activation needs no exchange between programs. Where w1 is so wide that the copy costs less than
-gathering in the loop, Hopper copies tokens to their rows first, for ``_hopper_up``.
+activation needs no exchange between programs. Tokens that were copied to their rows beforehand (see
+``_expert_mlp.copies_first``) are read as they lie, on Hopper by ``_hopper_up``.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
@@ -27,7 +27,6 @@ from mb_kernels._launch import (
     wide,
     xcds,
 )
-from mb_kernels._permute import spread
 from mb_kernels._schedule import (
     first_item,
     halves,
@@ -38,14 +37,14 @@ from mb_kernels._schedule import (
     token_rows,
 )
 from mb_kernels.activation import base_function, is_glu
-from mb_kernels.targets import GATHER_FIRST_COLUMNS, TILES, GateCase, Target, Tile
+from mb_kernels.targets import TILES, GateCase, Target, Tile
 
 
 @triton.jit
 def up_kernel(
-    x_ptr,  # [T, D]
+    x_ptr,  # [T, D], or [N, D] in the order of rows without order_ptr
     w,  # [E, F, D], or [2E, F, D] for GLU: tensor descriptor or pointer
-    order_ptr,  # [N] int32: slot of each row
+    order_ptr,  # [N] int32: slot of each row, or None
     tiles_ptr,  # from schedule()
     h,  # [N, 1, F], or [N, 2, F] for GLU, with SAVE_H: ragged tensor descriptor or pointer
     a,  # [N, 1, F]: ragged tensor descriptor or pointer
@@ -78,7 +77,10 @@ def up_kernel(
         e, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
         m = r < row_end - row
         tl.assume(e >= 0)
-        token = tl.load(order_ptr + row + r, mask=m, other=0) // TOP_K
+        if order_ptr is None:
+            token = row + r
+        else:
+            token = tl.load(order_ptr + row + r, mask=m, other=0) // TOP_K
         source, offsets = token_rows(x_ptr, token, D, BLOCK_K, WIDE)
         acc = tl.zeros((BLOCK_M, STACK * BLOCK_N), tl.float32)
         for start in range(0, D, BLOCK_K):
@@ -113,13 +115,9 @@ def _pieces(activation: str) -> int:
     return 1 if is_glu(activation) else 2
 
 
-def _gathers_first(x: Tensor, w1: Tensor) -> bool:
-    return uses_hopper_kernels(x) and w1.shape[1] >= GATHER_FIRST_COLUMNS
-
-
-def up_tile(x: Tensor, w1: Tensor, activation: str) -> Tile:
-    """The tile of ``up`` for the device and dtype of ``x`` and the width of ``w1``."""
-    if _gathers_first(x, w1):
+def up_tile(x: Tensor, activation: str, *, in_rows: bool) -> Tile:
+    """The tile of ``up`` for the device and dtype of ``x``, tokens or tokens copied to rows."""
+    if in_rows and uses_hopper_kernels(x):
         return tile_of("up_hopper", x)
     return tile_of("up_glu" if is_glu(activation) else "up", x)
 
@@ -127,27 +125,28 @@ def up_tile(x: Tensor, w1: Tensor, activation: str) -> Tile:
 def up(
     x: Tensor,
     w1: Tensor,
-    order: Tensor,
-    inverse: Tensor,
     tiles: Tensor,
     activation: str,
     *,
+    order: Tensor | None,
     top_k: int,
     save_h: bool,
     tile: Tile,
 ) -> tuple[Tensor, Tensor]:
-    """Pre-activations [N, F or 2F] (empty unless ``save_h``) and activations [N, F]."""
+    """Pre-activations [N, F or 2F] (empty unless ``save_h``) and activations [N, F].
+
+    x holds tokens [T, D] if there is an ``order``, else rows [N, D]; ``tile`` is ``up_tile``'s.
+    """
     experts, columns, hidden = w1.shape
     glu = is_glu(activation)
     ffn = columns // 2 if glu else columns
-    rows = order.shape[0]
+    rows = x.shape[0] if order is None else order.shape[0]
     h = x.new_empty((rows, columns) if save_h else (0,))
     a = x.new_empty((rows, ffn))
-    if _gathers_first(x, w1):
+    if order is None and uses_hopper_kernels(x):
         from mb_kernels import _hopper_up
 
-        gathered = spread(x, inverse, top_k)
-        _hopper_up.up(gathered, w1, tiles, h, a, activation, save_h=save_h, tile=tile)
+        _hopper_up.up(x, w1, tiles, h, a, activation, save_h=save_h, tile=tile)
         return h, a
     descriptors = uses_descriptors(x)
     stack = 2 if glu else 1
@@ -188,19 +187,24 @@ def up(
 
 def gate_cases(target: Target) -> list[GateCase]:
     cases = []
-    for op, activation in (("up_glu", "swiglu"), ("up", "gelu")):
+    for op, activation, in_rows in (
+        ("up_glu", "swiglu", False),
+        ("up", "gelu", False),
+        ("up_glu", "swiglu", True),
+        ("up", "gelu", True),
+    ):
         glu = is_glu(activation)
         tile = TILES[op][target.name]
         out = (tile.block_m, 1, tile.block_n // _pieces(activation))
         cases.append(
             matrix_case(
-                f"{op}_bf16",
+                f"{op}{'_rows' if in_rows else ''}_bf16",
                 up_kernel,
                 target,
                 op,
                 pointers={
                     "x_ptr": "*bf16",
-                    "order_ptr": "*i32",
+                    **({} if in_rows else {"order_ptr": "*i32"}),
                     "tiles_ptr": "*i32",
                 },
                 operands={
@@ -209,9 +213,10 @@ def gate_cases(target: Target) -> list[GateCase]:
                     "a": (1, 1, *out),
                 },
                 constexprs={
+                    **({"order_ptr": None} if in_rows else {}),
                     "D": 2048,
                     "F": 1024,
-                    "TOP_K": 8,
+                    "TOP_K": 1 if in_rows else 8,
                     "GLU": glu,
                     "ACTIVATION": base_function(activation),
                     "SAVE_H": True,

@@ -1,7 +1,8 @@
 """The whole expert computation, gather to combine, as one differentiable op.
 
 The idea and the formulas of the backward are in ``mb_kernels.reference.expert_mlp``. What autograd
-keeps is x, the pre-activations h, the index maps and the kernels' list of row tiles. With
+keeps is x (with K = 1 its copy in the order of rows, which the backward would make again), the
+pre-activations h, the index maps and the kernels' list of row tiles. With
 ``recompute=True`` h is dropped too and computed again; with ``saved_activation_bits`` it is kept in
 8 or 4 bits. The experts' outputs are never kept: a routing weight's gradient comes from
 ``<W2^T do, act(h)>`` inside the backward's first product.
@@ -21,6 +22,7 @@ from mb_kernels.grouped_gemm import require_multiple_of_16
 from mb_kernels.permute import bins_of
 from mb_kernels.quantize import dequantize, quantize
 from mb_kernels.reference.expert_mlp import expert_mlp_backward, expert_mlp_forward
+from mb_kernels.reference.permute import combine, gather
 
 _WHOLE = 16  # bits that stand for "in the dtype they have"
 
@@ -69,8 +71,9 @@ def expert_mlp(
     )
     indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
     saved_bits = (saved_activation_bits or _WHOLE) if differentiable and not recompute else 0
+    keep_rows = saved_bits > 0 and weights_TK.shape[1] == 1 and _dispatch.use_triton(x_TD)
     return torch.ops.mb.expert_mlp(
-        x_TD, w1_EFD, w2_EDF, *indices, weights_TK, activation, saved_bits
+        x_TD, w1_EFD, w2_EDF, *indices, weights_TK, activation, saved_bits, keep_rows
     )[0]
 
 
@@ -125,10 +128,12 @@ def _forward_reference(
     weights: Tensor,
     activation: str,
     saved_bits: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    keep_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     bins = bins_of(order, inverse, offsets)
     y, h = expert_mlp_forward(x, w1, w2, bins, weights, activation)
-    return y, h if saved_bits else x.new_empty(0), order.new_empty((0, 4))
+    rows = gather(x, bins, 1) if keep_rows else x.new_empty(0)
+    return y, h if saved_bits else x.new_empty(0), order.new_empty((0, 4)), rows
 
 
 def _backward_reference(
@@ -143,9 +148,12 @@ def _backward_reference(
     h: Tensor,
     tiles: Tensor,
     activation: str,
+    in_rows: bool,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
     bins = bins_of(order, inverse, offsets)
+    if in_rows:
+        x = combine(x, bins, None, 1)
     if h.numel() == 0:
         h = expert_mlp_forward(x, w1, w2, bins, weights, activation)[1]
     grads = expert_mlp_backward(do, x, w1, w2, bins, weights, h, activation)
@@ -162,10 +170,12 @@ def _forward_fake(
     weights: Tensor,
     activation: str,
     saved_bits: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    keep_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     h = x.new_empty((order.shape[0], w1.shape[1])) if saved_bits else x.new_empty(0)
     count = row_tiles(order.shape[0], w1.shape[0]) if _dispatch.use_triton(x) else 0
-    return x.new_empty(x.shape), h, order.new_empty((count, 4))
+    kept = x.new_empty((order.shape[0], x.shape[1]) if keep_rows else (0,))
+    return x.new_empty(x.shape), h, order.new_empty((count, 4)), kept
 
 
 def _backward_fake(
@@ -180,6 +190,7 @@ def _backward_fake(
     h: Tensor,
     tiles: Tensor,
     activation: str,
+    in_rows: bool,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
     like = (x, w1, w2, weights)
@@ -189,18 +200,18 @@ def _backward_fake(
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.activation, ctx.saved_bits = inputs
-    _, h, tiles = output
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, *tensors, ctx.activation, ctx.saved_bits, ctx.in_rows = inputs
+    _, h, tiles, rows = output
     kept = quantize(h, ctx.saved_bits) if ctx.saved_bits in (4, 8) else (h,)
-    ctx.save_for_backward(*tensors, tiles, *kept)
-    ctx.mark_non_differentiable(h, tiles)
+    ctx.save_for_backward(rows if ctx.in_rows else x, *tensors, tiles, *kept)
+    ctx.mark_non_differentiable(h, tiles, rows)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor | None, dh: None, dtiles: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, do: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
     if do is None:
-        return (None,) * 9
+        return (None,) * 10
     needed = ctx.needs_input_grad
     needs = [needed[0], needed[1], needed[2], needed[6]]
     saved = ctx.saved_tensors  # read once: under checkpoint a second reading fails
@@ -209,10 +220,10 @@ def _backward(ctx: Any, do: Tensor | None, dh: None, dtiles: None) -> tuple[Tens
     if ctx.saved_bits in (4, 8):
         h = dequantize(*kept, bits=ctx.saved_bits, dtype=do.dtype)
     grads = torch.ops.mb.expert_mlp_backward(
-        do.contiguous(), *tensors, h, tiles, ctx.activation, needs
+        do.contiguous(), *tensors, h, tiles, ctx.activation, ctx.in_rows, needs
     )
     dx, dw1, dw2, dweights = (g if n else None for g, n in zip(grads, needs, strict=True))
-    return dx, dw1, dw2, None, None, None, dweights, None, None
+    return dx, dw1, dw2, None, None, None, dweights, None, None, None
 
 
 def _forward_flops(
@@ -233,6 +244,7 @@ def _backward_flops(
     h_shape: Any,
     tiles_shape: Any,
     activation: str,
+    in_rows: bool,
     needs: list[bool],
     **kwargs: Any,
 ) -> int:
@@ -245,8 +257,8 @@ def _backward_flops(
 
 _INPUTS = "Tensor x, Tensor w1, Tensor w2, Tensor order, Tensor inverse, Tensor offsets"
 _dispatch.register(
-    f"expert_mlp({_INPUTS}, Tensor weights, str activation, int saved_bits) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"expert_mlp({_INPUTS}, Tensor weights, str activation, int saved_bits, bool keep_rows) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     reference=_forward_reference,
     kernels="mb_kernels._expert_mlp",
     fake=_forward_fake,
@@ -256,7 +268,7 @@ _dispatch.register(
 )
 _dispatch.register(
     f"expert_mlp_backward(Tensor do, {_INPUTS}, Tensor weights, Tensor h, Tensor tiles, "
-    "str activation, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    "str activation, bool in_rows, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=_backward_reference,
     kernels="mb_kernels._expert_mlp",
     fake=_backward_fake,

@@ -68,6 +68,9 @@ class Shared:
     def reshape(self, shape):
         return Shared(self.values.view(shape))
 
+    def slice(self, start, length):
+        return Shared(self.values[start : start + length])
+
     def permute(self, order):
         return Shared(self.values.permute(order))
 

@@ -42,9 +42,9 @@ MULTIPLY_WARPS = gl.constexpr(8)
 EPILOGUE_WARPS = gl.constexpr(4)
 # Of 168 for each thread; `multiply` keeps 160, of which 128 hold the accumulator.
 EPILOGUE_REGISTERS = gl.constexpr(176)
-# Columns of a tile are handed over in pieces, so that an epilogue holds few of them in registers.
-# In fewer pieces that of dact spills.
-PIECES = gl.constexpr(8)
+# Columns of a tile are handed over in pieces of 64, whole 128-byte lines of a row: in pieces of 32
+# the epilogue of dact takes 0.253 ms instead of 0.223 (top-1, hidden 768, ffn 3072).
+PIECES = gl.constexpr(4)
 
 
 @gluon.jit

@@ -31,6 +31,36 @@ def _load_h(h, at, cols, F: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _finish_piece(
+    q, z, near, r, cols, s, count, h, dh, a,
+    F: gl.constexpr, BLOCK_N: gl.constexpr, GLU: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Rows r and columns cols of a tile into dh and a; their part of <q, act(h)>."""
+    PARTS: gl.constexpr = GLU + 1
+    kind: gl.constexpr = q.dtype
+    q = q.to(gl.float32)
+    live = (r < count)[:, None]
+    mask = live if F % BLOCK_N == 0 else live & (cols < F)
+    to_h = r[:, None] * (PARTS * F) + cols
+    to_a = a + (r[:, None] * F + cols)
+    value, slope = activate_with_derivative(z.to(gl.float32), ACTIVATION, True)
+    if GLU:
+        up = _load_h(h + F, near[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N).to(gl.float32)
+        product = value * up
+        partial = gl.sum(q * product, 1)
+        q *= s[:, None]
+        gl.store(to_a, (product * s[:, None]).to(kind), mask=mask)
+        gl.store(dh + F + to_h, (q * value).to(kind), mask=mask)
+        slope *= up
+    else:
+        partial = gl.sum(q * value, 1)
+        q *= s[:, None]
+        gl.store(to_a, (value * s[:, None]).to(kind), mask=mask)
+    gl.store(dh + to_h, (q * slope).to(kind), mask=mask)
+    return partial
+
+
+@gluon.jit
 def _finish_dact(
     order_ptr,
     weights_ptr,
@@ -50,59 +80,61 @@ def _finish_dact(
     ACTIVATION: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    BLOCK_M: gl.constexpr = tile.shape[1]
+    HALF: gl.constexpr = tile.shape[1] // 2
     W: gl.constexpr = tile.shape[2]
     BLOCK_N: gl.constexpr = PIECES * W
     PARTS: gl.constexpr = GLU + 1
     BLOCK: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [EPILOGUE_WARPS, 1], [1, 0])
-    r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, BLOCK))
+    top = gl.arange(0, HALF, gl.SliceLayout(1, BLOCK))
+    bottom = top + HALF
     c = gl.arange(0, W, gl.SliceLayout(0, BLOCK))[None, :]
     parity = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         _, row, row_end, column = locate(item, items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M)
-        live = r < row_end - row
+        count = row_end - row
         # Rows past the end read the last row's operands instead of a mask, which costs registers.
-        near = gl.minimum(r, row_end - row - 1)
-        slot = gl.load(order_ptr + row + near)
-        s = gl.load(weights_ptr + slot).to(gl.float32)[:, None]
+        near_top = gl.minimum(top, count - 1)
+        near_bottom = gl.minimum(bottom, count - 1)
+        order = order_ptr + row
+        s_top = gl.load(weights_ptr + gl.load(order + near_top)).to(gl.float32)
+        s_bottom = gl.load(weights_ptr + gl.load(order + near_bottom)).to(gl.float32)
         h = h_ptr + row.to(gl.int64) * (PARTS * F)
         dh = dh_ptr + row.to(gl.int64) * (PARTS * F)
         a = a_ptr + row.to(gl.int64) * F
         cols = column * BLOCK_N + c
-        at = near[:, None] * (PARTS * F) + cols
-        # h is read two pieces ahead: one ahead, ptxas puts the load at the end of the piece before,
-        # by the disassembly. Not yet timed.
-        ahead = _load_h(h, at, cols, F, BLOCK_N)
-        beyond = _load_h(h, at + W, cols + W, F, BLOCK_N)
-        partial = gl.zeros((BLOCK_M,), gl.float32, gl.SliceLayout(1, BLOCK))
+        partial_top = gl.zeros((HALF,), gl.float32, gl.SliceLayout(1, BLOCK))
+        partial_bottom = gl.zeros((HALF,), gl.float32, gl.SliceLayout(1, BLOCK))
+        # h is read one piece ahead; of a GLU only the top, for want of registers.
+        z_top = _load_h(h, near_top[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N)
+        z_bottom = z_top
+        if not GLU:
+            z_bottom = _load_h(h, near_bottom[:, None] * F + cols, cols, F, BLOCK_N)
         mbarrier.wait(full, parity)
         parity ^= 1
         for i in range(PIECES):
-            z = ahead.to(gl.float32)
-            ahead = beyond
-            step = gl.where(i + 2 < PIECES, 2 * W, 0)
-            beyond = _load_h(h, at + step, cols + step, F, BLOCK_N)
-            q = tile.index(i).load(BLOCK).to(gl.float32)
-            mask = live[:, None] if F % BLOCK_N == 0 else live[:, None] & (cols < F)
-            to_h = r[:, None] * (PARTS * F) + cols
-            value, slope = activate_with_derivative(z, ACTIVATION, True)
-            if GLU:
-                up = _load_h(h + F, at, cols, F, BLOCK_N).to(gl.float32)
-                product = value * up
-                partial += gl.sum(q * product, 1)
-                q *= s
-                gl.store(a + (r[:, None] * F + cols), (product * s).to(tile.dtype), mask=mask)
-                gl.store(dh + F + to_h, (q * value).to(tile.dtype), mask=mask)
-                slope *= up
-            else:
-                partial += gl.sum(q * value, 1)
-                q *= s
-                gl.store(a + (r[:, None] * F + cols), (value * s).to(tile.dtype), mask=mask)
-            gl.store(dh + to_h, (q * slope).to(tile.dtype), mask=mask)
-            at += W
+            piece = tile.index(i)
+            after = cols + gl.where(i + 1 < PIECES, W, 0)
+            z = z_top
+            z_top = _load_h(h, near_top[:, None] * (PARTS * F) + after, after, F, BLOCK_N)
+            partial_top += _finish_piece(
+                piece.slice(0, HALF).load(BLOCK), z, near_top, top, cols, s_top, count, h, dh, a,
+                F, BLOCK_N, GLU, ACTIVATION,
+            )  # fmt: skip
+            if count > HALF:
+                if GLU:
+                    z = _load_h(h, near_bottom[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N)
+                else:
+                    z = z_bottom
+                    z_bottom = _load_h(h, near_bottom[:, None] * F + after, after, F, BLOCK_N)
+                partial_bottom += _finish_piece(
+                    piece.slice(HALF, HALF).load(BLOCK), z, near_bottom, bottom, cols, s_bottom,
+                    count, h, dh, a, F, BLOCK_N, GLU, ACTIVATION,
+                )  # fmt: skip
             cols += W
         mbarrier.arrive(drained)
-        gl.store(partials_ptr + column.to(gl.int64) * rows + row + r, partial, mask=live)
+        partials = partials_ptr + column.to(gl.int64) * rows + row
+        gl.store(partials + top, partial_top, mask=top < count)
+        gl.store(partials + bottom, partial_bottom, mask=bottom < count)
 
 
 @gluon.jit

@@ -41,34 +41,38 @@ def _finish_up(
     SAVE_H: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    BLOCK_M: gl.constexpr = tile.shape[1]
+    HALF: gl.constexpr = tile.shape[1] // 2
     W: gl.constexpr = tile.shape[2]
     PARTS: gl.constexpr = GLU + 1
     BLOCK_F: gl.constexpr = PIECES * W // PARTS
     BLOCK: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [EPILOGUE_WARPS, 1], [1, 0])
-    r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, BLOCK))[:, None]
+    r = gl.arange(0, HALF, gl.SliceLayout(1, BLOCK))[:, None]
     c = gl.arange(0, W, gl.SliceLayout(0, BLOCK))[None, :]
     parity = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         _, row, row_end, column = locate(item, items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M)
-        live = r < row_end - row
+        count = row_end - row
         h = h_ptr + row.to(gl.int64) * (PARTS * F)
         a = a_ptr + row.to(gl.int64) * F
         cols = column * BLOCK_F + c
         mbarrier.wait(full, parity)
         parity ^= 1
         for i in range(PIECES // PARTS):
-            mask = live if F % BLOCK_F == 0 else live & (cols < F)
-            z = tile.index(i).load(BLOCK)
-            value = activate(z.to(gl.float32), ACTIVATION, True)
-            if SAVE_H:
-                gl.store(h + (r * (PARTS * F) + cols), z, mask=mask)
-            if GLU:
-                up = tile.index(i + PIECES // 2).load(BLOCK)
-                value *= up.to(gl.float32)
-                if SAVE_H:
-                    gl.store(h + F + (r * (PARTS * F) + cols), up, mask=mask)
-            gl.store(a + (r * F + cols), value.to(tile.dtype), mask=mask)
+            for half in gl.static_range(2):
+                if count > half * HALF:
+                    at = r + half * HALF
+                    live = at < count
+                    mask = live if F % BLOCK_F == 0 else live & (cols < F)
+                    z = tile.index(i).slice(half * HALF, HALF).load(BLOCK)
+                    value = activate(z.to(gl.float32), ACTIVATION, True)
+                    if SAVE_H:
+                        gl.store(h + (at * (PARTS * F) + cols), z, mask=mask)
+                    if GLU:
+                        up = tile.index(i + PIECES // 2).slice(half * HALF, HALF).load(BLOCK)
+                        value *= up.to(gl.float32)
+                        if SAVE_H:
+                            gl.store(h + F + (at * (PARTS * F) + cols), up, mask=mask)
+                    gl.store(a + (at * F + cols), value.to(tile.dtype), mask=mask)
             cols += W
         mbarrier.arrive(drained)
 

@@ -21,7 +21,7 @@ from mb_kernels._expert_mlp import copies_first
 from mb_kernels._launch import tile_of
 from mb_kernels._outer import outer
 from mb_kernels._permute import combine, spread, sum_partials
-from mb_kernels._rows import rows_times_weights
+from mb_kernels._rows import rows_tile, rows_times_weights
 from mb_kernels._schedule import schedule
 from mb_kernels._up import up, up_tile
 from mb_kernels.targets import Tile
@@ -84,7 +84,7 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
         "bin_tokens": Kernel(lambda _: bin_tokens(ids, shape.experts), moved=3 * order.nbytes),
         "schedule": Kernel(lambda _: schedule(offsets, n, 128)),
         "up": Kernel(run_up, up_flops, tile=up_tile(x, activation, in_rows=in_rows)),
-        "down": Kernel(run_down, down_flops, tile=tile_of("down", x)),
+        "down": Kernel(run_down, down_flops, tile=rows_tile(a, w2, transpose_weight=True)),
         "combine": Kernel(
             lambda _: combine(rows, *indices, weights, top_k), moved=rows.nbytes + x.nbytes
         ),
@@ -94,7 +94,7 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
             lambda _: sum_partials(partials, order, offsets, weights), moved=partials.nbytes
         ),
         "dw2": Kernel(lambda tile: outer(rows, a, offsets, tile), down_flops, tile=outer_tile),
-        "dx": Kernel(run_dx, up_flops, tile=tile_of("dx", x)),
+        "dx": Kernel(run_dx, up_flops, tile=rows_tile(h, w1, transpose_weight=False)),
         "dw1": Kernel(lambda tile: outer(h, rows, offsets, tile), up_flops, tile=outer_tile),
     }
 

@@ -6,8 +6,9 @@ Ours and `grouped_mm` start from router logits (the router's own linear is the s
 `bmm` is a layer whose routing is free and perfectly even: rows already gathered, two batched
 products of the same FLOPs around an eager activation, a weighted sum over each token's rows. "with
 copies" also gathers, as a layer that takes tokens must; "products only" leaves out the sum. Medians
-of `triton.testing.do_bench`, which flushes L2 between runs. "held" is what stays allocated after
-the forward beyond inputs and output.
+of `triton.testing.do_bench`, which flushes L2 between runs. "calling thread" runs the backward
+where the forward ran, as mb-train does, see `host`. "held" is what stays allocated after the
+forward beyond inputs and output.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k.
 """
@@ -192,6 +193,9 @@ def run(*, quick: bool = False) -> list[dict[str, Any]]:
             logits = make_inputs(shape, routing)["logits"]
             routed = [arguments[0], logits, *arguments[2:]]
             results[f"mb {routing}"] = measure(ours(shape), routed)
+        with torch.autograd.set_multithreading_enabled(False):
+            results["mb uniform, calling thread"] = measure(ours(shape), arguments)
+            results["bmm, calling thread"] = measure(bmm(shape), gathered)
         results["mb uniform, CUDA graph"] = {"both_ms": measure_graph(ours(shape), arguments)}
         results["mb uniform, recompute"] = measure(ours(shape, recompute=True), arguments)
         if not quick:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from mb_kernels._dact import dact, dact_tile
-from mb_kernels._launch import operand, tile_of, uses_hopper_kernels
+from mb_kernels._launch import operand, uses_hopper_kernels
 from mb_kernels._outer import outer
 from mb_kernels._permute import combine, spread, sum_partials
-from mb_kernels._rows import rows_times_weights
+from mb_kernels._rows import rows_tile, rows_times_weights
 from mb_kernels._schedule import schedule
 from mb_kernels._up import up, up_tile
 from mb_kernels.targets import GATHER_FIRST_COLUMNS
@@ -60,7 +60,7 @@ def expert_mlp(
     h, a = up(source, w1, row_tiles, activation, **options)
     kept = source if keep_rows else _nothing(x)
     del source
-    y = _to_tokens(a, w2, tiles, (order, inverse, offsets), top_k, weights, "down")
+    y = _to_tokens(a, w2, tiles, (order, inverse, offsets), top_k, weights)
     return y, h, row_tiles, kept
 
 
@@ -107,7 +107,7 @@ def expert_mlp_backward(
     d_w2 = outer(do_rows, a, offsets) if need_w2 else _nothing(x)
     del a, do_rows
     indices = (order, inverse, offsets)
-    dx = _to_tokens(dh, w1, tiles, indices, top_k, None, "dx") if need_x else _nothing(x)
+    dx = _to_tokens(dh, w1, tiles, indices, top_k, None) if need_x else _nothing(x)
     d_w1 = _nothing(x)
     if need_w1:
         d_w1 = outer(dh, x if in_rows else spread(x, inverse, top_k), offsets)
@@ -126,17 +126,17 @@ def _to_tokens(
     indices: tuple[Tensor, Tensor, Tensor],
     top_k: int,
     weights: Tensor | None,
-    op: str,
 ) -> Tensor:
-    """Each row times its expert's weight, summed per token: "down" (weighted) or "dx"."""
+    """Each row times its expert's weight, summed per token: down with routing weights, else dX."""
     order = indices[0]
-    tile = tile_of(op, rows)
+    down = weights is not None
+    tile = rows_tile(rows, w, transpose_weight=down)
     single = top_k == 1
     y = rows_times_weights(
         rows,
         w,
         tiles(tile.block_m),
-        transpose_weight=op == "down",
+        transpose_weight=down,
         tile=tile,
         scatter_order=order if single else None,
         scale=weights if single else None,

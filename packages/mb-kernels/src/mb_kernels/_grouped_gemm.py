@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from mb_kernels._launch import operand, tile_of
+from mb_kernels._launch import operand
 from mb_kernels._outer import outer
-from mb_kernels._rows import rows_times_weights
+from mb_kernels._rows import rows_tile, rows_times_weights
 from mb_kernels._schedule import schedule
 
 
@@ -12,7 +12,7 @@ def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, transpose_weight: bool) 
     columns = w.shape[1 if transpose_weight else 2]
     if x.shape[0] == 0 or x.shape[1] == 0 or columns == 0:
         return x.new_zeros((x.shape[0], columns))
-    tile = tile_of("down" if transpose_weight else "dx", x)
+    tile = rows_tile(x, w, transpose_weight=transpose_weight)
     return rows_times_weights(
         operand(x),
         operand(w),

@@ -17,6 +17,7 @@ from mb_kernels._launch import (
     precision,
     programs,
     ragged,
+    tile_of,
     uses_descriptors,
     xcds,
 )
@@ -28,7 +29,7 @@ from mb_kernels._schedule import (
     locate,
     store_rows,
 )
-from mb_kernels.targets import TILES, GateCase, Target, Tile
+from mb_kernels.targets import FEW_ROWS, TILES, GateCase, Target, Tile
 
 
 @triton.jit
@@ -99,6 +100,13 @@ def rows_kernel(
             store_rows(y, right, 0, 1, row, count, col + BLOCK_N // 2, M, BLOCK_N, DESCRIPTORS)
 
 
+def rows_tile(x: Tensor, w: Tensor, *, transpose_weight: bool) -> Tile:
+    """The tile of ``rows_times_weights`` for the device, dtype and rows per expert of ``x``."""
+    op = "down" if transpose_weight else "dx"
+    few = uses_descriptors(x) and x.shape[0] <= FEW_ROWS * w.shape[0]
+    return tile_of(f"{op}_few_rows" if few else op, x)
+
+
 def rows_times_weights(
     x: Tensor,
     w: Tensor,
@@ -154,9 +162,20 @@ def rows_times_weights(
 
 def gate_cases(target: Target) -> list[GateCase]:
     cases = []
-    for op, scatter in (("down", False), ("down", True), ("dx", False)):
-        tile = TILES[op][target.name]
-        block = (tile.block_n, tile.block_k) if op == "down" else (tile.block_k, tile.block_n)
+    for op, scatter in (
+        ("down", False),
+        ("down", True),
+        ("dx", False),
+        ("down_few_rows", False),
+        ("down_few_rows", True),
+        ("dx_few_rows", False),
+        ("dx_few_rows", True),
+    ):
+        tile = TILES[op].get(target.name)
+        if tile is None:
+            continue
+        down = op.startswith("down")
+        block = (tile.block_n, tile.block_k) if down else (tile.block_k, tile.block_n)
         cases.append(
             matrix_case(
                 f"{op}{'_scatter' if scatter else ''}_bf16",
@@ -178,9 +197,9 @@ def gate_cases(target: Target) -> list[GateCase]:
                     "E": 64,
                     "K": 1024,
                     "M": 2048,
-                    "TRANSPOSE": op == "down",
+                    "TRANSPOSE": down,
                     "SCATTER": scatter,
-                    "SCALE": scatter,
+                    "SCALE": scatter and down,
                     "ALL": scatter,
                 },
             )

@@ -17,8 +17,7 @@ import torch
 from layer import SHAPES, Shape, make_inputs
 from mb_kernels import bin_tokens, topk_softmax
 from mb_kernels._dact import dact, dact_tile
-from mb_kernels._expert_mlp import copies_first
-from mb_kernels._launch import tile_of
+from mb_kernels._launch import tile_of, uses_hopper_kernels
 from mb_kernels._outer import outer
 from mb_kernels._permute import combine, spread, sum_partials
 from mb_kernels._rows import rows_tile, rows_times_weights
@@ -48,7 +47,7 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
     rows = x.new_empty((n, shape.hidden)).normal_()
     h = x.new_empty((n, shape.columns)).normal_()
     a = x.new_empty((n, shape.ffn)).normal_()
-    in_rows = top_k == 1 or copies_first(x, w1)
+    in_rows = top_k == 1 or uses_hopper_kernels(x)
     single = {"fill_dropped": top_k == 1, "scatter_order": order if top_k == 1 else None}
     scale = {"scale": weights if top_k == 1 else None}
     partials = torch.rand(shape.ffn // 256, n, device=x.device)

@@ -39,7 +39,7 @@ CASES = [
     Case(200, 128, 128, 1, 1),
     Case(411, 128, 128, 6, 2, "skewed", 60),
     Case(1300, 144, 208, 2, 1),
-    Case(300, 208, 2064, 3, 2, "skewed", 90),  # as wide as GATHER_FIRST_COLUMNS
+    Case(300, 208, 2064, 3, 2, "skewed", 90),
     Case(300, 128, 4096, 3, 1, "uniform", None, "gelu"),
     Case(0, 128, 128, 4, 2),
     Case(1, 16, 16, 2, 1),

@@ -184,8 +184,11 @@ def _layout(block: tuple[int, ...], dtype: str) -> Any:
 
 def descriptor(plain: PlainDescriptor) -> TensorDescriptor:
     """The same descriptor with the layout its blocks have in shared memory."""
-    layout = _layout(tuple(plain.block_shape), str(plain.base.dtype).removeprefix("torch."))
-    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
+    gluon_descriptor = object.__new__(TensorDescriptor)  # unchecked, as ``_launch._descriptor``
+    gluon_descriptor.__dict__.update(plain.__dict__)
+    dtype = str(plain.base.dtype).removeprefix("torch.")
+    gluon_descriptor.layout = _layout(tuple(plain.block_shape), dtype)
+    return gluon_descriptor
 
 
 def gate_case(

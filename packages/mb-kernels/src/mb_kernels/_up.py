@@ -3,7 +3,7 @@
 Writes the pre-activations h (if the backward needs them) and the activations a. For a GLU one
 accumulator holds the gate columns beside the up columns of the same output tile, so that the
 activation needs no exchange between programs. Tokens that were copied to their rows beforehand (see
-``_expert_mlp.copies_first``) are read as they lie, on Hopper by ``_hopper_up``.
+``_expert_mlp``) are read as they lie, on Hopper by ``_hopper_up``.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """

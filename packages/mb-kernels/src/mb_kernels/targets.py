@@ -134,12 +134,6 @@ _TWO_PROGRAMS = Tile(
     flatten=False,
 )
 
-# Columns of w1 (2F for a GLU) from which on Hopper copies tokens to their rows before it multiplies
-# them. One H200, in one kernel, gathered against read through a descriptor plus the copy: 3.58
-# against 3.37 + 0.33 ms at 2048 columns (OLMoE), 0.220 against 0.201 + 0.017 ms at 3072 (top-1).
-# The gain grows with the columns, the copy does not.
-GATHER_FIRST_COLUMNS = 4096
-
 # Rows per expert up to which on Hopper down and dX load a step further ahead: weights then come
 # from memory rather than L2. One H200, down and dX in ms, "down", "dx" against their "_few_rows":
 # 0.170, 0.164 against 0.159, 0.160 at 256 rows; 0.405, 0.751 against 0.405, 0.745 at 512
@@ -162,8 +156,9 @@ TILES: dict[str, dict[str, Tile]] = {
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(64, 64, 32, num_warps=8, num_stages=2),
     },
-    # Both in Gluon, of rows gathered before (see GATHER_FIRST_COLUMNS); block_n counts gate and up.
-    # Not yet timed at the widths that use it.
+    # Both in Gluon, of tokens copied to their rows; block_n counts gate and up. In turns with
+    # "up_glu", which gathers: 3.31 + 0.33 ms for the copy against 4.09 (OLMoE), 2.57 + 0.34 against
+    # 3.13 (Qwen3-30B). Groups of 4, 16 and 32 row tiles: from 2% faster to 4% slower.
     "up_hopper": {
         "sm90": Tile(128, 256, 64, 8, 3, options={"maxnreg": 168}),
     },
@@ -197,12 +192,12 @@ TILES: dict[str, dict[str, Tile]] = {
         "gfx1100": Tile(64, 128, 32, num_warps=8, num_stages=2),
     },
     # The same in Gluon, epilogue beside the next product (mb_kernels._hopper): 4 warps for it, and
-    # three stages, which with the finished tile fill shared memory. Before h was read two pieces
-    # ahead, against the portable kernel: 1.91 ms for 2.63 (OLMoE), 1.50 for 1.97 (Qwen3-30B), 3.04
-    # for 3.74 (Mixtral), 0.243 for 0.301 (top-1). 8 epilogue warps leave registers for half as wide
-    # instructions: 2.11 ms (OLMoE).
+    # three stages, which with the finished tile fill shared memory. Against the portable kernel:
+    # 1.91 ms for 2.63 (OLMoE), 1.50 for 1.97 (Qwen3-30B), 3.04 for 3.74 (Mixtral), 0.218 for 0.301
+    # (top-1). 8 epilogue warps leave registers for half as wide instructions: 2.11 ms (OLMoE).
+    # Groups of 1 to 16 alike, but for Mixtral's 3.31 ms in groups of 4 against 3.23 of 8.
     "dact_hopper": {
-        "sm90": Tile(128, 256, 64, 8, 3, group_m=4, options={"maxnreg": 168}),
+        "sm90": Tile(128, 256, 64, 8, 3, options={"maxnreg": 168}),
     },
     # Rows times weights, weight [E, M, K]: contraction contiguous in both operands.
     "down": {

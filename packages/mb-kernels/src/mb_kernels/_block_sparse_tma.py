@@ -127,8 +127,9 @@ def dsd_tma_kernel(
     # loaded runs ahead of what is stored, so each has a tile of its own: loading, storing.
     loading = first - programs
     storing = first
-    next_position = tl.load(offsets_ptr + first // n_tiles)
-    next_end = tl.load(offsets_ptr + first // n_tiles + 1)
+    row = first // n_tiles  # block_rows or more for a program without a tile
+    next_position = tl.load(offsets_ptr + row, mask=row < block_rows, other=0)
+    next_end = tl.load(offsets_ptr + row + 1, mask=row < block_rows, other=0)
     position = 0
     end = 0
     column = 0

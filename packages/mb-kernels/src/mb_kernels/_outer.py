@@ -85,8 +85,9 @@ def _through_descriptors(
     # loaded runs ahead of what is stored, so each has a tile of its own: loading, storing.
     loading = tl.program_id(0) - programs
     storing = tl.program_id(0)
-    next_start = tl.load(offsets_ptr + storing // PER_EXPERT)
-    next_end = tl.load(offsets_ptr + storing // PER_EXPERT + 1)
+    e = storing // PER_EXPERT  # E or more for a program without a tile
+    next_start = tl.load(offsets_ptr + e, mask=e < E, other=0)
+    next_end = tl.load(offsets_ptr + e + 1, mask=e < E, other=0)
     start = 0
     count = 0
     p = 0

@@ -2,4 +2,45 @@
 
 import os
 
+import numpy as np
+import pytest
+
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def no_access_outside_the_arguments(monkeypatch):
+    """What compute-sanitizer does on a GPU: each address read or written is in a tensor given."""
+    from triton.runtime import interpreter
+
+    spans = np.zeros((0, 2), np.uint64)  # first byte and end of every argument's storage
+    prepare = interpreter.GridExecutor._init_args_hst
+
+    def prepared(self, arguments, keywords):
+        nonlocal spans
+        on_host = prepare(self, arguments, keywords)
+        tensors = [getattr(a, "base", a) for a in (*on_host[0], *on_host[1].values())]
+        storages = [t.untyped_storage() for t in tensors if hasattr(t, "untyped_storage")]
+        first = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
+        spans = np.array(first, np.uint64).reshape(-1, 2)
+        return on_host
+
+    def check(pointers, mask):
+        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
+        end = at + np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
+        within = (at[:, None] >= spans[:, 0]) & (end[:, None] <= spans[:, 1])
+        assert within.any(1).all(), "a kernel reads or writes outside its arguments"
+
+    def load(self, pointers, mask, *rest, **options):
+        check(pointers, mask)
+        return read(self, pointers, mask, *rest, **options)
+
+    def store(self, pointers, value, mask, *rest, **options):
+        check(pointers, mask)
+        return write(self, pointers, value, mask, *rest, **options)
+
+    builder = interpreter.InterpreterBuilder
+    read, write = builder.create_masked_load, builder.create_masked_store
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", prepared)
+    monkeypatch.setattr(builder, "create_masked_load", load)
+    monkeypatch.setattr(builder, "create_masked_store", store)

@@ -127,9 +127,8 @@ def dsd_tma_kernel(
     # loaded runs ahead of what is stored, so each has a tile of its own: loading, storing.
     loading = first - programs
     storing = first
-    row = first // n_tiles  # block_rows or more for a program without a tile
-    next_position = tl.load(offsets_ptr + row, mask=row < block_rows, other=0)
-    next_end = tl.load(offsets_ptr + row + 1, mask=row < block_rows, other=0)
+    next_position = tl.load(offsets_ptr + first // n_tiles)
+    next_end = tl.load(offsets_ptr + first // n_tiles + 1)
     position = 0
     end = 0
     column = 0

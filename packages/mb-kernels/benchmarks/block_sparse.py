@@ -60,11 +60,11 @@ def products(
     yield "dds w^T @ h^T", lambda: dds(w.t(), h.t()), lambda: stk.ops.dds(w.t(), h.t())
 
 
-def run(*, quick: bool = False) -> list[dict[str, object]]:
-    """One row per shape and product; ``quick`` measures the second shape alone."""
-    rows = []
+def run(*, quick: bool = False) -> Iterator[list[dict[str, object]]]:
+    """One row per product, a table per shape; ``quick`` measures the second shape alone."""
     for shape in ["megablocks-125m"] if quick else SHAPES:
         h, x, w = make_operands(*SHAPES[shape])
+        rows = []
         flops = 2 * h.data.numel() * x.shape[1]
         for name, ours, theirs in products(h, x, w):
             milliseconds, baseline = do_bench(ours), do_bench(theirs)
@@ -79,4 +79,4 @@ def run(*, quick: bool = False) -> list[dict[str, object]]:
                     "times_faster": round(baseline / milliseconds, 2),
                 }
             )
-    return rows
+        yield rows

@@ -9,7 +9,7 @@ Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,11 +102,11 @@ def median_ms(kernel: Kernel, tile: Tile | None) -> float:
     return do_bench(lambda: kernel.launch(tile), warmup=25, rep=100, return_mode="median")
 
 
-def run(*, quick: bool = False) -> list[dict[str, Any]]:
-    table = []
+def run(*, quick: bool = False) -> Iterator[list[dict[str, Any]]]:
     for name, shape in SHAPES.items():
         if quick and name.endswith("-8k"):
             continue
+        table = []
         for what, kernel in kernels(shape).items():
             ms = median_ms(kernel, kernel.tile)
             table.append(
@@ -119,5 +119,5 @@ def run(*, quick: bool = False) -> list[dict[str, Any]]:
                     "GB/s": round(kernel.moved / ms / 1e6) if kernel.moved else "",
                 }
             )
+        yield table
         torch.cuda.empty_cache()
-    return table

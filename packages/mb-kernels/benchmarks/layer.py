@@ -13,7 +13,7 @@ forward beyond inputs and output.
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,8 +179,7 @@ def measure_graph(layer: Callable[..., Tensor], arguments: Sequence[Tensor]) -> 
     return do_bench(graph.replay, warmup=50, rep=300, return_mode="median")
 
 
-def run(*, quick: bool = False) -> list[dict[str, Any]]:
-    table: list[dict[str, Any]] = []
+def run(*, quick: bool = False) -> Iterator[list[dict[str, Any]]]:
     for name, shape in SHAPES.items():
         inputs = make_inputs(shape, "uniform")
         arguments = [inputs[n] for n in ("x", "logits", "w1", "w2")]
@@ -207,7 +206,7 @@ def run(*, quick: bool = False) -> list[dict[str, Any]]:
         results["bmm, again"] = measure(bmm(shape), gathered)
         results["mb uniform, again"] = measure(ours(shape), arguments)
         base = results["bmm"]["both_ms"]
-        table += [
+        yield [
             {
                 "benchmark": "layer",
                 "shape": name,
@@ -220,4 +219,3 @@ def run(*, quick: bool = False) -> list[dict[str, Any]]:
         ]
         del inputs, arguments, routed, logits, rows, weights, gathered
         torch.cuda.empty_cache()
-    return table

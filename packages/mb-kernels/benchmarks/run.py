@@ -2,8 +2,8 @@
 
     python packages/mb-kernels/benchmarks/run.py [layer kernels host block_sparse tiles] [--quick]
 
-Every benchmark is a module beside this one with ``run(*, quick) -> rows``; a row is a dict.
-Dated tables are kept in `results/`.
+Every benchmark is a module beside this one with ``run(*, quick)``, which yields a table per shape,
+a list of rows that are dicts; it is printed at once. Dated tables are kept in `results/`.
 """
 
 import argparse
@@ -48,9 +48,9 @@ def main() -> None:
     print(*machine.values(), sep=", ")
     rows = []
     for name in arguments.names or BENCHMARKS:
-        found = importlib.import_module(name).run(quick=arguments.quick)
-        print(table(found), flush=True)
-        rows += found
+        for found in importlib.import_module(name).run(quick=arguments.quick):
+            print(table(found), flush=True)
+            rows += found
     print(json.dumps({"machine": machine, "rows": rows}))
 
 

@@ -62,8 +62,7 @@ def compile_share(shape: str, worker: int, workers: int) -> None:
             continue  # reported when it is timed
 
 
-def run(*, quick: bool = False) -> list[dict[str, Any]]:
-    table = []
+def run(*, quick: bool = False) -> Iterator[list[dict[str, Any]]]:
     workers = min(os.cpu_count() or 1, 12)
     spawn = multiprocessing.get_context("spawn")
     for shape in ["olmoe"] if quick else [name for name in SHAPES if not name.endswith("-8k")]:
@@ -72,6 +71,7 @@ def run(*, quick: bool = False) -> list[dict[str, Any]]:
                 share.result()
         found = kernels(SHAPES[shape])
         base = 0.0
+        table = []
         for what, change, tile in candidates(found):
             row = {"benchmark": "tiles", "shape": shape, "what": what, "tile": change}
             try:
@@ -83,5 +83,5 @@ def run(*, quick: bool = False) -> list[dict[str, Any]]:
                 continue
             base = ms if tile is found[what].tile else base
             table.append({**row, "ms": round(ms, 4), "of_table": round(ms / base, 3)})
+        yield table
         torch.cuda.empty_cache()
-    return table

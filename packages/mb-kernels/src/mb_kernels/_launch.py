@@ -56,22 +56,22 @@ def _specialization(
     """
     if torch.version.hip is not None or _dispatch.interpret:
         return None
-    kinds = []
+    key = [kernel.fn, torch.cuda.current_device(), *constants, *constants.values()]
     for a in args:
-        if isinstance(a, Tensor):
+        kind = type(a)
+        if kind is int:
+            key.append((a == 1) + 2 * (a % 16 == 0) + 4 * (-(2**31) <= a < 2**31))
+        elif a is None or kind is float:
+            key.append(kind)
+        elif isinstance(a, Tensor):
             if a.data_ptr() % 16:
                 return None
-            kinds.append(a.dtype)
+            key.append(a.dtype)
         elif hasattr(a, "block_shape"):  # a descriptor, Gluon's layout following from these two
-            kinds.append((a.base.dtype, *a.block_shape))
-        elif type(a) is int:
-            kinds.append((a == 1, a % 16 == 0, -(2**31) <= a < 2**31))
-        elif a is None or type(a) is float:
-            kinds.append(type(a))
+            key.append((a.base.dtype, *a.block_shape))
         else:
             return None
-    device = torch.cuda.current_device()
-    return kernel.fn, device, *kinds, *constants.items()
+    return tuple(key)
 
 
 def tile_of(op: str, x: Tensor) -> Tile:

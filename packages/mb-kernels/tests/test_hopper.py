@@ -131,7 +131,14 @@ class Descriptor:
             shape = [-1 if i == axis else 1 for i in range(len(self.block_shape))]
             inside = inside & ((at >= 0) & (at < self.shape[axis])).view(shape)
             address = address + (at * self.strides[axis]).view(shape)
-        return torch.where(inside, self.storage[torch.where(inside, address, 0)], 0)
+        return torch.where(inside, self.storage[_within(self.storage, address, inside)], 0)
+
+
+def _within(storage, at, mask):
+    """``at`` where ``mask`` is true, all of it inside the storage, and 0 elsewhere."""
+    at = torch.where(mask, at, 0)
+    assert ((at >= 0) & (at < len(storage))).all(), "an access outside the tensor"
+    return at
 
 
 class Accumulator:
@@ -194,19 +201,19 @@ class Language:
 
     @staticmethod
     def load(pointer, mask=None, other=None):
-        at = pointer.offset
-        if isinstance(at, int):
-            return Scalar(pointer.storage[at])
-        if mask is None:
-            return pointer.storage[at]
-        return torch.where(mask, pointer.storage[torch.where(mask, at, 0)], other)
+        at = torch.as_tensor(pointer.offset)
+        given = torch.tensor(True) if mask is None else mask
+        values = pointer.storage[_within(pointer.storage, at, given)]
+        if at.ndim == 0:
+            return Scalar(values)
+        return values if mask is None else torch.where(mask, values, other)
 
     @staticmethod
     def store(pointer, value, mask=None):
         at, value = torch.broadcast_tensors(pointer.offset, value)
         mask = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.expand_as(at)
         assert value.dtype is pointer.storage.dtype
-        pointer.storage[at[mask]] = value[mask]
+        pointer.storage[_within(pointer.storage, at[mask], torch.tensor(True))] = value[mask]
 
     @staticmethod
     def allocate_shared_memory(dtype, shape, layout):

@@ -316,7 +316,7 @@ def tile_list(offsets, block_m):
     return torch.tensor(tiles, dtype=torch.int32)
 
 
-OFFSETS = {"ragged": [0, 150, 150, 151, 420], "even": [0, 128, 256], "none": [0, 0, 0]}
+OFFSETS = {"ragged": [0, 150, 150, 151, 420], "halves": [0, 64, 129, 257, 450], "none": [0, 0, 0]}
 
 
 WIDTHS = [("swiglu", 256), ("geglu", 304), ("gelu", 512), ("relu", 272)]

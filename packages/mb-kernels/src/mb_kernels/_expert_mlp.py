@@ -49,9 +49,17 @@ def expert_mlp(
         kept = x.new_empty((rows, x.shape[1]) if keep_rows else (0,))
         return torch.zeros_like(x), h, row_tiles, kept
     tiles = _Tiles(offsets, rows, tile.block_m, row_tiles)
-    source, source_order = (spread(x, inverse, top_k), None) if in_rows else (x, order)
-    options = {"order": source_order, "top_k": top_k, "save_h": save_h, "tile": tile}
-    h, a = up(source, w1, row_tiles, activation, **options)
+    source = spread(x, inverse, top_k) if in_rows else x
+    h, a = up(
+        source,
+        w1,
+        row_tiles,
+        activation,
+        order=None if in_rows else order,
+        top_k=top_k,
+        save_h=save_h,
+        tile=tile,
+    )
     kept = source if keep_rows else _nothing(x)
     del source
     y = _to_tokens(a, w2, tiles, (order, inverse, offsets), top_k, weights)
@@ -87,8 +95,16 @@ def expert_mlp_backward(
     tiles = _Tiles(offsets, rows, tile.block_m, row_tiles)
     if h.numel() == 0:
         source = spread(x, inverse, top_k) if copied and not in_rows else x
-        options = {"order": None if copied else order, "top_k": top_k, "save_h": True}
-        h, _ = up(source, w1, row_tiles, activation, tile=tile, **options)
+        h, _ = up(
+            source,
+            w1,
+            row_tiles,
+            activation,
+            order=None if copied else order,
+            top_k=top_k,
+            save_h=True,
+            tile=tile,
+        )
         del source
 
     tile = dact_tile(x, activation)

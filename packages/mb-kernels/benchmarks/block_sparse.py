@@ -1,4 +1,4 @@
-"""Block-sparse products of an expert layer, beside stk's own kernels in the same run.
+"""Block-sparse products of an expert layer, in turns with stk's own kernels.
 
     python packages/mb-kernels/benchmarks/run.py block_sparse [--quick]
 
@@ -13,8 +13,8 @@ import stk
 import torch
 from mb_kernels import dds, dsd, pad_bins, reference, sdd, topology
 from mb_kernels.reference.block_sparse import BLOCK, make_matrix, topology_of
+from timing import eight_of_ten, in_turns, median
 from torch import Tensor
-from triton.testing import do_bench
 
 SHAPES = {
     "megablocks-46m": (65536, 512, 2048, 64),
@@ -64,19 +64,21 @@ def run(*, quick: bool = False) -> Iterator[list[dict[str, object]]]:
     """One row per product, a table per shape; ``quick`` measures the second shape alone."""
     for shape in ["megablocks-125m"] if quick else SHAPES:
         h, x, w = make_operands(*SHAPES[shape])
-        rows = []
         flops = 2 * h.data.numel() * x.shape[1]
+        rows = []
         for name, ours, theirs in products(h, x, w):
-            milliseconds, baseline = do_bench(ours), do_bench(theirs)
+            times = in_turns({"ours": ours, "stk": theirs}, seconds=1.5)
+            ms, baseline = median(times["ours"]), median(times["stk"])
             rows.append(
                 {
                     "benchmark": "block_sparse",
                     "shape": shape,
                     "what": name,
-                    "ms": round(milliseconds, 4),
-                    "tflops": round(flops / milliseconds / 1e9),
-                    "stk_ms": round(baseline, 4),
-                    "times_faster": round(baseline / milliseconds, 2),
+                    "ms": f"{ms:.4g}",
+                    "8_of_10": eight_of_ten(times["ours"]),
+                    "tflops": round(flops / ms / 1e9),
+                    "stk_ms": f"{baseline:.4g}",
+                    "times_faster": round(baseline / ms, 2),
                 }
             )
         yield rows

@@ -3,7 +3,7 @@
     python packages/mb-kernels/benchmarks/run.py kernels
 
 `bmm` is one batched product of the up-projection's FLOPs by cuBLAS, for scale. Bandwidths count
-each operand once.
+each operand once. The kernels of a shape take turns, see `timing`.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
@@ -24,7 +24,7 @@ from mb_kernels._rows import rows_tile, rows_times_weights
 from mb_kernels._schedule import schedule
 from mb_kernels._up import up, up_tile
 from mb_kernels.targets import Tile
-from triton.testing import do_bench
+from timing import eight_of_ten, in_turns, median
 
 
 @dataclass(frozen=True)
@@ -98,26 +98,26 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
     }
 
 
-def median_ms(kernel: Kernel, tile: Tile | None) -> float:
-    return do_bench(lambda: kernel.launch(tile), warmup=25, rep=100, return_mode="median")
-
-
 def run(*, quick: bool = False) -> Iterator[list[dict[str, Any]]]:
     for name, shape in SHAPES.items():
         if quick and name.endswith("-8k"):
             continue
+        found = kernels(shape)
+        times = in_turns({what: functools.partial(k.launch, k.tile) for what, k in found.items()})
         table = []
-        for what, kernel in kernels(shape).items():
-            ms = median_ms(kernel, kernel.tile)
+        for what, kernel in found.items():
+            ms = median(times[what])
             table.append(
                 {
                     "benchmark": "kernels",
                     "shape": name,
                     "what": what,
-                    "ms": round(ms, 4),
+                    "ms": f"{ms:.4g}",
+                    "8_of_10": eight_of_ten(times[what]),
                     "tflops": round(kernel.flops / ms / 1e9) if kernel.flops else "",
                     "GB/s": round(kernel.moved / ms / 1e6) if kernel.moved else "",
                 }
             )
         yield table
+        del found
         torch.cuda.empty_cache()

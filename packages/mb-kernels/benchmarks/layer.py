@@ -5,10 +5,9 @@
 Ours and `grouped_mm` start from router logits (the router's own linear is the same for everyone).
 `bmm` is a layer whose routing is free and perfectly even: rows already gathered, two batched
 products of the same FLOPs around an eager activation, a weighted sum over each token's rows. "with
-copies" also gathers, as a layer that takes tokens must; "products only" leaves out the sum. Medians
-of `triton.testing.do_bench`, which flushes L2 between runs. "calling thread" runs the backward
-where the forward ran, as mb-train does, see `host`. "held" is what stays allocated after the
-forward beyond inputs and output.
+copies" also gathers, as a layer that takes tokens must; "products only" leaves out the sum.
+"calling thread" runs the backward where the forward ran, as mb-train does, see `host`. All take
+turns, see `timing`; times are medians, "8_of_10" is where eight of ten lie.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k.
 """
@@ -22,8 +21,8 @@ import torch.nn.functional as F
 from mb_kernels import bin_tokens, expert_mlp, is_glu, topk_softmax
 from mb_kernels.activation import activate
 from mb_kernels.testing import make_expert_ids
+from timing import eight_of_ten, in_turns, median
 from torch import Tensor
-from triton.testing import do_bench
 
 
 @dataclass(frozen=True)
@@ -144,78 +143,105 @@ def products(shape: Shape) -> Callable[..., Tensor]:
     return layer
 
 
-def measure(layer: Callable[..., Tensor], arguments: Sequence[Tensor]) -> dict[str, float]:
-    """Forward and forward+backward in ms, and MiB held after the forward."""
-    arguments = [a.detach().requires_grad_() for a in arguments]
-    y = layer(*arguments)
+@dataclass(frozen=True)
+class Contender:
+    """both: forward and backward. A CUDA graph has no forward alone, and holds what it holds.
+
+    held: MiB kept from forward to backward, beyond inputs and output.
+    """
+
+    both: Callable[[], object]
+    forward: Callable[[], object] | None = None
+    held: float | None = None
+
+
+def eager(
+    layer: Callable[..., Tensor], arguments: Sequence[Tensor], *, calling_thread: bool = False
+) -> Contender:
+    leaves = [a.detach().requires_grad_() for a in arguments]
+    y = layer(*leaves)
     dy = torch.randn_like(y)
-    torch.autograd.grad(y, arguments, dy)
+    torch.autograd.grad(y, leaves, dy)
     del y
     before = torch.cuda.memory_allocated()
-    y = layer(*arguments)
+    y = layer(*leaves)
     held = torch.cuda.memory_allocated() - before - y.nbytes
     del y
-    forward = do_bench(lambda: layer(*arguments), warmup=50, rep=300, return_mode="median")
-    both = do_bench(
-        lambda: torch.autograd.grad(layer(*arguments), arguments, dy),
-        warmup=50,
-        rep=500,
-        return_mode="median",
-    )
-    return {"forward_ms": forward, "both_ms": both, "held_MiB": held / 2**20}
+
+    def both() -> object:
+        with torch.autograd.set_multithreading_enabled(not calling_thread):
+            return torch.autograd.grad(layer(*leaves), leaves, dy)
+
+    return Contender(both, lambda: layer(*leaves), held / 2**20)
 
 
-def measure_graph(layer: Callable[..., Tensor], arguments: Sequence[Tensor]) -> float:
-    """Forward+backward in ms, replayed from a CUDA graph."""
-    arguments = [a.detach().requires_grad_() for a in arguments]
-    dy = torch.randn_like(arguments[0])
+def graphed(layer: Callable[..., Tensor], arguments: Sequence[Tensor]) -> Contender:
+    leaves = [a.detach().requires_grad_() for a in arguments]
+    dy = torch.randn_like(layer(*leaves))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.autograd.grad(layer(*arguments), arguments, dy)
+        torch.autograd.grad(layer(*leaves), leaves, dy)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        torch.autograd.grad(layer(*arguments), arguments, dy)
-    return do_bench(graph.replay, warmup=50, rep=300, return_mode="median")
+        kept = torch.autograd.grad(layer(*leaves), leaves, dy)
+
+    def replay() -> object:
+        graph.replay()
+        return kept, dy  # the graph writes and reads these: they must outlive it
+
+    return Contender(replay)
+
+
+def contenders(shape: Shape, *, quick: bool) -> dict[str, Contender]:
+    inputs = make_inputs(shape, "uniform")
+    arguments = [inputs[n] for n in ("x", "logits", "w1", "w2")]
+    per_expert = shape.tokens * shape.top_k // shape.experts
+    rows = inputs["x"].new_empty((shape.experts, per_expert, shape.hidden)).normal_()
+    weights = inputs["x"].new_full((shape.tokens, shape.top_k), 1 / shape.top_k)
+    gathered = [rows, weights, *arguments[2:]]
+    found = {
+        "bmm": eager(bmm(shape), gathered),
+        "bmm, calling thread": eager(bmm(shape), gathered, calling_thread=True),
+        "bmm, CUDA graph": graphed(bmm(shape), gathered),
+    }
+    for routing in ("uniform", "skewed", "one_expert"):
+        routed = [arguments[0], make_inputs(shape, routing)["logits"], *arguments[2:]]
+        found[f"mb {routing}"] = eager(ours(shape), routed)
+    found |= {
+        "mb uniform, calling thread": eager(ours(shape), arguments, calling_thread=True),
+        "mb uniform, CUDA graph": graphed(ours(shape), arguments),
+        "mb uniform, recompute": eager(ours(shape, recompute=True), arguments),
+    }
+    if not quick:
+        found |= {
+            "bmm, with copies": eager(bmm_with_copies(shape), arguments),
+            "bmm, products only": eager(products(shape), [rows, *arguments[2:]]),
+            "grouped_mm eager": eager(grouped_mm(shape), arguments),
+            "grouped_mm compiled": eager(torch.compile(grouped_mm(shape)), arguments),
+        }
+    return found
 
 
 def run(*, quick: bool = False) -> Iterator[list[dict[str, Any]]]:
     for name, shape in SHAPES.items():
-        inputs = make_inputs(shape, "uniform")
-        arguments = [inputs[n] for n in ("x", "logits", "w1", "w2")]
-        per_expert = shape.tokens * shape.top_k // shape.experts
-        rows = inputs["x"].new_empty((shape.experts, per_expert, shape.hidden)).normal_()
-        weights = inputs["x"].new_full((shape.tokens, shape.top_k), 1 / shape.top_k)
-        gathered = [rows, weights, *arguments[2:]]
-        results = {"bmm": measure(bmm(shape), gathered)}
-        for routing in ("uniform", "skewed", "one_expert"):
-            logits = make_inputs(shape, routing)["logits"]
-            routed = [arguments[0], logits, *arguments[2:]]
-            results[f"mb {routing}"] = measure(ours(shape), routed)
-        with torch.autograd.set_multithreading_enabled(False):
-            results["mb uniform, calling thread"] = measure(ours(shape), arguments)
-            results["bmm, calling thread"] = measure(bmm(shape), gathered)
-        results["mb uniform, CUDA graph"] = {"both_ms": measure_graph(ours(shape), arguments)}
-        results["mb uniform, recompute"] = measure(ours(shape, recompute=True), arguments)
-        if not quick:
-            results["bmm, with copies"] = measure(bmm_with_copies(shape), arguments)
-            results["bmm, products only"] = measure(products(shape), [rows, *arguments[2:]])
-            results["grouped_mm eager"] = measure(grouped_mm(shape), arguments)
-            results["grouped_mm compiled"] = measure(torch.compile(grouped_mm(shape)), arguments)
-        # The same things again, for the spread of a timing on this machine.
-        results["bmm, again"] = measure(bmm(shape), gathered)
-        results["mb uniform, again"] = measure(ours(shape), arguments)
-        base = results["bmm"]["both_ms"]
+        found = contenders(shape, quick=quick)
+        both = in_turns({what: c.both for what, c in found.items()}, seconds=5)
+        forward = in_turns({what: c.forward for what, c in found.items() if c.forward}, seconds=2)
+        base = median(both["bmm"])
         yield [
             {
                 "benchmark": "layer",
                 "shape": name,
                 "what": what,
-                **{key: round(value, 3) for key, value in numbers.items()},
-                "tflops": round(shape.flops / numbers["both_ms"] / 1e9),
-                "of_bmm": round(numbers["both_ms"] / base, 3),
+                "forward_ms": f"{median(forward[what]):.4g}" if what in forward else "",
+                "both_ms": f"{median(both[what]):.4g}",
+                "8_of_10": eight_of_ten(both[what]),
+                "of_bmm": round(median(both[what]) / base, 3),
+                "tflops": round(shape.flops / median(both[what]) / 1e9),
+                "held_MiB": "" if contender.held is None else round(contender.held, 1),
             }
-            for what, numbers in results.items()
+            for what, contender in found.items()
         ]
-        del inputs, arguments, routed, logits, rows, weights, gathered
+        del found
         torch.cuda.empty_cache()

@@ -7,17 +7,19 @@ fastest into the table, with its times. A tile that does not compile or fit is l
 reason. All are compiled first, by as many processes as there are cores; --quick takes one shape.
 """
 
+import functools
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import torch
-from kernels import Kernel, kernels, median_ms
+from kernels import Kernel, kernels
 from layer import SHAPES
 from mb_kernels.targets import TILES, Tile
+from timing import in_turns, median
 
 # The Gluon kernels are written for their number of warps, rows and columns.
 _HOPPER = [tiles["sm90"] for op, tiles in TILES.items() if op.endswith("_hopper")]
@@ -44,18 +46,15 @@ def neighbours(tile: Tile) -> dict[str, Tile]:
     }
 
 
-def candidates(found: dict[str, Kernel]) -> Iterator[tuple[str, str, Tile]]:
-    for what, kernel in found.items():
-        if kernel.tile is not None:
-            yield what, "as in the table", kernel.tile
-            for change, tile in neighbours(kernel.tile).items():
-                yield what, change, tile
+def candidates(kernel: Kernel) -> dict[str, Tile]:
+    assert kernel.tile is not None
+    return {"as in the table": kernel.tile, **neighbours(kernel.tile)}
 
 
-def compile_share(shape: str, worker: int, workers: int) -> None:
-    """Compile every workers-th candidate by launching it; on few tokens, which compile the same."""
+def compile_share(shape: str, share: Sequence[tuple[str, Tile]]) -> None:
+    """Compile kernels by launching them; on few tokens, for which the same is compiled."""
     found = kernels(replace(SHAPES[shape], tokens=1024))
-    for what, _, tile in list(candidates(found))[worker::workers]:
+    for what, tile in share:
         try:
             found[what].launch(tile)
         except Exception:
@@ -66,22 +65,35 @@ def run(*, quick: bool = False) -> Iterator[list[dict[str, Any]]]:
     workers = min(os.cpu_count() or 1, 12)
     spawn = multiprocessing.get_context("spawn")
     for shape in ["olmoe"] if quick else [name for name in SHAPES if not name.endswith("-8k")]:
+        found = {what: k for what, k in kernels(SHAPES[shape]).items() if k.tile is not None}
+        todo = [(what, t) for what, kernel in found.items() for t in candidates(kernel).values()]
         with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-            for share in [pool.submit(compile_share, shape, i, workers) for i in range(workers)]:
+            shares = [pool.submit(compile_share, shape, todo[i::workers]) for i in range(workers)]
+            for share in shares:
                 share.result()
-        found = kernels(SHAPES[shape])
-        base = 0.0
-        table = []
-        for what, change, tile in candidates(found):
-            row = {"benchmark": "tiles", "shape": shape, "what": what, "tile": change}
-            try:
-                ms = median_ms(found[what], tile)
-            except Exception as failure:
-                if tile is found[what].tile:
-                    raise  # the table itself is wrong
-                table.append({**row, "failed": type(failure).__name__})
-                continue
-            base = ms if tile is found[what].tile else base
-            table.append({**row, "ms": round(ms, 4), "of_table": round(ms / base, 3)})
-        yield table
+        for what, kernel in found.items():
+            yield _measure(kernel, {"benchmark": "tiles", "shape": shape, "what": what})
+        del found
         torch.cuda.empty_cache()
+
+
+def _measure(kernel: Kernel, row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The candidates of one kernel, in turns."""
+    calls, failed = {}, []
+    for change, tile in candidates(kernel).items():
+        try:
+            kernel.launch(tile)
+            torch.cuda.synchronize()
+        except Exception as failure:
+            if tile is kernel.tile:
+                raise  # the table itself is wrong
+            failed.append({**row, "tile": change, "failed": type(failure).__name__})
+            continue
+        calls[change] = functools.partial(kernel.launch, tile)
+    times = {change: median(values) for change, values in in_turns(calls, seconds=2).items()}
+    base = times["as in the table"]
+    return [
+        *({**row, "tile": change, "ms": f"{ms:.4g}", "of_table": round(ms / base, 3)}
+          for change, ms in times.items()),
+        *failed,
+    ]  # fmt: skip

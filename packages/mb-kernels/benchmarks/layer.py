@@ -204,8 +204,9 @@ def contenders(shape: Shape, *, quick: bool) -> dict[str, Contender]:
         "bmm": eager(bmm(shape), gathered),
         "bmm, calling thread": eager(bmm(shape), gathered, calling_thread=True),
         "bmm, CUDA graph": graphed(bmm(shape), gathered),
+        "mb uniform": eager(ours(shape), arguments),
     }
-    for routing in ("uniform", "skewed", "one_expert"):
+    for routing in ("skewed", "one_expert"):
         routed = [arguments[0], make_inputs(shape, routing)["logits"], *arguments[2:]]
         found[f"mb {routing}"] = eager(ours(shape), routed)
     found |= {

@@ -193,9 +193,10 @@ TILES: dict[str, dict[str, Tile]] = {
     },
     # The same in Gluon, epilogue beside the next product (mb_kernels._hopper): 4 warps for it, and
     # three stages, which with the finished tile fill shared memory. Against the portable kernel:
-    # 1.91 ms for 2.63 (OLMoE), 1.50 for 1.97 (Qwen3-30B), 3.04 for 3.74 (Mixtral), 0.218 for 0.301
-    # (top-1). 8 epilogue warps leave registers for half as wide instructions: 2.11 ms (OLMoE).
-    # Groups of 1 to 16 alike, but for Mixtral's 3.31 ms in groups of 4 against 3.23 of 8.
+    # 1.91 ms for 2.63 (OLMoE), 1.50 for 1.97 (Qwen3-30B), 3.04 for 3.74 (Mixtral), 0.243 for 0.301
+    # (top-1; since then 0.249 to 0.218, in turns). 8 epilogue warps leave registers for half as
+    # wide instructions: 2.11 ms (OLMoE). Groups of 1 to 16 row tiles alike, but for Mixtral's 3.31
+    # ms in groups of 4 against 3.23 of 8.
     "dact_hopper": {
         "sm90": Tile(128, 256, 64, 8, 3, options={"maxnreg": 168}),
     },

@@ -21,8 +21,8 @@ def no_access_outside_the_arguments(monkeypatch):
         on_host = prepare(self, arguments, keywords)
         tensors = [getattr(a, "base", a) for a in (*on_host[0], *on_host[1].values())]
         storages = [t.untyped_storage() for t in tensors if hasattr(t, "untyped_storage")]
-        first = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
-        spans = np.array(first, np.uint64).reshape(-1, 2)
+        bounds = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
+        spans = np.array(bounds, np.uint64).reshape(-1, 2)
         return on_host
 
     def check(pointers, mask):

@@ -1,11 +1,14 @@
 """A launch is given the compiled kernel that Triton would give it, and Triton is asked once."""
 
+import types
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from mb_kernels import _launch
 from mb_kernels.gate import kernel_modules
+from triton import knobs
 from triton.runtime.jit import JITFunction
 
 
@@ -26,21 +29,24 @@ class Kernel:
 
 
 class Compiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, log, experts):
         self.log, self.experts = log, experts
 
-    def __getitem__(self, grid):
-        def launch(x, n, experts):
-            assert experts == self.experts
-            self.log.append(("kept", grid))
-
-        return launch
+    def run(self, *args):
+        *grid, stream, function, metadata, told, enter, leave, x, n, experts = args
+        assert (stream, function, metadata) == ("stream of -1", "function", "metadata")
+        assert told is enter is leave is None
+        assert experts == self.experts
+        self.log.append(("kept", tuple(grid), x, n))
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Who served each of a list of launches (x, n, constants) of one kernel."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    """Who served each of a list of launches (x, n, constants) of one kernel, and with what."""
+    streams = types.SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(_launch, "driver", types.SimpleNamespace(active=streams))
     monkeypatch.setattr(_launch, "_compiled", {})
 
     def run(*calls):
@@ -52,13 +58,21 @@ def launches(monkeypatch):
     return run
 
 
+def who(log):
+    return [entry[0] for entry in log]
+
+
 X = torch.zeros(64)
 ELSEWHERE = torch.ones(32)
 
 
 def test_the_second_launch_is_not_triton_s(launches):
     log = launches((X, 17, {"E": 4}), (ELSEWHERE, 33, {"E": 4}), (X, 5, {"E": 4}))
-    assert log == [("triton", (3, 2)), ("kept", (3, 2, 1)), ("kept", (3, 2, 1))]
+    assert log == [
+        ("triton", (3, 2)),
+        ("kept", (3, 2, 1), ELSEWHERE.data_ptr(), 33),
+        ("kept", (3, 2, 1), X.data_ptr(), 5),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +91,7 @@ def test_the_second_launch_is_not_triton_s(launches):
 )
 def test_what_triton_compiles_for_is_told_apart(x, n, constants, launches):
     first, other = (X, 17, {"E": 4}), (x, n, constants)
-    assert [who for who, _ in launches(first, other, first, other)] == ["triton"] * 2 + ["kept"] * 2
+    assert who(launches(first, other, first, other)) == ["triton"] * 2 + ["kept"] * 2
 
 
 def test_descriptors_of_other_blocks_are_told_apart(launches):
@@ -85,12 +99,20 @@ def test_descriptors_of_other_blocks_are_told_apart(launches):
         return _launch.matrices(X.view(1, 8, 8), block), 17, {"E": 4}
 
     log = launches(call(1, 8, 8), call(1, 4, 8), call(1, 8, 8))
-    assert [who for who, _ in log] == ["triton", "triton", "kept"]
+    assert who(log) == ["triton", "triton", "kept"]
 
 
 @pytest.mark.parametrize("x", [X[1:], object()], ids=["unaligned", "of another kind"])
 def test_other_arguments_are_left_to_triton(x, launches):
-    assert [who for who, _ in launches(*[(x, 17, {"E": 4})] * 3)] == ["triton"] * 3
+    assert who(launches(*[(x, 17, {"E": 4})] * 3)) == ["triton"] * 3
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_that_hooks_launches_sees_all_of_them(hook, launches, monkeypatch):
+    call = X, 17, {"E": 4}
+    assert who(launches(call, call)) == ["triton", "kept"]
+    monkeypatch.setattr(getattr(knobs.runtime, hook), "calls", [lambda metadata: None])
+    assert who(launches(call, call)) == ["triton", "triton"]
 
 
 def test_constexprs_come_last_in_every_kernel():

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mb_kernels import _dispatch
@@ -25,53 +27,81 @@ def power_of_two(n: int) -> int:
 
 # What Triton compiled, by all that it compiles for; never stale, for nothing else is in a kernel.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+# On AMD the size of a storage counts too, and interpreted nothing is compiled.
+_all_through_triton = torch.version.hip is not None or _dispatch.interpret
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Launch a Triton kernel: the device's arguments by position, constexprs and options by name.
 
-    ``kernel[grid]`` looks for the compiled kernel anew at each launch, 5 us of 26 (an H200's host).
-    Where that is known to depend on the key below alone, it is looked up here.
+    ``kernel[grid]`` finds out anew at each launch what is to run, which costs the host more than
+    the launch. Here that is looked up by what a kernel is compiled for, and tensors are passed as
+    the addresses they have: Triton would ask the driver about each.
     """
-    key = _specialization(kernel, args, constants)
-    kept = None if key is None else _compiled.get(key)
-    if kept is not None:
-        compiled, values = kept
-        compiled[(*grid, 1, 1)[:3]](*args, *values)
+    known = None if _all_through_triton or _watched() else _specialize(kernel, args, constants)
+    if known is None:
+        kernel[grid](*args, **constants)
         return
-    assert not any(isinstance(value, Tensor) for value in constants.values())
-    compiled = kernel[grid](*args, **constants)
-    if key is not None:
+    device, key, addresses = known
+    kept = _compiled.get(key)
+    if kept is None:
+        assert not any(isinstance(value, Tensor) for value in constants.values())
+        compiled = kernel[grid](*args, **constants)
         _compiled[key] = compiled, tuple(constants[n] for n in kernel.arg_names[len(args) :])
+        return
+    compiled, values = kept
+    active: Any = driver.active
+    compiled.run(
+        *(*grid, 1, 1)[:3],
+        active.get_current_stream(device),
+        compiled.function,
+        compiled.packed_metadata,
+        None,  # what hooks would be told, and no hooks
+        None,
+        None,
+        *addresses,
+        *values,
+    )
 
 
-def _specialization(
+def _watched() -> bool:
+    """Whether a profiler has hooks in Triton's launches."""
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def _specialize(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
-) -> tuple[Any, ...] | None:
-    """What Triton compiles for; None where that is more than this, or nothing is compiled.
+) -> tuple[int, tuple[Any, ...], list[Any]] | None:
+    """Device, what Triton compiles for, and the arguments with addresses for tensors.
 
     A tensor counts with its dtype, a descriptor with dtype and block, an integer with being 1, a
-    multiple of 16, or beyond 32 bits. Left to Triton are unaligned tensors, and AMD, where the size
-    of a storage counts too.
+    multiple of 16, or beyond 32 bits. None where that is not all: an unaligned tensor, an argument
+    of another kind.
     """
-    if torch.version.hip is not None or _dispatch.interpret:
-        return None
-    key = [kernel.fn, torch.cuda.current_device(), *constants, *constants.values()]
+    device = -1
+    key = [kernel.fn, *constants, *constants.values()]
+    addresses: list[Any] = []
     for a in args:
         kind = type(a)
+        given = a
         if kind is int:
             key.append((a == 1) + 2 * (a % 16 == 0) + 4 * (-(2**31) <= a < 2**31))
         elif a is None or kind is float:
             key.append(kind)
         elif isinstance(a, Tensor):
-            if a.data_ptr() % 16:
+            device, given = a.get_device(), a.data_ptr()
+            if given % 16:
                 return None
             key.append(a.dtype)
         elif hasattr(a, "block_shape"):  # a descriptor, Gluon's layout following from these two
+            device = a.base.get_device()
             key.append((a.base.dtype, *a.block_shape))
         else:
             return None
-    return tuple(key)
+        addresses.append(given)
+    key.append(device)
+    return device, tuple(key), addresses
 
 
 def tile_of(op: str, x: Tensor) -> Tile:

@@ -6,8 +6,10 @@ Ours and `grouped_mm` start from router logits (the router's own linear is the s
 `bmm` is a layer whose routing is free and perfectly even: rows already gathered, two batched
 products of the same FLOPs around an eager activation, a weighted sum over each token's rows. "with
 copies" also gathers, as a layer that takes tokens must; "products only" leaves out the sum.
-"calling thread" runs the backward where the forward ran, as mb-train does, see `host`. All take
-turns, see `timing`; times are medians, "8_of_10" is where eight of ten lie.
+"calling thread" runs the backward where the forward ran, as mb-train does, see `host`; "CUDA graph"
+is one of forward and backward, "graphed callable" is `torch.cuda.make_graphed_callables`, which
+replays one for each. All take turns, see `timing`; times are medians, "8_of_10" is where eight of
+ten lie.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k.
 """
@@ -145,7 +147,8 @@ def products(shape: Shape) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Contender:
-    """both: forward and backward. A CUDA graph has no forward alone, and holds what it holds.
+    """both: forward and backward. A CUDA graph of both has no forward alone; graphs hold what they
+    hold.
 
     held: MiB kept from forward to backward, beyond inputs and output.
     """
@@ -193,6 +196,15 @@ def graphed(layer: Callable[..., Tensor], arguments: Sequence[Tensor]) -> Conten
     return Contender(replay)
 
 
+def graphed_callable(layer: Callable[..., Tensor], arguments: Sequence[Tensor]) -> Contender:
+    leaves = [a.detach().requires_grad_() for a in arguments]
+    replayed = torch.cuda.make_graphed_callables(layer, tuple(leaves))
+    dy = torch.randn_like(leaves[0])
+    return Contender(
+        lambda: torch.autograd.grad(replayed(*leaves), leaves, dy), lambda: replayed(*leaves)
+    )
+
+
 def contenders(shape: Shape, *, quick: bool) -> dict[str, Contender]:
     inputs = make_inputs(shape, "uniform")
     arguments = [inputs[n] for n in ("x", "logits", "w1", "w2")]
@@ -212,6 +224,7 @@ def contenders(shape: Shape, *, quick: bool) -> dict[str, Contender]:
     found |= {
         "mb uniform, calling thread": eager(ours(shape), arguments, calling_thread=True),
         "mb uniform, CUDA graph": graphed(ours(shape), arguments),
+        "mb uniform, graphed callable": graphed_callable(ours(shape), arguments),
         "mb uniform, recompute": eager(ours(shape, recompute=True), arguments),
     }
     if not quick:

@@ -112,3 +112,17 @@ def test_a_cuda_graph_holds_the_layer() -> None:
     assert torch.equal(captured.y, expected.y)
     for name, value in expected.metrics.items():
         assert torch.equal(captured.metrics[name], value), name
+
+
+def test_make_graphed_callables() -> None:
+    """Forward and backward each a graph, so that autograd can run as usual around them."""
+    layer = build(torch.bfloat16).cuda()
+    graphed = copy.deepcopy(layer)
+    x, dy = (torch.randn(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    torch.cuda.make_graphed_callables(graphed, (x.clone().requires_grad_(),))
+    with torch.no_grad():
+        for a, b in zip(layer.parameters(), graphed.parameters(), strict=True):
+            b.copy_(a.mul_(1.5))  # as an optimizer would, after the capture
+    expected, got = run(layer, x, dy), run(graphed, x, dy)
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name

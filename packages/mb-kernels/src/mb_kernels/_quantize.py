@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels._launch import launch
+from mb_kernels._launch import cdiv, launch
 from mb_kernels.reference.quantize import GROUP_SIZE, largest_code
 from mb_kernels.targets import GateCase, Target
 
@@ -98,14 +98,14 @@ def dequantize_kernel(
 def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Launch for x [..., C] contiguous."""
     columns = x.shape[-1]
-    groups = triton.cdiv(columns, GROUP_SIZE)
+    groups = cdiv(columns, GROUP_SIZE)
     code_dtype = torch.int8 if bits == 8 else torch.uint8
     codes = x.new_empty((*x.shape[:-1], columns * bits // 8), dtype=code_dtype)
     scales = x.new_empty((*x.shape[:-1], groups), dtype=torch.float32)
     if x.numel():
         rows = x.numel() // columns
         sizes = {**_sizes(bits, columns), "LARGEST": largest_code(bits)}
-        grid = (triton.cdiv(rows, _BLOCK_R), groups)
+        grid = (cdiv(rows, _BLOCK_R), groups)
         launch(quantize_kernel, grid, x, codes, scales, rows, **sizes)
     return codes, scales
 
@@ -116,7 +116,7 @@ def dequantize(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> 
     x = codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
     if x.numel():
         rows = x.numel() // columns
-        grid = (triton.cdiv(rows, _BLOCK_R), scales.shape[-1])
+        grid = (cdiv(rows, _BLOCK_R), scales.shape[-1])
         launch(dequantize_kernel, grid, codes, scales, x, rows, **_sizes(bits, columns))
     return x
 

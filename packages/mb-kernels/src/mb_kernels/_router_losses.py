@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels._launch import launch, programs
+from mb_kernels._launch import cdiv, launch, power_of_two, programs
 from mb_kernels.targets import GateCase, Target
 
 _BLOCK = 4096  # logits a program holds at once: 32 per thread of 4 warps
@@ -127,7 +127,7 @@ def router_losses_backward_kernel(
 
 def _blocks(experts: int) -> tuple[int, int]:
     """BLOCK_T and BLOCK_E."""
-    block_e = triton.next_power_of_2(experts)
+    block_e = power_of_two(experts)
     return max(_BLOCK // block_e, 1), block_e
 
 
@@ -142,7 +142,7 @@ def router_losses(
 ) -> tuple[Tensor, ...]:
     tokens, experts = logits.shape
     block_t, block_e = _blocks(experts)
-    parts = min(triton.cdiv(tokens, block_t), programs(logits))
+    parts = min(cdiv(tokens, block_t), programs(logits))
     sums = probs.new_empty((parts, block_e))
     scalars = probs.new_empty((parts, 2))
     lse = probs.new_empty(tokens)
@@ -193,7 +193,7 @@ def router_losses_backward(
         block_t, block_e = _blocks(experts)
         launch(
             router_losses_backward_kernel,
-            (triton.cdiv(tokens, block_t),),
+            (cdiv(tokens, block_t),),
             d_aux,
             probs,
             balance_counts.contiguous(),

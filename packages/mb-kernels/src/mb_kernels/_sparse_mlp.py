@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels._activation import activate, activate_with_derivative
-from mb_kernels._launch import launch
+from mb_kernels._launch import cdiv, launch, power_of_two
 from mb_kernels.activation import base_function, is_glu
 from mb_kernels.reference.block_sparse import BLOCK
 from mb_kernels.targets import GateCase, Target
@@ -146,7 +146,7 @@ def pad_indices(
     if rows == 0:
         padded[2].zero_()
         return padded
-    sizes = {"E": experts, "EXPERTS": triton.next_power_of_2(experts), "B": BLOCK}
+    sizes = {"E": experts, "EXPERTS": power_of_two(experts), "B": BLOCK}
     arguments = (order, inverse, offsets, *padded, order.numel())
     launch(pad_indices_kernel, (rows // BLOCK,), *arguments, **sizes)
     return padded
@@ -167,9 +167,9 @@ def topology_indices(padded_offsets: Tensor, block_rows: int, width: int) -> tup
         *out,
         block_rows,
         E=experts,
-        EXPERTS=triton.next_power_of_2(experts),
+        EXPERTS=power_of_two(experts),
         WIDTH=width,
-        COLUMNS=triton.next_power_of_2(width),
+        COLUMNS=power_of_two(width),
         B=BLOCK,
     )
     return out
@@ -194,7 +194,7 @@ def _launch_activation(h: Tensor, d_a: Tensor | None, out: Tensor, activation: s
     if out.numel():
         sizes = {"GLU": is_glu(activation), "BACKWARD": d_a is not None}
         base = base_function(activation)
-        grid = (h.shape[0], triton.cdiv(elements, _ELEMENTS))
+        grid = (h.shape[0], cdiv(elements, _ELEMENTS))
         launch(activate_kernel, grid, h, d_a, out, elements, **sizes, BASE=base, BLOCK=_ELEMENTS)
 
 

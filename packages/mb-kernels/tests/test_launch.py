@@ -107,11 +107,15 @@ def test_other_arguments_are_left_to_triton(x, launches):
     assert who(launches(*[(x, 17, {"E": 4})] * 3)) == ["triton"] * 3
 
 
+@pytest.mark.parametrize("chained", [True, False])
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_profiler_that_hooks_launches_sees_all_of_them(hook, launches, monkeypatch):
+def test_a_profiler_that_hooks_launches_sees_all_of_them(hook, chained, launches, monkeypatch):
     call = X, 17, {"E": 4}
     assert who(launches(call, call)) == ["triton", "kept"]
-    monkeypatch.setattr(getattr(knobs.runtime, hook), "calls", [lambda metadata: None])
+    if chained:
+        monkeypatch.setattr(getattr(knobs.runtime, hook), "calls", [print])
+    else:
+        monkeypatch.setattr(knobs.runtime, hook, print)
     assert who(launches(call, call)) == ["triton", "triton"]
 
 

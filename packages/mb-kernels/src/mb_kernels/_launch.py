@@ -65,9 +65,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 
 def _watched() -> bool:
-    """Whether a profiler has hooks in Triton's launches."""
-    runtime = knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    """Whether a profiler has hooks in Triton's launches: in its chains of them, or instead."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _specialize(

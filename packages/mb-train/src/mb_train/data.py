@@ -13,25 +13,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import mb_data
 import numpy as np
 import torch
 import torch.distributed as dist
-from mb_parallel import rank, world_size
-from torch import Tensor
+from mb_parallel import ParallelMesh, rank, world_size
 
-from mb_train.config import TrainConfig, whole
+from mb_train.config import TrainConfig
+from mb_train.tasks import Batch, Dataset, Task
 
 T = TypeVar("T")
 
 # 5 MB of source is 2.1 M tokens, of which nine tenths are trained on: about 3,800 steps of
 # `quickstart` see new samples only.
 _SAMPLE_BYTES = 5_000_000
-
-
-Dataset: TypeAlias = mb_data.GPTDataset | mb_data.BlendedDataset
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,12 @@ class Data:
 
 
 def prepare_data(
-    config: TrainConfig, batch_size: int, samples: int, folder: Path, say: Callable[[str], None]
+    config: TrainConfig,
+    task: Task,
+    batch_size: int,
+    samples: int,
+    folder: Path,
+    say: Callable[[str], None],
 ) -> Data:
     """Find or make the token files, and build the datasets over them.
 
@@ -54,6 +56,7 @@ def prepare_data(
     comparable and a resumed run repeats those of an uninterrupted one.
 
     Args:
+        task: builds the datasets over the files.
         batch_size: sequences of a step, over all ranks.
         samples: sequences of the whole training.
         folder: where the sample corpus is kept.
@@ -67,16 +70,8 @@ def prepare_data(
     prefixes = [path for path in paths if not _is_number(path)]
     _check_files(prefixes)
     evaluated = config.eval_iters * batch_size
-    seq_length = whole(config.seq_length)
     train, valid, test = _on_rank_zero_first(
-        lambda: mb_data.build_gpt_datasets(
-            prefixes[0] if len(prefixes) == 1 else paths,
-            split=config.split,
-            seq_length=seq_length,
-            num_samples=(samples, evaluated, evaluated),
-            seed=config.seed,
-            cache_dir=config.data_cache_path,
-        )
+        lambda: task.build_datasets(paths, (samples, evaluated, evaluated))
     )
     if train is None:
         raise ValueError(
@@ -159,40 +154,45 @@ def _on_rank_zero_first(make: Callable[[], T]) -> T:
 
 
 def batches(
+    task: Task,
     dataset: Dataset,
     device: torch.device,
+    mesh: ParallelMesh,
     *,
     consumed_samples: int,
     micro_batch_size: int,
     workers: int,
-) -> Generator[tuple[Tensor, Tensor]]:
-    """This rank's micro-batches from `consumed_samples` on: (tokens, labels), int64 [B, S] each."""
+) -> Generator[Batch]:
+    """This data-parallel rank's micro-batches from `consumed_samples` on, on the device.
+
+    Ranks that share a model (tensor and pipeline parallel) each read the same samples.
+    """
     sampler = mb_data.SequentialSampler(
         len(dataset),
         consumed_samples=consumed_samples,
         micro_batch_size=micro_batch_size,
-        rank=rank(),
-        world_size=world_size(),
+        rank=mesh.dp_rank,
+        world_size=mesh.dp_size,
     )
     pin = device.type == "cuda"
 
-    def load(indices: list[int]) -> Tensor:
-        batch = torch.from_numpy(np.stack([np.asarray(dataset[i]) for i in indices]))
-        return batch.pin_memory() if pin else batch
+    def load(indices: list[int]) -> Batch:
+        arrays = task.collate([dataset[i] for i in indices])
+        batch = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
+        return {name: t.pin_memory() for name, t in batch.items()} if pin else batch
 
     for batch in _ahead(load, iter(sampler), workers):
-        batch = batch.to(device, non_blocking=True)
-        yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def _ahead(
-    load: Callable[[list[int]], Tensor], items: Iterator[list[int]], workers: int
-) -> Iterator[Tensor]:
+    load: Callable[[list[int]], Batch], items: Iterator[list[int]], workers: int
+) -> Iterator[Batch]:
     if workers == 0:
         yield from map(load, items)
         return
     with ThreadPoolExecutor(workers, thread_name_prefix="batches") as pool:
-        pending: deque[Future[Tensor]] = deque(
+        pending: deque[Future[Batch]] = deque(
             pool.submit(load, item) for item in islice(items, 2 * workers)
         )
         try:

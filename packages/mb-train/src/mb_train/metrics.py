@@ -1,7 +1,8 @@
 """What a run measures: losses and the load of its experts, added up on the device.
 
-Once per log interval the sums travel to the host in one transfer, after one all-reduce over ranks;
-no step waits for the device.
+Once per log interval the sums travel to the host in one transfer, after they were added up over the
+ranks of a pipeline stage; the stages then tell each other of their layers. No step waits for the
+device.
 
 Letters: L layers, E experts.
 """
@@ -9,11 +10,12 @@ Letters: L layers, E experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from mb_parallel import world_size
+from mb_parallel import ParallelMesh
 from torch import Tensor
 
 _LAYER_MEANS = ("load_balancing_loss", "z_loss", "dropped_fraction", "router_entropy")
@@ -23,21 +25,38 @@ _LAYER_MEANS = ("load_balancing_loss", "z_loss", "dropped_fraction", "router_ent
 class IntervalStats:
     """Host-side averages since the last report, equal on all ranks."""
 
-    lm_losses: list[float]  # one per iteration
+    losses: dict[str, list[float]]  # by name, one per iteration; a task's main loss is its first
     grad_norm: float
-    params_norm: float | None
+    params_norm: float | None = None
+    skipped: list[bool] = field(default_factory=list)  # one per iteration
     layer_means: dict[str, list[float]] = field(default_factory=dict)  # per layer
     tokens_per_expert: list[list[float]] = field(default_factory=list)  # [L][E], sums
 
     @property
+    def lm_losses(self) -> list[float]:
+        """The main loss of each iteration."""
+        return next(iter(self.losses.values()))
+
+    def loss(self, name: str) -> float:
+        """Mean over the iterations that were not skipped, as Megatron has it; 0 if all were."""
+        pairs = zip(self.losses[name], self.skipped, strict=True)
+        kept = [loss for loss, skipped in pairs if not skipped]
+        return sum(kept) / max(len(kept), 1)
+
+    @property
     def lm_loss(self) -> float:
-        """Mean over the interval."""
-        return sum(self.lm_losses) / len(self.lm_losses)
+        """Mean of the main loss."""
+        return self.loss(next(iter(self.losses)))
 
     @property
     def nan_iterations(self) -> int:
-        """Iterations whose loss was not a number."""
+        """Iterations whose main loss was not a number."""
         return sum(math.isnan(loss) for loss in self.lm_losses)
+
+    @property
+    def skipped_iterations(self) -> int:
+        """Iterations whose update was skipped."""
+        return sum(self.skipped)
 
     def mean(self, key: str) -> float:
         """Mean over layers of a per-layer value; 0 for a dense model."""
@@ -51,65 +70,100 @@ class IntervalStats:
 
 
 class Accumulator:
-    """Adds up on the device; `collect` brings everything to the host at once."""
+    """Adds up on the device; `collect` brings everything to the host at once.
 
-    def __init__(self) -> None:
+    Args:
+        mesh: over whose ranks the sums go.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
         self._clear()
 
     def _clear(self) -> None:
-        self.losses: list[Tensor] = []
-        self.passes = 0
-        self.counts_LE: Tensor | None = None
-        self.sums: dict[str, Tensor] = {}
+        self._losses: dict[str, list[Tensor]] = {}
+        self._skipped: list[Tensor] = []
+        self._passes = 0
+        self._counts_LE: Tensor | None = None
+        self._sums: dict[str, Tensor] = {}
 
-    def add_pass(self, metrics: dict[str, Tensor]) -> None:
+    def add_pass(self, metrics: Mapping[str, Tensor]) -> None:
         """Add one forward pass: its MoE metrics, each [L] or [L, E]; {} for a dense model."""
-        self.passes += 1
+        self._passes += 1
         if not metrics:
             return
-        counts_LE = metrics["tokens_per_expert"]
-        if self.counts_LE is None:
-            self.counts_LE = counts_LE.double()
-        else:
-            self.counts_LE += counts_LE
+        counts_LE = metrics["tokens_per_expert"].double()
+        self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
         for key in _LAYER_MEANS:
             value_L = metrics[key].double()
-            self.sums[key] = self.sums[key] + value_L if key in self.sums else value_L
+            self._sums[key] = self._sums[key] + value_L if key in self._sums else value_L
 
-    def add_iteration(self, lm_loss: Tensor) -> None:
-        """Add this rank's mean loss of one step."""
-        self.losses.append(lm_loss)
+    def add_iteration(self, losses: Mapping[str, Tensor], skipped: Tensor | None = None) -> None:
+        """Add one step.
+
+        Args:
+            losses: of this data-parallel rank, scalars whose mean over those ranks is the loss.
+            skipped: whether the update was skipped, a scalar; None means not.
+        """
+        for name, loss in losses.items():
+            self._losses.setdefault(name, []).append(loss)
+        if skipped is None:
+            skipped = torch.zeros((), device=next(iter(losses.values())).device)
+        self._skipped.append(skipped)
 
     def collect(self, grad_norm: Tensor, params_norm: Tensor | None = None) -> IntervalStats:
         """Average over ranks and passes, transfer, and start anew."""
-        parts = [torch.stack(self.losses).double()]
-        parts += [self.sums[key].flatten() for key in self.sums]
-        if self.counts_LE is not None:
-            parts.append(self.counts_LE.flatten())
-        device = parts[0].device
-        summed = torch.cat(parts)
-        if world_size() > 1:
-            dist.all_reduce(summed)
+        shared = [torch.stack(values).double() for values in self._losses.values()]
+        shared += [self._sums[key].flatten() for key in self._sums]
+        if self._counts_LE is not None:
+            shared.append(self._counts_LE.flatten())
+        summed = torch.cat(shared)
+        for axis in ("dp", "tp"):
+            self._mesh.all_reduce(summed, axis)
         alike = [grad_norm] if params_norm is None else [grad_norm, params_norm]
-        alike = [value.double().reshape(1).to(device) for value in alike]
+        alike += self._skipped
+        alike = [value.double().reshape(1).to(summed.device) for value in alike]
         values = torch.cat([summed, *alike]).tolist()
         stats = self._unpack(values, has_params_norm=params_norm is not None)
         self._clear()
+        self._join_stages(stats)
         return stats
 
     def _unpack(self, values: list[float], *, has_params_norm: bool) -> IntervalStats:
-        params_norm = values.pop() if has_params_norm else None
-        grad_norm = values.pop()
-        ranks, iterations = world_size(), len(self.losses)
-        stats = IntervalStats([v / ranks for v in values[:iterations]], grad_norm, params_norm)
-        at = iterations
-        for key, total in self.sums.items():
-            size = total.numel()
-            stats.layer_means[key] = [v / (ranks * self.passes) for v in values[at : at + size]]
-            at += size
-        if self.counts_LE is not None:
-            layers, experts = self.counts_LE.shape
-            for layer in range(layers):
-                start = at + layer * experts
-                stats.tokens_per_expert.append(values[start : start + experts])
-        return stats
+        ranks, place = self._mesh.dp_size * self._mesh.tp_size, 0
+
+        def take(count: int) -> list[float]:
+            nonlocal place
+            place += count
+            return values[place - count : place]
+
+        losses = {
+            name: [v / ranks for v in take(len(parts))] for name, parts in self._losses.items()
+        }
+        passes = ranks * max(self._passes, 1)
+        means = {key: [v / passes for v in take(s.numel())] for key, s in self._sums.items()}
+        counts: list[list[float]] = []
+        if self._counts_LE is not None:
+            layers, experts = self._counts_LE.shape
+            counts = [take(experts) for _ in range(layers)]
+        (grad_norm,) = take(1)
+        params_norm = take(1)[0] if has_params_norm else None
+        skipped = [value != 0 for value in take(len(self._skipped))]
+        return IntervalStats(losses, grad_norm, params_norm, skipped, means, counts)
+
+    def _join_stages(self, stats: IntervalStats) -> None:
+        """Give every rank the layers of all pipeline stages, in the model's order."""
+        axis = self._mesh.axis("pp")
+        if axis is None:
+            return
+        parts: list[tuple[dict[str, list[float]], list[list[float]]]]
+        parts = [({}, [])] * axis.size()
+        dist.all_gather_object(
+            parts, (stats.layer_means, stats.tokens_per_expert), group=axis.get_group()
+        )
+        stats.layer_means = {
+            key: [value for means, _ in parts for value in means.get(key, [])]
+            for key in _LAYER_MEANS
+            if any(key in means for means, _ in parts)
+        }
+        stats.tokens_per_expert = [row for _, counts in parts for row in counts]

@@ -21,13 +21,15 @@ from mb_train import run_folder
 from mb_train.checkpoint import Progress, load_checkpoint
 from mb_train.config import TrainConfig, whole
 from mb_train.data import Data, prepare_data
+from mb_train.execute import Executor, Sequential
 from mb_train.flags import to_toml
-from mb_train.models.gpt import GPT
+from mb_train.models.transformer import Block
 from mb_train.optimizer import build_optimizer
 from mb_train.reporting import RunLog, open_board
 from mb_train.run_folder import SavedRun
 from mb_train.saver import Saver
 from mb_train.schedule import Schedule, build_schedule, train_iterations, train_samples
+from mb_train.tasks import GPTTask, Task
 
 # Nobody should wait longer than 10 s for a sign of life; steps of up to 2 s are allowed for.
 _HEARTBEAT_S = 8.0
@@ -56,25 +58,28 @@ class Run:
 
     def __init__(self, config: TrainConfig, device: torch.device, start: Start | None) -> None:
         self.last_sign = time.monotonic()
-        self.batch_size = config.batch_size(world_size())
+        self.mesh = ParallelDims.for_world(world_size()).build(device.type)
+        self.batch_size = config.batch_size(self.mesh.dp_size)
         # What the ranks of this start decided stays the run's own, on however many it goes on.
         config = dataclasses.replace(config, global_batch_size=self.batch_size)
         self.config, self.device = config, device
         self.micro_batch_size = whole(config.micro_batch_size)
-        self.micro_batches = self.batch_size // (self.micro_batch_size * world_size())
+        self.micro_batches = self.batch_size // (self.micro_batch_size * self.mesh.dp_size)
         self.iterations = train_iterations(config, self.batch_size)
         self.schedule: Schedule = build_schedule(config, self.batch_size)
         bf16 = device.type == "cuda" if config.bf16 is None else config.bf16
         self.compute_dtype = torch.bfloat16 if bf16 else torch.float32
+        tokenizer = mb_data.load_tokenizer(config.tokenizer)
         vocab_size = mb_data.padded_vocab_size(
-            mb_data.load_tokenizer(config.tokenizer).vocab_size,
-            divisible_by=config.make_vocab_size_divisible_by,
+            tokenizer.vocab_size, divisible_by=config.make_vocab_size_divisible_by
         )
         self.identity = {**config.model_identity(), "padded_vocab_size": vocab_size}
         if start is not None:
             start.saved.check_model(self.identity)
 
-        self.model: nn.Module = self._build_model(vocab_size)
+        self.task: Task = GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod)
+        self.model: nn.Module = self._build_model()
+        self.executor: Executor = Sequential(self.model, self.task.first_input)
         self.optimizer = build_optimizer(self.model, config)
         self.progress = Progress(0, 0)
         if start is not None:
@@ -95,19 +100,19 @@ class Run:
         if start is not None:
             self.say(f" loaded {start.checkpoint}, at iteration {self.progress.iteration}")
 
-    def _build_model(self, vocab_size: int) -> nn.Module:
+    def _build_model(self) -> nn.Module:
         torch.manual_seed(self.config.seed)
         with self.device:
-            model = GPT(self.config, vocab_size, compute_dtype=self.compute_dtype)
+            model = self.task.build_model(compute_dtype=self.compute_dtype)
         self.parameters = sum(p.numel() for p in model.parameters())
+        blocks = [module for module in model.modules() if isinstance(module, Block)]
         if self.config.compile and self.device.type == "cuda":
-            for block in model.blocks:
+            for block in blocks:
                 block.compile()
-        mesh = ParallelDims(dp=world_size()).build_mesh(self.device.type)
         apply_data_parallel(
             model,
-            None if mesh is None else mesh["dp"],
-            blocks=model.blocks,
+            self.mesh,
+            blocks=blocks,
             compute_dtype=self.compute_dtype,
             keep_fp32=[module for module in model.modules() if isinstance(module, Router)],
             zero_stage=self.config.zero_stage,
@@ -124,7 +129,7 @@ class Run:
     def _prepare_data(self, start: Start | None) -> Data:
         folder = (self.folder or Path("runs")) / "data"
         samples = train_samples(self.config, self.batch_size)
-        data = prepare_data(self.config, self.batch_size, samples, folder, self.say)
+        data = prepare_data(self.config, self.task, self.batch_size, samples, folder, self.say)
         if start is None or self.config.finetune:
             return data
         before, now = start.saved.data, data.identity

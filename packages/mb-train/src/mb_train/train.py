@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import signal
 import time
 import warnings
@@ -19,19 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from mb_parallel import any_rank, clip_grad_norm, distributed, rank, set_gradient_sync, world_size
+from mb_parallel import any_rank, clip_grad_norm, distributed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mb_train import run_folder
 from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
-from mb_train.data import Dataset, batches
+from mb_train.data import batches
+from mb_train.execute import weigh
 from mb_train.metrics import Accumulator
 from mb_train.optimizer import apply_schedule
 from mb_train.reporting import perplexity, report_interval, validation_lines
 from mb_train.run import Run, Start, device_type
+from mb_train.tasks import Batch, Dataset
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,9 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
 
 def _loop(run: Run, terminated: Callable[[], bool]) -> Result:
     config, begun, clock = run.config, time.monotonic(), _Clock(run.device)
-    accumulator = Accumulator()
-    first_loss = valid_loss = stopped_by = None
+    accumulator = Accumulator(run.mesh)
+    valid_losses: dict[str, float] = {}
+    first_loss = stopped_by = None
     iteration = evaluated_at = saved_at = run.progress.iteration
     run.say(f" [before the start of training step] datetime: {_now()}")
     stream = _training_stream(run)
@@ -92,7 +95,7 @@ def _loop(run: Run, terminated: Callable[[], bool]) -> Result:
         run.sign_of_life(f"iteration {iteration} of {run.iterations} is done")
         if config.eval_interval and iteration % config.eval_interval == 0:
             with clock.paused():
-                valid_loss = evaluate(run, run.data.valid, f"iteration {iteration}")
+                valid_losses = evaluate(run, run.data.valid, f"iteration {iteration}")
             evaluated_at = iteration
         if config.save_interval and iteration % config.save_interval == 0:
             with clock.paused():
@@ -106,45 +109,41 @@ def _loop(run: Run, terminated: Callable[[], bool]) -> Result:
         run.say(f" stopping at iteration {iteration}: {stopped_by}")
     else:
         place = "the end of training for val data"
-        if evaluated_at == iteration and valid_loss is not None:  # the same weights, the same set
-            run.say(validation_lines(place, {"lm loss": valid_loss}))
+        if evaluated_at == iteration and valid_losses:  # the same weights, the same set
+            run.say(validation_lines(place, valid_losses))
         else:
-            valid_loss = evaluate(run, run.data.valid, place)
+            valid_losses = evaluate(run, run.data.valid, place)
     if saved_at != iteration:
         save(run, wait=True)
     elif run.saver is not None:
         _say_saved(run, run.saver.wait())
     if stopped_by is None:
         evaluate(run, run.data.test, "the end of training for test data")
+    valid_loss = next(iter(valid_losses.values()), None)
     checkpoint = run.folder and run.folder / run_folder.iteration_folder(iteration)
     return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by)
 
 
-def train_step(
-    run: Run, stream: Iterator[tuple[Tensor, Tensor]], accumulator: Accumulator
-) -> Tensor:
+def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> Tensor:
     """One optimizer step over the next micro-batches; returns the gradient norm, on the device."""
+    config, mesh = run.config, run.mesh
     iteration, samples = run.progress.iteration, run.progress.consumed_samples
     apply_schedule(run.optimizer, run.schedule, samples)
-    run.model.train()
-    total = torch.zeros((), device=run.device)
-    for index in range(run.micro_batches):
-        tokens_BS, labels_BS = next(stream)
-        seed_micro_batch(run.config, iteration, index * world_size() + rank())
-        set_gradient_sync(run.model, index == run.micro_batches - 1)
-        output = run.model(tokens_BS, labels_BS)
-        loss = (output.lm_loss + output.aux_loss) / run.micro_batches
-        # Autograd has a thread per device. A process has one device: waking that thread, and this
-        # one again, costs the host 0.4 ms a step of one small layer (an H200's host).
-        with torch.autograd.set_multithreading_enabled(False):
-            loss.backward()
-        total += output.lm_loss.detach()
-        accumulator.add_pass(output.metrics)
+    batches = list(itertools.islice(stream, run.micro_batches))
+    weigh(run.task, mesh, batches)
+
+    def before(index: int) -> None:
+        seed_micro_batch(config, iteration, index * mesh.dp_size + mesh.dp_rank)
         run.sign_of_life(f"iteration {iteration + 1} of {run.iterations} is under way")
-    grad_norm = clip_grad_norm(run.model.parameters(), run.config.clip_grad)
+
+    run.model.train()
+    losses = run.executor.step(
+        batches, loss_scale=1.0, before=before, measured=accumulator.add_pass
+    )
+    grad_norm = clip_grad_norm(run.model.parameters(), config.clip_grad)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
-    accumulator.add_iteration(total / run.micro_batches)
+    accumulator.add_iteration(losses)
     run.progress = Progress(iteration + 1, samples + run.batch_size)
     return grad_norm
 
@@ -159,24 +158,36 @@ def seed_micro_batch(config: TrainConfig, iteration: int, place: int) -> None:
 
 
 @torch.no_grad()
-def evaluate(run: Run, dataset: Dataset | None, place: str) -> float | None:
-    """Mean loss over the first `eval_iters` batches of a set, printed; None without a set."""
+def evaluate(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
+    """Mean losses over the first `eval_iters` batches of a set, printed; {} without a set."""
     if dataset is None:
-        return None
+        return {}
     run.model.eval()
-    total = torch.zeros((), device=run.device)
+    weights = run.task.loss_weights
+    sums = {name: torch.zeros(2, device=run.device) for name in weights}  # of losses, of weights
     passes = run.config.eval_iters * run.micro_batches
     with contextlib.closing(_stream(run, dataset, consumed_samples=0)) as stream:
         for done in range(passes):
-            total += run.model(*next(stream)).lm_loss
+            batch = next(stream)
+            for name, loss in run.executor.evaluate(batch).items():
+                sums[name] += torch.stack([loss.reshape(()), batch[weights[name]].sum()])
             run.sign_of_life(f"evaluation: {done + 1} of {passes} batches are done")
-    total /= passes * world_size()
-    if world_size() > 1:
-        dist.all_reduce(total)
-    loss, iteration = float(total), run.progress.iteration
-    run.say(validation_lines(place, {"lm loss": loss}))
-    run.log.write("eval", iteration=iteration, place=place, lm_loss=loss, ppl=perplexity(loss))
-    return loss
+    losses = {}
+    for name, both in sums.items():
+        run.mesh.all_reduce(both, "dp")
+        total, count = both.tolist()
+        losses[name] = total / max(count, 1.0)
+    run.say(validation_lines(place, losses))
+    main = next(iter(losses.values()))
+    run.log.write(
+        "eval",
+        iteration=run.progress.iteration,
+        place=place,
+        lm_loss=main,
+        ppl=perplexity(main),
+        losses=losses,
+    )
+    return losses
 
 
 def save(run: Run, *, wait: bool = False) -> None:
@@ -206,19 +217,19 @@ def _say_saved(run: Run, iteration: int | None) -> None:
         run.say(f" successfully saved checkpoint at iteration {iteration:7d} to {run.folder}")
 
 
-def _training_stream(run: Run) -> Generator[tuple[Tensor, Tensor]]:
+def _training_stream(run: Run) -> Generator[Batch]:
     """Micro-batches from where the run stands; none if it is at its end."""
     if run.progress.iteration < run.iterations:
         samples = run.progress.consumed_samples
         yield from _stream(run, run.data.train, consumed_samples=samples)
 
 
-def _stream(
-    run: Run, dataset: Dataset, *, consumed_samples: int
-) -> Generator[tuple[Tensor, Tensor]]:
+def _stream(run: Run, dataset: Dataset, *, consumed_samples: int) -> Generator[Batch]:
     return batches(
+        run.task,
         dataset,
         run.device,
+        run.mesh,
         consumed_samples=consumed_samples,
         micro_batch_size=run.micro_batch_size,
         workers=run.config.num_workers,

@@ -93,3 +93,12 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total.add_(a @ b)
+
+
+def weighted_cross_entropy(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, weights_T: Tensor
+) -> Tensor:
+    """Sum of the tokens' losses times `weights_T`."""
+    logits_TV = (x_TD @ weight_VD.to(x_TD.dtype).t()).float()
+    losses_T = torch.nn.functional.cross_entropy(logits_TV, labels_T, reduction="none")
+    return (losses_T * weights_T).sum()

@@ -1,130 +1,145 @@
-"""GPT: learned positions, pre-LN blocks, a head tied to the token embedding, and its loss.
+"""GPT: embeddings, causal pre-LN blocks, and a head with its loss that never keeps the logits.
 
-Letters: B sequences, S tokens of a sequence, D hidden, V padded vocabulary, L layers, E experts.
+By its configuration it is GPT-2 (learned positions, layer norm, tied head) or what came after:
+rotary positions, RMS norm, gated feed-forward, grouped queries, experts (OLMoE, Qwen3-MoE).
+
+A model may be one stage of a pipeline: `keep` cuts it down to a run of its blocks. Parameter names
+hold the layer's number in the whole model either way.
+
+Letters: B sequences, S tokens of a sequence, D hidden, V padded vocabulary, L layers.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
-from mb_layers import MoEConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mb_train.config import TrainConfig, whole
-from mb_train.models.cross_entropy import linear_cross_entropy
-from mb_train.transformer import Block, BlockConfig, LayerNorm, output_std
-
-
-class GPTOutput(NamedTuple):
-    """lm_loss: fp32 scalar, mean cross entropy in nats. aux_loss: fp32 scalar, mean over the MoE
-    layers of their weighted losses (0 for a dense model). metrics: detached, each [L, ...]."""
-
-    lm_loss: Tensor
-    aux_loss: Tensor
-    metrics: dict[str, Tensor]
+from mb_train.models.attention import AttentionContext, rotary_tables, segment_mask
+from mb_train.models.config import TransformerConfig
+from mb_train.models.cross_entropy import weighted_cross_entropy
+from mb_train.models.embedding import Embedding, running_positions
+from mb_train.models.linear import Linear, Norm
+from mb_train.models.output import ExpertReports, ModelOutput
+from mb_train.models.transformer import Block, BlockOutput
 
 
 class GPT(nn.Module):
-    """A GPT built from a run's configuration.
+    """A GPT, or one stage of it.
 
     Args:
-        config: sizes, activation, experts, init.
-        vocab_size: V, padded.
+        config: sizes and choices.
         compute_dtype: dtype of the activations; parameters are made in fp32.
 
     Attributes:
-        blocks: the L transformer blocks, each a unit of sharding and of recompute.
+        embedding: None on a stage that neither begins the model nor ends it with a tied head.
+        blocks: by number ("0" to "L-1"), each a unit of sharding and of recompute.
+        norm, head: on the last stage; head is None if it is tied to the embedding.
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        vocab_size: int,
-        *,
-        compute_dtype: torch.dtype = torch.float32,
+        self, config: TransformerConfig, *, compute_dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
-        block = block_config(config)
-        self.compute_dtype = compute_dtype
-        self.recompute = config.recompute_granularity == "full"
-        self.init_std = config.init_method_std
-        self.tokens = nn.Embedding(vocab_size, block.hidden_size)
-        self.positions = nn.Embedding(config.positions, block.hidden_size)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-        layers = whole(config.num_layers)
-        self.blocks = nn.ModuleList(Block(block) for _ in range(layers))
-        self.norm = LayerNorm(block.hidden_size, eps=block.norm_eps)
-        nn.init.normal_(self.tokens.weight, std=self.init_std)
-        nn.init.normal_(self.positions.weight, std=self.init_std)
-
-    def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> GPTOutput:
-        """Loss of predicting `labels_BS` (int64) from `tokens_BS` (int64) and those before."""
-        x_BSD, aux_losses, metrics = self._hidden(tokens_BS)
-        lm_loss = linear_cross_entropy(x_BSD.flatten(0, 1), self.tokens.weight, labels_BS.flatten())
-        if not aux_losses:
-            return GPTOutput(lm_loss, lm_loss.new_zeros(()), {})
-        by_layer = {key: torch.stack([layer[key] for layer in metrics]) for key in metrics[0]}
-        return GPTOutput(lm_loss, torch.stack(aux_losses).mean(), by_layer)
-
-    def logits(self, tokens_BS: Tensor) -> Tensor:
-        """Scores of the next token at every position, [B, S, V] fp32."""
-        x_BSD, _, _ = self._hidden(tokens_BS)
-        return F.linear(x_BSD, self.tokens.weight.to(x_BSD.dtype)).float()
-
-    def _hidden(self, tokens_BS: Tensor) -> tuple[Tensor, list[Tensor], list[dict[str, Tensor]]]:
-        """Final normed hidden states; auxiliary losses and metrics of the MoE layers."""
-        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        x_BSD = self.tokens(tokens_BS) + self.positions(positions_S)
-        x_BSD = self.dropout(x_BSD).to(self.compute_dtype)
-        aux_losses, metrics = [], []
-        for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():
-                x_BSD, aux_loss, measured = checkpoint(block, x_BSD, use_reentrant=False)
-            else:
-                x_BSD, aux_loss, measured = block(x_BSD)
-            if aux_loss is not None:
-                aux_losses.append(aux_loss)
-                metrics.append(measured)
-        return self.norm(x_BSD), aux_losses, metrics
-
-
-def block_config(config: TrainConfig) -> BlockConfig:
-    """What a block of this run is built from.
-
-    Raises:
-        ValueError: an activation or experts that mb_layers refuses.
-    """
-    residual_std = output_std(config.init_method_std, whole(config.num_layers))
-    moe = None
-    if config.moe_num_experts is not None:
-        moe = MoEConfig(
-            hidden_size=whole(config.hidden_size),
-            ffn_hidden_size=config.ffn_size,
-            num_experts=config.moe_num_experts,
-            top_k=config.moe_top_k,
-            activation=config.activation_name,
-            capacity_factor=config.moe_capacity_factor or None,
-            load_balancing_loss_weight=config.moe_loss_weight,
-            z_loss_weight=config.moe_z_loss_weight,
-            renormalize=config.moe_renormalize,
-            jitter_eps=config.moe_jitter_eps,
-            init_method_std=config.init_method_std,
-            output_init_std=residual_std,
-            recompute=config.moe_recompute,
+        self.config, self.compute_dtype = config, compute_dtype
+        self.recompute = False
+        self.first = self.last = True
+        self.embedding: Embedding | None = Embedding(config)
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(config, layer) for layer in range(config.num_layers)}
         )
-    return BlockConfig(
-        hidden_size=whole(config.hidden_size),
-        num_heads=whole(config.num_attention_heads),
-        head_size=config.head_size,
-        ffn_size=config.ffn_size,
-        activation=config.activation_name,
-        attention_dropout=config.attention_dropout,
-        hidden_dropout=config.hidden_dropout,
-        norm_eps=config.layernorm_epsilon,
-        init_std=config.init_method_std,
-        output_init_std=residual_std,
-        moe=moe,
-    )
+        self.norm: Norm | None = Norm(config)
+        self.head: Linear | None = None
+        if not config.tie_embeddings:
+            self.head = Linear(
+                config.hidden_size, config.vocab_size, std=config.init_std, bias=False
+            )
+        self.num_moe_layers = sum(map(config.has_experts, range(config.num_layers)))
+
+    def keep(self, layers: range, *, first: bool, last: bool) -> None:
+        """Cut the model down to a pipeline stage: these blocks, and what the ends need.
+
+        Args:
+            first: tokens come in here. Otherwise hidden states.
+            last: the loss comes out here. With a tied head this stage has a copy of the embedding.
+        """
+        self.first, self.last = first, last
+        for name in list(self.blocks):
+            if int(name) not in layers:
+                del self.blocks[name]
+        if not last:
+            self.norm = self.head = None
+        if not first:
+            if last and self.config.tie_embeddings:
+                assert self.embedding is not None
+                self.embedding.positions = None
+            else:
+                self.embedding = None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        labels_BS: Tensor,
+        weights_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        segments_BS: Tensor | None = None,
+    ) -> ModelOutput:
+        """The loss of predicting each label, named "lm loss"; hidden states if not the last stage.
+
+        Args:
+            x: tokens [B, S], int64; hidden states [B, S, D] on a stage that is not the first.
+            labels_BS: int64 in [0, V).
+            weights_BS: fp32 weight of each label's loss in the sum; None is 1 / (B S), the mean.
+            positions_BS: of each token; None counts from 0 in every sequence.
+            segments_BS: integer document of each token, for attention within documents alone.
+        """
+        if positions_BS is None:
+            positions_BS = running_positions(labels_BS)
+        x_BSD, reports = self._hidden(x, positions_BS, segments_BS)
+        if not self.last:
+            return reports.output(x_BSD, {})
+        if weights_BS is None:
+            weights_BS = torch.full_like(labels_BS, 1 / labels_BS.numel(), dtype=torch.float32)
+        loss = weighted_cross_entropy(
+            x_BSD.flatten(0, 1), self._head_weight(), labels_BS.flatten(), weights_BS.flatten()
+        )
+        return reports.output(None, {"lm loss": loss})
+
+    def logits(self, tokens_BS: Tensor, *, last_only: bool = False) -> Tensor:
+        """Scores of the next token, [B, S, V] fp32, or [B, V] after each last token."""
+        x_BSD, _ = self._hidden(tokens_BS, running_positions(tokens_BS), None)
+        if last_only:
+            x_BSD = x_BSD[:, -1]
+        return F.linear(x_BSD, self._head_weight().to(x_BSD.dtype)).float()
+
+    def _hidden(
+        self, x: Tensor, positions_BS: Tensor, segments_BS: Tensor | None
+    ) -> tuple[Tensor, ExpertReports]:
+        """Final hidden states of this stage (normed on the last), and what the experts report."""
+        if self.first:
+            assert self.embedding is not None
+            x = self.embedding(x, positions_BS).to(self.compute_dtype)
+        config = self.config
+        context = AttentionContext(
+            causal=True,
+            mask=None if segments_BS is None else segment_mask(segments_BS, causal=True),
+            rope=rotary_tables(config, positions_BS) if config.positions == "rope" else None,
+        )
+        reports = ExpertReports(self.num_moe_layers)
+        for block in self.blocks.values():
+            output: BlockOutput
+            if self.recompute and torch.is_grad_enabled():
+                output = checkpoint(block, x, context, use_reentrant=False)
+            else:
+                output = block(x, context)
+            x = output.x_BSD
+            reports.add(output.aux_loss, output.metrics)
+        return x if self.norm is None else self.norm(x), reports
+
+    def _head_weight(self) -> Tensor:
+        if self.head is not None:
+            return self.head.weight
+        assert self.embedding is not None
+        return self.embedding.tokens.weight

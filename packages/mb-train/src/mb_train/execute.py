@@ -1,0 +1,118 @@
+"""Running a model over micro-batches: one after the other, or down a pipeline.
+
+Both executors answer the same two questions, so the loop does not know which it has: what a step's
+losses are, after its gradients have been added up, and what a batch's losses are in evaluation.
+
+Before a step its batches get their weights (see `tasks.base`): each rank's loss is then its share
+of the global mean times the number of data-parallel ranks, over which gradients are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from mb_parallel import ParallelMesh, set_gradient_sync
+from torch import Tensor, nn
+
+from mb_train.tasks import Batch, Task
+
+Losses = dict[str, Tensor]
+
+
+class Executor(Protocol):
+    """Runs a model forward and backward."""
+
+    def step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        loss_scale: Tensor | float,
+        before: Callable[[int], None],
+        measured: Callable[[dict[str, Tensor]], None],
+    ) -> Losses:
+        """Add a step's gradients to the parameters'.
+
+        Args:
+            batches: the micro-batches of this data-parallel rank, weighted.
+            loss_scale: multiplies the loss before its backward pass (fp16).
+            before: called with the number of each micro-batch before it runs.
+            measured: called with the metrics of each forward pass.
+
+        Returns:
+            This data-parallel rank's losses by name, detached, without the auxiliary one.
+        """
+        ...
+
+    def evaluate(self, batch: Batch) -> Losses:
+        """The weighted sums of a batch's losses."""
+        ...
+
+
+class Sequential:
+    """Micro-batches one after the other through a whole model; gradients accumulate.
+
+    Args:
+        model: called as `model(batch[first_input], **the rest)`, returns `models.output`'s.
+        first_input: the entry of a batch that is passed by position.
+    """
+
+    def __init__(self, model: nn.Module, first_input: str) -> None:
+        self._model, self._first_input = model, first_input
+
+    def step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        loss_scale: Tensor | float,
+        before: Callable[[int], None],
+        measured: Callable[[dict[str, Tensor]], None],
+    ) -> Losses:
+        """See `Executor.step`."""
+        totals: Losses = {}
+        for index, batch in enumerate(batches):
+            before(index)
+            set_gradient_sync(self._model, index == len(batches) - 1)
+            output = self._call(batch)
+            loss = sum(output.losses.values(), start=torch.zeros_like(_first(output.losses)))
+            if output.aux_loss is not None:
+                loss = loss + output.aux_loss / len(batches)
+            # Autograd has a thread per device. A process has one device: waking that thread, and
+            # this one again, costs the host 0.4 ms a step of one small layer (an H200's host).
+            with torch.autograd.set_multithreading_enabled(False):
+                (loss * loss_scale).backward()
+            for name, value in output.losses.items():
+                value = value.detach()
+                totals[name] = totals[name] + value if name in totals else value
+            measured(output.metrics)
+        return totals
+
+    def evaluate(self, batch: Batch) -> Losses:
+        """See `Executor.evaluate`."""
+        return self._call(batch).losses
+
+    def _call(self, batch: Batch):
+        rest = {name: value for name, value in batch.items() if name != self._first_input}
+        return self._model(batch[self._first_input], **rest)
+
+
+def weigh(task: Task, mesh: ParallelMesh, batches: Sequence[Batch]) -> None:
+    """Divide each loss's weights by their mean total over the data-parallel ranks, in place.
+
+    A loss is then the mean over its terms in the whole step. A step without a single term (all
+    labels masked) has loss 0.
+    """
+    names = list(dict.fromkeys(task.loss_weights.values()))
+    totals = torch.stack(
+        [torch.stack([batch[name].sum() for batch in batches]).sum() for name in names]
+    )
+    mesh.all_reduce(totals, "dp")
+    factors = mesh.dp_size / totals.clamp(min=1.0)
+    for batch in batches:
+        for name, factor in zip(names, factors.unbind(), strict=True):
+            batch[name] = batch[name] * factor
+
+
+def _first(losses: Losses) -> Tensor:
+    return next(iter(losses.values()))

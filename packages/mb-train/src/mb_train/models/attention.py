@@ -1,0 +1,155 @@
+"""Attention: fused projections, rotary positions, documents and padding, over torch's SDPA.
+
+Which token sees which is one notion, a segment: tokens attend within the segment they are of. A
+packed sample of several documents has one segment per document, a padded one has its padding in a
+segment of its own. A model builds the `AttentionContext` once and hands it to all its blocks.
+
+Letters: B sequences, S tokens of a sequence (Q that attend, S attended to), D hidden, H query
+heads, G key-value heads, R query heads of a group (H / G), C width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mb_train.models.config import TransformerConfig
+from mb_train.models.linear import Linear, Norm
+
+
+class AttentionContext(NamedTuple):
+    """What the attention of all blocks shares.
+
+    causal: no token sees a later one.
+    mask: bool [B or 1, 1, Q, S], true where attention is allowed, `causal` already in it; None
+        allows everything that `causal` does.
+    bias: added to the scores, [1, H, Q, S] (T5's relative positions).
+    rope: cosine and sine, fp32 [B or 1, S, 1, rotated width of a head].
+    source_BSD: what a cross attention attends to, an encoder's output.
+    """
+
+    causal: bool = True
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    rope: tuple[Tensor, Tensor] | None = None
+    source_BSD: Tensor | None = None
+
+
+def segment_mask(segments_BQ: Tensor, segments_BS: Tensor | None = None, *, causal: bool) -> Tensor:
+    """Allowed pairs, bool [B, 1, Q, S]: equal segments and, if `causal`, no later position.
+
+    Args:
+        segments_BQ: integer id of each token's segment.
+        segments_BS: of the tokens attended to; None means the same tokens.
+    """
+    other_BS = segments_BQ if segments_BS is None else segments_BS
+    mask = segments_BQ[:, None, :, None] == other_BS[:, None, None, :]
+    return mask.tril() if causal else mask
+
+
+def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of rotary positions (RoFormer, arXiv 2104.09864, in the halves' layout).
+
+    Args:
+        positions_BS: integer position of each token, [B or 1, S].
+
+    Returns:
+        Two fp32 tensors [B or 1, S, 1, width], width the rotated part of a head.
+    """
+    width = int(config.head_size * config.rope_fraction) // 2 * 2
+    steps = torch.arange(0, width, 2, device=positions_BS.device, dtype=torch.float32)
+    angles = positions_BS[..., None].float() * config.rope_base ** (-steps / width)
+    angles = torch.cat([angles, angles], dim=-1)[:, :, None]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BSHC: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the first `width` channels of each head by their position's angles, in fp32."""
+    cos, sin = rope
+    width = cos.shape[-1]
+    turned, rest = x_BSHC[..., :width].float(), x_BSHC[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned.to(x_BSHC.dtype), rest], dim=-1)
+
+
+class CoreAttention(nn.Module):
+    """softmax(q k^T / sqrt(C)) v: the part without weights, a unit of selective recompute."""
+
+    def __init__(self, dropout: float, scale: float | None = None) -> None:
+        super().__init__()
+        self.dropout, self.scale = dropout, scale
+
+    def forward(
+        self, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """Return y_BQHC."""
+        mask = context.mask
+        if context.bias is not None:
+            mask = context.bias if mask is None else context.bias.masked_fill(~mask, -torch.inf)
+            mask = mask.to(q_BQHC.dtype)
+        y_BHQC = F.scaled_dot_product_attention(
+            q_BQHC.transpose(1, 2),
+            k_BSGC.transpose(1, 2),
+            v_BSGC.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=context.causal and mask is None,
+            scale=self.scale,
+            enable_gqa=q_BQHC.shape[2] != k_BSGC.shape[2],
+        )
+        return y_BHQC.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head attention, x_BSD to y_BSD; grouped queries if G < H.
+
+    `qkv`'s rows are [G][R query heads, key, value][C]; with `cross` queries have a map `q` of their
+    own and `kv`'s rows are [G][key, value][C].
+    """
+
+    def __init__(self, config: TransformerConfig, *, cross: bool = False) -> None:
+        super().__init__()
+        hidden, head = config.hidden_size, config.head_size
+        heads, groups = config.num_heads, config.num_kv_heads
+        self.head_size, self.per_group = head, heads // groups
+        bias = config.bias if config.qkv_bias is None else config.qkv_bias
+        if cross:
+            self.q = Linear(hidden, heads * head, std=config.init_std, bias=bias)
+            self.kv = Linear(hidden, 2 * groups * head, std=config.init_std, bias=bias)
+        else:
+            self.qkv = Linear(hidden, (heads + 2 * groups) * head, std=config.init_std, bias=bias)
+        self.qk_norm = config.qk_norm
+        self.norm_q = self.norm_k = None
+        if config.qk_norm != "none":
+            by_head = config.qk_norm == "head"
+            self.norm_q = Norm(config, head if by_head else heads * head)
+            self.norm_k = Norm(config, head if by_head else groups * head)
+        self.core = CoreAttention(config.attention_dropout)
+        self.out = Linear(heads * head, hidden, std=config.output_init_std, bias=config.bias)
+
+    def forward(self, x_BSD: Tensor, context: AttentionContext) -> Tensor:
+        q, k, v = self._project(x_BSD, context)
+        if self.norm_q is not None and self.norm_k is not None:
+            q, k = self._normed(self.norm_q, q), self._normed(self.norm_k, k)
+        if context.rope is not None:
+            q, k = rotate(q, context.rope), rotate(k, context.rope)
+        return self.out(self.core(q, k, v, context).flatten(2))
+
+    def _project(self, x_BSD: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
+        """q_BQHC, k_BSGC, v_BSGC."""
+        C, R = self.head_size, self.per_group
+        if context.source_BSD is None:
+            qkv = self.qkv(x_BSD).unflatten(2, (-1, R + 2, C))
+            q, k, v = qkv.split([R, 1, 1], dim=3)
+            return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        k, v = self.kv(context.source_BSD).unflatten(2, (-1, 2, C)).unbind(3)
+        return self.q(x_BSD).unflatten(2, (-1, C)), k, v
+
+    def _normed(self, norm: Norm, x_BSHC: Tensor) -> Tensor:
+        if self.qk_norm == "head":
+            return norm(x_BSHC)
+        return norm(x_BSHC.flatten(2)).view_as(x_BSHC)

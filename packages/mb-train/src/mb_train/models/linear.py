@@ -1,0 +1,52 @@
+"""Linear maps and norms with fp32 parameters that compute in the dtype of their input."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mb_train.models.config import TransformerConfig
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` that casts its fp32 parameters to its input's dtype."""
+
+    def __init__(self, inputs: int, outputs: int, *, std: float, bias: bool = True) -> None:
+        self.std = std
+        super().__init__(inputs, outputs, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Weights from N(0, std), bias zero."""
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
+
+
+class Norm(nn.Module):
+    """Layer norm or RMS norm over the last dimension, by the configuration.
+
+    Args:
+        config: gives the kind, epsilon, and whether a layer norm has a bias.
+        size: width; None means the hidden size.
+    """
+
+    def __init__(self, config: TransformerConfig, size: int | None = None) -> None:
+        super().__init__()
+        self.size = size or config.hidden_size
+        self.eps = config.norm_eps
+        self.rms = config.norm == "rmsnorm"
+        self.weight = nn.Parameter(torch.ones(self.size))
+        has_bias = config.bias and not self.rms
+        self.register_parameter("bias", nn.Parameter(torch.zeros(self.size)) if has_bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        if self.rms:
+            return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)

@@ -1,0 +1,100 @@
+"""Pre-LN transformer blocks, written once for GPT, BERT and T5: norms, attention, feed-forward.
+
+Parameters are fp32 and each layer casts its weights to the dtype of what it is given, so one text
+serves three cases: fp32; 16-bit activations over fp32 master weights (the cast's backward brings
+gradients back to fp32, where they accumulate); and FSDP2, whose gathered weights are in the compute
+dtype already. Norms compute in fp32.
+
+Nothing here knows of parallelism. The number of heads follows from the width of what the fused
+projection returns, and its rows are ordered by key-value group, so a tensor-parallel shard of the
+weight is whole heads and the same text computes with them.
+
+Letters: B sequences, S tokens of a sequence, D hidden, H query heads, G key-value heads (groups of
+query heads), C width of a head, F ffn width, E experts, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from mb_kernels.activation import activate, base_function, is_glu
+from mb_layers import MoE, dMoE
+from torch import Tensor, nn
+
+from mb_train.models.attention import Attention, AttentionContext
+from mb_train.models.config import TransformerConfig
+from mb_train.models.linear import Linear, Norm
+
+
+class DenseMLP(nn.Module):
+    """A dense feed-forward, x_BSD to y_BSD; a gated activation has a map `gate` beside `up`."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        sizes = (config.hidden_size, config.ffn_size)
+        self.function = base_function(config.activation)
+        self.gate = None
+        if is_glu(config.activation):
+            self.gate = Linear(*sizes, std=config.init_std, bias=config.bias)
+        self.up = Linear(*sizes, std=config.init_std, bias=config.bias)
+        self.down = Linear(*reversed(sizes), std=config.output_init_std, bias=config.bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(activate(self.up(x_BSD), self.function))
+        return self.down(activate(self.gate(x_BSD), self.function) * self.up(x_BSD))
+
+
+class BlockOutput(NamedTuple):
+    """x_BSD; of a Mixture-of-Experts its weighted auxiliary loss and its metrics (None, {})."""
+
+    x_BSD: Tensor
+    aux_loss: Tensor | None
+    metrics: dict[str, Tensor]
+
+
+class Block(nn.Module):
+    """Norm, attention, residual; with `cross` the same over the encoder; norm, mlp, residual.
+
+    The experts' own output is let go of: it need not live until the loss.
+
+    Args:
+        config: sizes and choices.
+        layer: this block's number in the model, from 0.
+        cross: attend to an encoder's output between the two halves (T5's decoder).
+    """
+
+    def __init__(self, config: TransformerConfig, layer: int, *, cross: bool = False) -> None:
+        super().__init__()
+        self.norm_1 = Norm(config)
+        self.attention = Attention(config)
+        self.norm_cross = Norm(config) if cross else None
+        self.cross = Attention(config, cross=True) if cross else None
+        self.norm_2 = Norm(config)
+        self.mlp: nn.Module = DenseMLP(config)
+        if config.has_experts(layer):
+            assert config.moe is not None
+            self.mlp = (dMoE if config.moe.capacity_factor is None else MoE)(config.moe)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        context: AttentionContext,
+        cross_context: AttentionContext | None = None,
+    ) -> BlockOutput:
+        x_BSD = x_BSD + self.dropout(self.attention(self.norm_1(x_BSD), context))
+        if self.cross is not None and self.norm_cross is not None:
+            assert cross_context is not None
+            x_BSD = x_BSD + self.dropout(self.cross(self.norm_cross(x_BSD), cross_context))
+        normed_BSD = self.norm_2(x_BSD)
+        if isinstance(self.mlp, DenseMLP):
+            return BlockOutput(x_BSD + self.dropout(self.mlp(normed_BSD)), None, {})
+        output = self.mlp(normed_BSD)
+        return BlockOutput(x_BSD + self.dropout(output.y), output.aux_loss, output.metrics)
+
+
+def output_std(init_std: float, num_layers: int) -> float:
+    """Init of the maps that add to the residual: std / sqrt(2 L), as in GPT-2."""
+    return init_std / math.sqrt(2 * num_layers)

@@ -1,0 +1,7 @@
+"""What a run trains, apart from how: its model, its datasets, its batches and its losses."""
+
+from mb_train.tasks.base import Batch as Batch
+from mb_train.tasks.base import Dataset as Dataset
+from mb_train.tasks.base import Datasets as Datasets
+from mb_train.tasks.base import Task as Task
+from mb_train.tasks.gpt import GPTTask as GPTTask

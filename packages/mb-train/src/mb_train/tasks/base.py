@@ -1,0 +1,61 @@
+"""What the training loop asks of a task, and nothing more.
+
+A batch is a dictionary of arrays, one row per sequence, named like the arguments of the model that
+takes them. Each loss of a task is a weighted sum over terms (tokens, sentences), and the batch
+holds the weights: 1 for a term that counts, 0 for padding. The loop divides them by their sum over
+the whole step, all micro-batches and ranks, so that a step's loss is the mean over its valid terms
+however they are spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Batch: TypeAlias = dict[str, Tensor]
+
+
+class Dataset(Protocol):
+    """Samples by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Datasets: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
+
+
+class Task(Protocol):
+    """A kind of model and what it learns.
+
+    Attributes:
+        first_input: the entry of a batch that the model takes by position.
+        loss_weights: for each loss by name, the entry of a batch with the weights of its terms.
+        sequence_length: tokens per sample that count for throughput.
+    """
+
+    first_input: str
+    loss_weights: dict[str, str]
+    sequence_length: int
+
+    def build_model(self, *, compute_dtype: torch.dtype) -> nn.Module:
+        """A model with fresh weights on the current default device."""
+        ...
+
+    def build_datasets(self, paths: Sequence[str], num_samples: tuple[int, int, int]) -> Datasets:
+        """Training, validation and test set over token files.
+
+        Args:
+            paths: one prefix, or weights and prefixes by turns.
+            num_samples: how many samples each must have.
+        """
+        ...
+
+    def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
+        """A batch from samples; arrays may be of any integer type, weights are fp32."""
+        ...

@@ -103,10 +103,10 @@ class Run:
         if self.config.compile and self.device.type == "cuda":
             for block in model.blocks:
                 block.compile()
-        mesh = ParallelDims(dp=world_size()).build_mesh(self.device.type)
+        mesh = ParallelDims.for_world(world_size()).build(self.device.type)
         apply_data_parallel(
             model,
-            None if mesh is None else mesh["dp"],
+            mesh.axis("dp"),
             blocks=model.blocks,
             compute_dtype=self.compute_dtype,
             keep_fp32=[module for module in model.modules() if isinstance(module, Router)],

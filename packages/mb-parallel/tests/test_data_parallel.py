@@ -19,8 +19,8 @@ def _model() -> nn.Sequential:
 def _train(rank: int, world_size: int, zero_stage: int) -> list[tuple[float, float]]:
     """Loss and gradient norm per step; micro-batch m of the step goes to rank m % world_size."""
     model = _model()
-    mesh = ParallelDims(dp=world_size).build_mesh("cpu")
-    apply_data_parallel(model, mesh and mesh["dp"], blocks=list(model)[:2], zero_stage=zero_stage)
+    mesh = ParallelDims(dp_shard=world_size).build("cpu").axis("dp")
+    apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=zero_stage)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     data = torch.randn(
         STEPS, 2 * MICRO_BATCHES, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1)
@@ -63,7 +63,7 @@ def _dtypes(rank, world_size):
     model = nn.Sequential(_Probe(4, 4), nn.Sequential(_Probe(4, 4), _Probe(4, 2)))
     apply_data_parallel(
         model,
-        ParallelDims(dp=world_size).build_mesh("cpu")["dp"],
+        ParallelDims(dp_shard=world_size).build("cpu").axis("dp"),
         blocks=[model[1]],
         compute_dtype=torch.bfloat16,
         keep_fp32=[model[1][0]],
@@ -90,7 +90,7 @@ def test_one_process_is_left_alone():
 
 
 def _two_axes(rank, world_size):
-    mesh = ParallelDims(dp=2).build_mesh("cpu")
+    mesh = ParallelDims(dp_shard=2).build("cpu").dense
     assert isinstance(mesh, DeviceMesh)
     apply_data_parallel(_model(), mesh, blocks=[])
 
@@ -98,7 +98,7 @@ def _two_axes(rank, world_size):
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="zero_stage 2 or 3, got 1"):
         apply_data_parallel(_model(), None, blocks=[], zero_stage=1)
-    with pytest.raises(RuntimeError, match="Expected a mesh with one axis, got 3 axes"):
+    with pytest.raises(RuntimeError, match="Expected a mesh with one axis, got 4 axes"):
         run_ranks(_two_axes, 2)
 
 

@@ -1,43 +1,120 @@
 """ParallelDims: what it accepts, what its errors say, and which ranks share a group."""
 
+import re
+from dataclasses import dataclass
+
 import pytest
+import torch
 import torch.distributed as dist
-from mb_parallel import ParallelDims, any_rank, distributed
+from mb_parallel import ParallelDims, any_rank, check_same, distributed
+from mb_parallel.mesh import DENSE_AXES, EXPERT_AXES
 from mb_parallel.testing import run_ranks
 
 
 def test_one_process_needs_no_mesh():
     dims = ParallelDims()
-    assert dims.world_size == 1
-    assert dims.build_mesh("cpu") is None
-    assert dims.build_expert_mesh("cpu") is None
+    mesh = dims.build("cpu")
+    assert dims.world_size == dims.dp == dims.edp == 1
+    assert mesh.dense is mesh.expert is None
+    assert all(mesh.axis(name) is None for name in (*DENSE_AXES, *EXPERT_AXES, "dp"))
+    assert (mesh.dp_rank, mesh.tp_rank, mesh.pp_rank, mesh.ep_rank) == (0, 0, 0, 0)
+    assert (mesh.dp_size, mesh.tp_size, mesh.pp_size, mesh.ep_size) == (1, 1, 1, 1)
+    assert mesh.all_reduce(torch.ones(2), "dp").tolist() == [1, 1]
     assert any_rank(True)
     assert not any_rank(False)
+    check_same({"seed": 1}, "the config")
 
 
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ({"dp": 0}, "dp to be an integer of at least 1, got 0"),
+        ({"dp_shard": 0}, "dp_shard to be an integer of at least 1, got 0"),
         ({"tp": 2.0}, "tp to be an integer of at least 1, got 2.0"),
-        ({"dp": 2, "tp": 3, "ep": 4}, "ep = 4 and dp * tp = 2 * 3 = 6"),
+        ({"pp": True}, "pp to be an integer of at least 1, got True"),
+        ({"dp_replicate": 2, "dp_shard": 1, "tp": 3, "ep": 4}, "got ep = 4 and 2 * 1 * 3 = 6"),
+        ({"pp": 8, "ep": 8}, "got ep = 8 and 1 * 1 * 1 = 1"),
     ],
-    ids=["zero", "float", "ep-does-not-divide"],
+    ids=["zero", "float", "bool", "ep-does-not-divide", "ep-over-stages"],
 )
 def test_bad_sizes_are_named(sizes, says):
-    with pytest.raises(ValueError, match=says.replace("*", r"\*")):
+    with pytest.raises(ValueError, match=re.escape(says)):
         ParallelDims(**sizes)
 
 
 def test_product_must_be_the_number_of_ranks():
-    with pytest.raises(ValueError, match=r"number of ranks, 1, got 2 \* 1 \* 3 = 6"):
-        ParallelDims(dp=2, pp=3).build_mesh("cpu")
+    with pytest.raises(ValueError, match=re.escape("number of ranks, 1, got 2 * 1 * 1 * 3 = 6")):
+        ParallelDims(dp_replicate=2, pp=3).build("cpu")
 
 
-def test_for_world_gives_the_rest_to_data_parallel():
-    assert ParallelDims.for_world(12, tp=2, pp=3, ep=4) == ParallelDims(dp=2, tp=2, pp=3, ep=4)
-    with pytest.raises(ValueError, match=r"tp \* pp = 5 \* 1 = 5 on 12 ranks"):
+def test_for_world_gives_the_rest_to_shards():
+    expected = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, pp=3, ep=4)
+    assert ParallelDims.for_world(24, tp=2, pp=3, ep=4, dp_replicate=2) == expected
+    assert expected.world_size == 24
+    with pytest.raises(ValueError, match=re.escape("1 * 5 * 1 = 5 on 12 ranks")):
         ParallelDims.for_world(12, tp=5)
+    with pytest.raises(ValueError, match=re.escape("2 * 2 * 1 = 4 on 2 ranks")):
+        ParallelDims.for_world(2, tp=2, dp_replicate=2)
+    with pytest.raises(ValueError, match="tp to be an integer"):
+        ParallelDims.for_world(12, tp=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "edp"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 4, "ep": 2}, (2, 2)),  # within a replica: hybrid as dense
+        ({"dp_replicate": 2, "dp_shard": 4, "ep": 4}, (2, 1)),
+        ({"dp_replicate": 2, "dp_shard": 4, "ep": 8}, (1, 1)),  # over both replicas
+        ({"dp_replicate": 4, "ep": 2}, (2, 1)),
+        ({"dp_shard": 2, "tp": 4, "ep": 2}, (1, 4)),
+    ],
+)
+def test_experts_are_replicated_as_dense_layers_are(sizes, edp):
+    dims = ParallelDims(**sizes)
+    assert (dims.edp_replicate, dims.edp_shard) == edp
+    assert dims.edp == edp[0] * edp[1]
+
+
+def test_unknown_axis_is_named():
+    with pytest.raises(ValueError, match=r"axis of pp, dp_replicate, .*, ep, got 'cp'"):
+        ParallelDims().build("cpu").axis("cp")
+
+
+@pytest.fixture
+def sixteen_ranks(monkeypatch):
+    """Rank 6 of sixteen on two nodes, with a process group that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    dist.init_process_group("fake", store=FakeStore(), rank=6, world_size=16)
+    yield
+    dist.destroy_process_group()
+
+
+def _ranks(mesh, name):
+    return dist.get_process_group_ranks(mesh.axis(name).get_group())
+
+
+def test_the_picture_of_the_docstring(sixteen_ranks):
+    mesh = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, pp=2, ep=4).build("cpu")
+    assert {name: _ranks(mesh, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")} == {
+        "pp": [6, 14], "dp_replicate": [2, 6], "dp_shard": [4, 6], "tp": [6, 7],
+    }  # fmt: skip
+    assert _ranks(mesh, "dp") == [0, 2, 4, 6]
+    assert (mesh.pp_rank, mesh.dp_rank, mesh.tp_rank, mesh.ep_rank) == (0, 3, 0, 2)
+    assert (mesh.pp_size, mesh.dp_size, mesh.tp_size, mesh.ep_size) == (2, 4, 2, 4)
+    assert (_ranks(mesh, "ep"), _ranks(mesh, "edp_replicate")) == ([4, 5, 6, 7], [2, 6])
+    assert mesh.axis("edp_shard") is None
+
+
+def test_groups_over_several_nodes(sixteen_ranks):
+    mesh = ParallelDims(dp_shard=16, ep=16).build("cpu")
+    assert _ranks(mesh, "ep") == _ranks(mesh, "dp") == list(range(16))
+    dist.destroy_process_group()
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
+    with pytest.warns(UserWarning, match="tp = 16 does not divide the 8 ranks of a node"):
+        ParallelDims(tp=16).build("cpu")
 
 
 def _inside(rank, world_size):
@@ -50,21 +127,43 @@ def test_a_group_that_is_there_is_used_and_not_left():
     assert run_ranks(_inside, 2) == [2, 2]
 
 
-def _groups(rank, world_size):
-    dims = ParallelDims(dp=2, tp=2, ep=2)
-    dense, expert = dims.build_mesh("cpu"), dims.build_expert_mesh("cpu")
-    return {
-        name: dist.get_process_group_ranks(mesh[name].get_group())
-        for mesh in (dense, expert)
-        for name in mesh.mesh_dim_names
-    } | {"last": any_rank(rank == world_size - 1), "none": any_rank(False)}
+def _sums(rank, world_size):
+    mesh = ParallelDims(dp_shard=2, tp=2, ep=2).build("cpu")
+    sums = {name: mesh.all_reduce(torch.tensor(rank), name) for name in ("dp", "tp", "ep", "pp")}
+    return {name: int(total) for name, total in sums.items()} | {
+        "most": int(mesh.all_reduce(torch.tensor(rank), "dp", dist.ReduceOp.MAX)),
+        "last": any_rank(rank == world_size - 1),
+        "none": any_rank(False),
+    }
 
 
-def test_groups_of_four_ranks():
-    first, *_, last = run_ranks(_groups, 4)
-    assert first == {
-        "pp": [0], "dp": [0, 2], "tp": [0, 1], "edp": [0, 2], "ep": [0, 1],
-        "last": True, "none": False,
-    }  # fmt: skip
-    assert last["dp"] == [1, 3]
-    assert last["tp"] == [2, 3]
+def test_sums_over_the_groups_of_four_ranks():
+    first, *_, last = run_ranks(_sums, 4)
+    assert first == {"dp": 2, "tp": 1, "ep": 1, "pp": 0, "most": 2, "last": True, "none": False}
+    assert last == {"dp": 4, "tp": 5, "ep": 5, "pp": 3, "most": 3, "last": True, "none": False}
+
+
+@dataclass
+class _Config:
+    lr: float
+    seed: int = 1
+
+
+def _configs(rank, world_size, different):
+    check_same(_Config(0.1), "the config")
+    check_same(["plain", "values"], "the list")
+    said = ""
+    try:
+        check_same(_Config(0.1 + different * (rank == 1)), "the config")
+    except ValueError as error:
+        said = str(error)
+    return said
+
+
+def test_different_configs_are_found_on_every_rank():
+    assert run_ranks(_configs, 2, 0.0) == ["", ""]
+    for said in run_ranks(_configs, 2, 0.5):
+        assert "the config to be equal on all 2 ranks" in said
+        assert "rank 0: lr = 0.1\n" in said
+        assert "rank 1: lr = 0.6\n" in said
+        assert "seed" not in said

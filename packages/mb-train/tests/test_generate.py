@@ -8,6 +8,7 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.generate import Sampling, choose, continue_tokens
 from mb_train.models.gpt import GPT
+from mb_train.tasks.gpt import transformer_config
 
 SCORES = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log()
 
@@ -56,9 +57,9 @@ def test_greedy_tokens_are_the_likeliest_and_padding_is_never_chosen():
         num_layers=1, hidden_size=16, num_attention_heads=1, seq_length=4, micro_batch_size=1,
         train_iters=1, lr=1.0, moe_num_experts=2,
     )  # fmt: skip
-    model = GPT(config, 32)
+    model = GPT(transformer_config(config, 32))
     with torch.no_grad():
-        model.tokens.weight[20:] *= 100  # the padded rows would win
+        model.embedding.tokens.weight[20:] *= 100  # the padded rows would win
     stream = continue_tokens(model, [3, 1], Sampling(temperature=0), vocab_size=20, context=4)
     tokens = [3, 1]
     for token, _ in zip(stream, range(6), strict=False):

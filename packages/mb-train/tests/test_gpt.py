@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mb_train.config import TrainConfig
-from mb_train.models.gpt import GPT
+from mb_train.tasks import GPTTask
 
 SIZES = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 9,
@@ -20,7 +20,8 @@ V = 61
 def make(**change):
     torch.manual_seed(3)
     dtype = change.pop("compute_dtype", torch.float32)
-    return GPT(TrainConfig(**{**SIZES, **change}), V, compute_dtype=dtype)
+    config = TrainConfig(**{**SIZES, **change})
+    return GPTTask(config, vocab_size=V, eod=0).build_model(compute_dtype=dtype)
 
 
 def tokens(seed=0):
@@ -33,7 +34,7 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(change):
     model, x = make(**change).eval(), tokens()
     labels = tokens(1)
     expected = F.cross_entropy(model.logits(x).flatten(0, 1), labels.flatten())
-    torch.testing.assert_close(model(x, labels).lm_loss, expected)
+    torch.testing.assert_close(model(x, labels_BS=labels).losses["lm loss"], expected)
     assert expected.item() == pytest.approx(math.log(V), abs=0.1)  # small weights know nothing
 
 
@@ -49,13 +50,13 @@ def test_later_tokens_do_not_change_earlier_logits(change):
 
 def test_experts_report_their_load_and_their_loss():
     model = make(**MOE, moe_loss_weight=0.5)
-    output = model(tokens(), tokens(1))
+    output = model(tokens(), labels_BS=tokens(1))
     assert output.metrics["tokens_per_expert"].shape == (2, 4)
     assert output.metrics["tokens_per_expert"].sum(1).tolist() == [36, 36]
     unweighted = output.metrics["load_balancing_loss"].mean()
     torch.testing.assert_close(output.aux_loss.detach(), 0.5 * unweighted)
-    dense = make()(tokens(), tokens(1))
-    assert dense.aux_loss == 0
+    dense = make()(tokens(), labels_BS=tokens(1))
+    assert dense.aux_loss is None
     assert dense.metrics == {}
 
 
@@ -65,8 +66,8 @@ def test_recompute_changes_no_gradient(change):
     for granularity in (None, "full"):
         model = make(**change, recompute_granularity=granularity, hidden_dropout=0.2)
         torch.manual_seed(7)
-        output = model(tokens(), tokens(1))
-        (output.lm_loss + output.aux_loss).backward()
+        output = model(tokens(), labels_BS=tokens(1))
+        output.total().backward()
         grads.append([p.grad for p in model.parameters()])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
@@ -77,7 +78,7 @@ def test_bf16_activations_leave_fp32_gradients():
     every = {**MOE, "moe_top_k": 4}
     wanted, got = make(**every), make(**every, compute_dtype=torch.bfloat16)
     for model in (wanted, got):
-        model(tokens(), tokens(1)).lm_loss.backward()
+        model(tokens(), labels_BS=tokens(1)).losses["lm loss"].backward()
     for (name, a), b in zip(got.named_parameters(), wanted.parameters(), strict=True):
         assert a.grad.dtype == torch.float32, name
         assert (a.grad - b.grad).norm() < 0.05 * b.grad.norm(), name
@@ -85,6 +86,6 @@ def test_bf16_activations_leave_fp32_gradients():
 
 def test_output_projections_start_smaller():
     model = make(init_method_std=0.1, hidden_size=64, ffn_hidden_size=256)
-    down = model.blocks[0].mlp.down.weight.std().item()
+    down = model.blocks["0"].mlp.down.weight.std().item()
     assert down == pytest.approx(0.1 / math.sqrt(4), rel=0.05)
-    assert model.blocks[0].mlp.up.weight.std().item() == pytest.approx(0.1, rel=0.05)
+    assert model.blocks["0"].mlp.up.weight.std().item() == pytest.approx(0.1, rel=0.05)

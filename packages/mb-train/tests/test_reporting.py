@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+from mb_parallel import ParallelDims
 from mb_parallel.testing import run_ranks
 from mb_train.metrics import Accumulator
 from mb_train.reporting import (
@@ -64,14 +65,14 @@ def _metrics(counts, dropped):
 
 
 def _collect(rank, world_size):
-    accumulator = Accumulator()
+    accumulator = Accumulator(ParallelDims.for_world(world_size).build("cpu"))
     results = []
     for interval in range(2):  # the second starts from nothing
         for step in range(2):
             for _ in range(3):
                 counts = [[1 + rank, 3], [4, 0]]
                 accumulator.add_pass(_metrics(counts, [0.1 * interval, 0.3]))
-            accumulator.add_iteration(torch.tensor(1.0 + step + rank))
+            accumulator.add_iteration({"lm loss": torch.tensor(1.0 + step + rank)})
         results.append(accumulator.collect(torch.tensor(0.25), torch.tensor(9.0)))
     return results
 
@@ -95,9 +96,9 @@ def test_sums_over_passes_steps_and_ranks():
 
 
 def test_a_dense_model_has_losses_alone():
-    accumulator = Accumulator()
+    accumulator = Accumulator(ParallelDims().build("cpu"))
     accumulator.add_pass({})
-    accumulator.add_iteration(torch.tensor(float("nan")))
+    accumulator.add_iteration({"lm loss": torch.tensor(float("nan"))})
     stats = accumulator.collect(torch.tensor(1.0))
     assert stats.nan_iterations == 1
     assert stats.mean("z_loss") == 0

@@ -5,7 +5,9 @@ from mb_parallel.data_parallel import apply_data_parallel as apply_data_parallel
 from mb_parallel.data_parallel import clip_grad_norm as clip_grad_norm
 from mb_parallel.data_parallel import set_gradient_sync as set_gradient_sync
 from mb_parallel.mesh import ParallelDims as ParallelDims
+from mb_parallel.mesh import ParallelMesh as ParallelMesh
 from mb_parallel.mesh import any_rank as any_rank
+from mb_parallel.mesh import check_same as check_same
 from mb_parallel.mesh import distributed as distributed
 from mb_parallel.mesh import rank as rank
 from mb_parallel.mesh import world_size as world_size

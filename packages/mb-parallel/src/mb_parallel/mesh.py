@@ -1,41 +1,67 @@
 """Process groups: which rank plays which part in data, tensor, pipeline and expert parallelism.
 
-One world of ranks is seen twice. Dense layers see it as (pp, dp, tp), tensor parallel fastest, so
-that the ranks which talk most sit next to each other. Expert layers see the same ranks of a stage
-as (pp, edp, ep), where ep divides dp * tp: each group of ep ranks holds all experts once, and the
-edp groups are replicas that average their gradients. This is the two-view idea of torchtitan's
-`ParallelDims`.
+One world of ranks is seen twice. Dense layers see it as (pp, dp_replicate, dp_shard, tp), tensor
+parallel fastest, so that the ranks which talk most sit next to each other on a node. Expert layers
+see the ranks of a pipeline stage as (edp_replicate, edp_shard, ep): each group of ep ranks holds
+all experts of a layer once, and the edp = dp * tp / ep groups are replicas whose gradients are
+summed. This is the two-view idea of torchtitan's `ParallelDims`. Sixteen ranks as dp_replicate = 2,
+dp_shard = 2, tp = 2, pp = 2, with ep = 4:
 
-A single process needs no process group and gets none: the meshes are None and nothing is paid.
+                      pp 0                      pp 1
+                  tp 0   tp 1               tp 0   tp 1
+    replicate 0   --------------            --------------
+      shard 0       0      1                  8      9        The same ranks for the experts:
+      shard 1       2      3                 10     11
+    replicate 1   --------------            --------------           ep 0  1  2  3
+      shard 0       4      5                 12     13        edp 0     0  1  2  3
+      shard 1       6      7                 14     15        edp 1     4  5  6  7     (pp 0)
+                                                              edp 0     8  9 10 11
+    dp groups  {0, 2, 4, 6} {1, 3, 5, 7} ...                  edp 1    12 13 14 15     (pp 1)
+
+Ranks are numbered node by node (`torchrun` does), so tp, and ep up to a node's size, stay within a
+node; pp, which sends least, spans nodes first.
+
+A single process needs no process group and gets none: every axis is None and nothing is paid.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
-from collections.abc import Generator
+import warnings
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """Sizes of the four ways to share a model; `dp * tp * pp` is the number of ranks.
+    """Sizes of the ways to share a model; `dp_replicate * dp_shard * tp * pp` ranks in all.
 
     Args:
-        dp: replicas (or shards) that see different samples.
-        tp: ranks that share every weight matrix.
+        dp_replicate: whole replicas of the sharded model, which see different samples.
+        dp_shard: ranks that see different samples and share one copy of the parameters.
+        tp: ranks that share every weight matrix of the dense layers, and their samples.
         pp: pipeline stages.
-        ep: ranks that share the experts of a layer; divides `dp * tp`.
+        ep: ranks that share the experts of a layer; divides dp_replicate * dp_shard * tp.
 
     Raises:
-        ValueError: a size below 1, or an `ep` that does not divide `dp * tp`.
+        ValueError: a size that is no integer of at least 1, or an `ep` that does not divide.
     """
 
-    dp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
     tp: int = 1
     pp: int = 1
     ep: int = 1
@@ -43,76 +69,190 @@ class ParallelDims:
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
             size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"Expected {name} to be an integer of at least 1, got {size!r}.")
         if (self.dp * self.tp) % self.ep:
             raise ValueError(
-                f"Expected ep to divide dp * tp, got ep = {self.ep} and dp * tp = "
-                f"{self.dp} * {self.tp} = {self.dp * self.tp}."
+                "Expected ep to divide dp_replicate * dp_shard * tp, the ranks of a pipeline "
+                f"stage, got ep = {self.ep} and {self.dp_replicate} * {self.dp_shard} * {self.tp} "
+                f"= {self.dp * self.tp}."
             )
+
+    @classmethod
+    def for_world(
+        cls, world_size: int, *, tp: int = 1, pp: int = 1, ep: int = 1, dp_replicate: int = 1
+    ) -> ParallelDims:
+        """Give every rank that the named sizes leave over to `dp_shard`.
+
+        Raises:
+            ValueError: `dp_replicate * tp * pp` does not divide `world_size`, or a bad size.
+        """
+        sizes = cls(dp_replicate=dp_replicate, tp=tp, pp=pp)
+        dp_shard, rest = divmod(world_size, sizes.world_size)
+        if rest or not dp_shard:
+            raise ValueError(
+                "Expected dp_replicate * tp * pp to divide the number of ranks, got "
+                f"{dp_replicate} * {tp} * {pp} = {sizes.world_size} on {world_size} ranks. "
+                f"Start a multiple of {sizes.world_size} processes or change a size."
+            )
+        return cls(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, pp=pp, ep=ep)
 
     @property
     def world_size(self) -> int:
         """Ranks that these sizes need."""
         return self.dp * self.tp * self.pp
 
-    @classmethod
-    def for_world(cls, world_size: int, *, tp: int = 1, pp: int = 1, ep: int = 1) -> ParallelDims:
-        """Give every rank that `tp` and `pp` leave over to data parallelism.
+    @property
+    def dp(self) -> int:
+        """Data-parallel size: ranks of a stage that see different samples (times tp)."""
+        return self.dp_replicate * self.dp_shard
 
-        Raises:
-            ValueError: `tp * pp` does not divide `world_size`.
+    @property
+    def edp(self) -> int:
+        """Copies of a layer's experts within a pipeline stage."""
+        return self.dp * self.tp // self.ep
+
+    @property
+    def edp_replicate(self) -> int:
+        """The part of `edp` that is replicated; experts are sharded over the rest.
+
+        `dp_replicate` wherever a group of ep ranks lies within one replica.
         """
-        if world_size % (tp * pp):
-            raise ValueError(
-                f"Expected tp * pp to divide the world size, got tp * pp = {tp} * {pp} = "
-                f"{tp * pp} on {world_size} ranks."
-            )
-        return cls(dp=world_size // (tp * pp), tp=tp, pp=pp, ep=ep)
+        return math.gcd(self.edp, self.dp_replicate)
 
-    def build_mesh(self, device_type: str) -> DeviceMesh | None:
-        """The dense view: a mesh with axes ("pp", "dp", "tp"), or None for one process.
+    @property
+    def edp_shard(self) -> int:
+        """The part of `edp` that experts are sharded over."""
+        return self.edp // self.edp_replicate
+
+    def build(self, device_type: str) -> ParallelMesh:
+        """Make the process groups; every rank calls it.
 
         Raises:
             ValueError: the product of the sizes is not the number of ranks.
         """
-        return self._build(device_type, ("pp", "dp", "tp"), (self.pp, self.dp, self.tp))
-
-    def build_expert_mesh(self, device_type: str) -> DeviceMesh | None:
-        """The expert view of the same ranks: axes ("pp", "edp", "ep"), or None for one process.
-
-        Raises:
-            ValueError: the product of the sizes is not the number of ranks.
-        """
-        edp = self.dp * self.tp // self.ep
-        return self._build(device_type, ("pp", "edp", "ep"), (self.pp, edp, self.ep))
-
-    def _build(
-        self, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]
-    ) -> DeviceMesh | None:
         ranks = world_size()
         if ranks != self.world_size:
             raise ValueError(
-                f"Expected dp * tp * pp to be the number of ranks, {ranks}, got "
-                f"{self.dp} * {self.tp} * {self.pp} = {self.world_size}. "
-                f"Start {self.world_size} processes (torchrun --nproc_per_node) or change a size."
+                f"Expected dp_replicate * dp_shard * tp * pp to be the number of ranks, {ranks}, "
+                f"got {self.dp_replicate} * {self.dp_shard} * {self.tp} * {self.pp} = "
+                f"{self.world_size}. Start {self.world_size} processes (torchrun --nproc_per_node, "
+                "--nnodes) or change a size."
             )
         if ranks == 1:
+            return ParallelMesh(self, None, None, None)
+        self._warn_of_spread_nodes()
+        dense_sizes = (self.pp, self.dp_replicate, self.dp_shard, self.tp)
+        dense = init_device_mesh(device_type, dense_sizes, mesh_dim_names=DENSE_AXES)
+        dp = dense["dp_replicate", "dp_shard"]._flatten("dp")
+        expert_sizes = (self.pp, self.edp_replicate, self.edp_shard, self.ep)
+        expert = init_device_mesh(device_type, expert_sizes, mesh_dim_names=EXPERT_AXES)
+        return ParallelMesh(self, dense, expert, dp)
+
+    def _warn_of_spread_nodes(self) -> None:
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        if on_node and on_node % self.tp and rank() == 0:
+            warnings.warn(
+                f"tp = {self.tp} does not divide the {on_node} ranks of a node: some tensor-"
+                "parallel groups span nodes, whose links are an order of magnitude slower. Make "
+                "tp a divisor of --nproc_per_node.",
+                stacklevel=3,
+            )
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """The groups of one rank, made by `ParallelDims.build`; also for a process without a group.
+
+    dims: the sizes.
+    dense: mesh with axes `DENSE_AXES`, or None for one process.
+    expert: the same ranks with axes `EXPERT_AXES`, or None.
+    dp: the one-dimensional mesh of dp_replicate and dp_shard in one, or None.
+    """
+
+    dims: ParallelDims
+    dense: DeviceMesh | None
+    expert: DeviceMesh | None
+    dp: DeviceMesh | None
+
+    def axis(self, name: str) -> DeviceMesh | None:
+        """The one-dimensional mesh of an axis, None where it has a single rank.
+
+        Args:
+            name: of `DENSE_AXES` or `EXPERT_AXES`, or "dp": dp_replicate and dp_shard in one.
+
+        Raises:
+            ValueError: no such axis.
+        """
+        if name not in (*DENSE_AXES, *EXPERT_AXES, "dp"):
+            known = ", ".join((*DENSE_AXES, "dp", *EXPERT_AXES[1:]))
+            raise ValueError(f"Expected an axis of {known}, got {name!r}.")
+        if getattr(self.dims, name) == 1:
             return None
-        return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        if name == "dp":
+            return self.dp
+        mesh = self.expert if name in EXPERT_AXES[1:] else self.dense
+        assert mesh is not None
+        return mesh[name]
+
+    def all_reduce(
+        self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Tensor:
+        """Reduce `tensor` in place over an axis and return it; free where the axis has one rank."""
+        mesh = self.axis(axis)
+        if mesh is not None:
+            dist.all_reduce(tensor, op=op, group=mesh.get_group())
+        return tensor
+
+    def _rank(self, name: str) -> int:
+        mesh = self.axis(name)
+        return 0 if mesh is None else mesh.get_local_rank()
+
+    @property
+    def dp_size(self) -> int:
+        return self.dims.dp
+
+    @property
+    def dp_rank(self) -> int:
+        """Which samples this rank sees: 0 to dp_size - 1, the same for all of a tp and pp group."""
+        return self._rank("dp")
+
+    @property
+    def tp_size(self) -> int:
+        return self.dims.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self._rank("tp")
+
+    @property
+    def pp_size(self) -> int:
+        return self.dims.pp
+
+    @property
+    def pp_rank(self) -> int:
+        return self._rank("pp")
+
+    @property
+    def ep_size(self) -> int:
+        return self.dims.ep
+
+    @property
+    def ep_rank(self) -> int:
+        return self._rank("ep")
 
 
 @contextmanager
-def distributed(device_type: str) -> Generator[torch.device]:
+def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torch.device]:
     """Join the process group that `torchrun` describes; yield this rank's device; leave at the end.
 
     Without `torchrun` (no WORLD_SIZE, or 1) no group is made; one that is there already is used,
-    and not left. On GPUs the group carries NCCL (RCCL
-    on ROCm) for device tensors and gloo for host tensors, so that flags and checkpoint plans are
-    exchanged without touching the device.
+    and not left. On GPUs the group carries NCCL (RCCL on ROCm) for device tensors and gloo for host
+    tensors, so that flags and checkpoint plans are exchanged without touching the device.
 
     Args:
         device_type: "cpu" or "cuda" (ROCm answers to "cuda" as well).
+        timeout_s: a collective that takes longer ends the rank, for instance since another died.
 
     Raises:
         ValueError: more ranks on this host than devices.
@@ -133,10 +273,11 @@ def distributed(device_type: str) -> Generator[torch.device]:
     if ranks == 1 or dist.is_initialized():
         yield device
         return
+    timeout = timedelta(seconds=timeout_s)
     if device_type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     try:
         yield device
     finally:
@@ -149,7 +290,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """This process's rank; 0 without a process group."""
+    """This process's rank in the world, not in data parallelism; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -160,3 +301,46 @@ def any_rank(flag: bool) -> bool:
     vote = torch.tensor(int(flag), dtype=torch.int32)
     dist.all_reduce(vote, op=dist.ReduceOp.MAX)
     return bool(vote.item())
+
+
+def check_same(value: Any, what: str) -> None:
+    """Raise on every rank unless all ranks were given an equal `value`; call it at start.
+
+    Hashes are compared; only when they differ do ranks tell each other what they have.
+
+    Args:
+        value: a dataclass, a mapping, or anything whose repr tells it apart.
+        what: its name in the error, for instance "the config".
+
+    Raises:
+        ValueError: the values differ; names the entries and who has what.
+    """
+    if world_size() == 1:
+        return
+    lines = _lines(value)
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(world_size())]
+    dist.all_gather(everyone, mine)
+    if all(torch.equal(other, everyone[0]) for other in everyone):
+        return
+    by_rank: list[Any] = [None] * world_size()
+    dist.all_gather_object(by_rank, lines)
+    common = set(by_rank[0]).intersection(*by_rank)
+    told = [
+        f"rank {r}: {', '.join(line for line in theirs if line not in common) or 'none of these'}"
+        for r, theirs in enumerate(by_rank)
+    ]
+    raise ValueError(
+        f"Expected {what} to be equal on all {world_size()} ranks, got\n  "
+        + "\n  ".join(told)
+        + "\nStart every rank with the same arguments and files."
+    )
+
+
+def _lines(value: Any) -> list[str]:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return sorted(f"{key} = {item!r}" for key, item in value.items())
+    return [repr(value)]

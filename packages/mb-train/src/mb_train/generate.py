@@ -19,6 +19,7 @@ from mb_train.checkpoint import load_checkpoint
 from mb_train.config import TrainConfig
 from mb_train.models.gpt import GPT
 from mb_train.run_folder import find_checkpoint, read_saved_run
+from mb_train.tasks.gpt import transformer_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +72,12 @@ def continue_tokens(
         context: longest input of the model.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
-    device = model.tokens.weight.device
+    device = next(model.parameters()).device
     tokens = list(prompt)
     model.eval()
     while True:
         window_BS = torch.tensor([tokens[-context:]], device=device)
-        logits_V = model.logits(window_BS)[0, -1, :vocab_size]
+        logits_V = model.logits(window_BS, last_only=True)[0, :vocab_size]
         tokens.append(choose(logits_V, sampling, generator))
         yield tokens[-1]
 
@@ -101,8 +102,9 @@ class Generator:
         self.tokenizer = mb_data.load_tokenizer(config.tokenizer)
         self.context = config.positions
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        vocab_size = saved.identity["padded_vocab_size"]
         with torch.device(device):
-            self.model = GPT(config, saved.identity["padded_vocab_size"], compute_dtype=dtype)
+            self.model = GPT(transformer_config(config, vocab_size), compute_dtype=dtype)
         load_checkpoint(checkpoint, self.model, None)
 
     def text(self, prompt: str, sampling: Sampling, *, max_new_tokens: int) -> Iterator[str]:

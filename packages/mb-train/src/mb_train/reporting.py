@@ -54,7 +54,7 @@ def report_interval(run: Run, stats: IntervalStats, *, seconds: float) -> None:
     """Print and log what the steps since the last report did, in `seconds` of training."""
     config, progress = run.config, run.progress
     seconds /= len(stats.lm_losses)
-    losses = {"lm loss": stats.lm_loss}
+    losses = {name: stats.loss(name) for name in stats.losses}
     if stats.tokens_per_expert:
         balance = stats.mean("load_balancing_loss")
         losses["load balancing loss"] = config.moe_loss_weight * balance

@@ -111,7 +111,7 @@ class Run:
                 block.compile()
         apply_data_parallel(
             model,
-            self.mesh,
+            self.mesh.axis("dp"),
             blocks=blocks,
             compute_dtype=self.compute_dtype,
             keep_fp32=[module for module in model.modules() if isinstance(module, Router)],

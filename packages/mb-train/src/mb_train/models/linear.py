@@ -35,6 +35,8 @@ class Norm(nn.Module):
         size: width; None means the hidden size.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, config: TransformerConfig, size: int | None = None) -> None:
         super().__init__()
         self.size = size or config.hidden_size

@@ -108,14 +108,14 @@ def loop_over_tokens(
             if load[e] < limit:
                 y = y + weight * run_one_expert(config, x, params, "experts", e)
             load[e] += 1
+        if config.output_bias:
+            y = y + params["bias"]
         if config.shared_expert_hidden_size is not None:
             shared = run_one_expert(config, x, params, "shared_expert", 0)
             if config.shared_expert_gate:
                 shared = shared / (1 + torch.exp(-(params["shared_expert.gate"] @ x)))
             k = config.top_k
             y = (shared + k * y) / (k + 1) if config.shared_expert_weighted_sum else shared + y
-        if config.output_bias:
-            y = y + params["bias"]
         outputs.append(y)
         if config.score_function == "softmax":
             probs.append(torch.exp(logits) / torch.exp(logits).sum())

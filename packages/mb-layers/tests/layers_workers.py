@@ -102,7 +102,7 @@ def global_batch_balance() -> None:
         dist.all_reduce(counts_E)
         return counts_E
 
-    whole = dMoE(config, dtype=torch.float64)
+    whole = dMoE(config, dtype=torch.float64, reduce_counts=lambda counts_E: counts_E)
     layer = dMoE(config, dtype=torch.float64, reduce_counts=over_ranks)
     layer.load_state_dict(whole.state_dict())
     tokens = torch.randn(WORLD, 9, 16, dtype=torch.float64)

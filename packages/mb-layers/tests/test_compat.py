@@ -252,6 +252,7 @@ def megablocks_forward(state: dict[str, Tensor], x: Tensor, *, glu: bool, shared
             if glu:
                 h = h * (state["experts.mlp.v1"][rows] @ x[t])
             y[t] += weight * (h @ w2[rows])
+    y = y + state["experts.bias"]  # return_bias=False, which a shared expert needs
     if shared:
 
         def linear(name: str, value: Tensor) -> Tensor:
@@ -260,7 +261,7 @@ def megablocks_forward(state: dict[str, Tensor], x: Tensor, *, glu: bool, shared
 
         h = gelu_tanh(linear("gate", x)) * linear("up", x) if glu else gelu_tanh(linear("up", x))
         y = (linear("down", h) + K * y) / (K + 1)
-    return y + state["experts.bias"]
+    return y
 
 
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])

@@ -22,6 +22,7 @@ BAD = {
     "drop": ({"drop_policy": "probabilty"}, "did you mean 'probability'"),
     "score": ({"score_function": "tanh"}, "softmax, sigmoid, got 'tanh'"),
     "balance": ({"balance_over": "batch"}, "micro_batch, sequence, global_batch"),
+    "sequence in D": ({"sequence_dim": -1}, "-1 is D"),
     "p": ({"renormalize_p": 3}, "1 or 2, got 3"),
     "jitter": ({"jitter_eps": 1.0}, "0 <= jitter_eps < 1"),
     "loss weight": ({"load_balancing_loss_weight": -0.1}, "load_balancing_loss_weight >= 0"),
@@ -47,6 +48,10 @@ BAD = {
         "with recompute=True, got 8; recompute saves no activations",
     ),
     "bits and bias": ({"saved_activation_bits": 4, "mlp_bias": True}, "with mlp_bias=True, got 4"),
+    "bits and relu": (
+        {"saved_activation_bits": 8, "activation": "reglu"},
+        "with activation='reglu', got 8; values that round to 0 would lose their gradient",
+    ),
     "half groups": ({"num_expert_groups": 2}, "together"),
     "groups divide": ({"num_expert_groups": 3, "top_k_groups": 1}, "3 groups for 8 experts"),
     "too many groups": ({"num_expert_groups": 2, "top_k_groups": 3}, "num_expert_groups=2, got 3"),

@@ -43,6 +43,8 @@ def test_balanced_layer_gives_exactly_alpha(alpha: float, balance_over: str) -> 
         balance_over=balance_over,
     )
     layer = dMoE(config)
+    if balance_over == "global_batch":
+        layer.reduce_counts = lambda counts_E: 3 * counts_E
     torch.nn.init.zeros_(layer.router.weight)
     assert layer(torch.randn(2, 16, 8)).aux_loss.item() == pytest.approx(alpha, rel=1e-7)
 
@@ -97,6 +99,45 @@ def test_sequence_loss_is_the_mean_over_sequences() -> None:
         for p, i in zip(probs, ids, strict=True)
     ]
     assert_close("loss", sequence_load_balancing_loss(probs, ids), sum(each) / 3)
+
+
+@pytest.mark.parametrize("sequence_dim", [-2, -3, 0, 1])
+def test_layer_balances_along_the_sequence_it_is_told(sequence_dim: int) -> None:
+    config = MoEConfig(
+        hidden_size=8,
+        ffn_hidden_size=16,
+        num_experts=4,
+        top_k=2,
+        balance_over="sequence",
+        sequence_dim=sequence_dim,
+        init_method_std=1.0,
+    )
+    layer = dMoE(config)
+    x = torch.randn(6, 3, 8)
+    x_BSD = x if sequence_dim in (-2, 1) else x.transpose(0, 1)
+    routed = layer.router(x_BSD.reshape(-1, 8))
+    expected = sequence_load_balancing_loss(
+        routed.probs_TE.view(*x_BSD.shape[:2], 4), routed.expert_ids_TK.view(*x_BSD.shape[:2], 2)
+    )
+    assert_close("loss", layer(x).metrics["load_balancing_loss"], expected.detach())
+
+
+def test_a_sequence_that_x_does_not_have_is_named() -> None:
+    config = MoEConfig(
+        hidden_size=8, ffn_hidden_size=16, num_experts=4, balance_over="sequence", sequence_dim=2
+    )
+    with pytest.raises(ValueError, match=r"leading dimension of x of shape \(6, 3, 8\), got 2"):
+        dMoE(config)(torch.randn(6, 3, 8))
+
+
+def test_global_balance_without_reduced_counts_is_an_error_in_training() -> None:
+    config = MoEConfig(
+        hidden_size=8, ffn_hidden_size=16, num_experts=4, balance_over="global_batch"
+    )
+    layer = dMoE(config)
+    with pytest.raises(ValueError, match="expected reduce_counts with balance_over='global_batch'"):
+        layer(torch.randn(3, 8))
+    assert layer.eval()(torch.randn(3, 8)).aux_loss == 0
 
 
 def test_sequence_loss_sees_what_the_micro_batch_hides() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from layers_oracle import assert_close, loop_over_tokens
-from mb_layers import MoE, MoEConfig, dMoE
+from mb_layers import MoE, MoEConfig, RouterOutput, dMoE
 
 SMALL = {"hidden_size": 16, "ffn_hidden_size": 16, "num_experts": 5, "top_k": 2}
 
@@ -168,10 +168,23 @@ def test_one_expert_takes_everything() -> None:
 
 @pytest.mark.parametrize("cls", [dMoE, MoE])
 @pytest.mark.parametrize("balance_over", ["micro_batch", "sequence", "global_batch"])
-@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)], ids=str)
-def test_zero_tokens(cls: type, balance_over: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16), (0, 3, 16)], ids=str)
+@pytest.mark.parametrize("groups", [None, 2])
+def test_zero_tokens(
+    cls: type, balance_over: str, shape: tuple[int, ...], groups: int | None
+) -> None:
     factor = None if cls is dMoE else 1.0
-    layer = build(cls, capacity_factor=factor, balance_over=balance_over, z_loss_weight=1.0)
+    layer = build(
+        cls,
+        capacity_factor=factor,
+        balance_over=balance_over,
+        z_loss_weight=1.0,
+        num_experts=6,
+        num_expert_groups=groups,
+        top_k_groups=groups,
+    )
+    if balance_over == "global_batch":
+        layer.reduce_counts = lambda counts_E: counts_E
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     y, aux, metrics = layer(x)
     assert y.shape == shape
@@ -254,6 +267,23 @@ def test_fp32_master_weights_serve_bf16_tokens() -> None:
     half.load_state_dict(layer.state_dict())
     assert_close("y", y, half(x).y, dtype=torch.bfloat16)
     assert all(g.dtype == torch.float32 for g in grads)
+
+
+class _Elsewhere(torch.nn.Module):
+    """A router of one's own that sends slots to experts that do not exist."""
+
+    def forward(self, x_TD: torch.Tensor) -> RouterOutput:
+        ids = torch.tensor([[0, 7], [1, -3], [-1, -1], [5, 2]], dtype=torch.int32)
+        logits = torch.zeros(4, 5)
+        return RouterOutput(torch.ones(4, 2), ids, logits.softmax(-1), logits)
+
+
+def test_ids_of_no_expert_are_counted_as_dropped() -> None:
+    layer = build(dtype=torch.float32)
+    layer.router = _Elsewhere()
+    metrics = layer(torch.randn(4, 16)).metrics
+    assert metrics["tokens_per_expert"].tolist() == [1, 1, 1, 0, 0]
+    assert metrics["dropped_fraction"].item() == pytest.approx(3 / 6)  # -1 means no expert
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(3, 8), torch.zeros(()), torch.zeros(3, 16).int()])

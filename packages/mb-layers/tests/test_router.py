@@ -105,6 +105,19 @@ def test_balancing_bias_steers_the_choice_and_not_the_weights() -> None:
     assert torch.equal(after.probs_TE, before.probs_TE)
 
 
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "double", "to"])
+def test_balancing_bias_stays_fp32_whatever_the_model_is_cast_to(cast: str) -> None:
+    router = build(balancing_bias=True)
+    router.balancing_bias.copy_(1 + torch.arange(6) * 1e-3)
+    before = router.balancing_bias.clone()
+    router = router.to(torch.bfloat16) if cast == "to" else getattr(router, cast)()
+    assert router.weight.dtype != torch.float32
+    assert torch.equal(router.balancing_bias, before)
+    update_balancing_bias(router, torch.tensor([9, 0, 0, 0, 0, 0]), rate=1e-3)
+    assert (router.balancing_bias - before).abs().min() > 1e-4
+    assert torch.equal(dict(router.named_buffers())["balancing_bias"], router.balancing_bias)
+
+
 def test_balancing_bias_evens_out_a_skewed_load() -> None:
     router = build(balancing_bias=True, score_function="sigmoid", num_experts=4, top_k=1)
     with torch.no_grad():

@@ -11,7 +11,7 @@ import difflib
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import mb_kernels
 
@@ -53,17 +53,20 @@ class MoEConfig:
 
     Biases and the shared expert:
         mlp_bias: biases b1 [E, F or 2F] and b2 [E, D] inside every expert.
-        output_bias: one bias [D] on the layer's output, as MegaBlocks has it.
+        output_bias: one bias [D] on the experts' output, as MegaBlocks has it.
         shared_expert_hidden_size: width of an expert that every token visits; None: no such
             expert. It has the activation of the others.
         shared_expert_gate: weight it per token by the sigmoid of a learned linear map (Qwen2-MoE).
-        shared_expert_weighted_sum: y = (shared + K * routed) / (K + 1) instead of the plain sum.
+        shared_expert_weighted_sum: y = (shared + K * (routed + bias)) / (K + 1) instead of the
+            plain sum.
         shared_expert_bias: biases inside the shared expert.
 
     Losses, none of them in eval mode:
         load_balancing_loss_weight, z_loss_weight: their weights in `MoEOutput.aux_loss`.
-        balance_over: balance the experts' load over each micro-batch, over each sequence, or over
-            the global batch (see `mb_layers.losses`).
+        balance_over: balance the experts' load over each "micro_batch", over each "sequence", or
+            over the "global_batch" (see `mb_layers.losses`; the layer needs `reduce_counts`).
+        sequence_dim: the dimension of x [..., D] along which a sequence runs, for "sequence": -2
+            for [B, S, D], 0 for Megatron's [S, B, D].
 
     Capacity, for `MoE` (None for `dMoE`, which drops nothing):
         capacity_factor: an expert takes at most ceil(factor * K * T / E) slots.
@@ -77,7 +80,9 @@ class MoEConfig:
             MegaBlocks' block-"sparse" ones, for which F must be a multiple of 128.
         recompute: the experts save only the tokens for the backward pass, and recompute the rest.
         saved_activation_bits: 8 or 4: the experts save their pre-activations rounded to as many
-            bits, a half or a quarter of bf16's memory. The output is exact, gradients are not.
+            bits, a half or a quarter of bf16's memory. The output is exact, gradients are not (the
+            README has each activation's error). Not for relu and reglu, whose derivative jumps
+            at 0: what rounds to 0 would lose its gradient altogether.
     """
 
     hidden_size: int
@@ -109,6 +114,7 @@ class MoEConfig:
     load_balancing_loss_weight: float = 0.01
     z_loss_weight: float = 0.0
     balance_over: BalanceOver = "micro_batch"
+    sequence_dim: int = -2
 
     capacity_factor: float | None = None
     drop_policy: DropPolicy = "position"
@@ -132,6 +138,11 @@ class MoEConfig:
         _check_choice("balance_over", self.balance_over, get_args(BalanceOver))
         _check_choice("drop_policy", self.drop_policy, get_args(DropPolicy))
         _check_choice("mlp_impl", self.mlp_impl, get_args(MLPImpl))
+        if self.sequence_dim == -1 or not _is_int(self.sequence_dim):
+            raise ValueError(
+                "expected sequence_dim to be an integer, the dimension of x [..., D] along which "
+                f"a sequence runs, got {self.sequence_dim!r}; -1 is D"
+            )
         if self.renormalize_p not in (1, 2):
             raise ValueError(
                 f"expected renormalize_p of 1 or 2, got {self.renormalize_p}; "
@@ -208,6 +219,11 @@ class MoEConfig:
                 f"got {self.saved_activation_bits!r}"
             )
         for name, value, remedy in (
+            (
+                "activation",
+                self.activation in ("relu", "reglu"),
+                "values that round to 0 would lose their gradient; use recompute=True",
+            ),
             ("recompute", self.recompute, "recompute saves no activations at all"),
             ("mlp_impl", self.mlp_impl == "sparse", "use mlp_impl='grouped'"),
             ("mlp_bias", self.mlp_bias, "use mlp_bias=False, or recompute=True"),
@@ -252,8 +268,12 @@ class MoEConfig:
             )
 
 
-def _check_positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_positive_int(name: str, value: Any) -> None:
+    if not _is_int(value) or value < 1:
         raise ValueError(f"expected {name} to be an integer >= 1, got {value!r}")
 
 

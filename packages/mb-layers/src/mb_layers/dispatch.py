@@ -27,7 +27,7 @@ class Dispatched(NamedTuple):
     x_RD, weights_RK: tokens and their routing weights (fp32), for `expert_mlp` with `bins`.
     bins: slots sorted by the experts of this rank.
     tokens_per_expert_E: slots that this rank's tokens chose, for all E experts of the layer,
-        before capacity drops any.
+        before capacity drops any. A slot of expert id -1 is none: a padded token's, say.
     kept_slots: scalar, how many of those slots survive capacity.
     state: whatever `combine` needs.
     """
@@ -72,19 +72,20 @@ class LocalDispatcher:
     ) -> None:
         self.num_experts = num_experts
         self.capacity_factor = capacity_factor
+        self._ratio = None if capacity_factor is None else as_ratio(capacity_factor)
         self.drop_policy = drop_policy
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
-        """Sort the slots by expert."""
-        num_tokens, top_k = expert_ids_TK.shape
-        if self.capacity_factor is None:
+        """Sort the slots by expert; a slot of expert id -1 visits none."""
+        if self._ratio is None:
             bins = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts)
         else:
-            limit = capacity(num_tokens, top_k, self.num_experts, self.capacity_factor)
-            if self.drop_policy == "position":
-                bins = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts, capacity=limit)
-            else:
-                bins = bin_by_probability(expert_ids_TK, weights_TK, self.num_experts, limit)
+            bins = bin_within_capacity(
+                expert_ids_TK,
+                self.num_experts,
+                self._ratio,
+                by_weight_TK=weights_TK if self.drop_policy == "probability" else None,
+            )
         return Dispatched(
             x_TD, weights_TK, bins, bins.tokens_per_expert_E, kept_slots=bins.offsets_E1[-1]
         )
@@ -100,25 +101,55 @@ def capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: flo
     `num_tokens` are the tokens of all ranks that share the experts, so that C does not depend on
     how they are spread.
     """
-    factor = Fraction(repr(float(capacity_factor)))
-    return -(-factor.numerator * top_k * num_tokens // (factor.denominator * num_experts))
+    return _capacity(num_tokens * top_k, num_experts, as_ratio(capacity_factor))
 
 
-def bin_by_probability(
-    expert_ids_TK: Tensor, weights_TK: Tensor, num_experts: int, limit: int
+def as_ratio(capacity_factor: float) -> tuple[int, int]:
+    """Return the fraction that a capacity factor means, (numerator, denominator).
+
+    It is short enough that its product with any number of slots fits int64.
+    """
+    factor = Fraction(repr(float(capacity_factor))).limit_denominator(1_000_000)
+    return factor.numerator, factor.denominator
+
+
+def bin_within_capacity(
+    expert_ids_TK: Tensor,
+    num_experts: int,
+    factor: tuple[int, int],
+    *,
+    by_weight_TK: Tensor | None = None,
 ) -> Bins:
-    """Bin slots as `mb_kernels.bin_tokens`, keeping each expert's `limit` largest weights.
+    """Bin slots as `mb_kernels.bin_tokens`, keeping at most ceil(factor n / E) for each expert.
 
-    The kept slots of an expert stay in slot order. No host sync.
+    n are the slots of all experts: K T, less those of id -1, so that padding changes neither what
+    is kept nor how much. It is counted on the device: no host sync, and nothing that depends on
+    the number of tokens is compiled into a graph.
+
+    Args:
+        factor: the capacity factor, from `as_ratio`.
+        by_weight_TK: keep each expert's largest weights, equal ones in slot order; None: its first
+            slots. The kept slots of an expert stay in slot order.
     """
     ids_N = expert_ids_TK.reshape(-1)
-    order_N = torch.sort(
-        weights_TK.detach().reshape(-1), descending=True, stable=True
-    ).indices  # slots by weight, equal weights in slot order
-    by_weight = mb_kernels.bin_tokens(ids_N[order_N, None], num_experts)
-    first_row_N = by_weight.offsets_E1[ids_N[order_N].long()]
-    kept_N = torch.empty_like(ids_N, dtype=torch.bool)
-    kept_N[order_N] = by_weight.inverse_N - first_row_N < limit
-    ids_TK = torch.where(kept_N, ids_N, -1).view_as(expert_ids_TK)  # -1: a slot of no expert
-    bins = mb_kernels.bin_tokens(ids_TK, num_experts)
-    return bins._replace(tokens_per_expert_E=by_weight.tokens_per_expert_E)
+    order_N = None
+    if by_weight_TK is not None:  # slots by weight, equal weights in slot order
+        weights_N = by_weight_TK.detach().reshape(-1)
+        order_N = torch.sort(weights_N, descending=True, stable=True).indices
+    all_bins = mb_kernels.bin_tokens(
+        (ids_N if order_N is None else ids_N[order_N])[:, None], num_experts
+    )
+    rows_N = all_bins.inverse_N  # a slot's place among all, or -1
+    if order_N is not None:
+        rows_N = torch.empty_like(rows_N).scatter(0, order_N, rows_N)
+    limit = _capacity(all_bins.offsets_E1[-1].long(), num_experts, factor)
+    first_row_N = all_bins.offsets_E1[ids_N.clamp(0, num_experts - 1).long()]
+    ids_N = torch.where(rows_N - first_row_N < limit, ids_N, -1)
+    bins = mb_kernels.bin_tokens(ids_N.view_as(expert_ids_TK), num_experts)
+    return bins._replace(tokens_per_expert_E=all_bins.tokens_per_expert_E)
+
+
+def _capacity(slots: Any, num_experts: int, factor: tuple[int, int]) -> Any:
+    """ceil(factor slots / E) of an int or an integer tensor."""
+    numerator, denominator = factor
+    return -(-numerator * slots // (denominator * num_experts))

@@ -31,7 +31,14 @@ import torch
 from torch import Tensor
 
 
-def load_balancing_loss(probs_TE: Tensor, tokens_per_expert_E: Tensor, top_k: int) -> Tensor:
+def load_balancing_loss(
+    probs_TE: Tensor,
+    tokens_per_expert_E: Tensor,
+    top_k: int,
+    *,
+    mask_T: Tensor | None = None,
+    num_tokens: Tensor | int | None = None,
+) -> Tensor:
     """Return the unweighted load-balancing loss, an fp32 scalar; 1.0 when balanced.
 
     Args:
@@ -39,50 +46,90 @@ def load_balancing_loss(probs_TE: Tensor, tokens_per_expert_E: Tensor, top_k: in
         tokens_per_expert_E: routed slots per expert, before capacity drops any. They may count
             more tokens than `probs_TE` has (the global batch): only their proportions matter.
         top_k: K. Needed to tell an empty count from a balanced one.
+        mask_T, num_tokens: see `mean_over_tokens`.
 
     Zero tokens give 0.
     """
-    num_tokens, num_experts = probs_TE.shape
+    num_experts = probs_TE.shape[1]
     _check_counts(tokens_per_expert_E, num_experts, top_k)
     probs_TE = at_least_fp32(probs_TE)
     counts_E = tokens_per_expert_E.detach().to(probs_TE.dtype)
-    mean_probs_E = probs_TE.sum(dim=0) / max(num_tokens, 1)
+    mean_probs_E = mean_over_tokens(probs_TE, mask_T, num_tokens)
     load_E = counts_E / counts_E.sum().clamp(min=top_k)
     return num_experts * (mean_probs_E * load_E).sum()
 
 
-def sequence_load_balancing_loss(probs_BSE: Tensor, expert_ids_BSK: Tensor) -> Tensor:
+def sequence_load_balancing_loss(
+    probs_BSE: Tensor,
+    expert_ids_BSK: Tensor,
+    *,
+    mask_BS: Tensor | None = None,
+    num_tokens: Tensor | int | None = None,
+) -> Tensor:
     """Return the mean over sequences of each sequence's load-balancing loss, an fp32 scalar.
 
     DeepSeek-V3's complementary loss (arXiv 2412.19437, eq. 17 to 20), in the scale of
-    `load_balancing_loss`: it is 1.0 when every sequence is balanced within itself.
+    `load_balancing_loss`: it is 1.0 when every sequence is balanced within itself. With a mask a
+    sequence weighs as much as it has valid tokens.
 
     Args:
         probs_BSE: the router's probabilities [B, S, E], with gradient.
-        expert_ids_BSK: the chosen experts [B, S, K], any integer dtype.
+        expert_ids_BSK: the chosen experts [B, S, K], any integer dtype; an id that is no expert's
+            counts nowhere.
+        mask_BS, num_tokens: see `mean_over_tokens`.
     """
     num_sequences, length, num_experts = probs_BSE.shape
     probs_BSE = at_least_fp32(probs_BSE)
-    ids_BN = expert_ids_BSK.reshape(num_sequences, -1).long()
-    counts_BE = probs_BSE.new_zeros(num_sequences, num_experts)
-    counts_BE = counts_BE.scatter_add(1, ids_BN, counts_BE.new_ones(()).expand_as(ids_BN))
-    mean_probs_BE = probs_BSE.sum(dim=1) / max(length, 1)
-    load_BE = counts_BE / max(ids_BN.shape[1], 1)
-    return num_experts * (mean_probs_BE * load_BE).sum() / max(num_sequences, 1)
+    ids_BN = expert_ids_BSK.reshape(num_sequences, length * expert_ids_BSK.shape[-1]).long()
+    if mask_BS is not None:
+        chosen_BSK = mask_BS[..., None].expand_as(expert_ids_BSK)
+        ids_BN = torch.where(chosen_BSK.reshape(ids_BN.shape), ids_BN, -1)
+    ids_BN = torch.where((ids_BN >= 0) & (ids_BN < num_experts), ids_BN, num_experts)
+    counts_BE = probs_BSE.new_zeros(num_sequences, num_experts + 1)
+    counts_BE = counts_BE.scatter_add(1, ids_BN, counts_BE.new_ones(()).expand_as(ids_BN))[:, :-1]
+    load_BE = counts_BE / counts_BE.sum(dim=1, keepdim=True).clamp(min=1)
+    loads_BS = num_experts * torch.linalg.vecdot(probs_BSE, load_BE[:, None, :])
+    mask_T = None if mask_BS is None else mask_BS.reshape(-1)
+    return mean_over_tokens(loads_BS.reshape(-1), mask_T, num_tokens)
 
 
-def z_loss(logits_TE: Tensor) -> Tensor:
+def z_loss(
+    logits_TE: Tensor, *, mask_T: Tensor | None = None, num_tokens: Tensor | int | None = None
+) -> Tensor:
     """Return the unweighted router z-loss, mean_t logsumexp_e(logits)^2, an fp32 scalar.
 
-    It keeps logits small, which keeps a low-precision router stable. Zero tokens give 0.
+    It keeps logits small, which keeps a low-precision router stable. Zero tokens give 0; for
+    `mask_T` and `num_tokens` see `mean_over_tokens`.
     """
     lse_T = torch.logsumexp(at_least_fp32(logits_TE), dim=-1)
-    return lse_T.square().sum() / max(logits_TE.shape[0], 1)
+    return mean_over_tokens(lse_T.square(), mask_T, num_tokens)
 
 
-def entropy(probs_TE: Tensor) -> Tensor:
+def entropy(
+    probs_TE: Tensor, *, mask_T: Tensor | None = None, num_tokens: Tensor | int | None = None
+) -> Tensor:
     """Return the mean entropy of the rows in nats, a scalar. Zero tokens give 0."""
-    return torch.special.entr(probs_TE).sum() / max(probs_TE.shape[0], 1)
+    return mean_over_tokens(torch.special.entr(probs_TE).sum(dim=-1), mask_T, num_tokens)
+
+
+def mean_over_tokens(
+    values: Tensor, mask_T: Tensor | None = None, num_tokens: Tensor | int | None = None
+) -> Tensor:
+    """Return the mean of `values` [T, ...] over the tokens, without a host sync; 0 for none.
+
+    Args:
+        mask_T: bool [T], True for the tokens that count. None: all of them.
+        num_tokens: divide by this many tokens, a number or a scalar tensor; None: by those that
+            count. On each of R data-parallel ranks, with the valid tokens of all of them over R,
+            the mean of the ranks' results is the mean over all tokens, however uneven their share.
+    """
+    if mask_T is not None:
+        values = torch.where(mask_T.view(-1, *(1,) * (values.dim() - 1)), values, 0)
+        num_tokens = mask_T.sum() if num_tokens is None else num_tokens
+    if num_tokens is None:
+        num_tokens = values.shape[0]
+    least = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1)
+    return values.sum(dim=0) / least
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

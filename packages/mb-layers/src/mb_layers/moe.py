@@ -12,25 +12,16 @@ Letters: T tokens, D hidden, E experts, K top-k, B sequences, S tokens of a sequ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import mb_kernels
 import torch
-from mb_kernels import RouterLosses
 from torch import Tensor, nn
 
+from mb_layers.balance import router_losses
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
 from mb_layers.experts import Experts, SharedExpert, to_plain
-from mb_layers.losses import (
-    entropy,
-    load_balancing_loss,
-    sequence_load_balancing_loss,
-    without_autocast,
-    z_loss,
-)
 from mb_layers.router import Router, RouterOutput
 
 
@@ -43,7 +34,8 @@ class MoEOutput(NamedTuple):
     metrics: detached tensors on the device, reading one is the only sync:
         tokens_per_expert [E] int32: slots routed to each expert, before capacity;
         load_balancing_loss, z_loss: unweighted;
-        dropped_fraction: share of the slots that capacity dropped;
+        dropped_fraction: share of the slots that no expert computed: what capacity dropped, and
+            ids of a router of one's own that are no expert's;
         load_imbalance: the fullest expert's load over the mean load, 1 when balanced;
         router_entropy: mean entropy of the router's probabilities in nats, log(E) when uniform.
     """
@@ -97,11 +89,26 @@ class _MoELayer(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> MoEOutput:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        valid_tokens: Tensor | int | None = None,
+    ) -> MoEOutput:
         """Run x [..., D] through the layer; leading dimensions are tokens, zero of them is fine.
 
         The experts compute in x's dtype (autocast's under autocast) whatever the dtype of the
         parameters, the router and the losses in fp32. y has the dtype that the experts compute in.
+
+        Args:
+            x: [..., D].
+            mask: [...], bool or integer, nonzero for real tokens as in `attention_mask`. Padding
+                visits no expert, enters no count, no capacity, no exchange and no loss, and its
+                output is 0. Losses are means over the real tokens.
+            valid_tokens: divide the losses by this number of tokens, a number or a scalar tensor.
+                Ranks, or micro-batches, with uneven numbers of real tokens pass the mean of these
+                numbers: then the mean of their losses is the loss of all tokens together.
         """
         if x.dim() == 0 or x.shape[-1] != self.config.hidden_size or not x.is_floating_point():
             raise ValueError(
@@ -109,60 +116,78 @@ class _MoELayer(nn.Module):
                 f"got {x.dtype} of shape {tuple(x.shape)}"
             )
         x_TD = x.reshape(-1, self.config.hidden_size)
+        mask_T = None if mask is None else _flat_mask(mask, x)
         routed = self.router(x_TD)
-        weights_TK = routed.weights_TK
-        if self.config.shared_expert_weighted_sum:
-            weights_TK = weights_TK * (self.config.top_k / (self.config.top_k + 1))
-        dispatched = self.dispatcher.dispatch(x_TD, weights_TK, routed.expert_ids_TK)
-        y_TD = self.dispatcher.combine(self.experts(dispatched), dispatched)
-        if self.shared_expert is not None:
-            y_TD = y_TD + self.shared_expert(x_TD)
-        if self.bias is not None:
-            y_TD = y_TD + to_plain(self.bias, self.config.hidden_size).to(y_TD.dtype)
-        losses = self._losses(routed, dispatched, x.shape)
-        aux_loss = losses.aux_loss if self.training else torch.zeros_like(losses.aux_loss.detach())
-        metrics = {name: value.detach() for name, value in losses._asdict().items()}
-        del metrics["aux_loss"]
-        metrics["tokens_per_expert"] = dispatched.tokens_per_expert_E
+        if mask_T is not None:
+            ids_TK = torch.where(mask_T[:, None], routed.expert_ids_TK, -1)
+            routed = routed._replace(expert_ids_TK=ids_TK)
+        y_TD, dispatched = self._run_experts(x_TD, routed)
+        if mask_T is not None and (self.shared_expert is not None or self.bias is not None):
+            y_TD = torch.where(mask_T[:, None], y_TD, 0)
+        aux_loss, metrics = self._report(routed, dispatched, x.shape, mask_T, valid_tokens)
         return MoEOutput(y_TD.view(x.shape), aux_loss, metrics)
 
-    def _losses(
-        self, routed: RouterOutput, dispatched: Dispatched, shape: torch.Size
-    ) -> RouterLosses:
+    def _run_experts(self, x_TD: Tensor, routed: RouterOutput) -> tuple[Tensor, Dispatched]:
+        """Return y_TD, shared expert and bias included, and what was dispatched."""
         config = self.config
+        weights_TK, bias = routed.weights_TK, self.bias
+        if bias is not None:
+            bias = to_plain(bias, config.hidden_size)
+        if config.shared_expert_weighted_sum:
+            share = config.top_k / (config.top_k + 1)
+            weights_TK = weights_TK * share
+            bias = None if bias is None else bias * share
+        dispatched = self.dispatcher.dispatch(x_TD, weights_TK, routed.expert_ids_TK)
+        y_TD = self.dispatcher.combine(self.experts(dispatched), dispatched)
+        if bias is not None:
+            y_TD = y_TD + bias.to(y_TD.dtype)
+        if self.shared_expert is not None:
+            y_TD = y_TD + self.shared_expert(x_TD)
+        return y_TD, dispatched
+
+    def _report(
+        self,
+        routed: RouterOutput,
+        dispatched: Dispatched,
+        shape: torch.Size,
+        mask_T: Tensor | None,
+        valid_tokens: Tensor | int | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighted auxiliary loss, 0 in eval mode, and the metrics."""
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
         if self.reduce_counts is not None:
             balance_counts_E = self.reduce_counts(counts_E)
-        if config.score_function == "softmax" and config.balance_over != "sequence":
-            return mb_kernels.router_losses(
-                routed.logits_TE,
-                routed.probs_TE.detach(),
-                counts_E,
-                dispatched.kept_slots,
-                load_balancing_weight=config.load_balancing_loss_weight,
-                z_weight=config.z_loss_weight,
-                balance_counts_E=balance_counts_E,
+        elif self.config.balance_over == "global_batch" and self.training:
+            raise ValueError(
+                "expected reduce_counts with balance_over='global_batch', got None: pass it to the "
+                "constructor, or set layer.reduce_counts. Where one micro-batch is the global "
+                "batch, balance_over='micro_batch' is the same loss"
             )
-        with without_autocast(routed.logits_TE):
-            if config.balance_over == "sequence":
-                # x [..., S, D]: its second-last dimension is the sequence.
-                sequences, length = math.prod(shape[:-2]), shape[-2] if len(shape) > 1 else 1
-                balance = sequence_load_balancing_loss(
-                    routed.probs_TE.view(sequences, length, config.num_experts),
-                    routed.expert_ids_TK.view(sequences, length, config.top_k),
-                )
-            else:
-                balance = load_balancing_loss(routed.probs_TE, balance_counts_E, config.top_k)
-            z = z_loss(routed.logits_TE)
-            slots = max(routed.expert_ids_TK.numel(), 1)
-            return RouterLosses(
-                aux_loss=config.load_balancing_loss_weight * balance + config.z_loss_weight * z,
-                load_balancing_loss=balance,
-                z_loss=z,
-                router_entropy=entropy(routed.probs_TE.detach()),
-                load_imbalance=counts_E.max() * config.num_experts / slots,
-                dropped_fraction=(counts_E.sum() - dispatched.kept_slots) / slots,
-            )
+        losses = router_losses(
+            self.config,
+            routed,
+            dispatched,
+            shape,
+            balance_counts_E=balance_counts_E,
+            mask_T=mask_T,
+            num_tokens=valid_tokens,
+            ids_are_experts=mask_T is None and type(self.router) is Router,
+        )
+        aux_loss = losses.aux_loss if self.training else torch.zeros_like(losses.aux_loss.detach())
+        metrics = {name: value.detach() for name, value in losses._asdict().items()}
+        del metrics["aux_loss"]
+        metrics["tokens_per_expert"] = counts_E
+        return aux_loss, metrics
+
+
+def _flat_mask(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask as bool [T]."""
+    if mask.shape != x.shape[:-1] or mask.is_floating_point() or mask.is_complex():
+        raise ValueError(
+            f"expected a bool or integer mask of shape {tuple(x.shape[:-1])}, one value per token "
+            f"and nonzero for the real ones, got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+    return mask.reshape(-1).bool()
 
 
 class dMoE(_MoELayer):  # noqa: N801, the paper's name
@@ -174,8 +199,8 @@ class dMoE(_MoELayer):  # noqa: N801, the paper's name
             experts over ranks.
         reduce_counts: for `balance_over="global_batch"`: takes this micro-batch's tokens per expert
             [E] and returns those of the global batch, for instance by an all-reduce over the
-            data-parallel ranks, plus the counts of the step's earlier micro-batches. None: the
-            micro-batch is the global batch.
+            data-parallel ranks, plus the counts of the step's earlier micro-batches. Without it
+            training with "global_batch" is an error. May be set later: `layer.reduce_counts`.
         device, dtype: of the parameters, as for `nn.Linear`.
     """
 

@@ -14,7 +14,8 @@ Letters: T tokens, D hidden, E experts, K top-k, G expert groups.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import mb_kernels
 import torch
@@ -76,6 +77,18 @@ class Router(nn.Module):
             nn.init.zeros_(self.bias)
         if self.balancing_bias is not None:
             nn.init.zeros_(self.balancing_bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the module as `nn.Module` does, but keep the balancing bias in fp32.
+
+        In bf16 a bias near 1 moves in steps of 0.004: steps of 1e-3 would be rounded away.
+        """
+        bias = self.balancing_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.balancing_bias is not None:
+            if self.balancing_bias.dtype != bias.dtype:
+                self.balancing_bias = bias.to(self.balancing_bias.device)
+        return self
 
     def forward(self, x_TD: Tensor) -> RouterOutput:
         """Route x_TD [T, D] of any floating dtype."""
@@ -147,7 +160,8 @@ class Router(nn.Module):
         config = self.config
         assert config.num_expert_groups is not None
         assert config.top_k_groups is not None
-        choice_TGe = choice_TE.view(choice_TE.shape[0], config.num_expert_groups, -1)
+        num_groups = config.num_expert_groups
+        choice_TGe = choice_TE.unflatten(1, (num_groups, config.num_experts // num_groups))
         group_TG = choice_TGe.topk(config.group_score_top, dim=-1).values.sum(dim=-1)
         best_TG = _top_ids(group_TG, config.top_k_groups)
         closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(1, best_TG, False)

@@ -1,0 +1,107 @@
+"""What a layer reports of its routing: the weighted auxiliary loss and the metrics.
+
+Softmax routing over whole micro-batches takes `mb_kernels.router_losses`, three launches; whatever
+else there is (sigmoid scores, sequences, padding, a router of one's own) the definitions in
+`mb_layers.losses`.
+
+Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import mb_kernels
+import torch
+from mb_kernels import RouterLosses
+from torch import Tensor
+
+from mb_layers.config import MoEConfig
+from mb_layers.dispatch import Dispatched
+from mb_layers.losses import (
+    entropy,
+    load_balancing_loss,
+    sequence_load_balancing_loss,
+    without_autocast,
+    z_loss,
+)
+from mb_layers.router import RouterOutput
+
+
+def router_losses(
+    config: MoEConfig,
+    routed: RouterOutput,
+    dispatched: Dispatched,
+    shape: torch.Size,
+    *,
+    balance_counts_E: Tensor,
+    mask_T: Tensor | None,
+    num_tokens: Tensor | int | None,
+    ids_are_experts: bool,
+) -> RouterLosses:
+    """Return the losses and load statistics of one forward pass, fp32 scalars.
+
+    Args:
+        config: of the layer.
+        routed, dispatched: what its router decided and its dispatcher made of it.
+        shape: of the layer's input, whose dimension `config.sequence_dim` is the sequence.
+        balance_counts_E: slots per expert to balance, `dispatched.tokens_per_expert_E` or those of
+            the global batch.
+        mask_T: bool [T], the tokens that count; None: all.
+        num_tokens: what the losses are divided by; None: the tokens that count.
+        ids_are_experts: every id is an expert's, so that the slots need no counting.
+    """
+    if (
+        config.score_function == "softmax"
+        and config.balance_over != "sequence"
+        and ids_are_experts
+        and num_tokens is None
+    ):
+        return mb_kernels.router_losses(
+            routed.logits_TE,
+            routed.probs_TE.detach(),
+            dispatched.tokens_per_expert_E,
+            dispatched.kept_slots,
+            load_balancing_weight=config.load_balancing_loss_weight,
+            z_weight=config.z_loss_weight,
+            balance_counts_E=balance_counts_E,
+        )
+    over = {"mask_T": mask_T, "num_tokens": num_tokens}
+    with without_autocast(routed.logits_TE):
+        if config.balance_over == "sequence":
+            balance = sequence_load_balancing_loss(
+                _by_sequence(routed.probs_TE, shape, config.sequence_dim),
+                _by_sequence(routed.expert_ids_TK, shape, config.sequence_dim),
+                mask_BS=None
+                if mask_T is None
+                else _by_sequence(mask_T[:, None], shape, config.sequence_dim)[..., 0],
+                num_tokens=num_tokens,
+            )
+        else:
+            balance = load_balancing_loss(routed.probs_TE, balance_counts_E, config.top_k, **over)
+        z = z_loss(routed.logits_TE, **over)
+        counts_E = dispatched.tokens_per_expert_E
+        # An id of no expert, but for -1, was meant for one: its slot is dropped.
+        slots = counts_E.sum() if ids_are_experts else (routed.expert_ids_TK != -1).sum()
+        slots = slots.to(balance.dtype)
+        return RouterLosses(
+            aux_loss=config.load_balancing_loss_weight * balance + config.z_loss_weight * z,
+            load_balancing_loss=balance,
+            z_loss=z,
+            router_entropy=entropy(routed.probs_TE.detach(), **over),
+            load_imbalance=counts_E.max() * config.num_experts / slots.clamp(min=1),
+            dropped_fraction=(slots - dispatched.kept_slots) / slots.clamp(min=1),
+        )
+
+
+def _by_sequence(values_TM: Tensor, shape: torch.Size, sequence_dim: int) -> Tensor:
+    """[T, M] to [B, S, M], the tokens being the leading dimensions of an input of `shape`."""
+    width = values_TM.shape[-1]
+    if len(shape) == 1:
+        return values_TM.view(1, 1, width)
+    if not -len(shape) <= sequence_dim < len(shape) - 1:
+        raise ValueError(
+            f"expected sequence_dim to be a leading dimension of x of shape {tuple(shape)}, "
+            f"got {sequence_dim}; -2 is S of [B, S, D], 0 that of [S, B, D]"
+        )
+    by_dims = values_TM.view(*shape[:-1], width).movedim(sequence_dim, -2)
+    batch = by_dims.shape[:-2].numel()
+    return by_dims.reshape(batch, by_dims.shape[-2], width)

@@ -1,0 +1,140 @@
+"""The transformer's options, each against a plainer way to compute the same."""
+
+import pytest
+import torch
+from mb_layers import MoEConfig
+from mb_train.models.attention import rotary_tables, rotate, segment_mask
+from mb_train.models.config import TransformerConfig
+from mb_train.models.gpt import GPT
+
+V, S = 61, 12
+SIZES = {
+    "num_layers": 3, "hidden_size": 32, "ffn_size": 48, "vocab_size": V, "num_heads": 4,
+    "num_kv_heads": 4, "head_size": 8, "max_positions": S, "init_std": 0.2,
+}  # fmt: skip
+EXPERTS = MoEConfig(hidden_size=32, ffn_hidden_size=16, num_experts=4, top_k=2)
+KINDS = {
+    "gpt2": {},
+    "qwen3": {
+        "positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2,
+        "qk_norm": "head", "bias": False, "tie_embeddings": False, "moe": EXPERTS,
+    },
+    "olmoe": {"positions": "rope", "norm": "rmsnorm", "qk_norm": "width", "moe": EXPERTS},
+    "mixed": {"moe": EXPERTS, "moe_layers": (False, True, False)},
+}  # fmt: skip
+
+
+def make(kind: str = "gpt2", **change) -> GPT:
+    torch.manual_seed(3)
+    return GPT(TransformerConfig(**{**SIZES, **KINDS[kind], **change}))
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(V, shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_are_as_if_alone(kind):
+    model = make(kind).eval()
+    lengths = (5, 1, 6)
+    packed = tokens(1, sum(lengths))
+    labels = packed.roll(-1, 1)
+    segments = torch.tensor([[i for i, n in enumerate(lengths) for _ in range(n)]])
+    positions = torch.tensor([[p for n in lengths for p in range(n)]])
+    got = model(packed, labels_BS=labels, segments_BS=segments, positions_BS=positions)
+    start, total = 0, 0.0
+    for length in lengths:
+        here = slice(start, start + length)
+        alone = model(packed[:, here], labels_BS=labels[:, here])
+        total += alone.losses["lm loss"] * length / sum(lengths)
+        start += length
+    torch.testing.assert_close(got.losses["lm loss"], total)
+    without = model(packed, labels_BS=labels).losses["lm loss"]
+    assert (without - total).abs() > 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cut", [(1,), (1, 2)], ids=str)
+def test_stages_one_after_the_other_are_the_model(kind, cut):
+    whole, x = make(kind), tokens(2, S)
+    expected = whole(x, labels_BS=x)
+    expected.total().backward()
+    edges = (0, *cut, 3)
+    stages = [make(kind) for _ in edges[1:]]
+    hidden, aux, rows = x, 0.0, []
+    for i, stage in enumerate(stages):
+        layers = range(edges[i], edges[i + 1])
+        stage.keep(layers, first=i == 0, last=i == len(stages) - 1)
+        output = stage(hidden, labels_BS=x)
+        hidden = output.x
+        aux = aux + (output.aux_loss if output.aux_loss is not None else 0.0)
+        rows += list(output.metrics.get("tokens_per_expert", []))
+    loss = output.losses["lm loss"]
+    torch.testing.assert_close(loss, expected.losses["lm loss"])
+    if expected.aux_loss is not None:
+        torch.testing.assert_close(aux, expected.aux_loss)
+        assert torch.equal(torch.stack(rows), expected.metrics["tokens_per_expert"])
+    (loss + aux).backward()
+    gradients = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():  # a tied embedding lives in two stages
+            gradients[name] = gradients.get(name, 0) + parameter.grad
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
+def test_grouped_queries_are_repeated_keys_and_values():
+    grouped, full = make(num_kv_heads=2), make()
+    full.load_state_dict({n: t for n, t in grouped.state_dict().items() if "qkv" not in n}, False)
+    for name, block in grouped.blocks.items():
+        for kind in ("weight", "bias"):
+            rows = getattr(block.attention.qkv, kind).unflatten(0, (2, 4, 8))  # [G][2 q, k, v][C]
+            q, k, v = rows.split([2, 1, 1], dim=1)
+            both = torch.stack([q, k.expand_as(q), v.expand_as(q)], dim=2)  # [G][R][q, k, v][C]
+            getattr(full.blocks[name].attention.qkv, kind).data.copy_(both.flatten(0, 3))
+    x = tokens(2, S)
+    torch.testing.assert_close(grouped.logits(x), full.logits(x))
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_rotary_scores_depend_on_distance_alone(fraction):
+    config = TransformerConfig(**SIZES, rope_fraction=fraction)
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+
+    def score(i: int, j: int) -> torch.Tensor:
+        rope_i, rope_j = (rotary_tables(config, torch.tensor([[p]])) for p in (i, j))
+        return (rotate(q.float(), rope_i) * rotate(k.float(), rope_j)).sum()
+
+    torch.testing.assert_close(score(7, 3), score(11, 7))
+    assert (score(7, 3) - score(7, 4)).abs() > 1e-4
+    width = int(8 * fraction)
+    turned = rotate(q.float(), rotary_tables(config, torch.tensor([[5]])))
+    assert torch.equal(turned[..., width:], q.float()[..., width:])
+
+
+def test_a_segment_sees_itself_and_nothing_later():
+    mask = segment_mask(torch.tensor([[0, 0, 1, 1]]), causal=True)[0, 0]
+    assert mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    cross = segment_mask(torch.tensor([[0, 1]]), torch.tensor([[1, 0, 0]]), causal=False)[0, 0]
+    assert cross.int().tolist() == [[0, 1, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_choose_what_counts(kind):
+    model, x = make(kind), tokens(2, S)
+    labels = x.roll(-1, 1)
+    every = torch.nn.functional.cross_entropy(
+        model.logits(x).flatten(0, 1), labels.flatten(), reduction="none"
+    )
+    weights = torch.rand(2, S, generator=torch.Generator().manual_seed(1))
+    weights[0, :5] = 0
+    got = model(x, labels_BS=labels, weights_BS=weights).losses["lm loss"]
+    torch.testing.assert_close(got, (every * weights.flatten()).sum())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_kv_heads": 3}, {"moe": EXPERTS, "moe_layers": (True,)}], ids=str
+)
+def test_wrong_shapes_are_refused(wrong):
+    with pytest.raises(ValueError, match="Expected"):
+        TransformerConfig(**{**SIZES, **wrong})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import stk
 import torch
 from mb_kernels import dds, dsd, pad_bins, reference, sdd, topology
-from mb_kernels.reference.block_sparse import BLOCK, make_matrix, topology_of
+from mb_kernels.block_sparse.reference import BLOCK, make_matrix, topology_of
 from timing import eight_of_ten, in_turns, median
 from torch import Tensor
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from layer import SHAPES, Shape, make_inputs
 from mb_kernels import bin_tokens, topk_softmax
-from mb_kernels._dact import dact, dact_tile
-from mb_kernels._launch import tile_of, uses_hopper_kernels
-from mb_kernels._outer import outer
-from mb_kernels._permute import combine, spread, sum_partials
-from mb_kernels._rows import rows_tile, rows_times_weights
-from mb_kernels._schedule import schedule
-from mb_kernels._up import up, up_tile
+from mb_kernels.expert_mlp.dact import dact, dact_tile
+from mb_kernels.expert_mlp.up import up, up_tile
+from mb_kernels.grouped_gemm.forward import rows_tile, rows_times_weights
+from mb_kernels.grouped_gemm.weight_grad import outer
+from mb_kernels.language.memory import schedule
+from mb_kernels.permute.kernels import combine, spread, sum_partials
+from mb_kernels.runtime.launch import tile_of, uses_hopper_kernels
 from mb_kernels.targets import Tile
 from timing import eight_of_ten, in_turns, median
 

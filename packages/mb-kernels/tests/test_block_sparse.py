@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from mb_kernels import dds, dsd, reference, sdd
-from mb_kernels.block_sparse import BLOCK
-from mb_kernels.reference.block_sparse import to_dense
+from mb_kernels.block_sparse.op import BLOCK
+from mb_kernels.block_sparse.reference import to_dense
 from mb_kernels.testing import assert_close
 
 stk = pytest.importorskip("stk")  # installed with mb-kernels on Linux

@@ -1,9 +1,10 @@
 """The Triton kernels on a GPU in every dtype, against float64; graphs, syncs, determinism."""
 
+import importlib
+
 import pytest
 import torch
 from mb_kernels import (
-    _dispatch,
     bin_tokens,
     combine,
     expert_mlp,
@@ -13,6 +14,7 @@ from mb_kernels import (
     topk_softmax,
 )
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS
+from mb_kernels.runtime import registration
 from mb_kernels.testing import (
     TOLERANCES,
     Case,
@@ -64,8 +66,9 @@ def test_expert_mlp(case, dtype):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_portable_kernels_where_hopper_has_its_own(case, monkeypatch):
-    for module in ("_up", "_dact"):
-        monkeypatch.setattr(f"mb_kernels.{module}.uses_hopper_kernels", lambda x: False)
+    for module in ("up", "dact", "steps"):
+        module = importlib.import_module(f"mb_kernels.expert_mlp.{module}")
+        monkeypatch.setattr(module, "uses_hopper_kernels", lambda x: False)
     errors = expert_mlp_errors(case, dtype=torch.bfloat16, device="cuda")
     assert max(errors.values()) <= TOLERANCES[torch.bfloat16], errors
 
@@ -278,7 +281,7 @@ def test_compiles_without_a_graph_break():
 
 
 def test_debug_refuses_ids_of_no_expert_but_not_in_a_capture(monkeypatch):
-    monkeypatch.setattr(_dispatch, "_debug", True)
+    monkeypatch.setattr(registration, "_debug", True)
     ids = torch.tensor([[0, 7]], device="cuda")
     with pytest.raises(ValueError, match=r"expected 0 to 1, or -1 or 2 .* got 7 at \[0, 1\]"):
         bin_tokens(ids, 2)

@@ -21,8 +21,9 @@ from mb_kernels.activation import activate, is_glu
 from mb_kernels.testing import assert_close
 
 triton = pytest.importorskip("triton")
-hopper = pytest.importorskip("mb_kernels._hopper")
-from mb_kernels import _hopper_dact, _hopper_up  # noqa: E402
+hopper = pytest.importorskip("mb_kernels.expert_mlp.hopper.core")
+from mb_kernels.expert_mlp.hopper import dact as hopper_dact  # noqa: E402
+from mb_kernels.expert_mlp.hopper import up as hopper_up  # noqa: E402
 from mb_kernels.targets import TILES  # noqa: E402
 
 PATIENCE = 20  # seconds at a barrier before it counts as a deadlock
@@ -298,7 +299,7 @@ def value_and_slope(z, base, ptx):
 
 @pytest.fixture(params=[1, 3, 50], ids=lambda n: f"{n}programs")
 def simulated(request, monkeypatch):
-    for module in (_hopper_up, _hopper_dact):
+    for module in (hopper_up, hopper_dact):
         monkeypatch.setattr(module, "launch", simulate)
         monkeypatch.setattr(module, "programs", lambda x: request.param)
         monkeypatch.setattr(module, "descriptor", Descriptor)
@@ -336,7 +337,7 @@ def test_up(simulated, activation, ffn, offsets, save_h):
     a = torch.full((rows + dropped, ffn), float("nan")).bfloat16()
     tile = TILES["up_hopper"]["sm90"]
     tiles = tile_list(offsets, tile.block_m)
-    _hopper_up.up(x, w1, tiles, h, a, activation, save_h=save_h, tile=tile)
+    hopper_up.up(x, w1, tiles, h, a, activation, save_h=save_h, tile=tile)
 
     expert = torch.repeat_interleave(torch.tensor(offsets).diff())
     z = torch.einsum("nd,nfd->nf", x[:rows].float(), w1.float()[expert])
@@ -366,7 +367,7 @@ def test_dact(simulated, activation, ffn, offsets):
     dh, a = dh.contiguous(), a.contiguous()
     partials = torch.full((-(-ffn // tile.block_n), rows + dropped), float("nan"))
     tiles = tile_list(offsets, tile.block_m)
-    _hopper_dact.dact(do, w2, order, weights, tiles, h, dh, a, partials, activation, tile=tile)
+    hopper_dact.dact(do, w2, order, weights, tiles, h, dh, a, partials, activation, tile=tile)
 
     expert = torch.repeat_interleave(torch.tensor(offsets).diff())
     q = torch.einsum("nd,ndf->nf", do[:rows].float(), w2.float()[expert])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from mb_kernels import _launch
-from mb_kernels.gate import kernel_modules
+from mb_kernels.runtime import launch as launching
+from mb_kernels.targets.gate import kernel_modules
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
@@ -46,13 +46,13 @@ class Compiled:
 def launches(monkeypatch):
     """Who served each of a list of launches (x, n, constants) of one kernel, and with what."""
     streams = types.SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
-    monkeypatch.setattr(_launch, "driver", types.SimpleNamespace(active=streams))
-    monkeypatch.setattr(_launch, "_compiled", {})
+    monkeypatch.setattr(launching, "driver", types.SimpleNamespace(active=streams))
+    monkeypatch.setattr(launching, "_compiled", {})
 
     def run(*calls):
         kernel = Kernel()
         for x, n, constants in calls:
-            _launch.launch(kernel, (3, 2), x, n, **constants)
+            launching.launch(kernel, (3, 2), x, n, **constants)
         return kernel.log
 
     return run
@@ -85,7 +85,7 @@ def test_the_second_launch_is_not_triton_s(launches):
         (X, 1, {"E": 4}),
         (X, 32, {"E": 4}),
         (X, 2**31 + 1, {"E": 4}),
-        (_launch.matrices(X.view(1, 8, 8), (1, 8, 8)), 17, {"E": 4}),
+        (launching.matrices(X.view(1, 8, 8), (1, 8, 8)), 17, {"E": 4}),
     ],
     ids=["constexpr", "option", "dtype", "none", "one", "multiple-of-16", "64-bit", "descriptor"],
 )
@@ -96,7 +96,7 @@ def test_what_triton_compiles_for_is_told_apart(x, n, constants, launches):
 
 def test_descriptors_of_other_blocks_are_told_apart(launches):
     def call(*block):
-        return _launch.matrices(X.view(1, 8, 8), block), 17, {"E": 4}
+        return launching.matrices(X.view(1, 8, 8), block), 17, {"E": 4}
 
     log = launches(call(1, 8, 8), call(1, 4, 8), call(1, 8, 8))
     assert who(log) == ["triton", "triton", "kept"]

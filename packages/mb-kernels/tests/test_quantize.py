@@ -3,7 +3,7 @@
 import mb_kernels
 import pytest
 import torch
-from mb_kernels.quantize import GROUP_SIZE
+from mb_kernels.quantize.op import GROUP_SIZE
 
 SHAPES = [(3, 128), (2, 5, 256), (7, 16), (1, 720), (33, 130), (0, 64), (4, 0)]
 LARGEST = {8: 127, 4: 7}

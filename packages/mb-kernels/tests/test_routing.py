@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from mb_kernels import _dispatch, bin_tokens, reference, topk_softmax
+from mb_kernels import bin_tokens, reference, topk_softmax
+from mb_kernels.runtime import registration
 from mb_kernels.testing import ROUTINGS, assert_close, make_expert_ids
 
 
@@ -99,7 +100,7 @@ def test_ids_outside_the_experts_are_dropped():
 def test_debug_refuses_ids_of_no_expert(wrong, monkeypatch):
     ids = torch.tensor([[0, 1], [2, -1], [wrong, 1], [0, wrong]])
     assert bin_tokens(ids, 2).tokens_per_expert_E.tolist() == [2, 2]
-    monkeypatch.setattr(_dispatch, "_debug", True)
+    monkeypatch.setattr(registration, "_debug", True)
     message = rf"expected 0 to 1, or -1 or 2 .* got {wrong} at \[2, 0\], the first of 2 .*Pass"
     with pytest.raises(ValueError, match=message):
         bin_tokens(ids, 2)
@@ -110,7 +111,7 @@ def test_debug_refuses_ids_of_no_expert(wrong, monkeypatch):
 
 def test_debug_passes_ids_that_route_or_mark_nobody(monkeypatch):
     ids = torch.tensor([[0, 1], [2, -1]])
-    monkeypatch.setattr(_dispatch, "_debug", True)
+    monkeypatch.setattr(registration, "_debug", True)
     assert bin_tokens(ids, 2).order_N.tolist() == [0, 1, 2, 3]
     assert bin_tokens(ids[:0], 2).tokens_per_expert_E.tolist() == [0, 0]
 

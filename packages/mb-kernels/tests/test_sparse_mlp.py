@@ -4,8 +4,8 @@ import pytest
 import torch
 from mb_kernels import bin_tokens, pad_bins, reference, sparse_expert_mlp, topology
 from mb_kernels.activation import is_glu
-from mb_kernels.reference.block_sparse import BLOCK, make_matrix, to_dense, topology_of
-from mb_kernels.reference.sparse_mlp import padded_rows
+from mb_kernels.block_sparse.mlp_reference import padded_rows
+from mb_kernels.block_sparse.reference import BLOCK, make_matrix, to_dense, topology_of
 from mb_kernels.testing import ROUTINGS, assert_close, make_expert_ids
 
 pytest.importorskip("stk")  # installed with mb-kernels on Linux

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from mb_kernels import gate
 from mb_kernels.bins import SMALLEST_BLOCK_M
-from mb_kernels.gate import kernel_modules
-from mb_kernels.targets import TARGETS, TILES, _amd_target, _nvidia_target
+from mb_kernels.targets import TARGETS, TILES, gate
+from mb_kernels.targets.gate import kernel_modules
+from mb_kernels.targets.table import _amd_target, _nvidia_target
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_gate_refuses_a_module_without_cases() -> None:
 def test_gate_finds_the_package_modules() -> None:
     modules = kernel_modules()
     assert all(isinstance(module, ModuleType) for module in modules)
-    assert "mb_kernels.gate" not in {module.__name__ for module in modules}
+    assert "mb_kernels.targets.gate" not in {module.__name__ for module in modules}
 
 
 def test_no_tile_is_lower_than_a_list_of_tiles_has_room_for() -> None:
@@ -88,10 +88,10 @@ def test_no_tile_is_lower_than_a_list_of_tiles_has_room_for() -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("_block_sparse", "sdd_forward"),
-        ("_block_sparse", "dsd_forward"),
-        ("_block_sparse", "dsd_w2_gradient_narrow"),
-        ("_outer", "outer_bf16"),
+        ("block_sparse.kernels", "sdd_forward"),
+        ("block_sparse.kernels", "dsd_forward"),
+        ("block_sparse.kernels", "dsd_w2_gradient_narrow"),
+        ("grouped_gemm.weight_grad", "outer_bf16"),
     ],
 )
 def test_loads_run_ahead_of_products_on_hopper(module: str, name: str) -> None:

@@ -4,7 +4,10 @@ from mb_kernels import reference as reference
 from mb_kernels.activation import is_glu as is_glu
 from mb_kernels.block_sparse import dds as dds
 from mb_kernels.block_sparse import dsd as dsd
+from mb_kernels.block_sparse import pad_bins as pad_bins
 from mb_kernels.block_sparse import sdd as sdd
+from mb_kernels.block_sparse import sparse_expert_mlp as sparse_expert_mlp
+from mb_kernels.block_sparse import topology as topology
 from mb_kernels.expert_mlp import expert_mlp as expert_mlp
 from mb_kernels.grouped_gemm import grouped_gemm as grouped_gemm
 from mb_kernels.permute import combine as combine
@@ -17,8 +20,5 @@ from mb_kernels.router_losses import router_losses as router_losses
 from mb_kernels.routing import Bins as Bins
 from mb_kernels.routing import bin_tokens as bin_tokens
 from mb_kernels.routing import topk_softmax as topk_softmax
-from mb_kernels.sparse_mlp import pad_bins as pad_bins
-from mb_kernels.sparse_mlp import sparse_expert_mlp as sparse_expert_mlp
-from mb_kernels.sparse_mlp import topology as topology
 
 __version__ = "0.1.0"

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from mb_kernels import _block_sparse, bin_tokens, dds, dsd, pad_bins, reference, sdd, topology
-from mb_kernels.reference.block_sparse import make_matrix, topology_of
+from mb_kernels import bin_tokens, dds, dsd, pad_bins, reference, sdd, topology
+from mb_kernels.block_sparse import kernels as sparse_kernels
+from mb_kernels.block_sparse.reference import make_matrix, topology_of
 from mb_kernels.testing import assert_close, make_expert_ids
 
 stk = pytest.importorskip("stk")
@@ -122,15 +123,15 @@ def test_indices_equal_the_reference(tokens, experts, top_k, routing, capacity):
 @pytest.fixture
 def launched(monkeypatch):
     """The kernels launched, when fp16 goes through descriptors as on Hopper; two programs."""
-    launch, kernels = _block_sparse.launch, []
+    launch, kernels = sparse_kernels.launch, []
 
     def record(kernel, grid, *args, **kwargs):
         kernels.append(kernel)
         launch(kernel, grid, *args, **kwargs)
 
-    monkeypatch.setattr(_block_sparse, "launch", record)
-    monkeypatch.setattr(_block_sparse, "programs", lambda x, per_unit: 2)
-    monkeypatch.setattr(_block_sparse, "uses_descriptors", lambda x: x.dtype is torch.float16)
+    monkeypatch.setattr(sparse_kernels, "launch", record)
+    monkeypatch.setattr(sparse_kernels, "programs", lambda x, per_unit: 2)
+    monkeypatch.setattr(sparse_kernels, "uses_descriptors", lambda x: x.dtype is torch.float16)
     return kernels
 
 
@@ -146,7 +147,7 @@ def test_products_through_descriptors(launched, trans_sparse, trans_dense):
     leaf, b, wide, b64 = dense(24, 3 * BLOCK, trans_dense, dtype)
     compare(dds(b, a), reference.dds(b64, a64), (s.data, leaf), (a64.data, wide), dtype)
     compare(sdd(b.t(), b, a).data, reference.sdd(b64.t(), b64, a64).data, (leaf,), (wide,), dtype)
-    tma = (_block_sparse.sdd_tma_kernel, _block_sparse.dsd_tma_kernel)
+    tma = (sparse_kernels.sdd_tma_kernel, sparse_kernels.dsd_tma_kernel)
     assert {id(kernel) for kernel in launched} == {id(kernel) for kernel in tma}
 
 
@@ -154,4 +155,4 @@ def test_odd_sizes_go_through_pointers(launched):
     s = make_sparse(torch.float16)
     b = (torch.randn(3 * BLOCK, 19) / BLOCK**0.5).half()  # rows of 38 bytes: not describable
     assert_close("dsd", dsd(s, b), reference.dsd(in_float64(s), b.double()), dtype=b.dtype)
-    assert launched == [_block_sparse.dsd_kernel]
+    assert launched == [sparse_kernels.dsd_kernel]

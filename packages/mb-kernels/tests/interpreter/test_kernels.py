@@ -2,10 +2,6 @@
 
 import dataclasses
 
-import mb_kernels._dact
-import mb_kernels._outer
-import mb_kernels._rows
-import mb_kernels._up
 import pytest
 import torch
 from mb_kernels import (
@@ -17,7 +13,9 @@ from mb_kernels import (
     reference,
     topk_softmax,
 )
-from mb_kernels._launch import matrices, ragged
+from mb_kernels.expert_mlp import dact, up
+from mb_kernels.grouped_gemm import forward, weight_grad
+from mb_kernels.runtime.launch import matrices, ragged
 from mb_kernels.testing import (
     TOLERANCES,
     Case,
@@ -52,7 +50,7 @@ def poisoned_memory():
 @pytest.fixture(params=["pointers", "descriptors"])
 def operands(request, monkeypatch):
     """Both ways of loading operands: AMD's and sm80's, and Hopper's."""
-    for module in (mb_kernels._up, mb_kernels._dact, mb_kernels._rows, mb_kernels._outer):
+    for module in (up, dact, forward, weight_grad):
         monkeypatch.setattr(module, "uses_descriptors", lambda x: request.param == "descriptors")
         if hasattr(module, "wide"):
             monkeypatch.setattr(module, "wide", lambda x, tile: request.param == "descriptors")

@@ -1,0 +1,228 @@
+"""The expert MLP as block-sparse products: MegaBlocks' own formulation (arXiv:2211.15841).
+
+Every expert's rows are padded to a multiple of 128, so that the intermediate of all experts is one
+block-sparse matrix [rows, E·F] with dense blocks on a ragged diagonal: sdd computes it, the
+activation acts on its blocks, dsd brings it back. The same experts, parameters and results as
+``expert_mlp``, whose fused kernels are the faster route; this one is for comparison, and for those
+who want to put their own sparse operations in between.
+
+The number of padded rows depends on the routing, its upper bound on sizes alone: tensors have the
+size of the bound, the device knows how much of them is in use, and the host never waits.
+
+Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows, R padded rows.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mb_kernels.activation import activate, activate_backward, is_glu
+from mb_kernels.bins import Bins
+from mb_kernels.block_sparse.mlp_reference import (
+    make_pattern,
+    pad_indices,
+    padded_rows,
+    topology_indices,
+)
+from mb_kernels.block_sparse.reference import BLOCK, Topology
+from mb_kernels.runtime import registration
+
+if TYPE_CHECKING:
+    import stk
+
+
+def pad_bins(bins: Bins) -> Bins:
+    """The same routing with every expert's rows filled up to a multiple of 128.
+
+    Args:
+        bins: of N slots.
+
+    Returns:
+        Bins whose order has R = ``padded_rows(N, E)`` entries, -1 for padding; inverse and offsets
+        count padded rows. As ever, rows from offsets[-1] on hold the dropped slots.
+    """
+    rows = padded_rows(bins.order_N.numel(), bins.tokens_per_expert_E.numel())
+    order, inverse, offsets = torch.ops.mb.pad_indices(
+        bins.order_N, bins.inverse_N, bins.offsets_E1, rows
+    )
+    return Bins(order, inverse, bins.tokens_per_expert_E, offsets)
+
+
+def topology(padded_bins: Bins, ffn_hidden_size: int, *, dtype: torch.dtype) -> "stk.Matrix":
+    """Where the intermediate of all experts has its blocks.
+
+    Args:
+        padded_bins: from ``pad_bins``.
+        ffn_hidden_size: F, columns of one expert, a multiple of 128.
+        dtype: of the Matrix, whose data has no storage of its own: it is a pattern for ``sdd``.
+
+    Returns:
+        ``stk.Matrix`` of size [R, E·F]; the rows of expert e have blocks in columns e·F to
+        (e + 1)·F.
+
+    Raises:
+        ValueError: F is not a multiple of 128, or the bins are not padded.
+    """
+    _check_width("ffn_hidden_size", ffn_hidden_size)
+    if padded_bins.order_N.numel() % BLOCK:
+        raise ValueError(
+            f"padded_bins: expected a multiple of {BLOCK} rows; got {padded_bins.order_N.numel()}. "
+            "Pass pad_bins(bins)."
+        )
+    block_rows, width = padded_bins.order_N.numel() // BLOCK, ffn_hidden_size // BLOCK
+    indices = Topology(*torch.ops.mb.topology_indices(padded_bins.offsets_E1, block_rows, width))
+    return make_pattern(padded_bins, ffn_hidden_size, indices, dtype)
+
+
+def sparse_expert_mlp(
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    bins: Bins,
+    weights_TK: Tensor,
+    *,
+    activation: str = "swiglu",
+    recompute: bool = False,
+) -> Tensor:
+    """``expert_mlp`` by block-sparse products: same arguments, same result.
+
+    Args:
+        x_TD: [T, D]; fp32, bf16 or fp16.
+        w1_EFD: [E, F, D], or [E, 2F, D] for a GLU activation, gate over up; F a multiple of 128.
+        w2_EDF: [E, D, F].
+        bins: from ``bin_tokens`` on expert ids [T, K] with E experts.
+        weights_TK: [T, K] routing weights, normally fp32.
+        activation: a name from ``mb_kernels.activation``.
+        recompute: keep the inputs alone for the backward, and compute everything again there.
+
+    Returns:
+        y_TD [T, D] in the dtype of x_TD. Differentiable in x_TD, w1_EFD, w2_EDF and weights_TK.
+
+    Raises:
+        ValueError: unknown activation; F not a multiple of 128; sizes, dtypes or devices that do
+            not match.
+    """
+    glu = is_glu(activation)
+    _check_width("F of w2_EDF", w2_EDF.shape[-1])
+    columns = w2_EDF.shape[-1] * (2 if glu else 1)
+    if w1_EFD.shape != (w2_EDF.shape[0], columns, x_TD.shape[-1]):
+        raise ValueError(
+            f"w1_EFD: expected {(w2_EDF.shape[0], columns, x_TD.shape[-1])} for {activation!r} and "
+            f"w2_EDF {tuple(w2_EDF.shape)}; got {tuple(w1_EFD.shape)}."
+        )
+    registration.require_same("x_TD", x_TD, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
+    slots, experts = bins.order_N.numel(), bins.offsets_E1.numel() - 1
+    if slots != weights_TK.numel() or weights_TK.shape[0] != x_TD.shape[0]:
+        raise ValueError(
+            f"weights_TK: expected [{x_TD.shape[0]}, K], and bins of as many slots; got "
+            f"{tuple(weights_TK.shape)} and {slots} slots. Build the bins from ids [T, K]."
+        )
+    if experts != w2_EDF.shape[0]:
+        raise ValueError(
+            f"bins: expected those of {w2_EDF.shape[0]} experts, as in w2_EDF; got {experts}."
+        )
+    arguments = (x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
+    if recompute:
+        return checkpoint(_sparse_expert_mlp, *arguments, use_reentrant=False)
+    return _sparse_expert_mlp(*arguments)
+
+
+def _sparse_expert_mlp(
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    bins: Bins,
+    weights_TK: Tensor,
+    activation: str,
+) -> Tensor:
+    # The ops that sdd and dsd stand for, without a Matrix around them: torch.compile sees through.
+    top_k, ffn = weights_TK.shape[1], w2_EDF.shape[2]
+    padded = pad_bins(bins)
+    slots = (padded.order_N, padded.inverse_N, padded.offsets_E1)
+    x_RD = torch.ops.mb.gather(x_TD, *slots, top_k)
+    block_rows = x_RD.shape[0] // BLOCK
+    up = torch.ops.mb.topology_indices(padded.offsets_E1, block_rows, w1_EFD.shape[1] // BLOCK)
+    down = up
+    if w1_EFD.shape[1] != ffn:
+        down = torch.ops.mb.topology_indices(padded.offsets_E1, block_rows, ffn // BLOCK)
+    h_CBB = torch.ops.mb.sdd(x_RD[None], w1_EFD.transpose(1, 2), *up)
+    # A row of blocks lies together in memory, for a GLU all of the gate's before the others.
+    h_rows = h_CBB.view(block_rows, w1_EFD.shape[1] * BLOCK)
+    a_rows = torch.ops.mb.block_activation(h_rows, activation)
+    a_CBB = a_rows.view(block_rows * ffn // BLOCK, BLOCK, BLOCK)
+    y_RD = torch.ops.mb.dsd(a_CBB, w2_EDF.transpose(1, 2), *down, False, 1, False)[0]
+    return torch.ops.mb.combine(y_RD, *slots, weights_TK, top_k)
+
+
+def _activation_reference(h: Tensor, activation: str) -> Tensor:
+    """In fp32 (fp64 for fp64), rounded once."""
+    accumulator = torch.float64 if h.dtype is torch.float64 else torch.float32
+    return activate(h.to(accumulator), activation).to(h.dtype)
+
+
+def _activation_backward_reference(d_a: Tensor, h: Tensor, activation: str) -> Tensor:
+    accumulator = torch.float64 if h.dtype is torch.float64 else torch.float32
+    return activate_backward(d_a.to(accumulator), h.to(accumulator), activation).to(h.dtype)
+
+
+def _activation_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    h, ctx.activation = inputs
+    ctx.save_for_backward(h)
+
+
+def _activation_backward(ctx: Any, d_a: Tensor) -> tuple[Tensor, None]:
+    (h,) = ctx.saved_tensors
+    return torch.ops.mb.block_activation_backward(d_a, h, ctx.activation), None
+
+
+def _check_width(name: str, size: int) -> None:
+    if size % BLOCK:
+        raise ValueError(
+            f"{name}: expected a multiple of {BLOCK}, the block of the sparse matrix; got {size}. "
+            "expert_mlp takes any multiple of 16."
+        )
+
+
+def _topology_fake(padded_offsets: Tensor, block_rows: int, width: int) -> tuple[Tensor, ...]:
+    experts = padded_offsets.shape[0] - 1
+    blocks = block_rows * width
+    sizes = (blocks, blocks, block_rows + 1, experts * width + 1, blocks, blocks)
+    return tuple(padded_offsets.new_empty(size) for size in sizes)
+
+
+registration.register(
+    "pad_indices(Tensor order, Tensor inverse, Tensor offsets, int rows) -> "
+    "(Tensor, Tensor, Tensor)",
+    reference=pad_indices,
+    kernels="mb_kernels.block_sparse.mlp_kernels",
+    fake=lambda order, inverse, offsets, rows: (
+        order.new_empty(rows),
+        torch.empty_like(inverse),
+        torch.empty_like(offsets),
+    ),
+)
+registration.register(
+    "topology_indices(Tensor padded_offsets, int block_rows, int width) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=lambda *arguments: tuple(topology_indices(*arguments)),
+    kernels="mb_kernels.block_sparse.mlp_kernels",
+    fake=_topology_fake,
+)
+registration.register(
+    "block_activation(Tensor h, str activation) -> Tensor",
+    reference=_activation_reference,
+    kernels="mb_kernels.block_sparse.mlp_kernels",
+    fake=lambda h, activation: h.new_empty(
+        (h.shape[0], h.shape[1] // (2 if is_glu(activation) else 1))
+    ),
+    setup_context=_activation_setup,
+    backward=_activation_backward,
+)
+registration.register(
+    "block_activation_backward(Tensor d_a, Tensor h, str activation) -> Tensor",
+    reference=_activation_backward_reference,
+    kernels="mb_kernels.block_sparse.mlp_kernels",
+    fake=lambda d_a, h, activation: torch.empty_like(h),
+)

@@ -1,0 +1,226 @@
+"""The backward of down-projection and activation in one kernel, without the experts' outputs.
+
+``q = do W2`` is the accumulator. The epilogue reads h, and writes ``dh = act'(h) · s q``,
+``a' = s act(h)`` for the gradient of W2, and per column tile one partial of the routing weight's
+gradient ``<q, act(h)>``; partials are summed later in a fixed order, so the result is deterministic
+(idea: SonicMoE, arXiv:2512.14080). The epilogue works in column pieces: in one piece it spills
+registers on every target.
+
+Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mb_kernels.activation import base_function, is_glu
+from mb_kernels.language.activation import activate_with_derivative
+from mb_kernels.language.memory import load_rows, load_weight, store_rows
+from mb_kernels.language.tiles import first_item, locate, piece
+from mb_kernels.runtime.launch import (
+    cdiv,
+    launch,
+    matrices,
+    matrix_case,
+    precision,
+    programs,
+    ptx,
+    ragged,
+    tile_of,
+    uses_descriptors,
+    uses_hopper_kernels,
+    xcds,
+)
+from mb_kernels.targets.table import TILES, GateCase, Target, Tile
+
+# Column pieces of the epilogue: fewer spill registers, more were slower (2.30 to 2.65 ms, OLMoE).
+_PIECES = 4
+
+
+@triton.jit
+def _load_h(h, part: tl.constexpr, parts: tl.constexpr, row, r, col, F: tl.constexpr,
+            BLOCK: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """[BLOCK_M, W] at rows row + r and columns col.. of part ``part`` of h [N, parts, F], fp32."""
+    cols = (col + tl.arange(0, W))[None, :]
+    at = h + row.to(tl.int64) * (parts * F) + part * F + (r[:, None] * (parts * F) + cols)
+    block = tl.load(at) if F % BLOCK == 0 else tl.load(at, mask=cols < F, other=0.0)
+    return block.to(tl.float32)
+
+
+@triton.jit
+def dact_kernel(
+    do,  # [N, D] in the order of rows: ragged tensor descriptor or pointer
+    w,  # [E, D, F]: tensor descriptor or pointer
+    order_ptr,  # [N] int32: slot of each row
+    weights_ptr,  # [T, K]
+    tiles_ptr,  # from schedule()
+    h,  # [N, 1, F], or [N, 2, F] for GLU
+    dh,  # like h: ragged tensor descriptor or pointer
+    a,  # [N, 1, F], s * act(h): ragged tensor descriptor or pointer
+    partials_ptr,  # [column tiles, N] fp32: <q, act(h)> per column tile
+    rows,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    GLU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PIECES: tl.constexpr,  # of the epilogue
+    PTX: tl.constexpr,  # NVIDIA's fast exponential and reciprocal
+    DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    XCDS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
+    PARTS: tl.constexpr = GLU + 1
+    W: tl.constexpr = BLOCK_N // PIECES
+    total = tl.load(tiles_ptr + 3)
+    items = total * COLUMNS
+    r = tl.arange(0, BLOCK_M)
+    for item in tl.range(first_item(XCDS), items, tl.num_programs(0), flatten=FLATTEN):
+        e, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
+        count = row_end - row
+        m = r < count
+        tl.assume(e >= 0)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, D, BLOCK_K):
+            do_block = load_rows(do, row, count, start, D, BLOCK_M, BLOCK_K, DESCRIPTORS)
+            w_block = load_weight(
+                w, e, start, column * BLOCK_N, D, F, BLOCK_K, BLOCK_N, 1, DESCRIPTORS
+            )
+            acc = tl.dot(do_block, w_block, acc, input_precision=PRECISION)
+
+        slot = tl.load(order_ptr + row + r, mask=m, other=0)
+        s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
+        # Rows past the end read the last row's h instead of a mask, which costs registers.
+        clamped = tl.minimum(r, count - 1)
+        partial = tl.zeros((BLOCK_M,), tl.float32)
+        for i in tl.static_range(PIECES):
+            col = column * BLOCK_N + i * W
+            q = piece(acc, i, PIECES)
+            z = _load_h(h, 0, PARTS, row, clamped, col, F, BLOCK_N, W)
+            value, slope = activate_with_derivative(z, ACTIVATION, PTX)
+            if GLU:
+                up = _load_h(h, 1, PARTS, row, clamped, col, F, BLOCK_N, W)
+                partial += tl.sum(q * (value * up), 1)
+                q *= s
+                store_rows(a, value * up * s, 0, 1, row, count, col, F, BLOCK_N, DESCRIPTORS)
+                store_rows(dh, q * value, 1, PARTS, row, count, col, F, BLOCK_N, DESCRIPTORS)
+                slope *= up
+            else:
+                partial += tl.sum(q * value, 1)
+                q *= s
+                store_rows(a, value * s, 0, 1, row, count, col, F, BLOCK_N, DESCRIPTORS)
+            store_rows(dh, q * slope, 0, PARTS, row, count, col, F, BLOCK_N, DESCRIPTORS)
+        tl.store(partials_ptr + column.to(tl.int64) * rows + row + r, partial, mask=m)
+
+
+def dact_tile(x: Tensor, activation: str) -> Tile:
+    """The tile of ``dact`` for the device and dtype of ``x``."""
+    if uses_hopper_kernels(x):
+        return tile_of("dact_hopper", x)
+    return tile_of("dact_glu" if is_glu(activation) else "dact", x)
+
+
+def dact(
+    do: Tensor,
+    w2: Tensor,
+    order: Tensor,
+    weights: Tensor,
+    tiles: Tensor,
+    h: Tensor,
+    activation: str,
+    *,
+    tile: Tile,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dh like h; a' = s·act(h) [N, F]; partials [column tiles, N] fp32 of the weights' gradient.
+
+    do is [N, D] in the order of rows.
+    """
+    _, hidden, ffn = w2.shape
+    rows = order.shape[0]
+    dh = torch.empty_like(h)
+    a = h.new_empty((rows, ffn))
+    columns = cdiv(ffn, tile.block_n)
+    partials = h.new_empty((columns, rows), dtype=torch.float32)
+    if uses_hopper_kernels(do):
+        from mb_kernels.expert_mlp.hopper import dact as hopper
+
+        hopper.dact(do, w2, order, weights, tiles, h, dh, a, partials, activation, tile=tile)
+        return dh, a, partials
+    glu = is_glu(activation)
+    operands = do, w2, h, dh, a
+    if uses_descriptors(do):
+        block = (tile.block_m, 1, tile.block_n // _PIECES)
+        operands = (
+            ragged(do, (tile.block_m, tile.block_k)),
+            matrices(w2, (1, tile.block_k, tile.block_n)),
+            h,
+            ragged(dh, block, parts=2 if glu else 1),
+            ragged(a, block, parts=1),
+        )
+    launch(
+        dact_kernel,
+        (programs(do, tile.programs_per_unit),),
+        *operands[:2],
+        order,
+        weights,
+        tiles,
+        *operands[2:],
+        partials,
+        rows,
+        D=hidden,
+        F=ffn,
+        GLU=glu,
+        ACTIVATION=base_function(activation),
+        PIECES=_PIECES,
+        PTX=ptx(do),
+        DESCRIPTORS=uses_descriptors(do),
+        PRECISION=precision(do),
+        XCDS=xcds(do),
+        **tile.blocks,
+        **tile.launch_options,
+    )
+    return dh, a, partials
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    cases = []
+    for op, activation in (("dact_glu", "swiglu"), ("dact", "gelu")):
+        tile = TILES[op][target.name]
+        block = (tile.block_m, 1, tile.block_n // _PIECES)
+        cases.append(
+            matrix_case(
+                f"{op}_bf16",
+                dact_kernel,
+                target,
+                op,
+                pointers={
+                    "order_ptr": "*i32",
+                    "weights_ptr": "*fp32",
+                    "tiles_ptr": "*i32",
+                    "partials_ptr": "*fp32",
+                    "h": "*bf16",
+                },
+                operands={
+                    "do": (1, 1, tile.block_m, tile.block_k),
+                    "w": (1, tile.block_k, tile.block_n),
+                    "dh": (1, 1, *block),
+                    "a": (1, 1, *block),
+                },
+                integers=("rows",),
+                constexprs={
+                    "D": 2048,
+                    "F": 1024,
+                    "GLU": is_glu(activation),
+                    "ACTIVATION": base_function(activation),
+                    "PIECES": _PIECES,
+                    "PTX": target.backend == "cuda",
+                },
+            )
+        )
+    return cases

@@ -1,0 +1,1 @@
+"""The two products of the expert MLP whose epilogue runs beside the next product, in Gluon."""

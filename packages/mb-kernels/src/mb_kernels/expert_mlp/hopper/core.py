@@ -1,0 +1,219 @@
+"""Matrix kernels whose epilogue runs beside the next product: for Hopper, in Gluon.
+
+In the portable kernels one set of warps multiplies, then works through the epilogue while the
+matrix units idle. Here a program has two sets:
+
+    multiply   8 warps: start the copies of operand blocks some steps ahead, issue the matrix
+               instructions, leave each finished tile in shared memory
+    epilogue   4 warps: everything between a finished tile and global memory
+
+They meet at barriers in shared memory: operand blocks are ``ready``, a tile is ``full`` or
+``drained``. The tile passes in the dtype of the tensors: rounded where torch's eager products are.
+
+Here is what the ops share, the product of rows and their expert's weights; ``hopper.up`` and
+``hopper.dact`` bring the epilogues.
+
+Letters: N rows, K contraction, M columns of the product, E experts.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.tools.ragged_tma import to_ragged_indices
+from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
+
+from mb_kernels.language.tiles import locate, piece
+from mb_kernels.targets.table import TILES, GateCase, Tile
+
+# The name from Triton 3.8 on, and the one before.
+_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+MULTIPLY_WARPS = gl.constexpr(8)
+EPILOGUE_WARPS = gl.constexpr(4)
+# Of 168 for each thread; `multiply` keeps 160, of which 128 hold the accumulator.
+EPILOGUE_REGISTERS = gl.constexpr(176)
+# Columns of a tile are handed over in pieces of 64, whole 128-byte lines of a row. dact in one loop
+# over pieces of 64 rows: 0.25 ms, with 32 columns 0.31 (top-1, hidden 768, ffn 3072).
+PIECES = gl.constexpr(4)
+
+
+@gluon.jit
+def _advance(
+    stage, item, step, e, row, row_end, column, x, w, tiles_ptr, x_ring, w_ring, ready, items,
+    STEPS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSE: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of one step into ``stage``; the step and the item that follow it."""
+    if item < items:
+        barrier = ready.index(stage)
+        mbarrier.expect(barrier, x.block_type.nbytes + w.block_type.nbytes)
+        k = step * x.block_shape[3]
+        # Through these coordinates the rows past the expert's last are zeros.
+        ragged, end, start = to_ragged_indices(row, row_end - row, 0)
+        _copy(x, [ragged, end, start, k], barrier, x_ring.index(stage))
+        if TRANSPOSE:
+            at = [e * w.block_shape[0], column * w.block_shape[1], k]
+        else:
+            at = [e, k, column * w.block_shape[2]]
+        _copy(w, at, barrier, w_ring.index(stage))
+        step += 1
+        if step == STEPS:
+            step = 0
+            item += gl.num_programs(0)
+            e, row, row_end, column = locate(
+                gl.minimum(item, items - 1), items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M
+            )
+    return item, step, e, row, row_end, column
+
+
+@gluon.jit
+def multiply(
+    x,  # [N, K]: ragged tensor descriptor of blocks [1, 1, BLOCK_M, BLOCK_K]
+    w,  # [E, K, M]: tensor descriptor of blocks [1, BLOCK_K, BLOCK_N], or see TRANSPOSE
+    tiles_ptr,  # from schedule()
+    x_ring,
+    w_ring,
+    tile,
+    ready,
+    full,
+    drained,
+    items,
+    STEPS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    TRANSPOSE: gl.constexpr,  # w is [E * PARTS, M / PARTS, K], blocks [PARTS, .., BLOCK_K]
+    GROUP_M: gl.constexpr,
+):
+    """Rows times their expert's weights, for every item of this program, into ``tile``."""
+    STAGES: gl.constexpr = x_ring.shape[0]
+    BLOCK_M: gl.constexpr = x_ring.shape[3]
+    BLOCK_K: gl.constexpr = x_ring.shape[4]
+    BLOCK_N: gl.constexpr = PIECES * tile.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[MULTIPLY_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    first = gl.program_id(0)
+    if first < items:
+        # The copies run STAGES - 1 steps ahead of the products, into the next item too, and so
+        # have an item and a step of their own.
+        item = first
+        step = 0
+        e, row, row_end, column = locate(first, items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M)
+        for i in gl.static_range(STAGES - 1):
+            item, step, e, row, row_end, column = _advance(
+                i, item, step, e, row, row_end, column, x, w, tiles_ptr, x_ring, w_ring, ready,
+                items, STEPS, COLUMNS, TRANSPOSE, GROUP_M,
+            )  # fmt: skip
+        stage = 0
+        before = STAGES - 1
+        phase = 0
+        parity = 1
+        for _ in range(first, items, gl.num_programs(0)):
+            acc = warpgroup_mma_init(gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC))
+            for product in range(STEPS):
+                mbarrier.wait(ready.index(stage), phase)
+                if TRANSPOSE:
+                    w_block = w_ring.index(stage).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
+                else:
+                    w_block = w_ring.index(stage).reshape((BLOCK_K, BLOCK_N))
+                x_block = x_ring.index(stage).reshape((BLOCK_M, BLOCK_K))
+                acc = warpgroup_mma(x_block, w_block, acc, use_acc=product > 0, is_async=True)
+                acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
+                # The product before this one is done: its place takes the next copies.
+                item, step, e, row, row_end, column = _advance(
+                    before, item, step, e, row, row_end, column, x, w, tiles_ptr, x_ring, w_ring,
+                    ready, items, STEPS, COLUMNS, TRANSPOSE, GROUP_M,
+                )  # fmt: skip
+                before = stage
+                last = stage == STAGES - 1
+                stage = gl.where(last, 0, stage + 1)
+                phase = gl.where(last, phase ^ 1, phase)
+            done = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.wait(drained, parity)
+            parity ^= 1
+            for i in gl.static_range(PIECES):
+                tile.index(i).store(piece(done, i, PIECES).to(tile.dtype))
+            mbarrier.arrive(full)
+
+
+@gluon.jit
+def shared(x, w, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Rings of operand blocks, the finished tile, and the barriers."""
+    kind: gl.constexpr = x.dtype
+    PIECE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N // PIECES], kind)
+    x_ring = gl.allocate_shared_memory(kind, [STAGES] + x.block_shape, x.layout)  # noqa: RUF005
+    w_ring = gl.allocate_shared_memory(kind, [STAGES] + w.block_shape, w.layout)  # noqa: RUF005
+    tile = gl.allocate_shared_memory(kind, [PIECES, BLOCK_M, BLOCK_N // PIECES], PIECE)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    drained = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    mbarrier.init(full, count=1)
+    mbarrier.init(drained, count=1)
+    return x_ring, w_ring, tile, ready, full, drained
+
+
+def constants(tile: Tile) -> dict[str, Any]:
+    """The keyword arguments of a launch that follow from the tile."""
+    return {**_blocks(tile), "num_warps": tile.num_warps, **tile.options}
+
+
+def _blocks(tile: Tile) -> dict[str, int]:
+    return {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "STAGES": tile.num_stages,
+        "GROUP_M": tile.group_m,
+    }
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: str) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, dtype))
+
+
+def descriptor(plain: PlainDescriptor) -> TensorDescriptor:
+    """The same descriptor with the layout its blocks have in shared memory."""
+    gluon_descriptor = object.__new__(TensorDescriptor)  # unchecked, as ``launch._descriptor``
+    gluon_descriptor.__dict__.update(plain.__dict__)
+    dtype = str(plain.base.dtype).removeprefix("torch.")
+    gluon_descriptor.layout = _layout(tuple(plain.block_shape), dtype)
+    return gluon_descriptor
+
+
+def gate_case(
+    name: str,
+    kernel: Any,
+    op: str,
+    *,
+    pointers: Mapping[str, str],
+    operands: Mapping[str, Sequence[int]],
+    constexprs: Mapping[str, Any],
+) -> GateCase:
+    """A gate case in bf16 with the tile of ``op``; operands: descriptors with their block shape."""
+    tile = TILES[op]["sm90"]
+    blocks = {
+        n: f"tensordesc<bf16[{', '.join(map(str, b))}],{_layout(tuple(b), 'bfloat16')!r}>"
+        for n, b in operands.items()
+    }
+    return GateCase(
+        name=f"{name}_bf16",
+        kernel=kernel,
+        signature={**pointers, **blocks},
+        constexprs={**constexprs, **_blocks(tile)},
+        is_gemm=True,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        options=tile.options,
+    )

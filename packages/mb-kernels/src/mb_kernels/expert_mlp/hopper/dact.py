@@ -1,0 +1,252 @@
+"""The backward of down-projection and activation on Hopper: ``expert_mlp.dact``, ``hopper.core``.
+
+Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mb_kernels.activation import base_function, is_glu
+from mb_kernels.expert_mlp.hopper.core import (
+    EPILOGUE_REGISTERS,
+    EPILOGUE_WARPS,
+    PIECES,
+    constants,
+    descriptor,
+    gate_case,
+    multiply,
+    shared,
+)
+from mb_kernels.language.activation import activate_with_derivative
+from mb_kernels.language.tiles import locate
+from mb_kernels.runtime.launch import launch, matrices, programs, ragged
+from mb_kernels.targets.table import TILES, GateCase, Target, Tile
+
+
+@gluon.jit
+def _load_h(h, at, cols, F: gl.constexpr, BLOCK_N: gl.constexpr):
+    return gl.load(h + at) if F % BLOCK_N == 0 else gl.load(h + at, mask=cols < F, other=0.0)
+
+
+@gluon.jit
+def _finish_piece(
+    q, z, near, r, cols, s, count, h, dh, a,
+    F: gl.constexpr, BLOCK_N: gl.constexpr, GLU: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Rows r and columns cols of a tile into dh and a; their part of <q, act(h)>."""
+    PARTS: gl.constexpr = GLU + 1
+    kind: gl.constexpr = q.dtype
+    q = q.to(gl.float32)
+    live = (r < count)[:, None]
+    mask = live if F % BLOCK_N == 0 else live & (cols < F)
+    to_h = r[:, None] * (PARTS * F) + cols
+    to_a = a + (r[:, None] * F + cols)
+    value, slope = activate_with_derivative(z.to(gl.float32), ACTIVATION, True)
+    if GLU:
+        up = _load_h(h + F, near[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N).to(gl.float32)
+        product = value * up
+        partial = gl.sum(q * product, 1)
+        q *= s[:, None]
+        gl.store(to_a, (product * s[:, None]).to(kind), mask=mask)
+        gl.store(dh + F + to_h, (q * value).to(kind), mask=mask)
+        slope *= up
+    else:
+        partial = gl.sum(q * value, 1)
+        q *= s[:, None]
+        gl.store(to_a, (value * s[:, None]).to(kind), mask=mask)
+    gl.store(dh + to_h, (q * slope).to(kind), mask=mask)
+    return partial
+
+
+@gluon.jit
+def _finish_dact(
+    order_ptr,
+    weights_ptr,
+    tiles_ptr,
+    h_ptr,
+    dh_ptr,
+    a_ptr,
+    partials_ptr,
+    rows,
+    tile,
+    full,
+    drained,
+    items,
+    F: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    GLU: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    HALF: gl.constexpr = tile.shape[1] // 2
+    W: gl.constexpr = tile.shape[2]
+    BLOCK_N: gl.constexpr = PIECES * W
+    PARTS: gl.constexpr = GLU + 1
+    BLOCK: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [EPILOGUE_WARPS, 1], [1, 0])
+    top = gl.arange(0, HALF, gl.SliceLayout(1, BLOCK))
+    bottom = top + HALF
+    c = gl.arange(0, W, gl.SliceLayout(0, BLOCK))[None, :]
+    parity = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        _, row, row_end, column = locate(item, items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M)
+        count = row_end - row
+        # Rows past the end read the last row's operands instead of a mask, which costs registers.
+        near_top = gl.minimum(top, count - 1)
+        near_bottom = gl.minimum(bottom, count - 1)
+        order = order_ptr + row
+        s_top = gl.load(weights_ptr + gl.load(order + near_top)).to(gl.float32)
+        s_bottom = gl.load(weights_ptr + gl.load(order + near_bottom)).to(gl.float32)
+        h = h_ptr + row.to(gl.int64) * (PARTS * F)
+        dh = dh_ptr + row.to(gl.int64) * (PARTS * F)
+        a = a_ptr + row.to(gl.int64) * F
+        cols = column * BLOCK_N + c
+        partial_top = gl.zeros((HALF,), gl.float32, gl.SliceLayout(1, BLOCK))
+        partial_bottom = gl.zeros((HALF,), gl.float32, gl.SliceLayout(1, BLOCK))
+        # h is read one piece ahead; of a GLU only the top, for want of registers.
+        z_top = _load_h(h, near_top[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N)
+        z_bottom = z_top
+        if not GLU:
+            z_bottom = _load_h(h, near_bottom[:, None] * F + cols, cols, F, BLOCK_N)
+        mbarrier.wait(full, parity)
+        parity ^= 1
+        for i in range(PIECES):
+            piece = tile.index(i)
+            after = cols + gl.where(i + 1 < PIECES, W, 0)
+            z = z_top
+            z_top = _load_h(h, near_top[:, None] * (PARTS * F) + after, after, F, BLOCK_N)
+            partial_top += _finish_piece(
+                piece.slice(0, HALF).load(BLOCK), z, near_top, top, cols, s_top, count, h, dh, a,
+                F, BLOCK_N, GLU, ACTIVATION,
+            )  # fmt: skip
+            if count > HALF:
+                if GLU:
+                    z = _load_h(h, near_bottom[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N)
+                else:
+                    z = z_bottom
+                    z_bottom = _load_h(h, near_bottom[:, None] * F + after, after, F, BLOCK_N)
+                partial_bottom += _finish_piece(
+                    piece.slice(HALF, HALF).load(BLOCK), z, near_bottom, bottom, cols, s_bottom,
+                    count, h, dh, a, F, BLOCK_N, GLU, ACTIVATION,
+                )  # fmt: skip
+            cols += W
+        mbarrier.arrive(drained)
+        partials = partials_ptr + column.to(gl.int64) * rows + row
+        gl.store(partials + top, partial_top, mask=top < count)
+        gl.store(partials + bottom, partial_bottom, mask=bottom < count)
+
+
+@gluon.jit
+def dact_kernel(
+    do,  # [N, D] in the order of rows: ragged tensor descriptor
+    w,  # [E, D, F]: tensor descriptor
+    order_ptr,  # [N] int32: slot of each row
+    weights_ptr,  # [T, K]
+    tiles_ptr,  # from schedule()
+    h_ptr,  # [N, F], or [N, 2F] for GLU
+    dh_ptr,  # like h
+    a_ptr,  # [N, F], s * act(h)
+    partials_ptr,  # [column tiles, N] fp32: <q, act(h)> per column tile
+    rows,
+    D: gl.constexpr,
+    F: gl.constexpr,
+    GLU: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    COLUMNS: gl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
+    STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    items = gl.load(tiles_ptr + 3) * COLUMNS
+    x_ring, w_ring, tile, ready, full, drained = shared(do, w, BLOCK_M, BLOCK_N, STAGES)
+    gl.warp_specialize(
+        [
+            (
+                multiply,
+                (do, w, tiles_ptr, x_ring, w_ring, tile, ready, full, drained, items,
+                 STEPS, COLUMNS, False, GROUP_M),
+            ),
+            (
+                _finish_dact,
+                (order_ptr, weights_ptr, tiles_ptr, h_ptr, dh_ptr, a_ptr, partials_ptr, rows,
+                 tile, full, drained, items, F, COLUMNS, GLU, ACTIVATION, GROUP_M),
+            ),
+        ],
+        [EPILOGUE_WARPS],
+        [EPILOGUE_REGISTERS],
+    )  # fmt: skip
+
+
+def dact(
+    do: Tensor,
+    w2: Tensor,
+    order: Tensor,
+    weights: Tensor,
+    tiles: Tensor,
+    h: Tensor,
+    dh: Tensor,
+    a: Tensor,
+    partials: Tensor,
+    activation: str,
+    *,
+    tile: Tile,
+) -> None:
+    """``expert_mlp.dact.dact`` into dh, a and partials."""
+    _, hidden, ffn = w2.shape
+    launch(
+        dact_kernel,
+        (programs(do),),
+        descriptor(ragged(do, (tile.block_m, tile.block_k))),
+        descriptor(matrices(w2, (1, tile.block_k, tile.block_n))),
+        order,
+        weights,
+        tiles,
+        h,
+        dh,
+        a,
+        partials,
+        order.shape[0],
+        D=hidden,
+        F=ffn,
+        GLU=is_glu(activation),
+        ACTIVATION=base_function(activation),
+        **constants(tile),
+    )
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    if target.name != "sm90":
+        return []
+    tile = TILES["dact_hopper"]["sm90"]
+    return [
+        gate_case(
+            f"dact_{activation}",
+            dact_kernel,
+            "dact_hopper",
+            pointers={
+                "order_ptr": "*i32",
+                "weights_ptr": "*fp32",
+                "tiles_ptr": "*i32",
+                "h_ptr": "*bf16",
+                "dh_ptr": "*bf16",
+                "a_ptr": "*bf16",
+                "partials_ptr": "*fp32",
+                "rows": "i32",
+            },
+            operands={
+                "do": (1, 1, tile.block_m, tile.block_k),
+                "w": (1, tile.block_k, tile.block_n),
+            },
+            constexprs={
+                "D": 2048,
+                "F": ffn,
+                "GLU": is_glu(activation),
+                "ACTIVATION": base_function(activation),
+            },
+        )
+        for activation, ffn in (("swiglu", 1024), ("gelu", 3072), ("geglu", 720))
+    ]

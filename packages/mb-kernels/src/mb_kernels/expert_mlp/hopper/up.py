@@ -1,0 +1,176 @@
+"""The up-projection of tokens copied to their rows, on Hopper: ``expert_mlp.up``, ``hopper.core``.
+
+Letters: N rows, D hidden, F ffn width, E experts.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mb_kernels.activation import base_function, is_glu
+from mb_kernels.expert_mlp.hopper.core import (
+    EPILOGUE_REGISTERS,
+    EPILOGUE_WARPS,
+    PIECES,
+    constants,
+    descriptor,
+    gate_case,
+    multiply,
+    shared,
+)
+from mb_kernels.language.activation import activate
+from mb_kernels.language.tiles import locate
+from mb_kernels.runtime.launch import launch, matrices, programs, ragged
+from mb_kernels.targets.table import TILES, GateCase, Target, Tile
+
+
+@gluon.jit
+def _finish_up(
+    tiles_ptr,
+    h_ptr,
+    a_ptr,
+    tile,
+    full,
+    drained,
+    items,
+    F: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    GLU: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SAVE_H: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    HALF: gl.constexpr = tile.shape[1] // 2
+    W: gl.constexpr = tile.shape[2]
+    PARTS: gl.constexpr = GLU + 1
+    BLOCK_F: gl.constexpr = PIECES * W // PARTS
+    BLOCK: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [EPILOGUE_WARPS, 1], [1, 0])
+    r = gl.arange(0, HALF, gl.SliceLayout(1, BLOCK))[:, None]
+    c = gl.arange(0, W, gl.SliceLayout(0, BLOCK))[None, :]
+    parity = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        _, row, row_end, column = locate(item, items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M)
+        count = row_end - row
+        h = h_ptr + row.to(gl.int64) * (PARTS * F)
+        a = a_ptr + row.to(gl.int64) * F
+        cols = column * BLOCK_F + c
+        mbarrier.wait(full, parity)
+        parity ^= 1
+        for i in range(PIECES // PARTS):
+            for half in gl.static_range(2):
+                if count > half * HALF:
+                    at = r + half * HALF
+                    live = at < count
+                    mask = live if F % BLOCK_F == 0 else live & (cols < F)
+                    z = tile.index(i).slice(half * HALF, HALF).load(BLOCK)
+                    value = activate(z.to(gl.float32), ACTIVATION, True)
+                    if SAVE_H:
+                        gl.store(h + (at * (PARTS * F) + cols), z, mask=mask)
+                    if GLU:
+                        up = tile.index(i + PIECES // 2).slice(half * HALF, HALF).load(BLOCK)
+                        value *= up.to(gl.float32)
+                        if SAVE_H:
+                            gl.store(h + F + (at * (PARTS * F) + cols), up, mask=mask)
+                    gl.store(a + (at * F + cols), value.to(tile.dtype), mask=mask)
+            cols += W
+        mbarrier.arrive(drained)
+
+
+@gluon.jit
+def up_kernel(
+    x,  # [N, D], tokens copied to their rows: ragged tensor descriptor
+    w,  # [E, F, D], or [2E, F, D] for GLU: tensor descriptor
+    tiles_ptr,  # from schedule()
+    h_ptr,  # [N, F], or [N, 2F] for GLU, with SAVE_H
+    a_ptr,  # [N, F]
+    D: gl.constexpr,
+    F: gl.constexpr,
+    GLU: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SAVE_H: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    PARTS: gl.constexpr = GLU + 1
+    COLUMNS: gl.constexpr = (PARTS * F + BLOCK_N - 1) // BLOCK_N
+    STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    items = gl.load(tiles_ptr + 3) * COLUMNS
+    x_ring, w_ring, tile, ready, full, drained = shared(x, w, BLOCK_M, BLOCK_N, STAGES)
+    gl.warp_specialize(
+        [
+            (
+                multiply,
+                (x, w, tiles_ptr, x_ring, w_ring, tile, ready, full, drained, items,
+                 STEPS, COLUMNS, True, GROUP_M),
+            ),
+            (
+                _finish_up,
+                (tiles_ptr, h_ptr, a_ptr, tile, full, drained, items,
+                 F, COLUMNS, GLU, ACTIVATION, SAVE_H, GROUP_M),
+            ),
+        ],
+        [EPILOGUE_WARPS],
+        [EPILOGUE_REGISTERS],
+    )  # fmt: skip
+
+
+def up(
+    rows: Tensor,
+    w1: Tensor,
+    tiles: Tensor,
+    h: Tensor,
+    a: Tensor,
+    activation: str,
+    *,
+    save_h: bool,
+    tile: Tile,
+) -> None:
+    """``expert_mlp.up.up`` of tokens copied to their rows, into h and a."""
+    experts, _, hidden = w1.shape
+    parts, ffn = 2 if is_glu(activation) else 1, a.shape[1]
+    block = (parts, tile.block_n // parts, tile.block_k)
+    launch(
+        up_kernel,
+        (programs(rows),),
+        descriptor(ragged(rows, (tile.block_m, tile.block_k))),
+        descriptor(matrices(w1.view(experts * parts, ffn, hidden), block)),
+        tiles,
+        h,
+        a,
+        D=hidden,
+        F=ffn,
+        GLU=parts == 2,
+        ACTIVATION=base_function(activation),
+        SAVE_H=save_h,
+        **constants(tile),
+    )
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    if target.name != "sm90":
+        return []
+    tile = TILES["up_hopper"]["sm90"]
+    return [
+        gate_case(
+            f"up_{activation}",
+            up_kernel,
+            "up_hopper",
+            pointers={"tiles_ptr": "*i32", "h_ptr": "*bf16", "a_ptr": "*bf16"},
+            operands={
+                "x": (1, 1, tile.block_m, tile.block_k),
+                "w": (parts, tile.block_n // parts, tile.block_k),
+            },
+            constexprs={
+                "D": 2048,
+                "F": 4096,
+                "GLU": parts == 2,
+                "ACTIVATION": base_function(activation),
+                "SAVE_H": True,
+            },
+        )
+        for activation, parts in (("swiglu", 2), ("gelu", 1))
+    ]

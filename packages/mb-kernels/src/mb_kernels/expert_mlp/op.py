@@ -1,0 +1,276 @@
+"""The whole expert computation, gather to combine, as one differentiable op.
+
+The idea and the formulas of the backward are in ``mb_kernels.expert_mlp.reference``. What autograd
+keeps is x (with K = 1 its copy in the order of rows, which the backward would make again), the
+pre-activations h, the index maps and the kernels' list of row tiles. With
+``recompute=True`` h is dropped too and computed again; with ``saved_activation_bits`` it is kept in
+8 or 4 bits. The experts' outputs are never kept: a routing weight's gradient comes from
+``<W2^T do, act(h)>`` inside the backward's first product.
+
+Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k, N = T·K rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mb_kernels.activation import is_glu
+from mb_kernels.bins import Bins, row_tiles
+from mb_kernels.expert_mlp.reference import expert_mlp_backward, expert_mlp_forward
+from mb_kernels.grouped_gemm.op import require_multiple_of_16
+from mb_kernels.permute.op import bins_of
+from mb_kernels.permute.reference import combine, gather
+from mb_kernels.quantize.op import dequantize, quantize
+from mb_kernels.runtime import registration
+
+_WHOLE = 16  # bits that stand for "in the dtype they have"
+
+
+def expert_mlp(
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    bins: Bins,
+    weights_TK: Tensor,
+    *,
+    activation: str = "swiglu",
+    recompute: bool = False,
+    saved_activation_bits: int | None = None,
+) -> Tensor:
+    """Send every token through its experts and sum their weighted outputs.
+
+    Args:
+        x_TD: [T, D]; fp32, bf16 or fp16; D and F multiples of 16 on a GPU.
+        w1_EFD: [E, F, D], or [E, 2F, D] for a GLU activation, gate over up; dtype of x_TD.
+        w2_EDF: [E, D, F]; dtype of x_TD.
+        bins: from ``bin_tokens`` on expert ids [T, K] with E experts.
+        weights_TK: [T, K] routing weights, normally fp32.
+        activation: a name from ``mb_kernels.activation``.
+        recompute: keep only x and the index maps for the backward, and compute the
+            pre-activations again there.
+        saved_activation_bits: keep the pre-activations in 8 or 4 bits, by ``quantize``. The output
+            is exact, the gradients are those at the rounded pre-activations. None keeps them as
+            they are.
+
+    Returns:
+        y_TD [T, D] in the dtype of x_TD. Differentiable in x_TD, w1_EFD, w2_EDF and weights_TK.
+
+    Raises:
+        ValueError: unknown activation; shapes, dtypes or devices that do not match; a size the
+            kernels cannot take.
+    """
+    _check(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
+    if saved_activation_bits not in (None, 4, 8) or (recompute and saved_activation_bits):
+        raise ValueError(
+            "saved_activation_bits: expected 4, 8 or None, and None with recompute=True, which "
+            f"keeps no activations; got {saved_activation_bits} with recompute={recompute}."
+        )
+    differentiable = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (x_TD, w1_EFD, w2_EDF, weights_TK)
+    )
+    indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
+    saved_bits = (saved_activation_bits or _WHOLE) if differentiable and not recompute else 0
+    keep_rows = saved_bits > 0 and weights_TK.shape[1] == 1 and registration.use_triton(x_TD)
+    return torch.ops.mb.expert_mlp(
+        x_TD, w1_EFD, w2_EDF, *indices, weights_TK, activation, saved_bits, keep_rows
+    )[0]
+
+
+def _check(
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    bins: Bins,
+    weights_TK: Tensor,
+    activation: str,
+) -> None:
+    if x_TD.ndim != 2 or w2_EDF.ndim != 3 or w2_EDF.shape[1] != x_TD.shape[1]:
+        raise ValueError(
+            "w2_EDF: expected [E, D, F] with the D of x_TD [T, D] "
+            f"{tuple(x_TD.shape)}; got {tuple(w2_EDF.shape)}."
+        )
+    experts, hidden, ffn = w2_EDF.shape
+    columns = 2 * ffn if is_glu(activation) else ffn
+    if w1_EFD.shape != (experts, columns, hidden):
+        raise ValueError(
+            f"w1_EFD: expected {(experts, columns, hidden)} for {activation} and w2_EDF "
+            f"{tuple(w2_EDF.shape)}; got {tuple(w1_EFD.shape)}. A GLU holds gate over up: "
+            "[E, 2F, D]."
+        )
+    if weights_TK.ndim != 2 or weights_TK.shape[0] != x_TD.shape[0]:
+        raise ValueError(
+            f"weights_TK: expected [{x_TD.shape[0]}, top_k], a row per token; "
+            f"got {tuple(weights_TK.shape)}."
+        )
+    if bins.order_N.shape[0] != weights_TK.numel() or bins.offsets_E1.shape[0] != experts + 1:
+        raise ValueError(
+            f"bins: expected {weights_TK.numel()} slots and {experts} experts; got "
+            f"{bins.order_N.shape[0]} and {bins.offsets_E1.shape[0] - 1}. "
+            "Build them with bin_tokens(expert_ids_TK, num_experts)."
+        )
+    registration.require_same("x_TD", x_TD, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
+    if weights_TK.device != x_TD.device or not weights_TK.is_floating_point():
+        raise ValueError(
+            f"weights_TK: expected a floating tensor on {x_TD.device}; got {weights_TK.dtype} on "
+            f"{weights_TK.device}."
+        )
+    require_multiple_of_16(x_TD, D=hidden, F=ffn)
+
+
+def _forward_reference(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
+    weights: Tensor,
+    activation: str,
+    saved_bits: int,
+    keep_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bins = bins_of(order, inverse, offsets)
+    y, h = expert_mlp_forward(x, w1, w2, bins, weights, activation)
+    rows = gather(x, bins, 1) if keep_rows else x.new_empty(0)
+    return y, h if saved_bits else x.new_empty(0), order.new_empty((0, 4)), rows
+
+
+def _backward_reference(
+    do: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    tiles: Tensor,
+    activation: str,
+    in_rows: bool,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    bins = bins_of(order, inverse, offsets)
+    if in_rows:
+        x = combine(x, bins, None, 1)
+    if h.numel() == 0:
+        h = expert_mlp_forward(x, w1, w2, bins, weights, activation)[1]
+    grads = expert_mlp_backward(do, x, w1, w2, bins, weights, h, activation)
+    return tuple(g if need else x.new_empty(0) for g, need in zip(grads, needs, strict=True))
+
+
+def _forward_fake(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
+    weights: Tensor,
+    activation: str,
+    saved_bits: int,
+    keep_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    h = x.new_empty((order.shape[0], w1.shape[1])) if saved_bits else x.new_empty(0)
+    count = row_tiles(order.shape[0], w1.shape[0]) if registration.use_triton(x) else 0
+    kept = x.new_empty((order.shape[0], x.shape[1]) if keep_rows else (0,))
+    return x.new_empty(x.shape), h, order.new_empty((count, 4)), kept
+
+
+def _backward_fake(
+    do: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    tiles: Tensor,
+    activation: str,
+    in_rows: bool,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    like = (x, w1, w2, weights)
+    return tuple(
+        t.new_empty(t.shape) if need else x.new_empty(0)
+        for t, need in zip(like, needs, strict=True)
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, *tensors, ctx.activation, ctx.saved_bits, ctx.in_rows = inputs
+    _, h, tiles, rows = output
+    kept = quantize(h, ctx.saved_bits) if ctx.saved_bits in (4, 8) else (h,)
+    ctx.save_for_backward(rows if ctx.in_rows else x, *tensors, tiles, *kept)
+    ctx.mark_non_differentiable(h, tiles, rows)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, do: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
+    if do is None:
+        return (None,) * 10
+    needed = ctx.needs_input_grad
+    needs = [needed[0], needed[1], needed[2], needed[6]]
+    saved = ctx.saved_tensors  # read once: under checkpoint a second reading fails
+    tensors, tiles, kept = saved[:7], saved[7], saved[8:]
+    h = kept[0]
+    if ctx.saved_bits in (4, 8):
+        h = dequantize(*kept, bits=ctx.saved_bits, dtype=do.dtype)
+    grads = torch.ops.mb.expert_mlp_backward(
+        do.contiguous(), *tensors, h, tiles, ctx.activation, ctx.in_rows, needs
+    )
+    dx, dw1, dw2, dweights = (g if n else None for g, n in zip(grads, needs, strict=True))
+    return dx, dw1, dw2, None, None, None, dweights, None, None, None
+
+
+def _forward_flops(
+    x_shape: Any, w1_shape: Any, w2_shape: Any, order_shape: Any, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * order_shape[0] * (w1_shape[1] * w1_shape[2] + w2_shape[1] * w2_shape[2])
+
+
+def _backward_flops(
+    do_shape: Any,
+    x_shape: Any,
+    w1_shape: Any,
+    w2_shape: Any,
+    order_shape: Any,
+    inverse_shape: Any,
+    offsets_shape: Any,
+    weights_shape: Any,
+    h_shape: Any,
+    tiles_shape: Any,
+    activation: str,
+    in_rows: bool,
+    needs: list[bool],
+    **kwargs: Any,
+) -> int:
+    up = 2 * order_shape[0] * w1_shape[1] * w1_shape[2]
+    down = 2 * order_shape[0] * w2_shape[1] * w2_shape[2]
+    recomputed = up if h_shape[0] == 0 and order_shape[0] > 0 else 0
+    dx, dw1, dw2, _ = needs
+    return recomputed + down + dx * up + dw1 * up + dw2 * down
+
+
+_INPUTS = "Tensor x, Tensor w1, Tensor w2, Tensor order, Tensor inverse, Tensor offsets"
+registration.register(
+    f"expert_mlp({_INPUTS}, Tensor weights, str activation, int saved_bits, bool keep_rows) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    reference=_forward_reference,
+    kernels="mb_kernels.expert_mlp.steps",
+    fake=_forward_fake,
+    flops=_forward_flops,
+    setup_context=_setup,
+    backward=_backward,
+)
+registration.register(
+    f"expert_mlp_backward(Tensor do, {_INPUTS}, Tensor weights, Tensor h, Tensor tiles, "
+    "str activation, bool in_rows, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference=_backward_reference,
+    kernels="mb_kernels.expert_mlp.steps",
+    fake=_backward_fake,
+    flops=_backward_flops,
+)

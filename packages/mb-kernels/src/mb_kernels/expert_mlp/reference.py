@@ -1,0 +1,100 @@
+"""Reference of ``mb_kernels.expert_mlp``: gather, up, activation, down, combine.
+
+The explicit backward is the one the kernels implement (the idea is SonicMoE's, arXiv:2512.14080).
+Row r has token t(r), expert e(r) and weight s_r; ``h_r = W1 x_t``, ``a_r = act(h_r)``,
+``y_r = W2 a_r``, ``out_t = Σ s_r y_r``. Given ``do_t``:
+
+- ``q_r = W2^T do_t``, and the weight's gradient is ``<do_t, y_r> = <q_r, a_r>``: y_r is never kept.
+- ``dh_r = act'(h_r) · s_r q_r``; ``dW2 = Σ do_t (s_r a_r)^T``; ``dW1 = Σ dh_r x_t^T``.
+- ``dx_t = Σ W1^T dh_r`` over the rows of the token.
+
+Letters: T tokens, D hidden, F ffn width (F or 2F for GLU in w1), E experts, K top-k, N rows.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mb_kernels.activation import activate, activate_backward
+from mb_kernels.bins import Bins
+from mb_kernels.grouped_gemm.reference import grouped_gemm, grouped_outer
+from mb_kernels.permute.reference import combine, gather
+from mb_kernels.quantize.reference import dequantize, quantize
+
+
+def expert_mlp(
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    bins: Bins,
+    weights_TK: Tensor,
+    *,
+    activation: str = "swiglu",
+    recompute: bool = False,
+    saved_activation_bits: int | None = None,
+) -> Tensor:
+    """Twin of ``mb_kernels.expert_mlp``, differentiable by plain autograd."""
+    if recompute:
+        return checkpoint(
+            expert_mlp,
+            *(x_TD, w1_EFD, w2_EDF, bins, weights_TK),
+            activation=activation,
+            use_reentrant=False,
+        )
+    h_NF = grouped_gemm(gather(x_TD, bins, weights_TK.shape[1]), w1_EFD, bins.offsets_E1)
+    y_TD = _down(h_NF, w2_EDF, bins, weights_TK, activation)
+    if saved_activation_bits is None:
+        return y_TD
+    # The value of y, with the gradient that the rounded pre-activations give.
+    codes, scales = quantize(h_NF, saved_activation_bits)
+    rounded_NF = dequantize(codes, scales, bits=saved_activation_bits, dtype=h_NF.dtype)
+    rounded_TD = _down(h_NF + (rounded_NF - h_NF).detach(), w2_EDF, bins, weights_TK, activation)
+    return rounded_TD + (y_TD - rounded_TD).detach()
+
+
+def _down(h_NF: Tensor, w2_EDF: Tensor, bins: Bins, weights_TK: Tensor, activation: str) -> Tensor:
+    y_ND = grouped_gemm(_activate(h_NF, activation), w2_EDF, bins.offsets_E1)
+    return combine(y_ND, bins, weights_TK)
+
+
+def expert_mlp_forward(
+    x_TD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, bins: Bins, weights_TK: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Output [T, D] and the pre-activations h [N, F or 2F] that the backward needs."""
+    h_NF = grouped_gemm(gather(x_TD, bins, weights_TK.shape[1]), w1_EFD, bins.offsets_E1)
+    y_ND = grouped_gemm(_activate(h_NF, activation), w2_EDF, bins.offsets_E1)
+    return combine(y_ND, bins, weights_TK), h_NF
+
+
+def expert_mlp_backward(
+    do_TD: Tensor,
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    bins: Bins,
+    weights_TK: Tensor,
+    h_NF: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients for x_TD, w1_EFD, w2_EDF and weights_TK by the formulas atop this module."""
+    top_k = weights_TK.shape[1]
+    order_N = bins.order_N.long()
+    do_ND = gather(do_TD, bins, top_k)
+    s_N1 = weights_TK.flatten()[order_N, None]
+    a_NF = _activate(h_NF, activation)
+    q_NF = grouped_gemm(do_ND, w2_EDF, bins.offsets_E1, transpose_weight=False).to(s_N1.dtype)
+
+    d_weights_N = torch.empty_like(s_N1[:, 0])
+    d_weights_N[order_N] = (q_NF * a_NF.to(s_N1.dtype)).sum(dim=1)
+    dh_NF = activate_backward(s_N1 * q_NF, h_NF.to(s_N1.dtype), activation).to(h_NF.dtype)
+    d_w2_EDF = grouped_outer(do_ND, (s_N1 * a_NF).to(do_ND.dtype), bins.offsets_E1)
+    d_w1_EFD = grouped_outer(dh_NF, gather(x_TD, bins, top_k), bins.offsets_E1)
+    dx_ND = grouped_gemm(dh_NF, w1_EFD, bins.offsets_E1, transpose_weight=False)
+    dx_TD = combine(dx_ND, bins, None, top_k)
+    return dx_TD, d_w1_EFD, d_w2_EDF, d_weights_N.view_as(weights_TK)
+
+
+def _activate(h_NF: Tensor, activation: str) -> Tensor:
+    """The activation in fp32 (fp64 for fp64), rounded once to the dtype of h, as the kernels do."""
+    accumulator = torch.float64 if h_NF.dtype is torch.float64 else torch.float32
+    return activate(h_NF.to(accumulator), activation).to(h_NF.dtype)

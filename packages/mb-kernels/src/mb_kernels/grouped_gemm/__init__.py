@@ -1,0 +1,3 @@
+"""Rows sorted by expert times per-expert weights."""
+
+from mb_kernels.grouped_gemm.op import grouped_gemm as grouped_gemm

@@ -1,0 +1,201 @@
+"""Rows sorted by expert times per-expert weights: down-projection, dX, and ``grouped_gemm``.
+
+With one choice per token (K = 1) the result may go straight to its token's row, scaled by the
+routing weight, which saves the combine.
+
+Letters: N rows, K contraction, M output columns, E experts.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mb_kernels.language.memory import load_rows, load_weight, store_rows
+from mb_kernels.language.tiles import first_item, halves, locate
+from mb_kernels.runtime.launch import (
+    launch,
+    matrices,
+    matrix_case,
+    precision,
+    programs,
+    ragged,
+    tile_of,
+    uses_descriptors,
+    xcds,
+)
+from mb_kernels.targets.table import FEW_ROWS, TILES, GateCase, Target, Tile
+
+
+@triton.jit
+def rows_kernel(
+    x,  # [N, K]: ragged tensor descriptor or pointer
+    w,  # [E, M, K] or [E, K, M]: tensor descriptor or pointer
+    order_ptr,  # [N] int32: output row of each row, with SCATTER
+    weights_ptr,  # [N] by slot, with SCALE
+    tiles_ptr,  # from schedule()
+    y,  # [N, 1, M]: ragged tensor descriptor, or pointer with SCATTER or without DESCRIPTORS
+    E: tl.constexpr,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    TRANSPOSE: tl.constexpr,  # w is [E, M, K]
+    SCATTER: tl.constexpr,
+    SCALE: tl.constexpr,
+    ALL: tl.constexpr,  # write zeros to the rows of dropped slots, not only the experts' rows
+    DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    XCDS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = (M + BLOCK_N - 1) // BLOCK_N
+    EVEN_M: tl.constexpr = M % BLOCK_N == 0
+    total = tl.load(tiles_ptr + (7 if ALL else 3))
+    items = total * COLUMNS
+    r = tl.arange(0, BLOCK_M)
+    for item in tl.range(first_item(XCDS), items, tl.num_programs(0), flatten=FLATTEN):
+        group, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
+        e = tl.minimum(group, E - 1) if ALL else group
+        tl.assume(e >= 0)
+        col = column * BLOCK_N
+        count = row_end - row
+        m = r < count
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            x_block = load_rows(x, row, count, start, K, BLOCK_M, BLOCK_K, DESCRIPTORS)
+            if TRANSPOSE:
+                w_block = load_weight(w, e, col, start, M, K, BLOCK_N, BLOCK_K, 1, DESCRIPTORS).T
+            else:
+                w_block = load_weight(w, e, start, col, K, M, BLOCK_K, BLOCK_N, 1, DESCRIPTORS)
+            acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
+
+        if ALL:
+            acc = tl.where(group < E, acc, 0.0)
+        # Two stores of half the columns need half the registers and shared memory of one.
+        left, right = halves(acc)
+        if SCATTER:
+            slot = tl.load(order_ptr + row + r, mask=m, other=0)
+            y_row = y + slot.to(tl.int64)[:, None] * M
+            if SCALE:
+                s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
+                left *= s
+                right *= s
+            cols = (col + tl.arange(0, BLOCK_N // 2))[None, :]
+            kind = y.dtype.element_ty
+            mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
+            tl.store(y_row + cols, left.to(kind), mask=mask)
+            cols += BLOCK_N // 2
+            mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
+            tl.store(y_row + cols, right.to(kind), mask=mask)
+        else:
+            store_rows(y, left, 0, 1, row, count, col, M, BLOCK_N, DESCRIPTORS)
+            store_rows(y, right, 0, 1, row, count, col + BLOCK_N // 2, M, BLOCK_N, DESCRIPTORS)
+
+
+def rows_tile(x: Tensor, w: Tensor, *, transpose_weight: bool) -> Tile:
+    """The tile of ``rows_times_weights`` for the device, dtype and rows per expert of ``x``."""
+    op = "down" if transpose_weight else "dx"
+    few = uses_descriptors(x) and x.shape[0] <= FEW_ROWS * w.shape[0]
+    return tile_of(f"{op}_few_rows" if few else op, x)
+
+
+def rows_times_weights(
+    x: Tensor,
+    w: Tensor,
+    tiles: Tensor,
+    *,
+    transpose_weight: bool,
+    tile: Tile,
+    scatter_order: Tensor | None = None,
+    scale: Tensor | None = None,
+    fill_dropped: bool,
+) -> Tensor:
+    """[N, M]: row r times its expert's weight.
+
+    ``scatter_order`` sends row r to output row scatter_order[r], scaled by ``scale`` there.
+    ``fill_dropped`` writes zeros to the rows of no expert, which are left unwritten otherwise.
+    """
+    experts = w.shape[0]
+    columns = w.shape[1 if transpose_weight else 2]
+    depth = x.shape[1]
+    y = x.new_empty((x.shape[0], columns))
+    descriptors = uses_descriptors(x)
+    x_arg, w_arg, y_arg = x, w, y
+    if descriptors:
+        if scatter_order is None:
+            y_arg = ragged(y, (tile.block_m, 1, tile.block_n // 2), parts=1)
+        x_arg = ragged(x, (tile.block_m, tile.block_k))
+        block = (tile.block_n, tile.block_k) if transpose_weight else (tile.block_k, tile.block_n)
+        w_arg = matrices(w, (1, *block))
+    launch(
+        rows_kernel,
+        (programs(x, tile.programs_per_unit),),
+        x_arg,
+        w_arg,
+        scatter_order,
+        scale,
+        tiles,
+        y_arg,
+        E=experts,
+        K=depth,
+        M=columns,
+        TRANSPOSE=transpose_weight,
+        SCATTER=scatter_order is not None,
+        SCALE=scale is not None,
+        ALL=fill_dropped,
+        DESCRIPTORS=descriptors,
+        PRECISION=precision(x),
+        XCDS=xcds(x),
+        **tile.blocks,
+        **tile.launch_options,
+    )
+    return y
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    cases = []
+    for op, scatter in (
+        ("down", False),
+        ("down", True),
+        ("dx", False),
+        ("down_few_rows", False),
+        ("down_few_rows", True),
+        ("dx_few_rows", False),
+        ("dx_few_rows", True),
+    ):
+        tile = TILES[op].get(target.name)
+        if tile is None:
+            continue
+        down = op.startswith("down")
+        block = (tile.block_n, tile.block_k) if down else (tile.block_k, tile.block_n)
+        cases.append(
+            matrix_case(
+                f"{op}{'_scatter' if scatter else ''}_bf16",
+                rows_kernel,
+                target,
+                op,
+                pointers={
+                    "order_ptr": "*i32",
+                    "weights_ptr": "*fp32",
+                    "tiles_ptr": "*i32",
+                    **({"y": "*bf16"} if scatter else {}),
+                },
+                operands={
+                    "x": (1, 1, tile.block_m, tile.block_k),
+                    "w": (1, *block),
+                    **({} if scatter else {"y": (1, 1, tile.block_m, 1, tile.block_n // 2)}),
+                },
+                constexprs={
+                    "E": 64,
+                    "K": 1024,
+                    "M": 2048,
+                    "TRANSPOSE": down,
+                    "SCATTER": scatter,
+                    "SCALE": scatter and down,
+                    "ALL": scatter,
+                },
+            )
+        )
+    return cases

@@ -1,0 +1,29 @@
+"""Launches of ``mb_kernels.grouped_gemm``'s two products."""
+
+from torch import Tensor
+
+from mb_kernels.grouped_gemm.forward import rows_tile, rows_times_weights
+from mb_kernels.grouped_gemm.schedule import schedule
+from mb_kernels.grouped_gemm.weight_grad import outer
+from mb_kernels.runtime.launch import operand
+
+
+def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, transpose_weight: bool) -> Tensor:
+    columns = w.shape[1 if transpose_weight else 2]
+    if x.shape[0] == 0 or x.shape[1] == 0 or columns == 0:
+        return x.new_zeros((x.shape[0], columns))
+    tile = rows_tile(x, w, transpose_weight=transpose_weight)
+    return rows_times_weights(
+        operand(x),
+        operand(w),
+        schedule(offsets, x.shape[0], tile.block_m),
+        transpose_weight=transpose_weight,
+        tile=tile,
+        fill_dropped=True,
+    )
+
+
+def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    if a.numel() == 0 or b.numel() == 0:
+        return a.new_zeros((offsets.shape[0] - 1, a.shape[1], b.shape[1]))
+    return outer(operand(a), operand(b), offsets)

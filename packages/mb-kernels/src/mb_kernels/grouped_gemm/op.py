@@ -1,0 +1,127 @@
+"""Rows sorted by expert times per-expert weights, counts on the device.
+
+Three products: rows × weight, its gradient for the rows (the same product with the weight
+transposed), and the gradient for the weights, whose contraction runs over a ragged number of rows
+(``grouped_outer``; an empty expert gets zeros).
+
+Letters: N rows, K contraction, M output columns, E experts, E1 = E + 1.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mb_kernels.grouped_gemm.reference import grouped_gemm as grouped_gemm_reference
+from mb_kernels.grouped_gemm.reference import grouped_outer as grouped_outer_reference
+from mb_kernels.runtime import registration
+
+
+def grouped_gemm(
+    x_NK: Tensor, w_EMK: Tensor, offsets_E1: Tensor, *, transpose_weight: bool = True
+) -> Tensor:
+    """Multiply each expert's rows by its weight.
+
+    Args:
+        x_NK: [N, K]; fp32, bf16 or fp16; K and M multiples of 16 on a GPU.
+        w_EMK: [E, M, K], or [E, K, M] with ``transpose_weight=False``; dtype of x_NK.
+        offsets_E1: [E + 1] int32; expert e owns rows offsets[e] to offsets[e + 1].
+        transpose_weight: row r of expert e becomes ``x_r @ w_e^T`` (True) or ``x_r @ w_e``.
+
+    Returns:
+        [N, M] in the dtype of x_NK; rows from offsets_E1[-1] on are zero. Differentiable in
+        x_NK and w_EMK.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match, or a size the kernels cannot take.
+    """
+    contraction = 2 if transpose_weight else 1
+    if x_NK.ndim != 2 or w_EMK.ndim != 3 or w_EMK.shape[contraction] != x_NK.shape[1]:
+        layout = "[E, M, K]" if transpose_weight else "[E, K, M]"
+        raise ValueError(
+            f"w: expected {layout} with the K of x_NK {tuple(x_NK.shape)}; got "
+            f"{tuple(w_EMK.shape)}. transpose_weight={not transpose_weight} takes the other layout."
+        )
+    if offsets_E1.shape != (w_EMK.shape[0] + 1,):
+        raise ValueError(
+            f"offsets_E1: expected [{w_EMK.shape[0] + 1}], one more than the experts of w; got "
+            f"{tuple(offsets_E1.shape)}."
+        )
+    registration.require_same("x_NK", x_NK, w=w_EMK)
+    require_multiple_of_16(x_NK, K=x_NK.shape[1], M=w_EMK.shape[3 - contraction])
+    return torch.ops.mb.grouped_gemm(x_NK, w_EMK, offsets_E1, transpose_weight)
+
+
+def require_multiple_of_16(x: Tensor, **sizes: int) -> None:
+    """ValueError if the kernels run on ``x`` and cannot take one of ``sizes``."""
+    if not registration.use_triton(x):
+        return
+    for name, size in sizes.items():
+        if size % 16:
+            raise ValueError(
+                f"{name}: expected a multiple of 16 (matrix units and 16-byte loads); got {size}. "
+                "Pad the weights with zeros, or use mb_kernels.reference, which takes any size."
+            )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, offsets, ctx.transpose_weight = inputs
+    ctx.save_for_backward(x, w, offsets)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, w, offsets = ctx.saved_tensors
+    dy = dy.contiguous()
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        dx = torch.ops.mb.grouped_gemm(dy, w, offsets, not ctx.transpose_weight)
+    if ctx.needs_input_grad[1]:
+        dw = torch.ops.mb.grouped_outer(*((dy, x) if ctx.transpose_weight else (x, dy)), offsets)
+    return dx, dw, None, None
+
+
+def _outer_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _outer_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
+    a, b, offsets = ctx.saved_tensors
+    d_out = d_out.contiguous()
+    da = torch.ops.mb.grouped_gemm(b, d_out, offsets, True)
+    return da, torch.ops.mb.grouped_gemm(a, d_out, offsets, False), None
+
+
+def _flops(
+    x_shape: Any, w_shape: Any, offsets_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    return 2 * x_shape[0] * w_shape[1] * w_shape[2]
+
+
+def _outer_flops(
+    a_shape: Any, b_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+
+
+registration.register(
+    "grouped_gemm(Tensor x, Tensor w, Tensor offsets, bool transpose_weight) -> Tensor",
+    reference=lambda x, w, offsets, transpose_weight: grouped_gemm_reference(
+        x, w, offsets, transpose_weight=transpose_weight
+    ),
+    kernels="mb_kernels.grouped_gemm.kernels",
+    fake=lambda x, w, offsets, transpose_weight: x.new_empty(
+        (x.shape[0], w.shape[1 if transpose_weight else 2])
+    ),
+    flops=_flops,
+    setup_context=_setup,
+    backward=_backward,
+)
+registration.register(
+    "grouped_outer(Tensor a, Tensor b, Tensor offsets) -> Tensor",
+    reference=grouped_outer_reference,
+    kernels="mb_kernels.grouped_gemm.kernels",
+    fake=lambda a, b, offsets: a.new_empty((offsets.shape[0] - 1, a.shape[1], b.shape[1])),
+    flops=_outer_flops,
+    setup_context=_outer_setup,
+    backward=_outer_backward,
+)

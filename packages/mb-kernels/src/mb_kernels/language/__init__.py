@@ -1,0 +1,1 @@
+"""Device code that the rooms share: tiles, memory, activations."""

@@ -1,0 +1,106 @@
+"""How tiles come from memory and go there, by descriptor or by pointer.
+
+Letters: T tokens, N rows, E experts.
+"""
+
+import triton
+import triton.language as tl
+from triton.tools.ragged_tma import load_ragged
+
+
+@triton.jit
+def load_weight(
+    w,
+    e,
+    row,
+    col,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STACK: tl.constexpr,  # load the same block of this many matrices, one over the other
+    DESCRIPTORS: tl.constexpr,
+):
+    """[STACK * BLOCK_R, BLOCK_C] at (row, col) of matrices STACK*e.. of [ROWS, COLS]; 0 outside."""
+    if DESCRIPTORS:
+        block = tl.reshape(w.load([STACK * e, row, col]), (STACK * BLOCK_R, BLOCK_C))
+    else:
+        # A 64-bit scalar base and 32-bit offsets inside the tile: the form AMD's buffer loads need.
+        base = w + e.to(tl.int64) * (STACK * ROWS * COLS) + row * COLS + col
+        r = tl.arange(0, STACK * BLOCK_R)
+        c = tl.arange(0, BLOCK_C)
+        offsets = (r // BLOCK_R * ROWS + r % BLOCK_R)[:, None] * COLS + c[None, :]
+        if ROWS % BLOCK_R == 0 and COLS % BLOCK_C == 0:
+            block = tl.load(base + offsets)
+        else:
+            inside = (row + r % BLOCK_R < ROWS)[:, None] & (col + c < COLS)[None, :]
+            block = tl.load(base + offsets, mask=inside, other=0.0)
+    return block
+
+
+@triton.jit
+def token_rows(source, token, COLS: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr):
+    """(base, offsets) of the first BLOCK_C columns of rows ``token`` of source [T, COLS].
+
+    WIDE makes base a block of 64-bit pointers: needed beyond 2**31 elements, and on NVIDIA in a
+    flattened loop, where only this form becomes asynchronous copies. Otherwise a scalar base and
+    32-bit offsets save registers, and are what AMD's buffer loads need.
+    """
+    offsets = tl.arange(0, BLOCK_C)[None, :]
+    if WIDE:
+        base = source + token.to(tl.int64)[:, None] * COLS + offsets
+        offsets = 0
+    else:
+        base = source
+        offsets += token[:, None] * COLS
+    return base, offsets
+
+
+@triton.jit
+def load_rows(
+    x,
+    row,
+    count,
+    col,
+    COLS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """[BLOCK_R, BLOCK_C] of x [N, COLS] at (row, col): ``count`` rows, and zeros after them."""
+    if DESCRIPTORS:
+        block = load_ragged(x, row, count, [0, col])
+    else:
+        r = tl.arange(0, BLOCK_R)
+        c = tl.arange(0, BLOCK_C)
+        base = x + row.to(tl.int64) * COLS + col
+        m = (r < count)[:, None]
+        mask = m if COLS % BLOCK_C == 0 else m & (col + c < COLS)[None, :]
+        block = tl.load(base + r[:, None] * COLS + c[None, :], mask=mask, other=0.0)
+    return block
+
+
+@triton.jit
+def store_rows(out, block, part: tl.constexpr, parts: tl.constexpr, row, count, col,
+               COLS: tl.constexpr, BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr):  # fmt: skip
+    """Write the first ``count`` rows of block at (row, part, col) of out [N, parts, COLS].
+
+    BLOCK is the width of the tile that block is a piece of.
+
+    The ragged descriptor checks both ends in hardware, and its copy runs behind the program.
+    """
+    if DESCRIPTORS:
+        # The coordinates of triton.tools.ragged_tma.store_ragged for rows row to row + count.
+        block = tl.reshape(block.to(out.dtype), (1, 1, block.shape[0], 1, block.shape[1]))
+        out.store([0x40000000, row + count, 0x40000000 - count, part, col], block)
+    else:
+        r = tl.arange(0, block.shape[0])[:, None]
+        cols = (col + tl.arange(0, block.shape[1]))[None, :]
+        # Offsets within the tile fit 32 bits.
+        base = out + row.to(tl.int64) * (parts * COLS) + part * COLS
+        value = block.to(out.dtype.element_ty)
+        if COLS % BLOCK == 0:
+            tl.store(base + r * (parts * COLS) + cols, value, mask=r < count)
+        else:
+            mask = (r < count) & (cols < COLS)
+            tl.store(base + r * (parts * COLS) + cols, value, mask=mask)

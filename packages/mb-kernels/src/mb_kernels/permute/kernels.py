@@ -1,0 +1,370 @@
+"""Kernels of ``mb_kernels.permute``: bound by memory, one pass over each row.
+
+There may be more rows than slots: a row whose order is -1 is padding, and stays zero.
+
+Letters: T tokens, D hidden, K top-k, N = T·K rows, E1 = E + 1.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mb_kernels.runtime.launch import cdiv, launch, power_of_two
+from mb_kernels.targets.table import GateCase, Target
+
+
+@triton.jit
+def gather_kernel(
+    x_ptr,  # [T, D]
+    order_ptr,  # [N] int32
+    last_offset_ptr,  # number of rows that some expert computes
+    rows_ptr,  # [N, D]
+    rows,
+    D,
+    TOP_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    slot = tl.load(order_ptr + r, mask=r < rows, other=-1)
+    token = slot // TOP_K
+    taken = (r < tl.load(last_offset_ptr)) & (slot >= 0)
+    value = tl.load(
+        x_ptr + token.to(tl.int64)[:, None] * D + d[None, :],
+        mask=taken[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    mask = (r < rows)[:, None] & (d < D)[None, :]
+    tl.store(rows_ptr + r.to(tl.int64)[:, None] * D + d[None, :], value, mask=mask)
+
+
+@triton.jit
+def spread_kernel(
+    x_ptr,  # [T, D]
+    inverse_ptr,  # [N] int32
+    rows_ptr,  # [N, D]
+    tokens,
+    D,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    live = t < tokens
+    inside = (d < D)[None, :]
+    where = t.to(tl.int64)[:, None] * D + d[None, :]
+    x = tl.load(x_ptr + where, mask=live[:, None] & inside, other=0.0)
+    for k in range(TOP_K):
+        row = tl.load(inverse_ptr + t.to(tl.int64) * TOP_K + k, mask=live, other=-1)
+        where = row.to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(rows_ptr + where, x, mask=(row >= 0)[:, None] & inside)
+
+
+@triton.jit
+def combine_kernel(
+    rows_ptr,  # [N, D]
+    inverse_ptr,  # [N] int32
+    weights_ptr,  # [T, K], with WEIGHTED
+    y_ptr,  # [T, D]
+    tokens,
+    D,
+    TOP_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    live = t < tokens
+    slot = t.to(tl.int64) * TOP_K
+    acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for k in range(TOP_K):
+        row = tl.load(inverse_ptr + slot + k, mask=live, other=-1)
+        value = tl.load(
+            rows_ptr + row.to(tl.int64)[:, None] * D + d[None, :],
+            mask=(row >= 0)[:, None] & (d < D)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights_ptr + slot + k, mask=live, other=0.0).to(tl.float32)[:, None]
+        acc += value
+    tl.store(
+        y_ptr + t.to(tl.int64)[:, None] * D + d[None, :],
+        acc.to(y_ptr.dtype.element_ty),
+        mask=live[:, None] & (d < D)[None, :],
+    )
+
+
+@triton.jit
+def combine_backward_kernel(
+    dy_ptr,  # [T, D]
+    rows_ptr,  # [N, D]
+    order_ptr,  # [N] int32
+    last_offset_ptr,  # number of rows that some expert computes
+    weights_ptr,  # [T, K]
+    d_rows_ptr,  # [N, D]
+    d_weights_ptr,  # [T, K]
+    rows,
+    D,
+    TOP_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    live = r < rows
+    slot = tl.load(order_ptr + r, mask=live, other=-1)
+    taken = (r < tl.load(last_offset_ptr)) & (slot >= 0)
+    s = tl.load(weights_ptr + slot, mask=taken, other=0.0).to(tl.float32)
+    dy_row = dy_ptr + (slot // TOP_K).to(tl.int64)[:, None] * D
+    row = r.to(tl.int64)[:, None] * D
+    dot = tl.zeros((BLOCK_R,), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        inside = (d < D)[None, :]
+        mask = taken[:, None] & inside
+        dy = tl.load(dy_row + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(rows_ptr + row + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        dot += tl.sum(dy * y, 1)
+        d_row = (dy * s[:, None]).to(d_rows_ptr.dtype.element_ty)
+        tl.store(d_rows_ptr + row + d[None, :], d_row, mask=live[:, None] & inside)
+    tl.store(d_weights_ptr + slot, dot.to(d_weights_ptr.dtype.element_ty), mask=slot >= 0)
+
+
+@triton.jit
+def sum_partials_kernel(
+    partials_ptr,  # [parts, N] fp32, by row
+    order_ptr,  # [N] int32
+    offsets_ptr,  # [E + 1] int32
+    out_ptr,  # [N], by slot
+    rows,
+    parts,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two from parts on
+    BLOCK: tl.constexpr,
+):
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.arange(0, PARTS)
+    slot = tl.load(order_ptr + r, mask=r < rows, other=0)
+    taken = r < tl.load(offsets_ptr + E)  # a dropped slot sums no partials: zero
+    partial = partials_ptr + part.to(tl.int64)[:, None] * rows + r[None, :]
+    values = tl.load(partial, mask=(part < parts)[:, None] & taken[None, :], other=0.0)
+    tl.store(out_ptr + slot, tl.sum(values, 0).to(out_ptr.dtype.element_ty), mask=r < rows)
+
+
+# Elements of one program of ``combine``, whose loads of top_k rows wait for one another: with few,
+# more programs wait at once. One H200, 4096 against 1024: 337, 281 us (OLMoE), 97, 79 (its 8192
+# tokens), 62, 55 (Mixtral). No such gain in ``spread``, which is bound by what memory takes in:
+# 333, 327 us, of which 320 are what filling its rows takes.
+_COMBINED = 1024
+
+
+def _blocks(columns: int, elements: int = 4096) -> tuple[int, int]:
+    """Rows and columns of one program; with 128 threads, 16 or more bytes per thread and row."""
+    block_d = min(power_of_two(columns), 1024)
+    return max(elements // block_d, 1), block_d
+
+
+def gather(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> Tensor:
+    x = x.contiguous()
+    rows, columns = order.shape[0], x.shape[1]
+    out = x.new_empty((rows, columns))
+    if out.numel() == 0:
+        return out
+    block_r, block_d = _blocks(columns)
+    launch(
+        gather_kernel,
+        (cdiv(rows, block_r), cdiv(columns, block_d)),
+        x,
+        order,
+        offsets[-1:],
+        out,
+        rows,
+        columns,
+        TOP_K=top_k,
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
+    )
+    return out
+
+
+def spread(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+    """Tokens [T, D] copied to their rows [N, D]; rows of dropped slots are left unwritten.
+
+    Reads each token once, where ``gather`` reads it top_k times.
+    """
+    tokens, columns = x.shape
+    rows = x.new_empty((inverse.shape[0], columns))
+    block_t, block_d = _blocks(columns)
+    launch(
+        spread_kernel,
+        (cdiv(tokens, block_t), cdiv(columns, block_d)),
+        x,
+        inverse,
+        rows,
+        tokens,
+        columns,
+        TOP_K=top_k,
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+    )
+    return rows
+
+
+def combine(
+    rows: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    top_k: int,
+) -> Tensor:
+    rows = rows.contiguous()
+    tokens, columns = inverse.shape[0] // top_k, rows.shape[1]
+    y = rows.new_empty((tokens, columns))
+    if y.numel() == 0:
+        return y
+    block_t, block_d = _blocks(columns, _COMBINED)
+    launch(
+        combine_kernel,
+        (cdiv(tokens, block_t), cdiv(columns, block_d)),
+        rows,
+        inverse,
+        None if weights is None else weights.contiguous(),
+        y,
+        tokens,
+        columns,
+        TOP_K=top_k,
+        WEIGHTED=weights is not None,
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+    )
+    return y
+
+
+def combine_backward(
+    dy: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    rows = rows.contiguous()
+    count, columns = rows.shape
+    d_rows = torch.empty_like(rows)
+    d_weights = torch.zeros_like(weights) if columns == 0 else torch.empty_like(weights)
+    if d_rows.numel() == 0:
+        return d_rows, d_weights
+    block_r, block_d = _blocks(columns)
+    launch(
+        combine_backward_kernel,
+        (cdiv(count, block_r),),
+        dy,
+        rows,
+        order,
+        offsets[-1:],
+        weights.contiguous(),
+        d_rows,
+        d_weights,
+        count,
+        columns,
+        TOP_K=weights.shape[1],
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
+    )
+    return d_rows, d_weights
+
+
+def sum_partials(partials: Tensor, order: Tensor, offsets: Tensor, like: Tensor) -> Tensor:
+    """Partials [parts, N] by row, summed over the parts and put in slot order, like ``like``."""
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    parts, rows = partials.shape
+    block = max(4096 // power_of_two(parts), 32)
+    launch(
+        sum_partials_kernel,
+        (cdiv(rows, block),),
+        partials,
+        order,
+        offsets,
+        out,
+        rows,
+        parts,
+        E=offsets.shape[0] - 1,
+        PARTS=power_of_two(parts),
+        BLOCK=block,
+    )
+    return out
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    common = {"rows": "i32", "D": "i32"}
+    blocks = {"TOP_K": 8, "BLOCK_R": 4, "BLOCK_D": 1024}
+    return [
+        GateCase(
+            name="gather",
+            kernel=gather_kernel,
+            signature={
+                "x_ptr": "*bf16",
+                "order_ptr": "*i32",
+                "last_offset_ptr": "*i32",
+                "rows_ptr": "*bf16",
+                **common,
+            },
+            constexprs=blocks,
+            multiples_of_16=("D",),
+        ),
+        GateCase(
+            name="spread",
+            kernel=spread_kernel,
+            signature={
+                "x_ptr": "*bf16",
+                "inverse_ptr": "*i32",
+                "rows_ptr": "*bf16",
+                "tokens": "i32",
+                "D": "i32",
+            },
+            constexprs={"TOP_K": 8, "BLOCK_T": 4, "BLOCK_D": 1024},
+            multiples_of_16=("D",),
+        ),
+        GateCase(
+            name="combine",
+            kernel=combine_kernel,
+            signature={
+                "rows_ptr": "*bf16",
+                "inverse_ptr": "*i32",
+                "weights_ptr": "*fp32",
+                "y_ptr": "*bf16",
+                "tokens": "i32",
+                "D": "i32",
+            },
+            constexprs={"TOP_K": 8, "WEIGHTED": True, "BLOCK_T": 1, "BLOCK_D": 1024},
+            multiples_of_16=("D",),
+        ),
+        GateCase(
+            name="combine_backward",
+            kernel=combine_backward_kernel,
+            signature={
+                "dy_ptr": "*bf16",
+                "rows_ptr": "*bf16",
+                "order_ptr": "*i32",
+                "last_offset_ptr": "*i32",
+                "weights_ptr": "*fp32",
+                "d_rows_ptr": "*bf16",
+                "d_weights_ptr": "*fp32",
+                **common,
+            },
+            constexprs=blocks,
+            multiples_of_16=("D",),
+        ),
+        GateCase(
+            name="sum_partials",
+            kernel=sum_partials_kernel,
+            signature={
+                "partials_ptr": "*fp32",
+                "order_ptr": "*i32",
+                "offsets_ptr": "*i32",
+                "out_ptr": "*fp32",
+                "rows": "i32",
+                "parts": "i32",
+            },
+            constexprs={"E": 64, "PARTS": 32, "BLOCK": 128},
+        ),
+    ]

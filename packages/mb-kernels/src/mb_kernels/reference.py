@@ -1,0 +1,28 @@
+"""Every op in plain PyTorch, same name and signature: CPU path, oracle and documentation."""
+
+from mb_kernels.block_sparse.mlp_reference import pad_bins, sparse_expert_mlp, topology
+from mb_kernels.block_sparse.reference import dds, dsd, sdd
+from mb_kernels.expert_mlp.reference import expert_mlp
+from mb_kernels.grouped_gemm.reference import grouped_gemm
+from mb_kernels.permute.reference import combine, gather
+from mb_kernels.quantize.reference import dequantize, quantize
+from mb_kernels.router_losses.reference import router_losses
+from mb_kernels.routing.reference import bin_tokens, topk_softmax
+
+__all__ = [
+    "bin_tokens",
+    "combine",
+    "dds",
+    "dequantize",
+    "dsd",
+    "expert_mlp",
+    "gather",
+    "grouped_gemm",
+    "pad_bins",
+    "quantize",
+    "router_losses",
+    "sdd",
+    "sparse_expert_mlp",
+    "topk_softmax",
+    "topology",
+]

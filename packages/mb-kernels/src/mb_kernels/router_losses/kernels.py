@@ -1,0 +1,264 @@
+"""Kernels of ``mb_kernels.router_losses``.
+
+Forward: as many programs as the GPU has units each add up the probabilities per expert, lse^2 and
+the entropy over their share of the tokens; one program then adds their sums, in a fixed order, and
+writes the scalars. Backward: one pass over the probabilities.
+
+Letters: T tokens, E experts, P programs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mb_kernels.runtime.launch import cdiv, launch, power_of_two, programs
+from mb_kernels.targets.table import GateCase, Target
+
+_BLOCK = 4096  # logits a program holds at once: 32 per thread of 4 warps
+
+
+@triton.jit
+def router_sums_kernel(
+    logits_ptr,  # [T, E]
+    sums_ptr,  # [P, BLOCK_E] fp32: sum of probabilities per expert
+    scalars_ptr,  # [P, 2] fp32: sum of lse^2, sum of entropy
+    lse_ptr,  # [T] fp32
+    tokens,
+    E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    e = tl.arange(0, BLOCK_E)
+    sums = tl.zeros((BLOCK_E,), tl.float32)
+    squares = tl.zeros((BLOCK_T,), tl.float32)
+    entropies = tl.zeros((BLOCK_T,), tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T), tl.num_programs(0)):
+        t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+        live = t < tokens
+        inside = live[:, None] & (e < E)[None, :]
+        at = t.to(tl.int64)[:, None] * E + e[None, :]
+        x = tl.load(logits_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.where(live[:, None], x, 0.0)
+        largest = tl.max(x, 1)
+        exps = tl.where((e < E)[None, :], tl.exp(x - largest[:, None]), 0.0)
+        total = tl.sum(exps, 1)
+        lse = largest + tl.log(total)
+        p = tl.where(live[:, None], exps / total[:, None], 0.0)
+        sums += tl.sum(p, 0)
+        squares += tl.where(live, lse * lse, 0.0)
+        # p log p is 0 where p underflows to 0
+        entropies -= tl.sum(tl.where(p > 0, p * (x - lse[:, None]), 0.0), 1)
+        tl.store(lse_ptr + t, lse, mask=live)
+    tl.store(sums_ptr + tl.program_id(0) * BLOCK_E + e, sums)
+    tl.store(scalars_ptr + tl.program_id(0) * 2, tl.sum(squares, 0))
+    tl.store(scalars_ptr + tl.program_id(0) * 2 + 1, tl.sum(entropies, 0))
+
+
+@triton.jit
+def router_scalars_kernel(
+    sums_ptr,  # [P, BLOCK_E] fp32
+    scalars_ptr,  # [P, 2] fp32
+    balance_counts_ptr,  # [E] integers
+    counts_ptr,  # [E] integers
+    kept_ptr,  # [] integer
+    aux_ptr,
+    balance_ptr,
+    z_ptr,
+    entropy_ptr,
+    imbalance_ptr,
+    dropped_ptr,  # six scalars, fp32
+    parts,
+    tokens,  # at least 1
+    balance_weight,
+    z_weight,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    e = tl.arange(0, BLOCK_E)
+    sums = tl.zeros((BLOCK_E,), tl.float32)
+    squares = 0.0
+    entropy = 0.0
+    for part in range(parts):
+        sums += tl.load(sums_ptr + part * BLOCK_E + e)
+        squares += tl.load(scalars_ptr + part * 2)
+        entropy += tl.load(scalars_ptr + part * 2 + 1)
+    load = tl.load(balance_counts_ptr + e, mask=e < E, other=0).to(tl.float32)
+    load = load / tl.maximum(tl.sum(load, 0), 1.0)
+    balance = E * tl.sum(load * sums, 0) / tokens
+    z = squares / tokens
+    counts = tl.load(counts_ptr + e, mask=e < E, other=0).to(tl.float32)
+    routed = tl.sum(counts, 0)
+    kept = tl.load(kept_ptr).to(tl.float32)
+    slots = tl.maximum(routed, 1.0)
+    tl.store(aux_ptr, balance_weight * balance + z_weight * z)
+    tl.store(balance_ptr, balance)
+    tl.store(z_ptr, z)
+    tl.store(entropy_ptr, entropy / tokens)
+    tl.store(imbalance_ptr, tl.max(counts, 0) * E / slots)
+    tl.store(dropped_ptr, (routed - kept) / slots)
+
+
+@triton.jit
+def router_losses_backward_kernel(
+    d_aux_ptr,  # [] fp32
+    probs_ptr,  # [T, E] fp32
+    balance_counts_ptr,  # [E] integers
+    lse_ptr,  # [T] fp32
+    d_logits_ptr,  # [T, E] fp32
+    tokens,
+    balance_scale,  # load_balancing_weight E / T
+    z_scale,  # 2 z_weight / T
+    E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    inside = (t < tokens)[:, None] & (e < E)[None, :]
+    at = t.to(tl.int64)[:, None] * E + e[None, :]
+    load = tl.load(balance_counts_ptr + e, mask=e < E, other=0).to(tl.float32)
+    c = balance_scale * load / tl.maximum(tl.sum(load, 0), 1.0)
+    p = tl.load(probs_ptr + at, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + t, mask=t < tokens, other=0.0)
+    slope = c[None, :] - tl.sum(p * c[None, :], 1)[:, None] + z_scale * lse[:, None]
+    tl.store(d_logits_ptr + at, tl.load(d_aux_ptr) * p * slope, mask=inside)
+
+
+def _blocks(experts: int) -> tuple[int, int]:
+    """BLOCK_T and BLOCK_E."""
+    block_e = power_of_two(experts)
+    return max(_BLOCK // block_e, 1), block_e
+
+
+def router_losses(
+    logits: Tensor,
+    probs: Tensor,
+    balance_counts: Tensor,
+    counts: Tensor,
+    kept: Tensor,
+    balance_weight: float,
+    z_weight: float,
+) -> tuple[Tensor, ...]:
+    tokens, experts = logits.shape
+    block_t, block_e = _blocks(experts)
+    parts = min(cdiv(tokens, block_t), programs(logits))
+    sums = probs.new_empty((parts, block_e))
+    scalars = probs.new_empty((parts, 2))
+    lse = probs.new_empty(tokens)
+    results = [probs.new_empty(()) for _ in range(6)]
+    if tokens:
+        launch(
+            router_sums_kernel,
+            (parts,),
+            logits.contiguous(),
+            sums,
+            scalars,
+            lse,
+            tokens,
+            E=experts,
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+        )
+    launch(
+        router_scalars_kernel,
+        (1,),
+        sums,
+        scalars,
+        balance_counts.contiguous(),
+        counts.contiguous(),
+        kept,
+        *results,
+        parts,
+        max(tokens, 1),
+        balance_weight,
+        z_weight,
+        E=experts,
+        BLOCK_E=block_e,
+    )
+    return *results, lse
+
+
+def router_losses_backward(
+    d_aux: Tensor,
+    probs: Tensor,
+    balance_counts: Tensor,
+    lse: Tensor,
+    balance_weight: float,
+    z_weight: float,
+) -> Tensor:
+    tokens, experts = probs.shape
+    d_logits = torch.empty_like(probs)
+    if tokens:
+        block_t, block_e = _blocks(experts)
+        launch(
+            router_losses_backward_kernel,
+            (cdiv(tokens, block_t),),
+            d_aux,
+            probs,
+            balance_counts.contiguous(),
+            lse,
+            d_logits,
+            tokens,
+            balance_weight * experts / tokens,
+            2 * z_weight / tokens,
+            E=experts,
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+        )
+    return d_logits
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    block_t, block_e = _blocks(128)
+    return [
+        GateCase(
+            name="router_sums",
+            kernel=router_sums_kernel,
+            signature={
+                "logits_ptr": "*fp32",
+                "sums_ptr": "*fp32",
+                "scalars_ptr": "*fp32",
+                "lse_ptr": "*fp32",
+                "tokens": "i32",
+            },
+            constexprs={"E": 128, "BLOCK_T": block_t, "BLOCK_E": block_e},
+        ),
+        GateCase(
+            name="router_scalars",
+            kernel=router_scalars_kernel,
+            signature={
+                "sums_ptr": "*fp32",
+                "scalars_ptr": "*fp32",
+                "balance_counts_ptr": "*i32",
+                "counts_ptr": "*i32",
+                "kept_ptr": "*i32",
+                "aux_ptr": "*fp32",
+                "balance_ptr": "*fp32",
+                "z_ptr": "*fp32",
+                "entropy_ptr": "*fp32",
+                "imbalance_ptr": "*fp32",
+                "dropped_ptr": "*fp32",
+                "parts": "i32",
+                "tokens": "i32",
+                "balance_weight": "fp32",
+                "z_weight": "fp32",
+            },
+            constexprs={"E": 128, "BLOCK_E": block_e},
+        ),
+        GateCase(
+            name="router_losses_backward",
+            kernel=router_losses_backward_kernel,
+            signature={
+                "d_aux_ptr": "*fp32",
+                "probs_ptr": "*fp32",
+                "balance_counts_ptr": "*i32",
+                "lse_ptr": "*fp32",
+                "d_logits_ptr": "*fp32",
+                "tokens": "i32",
+                "balance_scale": "fp32",
+                "z_scale": "fp32",
+            },
+            constexprs={"E": 128, "BLOCK_T": block_t, "BLOCK_E": block_e},
+        ),
+    ]

@@ -1,0 +1,132 @@
+"""The losses of a router and the load it makes, in two launches forward and one backward.
+
+From plain PyTorch the same numbers take about sixty small launches, more than the whole expert
+computation of a small model. Formulas: ``mb_kernels.router_losses.reference``.
+
+Letters: T tokens, E experts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mb_kernels.router_losses.reference import RouterLosses as RouterLosses
+from mb_kernels.router_losses.reference import router_losses as reference_losses
+from mb_kernels.router_losses.reference import router_losses_backward as reference_backward
+from mb_kernels.runtime import registration
+
+
+def router_losses(
+    logits_TE: Tensor,
+    probs_TE: Tensor,
+    tokens_per_expert_E: Tensor,
+    kept_slots: Tensor,
+    *,
+    load_balancing_weight: float,
+    z_weight: float,
+    balance_counts_E: Tensor | None = None,
+) -> RouterLosses:
+    """Load-balancing loss, z-loss and load statistics of softmax routing.
+
+    Args:
+        logits_TE: [T, E], the router's logits; aux_loss is differentiable in them alone.
+        probs_TE: [T, E], their softmax as ``topk_softmax`` returns it. Kept for the backward.
+        tokens_per_expert_E: [E], slots routed to each expert, before capacity drops any.
+        kept_slots: scalar, how many of those slots an expert computes (``bins.offsets_E1[-1]``).
+        load_balancing_weight, z_weight: weights of the two losses in aux_loss.
+        balance_counts_E: [E], the counts to balance if not ``tokens_per_expert_E``: those of the
+            global batch.
+
+    Returns:
+        Scalars on the device, fp32. Zero tokens give zeros.
+
+    Raises:
+        ValueError: shapes that do not match.
+    """
+    experts = logits_TE.shape[-1]
+    if logits_TE.ndim != 2 or probs_TE.shape != logits_TE.shape:
+        raise ValueError(
+            "probs_TE: expected the shape [tokens, experts] of logits_TE, "
+            f"{tuple(logits_TE.shape)}; got {tuple(probs_TE.shape)}. Flatten leading dimensions."
+        )
+    balance = tokens_per_expert_E if balance_counts_E is None else balance_counts_E
+    for name, counts in (
+        ("tokens_per_expert_E", tokens_per_expert_E),
+        ("balance_counts_E", balance),
+    ):
+        if counts.shape != (experts,):
+            raise ValueError(
+                f"{name}: expected one count for each of {experts} experts; "
+                f"got shape {tuple(counts.shape)}."
+            )
+    *losses, _ = torch.ops.mb.router_losses(
+        logits_TE,
+        probs_TE,
+        balance,
+        tokens_per_expert_E,
+        kept_slots,
+        float(load_balancing_weight),
+        float(z_weight),
+    )
+    return RouterLosses(*losses)
+
+
+def _reference(
+    logits: Tensor,
+    probs: Tensor,
+    balance_counts: Tensor,
+    counts: Tensor,
+    kept: Tensor,
+    balance_weight: float,
+    z_weight: float,
+) -> tuple[Tensor, ...]:
+    losses = reference_losses(
+        logits,
+        probs,
+        counts,
+        kept,
+        load_balancing_weight=balance_weight,
+        z_weight=z_weight,
+        balance_counts_E=balance_counts,
+    )
+    return *losses, torch.logsumexp(logits.to(probs.dtype), dim=-1)
+
+
+def _fake(logits: Tensor, probs: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return *(probs.new_empty(()) for _ in RouterLosses._fields), probs.new_empty(probs.shape[0])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, probs, balance_counts, _, _, ctx.balance_weight, ctx.z_weight = inputs
+    ctx.logits_dtype = logits.dtype
+    ctx.save_for_backward(probs, balance_counts, output[-1])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # no zeros for the outputs without a gradient
+
+
+def _backward(ctx: Any, d_aux: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    probs, balance_counts, lse = ctx.saved_tensors
+    d_logits = torch.ops.mb.router_losses_backward(
+        d_aux, probs, balance_counts, lse, ctx.balance_weight, ctx.z_weight
+    )
+    return d_logits.to(ctx.logits_dtype), None, None, None, None, None, None
+
+
+registration.register(
+    "router_losses(Tensor logits, Tensor probs, Tensor balance_counts, Tensor counts, "
+    "Tensor kept, float balance_weight, float z_weight) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=_reference,
+    kernels="mb_kernels.router_losses.kernels",
+    fake=_fake,
+    setup_context=_setup,
+    backward=_backward,
+)
+registration.register(
+    "router_losses_backward(Tensor d_aux, Tensor probs, Tensor balance_counts, Tensor lse, "
+    "float balance_weight, float z_weight) -> Tensor",
+    reference=reference_backward,
+    kernels="mb_kernels.router_losses.kernels",
+    fake=lambda d_aux, probs, *_: torch.empty_like(probs),
+)

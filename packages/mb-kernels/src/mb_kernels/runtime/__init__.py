@@ -1,0 +1,1 @@
+"""What the rooms need of the host: registration of ops, launches, facts of the device."""

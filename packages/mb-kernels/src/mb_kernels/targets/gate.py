@@ -1,0 +1,288 @@
+"""The compile gate: builds every Triton kernel for every target on a machine without a GPU.
+
+Triton brings its own LLVM, ptxas and AMD linker, so what would be loaded on the device can be made
+and examined anywhere. A case fails when
+
+- it does not compile, or needs more shared memory (LDS) than the target has;
+- registers spill to memory: a stack frame in the cubin, spilled VGPRs or scratch on AMD;
+- it is a matrix multiplication and holds no matrix instruction (MMA, WGMMA, MFMA, WMMA);
+- a launched kernel (by its name, `*_kernel`) is in no case.
+
+Run it as `python -m mb_kernels.targets`. Triton's cache makes a second run take seconds.
+"""
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from types import ModuleType
+from typing import Any
+
+from mb_kernels.targets.table import TARGETS, GateCase, Target
+
+_MATRIX_INSTRUCTION = re.compile(
+    r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)|mma\.sync\.aligned\.(m\d+n\d+k\d+)"
+    r"|v_(mfma_\w+|smfmac_\w+|wmma_\w+)"
+)
+_CUOBJDUMP_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+
+@dataclass(frozen=True)
+class Build:
+    """What one case became on one target. registers are per thread, spill and shared in bytes."""
+
+    module: str
+    case: str
+    target: str
+    registers: int = 0
+    spill: int = 0
+    shared: int = 0
+    matrix_instructions: dict[str, int] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+
+def kernel_modules(names: Sequence[str] = ()) -> list[ModuleType]:
+    """The modules that list gate cases: those named, or all of this package."""
+    import mb_kernels
+
+    found = names or [
+        entry.name
+        for entry in pkgutil.walk_packages(mb_kernels.__path__, "mb_kernels.")
+        if not entry.name.startswith("mb_kernels.targets")
+    ]
+    modules = [importlib.import_module(name) for name in found]
+    for module in modules:
+        if names and not hasattr(module, "gate_cases"):
+            raise ValueError(f"{module.__name__} has no gate_cases(target) function to compile")
+    return [module for module in modules if hasattr(module, "gate_cases") or _kernels(module)]
+
+
+def _kernels(module: ModuleType) -> set[str]:
+    """Names of the kernels a module defines for launching, by the convention `*_kernel`."""
+    from triton.runtime.jit import JITFunction
+
+    return {
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction)
+        and name.endswith("_kernel")
+        and value.__module__ == module.__name__
+    }
+
+
+def uncovered(modules: Sequence[ModuleType]) -> list[str]:
+    """Launched kernels of ``modules`` that none of their cases compiles on any target."""
+    covered = {
+        (case.kernel.__module__, case.kernel.__name__)
+        for module in modules
+        for target in TARGETS.values()
+        for case in _cases(module, target)
+    }
+    kernels = {(module.__name__, name) for module in modules for name in _kernels(module)}
+    return [".".join(kernel) for kernel in sorted(kernels - covered)]
+
+
+def _cases(module: ModuleType, target: Target) -> list[GateCase]:
+    return list(module.gate_cases(target)) if hasattr(module, "gate_cases") else []
+
+
+def build(module_name: str, case_name: str, target_name: str) -> Build:
+    """Compile one case for one target and examine the binary. Never raises for a bad kernel."""
+    target = TARGETS[target_name]
+    module = importlib.import_module(module_name)
+    case = next(case for case in _cases(module, target) if case.name == case_name)
+    identity = (module_name, case_name, target_name)
+    try:
+        compiled = _compile(case, target)
+    except Exception as error:  # whatever the compiler raises is the finding to report
+        message = " ".join(str(error).split())
+        return Build(*identity, problems=(f"{type(error).__name__}: {message[-300:]}",))
+
+    if target.backend == "cuda":
+        code, (registers, spill) = compiled.asm["ptx"], _cubin_usage(compiled.asm["cubin"])
+    else:
+        code = compiled.asm["amdgcn"]
+        registers, spill = _amd_usage(code)
+    shared = compiled.metadata.shared
+    instructions = Counter(next(filter(None, found)) for found in _MATRIX_INSTRUCTION.findall(code))
+
+    problems = []
+    if spill:
+        problems.append(f"spills {spill} bytes")
+    if shared > target.shared_bytes:
+        problems.append(f"needs {shared} bytes of shared memory, {target.shared_bytes} available")
+    if case.is_gemm and not instructions:
+        problems.append("is a matrix multiplication without matrix instructions")
+    return Build(
+        *identity,
+        registers=registers,
+        spill=spill,
+        shared=shared,
+        matrix_instructions=dict(instructions),
+        problems=tuple(problems),
+    )
+
+
+def _compile(case: GateCase, target: Target) -> Any:
+    """Compile as a launch would: same argument order, same specialisation. A CompiledKernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = case.kernel.arg_names
+    listed = [*case.signature, *case.constexprs]
+    if sorted(listed) != sorted(names):
+        wrong = set(listed) ^ set(names) or {n for n in names if listed.count(n) > 1}
+        raise ValueError(
+            f"signature and constexprs of {case.name!r} together must list each argument of "
+            f"{case.kernel.__name__} once; wrong: {', '.join(sorted(wrong))}"
+        )
+    attributes = {}
+    for position, name in enumerate(names):
+        kind = case.signature.get(name, "constexpr")
+        if kind.startswith("*") or name in case.multiples_of_16:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        if kind.startswith("*") and target.backend == "hip" and name not in case.beyond_2gib:
+            attributes[(position,)].append(["tt.pointer_range", 32])
+    source = (GluonASTSource if case.kernel.is_gluon() else ASTSource)(
+        fn=case.kernel,
+        signature={name: case.signature.get(name, "constexpr") for name in names},
+        constexprs=dict(case.constexprs),
+        attrs=attributes,
+    )
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
+    return triton.compile(
+        source,
+        target=GPUTarget(target.backend, target.arch, target.wave_size),
+        options=options,
+    )
+
+
+def _cubin_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes per thread. Triton kernels keep no arrays: stack means spills."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    usages = [(int(regs), int(stack)) for regs, stack in _CUOBJDUMP_USAGE.findall(report)]
+    assert usages, f"cuobjdump printed no resource usage: {report!r}"
+    return max(regs for regs, _ in usages), max(stack for _, stack in usages)
+
+
+def _amd_usage(assembly: str) -> tuple[int, int]:
+    """VGPRs (accumulation registers included) and spilled bytes per work item.
+
+    Spilled scalar registers move to lanes of a VGPR, not to memory, and are not counted.
+    """
+
+    def metadata(key: str) -> int:
+        found = re.search(rf"\.{key}:\s+(\d+)", assembly)
+        return int(found.group(1)) if found else 0
+
+    spilled = 4 * metadata("vgpr_spill_count")
+    return metadata("vgpr_count"), max(spilled, metadata("private_segment_fixed_size"))
+
+
+def build_all(jobs: Sequence[tuple[str, str, str]], *, workers: int) -> Iterator[Build]:
+    """Build (module, case, target) triples in processes; a job that kills the compiler is a row."""
+    unfinished: list[tuple[str, str, str]] = []
+    with _pool(workers) as pool:
+        futures: dict[Future[Build], tuple[str, str, str]] = {
+            pool.submit(build, *job): job for job in jobs
+        }
+        for future in as_completed(futures):
+            try:
+                yield future.result()
+            except BrokenProcessPool:
+                unfinished.append(futures[future])
+    for job in unfinished:  # one process each: the one that dies is the culprit
+        with _pool(1) as pool:
+            try:
+                yield pool.submit(build, *job).result()
+            except BrokenProcessPool:
+                yield Build(*job, problems=("the compiler crashed",))
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    # spawn: a fork of a process that has loaded LLVM and torch's thread pools may hang.
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+def table(builds: Sequence[Build]) -> str:
+    """One line per build, aligned."""
+    header = ("kernel", "target", "registers", "spill B", "shared B", "matrix instructions", "")
+    rows = [header]
+    for b in builds:
+        instructions = ", ".join(f"{name} x{n}" for name, n in b.matrix_instructions.items())
+        verdict = "ok" if not b.problems else "FAIL: " + "; ".join(b.problems)
+        kernel = f"{b.module.removeprefix('mb_kernels.')}.{b.case}"
+        numbers = (str(b.registers), str(b.spill), str(b.shared))
+        rows.append((kernel, b.target, *numbers, instructions or "-", verdict))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m mb_kernels.targets`: prints the table, returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mb_kernels.targets",
+        description="Compile every kernel for every target, without a GPU.",
+    )
+    parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
+    parser.add_argument("--module", action="append", default=[], help="default: all of mb_kernels")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", action="store_true", help="print builds as JSON, not a table")
+    arguments = parser.parse_args(argv)
+
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set: kernels are interpreted, unset it to compile them")
+    try:
+        modules = kernel_modules(arguments.module)
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    targets = [TARGETS[name] for name in arguments.target or TARGETS]
+    jobs = [
+        (m.__name__, case.name, t.name) for m in modules for t in targets for case in _cases(m, t)
+    ]
+    order = {job: position for position, job in enumerate(jobs)}
+    assert len(order) == len(jobs), "two gate cases of one module share a name"
+    builds = sorted(
+        build_all(jobs, workers=arguments.workers),
+        key=lambda b: order[(b.module, b.case, b.target)],
+    )
+    missing = uncovered(modules)
+
+    print(json.dumps([asdict(b) for b in builds]) if arguments.json else table(builds))
+    for name in missing:
+        print(f"FAIL: {name} is in no gate case", file=sys.stderr)
+    failures = sum(bool(b.problems) for b in builds) + len(missing)
+    print(
+        f"{len(builds)} builds of {len(modules)} modules for {len(targets)} targets, "
+        f"{failures} failed",
+        file=sys.stderr,
+    )
+    return 1 if failures else 0

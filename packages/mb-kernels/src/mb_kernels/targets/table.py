@@ -1,0 +1,288 @@
+"""The GPU architectures the kernels are built for, and the tile sizes chosen for each.
+
+Three things live here and nowhere else:
+
+- `TARGETS`: what a kernel must respect on each architecture (wave size, shared memory, XCDs);
+- `TILES`: the block sizes of every matrix-multiplying op per architecture, with the reason;
+- `GateCase`: how a kernel module lists what is to be compiled. Each module with Triton kernels
+  has `gate_cases(target) -> list[GateCase]`, and `mb_kernels.targets.gate` builds them all.
+
+    python -m mb_kernels.targets                     # every kernel for every target, no GPU needed
+    python -m mb_kernels.targets --target gfx942 --module mb_kernels.permute.kernels
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """One GPU architecture.
+
+    name: as in `TARGETS`; backend: Triton's, "cuda" or "hip"; arch: Triton's, 90 or "gfx942";
+    wave_size: threads of one warp or wavefront; shared_bytes: shared memory (LDS) one program may
+    use; xcds: chiplets with an L2 cache of their own, over which programs are dealt round-robin.
+    """
+
+    name: str
+    backend: str
+    arch: int | str
+    wave_size: int
+    shared_bytes: int
+    xcds: int = 1
+
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {
+        target.name: target
+        for target in (
+            # An A100 has 163 KiB; 99 KiB is what sm86, sm89 and sm120 have, which use this entry.
+            Target("sm80", "cuda", 80, wave_size=32, shared_bytes=101_376),
+            Target("sm90", "cuda", 90, wave_size=32, shared_bytes=232_448),
+            Target("gfx942", "hip", "gfx942", wave_size=64, shared_bytes=65_536, xcds=8),
+            Target("gfx90a", "hip", "gfx90a", wave_size=64, shared_bytes=65_536),
+            Target("gfx950", "hip", "gfx950", wave_size=64, shared_bytes=163_840, xcds=8),
+            Target("gfx1100", "hip", "gfx1100", wave_size=32, shared_bytes=65_536),
+        )
+    }
+)
+
+
+def current_target(device: torch.device | None = None) -> Target:
+    """The entry of `TARGETS` that serves `device` (default: the current CUDA or ROCm device).
+
+    An architecture without an entry of its own gets the nearest one: its kernels compile for the
+    real chip all the same, only the tile sizes are the neighbour's. Without a GPU (Triton's CPU
+    interpreter) it is sm80, whose kernels use no hardware-specific load.
+    """
+    if device is not None and device.type == "cpu":
+        return TARGETS["sm80"]
+    if torch.version.hip is not None:
+        return _amd_target(torch.cuda.get_device_properties(device).gcnArchName)
+    return _nvidia_target(torch.cuda.get_device_capability(device)[0])
+
+
+def _nvidia_target(major: int) -> Target:
+    # sm100 has Hopper's shared memory; sm120, though newer, has Ada's.
+    return TARGETS["sm90"] if 9 <= major <= 11 else TARGETS["sm80"]
+
+
+def _amd_target(arch_name: str) -> Target:
+    arch = arch_name.split(":")[0]  # "gfx90a:sramecc+:xnack-"
+    if arch in TARGETS:
+        return TARGETS[arch]
+    if arch.startswith("gfx94"):
+        return TARGETS["gfx942"]
+    return TARGETS["gfx90a" if arch.startswith("gfx9") else "gfx1100"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block sizes of one matrix-multiplying kernel.
+
+    A program computes block_m × block_n of the output, block_k at a time. group_m: how many rows
+    of tiles share a column of tiles in L2. options: further compile options of the backend.
+    Of a persistent kernel, programs_per_unit is how many programs are launched per compute unit,
+    and flatten fuses its two loops, so that one tile's loads start during the epilogue before.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    options: Mapping[str, Any] = field(default_factory=dict)
+    programs_per_unit: int = 1
+    flatten: bool = True
+
+    @functools.cached_property
+    def blocks(self) -> dict[str, Any]:
+        """The constexpr arguments of a persistent kernel that follow from the tile."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+            "FLATTEN": self.flatten,
+        }
+
+    @functools.cached_property
+    def launch_options(self) -> dict[str, Any]:
+        """The keyword arguments of a kernel launch or compilation."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
+
+
+# 16x16 MFMA, the size Triton's own ragged matmul uses on CDNA3 and CDNA4.
+_MFMA = {"matrix_instr_nonkdim": 16}
+
+# Two programs share an SM: 128 registers for each of 512 threads.
+_TWO_PROGRAMS = Tile(
+    128,
+    128,
+    64,
+    num_warps=8,
+    num_stages=3,
+    options={"maxnreg": 128},
+    programs_per_unit=2,
+    flatten=False,
+)
+
+# Rows per expert up to which on Hopper down and dX load a step further ahead: weights then come
+# from memory rather than L2. One H200, down and dX in ms, "down", "dx" against their "_few_rows":
+# 0.170, 0.164 against 0.159, 0.160 at 256 rows; 0.405, 0.751 against 0.405, 0.745 at 512
+# (Qwen3-30B, 8192 tokens); 0.475, 0.900 against 0.484, 0.913 at 1024 (OLMoE, 8192 tokens).
+FEW_ROWS = 512
+
+# Why these. sm90 is measured, on one H200: python packages/mb-kernels/benchmarks/run.py kernels
+# Of the others we have none. There a product of the expert MLP gets the first of 128 x 256 x 64,
+# 128 x 128 x 64, 128 x 128 x 32 and 64 x 128 x 32 (half the columns in up_glu, whose accumulator
+# holds two parts) that the gate finds without spills and within shared memory, on each Triton from
+# 3.6 to 3.9: the larger a tile, the less it reads. 8 warps; three stages on sm80, two on AMD (three
+# exceed the 64 KiB of LDS of all but gfx950).
+TILES: dict[str, dict[str, Tile]] = {
+    # Gather, up-projection, GLU: block_n gate columns and block_n up columns in one accumulator.
+    "up_glu": {
+        "sm80": Tile(128, 64, 64, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 128, 64, num_warps=8, num_stages=3),
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(64, 64, 32, num_warps=8, num_stages=2),
+    },
+    # Both in Gluon, of tokens copied to their rows; block_n counts gate and up. In turns with
+    # "up_glu", which gathers: 3.31 + 0.33 ms for the copy against 4.09 (OLMoE), 2.57 + 0.34 against
+    # 3.13 (Qwen3-30B). Groups of 4, 16 and 32 row tiles: from 2% faster to 4% slower.
+    "up_hopper": {
+        "sm90": Tile(128, 256, 64, 8, 3, options={"maxnreg": 168}),
+    },
+    # The same without GLU. sm90: two programs per SM hide the epilogue of a short contraction
+    # (0.223 ms against 0.248 ms with 128 x 256; top-1, hidden 768, ffn 3072).
+    "up": {
+        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
+        "sm90": _TWO_PROGRAMS,
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(64, 128, 32, num_warps=8, num_stages=2),
+    },
+    # Backward of down-projection and activation; the epilogue holds more than the accumulator.
+    # sm90: flattened it is 3 to 5% faster, but spills 8 bytes.
+    "dact_glu": {
+        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False),
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(64, 128, 32, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(64, 128, 32, num_warps=8, num_stages=2),
+    },
+    # sm90: 0.277 ms against 0.310 ms with 128 x 256 (top-1, hidden 768, ffn 3072).
+    "dact": {
+        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
+        "sm90": _TWO_PROGRAMS,
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(64, 128, 32, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(64, 128, 32, num_warps=8, num_stages=2),
+    },
+    # The same in Gluon, epilogue beside the next product (`expert_mlp.hopper`): 4 warps for it, and
+    # three stages, which with the finished tile fill shared memory. Against the portable kernel:
+    # 1.91 ms for 2.63 (OLMoE), 1.50 for 1.97 (Qwen3-30B), 3.04 for 3.74 (Mixtral), 0.243 for 0.301
+    # (top-1; since then 0.249 to 0.218, in turns). 8 epilogue warps leave registers for half as
+    # wide instructions: 2.11 ms (OLMoE). Groups of 1 to 16 row tiles alike, but for Mixtral's 3.31
+    # ms in groups of 4 against 3.23 of 8.
+    "dact_hopper": {
+        "sm90": Tile(128, 256, 64, 8, 3, options={"maxnreg": 168}),
+    },
+    # Rows times weights, weight [E, M, K]: contraction contiguous in both operands.
+    "down": {
+        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
+        "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
+    },
+    # Rows times weights, weight [E, K, M].
+    "dx": {
+        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
+        "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
+    },
+    # The same for up to FEW_ROWS rows per expert on Hopper.
+    "down_few_rows": {"sm90": Tile(128, 256, 64, num_warps=8, num_stages=4, group_m=4)},
+    "dx_few_rows": {"sm90": Tile(128, 256, 64, num_warps=8, num_stages=4, group_m=4)},
+    # Weight gradients, contracted over ragged rows. sm90, of w2 and w1 at 256 rows per expert
+    # (top-1, hidden 768, ffn 3072): 0.165, 0.167 ms; with three stages 0.186, 0.183.
+    "outer": {
+        "sm80": Tile(128, 256, 64, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=4),
+        "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(128, 256, 64, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
+    },
+    # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
+    "fp32": dict.fromkeys(TARGETS, Tile(64, 32, 32, num_warps=4, num_stages=2)),
+    # Block-sparse products. A tile is one 128 x 128 block of the sparse matrix or a part of it, so
+    # block_m (and for sdd block_n) divide 128. sm90: persistent, the loads of a tile behind the
+    # stores of the one before, two programs per SM. TFLOP/s of sdd at four shapes (46m, 125m, 356m,
+    # olmoe): 615, 612, 527, 697; a program per block 490, 512, 489, 652; three programs with two
+    # stages 565, 575, 462, 689; two blocks across in 8 warps 598, 596, 503, 680.
+    "sdd": {
+        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
+        "sm90": Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2),
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2),
+        "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2),
+    },
+    "dsd": {
+        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3, programs_per_unit=2),
+        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=4),
+        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, programs_per_unit=2),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2, programs_per_unit=2),
+        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, programs_per_unit=2),
+        "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2, programs_per_unit=2),
+    },
+    # The same where stores weigh more: short rows of S, or results in columns. In turns with "dsd",
+    # TFLOP/s of x^T @ h at the four shapes: 590, 568, 410, 592; with "dsd" 512, 499, 348, 558.
+    "dsd_narrow": {
+        "sm90": Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2),
+    },
+    # fp32 products run on the ordinary units, which want registers more than reuse.
+    "sdd_fp32": dict.fromkeys(TARGETS, Tile(128, 64, 16, num_warps=8, num_stages=2)),
+    "dsd_fp32": dict.fromkeys(TARGETS, Tile(128, 64, 16, num_warps=8, num_stages=2)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateCase:
+    """One kernel at one set of sizes, to be compiled for a target without running it.
+
+    name: unique within the module; kernel: the `@triton.jit` function; signature: Triton type of
+    each run-time argument ("*bf16", "i32", "tensordesc<bf16[128, 64]>"); constexprs: value of each
+    remaining argument; options: further compile options; multiples_of_16: integers the launch
+    specialises on divisibility; beyond_2gib: pointers to storage that may exceed 2 GiB, for which
+    AMD's 32-bit buffer offsets are not available; is_gemm: must contain matrix instructions.
+    Pointers count as 16-byte aligned.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+    multiples_of_16: Sequence[str] = ()
+    beyond_2gib: Sequence[str] = ()
+    is_gemm: bool = False

@@ -86,6 +86,6 @@ def test_bf16_activations_leave_fp32_gradients():
 
 def test_output_projections_start_smaller():
     model = make(init_method_std=0.1, hidden_size=64, ffn_hidden_size=256)
-    down = model.blocks["0"].mlp.down.weight.std().item()
+    down = model.stack.blocks["0"].mlp.down.weight.std().item()
     assert down == pytest.approx(0.1 / math.sqrt(4), rel=0.05)
-    assert model.blocks["0"].mlp.up.weight.std().item() == pytest.approx(0.1, rel=0.05)
+    assert model.stack.blocks["0"].mlp.up.weight.std().item() == pytest.approx(0.1, rel=0.05)

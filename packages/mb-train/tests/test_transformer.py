@@ -86,12 +86,12 @@ def test_stages_one_after_the_other_are_the_model(kind, cut):
 def test_grouped_queries_are_repeated_keys_and_values():
     grouped, full = make(num_kv_heads=2), make()
     full.load_state_dict({n: t for n, t in grouped.state_dict().items() if "qkv" not in n}, False)
-    for name, block in grouped.blocks.items():
+    for name, block in grouped.stack.blocks.items():
         for kind in ("weight", "bias"):
             rows = getattr(block.attention.qkv, kind).unflatten(0, (2, 4, 8))  # [G][2 q, k, v][C]
             q, k, v = rows.split([2, 1, 1], dim=1)
             both = torch.stack([q, k.expand_as(q), v.expand_as(q)], dim=2)  # [G][R][q, k, v][C]
-            getattr(full.blocks[name].attention.qkv, kind).data.copy_(both.flatten(0, 3))
+            getattr(full.stack.blocks[name].attention.qkv, kind).data.copy_(both.flatten(0, 3))
     x = tokens(2, S)
     torch.testing.assert_close(grouped.logits(x), full.logits(x))
 

@@ -2,7 +2,7 @@
 
 Which token sees which is one notion, a segment: tokens attend within the segment they are of. A
 packed sample of several documents has one segment per document, a padded one has its padding in a
-segment of its own. A model builds the `AttentionContext` once and hands it to all its blocks.
+segment of its own. A model builds the `BlockContext` once and hands it to all its blocks.
 
 Letters: B sequences, S tokens of a sequence (Q that attend, S attended to), D hidden, H query
 heads, G key-value heads, R query heads of a group (H / G), C width of a head.
@@ -20,8 +20,8 @@ from mb_train.models.config import TransformerConfig
 from mb_train.models.linear import Linear, Norm
 
 
-class AttentionContext(NamedTuple):
-    """What the attention of all blocks shares.
+class BlockContext(NamedTuple):
+    """What all blocks of a stack share.
 
     causal: no token sees a later one.
     mask: bool [B or 1, 1, Q, S], true where attention is allowed, `causal` already in it; None
@@ -29,6 +29,7 @@ class AttentionContext(NamedTuple):
     bias: added to the scores, [1, H, Q, S] (T5's relative positions).
     rope: cosine and sine, fp32 [B or 1, S, 1, rotated width of a head].
     source_BSD: what a cross attention attends to, an encoder's output.
+    valid_BS: nonzero for real tokens, which alone visit experts; None if none is padding.
     """
 
     causal: bool = True
@@ -36,6 +37,7 @@ class AttentionContext(NamedTuple):
     bias: Tensor | None = None
     rope: tuple[Tensor, Tensor] | None = None
     source_BSD: Tensor | None = None
+    valid_BS: Tensor | None = None
 
 
 def segment_mask(segments_BQ: Tensor, segments_BS: Tensor | None = None, *, causal: bool) -> Tensor:
@@ -84,7 +86,7 @@ class CoreAttention(nn.Module):
         self.dropout, self.scale = dropout, scale
 
     def forward(
-        self, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: AttentionContext
+        self, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: BlockContext
     ) -> Tensor:
         """Return y_BQHC."""
         mask = context.mask
@@ -128,10 +130,10 @@ class Attention(nn.Module):
             by_head = config.qk_norm == "head"
             self.norm_q = Norm(config, head if by_head else heads * head)
             self.norm_k = Norm(config, head if by_head else groups * head)
-        self.core = CoreAttention(config.attention_dropout)
+        self.core = CoreAttention(config.attention_dropout, config.attention_scale)
         self.out = Linear(heads * head, hidden, std=config.output_init_std, bias=config.bias)
 
-    def forward(self, x_BSD: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x_BSD: Tensor, context: BlockContext) -> Tensor:
         q, k, v = self._project(x_BSD, context)
         if self.norm_q is not None and self.norm_k is not None:
             q, k = self._normed(self.norm_q, q), self._normed(self.norm_k, k)
@@ -139,7 +141,7 @@ class Attention(nn.Module):
             q, k = rotate(q, context.rope), rotate(k, context.rope)
         return self.out(self.core(q, k, v, context).flatten(2))
 
-    def _project(self, x_BSD: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_BSD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor, Tensor]:
         """q_BQHC, k_BSGC, v_BSGC."""
         C, R = self.head_size, self.per_group
         if context.source_BSD is None:

@@ -29,9 +29,12 @@ class TransformerConfig:
     Choices:
         activation: of dense feed-forwards, a name of `mb_kernels.activation`.
         norm, norm_eps: kind of the norms, and their epsilon.
+        post_norm: normalise behind each residual sum (the first BERT) instead of before each half
+            of a block; no norm then ends the model, one follows the embedding.
         qk_norm: normalise queries and keys per "head" (Qwen3) or over their whole "width" (OLMoE).
         positions: "learned", "rope", "relative" (T5's bias by distance), or "none".
         rope_base, rope_fraction: base of the rotary frequencies; share of a head that is rotated.
+        attention_scale: scores are multiplied by it; None means 1 / sqrt(head_size).
         bias: biases in linear maps and layer norms; qkv_bias: in the fused projection (None: bias).
         tie_embeddings: the head's weight is the token embedding's.
         init_std, output_init_std: normal init; the latter for what adds to the residual.
@@ -52,10 +55,12 @@ class TransformerConfig:
     activation: str = "gelu_tanh"
     norm: NormKind = "layernorm"
     norm_eps: float = 1e-5
+    post_norm: bool = False
     qk_norm: QKNorm = "none"
     positions: PositionKind = "learned"
     rope_base: float = 10_000.0
     rope_fraction: float = 1.0
+    attention_scale: float | None = None
     bias: bool = True
     qkv_bias: bool | None = None
     tie_embeddings: bool = True

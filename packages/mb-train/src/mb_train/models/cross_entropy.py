@@ -96,9 +96,15 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def weighted_cross_entropy(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, weights_T: Tensor
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    weights_T: Tensor,
+    bias_V: Tensor | None = None,
 ) -> Tensor:
     """Sum of the tokens' losses times `weights_T`."""
     logits_TV = (x_TD @ weight_VD.to(x_TD.dtype).t()).float()
+    if bias_V is not None:
+        logits_TV = logits_TV + bias_V
     losses_T = torch.nn.functional.cross_entropy(logits_TV, labels_T, reduction="none")
     return (losses_T * weights_T).sum()

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from mb_train.models.config import TransformerConfig
+from mb_train.models.linear import Norm
 
 
 class Embedding(nn.Module):
-    """Token embedding, plus learned positions and token types if there are any, then dropout.
+    """Token embedding, plus learned positions and token types if there are any; norm; dropout.
+
+    The norm is there for post-LN blocks alone.
 
     Args:
         config: sizes; positions "learned" adds a table of `max_positions` rows.
@@ -27,10 +30,15 @@ class Embedding(nn.Module):
         if config.positions == "learned":
             self.positions = nn.Embedding(config.max_positions, D)
         self.token_types = nn.Embedding(token_types, D) if token_types else None
+        self.norm = Norm(config) if config.post_norm else None
         self.dropout = nn.Dropout(config.hidden_dropout)
         for table in (self.tokens, self.positions, self.token_types):
             if table is not None:
                 nn.init.normal_(table.weight, std=config.init_std)
+
+    def keep_tokens(self) -> None:
+        """Keep only the token table: what a head that is tied to it needs."""
+        self.positions = self.token_types = self.norm = None
 
     def forward(
         self, tokens_BS: Tensor, positions_BS: Tensor, token_types_BS: Tensor | None = None
@@ -41,6 +49,8 @@ class Embedding(nn.Module):
             x_BSD = x_BSD + self.positions(positions_BS)
         if self.token_types is not None and token_types_BS is not None:
             x_BSD = x_BSD + self.token_types(token_types_BS)
+        if self.norm is not None:
+            x_BSD = self.norm(x_BSD)
         return self.dropout(x_BSD)
 
 

@@ -14,15 +14,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from mb_train.models.attention import AttentionContext, rotary_tables, segment_mask
+from mb_train.models.attention import BlockContext, rotary_tables, segment_mask
 from mb_train.models.config import TransformerConfig
 from mb_train.models.cross_entropy import weighted_cross_entropy
 from mb_train.models.embedding import Embedding, running_positions
-from mb_train.models.linear import Linear, Norm
+from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
-from mb_train.models.transformer import Block, BlockOutput
+from mb_train.models.stack import Stack
 
 
 class GPT(nn.Module):
@@ -34,8 +33,8 @@ class GPT(nn.Module):
 
     Attributes:
         embedding: None on a stage that neither begins the model nor ends it with a tied head.
-        blocks: by number ("0" to "L-1"), each a unit of sharding and of recompute.
-        norm, head: on the last stage; head is None if it is tied to the embedding.
+        stack: the blocks and the final norm.
+        head: on the last stage, if it is not tied to the embedding.
     """
 
     def __init__(
@@ -43,19 +42,14 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
-        self.recompute = False
         self.first = self.last = True
         self.embedding: Embedding | None = Embedding(config)
-        self.blocks = nn.ModuleDict(
-            {str(layer): Block(config, layer) for layer in range(config.num_layers)}
-        )
-        self.norm: Norm | None = Norm(config)
+        self.stack = Stack(config)
         self.head: Linear | None = None
         if not config.tie_embeddings:
             self.head = Linear(
                 config.hidden_size, config.vocab_size, std=config.init_std, bias=False
             )
-        self.num_moe_layers = sum(map(config.has_experts, range(config.num_layers)))
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
         """Cut the model down to a pipeline stage: these blocks, and what the ends need.
@@ -65,17 +59,14 @@ class GPT(nn.Module):
             last: the loss comes out here. With a tied head this stage has a copy of the embedding.
         """
         self.first, self.last = first, last
-        for name in list(self.blocks):
-            if int(name) not in layers:
-                del self.blocks[name]
+        self.stack.keep(layers, last=last)
         if not last:
-            self.norm = self.head = None
-        if not first:
-            if last and self.config.tie_embeddings:
-                assert self.embedding is not None
-                self.embedding.positions = None
-            else:
-                self.embedding = None
+            self.head = None
+        if not first and last and self.config.tie_embeddings:
+            assert self.embedding is not None
+            self.embedding.keep_tokens()
+        elif not first:
+            self.embedding = None
 
     def forward(
         self,
@@ -122,21 +113,12 @@ class GPT(nn.Module):
             assert self.embedding is not None
             x = self.embedding(x, positions_BS).to(self.compute_dtype)
         config = self.config
-        context = AttentionContext(
+        context = BlockContext(
             causal=True,
             mask=None if segments_BS is None else segment_mask(segments_BS, causal=True),
             rope=rotary_tables(config, positions_BS) if config.positions == "rope" else None,
         )
-        reports = ExpertReports(self.num_moe_layers)
-        for block in self.blocks.values():
-            output: BlockOutput
-            if self.recompute and torch.is_grad_enabled():
-                output = checkpoint(block, x, context, use_reentrant=False)
-            else:
-                output = block(x, context)
-            x = output.x_BSD
-            reports.add(output.aux_loss, output.metrics)
-        return x if self.norm is None else self.norm(x), reports
+        return self.stack(x, context)
 
     def _head_weight(self) -> Tensor:
         if self.head is not None:

@@ -42,6 +42,15 @@ class ExpertReports:
         self._aux_losses: list[Tensor] = []
         self._metrics: list[dict[str, Tensor]] = []
 
+    @classmethod
+    def joined(cls, *parts: ExpertReports) -> ExpertReports:
+        """The reports of several stacks as of one, in their order."""
+        whole = cls(sum(part._num_moe_layers for part in parts))
+        for part in parts:
+            whole._aux_losses += part._aux_losses
+            whole._metrics += part._metrics
+        return whole
+
     def add(self, aux_loss: Tensor | None, metrics: dict[str, Tensor]) -> None:
         """Note one block's; a dense block has none."""
         if aux_loss is not None:

@@ -22,7 +22,7 @@ from mb_kernels.activation import activate, base_function, is_glu
 from mb_layers import MoE, dMoE
 from torch import Tensor, nn
 
-from mb_train.models.attention import Attention, AttentionContext
+from mb_train.models.attention import Attention, BlockContext
 from mb_train.models.config import TransformerConfig
 from mb_train.models.linear import Linear, Norm
 
@@ -55,9 +55,10 @@ class BlockOutput(NamedTuple):
 
 
 class Block(nn.Module):
-    """Norm, attention, residual; with `cross` the same over the encoder; norm, mlp, residual.
+    """x + f(norm(x)) for attention, then for the feed-forward; with `cross` a third in between.
 
-    The experts' own output is let go of: it need not live until the loss.
+    With `post_norm` it is norm(x + f(x)). The experts' own output is let go of: it need not live
+    until the loss.
 
     Args:
         config: sizes and choices.
@@ -67,6 +68,7 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer: int, *, cross: bool = False) -> None:
         super().__init__()
+        self.post_norm = config.post_norm
         self.norm_1 = Norm(config)
         self.attention = Attention(config)
         self.norm_cross = Norm(config) if cross else None
@@ -79,20 +81,27 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(
-        self,
-        x_BSD: Tensor,
-        context: AttentionContext,
-        cross_context: AttentionContext | None = None,
+        self, x_BSD: Tensor, context: BlockContext, cross_context: BlockContext | None = None
     ) -> BlockOutput:
-        x_BSD = x_BSD + self.dropout(self.attention(self.norm_1(x_BSD), context))
+        y_BSD = self.attention(self._before(self.norm_1, x_BSD), context)
+        x_BSD = self._after(self.norm_1, x_BSD, y_BSD)
         if self.cross is not None and self.norm_cross is not None:
             assert cross_context is not None
-            x_BSD = x_BSD + self.dropout(self.cross(self.norm_cross(x_BSD), cross_context))
-        normed_BSD = self.norm_2(x_BSD)
+            y_BSD = self.cross(self._before(self.norm_cross, x_BSD), cross_context)
+            x_BSD = self._after(self.norm_cross, x_BSD, y_BSD)
+        z_BSD = self._before(self.norm_2, x_BSD)
         if isinstance(self.mlp, DenseMLP):
-            return BlockOutput(x_BSD + self.dropout(self.mlp(normed_BSD)), None, {})
-        output = self.mlp(normed_BSD)
-        return BlockOutput(x_BSD + self.dropout(output.y), output.aux_loss, output.metrics)
+            return BlockOutput(self._after(self.norm_2, x_BSD, self.mlp(z_BSD)), None, {})
+        output = self.mlp(z_BSD, mask=context.valid_BS)
+        x_BSD = self._after(self.norm_2, x_BSD, output.y)
+        return BlockOutput(x_BSD, output.aux_loss, output.metrics)
+
+    def _before(self, norm: Norm, x_BSD: Tensor) -> Tensor:
+        return x_BSD if self.post_norm else norm(x_BSD)
+
+    def _after(self, norm: Norm, x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
+        x_BSD = x_BSD + self.dropout(y_BSD)
+        return norm(x_BSD) if self.post_norm else x_BSD
 
 
 def output_std(init_std: float, num_layers: int) -> float:

@@ -40,7 +40,7 @@ class GPTTask:
     def build_model(self, *, compute_dtype: torch.dtype) -> GPT:
         """A GPT with fresh weights."""
         model = GPT(self.model_config, compute_dtype=compute_dtype)
-        model.recompute = self._config.recompute_granularity == "full"
+        model.stack.recompute = self._config.recompute_granularity == "full"
         return model
 
     def build_datasets(self, paths: Sequence[str], num_samples: tuple[int, int, int]) -> Datasets:

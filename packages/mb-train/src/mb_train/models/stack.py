@@ -1,0 +1,60 @@
+"""A stack of blocks and the norm that ends it, whole or a stage's share of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mb_train.models.attention import BlockContext
+from mb_train.models.config import TransformerConfig
+from mb_train.models.linear import Norm
+from mb_train.models.output import ExpertReports
+from mb_train.models.transformer import Block, BlockOutput
+
+
+class Stack(nn.Module):
+    """Blocks one after the other.
+
+    Args:
+        config: sizes and choices.
+        cross: every block attends to an encoder as well.
+
+    Attributes:
+        blocks: by number ("0" to "L-1") in the whole stack, each a unit of sharding.
+        norm: None on all stages but the last, and for post-LN blocks.
+        recompute: keep only each block's input for the backward pass.
+    """
+
+    def __init__(self, config: TransformerConfig, *, cross: bool = False) -> None:
+        super().__init__()
+        layers = range(config.num_layers)
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(config, layer, cross=cross) for layer in layers}
+        )
+        self.norm: Norm | None = None if config.post_norm else Norm(config)
+        self.recompute = False
+        self.num_moe_layers = sum(map(config.has_experts, layers))
+
+    def keep(self, layers: range, *, last: bool) -> None:
+        """Cut the stack down to these blocks; the norm stays with the last of them."""
+        for name in list(self.blocks):
+            if int(name) not in layers:
+                del self.blocks[name]
+        if not last:
+            self.norm = None
+
+    def forward(
+        self, x_BSD: Tensor, context: BlockContext, cross_context: BlockContext | None = None
+    ) -> tuple[Tensor, ExpertReports]:
+        """Hidden states in x's shape, normed if this is the end; what the experts report."""
+        reports = ExpertReports(self.num_moe_layers)
+        for block in self.blocks.values():
+            output: BlockOutput
+            if self.recompute and torch.is_grad_enabled():
+                output = checkpoint(block, x_BSD, context, cross_context, use_reentrant=False)
+            else:
+                output = block(x_BSD, context, cross_context)
+            x_BSD = output.x_BSD
+            reports.add(output.aux_loss, output.metrics)
+        return x_BSD if self.norm is None else self.norm(x_BSD), reports

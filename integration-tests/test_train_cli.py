@@ -136,8 +136,8 @@ def test_a_checkpoint_of_another_model_is_refused(finished, tokens, tmp_path, ca
     folder, _ = finished
     before = sorted(folder.rglob("*"))
     for more, says in (
-        (f"--load {folder} --hidden-size 64", "its hidden_size is 32, this run's is 64"),
-        (f"--load {folder} --moe-num-experts 8", "its moe_num_experts is 4, this run's is 8"),
+        (f"--load {folder} --hidden-size 64", "its --hidden-size is 32, this run's is 64"),
+        (f"--load {folder} --moe-num-experts 8", "its --moe-num-experts is 4, this run's is 8"),
     ):
         assert main(tiny_run.flags(tokens, None, more)) == 2
         assert f"The checkpoint is of another model: {says}" in capsys.readouterr().err

@@ -1,8 +1,15 @@
 """A configuration refuses what cannot work, in words; its defaults are Megatron's."""
 
+import dataclasses
+from dataclasses import fields
+
 import pytest
-from mb_train.config import TrainConfig
+from mb_layers import MoEConfig
+from mb_train.config import GROUPS, TrainConfig
+from mb_train.config.field import spec
+from mb_train.config.resume import check_changes, inherited
 from mb_train.recipes import RECIPES, recipe
+from mb_train.unsupported import ANY, NOT_YET, check_supported, not_supported
 
 RUN = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8,
@@ -30,7 +37,7 @@ def test_defaults_derive_from_sizes():
         ({"lr": float("nan")}, "--lr above 0, got nan"),
         ({"moe_capacity_factor": -1.0}, "--moe-capacity-factor of at least 0, got -1"),
         ({"hidden_dropout": 1.0}, r"--hidden-dropout in \[0, 1\), got 1"),
-        ({"optimizer": "lion"}, "--optimizer to be one of adam, sgd, got 'lion'"),
+        ({"optimizer": "lion"}, "--optimizer to be one of adam, sgd, adafactor, muon, got"),
         ({"max_position_embeddings": 4}, "--max-position-embeddings of at least --seq-length"),
         ({"train_iters": None}, "one of --train-iters and --train-samples, got neither"),
         ({"train_samples": 4}, "one of --train-iters and --train-samples, got both"),
@@ -40,7 +47,30 @@ def test_defaults_derive_from_sizes():
         ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2}, "one kind of warm-up"),
         ({"weight_decay_incr_style": "linear"}, "--start-weight-decay and --end-weight-decay"),
         ({"glu": True, "activation": "relu"}, "gated --activation with --glu, got 'relu'"),
-        ({"zero_stage": 1}, "--zero-stage 2 or 3, got 1"),
+        ({"zero_stage": 4}, "--zero-stage to be one of 1, 2, 3, got 4"),
+        ({"lr": float("inf")}, "a finite --lr, got inf"),
+        ({"num_query_groups": 3, "group_query_attention": True}, "--num-query-groups to divide"),
+        ({"swiglu": True, "activation": "relu"}, "one activation, got --swiglu and --activation"),
+        ({"fp16": True, "bf16": True}, "one of --fp16 and --bf16, got both"),
+        ({"loss_scale": 8.0}, "--fp16 with --loss-scale"),
+        ({"rampup_batch_size": [2, 2]}, "3 values of --rampup-batch-size, got 2"),
+        ({"recompute_method": "block"}, "--recompute-granularity full with --recompute-method"),
+        ({"pipeline_model_parallel_size": 3}, "of at most --num-layers 2, got 3"),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, "of at least 2 stages"),
+        ({"pipeline_schedule": "zero-bubble"}, "--num-layers-per-virtual-pipeline-stage with"),
+        (
+            {"moe_expert_model_parallelism": True, "expert_model_parallel_size": 2},
+            "one of --moe-expert-model-parallelism",
+        ),
+        ({"data_path": ["nan", "x"]}, "weights above 0 in --data-path, got nan"),
+        ({"data_path": ["a", "b"]}, "one prefix, or weights and prefixes by turns, got a b"),
+        ({"data_path": ["1", "a", "2"]}, "one prefix, or weights and prefixes by turns"),
+        ({"data_path": ["a"], "train_data_path": ["b"]}, "--data-path or separate paths"),
+        ({"valid_data_path": ["a"]}, "--train-data-path with --valid-data-path, got none"),
+        ({"merge_file": "merges.txt"}, "--vocab-file with --merge-file, got none"),
+        ({"vocab_file": "v.txt", "tokenizer": "gpt2"}, "--tokenizer or Megatron's tokenizer"),
+        ({"model": "t5"}, "--decoder-seq-length with --model t5"),
+        ({"model": "ict"}, "--titles-data-path with --model ict"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -60,3 +90,113 @@ def test_every_recipe_is_a_whole_run(name):
 def test_an_unknown_recipe_names_the_nearest():
     with pytest.raises(ValueError, match=r"got 'dmoe-125'. Did you mean dmoe-125m\?"):
         recipe("dmoe-125")
+
+
+def test_every_argument_of_a_moe_layer_has_a_field():
+    config = TrainConfig(**RUN, moe_num_experts=4, moe_capacity_factor=1.5, moe_top_k=2)
+    here = {"hidden_size", "ffn_hidden_size", "activation", "init_method_std", "output_init_std"}
+    here |= {"sequence_dim"}  # the models' own: how they lay out their activations
+    layer = {f.name for f in fields(MoEConfig)}
+    assert config.moe_arguments().keys() == layer - here
+    built = MoEConfig(hidden_size=32, ffn_hidden_size=64, **config.moe_arguments())
+    assert (built.num_experts, built.top_k, built.capacity_factor) == (4, 2, 1.5)
+    plain = TrainConfig(**RUN).moe_arguments()
+    defaults = {f.name: f.default for f in fields(MoEConfig)}
+    differing = {name for name, value in plain.items() if value != defaults[name]}
+    # Megatron's own default, and a dense model.
+    assert differing == {"load_balancing_loss_weight", "num_experts"}
+
+
+def test_which_layers_have_experts():
+    config = TrainConfig(**RUN | {"num_layers": 7}, moe_num_experts=4, moe_layer_freq=2)
+    assert [config.has_experts(i) for i in range(7)] == [True, False] * 3 + [True]
+    config = dataclasses.replace(config, moe_first_k_dense=3)
+    assert [i for i in range(7) if config.has_experts(i)] == [4, 6]
+    assert not TrainConfig(**RUN).has_experts(0)
+
+
+def test_the_groups_hold_every_field_once():
+    grouped = [f.name for members in GROUPS.values() for f in fields(members)]
+    assert sorted(grouped) == sorted(f.name for f in fields(TrainConfig))
+    assert set(GROUPS.values()) == set(TrainConfig.__bases__)
+
+
+def test_every_field_names_what_exists():
+    config = TrainConfig(**RUN)
+    for f in fields(TrainConfig):
+        about = spec(f)
+        assert about.on_load in ("own", "free", "said", "fixed", "model"), f.name
+        if about.in_force is not None:
+            getattr(config, about.in_force)
+        assert not (about.choices and f.default is not None and f.default not in about.choices)
+
+
+def test_what_cannot_be_done_yet_is_refused_in_words():
+    assert not_supported(TrainConfig(**RUN)) == {}
+    assert set(NOT_YET) <= {f.name for f in fields(TrainConfig)}
+    config = TrainConfig(**RUN)
+    # Not the constructor: values that no run has yet need not go together.
+    object.__setattr__(config, "model", "no such")
+    object.__setattr__(config, "seed", 7)
+    refused = {"model": ANY, "seed": (8, 9)}
+    assert not_supported(config, refused) == {"model": "no such"}
+    with pytest.raises(ValueError, match=r"Not supported yet: --model \(no such\)"):
+        check_supported(config, refused)
+
+
+CHANGES = [
+    # what is another, what is said of it
+    ({"moe_top_k": 1}, "--moe-top-k was 2 until now, and is 1 from here on"),
+    ({"seed": 5}, "--seed was 1234 until now, and is 5"),
+    ({"layernorm_epsilon": 1e-6}, "--layernorm-epsilon was 1e-05 until now, and is 1e-06"),
+    ({"train_iters": 20}, "was 10 steps until now, and is 20 steps"),
+    ({"micro_batch_size": 1, "log_interval": 5, "save": "x", "exit_interval": 2}, None),
+    ({"ffn_hidden_size": 128, "kv_channels": 8}, None),  # what they were without being said
+]
+REFUSED = [
+    ({"hidden_size": 64}, "another model: its --hidden-size is 32, this run's is 64", False),
+    ({"swiglu": True}, "another model: its --swiglu is gelu_tanh, this run's is swiglu", False),
+    ({"moe_num_experts": 8}, "another model: its --moe-num-experts is 4", False),
+    ({"split": "9,1,0"}, "Expected --split 969,30,1, with which the run", True),
+    ({"optimizer": "sgd"}, "Expected --optimizer adam, with which the run", True),
+    ({"seq_length": 4}, "Expected --seq-length 8, with which the run", True),
+]
+SAVED = dataclasses.asdict(TrainConfig(**RUN, moe_num_experts=4, moe_top_k=2, save="old"))
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES, ids=lambda v: "-".join(v) if v else "")
+def test_a_change_that_matters_is_said_when_a_run_goes_on(change, said):
+    config = TrainConfig(**inherited(SAVED, "run.json") | change)
+    lines = check_changes(SAVED, config)
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "new_run_may"), REFUSED, ids=lambda v: "-".join(v) if v is dict else ""
+)
+def test_a_change_that_a_run_cannot_survive_is_refused(change, says, new_run_may):
+    values = inherited(SAVED, "run.json") | {"max_position_embeddings": 8} | change
+    with pytest.raises(ValueError, match=says):
+        check_changes(SAVED, TrainConfig(**values))
+    finetune = TrainConfig(**values, finetune=True)
+    if new_run_may:
+        assert check_changes(SAVED, finetune) == []
+    else:
+        with pytest.raises(ValueError, match=says):
+            check_changes(SAVED, finetune)
+
+
+def test_the_optimizer_may_change_without_its_state():
+    config = TrainConfig(**inherited(SAVED, "") | {"optimizer": "sgd", "no_load_optim": True})
+    assert check_changes(SAVED, config) == []
+
+
+def test_what_is_taken_over():
+    taken = inherited(SAVED | {"load": "a", "finetune": True}, "run.json")
+    assert not {"save", "load", "finetune", "exit_interval", "no_load_optim"} & taken.keys()
+    assert taken["moe_top_k"] == 2
+    older = {name: value for name, value in SAVED.items() if name != "moe_top_k"}
+    assert "moe_top_k" not in inherited(older, "run.json")
+    with pytest.raises(ValueError, match=r"run.json holds 'moe_topk', .* nearest is 'moe_top_k'"):
+        inherited(SAVED | {"moe_topk": 2}, "run.json")

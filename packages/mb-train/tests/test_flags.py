@@ -1,11 +1,16 @@
 """The command line: every field is a flag, layers win in order, mistakes name the nearest flag."""
 
+import re
 from dataclasses import fields
 
+import mb_train
 import pytest
 from mb_train.config import TrainConfig, flag_name
-from mb_train.flags import SETTLED, UsageError, build_parser, parse, read_toml, resolve, to_toml
+from mb_train.flags import build_parser, parse, resolve
 from mb_train.recipes import recipe
+from mb_train.schedule import build_schedule
+from mb_train.settled import SETTLED
+from mb_train.toml_file import UsageError, read_toml, to_toml
 
 RUN = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
@@ -53,8 +58,8 @@ def test_the_other_length_of_training_overrules_a_recipe():
         (["--hidden-size", "big"], "--hidden-size: invalid int value: 'big'"),
         (["--lr-decay-style", "cosin"], "invalid choice: 'cosin'"),
         (["--config", "none.toml"], "Cannot read --config none.toml: No such file"),
-        (["--vocab-file", "none.json"], "Expected --vocab-file to be a file, got 'none.json'"),
-        (["--tokenizer-type", "Bert"], "Expected --tokenizer-type GPT2BPETokenizer, got 'Bert'"),
+        (["--tokenizer-type", "Bert"], "--tokenizer-type: invalid choice: 'Bert'"),
+        (["--no-bf17"], "Unknown flag --no-bf17. The nearest is --no-bf16"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -70,8 +75,11 @@ def test_mistakes_are_named(arguments, says):
         ("hidden_size = 'x'", "Expected hidden_size in .* to be int, got 'x'"),
         ("bf16 = 1", "Expected bf16 in .* to be bool, got 1"),
         ("hidden_size = = 3", "is not TOML"),
+        ("[a]\nlr = 1\n[b]\nlr = 2", "Expected lr once in .*, got it twice"),
+        ("rampup_batch_size = ['a']", "to be a list of int, got"),
+        ("recipe = 3", "Expected recipe in .* to be a name, got 3"),
     ],
-    ids=["unknown", "kind", "bool", "syntax"],
+    ids=["unknown", "kind", "bool", "syntax", "twice", "list", "recipe"],
 )
 def test_mistakes_in_a_file_are_named(tmp_path, text, says):
     file = tmp_path / "run.toml"
@@ -80,12 +88,48 @@ def test_mistakes_in_a_file_are_named(tmp_path, text, says):
         read_toml(str(file))
 
 
-def test_settled_flags_are_answered():
+def test_settled_flags_are_answered_in_one_note():
     arguments = []
     for name, (count, _) in SETTLED.items():
-        arguments += [name, *["local"] * count]
-    notes = parse(arguments).notes
-    assert [note.split(":")[0] for note in notes] == list(SETTLED)
+        arguments += [name, *["1"] * (1 if count == "?" else count)]
+    (note,) = parse(arguments).notes
+    for name, (_, answer) in SETTLED.items():
+        assert re.search(rf"{name}[,\w _-]* \({re.escape(answer)}\)", note), name
+    assert parse(["--seed", "1"]).notes == ()
+    assert not parse(arguments).values
+
+
+def test_older_spellings_mean_what_they_meant():
+    line = "--activations-checkpoint-method uniform --encoder-seq-length 8 --bert-no-binary-head"
+    assert parse(line.split()).values == {
+        "recompute_granularity": "full", "recompute_method": "uniform", "seq_length": 8,
+        "bert_binary_head": False,
+    }  # fmt: skip
+    typed = parse(["--recompute-activations", "--recompute-granularity", "full"]).values
+    assert typed == {"recompute_granularity": "full"}
+    assert parse(["--no-compile"]).values == {"compile": False}
+    assert parse(["--rampup-batch-size", "16", "16", "5859"]).values == {
+        "rampup_batch_size": [16, 16, 5859]
+    }
+
+
+def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
+    loaded = {"lr": 0.5, "min_lr": 0.1, "clip_grad": 2.0}
+    line = parse([*RUN, "--clip-grad", "3", "--use-checkpoint-opt_param-scheduler"])
+    config = resolve(line, loaded)
+    assert (config.lr, config.min_lr, config.clip_grad) == (0.5, 0.1, 3.0)
+
+
+def test_the_decay_of_a_recipe_is_as_long_as_the_training_asked_for():
+    config = resolve(parse(["--train-iters", "1000"]))
+    assert config.decay_length == "1000 steps"
+    assert build_schedule(config, 8).warmup == 1000 * 8 // 12
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse(["--version"])
+    assert capsys.readouterr().out == f"mb-train {mb_train.__version__}\n"
 
 
 @pytest.mark.parametrize("name", ["quickstart", "dmoe-760m"])
@@ -96,24 +140,9 @@ def test_the_printed_configuration_reads_back(tmp_path, name):
     assert resolve(parse(["--config", str(file)])) == config
 
 
-def test_a_megablocks_script_is_accepted_verbatim(tmp_path):
-    vocab, merges = tmp_path / "gpt2-vocab.json", tmp_path / "gpt2-merges.txt"
-    vocab.write_text("{}")
-    merges.write_text("")
-    script = f"""
-        --moe-num-experts=64 --moe-loss-weight=0.1 --moe-top-k=1
-        --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024
-        --max-position-embeddings 1024 --micro-batch-size 32 --global-batch-size 512
-        --train-iters 20000 --lr-decay-iters 20000 --lr 0.0006 --min-lr 0.00006
-        --lr-decay-style cosine --lr-warmup-fraction 0.01 --clip-grad 1.0 --init-method-std 0.01
-        --data-path 1.0 pile/01 1.0 pile/02 --vocab-file {vocab} --merge-file {merges}
-        --make-vocab-size-divisible-by 1024 --split 969,30,1 --bf16 --DDP-impl local
-        --moe-expert-model-parallelism --no-async-tensor-model-parallel-allreduce
-        --use-flash-attn --save-interval 2000 --save out --eval-iters 100 --log-interval 100
-        --eval-interval 1000"""
-    command = parse(script.split())
-    assert len(command.notes) == 4
-    wanted = recipe("dmoe-125m") | {"save": "out", "lr_decay_iters": 20000, "min_lr": 6e-5}
-    wanted |= {"compile": False}
-    wanted |= {"data_path": ["1.0", "pile/01", "1.0", "pile/02"], "tokenizer": str(vocab)}
-    assert resolve(command) == TrainConfig(**wanted)
+@pytest.mark.parametrize("text", ["\U0001f600 \u00e9\u4e2d", 'a"b\\c', "\x7f\x00\t\n\u2028", "x'y"])
+def test_any_text_reads_back_from_toml(tmp_path, text):
+    config = resolve(parse([*RUN, "--save", text, "--data-path", "0.5", text, "0.5", "b"]))
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    assert resolve(parse(["--config", str(file)])) == config

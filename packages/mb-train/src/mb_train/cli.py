@@ -6,7 +6,6 @@ line makes sense, so that `--help` and typing errors answer at once.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -15,8 +14,11 @@ from typing import TYPE_CHECKING
 
 from mb_train import __version__
 from mb_train.config import TrainConfig
-from mb_train.flags import CommandLine, Parser, parse, resolve, to_toml
-from mb_train.run_folder import LOG_FILE, SavedRun, find_checkpoint, read_saved_run
+from mb_train.flags import Parser, parse
+from mb_train.run_folder import LOG_FILE
+from mb_train.starting import command_line, plan
+from mb_train.toml_file import to_toml
+from mb_train.unsupported import check_supported
 
 if TYPE_CHECKING:
     from mb_train.train import Result
@@ -40,18 +42,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(arguments: list[str]) -> int:
     command = parse(arguments)
-    config, checkpoint, saved = _resolve(command)
+    started = plan(command)
+    config = started.config
     if command.print_config:
         print(to_toml(config), end="")
         return 0
     leader = os.environ.get("RANK", "0") == "0"
     if leader:
-        for note in command.notes:
+        for note in (*command.notes, *started.notes):
             print(f"note: {note}", flush=True)
-    if saved is not None and not config.finetune and _finished(config, saved):
-        if leader:
-            print(f"{checkpoint} is at iteration {saved.iteration}, the end of this run.")
+    if started.finished:
+        if leader and started.saved is not None:
+            at = started.saved.iteration
+            print(f"{started.checkpoint} is at iteration {at}, the end of this run.")
         return 0
+    check_supported(config)
     # Read by OpenMP when torch is imported. Threads that spin while they wait made steps 2 to 4
     # times slower on two cores that ran anything else as well.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -60,7 +65,9 @@ def _train(arguments: list[str]) -> int:
     from mb_train.run import Start
     from mb_train.train import train
 
-    start = Start(checkpoint, saved) if checkpoint is not None and saved is not None else None
+    start = None
+    if started.checkpoint is not None and started.saved is not None:
+        start = Start(started.checkpoint, started.saved)
     result = train(config, start)
     if leader:
         _close(config, result)
@@ -72,60 +79,7 @@ def _headline(config: TrainConfig) -> str:
     length = f"{config.train_samples} samples"
     if not config.by_samples:
         length = f"{config.train_iters} steps"
-    return f"{kind} GPT, {length}, to {config.save or 'nowhere'}"
-
-
-def _resolve(command: CommandLine) -> tuple[TrainConfig, Path | None, SavedRun | None]:
-    """The configuration, and the checkpoint to go on from with what it says of itself."""
-    load, save = command.values.get("load"), command.values.get("save")
-    if load is None:
-        config = resolve(command)
-        load = config.load
-        if load is None:
-            return config, None, None
-    checkpoint = find_checkpoint(Path(load))
-    if checkpoint is None:
-        if save is not None and Path(save) == Path(load):
-            # Scripts that restart themselves load from where they save, the first time as well.
-            return dataclasses.replace(resolve(command), load=None), None, None
-        raise ValueError(f"Expected a checkpoint in --load {load}, found none.")
-    saved = read_saved_run(checkpoint)
-    config = resolve(command, saved.inherited())
-    saved.check_model(config.model_identity())
-    if "save" not in command.values and not config.finetune:
-        config = dataclasses.replace(config, save=str(_run_of(Path(load), checkpoint)))
-    asked = {"train_iters", "train_samples"} & command.values.keys()
-    if not asked and not config.finetune and _finished(config, saved):
-        config = _prolong(config, saved)
-    return config, checkpoint, saved
-
-
-def _run_of(load: Path, checkpoint: Path) -> Path:
-    return load.parent if load == checkpoint else load
-
-
-def _finished(config: TrainConfig, saved: SavedRun) -> bool:
-    if config.train_samples is not None:
-        batch = saved.consumed_samples // max(saved.iteration, 1)
-        return saved.consumed_samples + batch > config.train_samples
-    assert config.train_iters is not None
-    return saved.iteration >= config.train_iters
-
-
-def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
-    """`--load` of a finished run with no other length: go on for one more length of its schedule.
-
-    The schedule stays the run's own, so the joined run is the one that a larger `--train-iters`
-    with this `--lr-decay-iters` would have made; beyond the decay it trains at `--min-lr`.
-    """
-    if config.train_samples is not None:
-        decay = config.lr_decay_samples or config.train_samples
-        more = saved.consumed_samples + decay
-        return dataclasses.replace(config, train_samples=more, lr_decay_samples=decay)
-    assert config.train_iters is not None
-    decay = config.lr_decay_iters or config.train_iters
-    more = saved.iteration + decay
-    return dataclasses.replace(config, train_iters=more, lr_decay_iters=decay)
+    return f"{kind} {config.model.upper()}, {length}, to {config.save or 'nowhere'}"
 
 
 def _close(config: TrainConfig, result: Result) -> None:
@@ -146,7 +100,7 @@ def _close(config: TrainConfig, result: Result) -> None:
     print(f" checkpoint           {result.checkpoint}")
     print(f" picture              {draw(folder)}")
     print(f" log                  {folder / LOG_FILE}")
-    print(f" go on with           mb-train --load {folder}")
+    print(f" go on with           {command_line('--load', str(folder))}")
 
 
 def _doctor(arguments: list[str]) -> int:

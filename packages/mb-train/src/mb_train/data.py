@@ -23,6 +23,7 @@ from mb_parallel import ParallelMesh, rank, world_size
 
 from mb_train.config import TrainConfig
 from mb_train.tasks import Batch, Dataset, Task
+from mb_train.tokenizers import load_tokenizer
 
 T = TypeVar("T")
 
@@ -112,7 +113,8 @@ def _is_number(text: str) -> bool:
 
 def _sample_corpus(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> str:
     text = folder / "sample.jsonl"
-    name = "".join(c if c.isalnum() else "-" for c in config.tokenizer)
+    tokenizer = load_tokenizer(config)
+    name = "".join(c if c.isalnum() else "-" for c in tokenizer.name)
     output = folder / f"sample-{name}"
     prefix = f"{output}_text_document"
 
@@ -124,9 +126,7 @@ def _sample_corpus(config: TrainConfig, folder: Path, say: Callable[[str], None]
         if not text.exists():
             mb_data.write_sample_corpus(text, max_bytes=_SAMPLE_BYTES)
             say(f"data: wrote {text}, the source of Python's own library")
-        summary = mb_data.preprocess(
-            text, output, tokenizer=config.tokenizer, append_eod=True, workers=1
-        )
+        summary = mb_data.preprocess(text, output, tokenizer=tokenizer, append_eod=True, workers=1)
         say(
             f"data: {summary.documents} documents, {summary.tokens} tokens in "
             f"{summary.seconds:.1f} s: {prefix}.bin"

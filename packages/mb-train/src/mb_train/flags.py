@@ -9,37 +9,20 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
-import tomllib
-import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import Field, dataclass, fields
 from typing import Any, NoReturn
 
-from mb_train.config import TrainConfig, flag_name
+from mb_train.config import GROUPS, TrainConfig, flag_name
+from mb_train.config.field import spec, value_types
+from mb_train.config.model import ModelFields
+from mb_train.config.training import RateFields
 from mb_train.recipes import RECIPES, recipe
+from mb_train.settled import SETTLED, TRANSLATED, note
+from mb_train.toml_file import UsageError, read_toml
 
-# Flags of Megatron's scripts whose question is settled here: accepted, and answered with a note.
-SETTLED: dict[str, tuple[int, str]] = {
-    "--DDP-impl": (1, "data parallelism is always FSDP2"),
-    "--use-distributed-optimizer": (0, "optimizer state is always sharded"),
-    "--no-async-tensor-model-parallel-allreduce": (0, "there is no such switch to turn off"),
-    "--no-gradient-accumulation-fusion": (0, "gradients accumulate in fp32, nothing is fused"),
-    "--use-flash-attn": (0, "attention always takes the fastest kernel of torch"),
-    "--moe-expert-model-parallelism": (0, "experts are sharded over the ranks by FSDP2"),
-    "--moe-lbl-in-fp32": (1, "the load-balancing loss is always computed in fp32"),
-    "--exit-signal-handler": (0, "SIGTERM always saves and exits"),
-    "--data-impl": (1, "data files are always memory-mapped"),
-    "--distributed-backend": (1, "the device decides: NCCL on GPUs, gloo on CPUs"),
-}  # fmt: skip
-_TOKENIZER_TYPES = {"GPT2BPETokenizer": "gpt2"}
-_SIZE_FIELDS = ("num_layers", "hidden_size", "num_attention_heads")
-
-
-class UsageError(ValueError):
-    """The command line cannot be understood: one line for stderr, exit code 2."""
+_TYPES = value_types(TrainConfig)
 
 
 @dataclass(frozen=True)
@@ -59,24 +42,14 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message[:1].upper() + message[1:])
 
 
-def _value_type(annotation: Any) -> Any:
-    """`int | None` -> int; other annotations as they are."""
-    if isinstance(annotation, types.UnionType):
-        (annotation,) = (a for a in typing.get_args(annotation) if a is not types.NoneType)
-    return annotation
-
-
-FIELD_TYPES: dict[str, Any] = {
-    name: _value_type(annotation) for name, annotation in typing.get_type_hints(TrainConfig).items()
-}
-
-
 def build_parser(prog: str = "mb-train") -> argparse.ArgumentParser:
-    """The parser of a training run; `values` holds only what was typed."""
+    """The parser of a training run; its result holds only what was typed."""
+    from mb_train import __version__
+
     parser = Parser(
         prog=prog,
-        description="Train a GPT, dense or Mixture-of-Experts. With no flag: a small dropless MoE "
-        "on Python's own library.",
+        description="Train a transformer, dense or Mixture-of-Experts. With no flag: a small "
+        "dropless MoE GPT on Python's own library.",
         epilog="Also: mb-train generate RUN (text from it), mb-train report RUN (draw its curves), "
         "mb-train doctor (what is this machine?). Accepted from Megatron scripts without effect, "
         "the matter being settled here: "
@@ -84,56 +57,57 @@ def build_parser(prog: str = "mb-train") -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"mb-train {__version__}")
     top = parser.add_argument_group("the run")
     top.add_argument("--recipe", metavar="NAME", help=f"start from one of: {', '.join(RECIPES)}")
     top.add_argument("--config", metavar="FILE", help="read fields from a TOML file")
     top.add_argument(
         "--print-config", action="store_true", help="print the run as TOML and do nothing else"
     )
-    groups: dict[str, Any] = {}
-    for f in fields(TrainConfig):
-        name, group = f.metadata["group"], None
-        group = groups.setdefault(name, None) or parser.add_argument_group(name)
-        groups[name] = group
-        _add_field(group, f.name, f.metadata, f.default)
-    data = groups["data"]
-    data.add_argument("--tokenizer-type", metavar="TYPE", help="Megatron's name of --tokenizer")
-    data.add_argument("--vocab-file", metavar="FILE", help="vocab.json of a byte-level BPE")
-    data.add_argument("--merge-file", metavar="FILE", help="merges.txt of a byte-level BPE")
+    for title, members in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for f in fields(members):
+            _add_field(group, f)
     for name, (arguments, _) in SETTLED.items():
-        kind: dict[str, Any] = {"nargs": 1} if arguments else {"action": "store_true"}
-        parser.add_argument(name, help=argparse.SUPPRESS, **kind)
+        kind: dict[str, Any] = {"nargs": arguments} if arguments else {"action": "store_true"}
+        parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **kind)
+    for name, (valued, _) in TRANSLATED.items():
+        kind = {} if valued else {"action": "store_true"}
+        parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **kind)
     return parser
 
 
-def _add_field(group: Any, name: str, metadata: Mapping[str, Any], default: Any) -> None:
-    kind = FIELD_TYPES[name]
-    text = metadata["help"].replace("%", "%%")
+def _add_field(group: Any, f: Field[Any]) -> None:
+    kind, about = _TYPES[f.name], spec(f)
+    names = [flag_name(f.name), *about.also]
+    text = about.help.replace("%", "%%")
     if kind is bool:
-        if default is False:
-            group.add_argument(flag_name(name), action="store_true", help=text)
-        else:
-            group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, help=text)
+        # `--no-no-load-optim` would help nobody.
+        negated = not f.name.startswith("no_")
+        action = argparse.BooleanOptionalAction if negated else "store_true"
+        group.add_argument(*names, action=action, dest=f.name, help=text)
+        for name in about.off:
+            group.add_argument(name, action="store_false", dest=f.name, help=argparse.SUPPRESS)
         return
-    if default is not None:
-        text += f" (default {default})"
-    extra: dict[str, Any] = {"metavar": name.split("_")[-1].upper()}
-    if metadata["choices"]:
-        extra = {"choices": metadata["choices"]}
+    if f.default is not None:
+        text += f" (default {f.default})"
+    extra: dict[str, Any] = {"metavar": f.name.split("_")[-1].upper()}
+    if about.choices:
+        extra = {"choices": about.choices}
     if typing.get_origin(kind) is list:
-        extra |= {"nargs": "+"}
-        kind = str
-    group.add_argument(flag_name(name), type=kind, help=text, **extra)
+        (kind,) = typing.get_args(kind)
+        extra |= {"nargs": about.count or "+"}
+    group.add_argument(*names, type=kind, dest=f.name, help=text, **extra)
 
 
-def parse(argv: Sequence[str]) -> CommandLine:
+def parse(argv: Sequence[str], prog: str = "mb-train") -> CommandLine:
     """Read the command line.
 
     Raises:
         UsageError: a flag that does not exist (the nearest is named) or a value of the wrong kind.
-        SystemExit: for --help, with code 0.
+        SystemExit: for --help and --version, with code 0.
     """
-    parser = build_parser()
+    parser = build_parser(prog)
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
         known = [o for action in parser._actions for o in action.option_strings]
@@ -141,73 +115,20 @@ def parse(argv: Sequence[str]) -> CommandLine:
         kind = "flag" if word.startswith("-") else "argument"
         raise UsageError(f"Unknown {kind} {word}.{_nearest(word, known)}")
     values = vars(namespace)
-    notes = [
-        f"{name}: {answer}."
-        for name, (_, answer) in SETTLED.items()
-        if values.pop(name[2:].replace("-", "_"), None) is not None
-    ]
+    settled = [name for name in SETTLED if name in values]
+    for name in settled:
+        del values[name]
+    for name, (_, meaning) in TRANSLATED.items():
+        if name in values:
+            for key, value in meaning(values.pop(name)).items():
+                values.setdefault(key, value)
     named = values.pop("recipe", None)
     config_file = values.pop("config", None)
     print_config = values.pop("print_config", False)
-    _read_tokenizer(values)
     if config_file is not None:
         from_file, file_recipe = read_toml(config_file)
         values, named = {**from_file, **values}, named or file_recipe
-    return CommandLine(values, named, print_config, tuple(notes))
-
-
-def _read_tokenizer(values: dict[str, Any]) -> None:
-    """Fold Megatron's three tokenizer flags into `tokenizer`."""
-    vocab, merges = values.pop("vocab_file", None), values.pop("merge_file", None)
-    kind = values.pop("tokenizer_type", None)
-    for flag, path in (("--vocab-file", vocab), ("--merge-file", merges)):
-        if path is not None and not Path(path).is_file():
-            raise UsageError(f"Expected {flag} to be a file, got {path!r}.")
-    if kind is not None and kind not in _TOKENIZER_TYPES:
-        raise UsageError(
-            f"Expected --tokenizer-type {' or '.join(_TOKENIZER_TYPES)}, got {kind!r}. "
-            "Name another tokenizer, or its file, with --tokenizer."
-        )
-    if vocab is not None:
-        values.setdefault("tokenizer", vocab)
-    elif kind is not None:
-        values.setdefault("tokenizer", _TOKENIZER_TYPES[kind])
-
-
-def read_toml(path: str) -> tuple[dict[str, Any], str | None]:
-    """Fields of a TOML file, and the recipe it names if any. Tables only group keys.
-
-    Raises:
-        UsageError: no such file, not TOML, a key that does not exist, a value of the wrong kind.
-    """
-    try:
-        document = tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise UsageError(f"Cannot read --config {path}: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} is not TOML: {error}.") from None
-    flat: dict[str, Any] = {}
-    for key, value in document.items():
-        flat |= value if isinstance(value, dict) else {key: value}
-    flat = {key.replace("-", "_"): value for key, value in flat.items()}
-    named = flat.pop("recipe", None)
-    for key, value in flat.items():
-        if key not in FIELD_TYPES:
-            raise UsageError(f"Unknown key {key!r} in {path}.{_nearest(key, FIELD_TYPES)}")
-        flat[key] = _checked(key, value, path)
-    return flat, named
-
-
-def _checked(key: str, value: Any, path: str) -> Any:
-    kind = FIELD_TYPES[key]
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind == list[str]:
-        value = [value] if isinstance(value, str) else value
-        kind = list
-    if type(value) is not kind:
-        raise UsageError(f"Expected {key} in {path} to be {kind.__name__}, got {value!r}.")
-    return value
+    return CommandLine(values, named, print_config, (note(settled),) if settled else ())
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
@@ -226,27 +147,16 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
         ValueError: values that cannot work, from any source.
     """
     named, said = command.recipe, command.values
-    if named is None and loaded is None and not any(key in said for key in _SIZE_FIELDS):
+    sizes = [f.name for f in fields(ModelFields) if spec(f).required]
+    if named is None and loaded is None and not any(size in said for size in sizes):
         named = "quickstart"
     base = recipe(named) if named else {}
     values: dict[str, Any] = {**(loaded or {}), **base, **said}
+    if loaded is not None and values.get("use_checkpoint_opt_param_scheduler"):
+        values |= {f.name: loaded.get(f.name, f.default) for f in fields(RateFields)}
     # The other way to say how long overrules a recipe or an earlier run.
     if "train_samples" in said and "train_iters" not in said:
         values["train_iters"] = None
     if "train_iters" in said and "train_samples" not in said:
         values["train_samples"] = None
     return TrainConfig(**values)
-
-
-def to_toml(config: TrainConfig) -> str:
-    """The configuration as TOML, one table per group; unset fields are comments."""
-    lines: list[str] = []
-    group = None
-    for f in fields(config):
-        if f.metadata["group"] != group:
-            group = f.metadata["group"]
-            lines += ([""] if lines else []) + [f"[{group.replace(' ', '-')}]"]
-        value = getattr(config, f.name)
-        # JSON's spelling of strings, numbers, booleans and lists is TOML's as well.
-        lines.append(f"# {f.name}" if value is None else f"{f.name} = {json.dumps(value)}")
-    return "\n".join(lines) + "\n"

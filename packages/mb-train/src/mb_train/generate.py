@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import mb_data
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from mb_train.config import TrainConfig
 from mb_train.models.gpt import GPT
 from mb_train.run_folder import find_checkpoint, read_saved_run
 from mb_train.tasks.gpt import transformer_config
+from mb_train.tokenizers import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Generator:
             raise ValueError(f"Expected a checkpoint in {run}, found none.")
         saved = read_saved_run(checkpoint)
         config = TrainConfig(**saved.inherited())
-        self.tokenizer = mb_data.load_tokenizer(config.tokenizer)
+        self.tokenizer = load_tokenizer(config)
         self.context = config.positions
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         vocab_size = saved.identity["padded_vocab_size"]

@@ -26,8 +26,8 @@ def quickstart() -> Recipe:
         "activation": "swiglu", "moe_num_experts": 8, "moe_top_k": 2, "moe_loss_weight": 0.1,
         "seq_length": 64, "micro_batch_size": 8,
         "train_iters": 120, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-        "lr": 5e-3, "min_lr": 5e-4, "lr_decay_style": "cosine", "lr_decay_iters": 120,
-        "lr_warmup_iters": 10, "adam_beta2": 0.95, "weight_decay": 0.1,
+        "lr": 5e-3, "min_lr": 5e-4, "lr_decay_style": "cosine",
+        "lr_warmup_fraction": 1 / 12, "adam_beta2": 0.95, "weight_decay": 0.1,
         "split": "90,10,0", "eval_interval": 40, "eval_iters": 8, "log_interval": 10,
         "save": "runs/quickstart", "save_interval": 60,
     }  # fmt: skip

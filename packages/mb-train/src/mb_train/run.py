@@ -22,7 +22,6 @@ from mb_train.checkpoint import Progress, load_checkpoint
 from mb_train.config import TrainConfig, whole
 from mb_train.data import Data, prepare_data
 from mb_train.execute import Executor, Sequential
-from mb_train.flags import to_toml
 from mb_train.models.transformer import Block
 from mb_train.optimizer import build_optimizer
 from mb_train.reporting import RunLog, open_board
@@ -30,6 +29,8 @@ from mb_train.run_folder import SavedRun
 from mb_train.saver import Saver
 from mb_train.schedule import Schedule, build_schedule, train_iterations, train_samples
 from mb_train.tasks import GPTTask, Task
+from mb_train.tokenizers import load_tokenizer
+from mb_train.toml_file import to_toml
 
 # Nobody should wait longer than 10 s for a sign of life; steps of up to 2 s are allowed for.
 _HEARTBEAT_S = 8.0
@@ -69,11 +70,15 @@ class Run:
         self.schedule: Schedule = build_schedule(config, self.batch_size)
         bf16 = device.type == "cuda" if config.bf16 is None else config.bf16
         self.compute_dtype = torch.bfloat16 if bf16 else torch.float32
-        tokenizer = mb_data.load_tokenizer(config.tokenizer)
+        tokenizer = load_tokenizer(config)
         vocab_size = mb_data.padded_vocab_size(
             tokenizer.vocab_size, divisible_by=config.make_vocab_size_divisible_by
         )
-        self.identity = {**config.model_identity(), "padded_vocab_size": vocab_size}
+        self.identity = {
+            **config.model_identity(),
+            "padded_vocab_size": vocab_size,
+            "tokenizer": tokenizer.fingerprint,
+        }
         if start is not None:
             start.saved.check_model(self.identity)
 

@@ -18,16 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mb_train.config.resume import inherited
+
 FORMAT = 1
 LATEST = "latest_checkpointed_iteration.txt"
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.toml"
 LOG_FILE = "log.jsonl"
 PICTURE = "loss.png"
-# What a resumed run does not take over from the one it goes on from: how to stop, where to save.
-_NOT_INHERITED = (
-    "save", "load", "finetune", "no_load_optim", "exit_interval", "exit_duration_in_mins",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,12 @@ class SavedRun:
 
     def inherited(self) -> dict[str, Any]:
         """The fields that a run which goes on from here starts with."""
-        return {key: value for key, value in self.config.items() if key not in _NOT_INHERITED}
+        return inherited(self.config, RUN_FILE)
 
     def check_model(self, identity: Mapping[str, Any]) -> None:
         """Raise ValueError if a model of this identity is not the one that was saved."""
         for name, here in identity.items():
-            there = self.identity.get(name)
+            there = self.identity.get(name, here)  # an older run does not know newer options
             if there != here:
                 raise ValueError(
                     f"The checkpoint is of another model: its {name} is {there}, this run's is "

@@ -34,6 +34,7 @@ from mb_train.optimizer import apply_schedule
 from mb_train.reporting import perplexity, report_interval, validation_lines
 from mb_train.run import Run, Start, device_type
 from mb_train.tasks import Batch, Dataset
+from mb_train.unsupported import check_supported
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
             been written but, perhaps, the sample corpus.
         OSError: files that cannot be read or written.
     """
+    check_supported(config)
     with (
         warnings.catch_warnings(),
         distributed(device_type(config)) as device,

@@ -95,16 +95,9 @@ def moe_config(config: TrainConfig, output_init_std: float) -> MoEConfig | None:
         return None
     return MoEConfig(
         hidden_size=whole(config.hidden_size),
-        ffn_hidden_size=config.ffn_size,
-        num_experts=config.moe_num_experts,
-        top_k=config.moe_top_k,
+        ffn_hidden_size=config.expert_ffn_size,
         activation=config.activation_name,
-        capacity_factor=config.moe_capacity_factor or None,
-        load_balancing_loss_weight=config.moe_loss_weight,
-        z_loss_weight=config.moe_z_loss_weight,
-        renormalize=config.moe_renormalize,
-        jitter_eps=config.moe_jitter_eps,
         init_method_std=config.init_method_std,
         output_init_std=output_init_std,
-        recompute=config.moe_recompute,
+        **config.moe_arguments(),
     )

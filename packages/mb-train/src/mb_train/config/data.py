@@ -1,0 +1,133 @@
+"""Fields that say what a run reads: token files, tokenizer, the making of samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mb_train.config.field import AT_LEAST_0, POSITIVE, SHARE, flag, flag_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFields:
+    """Token files, sequences, tokenizer."""
+
+    data_path: list[str] | None = flag(  # noqa: RUF009, a field like the others
+        "prefix of .bin and .idx files, or weights and prefixes by turns; default: Python's library"
+    )
+    split: str = flag(
+        "shares of documents for training, validation and test", "969,30,1", on_load="fixed"
+    )
+    train_data_path: list[str] | None = flag("training data of its own")  # noqa: RUF009
+    valid_data_path: list[str] | None = flag("validation data of its own")  # noqa: RUF009
+    test_data_path: list[str] | None = flag("test data of its own")  # noqa: RUF009
+    seq_length: int | None = flag(
+        "tokens per sample; of the encoder, where there is a decoder too", bounds=POSITIVE,
+        on_load="fixed", also=("--encoder-seq-length",), required=True
+    )  # fmt: skip
+    decoder_seq_length: int | None = flag(
+        "tokens per sample of T5's decoder", bounds=POSITIVE, on_load="fixed"
+    )
+    retriever_seq_length: int = flag(
+        "tokens per block of a retriever", 256, bounds=POSITIVE, on_load="fixed"
+    )
+    dataloader_type: str = flag(
+        "order of samples: single passes once, cyclic shuffles every pass anew", "single",
+        choices=("single", "cyclic"), on_load="fixed",
+    )  # fmt: skip
+    reset_position_ids: bool = flag(
+        "count positions anew after every end of a document", False, on_load="said"
+    )
+    reset_attention_mask: bool = flag("attend within a document only", False, on_load="said")
+    eod_mask_loss: bool = flag("leave the end of a document out of the loss", False, on_load="said")
+    num_workers: int = flag("threads that prepare batches ahead", 2, bounds=AT_LEAST_0)
+    data_cache_path: str | None = flag("folder for sample indices; default beside the data")
+    # Another tokenizer is refused by its content, wherever its files lie: see `Run.identity`.
+    tokenizer: str | None = flag(
+        "tokenizer by name or file; default gpt2, or bert-base-uncased for the other models (ours)"
+    )
+    tokenizer_type: str | None = flag(
+        "Megatron's kind of tokenizer, with its files below",
+        choices=(
+            "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase",
+            "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer",
+        ),
+    )  # fmt: skip
+    vocab_file: str | None = flag("vocab.json of a byte-level BPE, or vocab.txt")
+    merge_file: str | None = flag("merges.txt of a byte-level BPE")
+    tokenizer_model: str | None = flag("model file of SentencePiece")
+    vocab_extra_ids: int = flag(
+        "sentinel tokens to append, as T5 needs them", 0, bounds=AT_LEAST_0, on_load="fixed"
+    )
+
+    def check_data(self) -> None:
+        """Raise ValueError for files that exclude each other."""
+        own = [n for n in ("train", "valid", "test") if getattr(self, f"{n}_data_path") is not None]
+        if own and self.data_path is not None:
+            raise ValueError(
+                f"Expected --data-path or separate paths, got it and --{own[0]}-data-path."
+            )
+        if own and "train" not in own:
+            raise ValueError(f"Expected --train-data-path with --{own[0]}-data-path, got none.")
+        if self.merge_file is not None and self.vocab_file is None:
+            raise ValueError("Expected --vocab-file with --merge-file, got none.")
+        files = self.tokenizer_type or self.vocab_file or self.tokenizer_model
+        if files is not None and self.tokenizer is not None:
+            raise ValueError(
+                f"Expected --tokenizer or Megatron's tokenizer flags, got {self.tokenizer!r} and "
+                f"{files!r}."
+            )
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            _check_blend(name, getattr(self, name))
+
+
+def _check_blend(name: str, paths: list[str] | None) -> None:
+    """A prefix, or weights and prefixes by turns."""
+    if paths is None or len(paths) == 1:
+        return
+    weights = [_number(word) for word in paths[::2]]
+    if len(paths) % 2 or None in weights:
+        raise ValueError(
+            f"Expected {flag_name(name)} to be one prefix, or weights and prefixes by turns, got "
+            f"{' '.join(paths)}."
+        )
+    for weight in weights:
+        if weight is None or not 0 < weight < math.inf:
+            raise ValueError(f"Expected weights above 0 in {flag_name(name)}, got {weight}.")
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskingFields:
+    """How samples of BERT, T5 and the retriever (ICT) are made, and its two towers."""
+
+    mask_prob: float = flag("share of tokens that are masked", 0.15, bounds=SHARE, on_load="fixed")
+    short_seq_prob: float = flag(
+        "share of samples that are shorter than the sequence length", 0.1, bounds=SHARE,
+        on_load="fixed",
+    )  # fmt: skip
+    titles_data_path: str | None = flag("titles of the documents, for the retriever")
+    query_in_block_prob: float = flag(
+        "how often a query stays in its block", 0.1, bounds=SHARE, on_load="fixed"
+    )
+    use_one_sent_docs: bool = flag("take documents of one sentence as well", False, on_load="fixed")
+    biencoder_projection_dim: int = flag(
+        "width of the embeddings; 0 takes the hidden size", 0, bounds=AT_LEAST_0, on_load="model",
+        also=("--ict-head-size",),
+    )  # fmt: skip
+    biencoder_shared_query_context_model: bool = flag(
+        "one tower for queries and contexts", False, on_load="model"
+    )
+    bert_load: str | None = flag("run of a BERT that the towers begin from", on_load="own")
+    retriever_report_topk_accuracies: list[int] | None = flag(  # noqa: RUF009
+        "report how often the right context is among the first k", bounds=POSITIVE
+    )
+    retriever_score_scaling: bool = flag(
+        "divide scores by the root of the hidden size", False, on_load="said"
+    )

@@ -1,0 +1,121 @@
+"""What a field of the configuration knows of itself.
+
+A field's own metadata says everything that is particular to it: its help, what values it takes,
+what becomes of it when a run goes on from a checkpoint, and which argument of an MoE layer it is.
+Nothing else in the package lists fields by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# What becomes of a field when a run goes on from a checkpoint (`--load`):
+#   own     belongs to one start of the program and is not taken over
+#   free    taken over; another value changes nothing that has been learned or counted
+#   said    taken over; another value changes the course of the run, and is announced
+#   fixed   taken over; another value is refused, but for a new run from the weights (--finetune)
+#   model   taken over; another value makes another model, and is refused
+OnLoad = Literal["own", "free", "said", "fixed", "model"]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A range of numbers, in words and as a test; not-a-number is in none."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+POSITIVE = Bounds("above 0", lambda value: value > 0)
+AT_LEAST_0 = Bounds("of at least 0", lambda value: value >= 0)
+AT_LEAST_1 = Bounds("of at least 1", lambda value: value >= 1)
+FRACTION = Bounds("in [0, 1)", lambda value: 0 <= value < 1)
+SHARE = Bounds("in [0, 1]", lambda value: 0 <= value <= 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """Metadata of one field.
+
+    Args:
+        help: one line for `--help`.
+        bounds: numbers that it takes, each one of a list; None takes all.
+        choices: values that it takes; () takes all.
+        on_load: see `OnLoad`.
+        in_force: the property that holds the value in force, where that derives from several
+            fields; runs are compared by it.
+        also: further spellings of its flag.
+        off: Megatron's flag that turns it off, where it is on by default.
+        count: number of values of a list, where that is fixed.
+        layer: the argument of `mb_layers.MoEConfig` that it is.
+        required: a run must say it; there is no default.
+    """
+
+    help: str
+    bounds: Bounds | None = None
+    choices: tuple[Any, ...] = ()
+    on_load: OnLoad = "free"
+    in_force: str | None = None
+    also: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
+    count: int | None = None
+    layer: str | None = None
+    required: bool = False
+
+
+def flag(text: str, default: Any = None, **about: Any) -> Any:
+    """A field of the configuration; `about` are arguments of `Spec`."""
+    return dataclasses.field(default=default, metadata={"spec": Spec(help=text, **about)})
+
+
+def spec(field: dataclasses.Field[Any]) -> Spec:
+    """What `field` knows of itself."""
+    return field.metadata["spec"]
+
+
+def value_types(config_class: type) -> dict[str, Any]:
+    """The type of every field's value, None apart: `int | None` is int."""
+    found = {}
+    for name, annotation in typing.get_type_hints(config_class).items():
+        if isinstance(annotation, types.UnionType):
+            (annotation,) = (a for a in typing.get_args(annotation) if a is not types.NoneType)
+        found[name] = annotation
+    return found
+
+
+def check_field(field: dataclasses.Field[Any], value: Any) -> None:
+    """Raise ValueError if a field's own bounds or choices exclude a value."""
+    about = spec(field)
+    if value is None:
+        return
+    if about.count is not None and len(value) != about.count:
+        raise ValueError(
+            f"Expected {about.count} values of {flag_name(field.name)}, got {len(value)}."
+        )
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, float) and math.isinf(item):
+            raise ValueError(f"Expected a finite {flag_name(field.name)}, got {item}.")
+        if about.bounds is not None and not about.bounds.holds(item):
+            raise ValueError(f"Expected {flag_name(field.name)} {about.bounds.words}, got {item}.")
+        if about.choices and item not in about.choices:
+            names = ", ".join(map(str, about.choices))
+            raise ValueError(
+                f"Expected {flag_name(field.name)} to be one of {names}, got {item!r}."
+            )
+
+
+def whole(value: int | None) -> int:
+    """A field that the checks have found to be there."""
+    assert value is not None
+    return value
+
+
+def flag_name(name: str) -> str:
+    """`hidden_size` as it is typed: `--hidden-size`."""
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,79 @@
+"""Fields that say what a run writes: checkpoints, evaluations, logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mb_train.config.field import AT_LEAST_0, POSITIVE, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointingFields:
+    """Where a run is kept, and what it goes on from."""
+
+    save: str | None = flag(
+        "run folder: checkpoints, log, picture; default with --load its folder, else none",
+        on_load="own",
+    )  # fmt: skip
+    save_interval: int | None = flag(
+        "steps between checkpoints; the last step is always saved", bounds=POSITIVE
+    )
+    keep_checkpoints: int | None = flag(
+        "how many checkpoints to keep; default all (ours)", bounds=POSITIVE
+    )
+    async_save: bool = flag("write checkpoints beside the training", False)
+    load: str | None = flag("run folder or iteration folder to go on from", on_load="own")
+    finetune: bool = flag(
+        "take only the weights of --load: a new run from step 0", False, on_load="own"
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        "let the learning rate's schedule of --load overrule the one typed", False, on_load="own",
+        also=("--use-checkpoint-opt_param-scheduler",),
+    )  # fmt: skip
+    no_load_optim: bool = flag("do not take the optimizer state of --load", False, on_load="own")
+    no_save_optim: bool = flag("leave the optimizer state out of checkpoints", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationFields:
+    """When and how long the model is evaluated."""
+
+    eval_iters: int = flag("global batches per evaluation", 100, bounds=AT_LEAST_0)
+    eval_interval: int | None = flag(
+        "steps between evaluations; 0 evaluates only at the end", 1000, bounds=AT_LEAST_0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingFields:
+    """What a run says of itself, and where."""
+
+    log_interval: int = flag("steps between progress lines", 100, bounds=POSITIVE)
+    log_params_norm: bool = flag("log the norm of the weights", False)
+    log_num_zeros_in_grad: bool = flag("log how many gradients are zero", False)
+    timing_log_level: int = flag(
+        "how much is timed: 0 set-up and checkpoints, 1 the parts of a step as well", 0,
+        choices=(0, 1, 2),
+    )  # fmt: skip
+    timing_log_option: str = flag(
+        "of the ranks' times say the extremes, the longest, or all", "minmax",
+        choices=("minmax", "max", "all"),
+    )  # fmt: skip
+    tensorboard_dir: str | None = flag(
+        "write TensorBoard scalars here (needs mb-train[tensorboard])"
+    )
+    tensorboard_queue_size: int = flag("scalars that wait to be written", 1000, bounds=POSITIVE)
+    log_batch_size_to_tensorboard: bool = flag("write the batch size", False)
+    log_learning_rate_to_tensorboard: bool = flag(
+        "write the learning rate", True,
+        # Megatron-LM's own spelling comes first: scripts have it.
+        off=("--no-log-learnig-rate-to-tensorboard",),
+    )  # fmt: skip
+    log_loss_scale_to_tensorboard: bool = flag("write the loss scale", True)
+    log_timers_to_tensorboard: bool = flag("write the timers", False)
+    log_validation_ppl_to_tensorboard: bool = flag("write the perplexity of evaluations", False)
+    log_memory_to_tensorboard: bool = flag("write the memory in use", False)
+    log_world_size_to_tensorboard: bool = flag("write the number of ranks", False)
+    wandb_project: str | None = flag("log to this Weights & Biases project (needs wandb)")
+    wandb_exp_name: str | None = flag("name of the run there")
+    wandb_save_dir: str | None = flag("folder of its files")

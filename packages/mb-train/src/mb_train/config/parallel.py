@@ -1,0 +1,96 @@
+"""Fields that spread a run over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mb_train.config.field import POSITIVE, flag, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelFields:
+    """How the model and its batches are spread over the ranks."""
+
+    tensor_model_parallel_size: int = flag(
+        "ranks that share each layer's matrices", 1, bounds=POSITIVE
+    )
+    sequence_parallel: bool = flag(
+        "those ranks share the sequence between the matrices as well", False
+    )
+    pipeline_model_parallel_size: int = flag("stages of the pipeline", 1, bounds=POSITIVE)
+    pipeline_model_parallel_split_rank: int | None = flag(
+        "the stage at which T5's decoder begins", bounds=POSITIVE
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        "layers of one chunk, where a stage holds several", bounds=POSITIVE
+    )
+    pipeline_schedule: str = flag(
+        "order of the micro-batches in a pipeline; interleaved and zero-bubble need "
+        "--num-layers-per-virtual-pipeline-stage (ours)", "1f1b",
+        choices=("gpipe", "1f1b", "interleaved", "zero-bubble"),
+    )  # fmt: skip
+    expert_model_parallel_size: int = flag(
+        "ranks that share the experts of a layer", 1, bounds=POSITIVE
+    )
+    moe_expert_model_parallelism: bool = flag(
+        "all data-parallel ranks share the experts of a layer", False,
+        also=("--expert-model-parallelism",),
+    )  # fmt: skip
+    moe_dispatcher: str = flag(
+        "how tokens reach experts of other ranks (ours)", "auto",
+        choices=("auto", "all_gather", "all_to_all", "peer"),
+    )  # fmt: skip
+    data_parallel_replicas: int = flag(
+        "replicas of the model, each sharded over its own ranks (ours)", 1, bounds=POSITIVE
+    )
+    zero_stage: int = flag(
+        "data-parallel ranks share the optimizer's state (1), gradients as well (2), weights as "
+        "well (3) (ours)", 2, choices=(1, 2, 3),
+    )  # fmt: skip
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that train on different sequences.
+
+        Raises:
+            ValueError: tensor x pipeline parallel sizes do not divide the world.
+        """
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        if world_size % (tensor * pipeline):
+            raise ValueError(
+                f"Expected tensor x pipeline parallel size = {tensor} x {pipeline} to divide the "
+                f"{world_size} ranks. Start a multiple of {tensor * pipeline}, or lower one."
+            )
+        return world_size // (tensor * pipeline)
+
+    def expert_parallel_size(self, world_size: int) -> int:
+        """Ranks that share the experts of a layer, of `world_size` in all."""
+        if self.moe_expert_model_parallelism:
+            return self.data_parallel_size(world_size)
+        return self.expert_model_parallel_size
+
+    def check_parallel(self, num_layers: int) -> None:
+        """Raise ValueError for a way of spreading that contradicts itself."""
+        if self.moe_expert_model_parallelism and self.expert_model_parallel_size > 1:
+            raise ValueError(
+                "Expected one of --moe-expert-model-parallelism (all data-parallel ranks) and "
+                f"--expert-model-parallel-size, got both ({self.expert_model_parallel_size})."
+            )
+        chunk, stages = (
+            self.num_layers_per_virtual_pipeline_stage,
+            self.pipeline_model_parallel_size,
+        )
+        if stages > num_layers:
+            raise ValueError(
+                f"Expected --pipeline-model-parallel-size of at most --num-layers {num_layers}, "
+                f"got {stages}."
+            )
+        if chunk is not None and (stages < 2 or num_layers % (stages * whole(chunk))):
+            raise ValueError(
+                "Expected --num-layers to be a multiple of --num-layers-per-virtual-pipeline-stage "
+                f"x stages, of at least 2 stages, got {num_layers}, {chunk} and {stages}."
+            )
+        if self.pipeline_schedule in ("interleaved", "zero-bubble") and chunk is None:
+            raise ValueError(
+                "Expected --num-layers-per-virtual-pipeline-stage with --pipeline-schedule "
+                f"{self.pipeline_schedule}, got none."
+            )

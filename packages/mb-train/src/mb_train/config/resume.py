@@ -1,0 +1,78 @@
+"""Going on from a checkpoint: which fields are taken over, and which changes matter.
+
+What becomes of a field is said by its own metadata, see `OnLoad`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from mb_train.config.field import flag_name, spec
+from mb_train.config.train_config import TrainConfig
+
+
+def inherited(saved: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The fields of a saved configuration that a run which goes on from it starts with.
+
+    Args:
+        saved: fields by name, as a run was started with.
+        source: the file they are from, for the message.
+
+    Raises:
+        ValueError: a field that this version does not know.
+    """
+    known = {f.name: spec(f).on_load for f in fields(TrainConfig)}
+    for name in saved:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f", the nearest is {near[0]!r}" if near else ""
+            raise ValueError(
+                f"{source} holds {name!r}, which this version does not know{hint}. It was written "
+                "by another version: take that one, or give the file a field that exists."
+            )
+    return {name: value for name, value in saved.items() if known[name] != "own"}
+
+
+def check_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """Compare a run with the saved configuration it goes on from.
+
+    Returns:
+        A line for every change that alters the course of the run.
+
+    Raises:
+        ValueError: another model; or, unless the run is a new one from the weights, a change that
+            a run cannot survive.
+    """
+    before = TrainConfig(**inherited(saved, "The checkpoint"))
+    for name, there, here in _differences(before, config, "model"):
+        raise ValueError(
+            f"The checkpoint is of another model: its {name} is {there}, this run's is {here}."
+        )
+    if config.finetune:
+        return []
+    for name, there, here in _differences(before, config, "fixed"):
+        if name == "--optimizer" and config.no_load_optim:
+            continue
+        raise ValueError(
+            f"Expected {name} {there}, with which the run to go on from was started, got {here}. "
+            "Leave it as it was, or begin a new run from its weights with --finetune."
+        )
+    return [
+        f"{name} was {there} until now, and is {here} from here on"
+        for name, there, here in _differences(before, config, "said")
+    ]
+
+
+def _differences(
+    before: TrainConfig, now: TrainConfig, on_load: str
+) -> Iterator[tuple[str, Any, Any]]:
+    """The flag, the value in force before, and the one in force now."""
+    for name, field_names in TrainConfig.names_on_load(on_load).items():
+        there, here = getattr(before, name), getattr(now, name)
+        if there != here:
+            # Of several fields behind one value, name those that differ.
+            moved = [n for n in field_names if getattr(before, n) != getattr(now, n)]
+            yield " / ".join(map(flag_name, moved or field_names)), there, here

@@ -1,0 +1,124 @@
+"""One training run as one dataclass that checks itself: all groups of fields, flat.
+
+Names, meanings and defaults are Megatron-LM's (2023), so that its launch scripts carry over; a
+field that Megatron does not have says so with "(ours)". A recipe, a TOML file and the command line
+are layers of the same fields: see `mb_train.flags`. Nothing here imports torch: `--help` must be
+quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mb_train.config.data import DataFields, MaskingFields
+from mb_train.config.field import check_field, flag_name, spec, whole
+from mb_train.config.model import ModelFields, MoEFields
+from mb_train.config.outputs import CheckpointingFields, LoggingFields, ValidationFields
+from mb_train.config.parallel import ParallelFields
+from mb_train.config.training import (
+    InitializationFields,
+    PrecisionFields,
+    RateFields,
+    RegularizationFields,
+    TrainingFields,
+)
+
+# Headings of --help, and tables of a TOML file, in this order.
+GROUPS: dict[str, type[Any]] = {
+    "model": ModelFields,
+    "moe": MoEFields,
+    "regularization": RegularizationFields,
+    "training": TrainingFields,
+    "initialization": InitializationFields,
+    "learning rate": RateFields,
+    "checkpointing": CheckpointingFields,
+    "precision and devices": PrecisionFields,
+    "parallelism": ParallelFields,
+    "validation": ValidationFields,
+    "data": DataFields,
+    "masked models and retrieval": MaskingFields,
+    "logging": LoggingFields,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(
+    ModelFields, MoEFields, RegularizationFields, TrainingFields, InitializationFields, RateFields,
+    CheckpointingFields, PrecisionFields, ParallelFields, ValidationFields, DataFields,
+    MaskingFields, LoggingFields,
+):  # fmt: skip
+    """Every choice of a training run. Fields that derive from others are properties.
+
+    Raises:
+        ValueError: values that cannot work, alone or together; says expected, got and remedy.
+    """
+
+    def __post_init__(self) -> None:
+        missing = [
+            flag_name(f.name)
+            for f in fields(self)
+            if spec(f).required and getattr(self, f.name) is None
+        ]
+        if missing:
+            raise ValueError(
+                f"Expected a whole model and run, missing {', '.join(missing)}. "
+                "Give them, or start from a --recipe."
+            )
+        for f in fields(self):
+            check_field(f, getattr(self, f.name))
+        self.check_model()
+        self.check_moe()
+        self.check_training()
+        self.check_rates(by_samples=self.by_samples)
+        self.check_regularization()
+        self.check_precision()
+        self.check_parallel(whole(self.num_layers))
+        self.check_data()
+        self._check_positions()
+        self._check_decoder()
+
+    @property
+    def positions(self) -> int:
+        """Longest sequence; learned positions have as many rows."""
+        return self.max_position_embeddings or whole(self.seq_length)
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """F, the width inside an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def decay_length(self) -> str:
+        """Length of the learning rate's decay, with its unit."""
+        if self.by_samples:
+            return f"{self.lr_decay_samples or self.train_samples} samples"
+        return f"{self.lr_decay_iters or self.train_iters} steps"
+
+    def model_identity(self) -> dict[str, Any]:
+        """The values that a checkpoint must share with this run, the vocabulary's size apart."""
+        return {name: getattr(self, name) for name in self.names_on_load("model")}
+
+    @classmethod
+    def names_on_load(cls, on_load: str) -> dict[str, list[str]]:
+        """Values in force of one kind (see `OnLoad`), and the fields behind each."""
+        names: dict[str, list[str]] = {}
+        for members in GROUPS.values():
+            for f in fields(members):
+                if spec(f).on_load == on_load:
+                    names.setdefault(spec(f).in_force or f.name, []).append(f.name)
+        return names
+
+    def _check_positions(self) -> None:
+        longest = max(whole(self.seq_length), self.decoder_seq_length or 0)
+        if self.positions < longest:
+            raise ValueError(
+                f"Expected --max-position-embeddings of at least --seq-length, got "
+                f"{self.positions} and {longest}."
+            )
+
+    def _check_decoder(self) -> None:
+        if self.model == "t5" and self.decoder_seq_length is None:
+            raise ValueError("Expected --decoder-seq-length with --model t5, got none.")
+        if self.model == "ict" and self.titles_data_path is None:
+            raise ValueError("Expected --titles-data-path with --model ict, got none.")

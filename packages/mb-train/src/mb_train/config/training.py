@@ -1,0 +1,233 @@
+"""Fields that say how the model is trained: batches, length, optimizer, rates, precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mb_train.config.field import AT_LEAST_0, FRACTION, POSITIVE, flag, flag_name, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegularizationFields:
+    """Dropout, weight decay, and the optimizer's constants."""
+
+    attention_dropout: float = flag(
+        "dropout on attention weights", 0.1, bounds=FRACTION, on_load="said"
+    )
+    hidden_dropout: float = flag(
+        "dropout on embeddings and on what joins the residual", 0.1, bounds=FRACTION,
+        on_load="said",
+    )  # fmt: skip
+    weight_decay: float = flag(
+        "decoupled weight decay, none for biases and norms", 0.01, bounds=AT_LEAST_0,
+        on_load="said",
+    )  # fmt: skip
+    start_weight_decay: float | None = flag(
+        "weight decay at the start of its schedule", bounds=AT_LEAST_0, on_load="said"
+    )
+    end_weight_decay: float | None = flag(
+        "weight decay at the end of its schedule", bounds=AT_LEAST_0, on_load="said"
+    )
+    weight_decay_incr_style: str = flag(
+        "course of the weight decay over the run", "constant",
+        choices=("constant", "linear", "cosine"), on_load="said",
+    )  # fmt: skip
+    clip_grad: float = flag(
+        "clip the gradient norm to this; 0 does not clip", 1.0, bounds=AT_LEAST_0, on_load="said"
+    )
+    adam_beta1: float = flag("decay of Adam's first moment", 0.9, bounds=FRACTION, on_load="said")
+    adam_beta2: float = flag(
+        "decay of Adam's second moment", 0.999, bounds=FRACTION, on_load="said"
+    )
+    adam_eps: float = flag("epsilon in Adam's denominator", 1e-8, bounds=POSITIVE, on_load="said")
+    sgd_momentum: float = flag("momentum of SGD", 0.9, bounds=FRACTION, on_load="said")
+
+    def check_regularization(self) -> None:
+        """Raise ValueError for a schedule of the weight decay without its ends."""
+        if self.weight_decay_incr_style == "constant":
+            return
+        start, end = self.start_weight_decay, self.end_weight_decay
+        if start is None or end is None or end < start:
+            raise ValueError(
+                "Expected --start-weight-decay and --end-weight-decay, not falling, with --weight-"
+                f"decay-incr-style {self.weight_decay_incr_style}, got {start} and {end}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFields:
+    """Batches, the length of training, the optimizer, recompute."""
+
+    micro_batch_size: int | None = flag(
+        "sequences per rank and forward pass", bounds=POSITIVE, required=True
+    )
+    global_batch_size: int | None = flag(
+        "sequences per step over all ranks; default micro batch x ranks", bounds=POSITIVE,
+        on_load="said",
+    )  # fmt: skip
+    rampup_batch_size: list[int] | None = flag(  # noqa: RUF009, a field like the others
+        "START INCREMENT SAMPLES: let the global batch grow from START by INCREMENT to its size "
+        "over the first SAMPLES", bounds=AT_LEAST_0, count=3, on_load="said",
+    )  # fmt: skip
+    train_iters: int | None = flag("steps to train; this or --train-samples", bounds=POSITIVE)
+    train_samples: int | None = flag(
+        "sequences to train on; this or --train-iters", bounds=POSITIVE
+    )
+    optimizer: str = flag(
+        "optimizer", "adam", choices=("adam", "sgd", "adafactor", "muon"), on_load="fixed"
+    )
+    optimizer_state_dtype: str = flag(
+        "dtype of the optimizer's moments (ours)", "fp32", choices=("fp32", "bf16"),
+        on_load="said",
+    )  # fmt: skip
+    exit_interval: int | None = flag(
+        "save and stop at steps divisible by this", bounds=POSITIVE, on_load="own"
+    )
+    exit_duration_in_mins: float | None = flag(
+        "save and stop after this many minutes", bounds=POSITIVE, on_load="own"
+    )
+    recompute_granularity: str | None = flag(
+        "what is recomputed in the backward pass: full layers, or their attention alone",
+        choices=("full", "selective"),
+    )  # fmt: skip
+    recompute_method: str | None = flag(
+        "uniform: in chunks of --recompute-num-layers; block: that many layers of a stage",
+        choices=("uniform", "block"),
+    )  # fmt: skip
+    recompute_num_layers: int = flag("see --recompute-method", 1, bounds=POSITIVE)
+    deterministic_mode: bool = flag(
+        "refuse every operation whose result may differ between two runs", False
+    )
+    cuda_graph: bool = flag("replay a micro-batch as one CUDA graph (ours)", False)
+    compile: bool = flag(
+        "on a GPU, compile every layer: seconds to start, faster steps (ours)", False
+    )
+
+    @property
+    def by_samples(self) -> bool:
+        """Whether the length of training is given in sequences."""
+        return self.train_samples is not None
+
+    def batch_size(self, data_parallel: int) -> int:
+        """Sequences per step on `data_parallel` ranks, ramp-up apart.
+
+        Raises:
+            ValueError: the global batch is no multiple of micro batch x ranks.
+        """
+        per_pass = whole(self.micro_batch_size) * data_parallel
+        size = self.global_batch_size or per_pass
+        if size % per_pass:
+            raise ValueError(
+                f"Expected --global-batch-size to be a multiple of micro batch x data-parallel "
+                f"ranks = {self.micro_batch_size} x {data_parallel} = {per_pass}, got {size}. "
+                "Lower --micro-batch-size, or change the global batch."
+            )
+        return size
+
+    def check_training(self) -> None:
+        """Raise ValueError for batches and lengths that do not go together."""
+        if (self.train_iters is None) == (self.train_samples is None):
+            got = "neither" if self.train_iters is None else "both"
+            raise ValueError(f"Expected one of --train-iters and --train-samples, got {got}.")
+        self.batch_size(1)
+        if self.by_samples and self.global_batch_size is None:
+            raise ValueError("Expected --global-batch-size with --train-samples, got none.")
+        if self.rampup_batch_size is not None and not self.by_samples:
+            raise ValueError(
+                "Expected --train-samples with --rampup-batch-size, got --train-iters."
+            )
+        if self.recompute_method is not None and self.recompute_granularity != "full":
+            raise ValueError(
+                "Expected --recompute-granularity full with --recompute-method "
+                f"{self.recompute_method}, got {self.recompute_granularity}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitializationFields:
+    """Where the weights begin."""
+
+    seed: int = flag(
+        "seed of weights, data order and dropout", 1234, bounds=AT_LEAST_0, on_load="said"
+    )
+    init_method_std: float = flag(
+        "standard deviation of the initial weights", 0.02, bounds=AT_LEAST_0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateFields:
+    """The learning rate over the run."""
+
+    lr: float | None = flag("peak learning rate", bounds=POSITIVE, on_load="said", required=True)
+    min_lr: float = flag(
+        "learning rate at the end of the decay and after it", 0.0, bounds=AT_LEAST_0,
+        on_load="said",
+    )  # fmt: skip
+    lr_decay_style: str = flag(
+        "shape of the decay", "linear",
+        choices=("constant", "linear", "cosine", "inverse-square-root"), on_load="said",
+    )  # fmt: skip
+    lr_decay_iters: int | None = flag(
+        "steps until --min-lr; default the length of training", bounds=POSITIVE, on_load="said",
+        in_force="decay_length",
+    )  # fmt: skip
+    lr_decay_samples: int | None = flag(
+        "sequences until --min-lr, with --train-samples", bounds=POSITIVE, on_load="said",
+        in_force="decay_length",
+    )  # fmt: skip
+    lr_warmup_fraction: float | None = flag(
+        "share of the decay spent in linear warm-up", bounds=FRACTION, on_load="said"
+    )
+    lr_warmup_iters: int = flag("steps of linear warm-up", 0, bounds=AT_LEAST_0, on_load="said")
+    lr_warmup_samples: int = flag(
+        "sequences of linear warm-up, with --train-samples", 0, bounds=AT_LEAST_0, on_load="said"
+    )
+
+    def check_rates(self, *, by_samples: bool) -> None:
+        """Raise ValueError for settings of the schedule that contradict each other."""
+        if self.min_lr > (self.lr or 0):
+            raise ValueError(f"Expected --min-lr of at most --lr {self.lr}, got {self.min_lr}.")
+        unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
+        for name in (f"lr_decay_{other}", f"lr_warmup_{other}"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"Expected the schedule in the unit of --train-{unit}, got {flag_name(name)}."
+                )
+        warmup = self.lr_warmup_iters or self.lr_warmup_samples
+        if self.lr_warmup_fraction is not None and warmup:
+            raise ValueError("Expected one kind of warm-up, got --lr-warmup-fraction and another.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionFields:
+    """The dtype of the arithmetic, and the device."""
+
+    device: str = flag(
+        "where to train; auto takes a GPU if there is one (ours)", "auto",
+        choices=("auto", "cpu", "cuda"),
+    )  # fmt: skip
+    bf16: bool | None = flag(
+        "compute in bf16 over fp32 master weights; default on a GPU yes, on a CPU no",
+        on_load="said",
+    )  # fmt: skip
+    fp16: bool = flag(
+        "compute in fp16 over fp32 master weights, with a loss scale", False, on_load="said"
+    )
+    loss_scale: float | None = flag(
+        "a constant loss scale for fp16; default one that adapts", bounds=POSITIVE, on_load="said"
+    )
+    initial_loss_scale: float = flag("where the loss scale begins", 2.0**32, bounds=POSITIVE)
+    min_loss_scale: float = flag("the least loss scale", 1.0, bounds=POSITIVE)
+    loss_scale_window: int = flag(
+        "steps without an overflow until the loss scale doubles", 1000, bounds=POSITIVE
+    )
+    hysteresis: int = flag("overflows until the loss scale halves", 2, bounds=POSITIVE)
+    fp32_residual_connection: bool = flag("keep the residual stream in fp32", False, on_load="said")
+
+    def check_precision(self) -> None:
+        """Raise ValueError for two dtypes at once."""
+        if self.fp16 and self.bf16:
+            raise ValueError("Expected one of --fp16 and --bf16, got both.")
+        if self.loss_scale is not None and not self.fp16:
+            raise ValueError("Expected --fp16 with --loss-scale, got another precision.")

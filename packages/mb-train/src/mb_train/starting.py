@@ -1,0 +1,104 @@
+"""What a command line starts: the configuration, and the checkpoint to go on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mb_train.config import TrainConfig
+from mb_train.config.resume import check_changes
+from mb_train.flags import CommandLine, resolve
+from mb_train.run_folder import SavedRun, find_checkpoint, read_saved_run
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run to start. `notes` are remarks on what differs from the run that it goes on from."""
+
+    config: TrainConfig
+    checkpoint: Path | None = None
+    saved: SavedRun | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the checkpoint is at the end of this run already."""
+        return (
+            self.saved is not None
+            and not self.config.finetune
+            and _is_finished(self.config, self.saved)
+        )
+
+
+def plan(command: CommandLine) -> Plan:
+    """The run that a command line asks for.
+
+    Raises:
+        ValueError: what was asked for does not fit together, or not with the checkpoint.
+        OSError: files that cannot be read.
+    """
+    load, save = command.values.get("load"), command.values.get("save")
+    if load is None:
+        config = resolve(command)
+        load = config.load
+        if load is None:
+            return Plan(config)
+    checkpoint = find_checkpoint(Path(load))
+    if checkpoint is None:
+        if save is not None and Path(save) == Path(load):
+            # Scripts that restart themselves load from where they save, the first time as well.
+            return Plan(dataclasses.replace(resolve(command), load=None))
+        raise ValueError(f"Expected a checkpoint in --load {load}, found none.")
+    saved = read_saved_run(checkpoint)
+    config = resolve(command, saved.inherited())
+    if "save" not in command.values and not config.finetune:
+        config = dataclasses.replace(config, save=str(_run_of(Path(load), checkpoint)))
+    asked = {"train_iters", "train_samples"} & command.values.keys()
+    if not asked and not config.finetune and _is_finished(config, saved):
+        config = _prolong(config, saved)
+    return Plan(config, checkpoint, saved, tuple(check_changes(saved.config, config)))
+
+
+def _run_of(load: Path, checkpoint: Path) -> Path:
+    return load.parent if load == checkpoint else load
+
+
+def _is_finished(config: TrainConfig, saved: SavedRun) -> bool:
+    if config.train_samples is not None:
+        batch = saved.consumed_samples // max(saved.iteration, 1)
+        return saved.consumed_samples + batch > config.train_samples
+    assert config.train_iters is not None
+    return saved.iteration >= config.train_iters
+
+
+def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
+    """`--load` of a finished run with no other length: go on for one more length of its schedule.
+
+    The schedule stays the run's own, so the joined run is the one that a larger `--train-iters`
+    with this `--lr-decay-iters` would have made; beyond the decay it trains at `--min-lr`.
+    """
+    if config.train_samples is not None:
+        decay = config.lr_decay_samples or config.train_samples
+        more = saved.consumed_samples + decay
+        return dataclasses.replace(config, train_samples=more, lr_decay_samples=decay)
+    assert config.train_iters is not None
+    decay = config.lr_decay_iters or config.train_iters
+    more = saved.iteration + decay
+    return dataclasses.replace(config, train_iters=more, lr_decay_iters=decay)
+
+
+def command_line(*arguments: str) -> str:
+    """What to type to call this program again, the way it was called, quoted for a shell."""
+    words = ["mb-train"]
+    if Path(sys.argv[0]).name == "__main__.py":
+        words = ["python", "-m", "mb_train"]
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            words = ["torchrun", "--nproc_per_node", ranks, "-m", "mb_train"]
+    if "UV_RUN_RECURSION_DEPTH" in os.environ:  # set by `uv run`, and by nothing else
+        words = ["uv", "run", *words]
+    return shlex.join([*words, *arguments])

@@ -1,0 +1,34 @@
+"""The tokenizer of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mb_train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from mb_data import Tokenizer
+
+
+def load_tokenizer(config: TrainConfig) -> Tokenizer:
+    """The one of `--tokenizer`, or that of Megatron's flags; without either its default.
+
+    Raises:
+        ValueError: an unknown name, a file that is no vocabulary, or a file that is missing.
+        OSError: no such file.
+    """
+    import mb_data
+
+    extra = config.vocab_extra_ids
+    kind = "GPT2BPETokenizer" if config.model == "gpt" else "BertWordPieceLowerCase"
+    if config.tokenizer is not None:
+        return mb_data.load_tokenizer(config.tokenizer, num_extra_ids=extra)
+    if config.tokenizer_model is not None:
+        kind = "SentencePieceTokenizer"
+    return mb_data.megatron_tokenizer(
+        config.tokenizer_type or kind,
+        vocab_file=config.vocab_file,
+        merge_file=config.merge_file,
+        tokenizer_model=config.tokenizer_model,
+        num_extra_ids=extra,
+    )

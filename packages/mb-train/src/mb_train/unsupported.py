@@ -1,0 +1,86 @@
+"""What the configuration can say and the program cannot do yet.
+
+One table, by field: the values that are refused, or `ANY` for all but the default. Whoever builds
+a feature takes its line out; an empty table means that every flag does what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from mb_train.config import TrainConfig, flag_name
+
+ANY: tuple[Any, ...] = ()
+
+NOT_YET: Mapping[str, tuple[Any, ...]] = {
+    # models
+    "model": ANY,
+    "group_query_attention": ANY,
+    "position_embedding_type": ANY,
+    "untie_embeddings_and_output_weights": ANY,
+    "normalization": ANY,
+    "qk_layernorm": ANY,
+    "add_bias_linear": ANY,
+    "add_qkv_bias": ANY,
+    "apply_residual_connection_post_layernorm": ANY,
+    # experts
+    "moe_ffn_hidden_size": ANY,
+    "moe_layer_freq": ANY,
+    "moe_first_k_dense": ANY,
+    "moe_router_enable_expert_bias": ANY,
+    "moe_balance_over": ("global_batch",),
+    # training
+    "rampup_batch_size": ANY,
+    "optimizer": ("adafactor", "muon"),
+    "optimizer_state_dtype": ANY,
+    "recompute_granularity": ("selective",),
+    "recompute_method": ANY,
+    "deterministic_mode": ANY,
+    "cuda_graph": ANY,
+    "fp16": ANY,
+    "fp32_residual_connection": ANY,
+    # parallelism
+    "tensor_model_parallel_size": ANY,
+    "sequence_parallel": ANY,
+    "pipeline_model_parallel_size": ANY,
+    "pipeline_model_parallel_split_rank": ANY,
+    "expert_model_parallel_size": ANY,
+    "moe_expert_model_parallelism": ANY,
+    "moe_dispatcher": ("all_gather", "all_to_all", "peer"),
+    "data_parallel_replicas": ANY,
+    "zero_stage": (1,),
+    # data
+    "train_data_path": ANY,
+    "dataloader_type": ANY,
+    "reset_position_ids": ANY,
+    "reset_attention_mask": ANY,
+    "eod_mask_loss": ANY,
+    "vocab_extra_ids": ANY,
+    # logging
+    "log_num_zeros_in_grad": ANY,
+    "wandb_project": ANY,
+}
+
+
+def not_supported(
+    config: TrainConfig, table: Mapping[str, tuple[Any, ...]] = NOT_YET
+) -> dict[str, Any]:
+    """The fields of a run that ask for what cannot be done yet, with their values."""
+    found = {}
+    for f in fields(config):
+        if f.name not in table:
+            continue
+        value, refused = getattr(config, f.name), table[f.name]
+        if value in refused if refused else value != f.default:
+            found[f.name] = value
+    return found
+
+
+def check_supported(config: TrainConfig, table: Mapping[str, tuple[Any, ...]] = NOT_YET) -> None:
+    """Raise ValueError for a run that asks for what cannot be done yet."""
+    found = not_supported(config, table)
+    if found:
+        asked = ", ".join(f"{flag_name(name)} ({value})" for name, value in found.items())
+        raise ValueError(f"Not supported yet: {asked}. Leave it out, or give another value.")

@@ -1,5 +1,6 @@
 """Every op in plain PyTorch, same name and signature: CPU path, oracle and documentation."""
 
+from mb_kernels.linear_cross_entropy.reference import linear_cross_entropy
 from mb_kernels.reference.block_sparse import dds, dsd, sdd
 from mb_kernels.reference.expert_mlp import expert_mlp
 from mb_kernels.reference.grouped_gemm import grouped_gemm
@@ -18,6 +19,7 @@ __all__ = [
     "expert_mlp",
     "gather",
     "grouped_gemm",
+    "linear_cross_entropy",
     "pad_bins",
     "quantize",
     "router_losses",

@@ -8,7 +8,7 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.generate import Sampling, choose, continue_tokens
 from mb_train.models.gpt import GPT
-from mb_train.tasks.gpt import transformer_config
+from mb_train.tasks.architecture import transformer_config
 
 SCORES = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log()
 

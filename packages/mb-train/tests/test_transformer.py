@@ -133,7 +133,9 @@ def test_weights_choose_what_counts(kind):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_kv_heads": 3}, {"moe": EXPERTS, "moe_layers": (True,)}], ids=str
+    "wrong",
+    [{"num_kv_heads": 3}, {"norm": "batchnorm"}, {"moe": EXPERTS, "moe_layers": (True,)}],
+    ids=str,
 )
 def test_wrong_shapes_are_refused(wrong):
     with pytest.raises(ValueError, match="Expected"):

@@ -18,7 +18,7 @@ from mb_train.checkpoint import load_checkpoint
 from mb_train.config import TrainConfig
 from mb_train.models.gpt import GPT
 from mb_train.run_folder import find_checkpoint, read_saved_run
-from mb_train.tasks.gpt import transformer_config
+from mb_train.tasks.architecture import transformer_config
 from mb_train.tokenizers import load_tokenizer
 
 

@@ -17,18 +17,8 @@ ANY: tuple[Any, ...] = ()
 NOT_YET: Mapping[str, tuple[Any, ...]] = {
     # models
     "model": ANY,
-    "group_query_attention": ANY,
-    "position_embedding_type": ANY,
-    "untie_embeddings_and_output_weights": ANY,
-    "normalization": ANY,
-    "qk_layernorm": ANY,
-    "add_bias_linear": ANY,
-    "add_qkv_bias": ANY,
     "apply_residual_connection_post_layernorm": ANY,
     # experts
-    "moe_ffn_hidden_size": ANY,
-    "moe_layer_freq": ANY,
-    "moe_first_k_dense": ANY,
     "moe_router_enable_expert_bias": ANY,
     "moe_balance_over": ("global_batch",),
     # training
@@ -54,9 +44,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     # data
     "train_data_path": ANY,
     "dataloader_type": ANY,
-    "reset_position_ids": ANY,
-    "reset_attention_mask": ANY,
-    "eod_mask_loss": ANY,
     "vocab_extra_ids": ANY,
     # logging
     "log_num_zeros_in_grad": ANY,

@@ -8,13 +8,14 @@ Letters: D hidden, H query heads, G key-value heads, C width of a head, F ffn wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from mb_layers import MoEConfig
 
-PositionKind = Literal["learned", "rope", "relative", "none"]
-NormKind = Literal["layernorm", "rmsnorm"]
-QKNorm = Literal["none", "head", "width"]
+_CHOICES = {
+    "norm": ("layernorm", "rmsnorm"),
+    "qk_norm": ("none", "head", "width"),
+    "positions": ("learned", "rope", "relative", "none"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,11 @@ class TransformerConfig:
     head_size: int
     max_positions: int
     activation: str = "gelu_tanh"
-    norm: NormKind = "layernorm"
+    norm: str = "layernorm"
     norm_eps: float = 1e-5
     post_norm: bool = False
-    qk_norm: QKNorm = "none"
-    positions: PositionKind = "learned"
+    qk_norm: str = "none"
+    positions: str = "learned"
     rope_base: float = 10_000.0
     rope_fraction: float = 1.0
     attention_scale: float | None = None
@@ -72,6 +73,12 @@ class TransformerConfig:
     moe_layers: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"Expected {name} to be one of {', '.join(choices)}, "
+                    f"got {getattr(self, name)!r}."
+                )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"Expected the key-value heads to divide the heads, got {self.num_kv_heads} and "

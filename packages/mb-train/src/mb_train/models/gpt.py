@@ -41,6 +41,10 @@ class GPT(nn.Module):
         self, config: TransformerConfig, *, compute_dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
+        if config.positions == "relative":
+            raise ValueError(
+                "Expected learned, rotary or no positions for a GPT, got T5's relative bias."
+            )
         self.config, self.compute_dtype = config, compute_dtype
         self.first = self.last = True
         self.embedding: Embedding | None = Embedding(config)

@@ -8,12 +8,10 @@ from typing import Any
 import mb_data
 import numpy as np
 import torch
-from mb_layers import MoEConfig
 
 from mb_train.config import TrainConfig, whole
-from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
-from mb_train.models.transformer import output_std
+from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.base import Datasets
 
 
@@ -56,48 +54,29 @@ class GPTTask:
         )
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
-        """tokens_BS and labels_BS, one place apart, and weights_BS."""
+        """tokens_BS and labels_BS, one place apart, weights_BS, and what documents change.
+
+        The end of a document belongs to the document it ends, as in Megatron-LM: positions and
+        attention begin anew behind it, and `--eod-mask-loss` leaves out what follows it.
+        """
+        config = self._config
         text = np.stack([np.asarray(sample) for sample in samples]).astype(np.int64)
         tokens_BS, labels_BS = text[:, :-1], text[:, 1:]
+        ends_BS = tokens_BS == self._eod
         weights_BS = np.ones(tokens_BS.shape, np.float32)
-        return {"tokens_BS": tokens_BS, "labels_BS": labels_BS, "weights_BS": weights_BS}
+        if config.eod_mask_loss:
+            weights_BS[ends_BS] = 0
+        batch = {"tokens_BS": tokens_BS, "labels_BS": labels_BS, "weights_BS": weights_BS}
+        if config.reset_attention_mask:
+            batch["segments_BS"] = np.cumsum(ends_BS, axis=1) - ends_BS
+        if config.reset_position_ids:
+            batch["positions_BS"] = positions_within(ends_BS)
+        return batch
 
 
-def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfig:
-    """The model of a run.
-
-    Raises:
-        ValueError: an activation or experts that mb_layers refuses.
-    """
-    residual_std = output_std(config.init_method_std, whole(config.num_layers))
-    return TransformerConfig(
-        num_layers=whole(config.num_layers),
-        hidden_size=whole(config.hidden_size),
-        ffn_size=config.ffn_size,
-        vocab_size=vocab_size,
-        num_heads=whole(config.num_attention_heads),
-        num_kv_heads=whole(config.num_attention_heads),
-        head_size=config.head_size,
-        max_positions=config.positions,
-        activation=config.activation_name,
-        norm_eps=config.layernorm_epsilon,
-        attention_dropout=config.attention_dropout,
-        hidden_dropout=config.hidden_dropout,
-        init_std=config.init_method_std,
-        output_init_std=residual_std,
-        moe=moe_config(config, residual_std),
-    )
-
-
-def moe_config(config: TrainConfig, output_init_std: float) -> MoEConfig | None:
-    """The experts of a run; None for a dense model."""
-    if config.moe_num_experts is None:
-        return None
-    return MoEConfig(
-        hidden_size=whole(config.hidden_size),
-        ffn_hidden_size=config.expert_ffn_size,
-        activation=config.activation_name,
-        init_method_std=config.init_method_std,
-        output_init_std=output_init_std,
-        **config.moe_arguments(),
-    )
+def positions_within(ends_BS: np.ndarray) -> np.ndarray:
+    """Position of each token in its document, given which tokens end one."""
+    places_S = np.arange(ends_BS.shape[1])
+    starts_BS = np.zeros(ends_BS.shape, np.int64)
+    starts_BS[:, 1:] = np.where(ends_BS[:, :-1], places_S[1:], 0)
+    return places_S - np.maximum.accumulate(starts_BS, axis=1)

@@ -1,0 +1,64 @@
+"""From the flags of a run to what its model is built from."""
+
+from __future__ import annotations
+
+from mb_layers import MoEConfig
+
+from mb_train.config import TrainConfig, whole
+from mb_train.models.config import TransformerConfig
+from mb_train.models.transformer import output_std
+
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+
+def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfig:
+    """The transformer of a run; of T5 the encoder's.
+
+    Args:
+        vocab_size: padded.
+
+    Raises:
+        ValueError: an activation or experts that mb_layers refuses.
+    """
+    layers = whole(config.num_layers)
+    residual_std = output_std(config.init_method_std, layers)
+    return TransformerConfig(
+        num_layers=layers,
+        hidden_size=whole(config.hidden_size),
+        ffn_size=config.ffn_size,
+        vocab_size=vocab_size,
+        num_heads=whole(config.num_attention_heads),
+        num_kv_heads=config.kv_heads,
+        head_size=config.head_size,
+        max_positions=config.positions,
+        activation=config.activation_name,
+        norm=_NORMS[config.normalization],
+        norm_eps=config.layernorm_epsilon,
+        qk_norm=config.qk_layernorm_over if config.qk_layernorm else "none",
+        positions=config.position_embedding_type,
+        rope_base=config.rotary_base,
+        rope_fraction=config.rotary_percent,
+        bias=config.add_bias_linear,
+        qkv_bias=config.add_bias_linear or config.add_qkv_bias,
+        tie_embeddings=not config.untie_embeddings_and_output_weights,
+        attention_dropout=config.attention_dropout,
+        hidden_dropout=config.hidden_dropout,
+        init_std=config.init_method_std,
+        output_init_std=residual_std,
+        moe=_experts(config, residual_std),
+        moe_layers=tuple(map(config.has_experts, range(layers))),
+    )
+
+
+def _experts(config: TrainConfig, output_init_std: float) -> MoEConfig | None:
+    """The experts of a run; None for a dense model."""
+    if config.moe_num_experts is None:
+        return None
+    return MoEConfig(
+        hidden_size=whole(config.hidden_size),
+        ffn_hidden_size=config.expert_ffn_size,
+        activation=config.activation_name,
+        init_method_std=config.init_method_std,
+        output_init_std=output_init_std,
+        **config.moe_arguments(),
+    )

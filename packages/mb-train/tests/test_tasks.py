@@ -1,0 +1,61 @@
+"""What a task makes of samples."""
+
+import numpy as np
+import pytest
+from mb_train.config import TrainConfig
+from mb_train.tasks import GPTTask
+
+EOD = 9
+SAMPLES = [[1, 2, EOD, 3, 4, EOD, EOD, 5], [EOD, 1, 2, 3, 4, 5, 6, EOD]]
+
+
+def gpt(**change) -> GPTTask:
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 7}
+    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0}
+    return GPTTask(TrainConfig(**{**sizes, **run, **change}), vocab_size=16, eod=EOD)
+
+
+def test_labels_are_the_next_tokens():
+    batch = gpt().collate(SAMPLES)
+    assert batch.keys() == {"tokens_BS", "labels_BS", "weights_BS"}
+    assert batch["tokens_BS"].tolist() == [row[:-1] for row in SAMPLES]
+    assert batch["labels_BS"].tolist() == [row[1:] for row in SAMPLES]
+    assert batch["weights_BS"].dtype == np.float32
+    assert batch["weights_BS"].all()
+
+
+def test_documents_end_with_their_last_token():
+    options = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    batch = gpt(**dict.fromkeys(options, True)).collate(SAMPLES)
+    # The end of a document is its last token; a document may be that token alone.
+    assert batch["positions_BS"].tolist() == [[0, 1, 2, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4, 5]]
+    assert batch["segments_BS"].tolist() == [[0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1]]
+    assert batch["weights_BS"].tolist() == [[1, 1, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ({}, ("learned", "layernorm", 2, True)),
+        (
+            {
+                "position_embedding_type": "rope",
+                "normalization": "RMSNorm",
+                "group_query_attention": True,
+                "untie_embeddings_and_output_weights": True,
+            },
+            ("rope", "rmsnorm", 1, False),
+        ),
+    ],
+    ids=["gpt2", "llama"],
+)
+def test_flags_reach_the_model(flags, found):
+    config = gpt(**flags).model_config
+    assert (config.positions, config.norm, config.num_kv_heads, config.tie_embeddings) == found
+
+
+def test_layers_with_experts_by_their_flags():
+    experts = {"moe_num_experts": 4, "moe_layer_freq": 2, "moe_first_k_dense": 1}
+    config = gpt(num_layers=5, **experts, moe_ffn_hidden_size=24).model_config
+    assert [config.has_experts(layer) for layer in range(5)] == [False, False, True, False, True]
+    assert (config.moe.ffn_hidden_size, config.ffn_size) == (24, 64)

@@ -31,6 +31,26 @@ def write(prefix, sizes, dtype=np.uint16) -> IndexedDataset:
 @pytest.mark.parametrize(
     ("split", "n", "lengths"),
     [
+        ("949,50,1", 10, (9, 1, 0)),
+        ("949,50,1", 1000, (949, 50, 1)),
+        ("90,10", 101, (91, 10, 0)),
+        ("1,1,1", 10, (3, 4, 3)),
+        ("1,1,1", 1, (0, 1, 0)),
+        ("0.5,0.25,0.25", 2, (1, 1, 0)),
+        ("1,1,1", 0, (0, 0, 0)),
+    ],
+)
+def test_split_of_megatron_core_rounds_the_running_sums(split, n, lengths):
+    parts = parse_split(split, n, rounding="cumulative")
+    assert tuple(map(len, parts)) == lengths
+    assert [*parts[0], *parts[1], *parts[2]] == list(range(n))
+    with pytest.raises(ValueError, match="expected shares or cumulative"):
+        parse_split(split, n, rounding="core")
+
+
+@pytest.mark.parametrize(
+    ("split", "n", "lengths"),
+    [
         ("949,50,1", 10, (10, 0, 0)),
         ("949,50,1", 1000, (949, 50, 1)),
         ("969, 30, 1", 1000, (969, 30, 1)),

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import random
 import struct
 
 import mb_data.indexed_dataset
@@ -12,8 +13,8 @@ from mb_data import IndexedDataset, IndexedDatasetBuilder
 from mb_data.indexed_dataset import best_dtype
 
 DOCUMENTS = [[[5, 0, 7]], [[]], [[1], [2, 3], [4]], [], [[100, 101, 102, 103, 104]]]
-CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 7, "u2": 8}
-LETTERS = {"u1": "B", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "f8": "d", "u2": "H"}
+CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 6, "f4": 7, "u2": 8}
+LETTERS = {"u1": "B", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "f8": "d", "f4": "f", "u2": "H"}
 
 
 def build(prefix, dtype="u2", documents=DOCUMENTS):
@@ -73,12 +74,78 @@ def test_reads_back(tmp_path, dtype):
     assert dataset[-1].dtype == np.dtype(dtype)
 
 
-def test_code_6_reads_as_float64(tmp_path):
-    build(tmp_path / "a", "f8")
+def test_code_7_is_float32_in_megatron_core_and_was_float64_before(tmp_path):
+    for dtype in ("f8", "f4"):
+        build(tmp_path / "a", dtype)
+        raw = bytearray((tmp_path / "a.idx").read_bytes())
+        raw[17] = 7
+        (tmp_path / "a.idx").write_bytes(raw)
+        dataset = IndexedDataset(tmp_path / "a")
+        assert dataset.dtype == np.dtype(dtype)
+        assert dataset[0].tolist() == [5.0, 0.0, 7.0]
+
+
+def test_modes_of_a_multimodal_dataset(tmp_path):
+    """Megatron Core writes one int8 a sequence behind the document boundaries."""
+    with IndexedDatasetBuilder(tmp_path / "a", "i4") as builder:
+        builder.add_document([1, 2, 3], [2, 1], modes=[0, 1])
+        builder.add_documents(np.array([4, 5]), [1, 1], modes=[1, 0])
+    assert (tmp_path / "a.idx").read_bytes()[-4:] == b"\0\1\1\0"
+    assert IndexedDataset(tmp_path / "a").modes.tolist() == [0, 1, 1, 0]
+    build(tmp_path / "plain", "i4")
+    assert IndexedDataset(tmp_path / "plain").modes is None
+    with pytest.raises(ValueError, match="expected 1 modes, one a sequence, got 2"):
+        with IndexedDatasetBuilder(tmp_path / "b", "i4") as builder:
+            builder.add_document([1], modes=[0, 1])
+    with pytest.raises(ValueError, match="modes with all sequences or with none"):
+        with IndexedDatasetBuilder(tmp_path / "b", "i4") as builder:
+            builder.add_document([1])
+            builder.add_document([1], modes=[0])
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "plain.bin", "plain.idx"]
+
+
+def test_an_index_that_claims_more_than_there_is(tmp_path):
+    """142 bytes, each of ten sequences all the rest of memory: datasets would reserve it."""
+    with IndexedDatasetBuilder(tmp_path / "a", "u2") as builder:
+        for _ in range(4):
+            builder.add_document([1, 2])
     raw = bytearray((tmp_path / "a.idx").read_bytes())
-    raw[17] = 6
+    struct.pack_into("<3i", raw, 34, 2**31 - 1, 2**31 - 1, 2**31 - 1)
     (tmp_path / "a.idx").write_bytes(raw)
-    assert IndexedDataset(tmp_path / "a")[0].tolist() == [5.0, 0.0, 7.0]
+    with pytest.raises(ValueError, match=r"a\.bin: 16 bytes, but its index needs 12,884,901,886"):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_mutated_files_are_refused_or_their_errors_name_the_file(tmp_path):
+    rng = random.Random(0)
+    build(tmp_path / "whole", "u2")
+    whole = {end: (tmp_path / f"whole.{end}").read_bytes() for end in ("bin", "idx")}
+    opened = 0
+    for _ in range(400):
+        data = {end: bytearray(raw) for end, raw in whole.items()}
+        end = rng.choice(["idx", "idx", "idx", "bin"])
+        for _ in range(rng.randrange(1, 4)):
+            data[end][rng.randrange(34 if end == "idx" else 0, len(data[end]))] = rng.randrange(256)
+        if rng.random() < 0.2:
+            del data[end][rng.randrange(len(data[end])) :]
+        for suffix, raw in data.items():
+            (tmp_path / f"a.{suffix}").write_bytes(raw)
+        try:
+            dataset = IndexedDataset(tmp_path / "a")
+        except ValueError as error:
+            assert str(tmp_path / "a.") in str(error)
+            continue
+        opened += 1
+        for access in (
+            *(lambda i=i: dataset[i] for i in range(len(dataset))),
+            *(lambda i=i: dataset.document(i) for i in range(dataset.num_documents)),
+            lambda: dataset.boundaries(range(dataset.num_documents)),
+        ):
+            try:
+                access()
+            except ValueError as error:
+                assert str(tmp_path / "a.") in str(error)
+    assert opened > 50
 
 
 def test_get_and_slices(tmp_path):

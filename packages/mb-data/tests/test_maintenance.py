@@ -70,11 +70,11 @@ def test_validate_more(prefix):
         in validate(prefix, vocab_size=50_000)[0]
     )
     with open(prefix.with_suffix(".idx"), "ab") as file:
-        file.write(b"more")
+        file.write(b"surplus")
     with open(prefix.with_suffix(".bin"), "ab") as file:
         file.write(b"more")
     longer_index, longer_data = validate(prefix)
-    assert "118 bytes, 114 expected" in longer_index
+    assert "121 bytes, 114 expected" in longer_index
     assert "14 bytes, the index accounts for 10" in longer_data
     assert "no such file" in validate(prefix.with_name("missing"))[0]
 
@@ -92,6 +92,28 @@ def test_merge(prefix, tmp_path, capsys, by):
     assert [x.tolist() for x in joined[:]] == [[15496, 995], [50256], [], [64, 275], [7, 8, 9]]
     assert joined.document_indices.tolist() == [0, 2, 3, 4, 5]
     assert validate(out) == []
+
+
+def test_merge_with_modes(prefix, tmp_path):
+    for name, modes in (("m", [0, 1]), ("n", [1, 1])):
+        with IndexedDatasetBuilder(tmp_path / name, "u2") as builder:
+            builder.add_document([1, 2], [1, 1], modes=modes)
+    merge([tmp_path / "m", tmp_path / "n"], tmp_path / "both")
+    assert IndexedDataset(tmp_path / "both").modes.tolist() == [0, 1, 1, 1]
+    with pytest.raises(ValueError, match=r"n has sequence modes, .*a has none"):
+        merge([prefix, tmp_path / "n"], tmp_path / "mixed")
+    assert not list(tmp_path.glob("mixed*"))
+
+
+def test_merge_checks_all_inputs_first(prefix, tmp_path):
+    """Surplus bytes at the end of a .bin would shift every later document."""
+    with IndexedDatasetBuilder(tmp_path / "b", "u2") as builder:
+        builder.add_document([7])
+    with open(tmp_path / "b.bin", "ab") as file:
+        file.write(b"more")
+    with pytest.raises(ValueError, match=r"b\.bin: 6 bytes, the index accounts for 2; nothing was"):
+        merge([prefix, tmp_path / "b"], tmp_path / "both")
+    assert not list(tmp_path.glob("both*"))
 
 
 def test_merge_refuses(prefix, tmp_path):

@@ -141,6 +141,7 @@ def build_bert_datasets(
     seq_length: int,
     num_samples: Sequence[int],
     seed: int,
+    split_rounding: str = "shares",
     mask_prob: float = 0.15,
     short_seq_prob: float = 0.1,
     binary_head: bool = True,
@@ -170,6 +171,7 @@ def build_bert_datasets(
     return build_parts(
         prefix,
         split=split,
+        split_rounding=split_rounding,
         num_samples=num_samples,
         count=lambda indexed: indexed.num_documents,
         make=make,

@@ -125,6 +125,7 @@ def build_parts(
     paths: DataPaths,
     *,
     split: str,
+    split_rounding: str = "shares",
     num_samples: Sequence[int],
     count: Callable[[IndexedDataset], int],
     make: Callable[[IndexedDataset, range, int], D],
@@ -135,7 +136,7 @@ def build_parts(
     Args:
         paths: a prefix; or weights and prefixes by turns, ``["0.3", "a", "0.7", "b"]``; or one of
             these for each of ``train``, ``valid`` and ``test``, then ``split`` is not used.
-        split: see ``parse_split``; applied to every source by itself.
+        split, split_rounding: see ``parse_split``; applied to every source by itself.
         num_samples: wanted for training, validation and test.
         count: how many documents a source has.
         make: the dataset of a range of documents with at least so many samples.
@@ -170,7 +171,9 @@ def build_parts(
         ]
     else:
         blend = parse_blend(paths)
-        splits = [parse_split(split, len(whole(prefix))) for _, prefix in blend]
+        splits = [
+            parse_split(split, len(whole(prefix)), rounding=split_rounding) for _, prefix in blend
+        ]
         sources = [
             [(w, prefix, ranges[i]) for (w, prefix), ranges in zip(blend, splits, strict=True)]
             for i in range(len(PARTS))

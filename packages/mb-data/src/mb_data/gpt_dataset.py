@@ -156,6 +156,7 @@ def build_gpt_datasets(
     seq_length: int,
     num_samples: Sequence[int],
     seed: int,
+    split_rounding: str = "shares",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Parts[GPTDataset]:
     """Train, validation and test datasets; a part without documents is None.
@@ -163,7 +164,8 @@ def build_gpt_datasets(
     Args:
         prefix: path of a ``.bin``/``.idx`` pair without the suffix; or a blend, weights and
             prefixes by turns; or a mapping from ``train``, ``valid``, ``test`` to one of these.
-        split: shares of documents, see ``parse_split``; not used with a mapping.
+        split, split_rounding: shares of documents, and the Megatron whose ranges they make, see
+            ``parse_split``; not used with a mapping.
         seq_length, seed, cache_dir: see ``GPTDataset``.
         num_samples: wanted for training, validation and test.
 
@@ -182,7 +184,13 @@ def build_gpt_datasets(
         )
 
     return build_parts(
-        prefix, split=split, num_samples=num_samples, count=len, make=make, cache_dir=cache_dir
+        prefix,
+        split=split,
+        split_rounding=split_rounding,
+        num_samples=num_samples,
+        count=len,
+        make=make,
+        cache_dir=cache_dir,
     )
 
 

@@ -159,6 +159,7 @@ def build_ict_datasets(
     seq_length: int,
     num_samples: Sequence[int],
     seed: int,
+    split_rounding: str = "shares",
     query_in_block_prob: float = 0.1,
     use_one_sent_docs: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -188,7 +189,9 @@ def build_ict_datasets(
         if documents
         else None
         for documents, wanted in zip(
-            parse_split(split, indexed.num_documents), num_samples, strict=True
+            parse_split(split, indexed.num_documents, rounding=split_rounding),
+            num_samples,
+            strict=True,
         )
     )
     return train, valid, test

@@ -17,6 +17,7 @@ Layout of the ``.idx`` file, little endian, for N sequences in D - 1 documents:
 | 34       | tokens of each sequence                                 | i32 × N |
 | 34 + 4N  | byte offset of each sequence in ``.bin``                | i64 × N |
 | 34 + 12N | first sequence of each document, then N: starts with 0  | i64 × D |
+| then     | mode of each sequence, in multimodal datasets only      | i8 × N  |
 
 A sequence is a document, or a sentence of one when the text was split into sentences. The arrays
 start at an odd multiple of two bytes; NumPy reads them unaligned.
@@ -28,12 +29,11 @@ import contextlib
 import mmap
 import os
 import secrets
-import shutil
 import struct
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, overload
+from typing import IO, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,9 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 PIECE = 1 << 20  # elements of an index written in one go
 
-# 6 and 7 both mean float64: 6 was `np.float`, an alias NumPy has dropped. Written as 7.
+# Code 7 is float32 in Megatron Core, and was float64 in the Megatron-LM of 2022 that MegaBlocks
+# forked. `read_index` tells which from the distance of the pointers. Written are 6 for float64,
+# which both read alike, and 7 for float32.
 DTYPES: dict[int, np.dtype] = {
     1: np.dtype("<u1"),
     2: np.dtype("<i1"),
@@ -52,7 +54,7 @@ DTYPES: dict[int, np.dtype] = {
     4: np.dtype("<i4"),
     5: np.dtype("<i8"),
     6: np.dtype("<f8"),
-    7: np.dtype("<f8"),
+    7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
 DTYPE_CODES: dict[np.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
@@ -81,6 +83,7 @@ class IndexedDataset:
         sizes: int32 [N], tokens of each sequence.
         pointers: int64 [N], byte offset of each sequence.
         document_indices: int64 [D], first sequence of each document, then N.
+        modes: int8 [N], what each sequence is in a multimodal dataset; None in all others.
         tokens: [sum of sizes], all tokens in order.
         dtype: of the tokens.
 
@@ -91,19 +94,20 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
-        self.dtype, self.sizes, self.pointers, self.document_indices = read_index(self.prefix)
+        index = read_index(self.prefix)
+        self.dtype, self.sizes, self.pointers, self.document_indices, self.modes = index
 
         path = bin_path(self.prefix)
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file, although {path.stem}.idx is there")
         have = path.stat().st_size
-        if len(self.sizes):
-            want = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
-            if have < want:
-                raise ValueError(
-                    f"{path}: {have:,} bytes, but its index needs {want:,}; the file is cut off, "
-                    "preprocess again or copy it again"
-                )
+        # What the sizes claim, datasets reserve memory for: hold it against what is there.
+        want = int(self.sizes.sum(dtype=np.int64)) * self.dtype.itemsize
+        if have < want:
+            raise ValueError(
+                f"{path}: {have:,} bytes, but its index needs {want:,}; the file is cut off or "
+                "its index damaged, preprocess again or copy it again"
+            )
         self._buffer = _map(path)
         self.tokens: npt.NDArray = np.frombuffer(
             self._buffer, dtype=self.dtype, count=have // self.dtype.itemsize
@@ -140,8 +144,37 @@ class IndexedDataset:
                 f"{self.prefix}: sequence {index} has {size} tokens, "
                 f"asked for {length} from {offset}"
             )
-        start = int(self.pointers[index]) + offset * self.dtype.itemsize
+        first = int(self.pointers[index])
+        if first < 0 or first + size * self.dtype.itemsize > len(self._buffer):
+            raise ValueError(
+                f"{idx_path(self.prefix)}: damaged: sequence {index} has {size} tokens from byte "
+                f"{first:,} on, {bin_path(self.prefix).name} has {len(self._buffer):,} bytes"
+            )
+        start = first + offset * self.dtype.itemsize
         return np.frombuffer(self._buffer, dtype=self.dtype, count=length, offset=start)
+
+    def document(self, index: int) -> range:
+        """The sequences of one document; IndexError outside, ValueError for a damaged index."""
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents} in {self.prefix}")
+        first, stop = self.document_indices[index : index + 2].tolist()
+        if not 0 <= first <= stop <= len(self):
+            raise ValueError(
+                f"{idx_path(self.prefix)}: damaged: document {index} runs from sequence {first} "
+                f"to {stop} of {len(self)}"
+            )
+        return range(first, stop)
+
+    def boundaries(self, documents: range) -> npt.NDArray[np.int64]:
+        """First sequence of each of these documents, and the end of the last; ValueError for a
+        damaged index."""
+        found = self.document_indices[documents.start : documents.stop + 1]
+        wrong = np.flatnonzero(
+            (found[:-1] > found[1:]) | (found[:-1] < 0) | (found[1:] > len(self))
+        )
+        if len(wrong):
+            self.document(documents.start + int(wrong[0]))
+        return found
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         return type(self), (self.prefix,)
@@ -153,13 +186,21 @@ class IndexedDataset:
         )
 
 
-def read_index(
-    prefix: str | os.PathLike[str],
-) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Map ``<prefix>.idx``: dtype, sizes int32 [N], pointers int64 [N], documents int64 [D].
+class Index(NamedTuple):
+    """What an ``.idx`` file holds: N sequences in D - 1 documents."""
 
-    Checks the header, the file's length and the ends of the arrays, nothing that would read them
-    whole; ``mb_data.validate`` does.
+    dtype: np.dtype
+    sizes: npt.NDArray[np.int32]  # [N]
+    pointers: npt.NDArray[np.int64]  # [N]
+    documents: npt.NDArray[np.int64]  # [D]
+    modes: npt.NDArray[np.int8] | None  # [N]
+
+
+def read_index(prefix: str | os.PathLike[str]) -> Index:
+    """Map ``<prefix>.idx``.
+
+    Checks the header, the file's length, the ends of the arrays and that no size is negative;
+    ``mb_data.validate`` checks the rest.
     """
     path = idx_path(prefix)
     if not path.is_file():
@@ -201,7 +242,19 @@ def read_index(
         raise ValueError(
             f"{path}: document boundaries must run from 0 to {num_sequences}, got {ends}"
         )
-    return DTYPES[code], sizes, pointers, documents
+    if num_sequences and sizes.min() < 0:
+        where = int((sizes < 0).argmax())
+        raise ValueError(f"{path}: damaged: sequence {where} has length {sizes[where]}")
+    modes = None
+    if len(buffer) == end_documents + num_sequences:
+        modes = np.frombuffer(buffer, "<i1", num_sequences, end_documents)
+    dtype = DTYPES[code]
+    if code == 7 and num_sequences > 1:
+        longest = int(sizes[:-1].argmax())
+        step = int(pointers[longest + 1]) - int(pointers[longest])
+        if step and step == 8 * int(sizes[longest]):
+            dtype = np.dtype("<f8")
+    return Index(dtype, sizes, pointers, documents, modes)
 
 
 class IndexedDatasetBuilder:
@@ -223,11 +276,15 @@ class IndexedDatasetBuilder:
             raise ValueError(f"dtype {np.dtype(dtype).name} is not in the format; use {names}")
         self._sizes = array("i")
         self._counts = array("i")  # sequences of each document
+        self._modes = array("b")  # of each sequence; empty unless the dataset is multimodal
         self._temporary = f"{self.prefix}.{os.getpid()}-{secrets.token_hex(4)}.partial"
         self._bin: IO[bytes] | None = open(f"{self._temporary}.bin", "xb", buffering=1 << 20)  # noqa: SIM115
 
     def add_document(
-        self, tokens: npt.ArrayLike, sequence_lengths: Sequence[int] | None = None
+        self,
+        tokens: npt.ArrayLike,
+        sequence_lengths: Sequence[int] | None = None,
+        modes: npt.ArrayLike | None = None,
     ) -> None:
         """Append one document: ``tokens`` [n], cut into sequences of the given lengths.
 
@@ -237,17 +294,19 @@ class IndexedDatasetBuilder:
         if values.ndim != 1:
             raise ValueError(f"tokens of a document must be one-dimensional, got {values.shape}")
         lengths = [len(values)] if sequence_lengths is None else sequence_lengths
-        self.add_documents(values, lengths, [len(lengths)])
+        self.add_documents(values, lengths, [len(lengths)], modes)
 
     def add_documents(
         self,
         tokens: npt.NDArray,
         sequence_lengths: npt.ArrayLike,
         sequences_per_document: npt.ArrayLike | None = None,
+        modes: npt.ArrayLike | None = None,
     ) -> None:
         """Append many documents at once: ``tokens`` [n] of them all, lengths of all sequences.
 
-        Without ``sequences_per_document`` every sequence is a document.
+        Without ``sequences_per_document`` every sequence is a document. ``modes``, one int8 for
+        each sequence, are for multimodal datasets: given for all sequences or for none.
         """
         lengths = np.asarray(sequence_lengths, dtype=np.int64)
         if lengths.size and (lengths.min() < 0 or lengths.max() > np.iinfo(np.int32).max):
@@ -265,7 +324,15 @@ class IndexedDatasetBuilder:
             raise ValueError(
                 f"sequences per document sum to {counts.sum()}, got {len(lengths)} sequences"
             )
+        kinds = np.zeros(0, np.int8) if modes is None else np.asarray(modes)
+        if len(kinds) != (0 if modes is None else len(lengths)) or not np.can_cast(
+            kinds.dtype, np.int64
+        ):
+            raise ValueError(f"expected {len(lengths)} modes, one a sequence, got {len(kinds)}")
+        if len(lengths) and len(self._sizes) and (modes is None) == bool(self._modes):
+            raise ValueError(f"{self.prefix}: give modes with all sequences or with none")
         self._file.write(self._cast(tokens).data)
+        self._modes.extend(kinds.tolist())
         self._counts.frombytes(counts.astype(np.int32).tobytes())
         self._sizes.frombytes(lengths.astype(np.int32).tobytes())
 
@@ -277,11 +344,9 @@ class IndexedDatasetBuilder:
                 f"{other.prefix} holds {other.dtype.name}, the output {self.dtype.name}; "
                 "datasets are joined only within one dtype"
             )
-        with open(bin_path(prefix), "rb") as source:
-            shutil.copyfileobj(source, self._file, 8 << 20)
-        counts = np.diff(other.document_indices).astype(np.int32)
-        self._counts.frombytes(counts.tobytes())
-        self._sizes.frombytes(other.sizes.tobytes())
+        # The tokens that the index accounts for: further bytes would shift all that follows.
+        tokens = other.tokens[: int(other.sizes.sum(dtype=np.int64))]
+        self.add_documents(tokens, other.sizes, np.diff(other.document_indices), other.modes)
 
     def finalize(self) -> None:
         """Write the index and give both files their names."""
@@ -290,7 +355,7 @@ class IndexedDatasetBuilder:
         counts = np.frombuffer(self._counts, dtype=np.int32)
         try:
             with open(f"{self._temporary}.idx", "xb") as index:
-                write_index(index, self.dtype, sizes, counts)
+                write_index(index, self.dtype, sizes, counts, self._modes if self._modes else None)
                 _sync(index)
             _sync(data)
             data.close()
@@ -347,10 +412,11 @@ def write_index(
     dtype: np.dtype,
     sizes: npt.NDArray[np.int32],
     counts: npt.NDArray[np.int32] | None = None,
+    modes: array[int] | None = None,
 ) -> None:
     """Write an ``.idx`` from the tokens of each sequence and the sequences of each document.
 
-    Without ``counts`` every sequence is a document. Works through the arrays piece by piece, so
+    Without ``counts`` every sequence is a document; ``modes`` are those of a multimodal dataset. Works through the arrays piece by piece, so
     that they may be memory maps larger than memory.
     """
     documents = len(sizes) if counts is None else len(counts)
@@ -372,10 +438,14 @@ def write_index(
             ends = first + np.cumsum(counts[start:stop], dtype="<i8")
         file.write(ends.data)
         first = int(ends[-1])
+    if modes is not None:
+        file.write(modes.tobytes())
 
 
 def sync_directory(path: Path) -> None:
     """Make renames in a directory survive a power cut."""
+    if os.name == "nt":  # where directories cannot be opened
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -76,15 +76,13 @@ def validate(prefix: str | os.PathLike[str], *, vocab_size: int | None = None) -
     sizes, pointers, documents = dataset.sizes, dataset.pointers, dataset.document_indices
 
     expected = HEADER.size + 12 * len(sizes) + 8 * len(documents)
+    if dataset.modes is not None:
+        expected += len(sizes)
     if index.stat().st_size != expected:
         problems.append(f"{index}: {index.stat().st_size:,} bytes, {expected:,} expected")
     address = 0
     for start in range(0, len(sizes), CHUNK):
         part = sizes[start : start + CHUNK].astype(np.int64)
-        if part.min() < 0:
-            where = start + int((part < 0).argmax())
-            problems.append(f"{index}: sequence {where} has length {part[where - start]}")
-            return problems
         ends = address + part.cumsum() * dataset.dtype.itemsize
         wrong = pointers[start : start + CHUNK] != np.concatenate([[address], ends[:-1]])
         if wrong.any():
@@ -118,8 +116,10 @@ def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.Path
 
     A directory stands for all datasets in it, sorted by name, as in Megatron.
 
+    All of them are validated before anything is written.
+
     Raises:
-        ValueError: no dataset, or different dtypes. Nothing is written then.
+        ValueError: no dataset, one that is not whole, or different kinds of them.
     """
     prefixes: list[str] = []
     for item in inputs:
@@ -133,7 +133,17 @@ def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.Path
         raise ValueError(f"no dataset in {', '.join(map(str, inputs))}")
     if os.fspath(output_prefix) in prefixes:
         raise ValueError(f"{output_prefix} is an input; give the result another name")
-    with IndexedDatasetBuilder(output_prefix, IndexedDataset(prefixes[0]).dtype) as builder:
+    problems = [problem for prefix in prefixes for problem in validate(prefix)]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(f"{problems[0]}{more}; nothing was joined")
+    first = IndexedDataset(prefixes[0])
+    for prefix in prefixes:
+        other = IndexedDataset(prefix)
+        if len(other) and len(first) and (other.modes is None) != (first.modes is None):
+            plain, multimodal = (prefix, prefixes[0])[:: 1 if other.modes is None else -1]
+            raise ValueError(f"{multimodal} has sequence modes, {plain} has none")
+    with IndexedDatasetBuilder(output_prefix, first.dtype) as builder:
         for prefix in prefixes:
             builder.append(prefix)
     return len(prefixes)
@@ -142,10 +152,8 @@ def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.Path
 def decode(prefix: str | os.PathLike[str], document: int, tokenizer: Tokenizer) -> str:
     """The text of one document, its sentences joined; IndexError outside the dataset."""
     dataset = IndexedDataset(prefix)
-    if not 0 <= document < dataset.num_documents:
-        raise IndexError(f"document {document} of {dataset.num_documents} in {dataset.prefix}")
-    first, last = dataset.document_indices[document : document + 2]
-    return tokenizer.decode([int(token) for part in dataset[first:last] for token in part])
+    parts = [dataset.get(sequence) for sequence in dataset.document(document)]
+    return tokenizer.decode([int(token) for part in parts for token in part])
 
 
 def convert(prefix: str | os.PathLike[str], output_prefix: str | os.PathLike[str]) -> int:
@@ -166,7 +174,8 @@ def convert(prefix: str | os.PathLike[str], output_prefix: str | os.PathLike[str
     if len(raw) < header.size or not raw.startswith(LEGACY_MAGIC):
         raise ValueError(f"{index}: not a TNTIDX index; only those need converting")
     _, version, code, width, num_sequences, num_sizes, num_entries = header.unpack_from(raw)
-    if version != 1 or code not in DTYPES or DTYPES[code].itemsize != width:
+    dtype = np.dtype("<f8") if (code, width) == (7, 8) else DTYPES.get(code)
+    if version != 1 or dtype is None or dtype.itemsize != width:
         raise ValueError(f"{index}: version {version}, dtype code {code} of {width} bytes")
     counts = (num_sequences + 1, num_sequences + 1, num_sizes, num_entries)
     if len(raw) < header.size + 8 * sum(counts):
@@ -184,11 +193,11 @@ def convert(prefix: str | os.PathLike[str], output_prefix: str | os.PathLike[str
         )
     if num_entries == 0 or documents[0] != 0 or documents[-1] != num_sequences:
         raise ValueError(f"{index}: document boundaries must run from 0 to {num_sequences}")
-    with IndexedDatasetBuilder(output_prefix, DTYPES[code]) as builder:
+    with IndexedDatasetBuilder(output_prefix, dtype) as builder:
         if int(offsets[-1]):
-            tokens = np.memmap(data, DTYPES[code], "r", shape=(int(offsets[-1]),))
+            tokens = np.memmap(data, dtype, "r", shape=(int(offsets[-1]),))
         else:
-            tokens = np.zeros(0, DTYPES[code])
+            tokens = np.zeros(0, dtype)
         builder.add_documents(tokens, sizes, np.diff(documents))
     return num_sequences
 

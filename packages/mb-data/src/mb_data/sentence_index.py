@@ -39,7 +39,7 @@ def sample_mapping(
     cache_dir: str | os.PathLike[str] | None,
 ) -> IndexArrays:
     """``mapping``: ``build_sample_mapping`` of a range of documents, through the index cache."""
-    boundaries = indexed.document_indices[documents.start : documents.stop + 1]
+    boundaries = indexed.boundaries(documents)
     settings = {
         "max_length": max_length,
         "short_seq_prob": short_seq_prob,
@@ -78,7 +78,7 @@ def block_mapping(
     cache_dir: str | os.PathLike[str] | None,
 ) -> IndexArrays:
     """``mapping``: ``build_block_mapping`` of a range of documents, through the index cache."""
-    boundaries = indexed.document_indices[documents.start : documents.stop + 1]
+    boundaries = indexed.boundaries(documents)
     settings = {
         "max_length": max_length,
         "min_sentences": min_sentences,

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
+
+ROUNDINGS = ("shares", "cumulative")
 
 
-def parse_split(split: str, num_documents: int) -> tuple[range, range, range]:
+def parse_split(
+    split: str, num_documents: int, *, rounding: str = "shares"
+) -> tuple[range, range, range]:
     """Cut ``range(num_documents)`` into train, validation and test: ``"949,50,1"``.
 
     Shares are separated by commas or slashes, need not sum to anything, and missing ones are zero.
-    Each share is rounded to whole documents by itself (halves to even); what the rounding leaves
-    over or short moves all three boundaries, so that train absorbs it: ``"949,50,1"`` of 10
-    documents is 10, 0, 0. Documents are not shuffled before the split. Where the shift would push
-    a boundary below zero, which Megatron does not survive, it stays at zero.
+    Documents are not shuffled before the split.
+
+    With ``rounding="shares"``, the rule of Megatron-LM up to 2023 and so of MegaBlocks' fork, each
+    share is rounded to whole documents by itself (halves to even); what the rounding leaves over
+    or short moves all three boundaries, so that train absorbs it: ``"949,50,1"`` of 10 documents
+    is 10, 0, 0. Where the shift would push a boundary below zero, which Megatron does not survive,
+    it stays at zero. With ``rounding="cumulative"``, Megatron Core's rule, the running sums of the
+    shares are rounded: ``"949,50,1"`` of 10 documents is 9, 1, 0.
 
     Raises:
-        ValueError: not one to three numbers, none negative, at least one positive.
+        ValueError: not one to three numbers, none negative, at least one positive; or an unknown
+            rounding.
     """
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"split rounding {rounding!r}: expected {' or '.join(ROUNDINGS)}")
     separator = "," if "," in split else "/"
     try:
         shares = [float(share) for share in split.split(separator)]
@@ -30,6 +41,13 @@ def parse_split(split: str, num_documents: int) -> tuple[range, range, range]:
         )
     shares += [0.0] * (3 - len(shares))
     boundaries = [0]
+    if rounding == "cumulative":
+        # Summed as there, so that a half falls to the same side.
+        whole = shares[0] + shares[1] + shares[2]
+        sums = accumulate(share / whole for share in shares)
+        boundaries += [round(sum_ * float(num_documents)) for sum_ in sums]
+        train, valid, test = (range(start, stop) for start, stop in pairwise(boundaries))
+        return train, valid, test
     for share in shares:
         boundaries.append(boundaries[-1] + round(share / total * float(num_documents)))
     residue = boundaries[-1] - num_documents

@@ -136,6 +136,7 @@ def build_t5_datasets(
     decoder_seq_length: int,
     num_samples: Sequence[int],
     seed: int,
+    split_rounding: str = "shares",
     mask_prob: float = 0.15,
     short_seq_prob: float = 0.1,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -164,6 +165,7 @@ def build_t5_datasets(
     return build_parts(
         prefix,
         split=split,
+        split_rounding=split_rounding,
         num_samples=num_samples,
         count=lambda indexed: indexed.num_documents,
         make=make,

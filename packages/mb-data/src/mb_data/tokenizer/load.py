@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import gzip
 import hashlib
+import io
 import os
 from importlib import resources
 from pathlib import Path
@@ -176,7 +177,9 @@ def _from_file(
         return SentencePieceTokenizer(name, path, **options)
     if path.suffix == ".txt":
         try:
-            pieces = [line.strip() for line in contents[0].decode().splitlines()]
+            # The line ends that files have, not U+2028 and the like: as Megatron reads them.
+            lines = io.StringIO(contents[0].decode(), newline=None)
+            pieces = [line.strip() for line in lines]
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not a vocabulary: {error}") from error
         return WordPiece(name, pieces, lower_case=lower_case, engine=engine, **options)

@@ -83,11 +83,11 @@ class Router(nn.Module):
 
         In bf16 a bias near 1 moves in steps of 0.004: steps of 1e-3 would be rounded away.
         """
-        bias = self.balancing_bias
+        before = self.balancing_bias
         super()._apply(fn, recurse)
-        moved = self.balancing_bias
-        if bias is not None and moved is not None and moved.dtype != bias.dtype:
-            self.balancing_bias = bias.to(moved.device)
+        after = self.balancing_bias
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self.balancing_bias = before.to(after.device)
         return self
 
     def forward(self, x_TD: Tensor) -> RouterOutput:

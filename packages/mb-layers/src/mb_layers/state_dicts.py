@@ -15,20 +15,28 @@ from torch import Tensor
 
 
 class Rule(NamedTuple):
-    """Build tensor `target` from the tensors named `sources`.
+    """Build tensor `target` from the tensors named `sources`, and take it apart again.
 
     build: takes the sources in order; None for a plain rename of one source.
+    split: the inverse, from the target to its sources in order.
     """
 
     target: str
     sources: tuple[str, ...]
     build: Callable[..., Tensor] | None = None
+    split: Callable[[Tensor], Sequence[Tensor]] | None = None
 
 
 def translate(
-    source: Mapping[str, Tensor], rules: Sequence[Rule], targets: Collection[str]
+    source: Mapping[str, Tensor],
+    rules: Sequence[Rule],
+    targets: Collection[str],
+    *,
+    shared: bool = False,
 ) -> dict[str, Tensor]:
     """Return the state dict whose names are `targets`, built from `source`.
+
+    `shared` lets several rules use one tensor of the source, each a part of it.
 
     Raises:
         ValueError: names a rule asks for that the source lacks, names of the source that no rule
@@ -39,7 +47,9 @@ def translate(
     complaints = {
         "tensors missing from the source": used.keys() - source.keys(),
         "tensors of the source that nothing uses": source.keys() - used.keys(),
-        "tensors of the source used more than once": {n for n, c in used.items() if c > 1},
+        "tensors of the source used more than once": {
+            n for n, c in used.items() if c > 1 and not shared
+        },
         "tensors of the target that nothing fills": set(targets) - built.keys(),
         "tensors that the target does not have": built.keys() - set(targets),
         "tensors of the target filled more than once": {n for n, c in built.items() if c > 1},
@@ -58,3 +68,22 @@ def translate(
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def translate_back(
+    target: Mapping[str, Tensor], rules: Sequence[Rule], sources: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the state dict whose names are `sources`, from which `rules` would build `target`.
+
+    Raises:
+        ValueError: as `translate`, with the two sides exchanged.
+    """
+    back = []
+    for rule in rules:
+        if rule.split is None:
+            assert rule.build is None, rule.target  # else there is no way back
+            back.append(Rule(rule.sources[0], (rule.target,)))
+            continue
+        for place, source in enumerate(rule.sources):
+            back.append(Rule(source, (rule.target,), lambda t, s=rule.split, i=place: s(t)[i]))
+    return translate(target, back, sources, shared=True)

@@ -1,0 +1,225 @@
+"""A transformers MoE block as a `dMoE`, and back: the config, and every tensor by rename.
+
+Blocks come in few forms. `FORMS` says which class has which, and each form which `MoEConfig` it is;
+widths are read off the weights. The names of the tensors are read off the state dict.
+
+Letters: D hidden, F expert ffn width, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mb_layers.config import MoEConfig
+from mb_layers.moe import dMoE
+from mb_layers.state_dicts import Rule, translate, translate_back
+from mb_layers.transformers.experts import GLU_NAMES, IMPLEMENTATION, activation_name
+
+
+def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
+    """Return a `dMoE` with the weights, dtype, device and `requires_grad` of a transformers block.
+
+    Args:
+        block: a block of `FORMS`: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and V3, GLM-4,
+            Granite and those built like them.
+        overrides: fields of `MoEConfig` to set otherwise than the block has them.
+
+    transformers' balancing loss is K when balanced, ours 1, so `load_balancing_loss_weight` is K
+    times their `router_aux_loss_coef`.
+
+    Raises:
+        ValueError: another kind of block, a block that computes what `dMoE` cannot, or weights
+            that do not all find their place.
+    """
+    layer = dMoE(config_from_block(block, **overrides), device="meta")
+    tensors = {name: block.get_parameter(name) for name, _ in block.named_parameters()}
+    state = translate_block({**block.state_dict(), **tensors}, layer.config)
+    trainable = {name for name, tensor in state.items() if tensor.requires_grad}
+    layer.load_state_dict({name: t.detach() for name, t in state.items()}, assign=True)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name in trainable)
+    return layer.train(block.training)
+
+
+def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
+    """Return the `MoEConfig` of a transformers MoE block; see `moe_from_block`."""
+    kind = type(block).__name__
+    if kind not in FORMS:
+        raise ValueError(
+            f"expected a block of {', '.join(FORMS)}, got {kind}; "
+            f'model.set_experts_implementation("{IMPLEMENTATION}") works for any MoE model'
+        )
+    experts: Any = block.experts
+    config = experts.config
+    activation = activation_name(experts.act_fn)
+    if activation not in GLU_NAMES:
+        raise ValueError(
+            f"expected experts with SiLU, GELU or ReLU, got hidden_act={config.hidden_act!r}"
+        )
+    top_k = config.num_experts_per_tok
+    num_experts, hidden, ffn = experts.down_proj.shape
+    fields: dict[str, Any] = {
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "activation": GLU_NAMES[activation],
+        "load_balancing_loss_weight": top_k * (getattr(config, "router_aux_loss_coef", None) or 0),
+        "init_method_std": config.initializer_range,
+    }
+    shared = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
+    if shared is not None:
+        fields["shared_expert_hidden_size"] = shared.down_proj.in_features
+        fields["shared_expert_gate"] = hasattr(block, "shared_expert_gate")
+    return MoEConfig(**(fields | FORMS[kind](config) | overrides))
+
+
+def translate_block(state: Mapping[str, Tensor], config: MoEConfig) -> dict[str, Tensor]:
+    """Rename a block's state dict to that of `dMoE(config)`, every tensor used exactly once.
+
+    Takes stacked experts, as in memory (`experts.gate_up_proj`), and one tensor per expert, as in
+    the files on the Hub (`experts.0.gate_proj.weight`, Mixtral: `experts.0.w1.weight`).
+    """
+    return translate(state, _rules(state, config), _names(config))
+
+
+def translate_layer(
+    state: Mapping[str, Tensor], config: MoEConfig, names: Collection[str]
+) -> dict[str, Tensor]:
+    """The way back: rename the state dict of `dMoE(config)` to a block's, of these `names`.
+
+    The result's tensors are views of `state`'s where the layout allows. `names` may be those of a
+    block in memory or of the files on the Hub.
+    """
+    return translate_back(state, _rules(names, config), names)
+
+
+def _names(config: MoEConfig) -> Collection[str]:
+    return dMoE(config, device="meta").state_dict().keys()
+
+
+def _rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
+    router = "gate.weight" if "gate.weight" in names else "router.weight"
+    rules = [Rule("router.weight", (router,))]
+    if config.balancing_bias:
+        name = "gate.e_score_correction_bias"
+        rules.append(Rule("router.balancing_bias", (name,), Tensor.float, lambda bias: (bias,)))
+    if "experts.gate_up_proj" in names:
+        rules.append(Rule("experts.w1", ("experts.gate_up_proj",)))
+        rules.append(Rule("experts.w2", ("experts.down_proj",)))
+    else:
+        projections = ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = ("w1", "w3", "w2") if "experts.0.w1.weight" in names else projections
+        experts = range(config.num_experts)
+        w1 = tuple(f"experts.{e}.{name}.weight" for e in experts for name in (gate, up))
+        w2 = tuple(f"experts.{e}.{down}.weight" for e in experts)
+        rules.append(Rule("experts.w1", w1, _stack_pairs, _split_pairs))
+        rules.append(Rule("experts.w2", w2, _stack, Tensor.unbind))
+    if config.shared_expert_hidden_size is not None:
+        shared = "shared_expert" if "shared_expert.gate_proj.weight" in names else "shared_experts"
+        pair = (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
+        rules.append(Rule("shared_expert.w1", pair, _stack_pairs, _split_pairs))
+        down = (f"{shared}.down_proj.weight",)
+        rules.append(Rule("shared_expert.w2", down, _stack, Tensor.unbind))
+    if config.shared_expert_gate:
+        rules.append(Rule("shared_expert.gate", ("shared_expert_gate.weight",)))
+    return rules
+
+
+def _stack(*tensors: Tensor) -> Tensor:
+    return torch.stack(tensors)
+
+
+def _stack_pairs(*tensors: Tensor) -> Tensor:
+    """Gate and up projections, alternating, to [E, 2F, D]."""
+    pairs = zip(tensors[::2], tensors[1::2], strict=True)
+    return torch.stack([torch.cat(pair) for pair in pairs])
+
+
+def _split_pairs(stacked: Tensor) -> Sequence[Tensor]:
+    return [half for expert in stacked for half in expert.chunk(2)]
+
+
+def _softmax(config: Any) -> dict[str, Any]:
+    return {"renormalize": config.norm_topk_prob}
+
+
+def _softmax_after_top_k(config: Any) -> dict[str, Any]:
+    if getattr(config, "router_jitter_noise", 0):
+        raise ValueError(
+            f"expected router_jitter_noise=0, got {config.router_jitter_noise}: Mixtral shows the "
+            "experts the jittered tokens, dMoE only the router; set it to 0 and pass jitter_eps="
+        )
+    return {"renormalize": True}
+
+
+def _groups(config: Any, score_top: int) -> dict[str, Any]:
+    if (config.n_group or 1) == 1:
+        return {}
+    return {
+        "num_expert_groups": config.n_group,
+        "top_k_groups": config.topk_group,
+        "group_score_top": score_top,
+    }
+
+
+def _deepseek_v2(config: Any) -> dict[str, Any]:
+    groups = _groups(config, 1) if config.topk_method == "group_limited_greedy" else {}
+    return {"routed_scaling_factor": config.routed_scaling_factor, **groups}
+
+
+def _deepseek_v3(config: Any) -> dict[str, Any]:
+    return _groups(config, 2) | {
+        "score_function": "sigmoid",
+        "renormalize": config.norm_topk_prob,
+        "routed_scaling_factor": config.routed_scaling_factor,
+        "balancing_bias": True,
+    }
+
+
+FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    **dict.fromkeys(
+        (
+            "OlmoeSparseMoeBlock",
+            "FlexOlmoSparseMoeBlock",
+            "Qwen2MoeSparseMoeBlock",
+            "Qwen3MoeSparseMoeBlock",
+            "Qwen3NextSparseMoeBlock",
+            "Qwen3OmniMoeThinkerTextSparseMoeBlock",
+            "Qwen3OmniMoeTalkerTextSparseMoeBlock",
+            "MellumSparseMoeBlock",
+        ),
+        _softmax,
+    ),
+    **dict.fromkeys(
+        (
+            "MixtralSparseMoeBlock",
+            "MiniMaxSparseMoeBlock",
+            "GraniteMoeMoE",
+            "GraniteMoeHybridMoE",
+            "GraniteMoeSharedMoE",
+        ),
+        _softmax_after_top_k,
+    ),
+    **dict.fromkeys(("DeepseekV2Moe", "DeepseekOcr2TextMoe"), _deepseek_v2),
+    **dict.fromkeys(
+        (
+            "DeepseekV3MoE",
+            "DeepseekV32MoE",
+            "BailingHybridMoE",
+            "Dots1MoE",
+            "ExaoneMoeSparseMoEBlock",
+            "Glm4MoeMoE",
+            "Glm4MoeLiteMoE",
+            "Glm4vMoeTextMoE",
+            "GlmMoeDsaMoE",
+            "KimiLinearMoE",
+            "SolarOpenMoE",
+        ),
+        _deepseek_v3,
+    ),
+}

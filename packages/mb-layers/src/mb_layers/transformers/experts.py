@@ -1,0 +1,130 @@
+"""transformers' stacked experts through `mb_kernels`: the implementation "mb".
+
+Experts of the common form (gate over up, one activation, no bias) take the fused `expert_mlp`;
+others (GPT-OSS: biases, clamped gate, transposed weights) the same kernels step by step.
+
+Letters: T tokens, D hidden, F expert ffn width, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mb_kernels
+import torch.nn.functional as F
+from mb_kernels.activation import GLU_ACTIVATIONS
+from torch import Tensor, nn
+
+from mb_layers.experts import cast_alike, expert_mlp_in_steps, to_plain
+
+try:
+    from transformers import activations
+    from transformers.integrations.moe import ExpertsInterface
+except ImportError as error:
+    raise ImportError(
+        "mb_layers.transformers needs transformers >= 5.17; install it with "
+        "pip install 'mb-layers[transformers]'"
+    ) from error
+
+IMPLEMENTATION = "mb"
+
+# Their activation, as a config names it, in our words. For GLU our name has the gate in it.
+PLAIN_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
+GLU_NAMES = {plain: glu for glu, plain in GLU_ACTIVATIONS.items()}
+
+
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The forward of a transformers experts module, as `ExpertsInterface` calls it.
+
+    Args:
+        self: the experts module, with the attributes `use_experts_implementation` gives it.
+        hidden_states: x_TD [T, D].
+        top_k_index: expert ids [T, K]; id E (another rank's expert) adds nothing.
+        top_k_weights: routing weights [T, K].
+    """
+    num_experts = self.num_experts
+    name_of_w1 = "gate_up_proj" if self.has_gate else "up_proj"
+    weights = [
+        to_plain(getattr(self, name), num_experts)
+        for name in (
+            name_of_w1,
+            "down_proj",
+            *((f"{name_of_w1}_bias", "down_proj_bias") if self.has_bias else ()),
+        )
+    ]
+    x_TD, w1, w2, *biases = cast_alike(hidden_states, *weights)
+    bins = mb_kernels.bin_tokens(top_k_index, num_experts)
+    weights_TK = top_k_weights.float()
+    activation = fused_activation(self)
+    if activation is not None:
+        y_TD = mb_kernels.expert_mlp(x_TD, w1, w2, bins, weights_TK, activation=activation)
+    else:
+        b1, b2 = biases or (None, None)
+        y_TD = expert_mlp_in_steps(
+            x_TD,
+            w1,
+            w2,
+            bins,
+            weights_TK,
+            self._apply_gate if self.has_gate else self.act_fn,
+            b1=b1,
+            b2=b2,
+            transpose_weight=not self.is_transposed,
+            after=self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None,
+        )
+    return y_TD.to(hidden_states.dtype)
+
+
+ExpertsInterface.register(IMPLEMENTATION, experts_forward)
+
+
+def fused_activation(experts: Any) -> str | None:
+    """Our name of the experts' activation if `expert_mlp` computes just what they do."""
+    if experts.has_bias or experts.is_transposed or getattr(experts, "has_post_expert_norm", False):
+        return None
+    # A gate of the module's own (clamped, say) is not the one transformers gives by default.
+    own_gate = type(experts)._apply_gate.__module__ != ExpertsInterface.__module__
+    if experts.has_gate and (own_gate or not getattr(experts, "is_concatenated", True)):
+        return None
+    plain = activation_name(experts.act_fn)
+    return GLU_NAMES.get(plain or "") if experts.has_gate else plain
+
+
+def activation_name(act_fn: object) -> str | None:
+    """Our name of an ungated activation, a module of transformers' or a function of torch's."""
+    if act_fn in _FUNCTIONS:
+        return _FUNCTIONS[act_fn]
+    return next((ours for kind, ours in _ACTIVATIONS if _is_a(act_fn, kind)), None)
+
+
+def _is_a(act_fn: object, prototype: nn.Module) -> bool:
+    """Same class and, where the class wraps one of several functions, the same function."""
+    if type(act_fn) is not type(prototype):
+        return False
+    act, like = getattr(act_fn, "act", None), getattr(prototype, "act", None)
+    same_function = getattr(act, "__name__", str(act)) == getattr(like, "__name__", str(like))
+    return same_function and (  # nn.GELU is two functions
+        getattr(act_fn, "approximate", None) == getattr(prototype, "approximate", None)
+    )
+
+
+_ACTIVATIONS = [
+    *((activations.ACT2FN[theirs], ours) for theirs, ours in PLAIN_NAMES.items()),
+    (nn.SiLU(), "silu"),
+    (nn.GELU(), "gelu"),
+    (nn.GELU(approximate="tanh"), "gelu_tanh"),
+    (nn.ReLU(), "relu"),
+]
+_FUNCTIONS: dict[object, str] = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}

@@ -1,0 +1,191 @@
+"""A whole transformers model on `dMoE` layers: its blocks swapped in place, and back again.
+
+The model stays what it was to everyone else: its forward takes and returns the same, its state
+dict, and so `save_pretrained`, has the names and shapes of the original blocks. What it gains is
+the balancing loss of our layers, which is added to `outputs.loss`, where the trainer's division by
+accumulation steps, loss scale and mean over ranks reach it as they reach the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mb_layers.moe import dMoE
+from mb_layers.transformers.blocks import FORMS, moe_from_block, translate_block, translate_layer
+
+
+class BlockAdapter(nn.Module):
+    """A `dMoE` in the place of a transformers block: takes and returns hidden states alone.
+
+    Its state dict is that of the block it replaced, in both directions.
+    """
+
+    def __init__(self, moe: dMoE, block: nn.Module, losses: _LossOfForward) -> None:
+        super().__init__()
+        self.moe = moe
+        self._losses = losses
+        self._names = tuple(block.state_dict())
+        # The block without its weights, for the way back; in a tuple it is no submodule.
+        self._block = (_emptied(block),)
+        self.register_load_state_dict_pre_hook(_load_block_names)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [B, S, D] to the same shape."""
+        y, aux_loss, _ = self.moe(hidden_states)
+        self._losses.take(aux_loss)
+        return y
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state dict of the block that this layer replaced."""
+        destination, prefix = kwargs.get("destination"), kwargs.get("prefix", "")
+        state = {} if destination is None else destination
+        ours = self.moe.state_dict(keep_vars=kwargs.get("keep_vars", False))
+        theirs = translate_layer(ours, self.moe.config, self._names)
+        state.update({prefix + name: theirs[name] for name in self._names})
+        return state
+
+    def block(self) -> nn.Module:
+        """Return the original block with this layer's weights."""
+        (block,) = self._block
+        state = self.state_dict(keep_vars=True)
+        trainable = {name for name, tensor in state.items() if tensor.requires_grad}
+        block.load_state_dict({name: t.detach() for name, t in state.items()}, assign=True)
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_(name in trainable)
+        return block.train(self.training)
+
+
+def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
+    """Replace every MoE block that `moe_from_block` knows by a `dMoE`, in place.
+
+    In training the mean auxiliary loss over the blocks is added to `outputs.loss`, weighed as the
+    model weighs its own loss (`num_items_in_batch`), and returned as `outputs.aux_loss`. Where the
+    caller computes the loss, without labels, it is the caller's to add. Gradient checkpointing
+    must be the non-reentrant kind.
+
+    Args:
+        model: a transformers model (or any module that holds such blocks and is called itself).
+        overrides: fields of `MoEConfig`, for every block.
+
+    Returns:
+        The new layers by the name of the block they replaced.
+
+    Raises:
+        ValueError: the model holds no such block, or computes a balancing loss of its own from
+            router logits, which are no longer there.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "expected config.output_router_logits=False, got True: the swapped blocks bring their "
+            "own balancing loss; set it to False"
+        )
+    blocks = {name: m for name, m in model.named_modules() if type(m).__name__ in FORMS}
+    if not blocks:
+        raise ValueError(f"expected a model with blocks of {', '.join(FORMS)}, found none")
+    layers = {name: moe_from_block(block, **overrides) for name, block in blocks.items()}
+    losses = _LossOfForward()
+    for name, layer in layers.items():
+        adapter = BlockAdapter(layer, blocks[name], losses).train(layer.training)
+        model.set_submodule(name, adapter)
+    losses.watch(model)
+    return layers
+
+
+def restore_blocks(model: nn.Module) -> list[str]:
+    """Put the original blocks back in the place of swapped ones, with the weights of today.
+
+    Returns:
+        The names of the blocks.
+    """
+    adapters = {name: m for name, m in model.named_modules() if isinstance(m, BlockAdapter)}
+    if not adapters:
+        raise ValueError("expected a model with swapped blocks, found none; see swap_blocks")
+    for name, adapter in adapters.items():
+        model.set_submodule(name, adapter.block())
+        adapter._losses.unwatch()
+    return list(adapters)
+
+
+class _LossOfForward:
+    """Collects the blocks' losses from the start to the end of one forward of the model."""
+
+    def __init__(self) -> None:
+        self._taken: list[Tensor] | None = None
+        self._hooks: list[Any] = []
+
+    def watch(self, model: nn.Module) -> None:
+        self._hooks = [
+            model.register_forward_pre_hook(self._open),
+            model.register_forward_hook(self._add, with_kwargs=True),
+        ]
+
+    def unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def take(self, aux_loss: Tensor) -> None:
+        if self._taken is not None:
+            self._taken.append(aux_loss)
+        elif aux_loss.requires_grad and torch._C._current_graph_task_id() == -1:
+            # In the backward pass it is a recomputation, whose loss was taken the first time.
+            raise ValueError(
+                "expected swapped blocks to run inside the model that swap_blocks was given, got a "
+                "call from elsewhere, whose balancing loss would be lost; swap the blocks of the "
+                "module that is called, or set load_balancing_loss_weight=0 and z_loss_weight=0"
+            )
+
+    def _open(self, model: nn.Module, args: Any) -> None:
+        self._taken = []
+
+    def _add(self, model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
+        taken, self._taken = self._taken, None
+        if not taken or not (model.training and torch.is_grad_enabled()):
+            return
+        aux_loss = torch.stack(taken).mean()
+        if not aux_loss.requires_grad and any(p.requires_grad for p in model.parameters()):
+            raise ValueError(
+                "expected balancing losses with gradients, got none: reentrant checkpointing loses "
+                'them; pass gradient_checkpointing_kwargs={"use_reentrant": False}'
+            )
+        outputs.aux_loss = aux_loss
+        if getattr(outputs, "loss", None) is not None:
+            outputs.loss = outputs.loss + _share(kwargs) * aux_loss
+
+
+def _share(kwargs: Mapping[str, Any]) -> Tensor | float:
+    """The part of the whole batch that this micro-batch is, if the loss is normalised by that."""
+    items = kwargs.get("num_items_in_batch")
+    if items is None:
+        return 1.0
+    shifted = kwargs.get("shift_labels")
+    labels = kwargs["labels"][..., 1:] if shifted is None else shifted
+    return (labels != -100).sum() / items
+
+
+def _emptied(block: nn.Module) -> nn.Module:
+    """The block with its weights on the meta device."""
+    for module in block.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            module.register_parameter(name, empty)
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                setattr(module, name, buffer.to("meta"))
+    return block
+
+
+def _load_block_names(adapter: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Rename what `load_state_dict` brings from the block's names to the layer's."""
+    assert isinstance(adapter, BlockAdapter)
+    given = {n.removeprefix(prefix): n for n in state if n.startswith(prefix)}
+    if not given.keys() >= set(adapter._names):
+        return  # incomplete: load_state_dict names what is missing
+    theirs = {name: state.pop(given[name]) for name in adapter._names}
+    for name, tensor in translate_block(theirs, adapter.moe.config).items():
+        state[f"{prefix}moe.{name}"] = tensor

@@ -1,0 +1,129 @@
+"""`use(model)`: move every expert of a model onto our kernels, or say that there is none.
+
+transformers lets an implementation in through a hook on the experts' class. A few older models have
+stacked experts without it; for those the module's class is exchanged for a subclass of it whose
+forward is ours. Parameters, names and checkpoints stay as they are.
+
+Letters: T tokens, D hidden, F expert ffn width, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mb_kernels
+import torch
+from torch import Tensor, nn
+
+from mb_layers.experts import cast_alike, to_plain
+from mb_layers.transformers.experts import GLU_NAMES, IMPLEMENTATION, activation_name
+
+
+def use(model: nn.Module) -> list[str]:
+    """Run the experts of a transformers model on `mb_kernels`, forward and backward.
+
+    Returns:
+        The names of the expert modules that were moved.
+
+    Raises:
+        ValueError: the model holds no experts that can be moved; it is left as it was.
+    """
+    hooked = {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+    }
+    others = {
+        name: module for name, module in model.named_modules() if type(module).__name__ in _FORWARDS
+    }
+    if not hooked and not others:
+        kinds = sorted({type(m).__name__ for m in model.modules() if _looks_like_experts(m)})
+        raise ValueError(
+            "expected a model with experts in stacked weights, found none"
+            + (f"; of {', '.join(kinds)} each expert is a module of its own" if kinds else "")
+        )
+    if hooked:
+        model.set_experts_implementation(IMPLEMENTATION)  # ty: ignore[not-callable]
+    for name, module in hooked.items():
+        used = module.config._experts_implementation
+        if used != IMPLEMENTATION:
+            raise ValueError(
+                f"expected the experts {name!r} to take the implementation {IMPLEMENTATION!r}, got "
+                f"{used!r}: set _experts_implementation in their own config"
+            )
+    for module in others.values():
+        kind = type(module)
+        forward = _FORWARDS[kind.__name__]
+        module.__class__ = type(f"Mb{kind.__name__}", (kind,), {"forward": forward})
+    moved = {**hooked, **others}
+    return [name for name, _ in model.named_modules() if name in moved]
+
+
+def _looks_like_experts(module: nn.Module) -> bool:
+    return "expert" in type(module).__name__.lower()
+
+
+def _experts(
+    x_TD: Tensor, w1: Tensor, w2: Tensor, ids_TK: Tensor, weights_TK: Tensor, act_fn: object
+) -> Tensor:
+    """Gated experts, w1 [E, 2F, D] and w2 [E, D, F]; ids of E and above add nothing."""
+    num_experts = w2.shape[0]
+    plain = activation_name(act_fn)
+    if plain not in GLU_NAMES:
+        raise ValueError(f"expected experts with SiLU, GELU or ReLU, got {act_fn!r}")
+    x_TD, w1, w2 = cast_alike(x_TD, w1, w2)
+    ids_TK = torch.where(ids_TK < num_experts, ids_TK, -1)
+    bins = mb_kernels.bin_tokens(ids_TK, num_experts)
+    return mb_kernels.expert_mlp(
+        x_TD, w1, w2, bins, weights_TK.float(), activation=GLU_NAMES[plain]
+    )
+
+
+def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Llama-4: the weight is on the expert's input, and what is not chosen adds nothing."""
+    num_experts = self.num_experts
+    x_TD = hidden_states.reshape(-1, self.hidden_dim)
+    scores_TE, logits_TE = self.router(x_TD)
+    ids_TK = logits_TE.topk(self.top_k, dim=1).indices
+    weights_TK1 = scores_TE.gather(1, ids_TK)[..., None]
+    rows_ND = (x_TD[:, None] * weights_TK1).flatten(0, 1)
+    w1 = to_plain(self.experts.gate_up_proj, num_experts).transpose(1, 2).contiguous()
+    w2 = to_plain(self.experts.down_proj, num_experts).transpose(1, 2).contiguous()
+    ids_N1 = ids_TK.reshape(-1, 1)
+    ones_N1 = torch.ones_like(ids_N1, dtype=torch.float32)
+    y_ND = _experts(rows_ND, w1, w2, ids_N1, ones_N1, self.experts.act_fn)
+    routed_TD = y_ND.unflatten(0, (-1, self.top_k)).sum(dim=1)
+    return self.shared_expert(x_TD) + routed_TD.to(x_TD.dtype), logits_TE
+
+
+def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """DBRX: MegaBlocks' layout, w1, v1, w2 [E F, D]."""
+    mlp, shape = self.mlp, (self.num_experts, self.ffn_hidden_size, self.hidden_size)
+    w1 = torch.cat([mlp.w1.view(shape), mlp.v1.view(shape)], dim=1)
+    w2 = mlp.w2.view(shape).transpose(1, 2).contiguous()
+    x_TD = hidden_states.reshape(-1, self.hidden_size)
+    y_TD = _experts(x_TD, w1, w2, top_k_index, top_k_weights, mlp.activation_fn)
+    return y_TD.to(hidden_states.dtype).view(hidden_states.shape[0], -1, self.hidden_size)
+
+
+def _longcat(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """LongCat: experts behind the real ones return what they are given."""
+    num_experts = self.num_routed_experts
+    weights_TK = top_k_weights.float()
+    zero_T1 = torch.where(top_k_index < num_experts, 0, weights_TK).sum(dim=1, keepdim=True)
+    y_TD = hidden_states * zero_T1
+    if num_experts:
+        w1 = self.gate_up_proj[:num_experts]
+        y_TD = y_TD + _experts(
+            hidden_states, w1, self.down_proj, top_k_index, weights_TK, self.act_fn
+        )
+    return y_TD.to(hidden_states.dtype)
+
+
+_FORWARDS: dict[str, Any] = {
+    "Llama4TextMoe": _llama4,
+    "DbrxExperts": _dbrx,
+    "LongcatFlashExperts": _longcat,
+}

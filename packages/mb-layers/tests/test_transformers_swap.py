@@ -1,0 +1,217 @@
+"""Whole transformers models on dMoE layers: losses, checkpoints, and the way back."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import mb_layers.transformers as mb  # noqa: E402
+from mb_layers import MoEConfig  # noqa: E402
+from tiny_models import BLOCKS, build, outputs_and_gradients  # noqa: E402
+
+
+def same(got: dict, expected: dict, **tolerance: float) -> None:
+    tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-5}
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, **tolerance, msg=name)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
+def test_swapped_model_gives_the_same_logits_and_the_loss_of_its_routers(family: str) -> None:
+    model = build(family)
+    swapped = copy.deepcopy(model)
+    layers = mb.swap_blocks(swapped, load_balancing_loss_weight=0.0)
+    assert all(isinstance(layer.config, MoEConfig) for layer in layers.values())
+    expected, got = outputs_and_gradients(model), outputs_and_gradients(swapped)
+    torch.testing.assert_close(got["logits"], expected["logits"], rtol=1e-5, atol=1e-5)
+    embedding = "model.embed_tokens.weight"
+    torch.testing.assert_close(got[embedding], expected[embedding], rtol=1e-5, atol=1e-5)
+
+    balanced = copy.deepcopy(model)
+    layers = mb.swap_blocks(balanced, load_balancing_loss_weight=10.0)
+    losses = []
+    for layer in layers.values():
+        layer.register_forward_hook(lambda _, __, out: losses.append(out.aux_loss.detach()))
+    tokens = torch.randint(3, 64, (2, 11))
+    outputs = balanced(input_ids=tokens, labels=tokens)
+    plain = swapped(input_ids=tokens, labels=tokens)
+    torch.testing.assert_close(outputs.aux_loss, torch.stack(losses).mean())
+    torch.testing.assert_close(outputs.loss, plain.loss + outputs.aux_loss)
+    name = next(n for n, _ in balanced.named_parameters() if n.endswith("router.weight"))
+    outputs.loss.backward()
+    assert not torch.allclose(balanced.get_parameter(name).grad, got[name])
+    without_labels = balanced(input_ids=tokens)
+    assert without_labels.loss is None
+    assert without_labels.aux_loss.requires_grad
+    balanced.eval()
+    torch.testing.assert_close(balanced(input_ids=tokens, labels=tokens).loss, plain.loss)
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["mean", "num_items_in_batch"])
+def test_accumulation_counts_the_losses_once(normalised: bool) -> None:
+    """Four micro-batches of uneven labels, as Trainer runs them, against one batch of all."""
+    model = build("olmoe")
+    mb.swap_blocks(model, load_balancing_loss_weight=0.0, z_loss_weight=1.0)
+    tokens = torch.randint(3, 64, (4, 11))
+    labels = tokens.clone()
+    if normalised:
+        labels[2, 4:] = -100
+    items = (labels[:, 1:] != -100).sum()
+    whole: dict[str, torch.Tensor] = {}
+    z_losses = []
+    for share in (slice(0, 4), *(slice(i, i + 1) for i in range(4))):
+        model.zero_grad()
+        arguments = {"input_ids": tokens[share], "labels": labels[share]}
+        if normalised:
+            arguments["num_items_in_batch"] = items
+        outputs = model(**arguments)
+        weight = (labels[share][:, 1:] != -100).sum() / items
+        factor = 1.0 if normalised else float(weight)
+        (outputs.loss * factor).backward()
+        for name, p in model.named_parameters():
+            if share == slice(0, 4):
+                z_losses.append(outputs.aux_loss.item())
+            else:
+                whole[name] = whole.get(name, 0) + p.grad
+    model.zero_grad()
+    ce = model(input_ids=tokens, labels=labels)
+    parts = [model(input_ids=tokens[i : i + 1]).aux_loss for i in range(4)]
+    weights = (labels[:, 1:] != -100).sum(dim=1) / items
+    expected = ce.loss - ce.aux_loss + sum(w * z for w, z in zip(weights, parts, strict=True))
+    expected.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(whole[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_trainer_accumulates_the_balance_of_one_batch(tmp_path: Path) -> None:
+    """Through Trainer itself: accumulation over 4 moves the router as one batch of 4 does."""
+    pytest.importorskip("accelerate")
+    model = build("olmoe")
+    mb.swap_blocks(model, load_balancing_loss_weight=0.0, z_loss_weight=1.0)
+    tokens = torch.randint(3, 64, (4, 11))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    moved = []
+    for size, steps in ((4, 1), (1, 4)):
+        trained = copy.deepcopy(model)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps,
+            max_steps=1,
+            learning_rate=0.1,
+            optim="sgd",
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        transformers.Trainer(trained, arguments, train_dataset=data).train()
+        name = next(n for n, _ in model.named_parameters() if n.endswith("router.weight"))
+        moved.append(trained.get_parameter(name) - model.get_parameter(name))
+    assert moved[0].abs().max() > 1e-3
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_checkpointing_keeps_the_loss_or_says_so() -> None:
+    model = build("olmoe")
+    mb.swap_blocks(model, load_balancing_loss_weight=5.0)
+    expected = outputs_and_gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    same(outputs_and_gradients(model), expected)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.raises(ValueError, match="reentrant checkpointing loses them"):
+        outputs_and_gradients(model)
+
+
+def test_a_loss_that_nobody_would_add_is_an_error() -> None:
+    model = build("olmoe")
+    mb.swap_blocks(model)
+    with pytest.raises(ValueError, match="balancing loss would be lost"):
+        model.model(input_ids=torch.randint(3, 64, (1, 5)))
+    with torch.no_grad():
+        model.model(input_ids=torch.randint(3, 64, (1, 5)))
+    model.eval().model(input_ids=torch.randint(3, 64, (1, 5)))
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_save_pretrained_of_a_swapped_model_loads_as_the_original(
+    family: str, tmp_path: Path
+) -> None:
+    model = build(family)
+    swapped = copy.deepcopy(model)
+    mb.swap_blocks(swapped)
+    state = swapped.state_dict()
+    assert list(state) == list(model.state_dict())
+    swapped.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+        assert torch.equal(state[name], tensor), name
+    other = build(family)
+    other.load_state_dict(state)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in swapped.parameters():
+            p.zero_()
+    swapped.load_state_dict(other.state_dict())
+    same(outputs_and_gradients(swapped.eval()), {"logits": outputs_and_gradients(model)["logits"]})
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_restored_blocks_are_the_original_ones_with_todays_weights(family: str) -> None:
+    model = build(family)
+    kinds = [type(m).__name__ for m in model.modules()]
+    expected = outputs_and_gradients(model)
+    mb.swap_blocks(model, load_balancing_loss_weight=0.0)
+    names = mb.restore_blocks(model)
+    assert names
+    assert [type(m).__name__ for m in model.modules()] == kinds
+    same(outputs_and_gradients(model), expected, rtol=0, atol=0)
+
+    mb.swap_blocks(model, load_balancing_loss_weight=1.0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    trained = copy.deepcopy(model)
+    mb.restore_blocks(model)
+    a, b = (m.eval()(input_ids=torch.arange(3, 9)[None]).logits for m in (model, trained))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="found none"):
+        mb.restore_blocks(model)
+
+
+def test_what_was_frozen_stays_frozen() -> None:
+    model = build("qwen2_moe")
+    for name, p in model.named_parameters():
+        p.requires_grad_("gate_up_proj" not in name and "shared_expert." not in name)
+    layers = mb.swap_blocks(model)
+    for layer in layers.values():
+        flags = {name: p.requires_grad for name, p in layer.named_parameters()}
+        assert flags == {
+            "router.weight": True,
+            "experts.w1": False,
+            "experts.w2": True,
+            "shared_expert.w1": False,
+            "shared_expert.w2": False,
+            "shared_expert.gate": True,
+        }
+    mb.restore_blocks(model)
+    for name, p in model.named_parameters():
+        assert p.requires_grad == ("gate_up_proj" not in name and "shared_expert." not in name)
+
+
+def test_swap_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(ValueError, match="found none"):
+        mb.swap_blocks(torch.nn.Linear(2, 2))
+    model = build("olmoe")
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="output_router_logits=False"):
+        mb.swap_blocks(model)

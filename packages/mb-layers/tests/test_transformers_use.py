@@ -1,0 +1,137 @@
+"""`use`: models whose stacked experts lack transformers' hook, and models without experts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import mb_layers.transformers as mb  # noqa: E402
+from mb_layers.transformers.experts import activation_name  # noqa: E402
+from tiny_models import build, outputs_and_gradients  # noqa: E402
+from transformers.activations import ACT2FN  # noqa: E402
+
+
+def llama4(top_k: int) -> torch.nn.Module:
+    config = transformers.Llama4TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        intermediate_size_mlp=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=top_k,
+        interleave_moe_layer_step=1,
+        attention_chunk_size=32,
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
+    model = transformers.Llama4ForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.feed_forward.experts.gate_up_proj, std=0.2)
+        torch.nn.init.normal_(layer.feed_forward.experts.down_proj, std=0.2)
+    return model
+
+
+def dbrx(top_k: int) -> torch.nn.Module:
+    config = transformers.DbrxConfig(
+        d_model=32,
+        n_heads=2,
+        n_layers=2,
+        max_seq_len=64,
+        vocab_size=64,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        ffn_config={
+            "ffn_hidden_size": 16,
+            "moe_num_experts": 4,
+            "moe_top_k": top_k,
+            "hidden_size": 32,
+        },
+        initializer_range=0.2,
+    )
+    return transformers.DbrxForCausalLM(config)
+
+
+def longcat(top_k: int) -> torch.nn.Module:
+    config = transformers.LongcatFlashConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=1,
+        num_attention_heads=2,
+        ffn_hidden_size=32,
+        expert_ffn_hidden_size=16,
+        n_routed_experts=4,
+        zero_expert_num=2,
+        moe_topk=top_k,
+        num_experts_per_tok=top_k,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        head_dim=16,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.LongcatFlashForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "top_k"),  # transformers' own LongCat does not run with 1
+    [(llama4, 1), (llama4, 2), (dbrx, 1), (dbrx, 2), (longcat, 2), (longcat, 4)],
+)
+def test_experts_without_the_hook_equal_eager(make, top_k: int) -> None:
+    model = make(top_k).float()
+    expected = outputs_and_gradients(model)
+    twin = copy.deepcopy(model)
+    moved = mb.use(twin)
+    assert len(moved) == (1 if make is longcat else 2)
+    got = outputs_and_gradients(copy.deepcopy(twin))
+    assert list(twin.state_dict()) == list(model.state_dict())
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
+    compared = [name for name in expected if "experts" in name]
+    assert all(expected[name].abs().max() > 1e-5 for name in compared)
+
+
+def test_use_names_what_it_moved() -> None:
+    assert mb.use(build("mixtral")) == [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
+
+
+def test_use_raises_where_there_is_nothing_to_move() -> None:
+    with pytest.raises(ValueError, match=r"experts in stacked weights, found none$"):
+        mb.use(torch.nn.Linear(2, 2))
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=64, d_model=16, d_ff=16, d_kv=8, num_heads=2, num_layers=2, num_experts=2
+    )
+    with pytest.raises(ValueError, match="of SwitchTransformersExperts each expert is a module"):
+        mb.use(transformers.SwitchTransformersForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize(
+    ("act_fn", "name"),
+    [
+        (torch.nn.functional.silu, "silu"),
+        (torch.nn.functional.gelu, "gelu"),
+        (torch.nn.functional.relu, "relu"),
+        (ACT2FN["silu"], "silu"),
+        (ACT2FN["gelu_pytorch_tanh"], "gelu_tanh"),
+        (torch.nn.SiLU(), "silu"),
+        (torch.nn.ReLU(), "relu"),
+        (torch.nn.GELU(), "gelu"),
+        (torch.nn.GELU("tanh"), "gelu_tanh"),
+        (ACT2FN["quick_gelu"], None),
+        (torch.tanh, None),
+    ],
+)
+def test_activations_are_recognised(act_fn: object, name: str | None) -> None:
+    assert activation_name(act_fn) == name

@@ -1,0 +1,124 @@
+"""Tiny random models of transformers' MoE families, shared by the tests."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+FAMILIES = {
+    "mixtral": {"intermediate_size": 48, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "olmoe": {"intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 3},
+    "qwen2_moe": {
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+    },
+    "qwen3_moe": {
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "head_dim": 16,
+    },
+    "deepseek_v3": {
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    "gpt_oss": {
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+    },
+    # Beyond the five: experts without a gate, and a gate that is not SiLU.
+    "nemotron_h": {
+        "intermediate_size": 32,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "layers_block_type": ["attention", "moe"],
+        "mlp_hidden_act": "relu2",
+        "head_dim": 16,
+    },
+    "granitemoe": {
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek_v2": {
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.5,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    "gemma_gate": {"intermediate_size": 16, "num_experts": 9, "hidden_act": "gelu_pytorch_tanh"},
+}
+BLOCKS = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "granitemoe"]
+
+
+def build(family: str, **overrides: object) -> torch.nn.Module:
+    kind = {"gemma_gate": "olmoe"}.get(family, family)
+    config = transformers.AutoConfig.for_model(kind, **(COMMON | FAMILIES[family] | overrides))
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            # Zero-initialised in transformers; a test needs them to matter.
+            if name.endswith(("_bias", "router.bias", "gate.weight", "router.weight")):
+                tensor.normal_(std=0.2)
+    model.set_experts_implementation("eager")
+    return model
+
+
+def moe_block(model: torch.nn.Module) -> torch.nn.Module:
+    last = model.model.layers[1]
+    return last.block_sparse_moe if hasattr(last, "block_sparse_moe") else last.mlp
+
+
+def outputs_and_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(5))
+    model.zero_grad()
+    outputs = model(input_ids=tokens, labels=tokens, use_cache=False)
+    outputs.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": outputs.logits.detach()} | grads

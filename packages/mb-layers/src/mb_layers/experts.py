@@ -68,10 +68,11 @@ class _StackedMLP(nn.Module):
         """Return y_RD, each token's weighted sum over the experts that `bins` gives it."""
         config = self.config
         num_experts = bins.offsets_E1.shape[0] - 1
-        x_RD, w1, w2 = cast_alike(
-            x_RD, to_plain(self.w1, num_experts), to_plain(self.w2, num_experts)
-        )
-        if self.b1 is None or self.b2 is None:
+        w1, w2, b1, b2 = self.local_parameters(num_experts)
+        assert w1 is not None
+        assert w2 is not None
+        x_RD, w1, w2 = cast_alike(x_RD, w1, w2)
+        if b1 is None or b2 is None:
             arguments = (x_RD, w1, w2, bins, weights_RK)
             options = {"activation": config.activation, "recompute": config.recompute}
             if config.mlp_impl == "sparse":
@@ -79,11 +80,18 @@ class _StackedMLP(nn.Module):
             return mb_kernels.expert_mlp(
                 *arguments, **options, saved_activation_bits=config.saved_activation_bits
             )
-        _, b1, b2 = cast_alike(x_RD, to_plain(self.b1, num_experts), to_plain(self.b2, num_experts))
+        _, b1, b2 = cast_alike(x_RD, b1, b2)
         arguments = (x_RD, w1, w2, bins, weights_RK, self._activate)
         if not config.recompute:
             return expert_mlp_in_steps(*arguments, b1=b1, b2=b2)
         return checkpoint(expert_mlp_in_steps, *arguments, b1=b1, b2=b2, use_reentrant=False)
+
+    def local_parameters(self, num_experts: int) -> list[Tensor | None]:
+        """w1, w2, b1 and b2 (None without biases) of the `num_experts` experts on this rank."""
+        return [
+            None if weight is None else to_plain(weight, num_experts)
+            for weight in (self.w1, self.w2, self.b1, self.b2)
+        ]
 
     def _activate(self, h_NF: Tensor) -> Tensor:
         return activate(at_least_fp32(h_NF), self.config.activation).to(h_NF.dtype)

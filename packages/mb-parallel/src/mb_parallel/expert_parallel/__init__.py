@@ -1,0 +1,8 @@
+"""Expert parallelism: experts spread over ranks, tokens brought to them and back."""
+
+# Public API
+from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher as AllGatherDispatcher
+from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher as AllToAllDispatcher
+from mb_parallel.expert_parallel.apply import choose_dispatcher as choose_dispatcher
+from mb_parallel.expert_parallel.apply import parallelize_experts as parallelize_experts
+from mb_parallel.expert_parallel.collectives import Place as Place

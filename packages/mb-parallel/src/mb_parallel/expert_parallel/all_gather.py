@@ -1,0 +1,61 @@
+"""Expert parallelism by gathering: every rank sees all tokens and computes its own experts on them.
+
+Shapes do not depend on the routing, so nothing is read back to the host, no buffer overflows, and a
+CUDA graph can hold the layer. It moves (P - 1) copies of a token whatever its choices: right where
+a token reaches most ranks anyway, top_k >= 2 P, and wasteful for top-1 on many ranks.
+
+Letters: T tokens, D hidden, K top-k, P ranks, G = P T gathered tokens.
+"""
+
+from __future__ import annotations
+
+import mb_kernels
+import torch
+import torch.nn.functional as F
+from mb_layers.dispatch import Dispatched
+from torch import Tensor
+
+from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks, gather_rows, sum_rows
+from mb_parallel.expert_parallel.placement import Placement, pack_routing, unpack_routing
+
+
+class AllGatherDispatcher:
+    """Gathers the tokens of all ranks, and sums what their experts made of them.
+
+    Args:
+        num_experts: E of the layer.
+        place: the expert-parallel group.
+        equal_tokens: every rank always brings as many tokens. False: ranks tell each other how
+            many, which makes the host wait for the device, and pad to the longest.
+    """
+
+    def __init__(self, num_experts: int, place: Place, *, equal_tokens: bool = False) -> None:
+        self.num_experts = num_experts
+        self.place = place
+        self.equal_tokens = equal_tokens
+        self.placement = Placement(num_experts, place.size, place.rank)
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
+        """Gather tokens and routing; bins hold the slots of this rank's experts."""
+        tokens, top_k = expert_ids_TK.shape
+        counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
+        missing = self._longest(tokens, x_TD.device) - tokens
+        routing = pack_routing(weights_TK, expert_ids_TK)
+        if missing:
+            x_TD = F.pad(x_TD, (0, 0, 0, missing))
+            routing = F.pad(routing, (0, 0, 0, missing), value=-1.0)  # ids of no expert
+        x_GD = gather_rows(x_TD, self.place)
+        routing_GK = gather_rows(routing, self.place)
+        weights_GJ, ids_GJ = unpack_routing(routing_GK, self.placement, top_k)
+        bins = mb_kernels.bin_tokens(ids_GJ, self.placement.experts_per_rank)
+        return Dispatched(x_GD, weights_GJ, bins, counts_E, counts_E.sum(), state=tokens)
+
+    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        """Sum over the ranks what their experts made of this rank's tokens."""
+        return sum_rows(y_RD, self.place)[: dispatched.state]
+
+    def _longest(self, tokens: int, device: torch.device) -> int:
+        if self.equal_tokens:
+            return tokens
+        mine = torch.tensor([tokens], dtype=torch.int32, device=device)
+        return max(theirs for (theirs,) in counts_of_ranks(mine, self.place))

@@ -1,0 +1,252 @@
+"""`parallelize_experts`: expert parallelism put into a model from outside, by one call.
+
+Every `Experts` module keeps its name and its global shapes: its parameters become DTensors [E, F, D]
+sharded over the ep axis, so that a checkpoint written by any number of ranks loads on any other.
+Every layer that owns one gets a dispatcher. Which one moves the rows is chosen by a rule that is
+short enough to print.
+
+Letters: E experts, F expert ffn width, D hidden, K top-k, s ranks per expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from mb_layers.dispatch import LocalDispatcher, TokenDispatcher
+from mb_layers.experts import Experts
+from mb_layers.moe import MoE, dMoE
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
+from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
+from mb_parallel.expert_parallel.around import GlobalCapacity, SharedTokens
+from mb_parallel.expert_parallel.collectives import Place, mean_over
+from mb_parallel.expert_parallel.placement import Placement
+from mb_parallel.expert_parallel.width import WidthShardedExperts
+from mb_parallel.mesh import ParallelMesh
+
+DispatcherName = Literal["auto", "all_gather", "all_to_all"]
+Layer = MoE | dMoE
+
+
+def parallelize_experts(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    *,
+    dispatcher: DispatcherName = "auto",
+    sequence_parallel: bool = True,
+    equal_tokens: bool = False,
+) -> str:
+    """Spread the experts of every `MoE` and `dMoE` in `model` over the ep axis, in place.
+
+    Call it on every rank, with equal parameters (same seed, or the meta device), after
+    `parallelize_tensors` and before `apply_data_parallel`, which divides the gradients: an expert's
+    gradient here is the sum over the ranks of its ep group.
+
+    Args:
+        model: any module that holds layers of mb_layers.
+        mesh: from `ParallelDims.build`.
+        dispatcher: what moves rows between ranks; "auto" chooses, see `choose_dispatcher`.
+        sequence_parallel: whether each tensor-parallel rank brings its own part of the sequence.
+            False: they all bring the same tokens, and share them out. Unused where tp is 1.
+        equal_tokens: every rank always brings as many tokens to a layer: nobody has to ask, and
+            with "all_gather" the host never waits for the device.
+
+    Returns:
+        What was chosen and why, to be printed.
+
+    Raises:
+        ValueError: an unknown dispatcher, sizes that do not divide, or a layer that cannot be
+            spread this way.
+    """
+    if dispatcher not in get_args(DispatcherName):
+        known = ", ".join(get_args(DispatcherName))
+        raise ValueError(f"Expected dispatcher to be one of {known}, got {dispatcher!r}.")
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
+    told: dict[str, int] = {}
+    for name, layer in layers.items():
+        _refuse(name, layer, mesh, sequence_parallel)
+        label = name or "the layer"
+        if mesh.ep_size > 1:
+            line = _spread(layer, mesh, label, dispatcher, equal_tokens)
+            told[line] = told.get(line, 0) + 1
+        _surround(layer, mesh, label, sequence_parallel, equal_tokens)
+    if not layers:
+        return "expert parallelism: the model has no MoE layers"
+    if mesh.ep_size == 1:
+        return f"expert parallelism: ep = 1, all experts of {len(layers)} layers on every rank"
+    lines = [f"{count} layers: {line}" for line, count in told.items()]
+    return f"expert parallelism over ep = {mesh.ep_size}: " + "; ".join(lines)
+
+
+def choose_dispatcher(top_k: int, ep: int) -> tuple[str, str]:
+    """The dispatcher for top-k routing over `ep` ranks, and the reason in a few words.
+
+    Gathering sends a token to all ep - 1 other ranks; exchanging sends it to those it needs, at
+    most top_k, for the price of a count exchange that the host waits for. From top_k = 2 ep on a
+    token needs nearly every rank anyway.
+    """
+    if top_k >= 2 * ep:
+        return "all_gather", f"top_k = {top_k} >= 2 ep: a token needs nearly every rank"
+    return "all_to_all", f"top_k = {top_k} < 2 ep: a token needs only some of the ranks"
+
+
+def _refuse(name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool) -> None:
+    where = f"in {name or 'the layer'}"
+    if not isinstance(layer.dispatcher, LocalDispatcher):
+        raise ValueError(
+            f"Expected a LocalDispatcher {where}, got {type(layer.dispatcher).__name__}. "
+            "Call parallelize_experts once, on a model whose experts are not spread yet."
+        )
+    parts = mesh.tp_size > 1 and sequence_parallel
+    if parts and layer.config.balance_over == "sequence":
+        raise ValueError(
+            f"Expected whole sequences for balance_over='sequence' {where}, got sequence "
+            "parallelism, where a rank sees a part of each. Balance over micro_batch or "
+            "global_batch, or pass sequence_parallel=False."
+        )
+
+
+def _spread(
+    layer: Layer, mesh: ParallelMesh, name: str, dispatcher: str, equal_tokens: bool
+) -> str:
+    """Shard the experts' parameters, give the layer its dispatcher, and say which."""
+    ep, config = mesh.axis("ep"), layer.config
+    assert ep is not None
+    place = Place(ep.get_group(), name)
+    placement = Placement(config.num_experts, place.size, place.rank)
+    shard_experts(layer.experts, ep, placement, name)
+    why = "as asked for"
+    if dispatcher == "auto":
+        dispatcher, why = choose_dispatcher(config.top_k, place.size)
+    if dispatcher == "all_gather":
+        layer.dispatcher = AllGatherDispatcher(
+            config.num_experts, place, equal_tokens=equal_tokens
+        )
+    else:
+        layer.dispatcher = AllToAllDispatcher(config.num_experts, place)
+    held = f"{placement.experts_per_rank} of {config.num_experts} experts a rank"
+    if placement.width_shards > 1:
+        held = f"1/{placement.width_shards} of the width of " + held
+    return f"{held}, {dispatcher} ({why})"
+
+
+def _surround(
+    layer: Layer, mesh: ParallelMesh, name: str, sequence_parallel: bool, equal_tokens: bool
+) -> None:
+    """Capacity over all ranks that share the experts or the tokens; tokens that tp ranks share."""
+    config, tp = layer.config, mesh.axis("tp")
+    inner: TokenDispatcher = layer.dispatcher
+    if config.capacity_factor is not None and (mesh.ep_size > 1 or tp is not None):
+        if isinstance(inner, LocalDispatcher):
+            inner = LocalDispatcher(config.num_experts)
+        group = _capacity_group(mesh)
+        inner = GlobalCapacity(
+            inner,
+            config.num_experts,
+            config.capacity_factor,
+            config.drop_policy,
+            Place(group, name),
+            equal_tokens=equal_tokens,
+        )
+    if tp is not None and not sequence_parallel:
+        inner = SharedTokens(inner, Place(tp.get_group(), name))
+    layer.dispatcher = inner
+    axes = ["dp"] if config.balance_over == "global_batch" else []
+    if tp is not None and sequence_parallel:
+        axes.append("tp")
+        layer.register_forward_hook(_mean_losses(Place(tp.get_group(), name)))
+    axes = [axis for axis in axes if mesh.axis(axis) is not None]
+    if axes and layer.reduce_counts is None:
+        layer.reduce_counts = _sum_counts(mesh, axes)
+
+
+def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:
+    """The ranks whose tokens share the experts' capacity: those of an ep and of a tp group."""
+    ep, tp = mesh.ep_size, mesh.tp_size
+    if ep % tp and tp % ep:
+        raise ValueError(
+            "Expected one of ep and tp to divide the other for layers with a capacity, got "
+            f"ep = {ep} and tp = {tp}. Change one, or use dMoE."
+        )
+    axis = mesh.axis("ep" if ep >= tp else "tp")
+    assert axis is not None
+    return axis.get_group()
+
+
+def _sum_counts(mesh: ParallelMesh, axes: list[str]) -> Callable[[Tensor], Tensor]:
+    """Tokens per expert summed over axes of the mesh, for a layer's `reduce_counts`."""
+
+    def reduce_counts(counts_E: Tensor) -> Tensor:
+        total_E = counts_E.clone()
+        for axis in axes:
+            mesh.all_reduce(total_E, axis)
+        return total_E
+
+    return reduce_counts
+
+
+def _mean_losses(place: Place) -> Callable[..., Any]:
+    """A forward hook: aux_loss as the mean over ranks that see parts of the same sequences."""
+
+    def hook(layer: nn.Module, args: Any, output: Any) -> Any:
+        return output._replace(aux_loss=mean_over(output.aux_loss, place))
+
+    return hook
+
+
+def shard_experts(experts: Experts, ep: DeviceMesh, placement: Placement, name: str) -> None:
+    """Keep this rank's part of each parameter, as a DTensor of the global shape over `ep`.
+
+    Experts are split along E; where ranks outnumber them, along E and F (b2: along E and D).
+
+    Raises:
+        ValueError: s does not divide F (or D, with biases).
+    """
+    shards = placement.width_shards
+    if shards == 1:
+        for weight_name, weight in list(experts.named_parameters(recurse=False)):
+            _replace(experts, weight_name, weight, ep, (0,))
+        return
+    config = experts.config
+    if config.ffn_hidden_size % shards or (config.mlp_bias and config.hidden_size % shards):
+        raise ValueError(
+            f"Expected the {shards} ranks that share an expert of {name} to divide its width, got "
+            f"ffn_hidden_size = {config.ffn_hidden_size}, hidden_size = {config.hidden_size}. "
+            "Lower ep or change the width."
+        )
+    grid = _grid(ep, placement)
+    experts.__class__ = WidthShardedExperts  # as FSDP2 does: same parameters, other `forward`
+    assert isinstance(experts, WidthShardedExperts)
+    experts.width = Place(grid["ep_width"].get_group(), name)
+    for weight_name, weight in list(experts.named_parameters(recurse=False)):
+        width_dim = 2 if weight_name == "w2" else 1
+        _replace(experts, weight_name, weight, grid, (0, width_dim))
+
+
+def _grid(ep: DeviceMesh, placement: Placement) -> DeviceMesh:
+    """The ep axis as a grid of experts and widths."""
+    sizes = (placement.num_experts, placement.width_shards)
+    return ep._unflatten(0, sizes, ("ep_expert", "ep_width"))
+
+
+def _replace(
+    module: nn.Module, name: str, weight: nn.Parameter, mesh: DeviceMesh, dims: tuple[int, ...]
+) -> None:
+    local = weight.detach()
+    for axis, dim in enumerate(dims):
+        local = local.chunk(mesh.size(axis), dim)[mesh.get_local_rank(axis)]
+    sharded = DTensor.from_local(
+        local.clone(),  # lets go of the other ranks' parts
+        mesh,
+        [Shard(dim) for dim in dims],
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+    module.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))

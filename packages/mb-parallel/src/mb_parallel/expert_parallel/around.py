@@ -1,0 +1,126 @@
+"""Dispatchers around a dispatcher: what capacity and tensor parallelism add, whatever moves rows.
+
+- `GlobalCapacity` drops slots before they travel, by their place among the tokens of all ranks, so
+  that the same slots are dropped on one rank and on many.
+- `SharedTokens` is for ranks that hold the same tokens (tensor parallelism without sequence
+  parallelism): each dispatches its share of them, and the results are joined.
+
+Letters: T tokens, D hidden, E experts, K top-k, P ranks, G tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+import mb_kernels
+import torch
+import torch.nn.functional as F
+from mb_layers.config import DropPolicy
+from mb_layers.dispatch import Dispatched, TokenDispatcher, bin_by_probability, capacity
+from mb_layers.losses import at_least_fp32
+from torch import Tensor
+
+from mb_parallel.expert_parallel.collectives import (
+    Place,
+    counts_of_ranks,
+    gathered,
+    join_rows,
+    share_of_rows,
+)
+
+
+class GlobalCapacity:
+    """Keeps at most C = ceil(factor K G / E) slots per expert, G being the tokens of all ranks.
+
+    Tokens count in the order of ranks. Costs one exchange of ids (and weights), 4 to 8 bytes a
+    slot. Without `equal_tokens` ranks tell each other their number of tokens first.
+
+    Args:
+        inner: moves the slots that are left.
+        num_experts, capacity_factor, drop_policy: as for `LocalDispatcher`.
+        place: the ranks that share the capacity.
+        equal_tokens: every rank always brings as many tokens.
+    """
+
+    def __init__(
+        self,
+        inner: TokenDispatcher,
+        num_experts: int,
+        capacity_factor: float,
+        drop_policy: DropPolicy,
+        place: Place,
+        *,
+        equal_tokens: bool = False,
+    ) -> None:
+        self.inner = inner
+        self.num_experts = num_experts
+        self.capacity_factor = capacity_factor
+        self.drop_policy = drop_policy
+        self.place = place
+        self.equal_tokens = equal_tokens
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
+        """Dispatch the slots that are kept, the others as slots of no expert."""
+        counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
+        kept_TK = self._kept(weights_TK.detach(), expert_ids_TK)
+        ids_TK = torch.where(kept_TK, expert_ids_TK, -1)
+        dispatched = self.inner.dispatch(x_TD, weights_TK, ids_TK)
+        kept = kept_TK.sum(dtype=torch.int32)
+        return dispatched._replace(tokens_per_expert_E=counts_E, kept_slots=kept)
+
+    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        """As the inner dispatcher; dropped slots add nothing."""
+        return self.inner.combine(y_RD, dispatched)
+
+    def _kept(self, weights_TK: Tensor, expert_ids_TK: Tensor) -> Tensor:
+        tokens, top_k = expert_ids_TK.shape
+        per_rank = [tokens] * self.place.size
+        if not self.equal_tokens:
+            mine = torch.tensor([tokens], dtype=torch.int32, device=expert_ids_TK.device)
+            per_rank = [theirs for (theirs,) in counts_of_ranks(mine, self.place)]
+        padding = (0, 0, 0, max(per_rank) - tokens)
+        ids_GK = gathered(F.pad(expert_ids_TK, padding, value=-1), self.place)
+        limit = capacity(sum(per_rank), top_k, self.num_experts, self.capacity_factor)
+        if self.drop_policy == "position":
+            bins = mb_kernels.bin_tokens(ids_GK, self.num_experts, capacity=limit)
+        else:
+            weights_GK = gathered(F.pad(at_least_fp32(weights_TK), padding), self.place)
+            bins = bin_by_probability(ids_GK, weights_GK, self.num_experts, limit)
+        kept_GK = (bins.inverse_N >= 0).view_as(ids_GK)
+        return kept_GK.chunk(self.place.size)[self.place.rank][:tokens]
+
+
+class SharedTokens:
+    """Tokens that all ranks of a group hold alike: each rank dispatches a share of them.
+
+    Without it every expert would see a token once per rank of the group.
+
+    Args:
+        inner: moves the share.
+        place: the tensor-parallel group.
+    """
+
+    def __init__(self, inner: TokenDispatcher, place: Place) -> None:
+        self.inner = inner
+        self.place = place
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
+        """Dispatch this rank's share; counts are those of all tokens."""
+        tokens = x_TD.shape[0]
+        padding = (0, 0, 0, -tokens % self.place.size)
+        dispatched = self.inner.dispatch(
+            share_of_rows(F.pad(x_TD, padding), self.place),
+            share_of_rows(F.pad(weights_TK, padding), self.place),
+            F.pad(expert_ids_TK, padding, value=-1).chunk(self.place.size)[self.place.rank],
+        )
+        mine = torch.cat((dispatched.tokens_per_expert_E, dispatched.kept_slots[None]))
+        total = gathered(mine[None], self.place).sum(dim=0, dtype=torch.int32)
+        return dispatched._replace(
+            tokens_per_expert_E=total[:-1],
+            kept_slots=total[-1],
+            state=(dispatched.state, tokens),
+        )
+
+    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        """Combine the share, and join the shares of all ranks."""
+        state, tokens = dispatched.state
+        y_TD = self.inner.combine(y_RD, dispatched._replace(state=state))
+        return join_rows(y_TD, self.place)[:tokens]

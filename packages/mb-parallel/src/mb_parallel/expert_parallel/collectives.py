@@ -1,0 +1,211 @@
+"""Rows between the ranks of a group: pairs of autograd functions, each the other's backward.
+
+| forward | backward |
+|---|---|
+| `gather_rows`: every rank gets the rows of all | `sum_rows` |
+| `sum_rows`: the sum over the ranks of what each has for this rank's rows | `gather_rows` |
+| `exchange_rows`: to each rank the rows meant for it | `exchange_rows`, the other way |
+| `share_of_rows`: of rows that all have, this rank's share | `join_rows` |
+| `join_rows`: all shares, on every rank | `share_of_rows` |
+| `mean_over`: the mean over the ranks | the gradient over P |
+
+Sums run in fp32 (fp64 for fp64) in the order of ranks: twice the same bits. A collective that fails
+says at which rank, in which layer and step; usually it is another rank that died.
+
+Letters: P ranks, R rows, D columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process group, and where in the model it is used, for messages."""
+
+    group: dist.ProcessGroup
+    layer: str = "an MoE layer"
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @contextmanager
+    def step(self, name: str) -> Generator[None]:
+        """Turn the failure of a collective into an error that says who, where and with whom."""
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = dist.get_process_group_ranks(self.group)
+            raise RuntimeError(
+                f"rank {dist.get_rank()} could not {name} in {self.layer} with ranks {ranks}: "
+                f"{error}\nIf another of these ranks died, its own error is the cause."
+            ) from error
+
+
+@torch.compiler.disable
+def gather_rows(x_RD: Tensor, place: Place) -> Tensor:
+    """Rows of all ranks, [P R, D] in the order of ranks; every rank brings as many rows."""
+    return _GatherRows.apply(x_RD, place)
+
+
+@torch.compiler.disable
+def sum_rows(x_PRD: Tensor, place: Place) -> Tensor:
+    """Given [P R, D], the r-th R rows of which are for rank r: the sum over ranks of ours."""
+    return _SumRows.apply(x_PRD, place)
+
+
+@torch.compiler.disable
+def exchange_rows(
+    x_SD: Tensor, to: Sequence[int], from_: Sequence[int], place: Place, *, total: int | None = None
+) -> Tensor:
+    """Send the first `sum(to)` rows of x, `to[r]` of them to rank r; return `from_[r]` from each.
+
+    Args:
+        x_SD: rows in the order of the ranks they go to; those beyond stay, and get no gradient.
+        total: rows of the result, at least `sum(from_)`; the last are left unwritten.
+    """
+    rows = sum(from_) if total is None else total
+    return _ExchangeRows.apply(x_SD, tuple(to), tuple(from_), rows, place)
+
+
+@torch.compiler.disable
+def share_of_rows(x_RD: Tensor, place: Place) -> Tensor:
+    """This rank's P-th of rows that all ranks hold alike; P divides R."""
+    return _ShareOfRows.apply(x_RD, place)
+
+
+@torch.compiler.disable
+def join_rows(x_RD: Tensor, place: Place) -> Tensor:
+    """The shares of all ranks in their order; what follows is alike on all ranks."""
+    return _JoinRows.apply(x_RD, place)
+
+
+@torch.compiler.disable
+def counts_of_ranks(counts: Tensor, place: Place) -> list[list[int]]:
+    """Integers [n] of every rank, on the host: the one place where it waits for the device."""
+    with place.step("exchange counts"):
+        return gathered(counts[None], place).tolist()
+
+
+@torch.compiler.disable
+def mean_over(x: Tensor, place: Place) -> Tensor:
+    """The mean over the ranks, alike on all; each rank's x counts for a P-th of it."""
+    return _MeanOver.apply(x, place)
+
+
+def gathered(x_RD: Tensor, place: Place) -> Tensor:
+    """`gather_rows` without a gradient."""
+    out = x_RD.new_empty((place.size * x_RD.shape[0], *x_RD.shape[1:]))
+    with place.step("gather rows"):
+        _all_gather(out, x_RD.contiguous(), group=place.group)
+    return out
+
+
+def _summed(x_PRD: Tensor, place: Place) -> Tensor:
+    received = torch.empty_like(x_PRD, memory_format=torch.contiguous_format)
+    with place.step("sum rows"):
+        dist.all_to_all_single(received, x_PRD.contiguous(), group=place.group)
+    accumulator = torch.float64 if x_PRD.dtype is torch.float64 else torch.float32
+    by_rank = received.view(place.size, -1, *x_PRD.shape[1:])
+    return by_rank.sum(dim=0, dtype=accumulator).to(x_PRD.dtype)
+
+
+def _exchanged(
+    x_SD: Tensor, to: tuple[int, ...], from_: tuple[int, ...], total: int, place: Place
+) -> Tensor:
+    out = x_SD.new_empty((total, *x_SD.shape[1:]))
+    send, receive = x_SD.contiguous()[: sum(to)], out[: sum(from_)]
+    with place.step("exchange rows"):
+        dist.all_to_all_single(receive, send, list(from_), list(to), group=place.group)
+    return out
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return gathered(x_RD, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
+        return _summed(grad, ctx.place), None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_PRD: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return _summed(x_PRD, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
+        return gathered(grad, ctx.place), None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_SD: Tensor,
+        to: tuple[int, ...],
+        from_: tuple[int, ...],
+        total: int,
+        place: Place,
+    ) -> Tensor:
+        ctx.to, ctx.from_, ctx.place, ctx.rows = to, from_, place, x_SD.shape[0]
+        return _exchanged(x_SD, to, from_, total, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # ty: ignore[incompatible-method-override]
+        back = _exchanged(grad, ctx.from_, ctx.to, ctx.rows, ctx.place)
+        back[sum(ctx.to) :].zero_()  # rows that were not sent
+        return back, None, None, None, None
+
+
+class _ShareOfRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return x_RD.chunk(place.size)[place.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
+        return gathered(grad, ctx.place), None
+
+
+class _JoinRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return gathered(x_RD, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
+        return grad.chunk(ctx.place.size)[ctx.place.rank].contiguous(), None
+
+
+class _MeanOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return gathered(x[None], place).mean(dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
+        return grad / ctx.place.size, None

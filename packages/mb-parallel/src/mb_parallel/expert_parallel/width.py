@@ -1,0 +1,60 @@
+"""Experts whose width is shared by ranks: what there is when ranks outnumber experts.
+
+A rank holds one expert and an s-th of its F: w1 [E, F, D] is sharded over (expert, F), w2 [E, D, F]
+over (expert, F). A partial output is complete in D and sums over the s ranks to the expert's.
+
+For a gated activation w1 is [E, 2F, D], gate over up, and a contiguous s-th of 2F rows is a piece
+of either. Stored that way a checkpoint reads as one [E, 2F, D] matrix on any number of ranks, so
+that is how it is stored; before use, the ranks exchange rows so that each has the gate and the up
+projection of the same s-th of F. That moves at most the rank's own rows, once forward and once
+back.
+
+Letters: E experts, D hidden, F expert ffn width, s ranks per expert.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from mb_layers.experts import Experts
+from torch import Tensor
+
+from mb_parallel.expert_parallel.collectives import Place, exchange_rows
+
+
+class WidthShardedExperts(Experts):
+    """`Experts` of which this rank has one expert's s-th. Made by `parallelize_experts`."""
+
+    width: Place
+
+    def local_parameters(self, num_experts: int) -> list[Tensor | None]:
+        """w1, w2, b1 and b2 as this rank computes with them."""
+        w1, w2, b1, b2 = (
+            None if weight is None else weight.to_local()  # ty: ignore[call-non-callable]
+            for weight in (self.w1, self.w2, self.b1, self.b2)
+        )
+        assert w1 is not None
+        if self.config.is_glu:
+            w1 = _gate_over_up(w1[0], self.width)[None]
+            b1 = None if b1 is None else _gate_over_up(b1[0], self.width)[None]
+        if b2 is not None:
+            # Each rank adds its own s-th of the bias, so that the sum has it once.
+            before = self.width.rank * b2.shape[1]
+            b2 = F.pad(b2, (before, self.config.hidden_size - before - b2.shape[1]))
+        return [w1, w2, b1, b2]
+
+
+def _gate_over_up(rows: Tensor, place: Place) -> Tensor:
+    """From a contiguous s-th of gate over up, [2F / s, ...], to the s-th of each, gate first."""
+    size, rank = place.size, place.rank
+    part = rows.shape[0] // 2  # F / s rows: gate and up are s parts each, and a rank stores two
+
+    def wanted_by(holder: int) -> list[int]:
+        return [q % size for q in (2 * holder, 2 * holder + 1)]
+
+    mine = wanted_by(rank)
+    if mine[0] > mine[1]:  # rows leave in the order of the ranks that want them
+        rows = rows.roll(part, 0)
+    to = [part * mine.count(other) for other in range(size)]
+    from_ = [part * wanted_by(other).count(rank) for other in range(size)]
+    # They arrive in the order of ranks, and a lower rank holds a part of gate than the same of up.
+    return exchange_rows(rows, to, from_, place)

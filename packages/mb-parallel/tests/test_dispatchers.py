@@ -1,0 +1,262 @@
+"""Each dispatcher against `LocalDispatcher` on the same tokens: outputs, every gradient, counts.
+
+Ranks run in one go per world size: starting them costs more than all the cases together.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from mb_kernels.testing import assert_close
+from mb_layers.config import MoEConfig
+from mb_layers.dispatch import LocalDispatcher
+from mb_layers.moe import MoE, dMoE
+from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts
+from mb_parallel.expert_parallel.placement import Placement
+from mb_parallel.testing import run_ranks
+
+NAMES = ("all_gather", "all_to_all")
+
+
+class Case(NamedTuple):
+    """lengths: tokens of each rank, cycled; routing: which experts they go to."""
+
+    lengths: tuple[int, ...] = (6, 5)
+    routing: str = "random"
+    experts: int = 4
+    top_k: int = 2
+    config: dict[str, Any] = {}
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "random": Case(),
+    "equal-lengths": Case((6,)),
+    "top-1": Case(top_k=1),
+    "all-experts": Case(top_k=4),
+    "a-rank-without-tokens": Case((7, 0)),
+    "no-tokens-at-all": Case((0,)),
+    "one-token": Case((0, 1)),
+    "all-on-one-rank": Case(routing="one"),
+    "zipf": Case(routing="zipf", experts=8),
+    "masked": Case(routing="masked"),
+    "all-masked": Case(routing="nobody"),
+    "bias": Case(config={"mlp_bias": True}),
+    "plain-activation": Case(config={"activation": "gelu"}),
+    "recompute": Case(config={"recompute": True}),
+    "fp64": Case(dtype=torch.float64),
+    "capacity": Case(routing="zipf", config={"capacity_factor": 1.0}),
+    "capacity-by-probability": Case(
+        (6, 3), "zipf", config={"capacity_factor": 0.75, "drop_policy": "probability"}
+    ),
+    "capacity-masked": Case(routing="masked", config={"capacity_factor": 0.25}),
+}
+
+THREE = {
+    "odd-sizes": Case((4, 0, 7), experts=3, top_k=2),
+    "one-expert": Case((4, 0, 7), experts=1, top_k=1, config={"mlp_bias": True}),
+}
+CASES |= THREE
+
+
+def _layer(case: Case) -> MoE | dMoE:
+    torch.manual_seed(3)
+    config = MoEConfig(
+        hidden_size=6,
+        ffn_hidden_size=24,
+        num_experts=case.experts,
+        top_k=case.top_k,
+        init_method_std=0.5,
+        **case.config,
+    )
+    layer = (dMoE if config.capacity_factor is None else MoE)(config, dtype=case.dtype)
+    for name, parameter in layer.experts.named_parameters():
+        if name.startswith("b"):
+            torch.nn.init.normal_(parameter)
+    return layer
+
+
+def _inputs(case: Case, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+    """Tokens, weights and ids of all ranks, and each rank's number of them."""
+    lengths = [case.lengths[rank % len(case.lengths)] for rank in range(ranks)]
+    tokens, generator = sum(lengths), torch.Generator().manual_seed(7)
+    x = torch.randn(tokens, 6, generator=generator, dtype=case.dtype)
+    weights = torch.rand(tokens, case.top_k, generator=generator, dtype=torch.float32)
+    if case.dtype is torch.float64:
+        weights = weights.double()
+    scores = torch.rand(tokens, case.experts, generator=generator)
+    if case.routing == "zipf":
+        scores = scores / (1 + torch.arange(case.experts))
+    ids = scores.topk(case.top_k).indices.int()
+    if case.routing == "one":
+        ids = torch.arange(case.top_k).int().repeat(tokens, 1)
+    elif case.routing == "masked":
+        ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
+        ids[::3] = case.experts
+    elif case.routing == "nobody":
+        ids[:] = -1
+    return x, weights, ids, lengths
+
+
+def _through(layer, x, weights, ids) -> dict[str, torch.Tensor]:
+    """The experts on given routing: output, gradients of a loss that differs in each element."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    dispatched = layer.dispatcher.dispatch(x, weights, ids)
+    y = layer.dispatcher.combine(layer.experts(dispatched), dispatched)
+    (y * torch.cos(3 * x.detach())).sum().backward()
+    result = {"y": y.detach(), "dx": x.grad, "dweights": weights.grad}
+    result["kept"] = dispatched.kept_slots
+    result["counts"] = dispatched.tokens_per_expert_E
+    for name, parameter in layer.experts.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, f"no gradient for {name}"
+        result[f"d{name}"] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return result
+
+
+def _run(case: Case, name: str, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
+    layer, rank, ranks = _layer(case), mesh.ep_rank, mesh.ep_size
+    equal = len(set(case.lengths)) == 1
+    said = parallelize_experts(layer, mesh, dispatcher=name, equal_tokens=equal)
+    assert name in said
+    x, weights, ids, lengths = _inputs(case, ranks)
+    first = sum(lengths[:rank])
+    mine = slice(first, first + lengths[rank])
+    once = _through(layer, x[mine], weights[mine], ids[mine])
+    layer.zero_grad()
+    again = _through(layer, x[mine], weights[mine], ids[mine])
+    for key, value in once.items():
+        assert torch.equal(value, again[key]), f"{key} differs when run again"
+    return once
+
+
+def _all_cases(rank, ranks, cases):
+    torch.use_deterministic_algorithms(True)  # receive buffers are NaN until they are written
+    mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cpu")
+    return [_run(CASES[case], name, mesh) for case in cases for name in NAMES]
+
+
+def _check(ranks: int, cases: list[str]) -> None:
+    results = run_ranks(_all_cases, ranks, cases)
+    for number, (case_name, name) in enumerate((c, n) for c in cases for n in NAMES):
+        case, what = CASES[case_name], f"{case_name}, {name}"
+        x, weights, ids, lengths = _inputs(case, ranks)
+        expected = _through(_layer(case), x, weights, ids)
+        got = [by_rank[number] for by_rank in results]
+        for key in ("y", "dx", "dweights"):
+            joined = torch.cat([one[key] for one in got])
+            assert_close(f"{what}: {key}", joined, expected[key])
+        for rank, one in enumerate(got):
+            first = sum(lengths[:rank])
+            own = ids[first : first + lengths[rank]]
+            chosen = torch.bincount(own[(own >= 0) & (own < case.experts)], minlength=case.experts)
+            assert torch.equal(one["counts"], chosen.int()), what
+            for key in set(expected) - {"y", "dx", "dweights", "kept", "counts"}:
+                assert_close(f"{what}: {key}", one[key], expected[key])
+        if case.config.get("capacity_factor") is not None:
+            assert sum(int(one["kept"]) for one in got) == int(expected["kept"]), what
+            assert int(expected["kept"]) < int(expected["counts"].sum()), "nothing was dropped"
+
+
+def test_two_ranks():
+    _check(2, [name for name in CASES if name not in THREE])
+
+
+def test_four_ranks_for_four_experts():
+    _check(4, ["random", "top-1", "all-experts", "a-rank-without-tokens", "masked", "capacity"])
+
+
+def test_more_ranks_than_experts_share_the_width():
+    wide = ["random", "bias", "plain-activation", "top-1", "a-rank-without-tokens", "capacity"]
+    _check(8, wide)
+
+
+def test_three_ranks():
+    _check(3, list(THREE))
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "ids", "expected"),
+    [
+        (4, 2, [[0, 1], [1, 2], [3, 3], [-1, 4]], [[0, -1], [0, 1], [-1, 1], [-1, -1]]),
+        (8, 4, [[0, 7], [1, 0], [-1, 5]], [[0, 3], [0, -1], [-1, 2]]),
+        (2, 4, [[1], [0], [2]], [[2, 3], [0, 1], [-1, -1]]),
+    ],
+)
+def test_a_token_goes_to_a_rank_once(experts, ranks, ids, expected):
+    placement = Placement(experts, ranks, 0)
+    ids = torch.tensor(ids, dtype=torch.int32)
+    destinations = placement.destinations_TC(ids)
+    assert destinations.tolist() == expected
+    assert destinations.shape[1] == placement.destinations(ids.shape[1])
+
+
+def test_local_ids_are_those_of_the_rank():
+    ids = torch.tensor([[0, 3], [2, -1], [4, 1]], dtype=torch.int32)
+    assert Placement(4, 2, 1).local_ids(ids).tolist() == [[-1, 1], [0, -1], [-1, -1]]
+    assert Placement(2, 4, 1).local_ids(ids[:1]).tolist() == [[0, -1]]
+    with pytest.raises(ValueError, match="ep = 4 for 6 experts"):
+        Placement(6, 4, 0)
+
+
+def _dies(rank, ranks):
+    layer = _layer(Case())
+    parallelize_experts(layer, ParallelDims(dp_shard=2, ep=2).build("cpu"), dispatcher="all_to_all")
+    layer(torch.ones(3, 6))
+    if rank == 1:
+        raise SystemExit("rank 1 dies")
+    try:
+        layer(torch.ones(3, 6))
+    except RuntimeError as error:
+        assert "rank 0 could not exchange counts in the layer with ranks [0, 1]" in str(error)
+        raise AssertionError("named the place") from error
+
+
+def test_a_dead_rank_leaves_a_message_that_names_the_place():
+    with pytest.raises(RuntimeError, match=r"rank 1 dies|named the place"):
+        run_ranks(_dies, 2)
+
+
+def _replicated(rank, ranks):
+    """Tensor parallelism without sequence parallelism: both ranks hold all tokens."""
+    torch.use_deterministic_algorithms(True)
+    results = []
+    for ep in (1, 2):
+        for case in ("random", "capacity"):
+            layer = _layer(CASES[case])
+            mesh = ParallelDims(tp=2, ep=ep).build("cpu")
+            parallelize_experts(layer, mesh, sequence_parallel=False)
+            x, weights, ids, _ = _inputs(CASES[case], 1)
+            x, weights, ids = x[:5], weights[:5], ids[:5]  # odd: shares are padded
+            result = _through(layer, x, weights, ids)
+            if ep == 1:
+                for parameter in layer.experts.parameters():
+                    dist.all_reduce(parameter.grad)
+                result |= {f"d{n}": p.grad for n, p in layer.experts.named_parameters()}
+            results.append(result)
+    return results
+
+
+def test_tokens_that_tensor_parallel_ranks_share():
+    for result in run_ranks(_replicated, 2):
+        for number, got in enumerate(result):
+            case = CASES[("random", "capacity")[number % 2]]
+            x, weights, ids, _ = _inputs(case, 1)
+            layer = _layer(case)
+            expected = _through(layer, x[:5], weights[:5], ids[:5])
+            for key, value in expected.items():
+                if key in ("kept", "counts"):
+                    assert torch.equal(got[key], value), key
+                else:
+                    assert_close(key, got[key], value)
+
+
+def test_what_cannot_be_spread_is_named():
+    layer = _layer(Case())
+    mesh = ParallelDims().build("cpu")
+    assert "ep = 1, all experts of 1 layers" in parallelize_experts(layer, mesh)
+    assert isinstance(layer.dispatcher, LocalDispatcher)
+    assert "no MoE layers" in parallelize_experts(torch.nn.Linear(2, 2), mesh)
+    with pytest.raises(ValueError, match="dispatcher to be one of auto, .* got 'ring'"):
+        parallelize_experts(layer, mesh, dispatcher="ring")

@@ -1,0 +1,251 @@
+"""A whole model under expert parallelism takes the steps of one process: losses, every gradient.
+
+What `apply_data_parallel` does to gradients is done by hand here: a sum over the data-parallel
+ranks divided by their number, for experts over the replicas of their ep group.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from mb_kernels.testing import assert_close
+from mb_layers.config import MoEConfig
+from mb_layers.experts import Experts
+from mb_layers.moe import dMoE
+from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts
+from mb_parallel.testing import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+HIDDEN, STEPS, MICRO_BATCHES = 8, 3, 2
+CONFIG: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "ffn_hidden_size": 16,
+    "num_experts": 4,
+    "top_k": 2,
+    "init_method_std": 0.3,
+    "balance_over": "global_batch",
+    "load_balancing_loss_weight": 0.1,
+    "z_loss_weight": 0.01,
+}
+
+
+class Model(nn.Module):
+    def __init__(self, **overrides: Any) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        config = MoEConfig(**(CONFIG | overrides))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(HIDDEN), "moe": dMoE(config)}) for _ in range(2)
+        )
+        self.head = nn.Linear(HIDDEN, 5)
+
+    def forward(self, x, labels):
+        """Sum over tokens of cross entropy, and the mean auxiliary loss of the layers."""
+        aux = torch.zeros(())
+        for layer in self.layers:
+            out = layer["moe"](layer["norm"](x))
+            x, aux = x + out.y, aux + out.aux_loss / len(self.layers)
+        return nn.functional.cross_entropy(self.head(x), labels, reduction="sum"), aux
+
+
+def _data(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    shape = (STEPS, MICRO_BATCHES, tokens)
+    x = torch.randn(*shape, HIDDEN, generator=generator)
+    return x, torch.randint(0, 5, shape, generator=generator)
+
+
+def _reduce(model: nn.Module, mesh: ParallelMesh) -> None:
+    experts = {id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        grad = parameter.grad
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        for axis in ("edp_replicate", "edp_shard") if id(parameter) in experts else ("dp",):
+            mesh.all_reduce(local, axis)
+        if id(parameter) in experts and mesh.ep_size == 1 and mesh.dp_size > 1:
+            assert mesh.dims.edp == mesh.dp_size
+        local /= mesh.dp_size
+
+
+def _train(model: nn.Module, mesh: ParallelMesh, lengths: list[int]) -> list[dict[str, Any]]:
+    """Per step: the global loss, and every gradient by name, whole."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03, foreach=False)
+    total, rank = sum(lengths), mesh.dp_rank
+    mine = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+    history = []
+    for x, labels in zip(*_data(total), strict=True):
+        loss = torch.zeros(())
+        for m in range(MICRO_BATCHES):
+            ce, aux = model(x[m, mine], labels[m, mine])
+            # The mean over ranks is the mean over all tokens, however many each of them has.
+            share = mesh.dp_size / (total * MICRO_BATCHES)
+            part = (ce + aux * lengths[rank]) * share
+            part.backward()
+            loss += part.detach()
+        _reduce(model, mesh)
+        grads = {
+            name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+            for name, p in model.named_parameters()
+        }
+        history.append({"loss": mesh.all_reduce(loss, "dp") / mesh.dp_size, **grads})
+        optimizer.step()
+        optimizer.zero_grad()
+    return history
+
+
+CASES = {
+    "all_gather": ("all_gather", {}, (9,)),
+    "all_to_all": ("all_to_all", {}, (9,)),
+    "unequal": ("all_to_all", {}, (9, 4)),
+    "unequal-all_gather": ("all_gather", {}, (4, 9)),
+    "a-rank-without-tokens": ("all_to_all", {}, (11, 0)),
+    "router-bias-to-one-expert": ("all_to_all", {"router_bias": True, "top_k": 1}, (7,)),
+}
+
+
+def _build(overrides: dict[str, Any]) -> Model:
+    model = Model(**overrides)
+    for layer in model.layers:
+        if layer["moe"].router.bias is not None:
+            layer["moe"].router.bias.data[0] = 50.0  # every token wants expert 0
+    return model
+
+
+def _lengths(lengths: tuple[int, ...], ranks: int) -> list[int]:
+    return [lengths[rank % len(lengths)] for rank in range(ranks)]
+
+
+def _worker(rank, ranks, sizes, cases):
+    mesh = ParallelDims(**sizes).build("cpu")
+    histories = []
+    for case in cases:
+        dispatcher, overrides, lengths = CASES[case]
+        model = _build(overrides)
+        equal = len(lengths) == 1
+        parallelize_experts(model, mesh, dispatcher=dispatcher, equal_tokens=equal)
+        histories.append(_train(model, mesh, _lengths(lengths, ranks)))
+    return histories
+
+
+def _check(ranks: int, sizes: dict[str, int], cases: list[str]) -> None:
+    results = run_ranks(_worker, ranks, sizes, cases)
+    for number, case in enumerate(cases):
+        _, overrides, lengths = CASES[case]
+        total = sum(_lengths(lengths, ranks))
+        expected = _train(_build(overrides), ParallelDims().build("cpu"), [total])
+        assert "layers.1.moe.router.weight" in expected[0]
+        for one in results:
+            for step, (got, want) in enumerate(zip(one[number], expected, strict=True)):
+                assert got.keys() == want.keys()
+                for name, value in want.items():
+                    assert_close(f"{case}, step {step}: {name}", got[name], value)
+
+
+def test_ep2():
+    _check(2, {"dp_shard": 2, "ep": 2}, list(CASES))
+
+
+def test_dp2_ep2():
+    _check(4, {"dp_shard": 4, "ep": 2}, ["all_gather", "unequal"])
+
+
+def test_ep4():
+    _check(4, {"dp_replicate": 2, "dp_shard": 2, "ep": 4}, ["all_to_all", "a-rank-without-tokens"])
+
+
+def test_ep8_on_four_experts():
+    _check(8, {"dp_shard": 8, "ep": 8}, ["all_gather", "unequal"])
+
+
+def _sequence_parallel(rank, ranks):
+    """Each tp rank brings a part of the tokens, all share one loss: contributions add up."""
+    results = []
+    for ep in (1, 2):
+        mesh = ParallelDims(tp=2, ep=ep).build("cpu")
+        model = _build({"balance_over": "micro_batch"})
+        parallelize_experts(model, mesh)
+        x, labels = (t[0, 0].chunk(2)[rank] for t in _data(12))
+        ce, aux = model(x, labels)
+        (ce / 12 + aux).backward()
+        grads = {}
+        for name, p in model.named_parameters():
+            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            if not isinstance(p.grad, DTensor):
+                dist.all_reduce(grad)
+            grads[name] = grad
+        results.append({"aux": aux.detach(), **grads})
+    return results
+
+
+def test_sequence_parallel_ranks_bring_their_own_tokens():
+    model = _build({"balance_over": "micro_batch"})
+    x, labels = (t[0, 0] for t in _data(12))
+    ce, aux = model(x, labels)
+    (ce / 12 + aux).backward()
+    expected = {"aux": aux.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+    for result in run_ranks(_sequence_parallel, 2):
+        for got in result:
+            for name, value in expected.items():
+                assert_close(name, got[name], value)
+
+
+def _save(rank, ranks, folder):
+    model = _build({"mlp_bias": True})
+    said = parallelize_experts(model, ParallelDims(dp_shard=ranks, ep=ranks).build("cpu"))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    return said
+
+
+def _load(rank, ranks, folder):
+    model = _build({"mlp_bias": True})
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    parallelize_experts(model, ParallelDims(dp_shard=ranks, ep=ranks).build("cpu"))
+    state = model.state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder)
+    return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in state.items()}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2), (8, 1), (2, 8)])
+def test_checkpoints_cross_expert_parallel_sizes(saved, loaded, tmp_path):
+    said = run_ranks(_save, saved, str(tmp_path))[0]
+    assert f"over ep = {saved}: 2 layers: " in said
+    metadata = dcp.FileSystemReader(str(tmp_path)).read_metadata().state_dict_metadata
+    shapes = {n: m.size for n, m in metadata.items() if isinstance(m, TensorStorageMetadata)}
+    assert shapes["model.layers.1.moe.experts.w1"] == (4, 32, HIDDEN)
+    assert shapes["model.layers.1.moe.experts.w2"] == (4, HIDDEN, 16)
+    expected = _build({"mlp_bias": True}).state_dict()
+    assert {f"model.{name}" for name in expected} == set(shapes)
+    results = run_ranks(_load, loaded, str(tmp_path)) if loaded > 1 else [_load(0, 1, tmp_path)]
+    for result in results:
+        for name, value in expected.items():
+            assert torch.equal(result[name], value), name
+
+
+def _refusals(rank, ranks):
+    mesh = ParallelDims(tp=2, ep=2).build("cpu")
+    said = []
+    for overrides, twice in (({"num_experts": 3}, False), ({}, True)):
+        model = _build(overrides)
+        try:
+            for _ in range(1 + twice):
+                parallelize_experts(model, mesh)
+        except ValueError as error:
+            said.append(str(error))
+    try:
+        parallelize_experts(_build({"balance_over": "sequence"}), mesh)
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+def test_models_that_cannot_be_spread_are_named():
+    uneven, twice, sequence = run_ranks(_refusals, 2)[0]
+    assert "ep = 2 for 3 experts" in uneven
+    assert "layers.0.moe, got AllToAllDispatcher" in twice
+    assert "whole sequences" in sequence

@@ -85,9 +85,9 @@ class Router(nn.Module):
         """
         bias = self.balancing_bias
         super()._apply(fn, recurse)
-        moved = self.balancing_bias
-        if bias is not None and moved is not None and moved.dtype != bias.dtype:
-            self.balancing_bias = bias.to(moved.device)
+        if bias is not None and self.balancing_bias is not None:
+            if self.balancing_bias.dtype != bias.dtype:
+                self.balancing_bias = bias.to(self.balancing_bias.device)
         return self
 
     def forward(self, x_TD: Tensor) -> RouterOutput:

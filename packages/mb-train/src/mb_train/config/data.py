@@ -126,7 +126,9 @@ class MaskingFields:
     )
     bert_load: str | None = flag("run of a BERT that the towers begin from", on_load="own")
     retriever_report_topk_accuracies: list[int] | None = flag(  # noqa: RUF009
-        "report how often the right context is among the first k", bounds=POSITIVE
+        "report how often the right context is among the first k",
+        bounds=POSITIVE,
+        also=("--report-topk-accuracies",),
     )
     retriever_score_scaling: bool = flag(
         "divide scores by the root of the hidden size", False, on_load="said"

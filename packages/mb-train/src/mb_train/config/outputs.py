@@ -28,7 +28,7 @@ class CheckpointingFields:
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         "let the learning rate's schedule of --load overrule the one typed", False, on_load="own",
-        also=("--use-checkpoint-opt_param-scheduler",),
+        also=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
     )  # fmt: skip
     no_load_optim: bool = flag("do not take the optimizer state of --load", False, on_load="own")
     no_save_optim: bool = flag("leave the optimizer state out of checkpoints", False)

@@ -12,7 +12,10 @@ class ParallelFields:
     """How the model and its batches are spread over the ranks."""
 
     tensor_model_parallel_size: int = flag(
-        "ranks that share each layer's matrices", 1, bounds=POSITIVE
+        "ranks that share each layer's matrices",
+        1,
+        bounds=POSITIVE,
+        also=("--model-parallel-size",),
     )
     sequence_parallel: bool = flag(
         "those ranks share the sequence between the matrices as well", False

@@ -59,7 +59,10 @@ class TrainingFields:
     """Batches, the length of training, the optimizer, recompute."""
 
     micro_batch_size: int | None = flag(
-        "sequences per rank and forward pass", bounds=POSITIVE, required=True
+        "sequences per rank and forward pass",
+        bounds=POSITIVE,
+        required=True,
+        also=("--batch-size",),
     )
     global_batch_size: int | None = flag(
         "sequences per step over all ranks; default micro batch x ranks", bounds=POSITIVE,
@@ -94,7 +97,12 @@ class TrainingFields:
         "uniform: in chunks of --recompute-num-layers; block: that many layers of a stage",
         choices=("uniform", "block"),
     )  # fmt: skip
-    recompute_num_layers: int = flag("see --recompute-method", 1, bounds=POSITIVE)
+    recompute_num_layers: int = flag(
+        "see --recompute-method",
+        1,
+        bounds=POSITIVE,
+        also=("--activations-checkpoint-num-layers",),
+    )
     deterministic_mode: bool = flag(
         "refuse every operation whose result may differ between two runs", False
     )
@@ -177,7 +185,10 @@ class RateFields:
         in_force="decay_length",
     )  # fmt: skip
     lr_warmup_fraction: float | None = flag(
-        "share of the decay spent in linear warm-up", bounds=FRACTION, on_load="said"
+        "share of the decay spent in linear warm-up",
+        bounds=FRACTION,
+        on_load="said",
+        also=("--warmup",),
     )
     lr_warmup_iters: int = flag("steps of linear warm-up", 0, bounds=AT_LEAST_0, on_load="said")
     lr_warmup_samples: int = flag(

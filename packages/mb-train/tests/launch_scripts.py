@@ -1,0 +1,171 @@
+"""Argument lists of launch scripts that people have: what stands behind `pretrain_*.py` in them.
+
+MegaBlocks' exp/ (17 scripts; and two that were there for a time), and the examples/pretrain_*.sh of
+Stanford's Megatron-LM, which AMD's port has too. Flags and values are the scripts' own, where a
+script takes an argument its default; paths are as in the scripts, placeholders filled in.
+"""
+
+from __future__ import annotations
+
+_PILE = [word for n in range(1, 30) for word in ("1.0", f"/mount/pile_gpt2/{n:02d}_text_document")]
+_DENSE = "--DDP-impl local --no-async-tensor-model-parallel-allreduce --use-flash-attn"
+_EXPERTS = "--DDP-impl local --moe-expert-model-parallelism"
+_EXPERTS += " --no-async-tensor-model-parallel-allreduce"
+
+
+def _exp(
+    layers: int, hidden: int, heads: int, batch: int, rates: str, more: str, *, steps: int = 100_000
+) -> list[str]:
+    lr, min_lr = rates.split()
+    std = "" if hidden == 2048 and "--glu" not in more else "--init-method-std 0.01"
+    return f"""{more} --num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads}
+        --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size {batch}
+        --global-batch-size 512 --train-iters {steps} --lr-decay-iters {steps} --lr {lr}
+        --min-lr {min_lr} --lr-decay-style cosine --lr-warmup-fraction 0.01 --clip-grad 1.0 {std}
+        --data-path {" ".join(_PILE)} --vocab-file /mount/gpt2-vocab.json
+        --merge-file /mount/gpt2-merges.txt --make-vocab-size-divisible-by 1024 --split 969,30,1
+        --save-interval 2000 --save ./out --eval-iters 100 --log-interval 100
+        --eval-interval 1000""".split()
+
+
+def _experts(top: str) -> str:
+    return f"--moe-num-experts=64 {top} --moe-loss-weight=0.1 --moe-top-k=1"
+
+
+_ONE_GPU, _EIGHT = "--fp16 --DDP-impl local", f"--bf16 {_DENSE}"
+_DMOE = f"{_experts('')} --bf16 {_EXPERTS} --use-flash-attn"
+_SLOW, _FAST, _BIG = "0.00015 0.00001", "0.0006 0.00006", "0.0004 0.00004"
+
+MEGABLOCKS: dict[str, list[str]] = {
+    "gpt2/gpt2_46m_1gpu.sh": _exp(6, 512, 8, 64, _SLOW, _ONE_GPU),
+    "gpt2/gpt2_125m_1gpu.sh": _exp(12, 768, 12, 32, _SLOW, _ONE_GPU),
+    "gpt2/gpt2_356m_1gpu.sh": _exp(24, 1024, 16, 16, _SLOW, _ONE_GPU),
+    "gpt2/gpt2_760m_1gpu.sh": _exp(24, 1536, 16, 16, _SLOW, _ONE_GPU),
+    "gpt2/gpt2_1315m_1gpu.sh": _exp(24, 2048, 16, 8, _SLOW, _ONE_GPU),
+    "gpt2/gpt2_46m_8gpu.sh": _exp(6, 512, 8, 64, _FAST, _EIGHT),
+    "gpt2/gpt2_125m_8gpu.sh": _exp(12, 768, 12, 64, _FAST, _EIGHT),
+    "gpt2/gpt2_356m_8gpu.sh": _exp(24, 1024, 16, 32, _FAST, _EIGHT),
+    "gpt2/gpt2_760m_8gpu.sh": _exp(24, 1536, 16, 32, _BIG, _EIGHT),
+    "gpt2/gpt2_1315m_8gpu.sh": _exp(24, 2048, 16, 16, _BIG, _EIGHT),
+    "dmoe/dmoe_46m_8gpu.sh": _exp(6, 512, 8, 64, _FAST, _DMOE, steps=20_000),
+    "dmoe/dmoe_125m_8gpu.sh": _exp(12, 768, 12, 32, _FAST, _DMOE, steps=20_000),
+    "dmoe/dmoe_356m_8gpu.sh": _exp(24, 1024, 16, 16, _FAST, _DMOE, steps=20_000),
+    "dmoe/dmoe_760m_8gpu.sh": _exp(
+        24, 1536, 16, 8, _BIG,
+        f"{_experts('')} --optimizer adafactor --fp16 {_EXPERTS} --use-flash-attn", steps=20_000,
+    ),
+    "moe/moe_46m_8gpu.sh": _exp(
+        6, 512, 8, 64, _SLOW, f"{_experts('--moe-capacity-factor=16384')} --fp16 {_EXPERTS}",
+        steps=20_000,
+    ),
+    "moe/moe_125m_8gpu.sh": _exp(
+        12, 768, 12, 32, _SLOW, f"{_experts('--moe-capacity-factor=1')} --fp16 {_EXPERTS}",
+        steps=20_000,
+    ),
+    "moe/moe_356m_8gpu.sh": _exp(
+        24, 1024, 16, 8, _SLOW, f"{_experts('--moe-capacity-factor=16384')} --fp16 {_EXPERTS}",
+        steps=20_000,
+    ),
+}  # fmt: skip
+
+# No longer, or never, among the seventeen.
+EARLIER: dict[str, list[str]] = {
+    "dmoe/dmoe_760m_16gpu.sh": _exp(
+        24, 1536, 16, 8, _SLOW,
+        f"{_experts('')} --fp16 {_EXPERTS} --pipeline-model-parallel-size 2", steps=20_000,
+    ),
+    "mixtral/dmoe_1315m_8gpu.sh": _exp(
+        24, 2048, 16, 4, _BIG, "--moe-num-experts=8 --moe-loss-weight=0.1 --moe-top-k=2 --glu "
+        f"--optimizer adam --bf16 {_EXPERTS} --use-flash-attn", steps=54_000,
+    ),
+    "moe/moe_125m_8gpu.sh as it was first": _exp(
+        12, 768, 12, 32, _SLOW, f"{_experts('--moe-capacity-factor=1')} --fp16 --DDP-impl local "
+        "--expert-model-parallelism",
+    ),
+}  # fmt: skip
+
+_LOGS = "--log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16"
+_KEPT = "--save checkpoints --load checkpoints"
+_BERT = f"""--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
+    --max-position-embeddings 512 {_KEPT} --data-path wiki_text_sentence
+    --vocab-file bert-vocab.txt --data-impl mmap --split 949,50,1 --lr 0.0001
+    --lr-decay-style linear --min-lr 1.0e-5 --lr-decay-iters 990000 --weight-decay 1e-2
+    --clip-grad 1.0 --lr-warmup-fraction .01 {_LOGS}"""
+_GPT = f"""--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
+    --max-position-embeddings 1024 --train-iters 500000 --lr-decay-iters 320000 {_KEPT}
+    --data-path wiki_text_document --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
+    --data-impl mmap --split 949,50,1 --distributed-backend nccl --lr 0.00015
+    --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0
+    --lr-warmup-fraction .01 --activations-checkpoint-method uniform {_LOGS}"""
+_T5 = f"""--num-layers 12 --hidden-size 768 --num-attention-heads 12 --kv-channels 64
+    --ffn-hidden-size 3072 --encoder-seq-length 512 --decoder-seq-length 128
+    --max-position-embeddings 512 --micro-batch-size 16 --lr 0.0001 --train-iters 1000000
+    --lr-decay-iters 1000000 --lr-decay-style linear --min-lr 0.00001 --weight-decay 1e-2
+    --lr-warmup-fraction .01 --clip-grad 1.0 --vocab-extra-ids 100
+    --data-path wiki_text_sentence --vocab-file bert-vocab.txt --data-impl mmap
+    --split 949,50,1 {_KEPT} {_LOGS}"""
+
+# By script: the model whose pretrain_*.py it starts, and the arguments.
+EXAMPLES: dict[str, tuple[str, list[str]]] = {
+    name: (model, text.split())
+    for name, model, text in (
+        (
+            "pretrain_bert.sh", "bert",
+            f"{_BERT} --micro-batch-size 4 --global-batch-size 8 --train-iters 2000000",
+        ),
+        (
+            "pretrain_bert_distributed.sh", "bert",
+            f"{_BERT} --micro-batch-size 4 --global-batch-size 32 --train-iters 1000000 "
+            "--distributed-backend nccl",
+        ),
+        (
+            "pretrain_bert_distributed_with_mp.sh", "bert",
+            f"{_BERT} --micro-batch-size 2 --global-batch-size 16 --train-iters 1000000 "
+            "--distributed-backend nccl --tensor-model-parallel-size 2 "
+            "--pipeline-model-parallel-size 2",
+        ),
+        ("pretrain_gpt.sh", "gpt", f"{_GPT} --micro-batch-size 4 --global-batch-size 8"),
+        (
+            "pretrain_gpt_distributed.sh", "gpt",
+            f"{_GPT} --micro-batch-size 8 --global-batch-size 64",
+        ),
+        (
+            "pretrain_gpt_distributed_with_mp.sh", "gpt",
+            f"{_GPT} --micro-batch-size 4 --global-batch-size 16 --tensor-model-parallel-size 2 "
+            "--pipeline-model-parallel-size 2 --sequence-parallel",
+        ),
+        (
+            "pretrain_gpt3_175B.sh", "gpt",
+            """--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --num-layers 96
+            --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
+            --max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 1536
+            --rampup-batch-size 16 16 5859375 --train-samples 146484375
+            --lr-decay-samples 126953125 --lr-warmup-samples 183105 --lr 6.0e-5 --min-lr 6.0e-6
+            --lr-decay-style cosine --log-interval 10 --eval-iters 40 --eval-interval 1000
+            --data-path 0.2 a_text_document 0.3 b_text_document 0.5 c_text_document
+            --vocab-file gpt-vocab.json --merge-file gpt-merges.txt --save-interval 1000
+            --save checkpoints --load checkpoints --split 98,2,0 --clip-grad 1.0
+            --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006
+            --tensorboard-dir boards --fp16 --activations-checkpoint-method uniform""",
+        ),
+        (
+            "pretrain_ict.sh", "ict",
+            """--num-layers 12 --hidden-size 768 --num-attention-heads 12
+            --tensor-model-parallel-size 1 --micro-batch-size 32 --seq-length 256
+            --max-position-embeddings 512 --train-iters 100000 --vocab-file bert-vocab.txt
+            --tokenizer-type BertWordPieceLowerCase --DDP-impl torch --bert-load bert
+            --log-interval 100 --eval-interval 1000 --eval-iters 10
+            --retriever-report-topk-accuracies 1 5 10 20 100 --retriever-score-scaling
+            --load checkpoints --save checkpoints --data-path wiki_text_sentence
+            --titles-data-path titles --lr 0.0001 --lr-decay-style linear --weight-decay 1e-2
+            --clip-grad 1.0 --lr-warmup-fraction 0.01 --save-interval 4000 --exit-interval 8000
+            --query-in-block-prob 0.1 --fp16""",
+        ),
+        ("pretrain_t5.sh", "t5", f"{_T5} --global-batch-size 16"),
+        ("pretrain_t5_distributed.sh", "t5", f"{_T5} --global-batch-size 128"),
+        (
+            "pretrain_t5_distributed_with_mp.sh", "t5",
+            f"{_T5} --global-batch-size 128 --tensor-model-parallel-size 2",
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,132 @@
+"""Every launch script of MegaBlocks and of Megatron's examples describes the run it means."""
+
+import gzip
+import json
+import math
+import sys
+from dataclasses import fields
+from importlib import resources
+from pathlib import Path
+
+import mb_data
+import mb_train
+import pytest
+from mb_data.tokenizer.byte_bpe import byte_to_letter
+from mb_train.config import TrainConfig
+from mb_train.flags import build_parser, parse, resolve
+from mb_train.recipes import recipe
+from mb_train.settled import TRANSLATED
+from mb_train.tokenizers import load_tokenizer
+from mb_train.unsupported import NOT_YET, not_supported
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch_scripts import EARLIER, EXAMPLES, MEGABLOCKS
+
+# What some of these scripts ask for and the program cannot do yet. A word that leaves
+# `unsupported.NOT_YET` must leave here: the table in docs/scripts.md then says "runs" in more rows.
+WAITED_FOR = {
+    "fp16", "optimizer", "model", "moe_expert_model_parallelism", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "sequence_parallel", "rampup_batch_size", "vocab_extra_ids",
+    "recompute_method",
+}  # fmt: skip
+SCRIPTS = (
+    [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]
+    + [(f"examples/{name}", model, words) for name, (model, words) in EXAMPLES.items()]
+)  # fmt: skip
+
+
+def test_there_are_as_many_as_people_have():
+    assert (len(MEGABLOCKS), len(EXAMPLES)) == (17, 11)
+
+
+@pytest.mark.parametrize(("name", "model", "words"), SCRIPTS, ids=[name for name, *_ in SCRIPTS])
+def test_a_script_is_accepted_verbatim(name, model, words):
+    command = parse([*words, "--model", model] if model != "gpt" else words)
+    config = resolve(command)
+    typed = {word.split("=")[0] for word in words if word.startswith("--")}
+    fields_of = {o: a.dest for a in build_parser()._actions for o in a.option_strings}
+    names = {f.name for f in fields(TrainConfig)}
+    # Nothing that is typed is lost: it is in the configuration, or in the one note.
+    settled = {flag for flag in typed if fields_of[flag] not in names} - set(TRANSLATED)
+    assert len(command.notes) == bool(settled)
+    assert all(flag in command.notes[0] for flag in settled)
+    assert all(fields_of[flag] in command.values for flag in typed - settled - set(TRANSLATED))
+    blocked = set(not_supported(config))
+    assert blocked <= WAITED_FOR, name
+
+
+def test_what_the_scripts_wait_for_is_up_to_date():
+    assert set(NOT_YET) >= WAITED_FOR
+
+
+@pytest.mark.parametrize("name", MEGABLOCKS)
+def test_the_recipes_are_the_scripts(name):
+    kind, size = Path(name).stem.split("_")[:2]
+    alone = name.endswith("1gpu.sh")
+    named = f"{kind.replace('gpt2', 'dense')}-{size}" + ("-1gpu" if alone else "")
+    script = resolve(parse(MEGABLOCKS[name]))
+    ours = TrainConfig(**recipe(named))
+    # The recipes compute in bf16, compile, and know no path.
+    apart = {
+        "fp16",
+        "bf16",
+        "compile",
+        "data_path",
+        "vocab_file",
+        "merge_file",
+        "save",
+        "optimizer",
+    }
+    apart |= {"lr_decay_iters", "moe_expert_model_parallelism", "moe_capacity_factor"}
+    for f in fields(TrainConfig):
+        if f.name not in apart:
+            here, there = getattr(ours, f.name), getattr(script, f.name)
+            close = isinstance(here, float) and math.isclose(here, there, rel_tol=1e-9)
+            assert close or here == there, f.name
+    assert ours.decay_length == script.decay_length
+
+
+def test_vocabulary_and_merges_make_the_tokenizer_together(tmp_path):
+    gpt2 = mb_data.load_tokenizer("gpt2")
+    vocab, merges = write_gpt2(tmp_path)
+    words = MEGABLOCKS["dmoe/dmoe_125m_8gpu.sh"]
+    words = [{"/mount/gpt2-vocab.json": vocab, "/mount/gpt2-merges.txt": merges}.get(w, w)
+             for w in words]  # fmt: skip
+    tokenizer = load_tokenizer(resolve(parse(words)))
+    text = "Vocabulary and merges, café <|endoftext|>"
+    assert tokenizer.encode(text) == gpt2.encode(text)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (50257, gpt2.eod)
+    with pytest.raises(OSError, match="no such file"):
+        load_tokenizer(resolve(parse(MEGABLOCKS["dmoe/dmoe_125m_8gpu.sh"])))
+    with pytest.raises(ValueError, match="needs both --vocab-file and --merge-file"):
+        load_tokenizer(resolve(parse(["--vocab-file", vocab])))
+
+
+def write_gpt2(folder):
+    """GPT-2's two files as they were published, from the merges that mb_data ships."""
+    packed = resources.files("mb_data") / "vocabularies" / "gpt2_merges.txt.gz"
+    merges = gzip.decompress(packed.read_bytes()).decode()
+    joined = [line.replace(" ", "") for line in merges.splitlines() if "#version" not in line]
+    entries = [*byte_to_letter().values(), *filter(None, joined), "<|endoftext|>"]
+    vocab_file, merge_file = folder / "gpt2-vocab.json", folder / "gpt2-merges.txt"
+    vocab_file.write_text(json.dumps({entry: i for i, entry in enumerate(entries)}))
+    merge_file.write_text(merges)
+    return str(vocab_file), str(merge_file)
+
+
+def test_each_model_has_its_tokenizer():
+    run = {
+        "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8,
+        "micro_batch_size": 1, "train_iters": 1, "lr": 1.0,
+    }  # fmt: skip
+    assert load_tokenizer(TrainConfig(**run)).name == "gpt2"
+    bert = load_tokenizer(TrainConfig(**run, model="bert", vocab_extra_ids=3))
+    assert (bert.name, len(bert.extra_ids)) == ("bert-base-uncased", 3)
+    assert load_tokenizer(TrainConfig(**run, tokenizer="null:7")).name == "null:7"
+
+
+def test_the_table_in_the_docs_names_every_script():
+    page = Path(mb_train.__file__).parents[2] / "docs" / "scripts.md"
+    text = page.read_text()
+    for name in (*MEGABLOCKS, *EXAMPLES):
+        assert f"`{Path(name).name}`" in text, name

@@ -1,7 +1,8 @@
 """Curves from logs, resumed ones too, and the picture."""
 
 import pytest
-from mb_train.report import draw, read_curves, summary
+from mb_train.curves import read_curves, summary
+from mb_train.report import draw, report
 from mb_train.reporting import RunLog
 
 
@@ -15,7 +16,7 @@ def write(folder, *events):
 def interval(last, losses, load=None):
     return "train", {
         "iteration": last, "lm_losses": losses, "tokens_per_s": 100.0 * last,
-        "load_imbalance": load or [],
+        "load_imbalance": load or [], "tokens_per_expert": counts(load), "grad_norm": 1.0,
     }  # fmt: skip
 
 
@@ -39,22 +40,76 @@ def test_a_resumed_run_replaces_what_was_beyond_its_start(tmp_path):
     assert curves.loss == {1: 5.0, 2: 4.0, 3: 2.5}
     assert curves.valid == {2: 4.5}
     assert curves.tokens_per_s == {2: 200.0, 3: 300.0}
-    assert "iterations 1 to 3: training loss 5.0000 -> 2.5000" in summary(tmp_path)
+    assert curves.test == {}
+    assert dict(summary(curves))["iterations"] == "1 to 3"
+    assert dict(summary(curves))["training loss"] == "5.0000 -> 2.5000"
 
 
-@pytest.mark.parametrize("load", [None, [1.5, 2.0], [1.0] * 12], ids=["dense", "moe", "deep"])
-def test_the_picture(tmp_path, load):
+def counts(load):
+    """[layers][4 experts] whose fullest has `load` times the mean."""
+    return [[100 * one, *[(400 - 100 * one) / 3] * 3] for one in load or []]
+
+
+@pytest.mark.parametrize(
+    ("load", "steps"),
+    [(None, 1), ([1.5, 2.0], 2), ([1.0] * 30, 2500)],
+    ids=["dense-short", "moe", "deep-long"],
+)
+def test_the_picture_and_the_page(tmp_path, load, steps):
     write(
         tmp_path,
-        ("start", {"iteration": 0}),
-        interval(2, [5.0, float("nan")], load),
-        interval(3, [4.0], load),
-        valid(3, 4.5),
+        ("start", {"iteration": 0, "config": {"seed": 1, "moe_top_k": 2, "load": None}}),
+        *(interval(i, [5.0 - i / 9999], load) for i in range(1, steps)),
+        interval(steps, [float("nan")], load),
+        valid(steps, 4.5),
     )
-    path = draw(tmp_path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "loss.png"]
-    assert ("expert load" in summary(tmp_path)) == (load is not None)
+    text, picture, page = report([tmp_path])
+    assert picture == draw(tmp_path)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "loss.png", "report.html"]
+    assert ("expert load" in text) == (load is not None)
+    assert f"the loss is not a number from iteration {steps} on" in text
+    content = page.read_text()
+    assert content.count("<svg") == (3 if load is None else 5)
+    assert "<td>moe_top_k</td><td>2</td>" in content
+    # Nothing is fetched: addresses are names of XML vocabularies only.
+    outside = [word for word in content.split('"') if word.startswith(("http", "//"))]
+    vocabularies = {"www.w3.org", "purl.org", "creativecommons.org"}
+    assert {word.split("/")[2] for word in outside} <= vocabularies
+    assert "<script" not in content
+    assert len(content) < 1_500_000
+
+
+def test_runs_side_by_side(tmp_path):
+    for name, seed in (("a", 1), ("b", 2)):
+        (tmp_path / name).mkdir()
+        config = {"seed": seed, "moe_top_k": 2}
+        write(
+            tmp_path / name, ("start", {"iteration": 0, "config": config}),
+            interval(1, [4.0 + seed], [1.0 + seed]),
+        )  # fmt: skip
+    text, picture, page = report([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    assert (picture.name, page.name) == ("comparison.png", "comparison.html")
+    assert "a:\n  iterations: 1 to 1" in text
+    content = page.read_text()
+    assert "<td>seed</td><td>1</td><td>2</td>" in content
+    assert "moe_top_k" not in content  # the same in both
+    assert "b: load of every expert" in content
+
+
+def test_markup_in_a_name_stays_text(tmp_path):
+    folder = tmp_path / "<b>&"
+    folder.mkdir()
+    write(folder, ("start", {"iteration": 0}), interval(1, [4.0]))
+    content = report([folder])[2].read_text()
+    assert "<b>&" not in content
+    assert "&lt;b&gt;&amp;" in content
+
+
+def test_an_evaluation_that_is_no_number(tmp_path):
+    write(tmp_path, ("start", {"iteration": 0}), interval(2, [3.0, 4.0]), valid(2, float("nan")))
+    text, _, _ = report([tmp_path])
+    assert "validation loss: not a number at iteration 2" in text
 
 
 def test_nothing_to_draw_is_said(tmp_path):
@@ -62,4 +117,7 @@ def test_nothing_to_draw_is_said(tmp_path):
         read_curves(tmp_path)
     write(tmp_path, ("start", {"iteration": 0}))
     with pytest.raises(ValueError, match="holds no training step yet"):
+        draw(tmp_path)
+    write(tmp_path, ("train", {"iteration": 3}))
+    with pytest.raises(ValueError, match="an event 'train' that this mb-train cannot read"):
         draw(tmp_path)

@@ -1,6 +1,5 @@
 """Log lines against published ones, averages over steps, layers and ranks, and the JSON log."""
 
-import json
 import math
 import sys
 import types
@@ -161,11 +160,15 @@ def test_tensorboard_missing_is_said(monkeypatch):
         open_board("boards")
 
 
-def test_a_log_cut_short_is_read_up_to_there(tmp_path):
+def test_a_line_cut_short_by_a_kill_spoils_no_other(tmp_path):
     path = tmp_path / "log.jsonl"
-    whole = json.dumps({"event": "start"})
-    path.write_text(f'{whole}\n{{"event": "tr')
-    assert read_log(path) == [{"event": "start"}]
-    path.write_text(f"{{]\n{whole}\n")
-    with pytest.raises(ValueError, match="line 1 is no JSON"):
-        read_log(path)
+    path.write_text('{"event": "start"}\n{"event": "tr')
+    assert read_log(path) == [{"event": "start"}, {"event": "torn", "line": 2}]
+    log = RunLog(path)
+    log.write("start", iteration=1)
+    log.close()
+    assert read_log(path) == [
+        {"event": "start"}, {"event": "torn", "line": 2}, {"event": "start", "iteration": 1},
+    ]  # fmt: skip
+    path.write_text('[1]\n{"event": 3}\n')
+    assert [event["event"] for event in read_log(path)] == ["torn", "torn"]

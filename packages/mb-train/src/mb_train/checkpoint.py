@@ -3,8 +3,12 @@
     RUN/latest_checkpointed_iteration.txt    the iteration to go on from
     RUN/iter_0000100/run.json                configuration, counters, what model this is
     RUN/iter_0000100/.metadata, *.distcp     tensors, in shards as the ranks held them
+    RUN/iter_0000100/SHA256SUMS              of all of them, see `checksums`
 
-Shards are found by name and place: any number of ranks can load what any other wrote.
+Tensors are found by name and place. A rank holds what it holds, whole layers of a pipeline, DTensor
+shards over tensor, expert and data parallel ranks, or all; any layout can load what any other
+wrote, because names are those of the whole model on every rank. Together the ranks must name every
+tensor of the checkpoint, and no other.
 
 The format's `.metadata` is a pickle, which could run code. It is read through an unpickler that
 knows the format's own dozen classes and refuses the rest; tensors are read with torch's
@@ -14,20 +18,30 @@ knows the format's own dozen classes and refuses the rest; tensors are read with
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from mb_parallel import world_size
+from mb_parallel import rank, world_size
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from mb_train.checksums import SUMS_FILE, damage, read_sums
+from mb_train.run_folder import checkpoints, iteration_of, read_saved_run
+
+Modules = nn.Module | Sequence[nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+# What wrappers put into a parameter's name: torch.compile, and checkpoint_wrapper.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.distributed.checkpoint.metadata": {
@@ -54,15 +68,21 @@ class Progress:
     consumed_samples: int
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def load_checkpoint(path: Path, model: Modules, optimizer: Optimizers) -> None:
     """Read the tensors of the checkpoint folder `path` into `model` and `optimizer`, in place.
 
-    Every tensor of the model must be there with its shape, and every tensor there must be used
-    (the optimizer's may be left out by passing None).
+    Every tensor of the model must be there with its shape, and every tensor there must be used on
+    some rank (the optimizer's may be left out by passing None). All ranks call this together.
+
+    Args:
+        model: this rank's: one module, or several parts of a pipeline, named as in the whole model.
+        optimizer: over the parameters of `model`, one or several.
 
     Raises:
-        CheckpointError: damaged, foreign or not of this model; names what does not fit.
+        CheckpointError: damaged, foreign or not of this model; names what does not fit, and of a
+            damaged checkpoint the latest whole one beside it. Equal on all ranks.
     """
+    _check_sums(path)
     reader = _SafeReader(path)
     saved = reader.read_metadata().state_dict_metadata
     shapes: dict[str, tuple[int, ...]] = {}
@@ -70,19 +90,24 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{path} holds {name!r}, no tensor; refusing to load it.")
         shapes[name] = tuple(entry.size)
-    if optimizer is not None:
-        _make_optimizer_state(model, optimizer, shapes, path)
-    state = tensors_of(model, optimizer)
-    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if optimizer is None:
         shapes = {name: size for name, size in shapes.items() if not name.startswith("optimizer.")}
-    _compare(path, expected, shapes)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    elif not any(name.startswith("optimizer.") for name in shapes):
+        raise CheckpointError(
+            f"{path} was saved without optimizer state. Add --no-load-optim or --finetune."
+        )
+    else:
+        _make_optimizer_state(model, optimizer, shapes)
+    state = tensors_of(model, optimizer)
+    _compare(path, _over_ranks({n: tuple(t.shape) for n, t in state.items()}), shapes)
+    with _quiet():
         try:
             dcp.load(state, storage_reader=reader, no_dist=world_size() == 1)
         except CheckpointException as error:
-            raise CheckpointError(f"{path} is damaged: {cause_of(error)}") from error
+            raise CheckpointError(f"{path} is damaged: {cause_of(error)}.{_offer(path)}") from error
+    for entry, kind, name in _optimizer_entries(model, optimizer):
+        if isinstance(entry[kind], (int, float)):
+            entry[kind] = type(entry[kind])(state[name].item())
 
 
 def cause_of(error: CheckpointException) -> str:
@@ -91,39 +116,88 @@ def cause_of(error: CheckpointException) -> str:
     return f"{type(cause).__name__}: {cause}"
 
 
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Tensors by stable names: `model.NAME`, and `optimizer.KIND.NAME` for each parameter."""
-    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    if optimizer is not None:
-        for name, parameter in model.named_parameters():
-            for kind, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    state[f"optimizer.{kind}.{name}"] = value
+def tensors_of(model: Modules, optimizer: Optimizers) -> dict[str, Tensor]:
+    """This rank's tensors by stable names: `model.NAME`, and `optimizer.KIND.NAME` of parameters.
+
+    Counters that an optimizer keeps as plain numbers are there as scalars.
+    """
+    state: dict[str, Tensor] = {}
+    for module in as_list(model):
+        for name, tensor in module.state_dict().items():
+            state[f"model.{plain_name(name)}"] = tensor
+    for entry, kind, name in _optimizer_entries(model, optimizer):
+        value = entry[kind]
+        number = isinstance(value, (int, float))
+        state[name] = torch.tensor(value, dtype=torch.float64) if number else value
     return state
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name in the model as it was built, whatever has been wrapped around it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def as_list(given: Any) -> list[Any]:
+    """One thing, several or None, as a list."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _optimizer_entries(
+    model: Modules, optimizer: Optimizers
+) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Each tensor or number in the optimizers' state: its dict, its key there, its full name."""
+    for parameter, name in _named(model):
+        for one in as_list(optimizer):
+            entry = one.state.get(parameter, {})
+            for kind, value in entry.items():
+                if isinstance(value, (Tensor, int, float)):
+                    yield entry, kind, f"optimizer.{kind}.{name}"
+
+
+def _named(model: Modules) -> Iterator[tuple[nn.Parameter, str]]:
+    for module in as_list(model):
+        for name, parameter in module.named_parameters():
+            yield parameter, plain_name(name)
+
+
 def _make_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, shapes: Mapping[str, Any], path: Path
+    model: Modules, optimizer: Optimizers, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Give the optimizer, which makes its state at its first step, tensors to load into."""
-    names = [name for name in shapes if name.startswith("optimizer.")]
-    if not names:
-        raise CheckpointError(
-            f"{path} was saved without optimizer state. Add --no-load-optim or --finetune."
-        )
-    parameters = dict(model.named_parameters())
-    for full_name in names:
-        _, kind, name = full_name.split(".", 2)
-        parameter = parameters.get(name)
-        if parameter is None:
-            continue  # reported with everything else that does not fit
-        whole = shapes[full_name] == tuple(parameter.shape)
-        fresh = (
-            torch.zeros_like(parameter.detach())
-            if whole
-            else torch.zeros(shapes[full_name], dtype=torch.float32, device=parameter.device)
-        )
-        optimizer.state[parameter][kind] = fresh
+    """Have every optimizer make its state, by a step that changes nothing, to load into.
+
+    A parameter of which the checkpoint has no state had none when it was saved (it never got a
+    gradient), and has none again.
+    """
+    for one in as_list(optimizer):
+        if one.state:
+            continue
+        rates = [group["lr"] for group in one.param_groups]
+        for group in one.param_groups:
+            group["lr"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        one.step()
+        one.zero_grad(set_to_none=True)
+        for group, lr in zip(one.param_groups, rates, strict=True):
+            group["lr"] = lr
+    with_state = {name.split(".", 2)[2] for name in shapes if name.startswith("optimizer.")}
+    for parameter, name in _named(model):
+        for one in as_list(optimizer):
+            if name not in with_state:
+                one.state.pop(parameter, None)
+
+
+def _over_ranks(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The tensors that all ranks together hold."""
+    if world_size() == 1:
+        return shapes
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, shapes)
+    return {name: size for one in gathered for name, size in one.items()}
 
 
 def _compare(path: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -143,6 +217,48 @@ def _compare(path: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) 
         name = other[0]
         parts.append(f"{name} is {list(found[name])}, expected {list(expected[name])}")
     raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(parts)}.")
+
+
+def _check_sums(path: Path) -> None:
+    """Compare the files with their checksums, every rank its share of them."""
+    found: list[str] = []
+    try:
+        if (path / SUMS_FILE).is_file():
+            sums = read_sums(path / SUMS_FILE)
+            found = damage(path, sums, sorted(sums)[rank() :: world_size()])
+        elif read_saved_run(path).format > 1:
+            found = [f"{path / SUMS_FILE} is missing"]
+    except (ValueError, OSError) as error:
+        found = [str(error).rstrip(".")]
+    if world_size() > 1:
+        gathered: list[Any] = [None] * world_size()
+        dist.all_gather_object(gathered, found)
+        found = [line for one in gathered for line in one]
+    if found:
+        raise CheckpointError(f"{'; '.join(dict.fromkeys(found))}.{_offer(path)}")
+
+
+def _offer(path: Path) -> str:
+    """A sentence that names the latest whole checkpoint before the one at `path`, if any."""
+    try:
+        earlier = [p for p in checkpoints(path.parent) if iteration_of(p) < iteration_of(path)]
+    except ValueError:  # not named after an iteration
+        return ""
+    for other in reversed(earlier):
+        with contextlib.suppress(ValueError, OSError):
+            sums = read_sums(other / SUMS_FILE)
+            if not damage(other, sums, sums):
+                return f" {other} is whole: go on from there with --load {other}"
+    return " No checkpoint before it is whole." if earlier else ""
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        # Stages of a pipeline hold other tensors than their neighbours: `_compare` has seen to it.
+        warnings.filterwarnings("ignore", message="Detected mismatched keys")
+        yield
 
 
 class _SafeReader(dcp.FileSystemReader):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, or 2 for wrong input."""
+    """Run the command line; returns the exit code: 0, 1 if the run diverged, 2 for bad input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {"doctor": _doctor, "report": _report, "generate": _generate}
     try:
@@ -71,7 +71,7 @@ def _train(arguments: list[str]) -> int:
     result = train(config, start)
     if leader:
         _close(config, result)
-    return 0
+    return 1 if result.diverged else 0
 
 
 def _headline(config: TrainConfig) -> str:
@@ -118,14 +118,15 @@ def _doctor(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    parser = Parser(prog="mb-train report", description="Draw a run's curves.")
-    parser.add_argument("run", help="run folder")
+    parser = Parser(prog="mb-train report", description="Draw the curves of one run or several.")
+    parser.add_argument("run", nargs="+", help="run folder; several are drawn side by side")
+    parser.add_argument("--output", help="folder for picture and page; default the run's")
     options = parser.parse_args(arguments)
-    from mb_train.report import draw, summary
+    from mb_train.report import report
 
-    folder = Path(options.run)
-    print(summary(folder))
-    print(f"picture: {draw(folder)}")
+    output = None if options.output is None else Path(options.output)
+    text, picture, page = report([Path(run) for run in options.run], output)
+    print(f"{text}\npicture: {picture}\npage: {page}")
     return 0
 
 

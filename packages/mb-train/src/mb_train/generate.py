@@ -21,6 +21,11 @@ from mb_train.run_folder import find_checkpoint, read_saved_run
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tokenizers import load_tokenizer
 
+_NO_NUMBERS = (
+    "The model's scores are not numbers: the run has diverged. Give an earlier checkpoint, "
+    "RUN/iter_N, from before its loss became NaN (mb-train report RUN shows when)."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -50,11 +55,15 @@ class Sampling:
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw one token from scores [V]; top-k is applied before top-p, as in Megatron-LM."""
     if sampling.temperature == 0:
+        if not bool(logits_V.isfinite().all()):
+            raise ValueError(_NO_NUMBERS)
         return int(logits_V.argmax())
     values, ids = (logits_V.float() / sampling.temperature).sort(descending=True, stable=True)
     if sampling.top_k:
         values, ids = values[: sampling.top_k], ids[: sampling.top_k]
     probs = values.softmax(0)
+    if not bool(probs[0] >= 0):
+        raise ValueError(_NO_NUMBERS)
     # A token stays if those before it do not hold top_p already: at least one always does.
     kept = probs.cumsum(0) - probs < sampling.top_p
     probs = probs * kept

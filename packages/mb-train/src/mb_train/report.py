@@ -1,65 +1,32 @@
-"""The picture of a run: losses, throughput and expert load from its log.
+"""The pictures of one run or several: a PNG, and one HTML page that needs nothing else.
 
-matplotlib is imported only when something is drawn.
+Loss with perplexity, throughput, gradient norm, and how evenly the experts are loaded: a heat map
+of layers over time, and one of experts over layers at the end. matplotlib is imported only when
+something is drawn.
 """
 
 from __future__ import annotations
 
+import html
+import io
+import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mb_train.reporting import read_log
-from mb_train.run_folder import LOG_FILE, PICTURE
+from mb_train.curves import Curves, read_curves, summary
+from mb_train.run_folder import PAGE, PICTURE
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-@dataclass
-class Curves:
-    """A run's measurements by iteration; where a run was resumed the later record holds."""
+Panel = Callable[["Figure", "Axes", Sequence[Curves]], None]
 
-    loss: dict[int, float | None] = field(default_factory=dict)
-    valid: dict[int, float] = field(default_factory=dict)
-    tokens_per_s: dict[int, float] = field(default_factory=dict)
-    load_imbalance: dict[int, list[float]] = field(default_factory=dict)  # per layer
-
-
-def read_curves(folder: Path) -> Curves:
-    """Read RUN/log.jsonl.
-
-    Raises:
-        ValueError: no log there, or nothing in it.
-    """
-    path = folder / LOG_FILE
-    if not path.is_file():
-        raise ValueError(f"Expected {folder} to be a run folder with a {LOG_FILE}, found none.")
-    curves = Curves()
-    for event in read_log(path):
-        if event["event"] == "start":
-            _forget_after(curves, event["iteration"])
-        elif event["event"] == "train":
-            _add_interval(curves, event)
-        elif event["event"] == "eval" and "test" not in event["place"]:
-            curves.valid[event["iteration"]] = event["lm_loss"]
-    if not curves.loss:
-        raise ValueError(f"{path} holds no training step yet.")
-    return curves
-
-
-def _forget_after(curves: Curves, iteration: int) -> None:
-    """A run that went on from `iteration` replaces what an earlier one did after it."""
-    for series in (curves.loss, curves.valid, curves.tokens_per_s, curves.load_imbalance):
-        for later in [i for i in series if i > iteration]:
-            del series[later]
-
-
-def _add_interval(curves: Curves, event: dict[str, Any]) -> None:
-    last, losses = event["iteration"], event["lm_losses"]
-    for offset, loss in enumerate(losses):
-        curves.loss[last - len(losses) + 1 + offset] = loss
-    curves.tokens_per_s[last] = event["tokens_per_s"]
-    if event["load_imbalance"]:
-        curves.load_imbalance[last] = event["load_imbalance"]
+# More points than this are drawn as the mean of as many stretches, in the band of their extremes:
+# a picture has no more columns, and a page of every step of a long run would take minutes to load.
+_POINTS = 1000
 
 
 def draw(folder: Path) -> Path:
@@ -69,63 +36,273 @@ def draw(folder: Path) -> Path:
         ValueError: no log, or an empty one.
         ModuleNotFoundError: matplotlib is missing.
     """
-    curves = read_curves(folder)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = 3 if curves.load_imbalance else 2
-    figure = Figure(figsize=(8, 2.6 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, 1, sharex=True)
-    iterations = sorted(curves.loss)
-    values = [_number(curves.loss[i]) for i in iterations]
-    axes[0].plot(iterations, values, linewidth=1, label="training")
-    if curves.valid:
-        at = sorted(curves.valid)
-        axes[0].plot(at, [curves.valid[i] for i in at], "o-", label="validation")
-    axes[0].set_ylabel("loss (nats per token)")
-    axes[0].legend()
-    at = sorted(curves.tokens_per_s)
-    axes[1].plot(at, [curves.tokens_per_s[i] for i in at], ".-", linewidth=1)
-    axes[1].set_ylabel("tokens per second")
-    axes[1].set_ylim(bottom=0)
-    if curves.load_imbalance:
-        at = sorted(curves.load_imbalance)
-        for layer in range(len(curves.load_imbalance[at[0]])):
-            loads = [curves.load_imbalance[i][layer] for i in at]
-            axes[2].plot(at, loads, linewidth=1, label=f"layer {layer}")
-        axes[2].axhline(1.0, color="grey", linewidth=0.5)
-        axes[2].set_ylabel("expert load, max / mean")
-        if len(curves.load_imbalance[at[0]]) <= 8:
-            axes[2].legend()
-    axes[-1].set_xlabel("iteration")
-    for axis in axes:
-        axis.grid(alpha=0.3)
     path = folder / PICTURE
-    draft = path.with_name(f"{path.stem}.partial.png")
-    figure.savefig(draft, dpi=120)
-    os.replace(draft, path)
+    draw_picture([read_curves(folder)], path)
     return path
 
 
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
+def report(folders: Sequence[Path], output: Path | None = None) -> tuple[str, Path, Path]:
+    """Draw the picture and write the page of one run, or of several side by side.
+
+    Args:
+        output: folder for both; that of the run by default, for several runs the current one.
+
+    Returns:
+        What came out of them in words; the picture; the page.
+
+    Raises:
+        ValueError: a folder without a log, or with an empty one.
+    """
+    runs = [read_curves(folder) for folder in folders]
+    _tell_apart(runs, folders)
+    alone = len(runs) == 1
+    where = output or (folders[0] if alone else Path("."))
+    where.mkdir(parents=True, exist_ok=True)
+    picture = where / (PICTURE if alone else "comparison.png")
+    page = where / (PAGE if alone else "comparison.html")
+    draw_picture(runs, picture)
+    write_page(runs, page)
+    text = []
+    for curves in runs:
+        text += [] if alone else [f"{curves.name}:"]
+        text += [f"{'' if alone else '  '}{name}: {value}" for name, value in summary(curves)]
+    return "\n".join(text), picture, page
 
 
-def summary(folder: Path) -> str:
-    """A few lines about a run: where its loss went, how fast, how balanced."""
-    curves = read_curves(folder)
-    first, last = min(curves.loss), max(curves.loss)
-    lines = [
-        f"iterations {first} to {last}: training loss {_number(curves.loss[first]):.4f} -> "
-        f"{_number(curves.loss[last]):.4f}"
+def draw_picture(runs: Sequence[Curves], path: Path) -> None:
+    """One PNG with a panel for each thing there is to see."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = _panels(runs)
+    figure = Figure(figsize=(9, 2.7 * len(panels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axis, (_, panel) in zip(axes, panels, strict=True):
+        panel(figure, axis, runs)
+    draft = path.with_name(f"{path.stem}.partial.png")
+    figure.savefig(draft, dpi=120)
+    os.replace(draft, path)
+
+
+def write_page(runs: Sequence[Curves], path: Path) -> None:
+    """One HTML file: what came out, the panels as vector graphics, the configurations."""
+    parts = [_PAGE_HEAD, f"<h1>{html.escape(', '.join(c.name for c in runs))}</h1>"]
+    parts.append(_table(["", *(c.name for c in runs)], _summary_rows(runs)))
+    for title, panel in _panels(runs):
+        parts.append(f"<figure>{_svg(panel, runs)}<figcaption>{title}</figcaption></figure>")
+    heading = "Configuration" if len(runs) == 1 else "Configuration, where it differs"
+    parts.append(f"<h2>{heading}</h2>")
+    parts.append(_table(["", *(c.name for c in runs)], _config_rows(runs)))
+    parts.append("</body></html>\n")
+    draft = path.with_name(path.name + ".partial")
+    draft.write_text("\n".join(parts), encoding="utf-8")
+    os.replace(draft, path)
+
+
+def _tell_apart(runs: Sequence[Curves], folders: Sequence[Path]) -> None:
+    """Runs of the same name go by their path."""
+    names = [curves.name for curves in runs]
+    for curves, folder in zip(runs, folders, strict=True):
+        if names.count(curves.name) > 1:
+            curves.name = str(folder)
+
+
+def _panels(runs: Sequence[Curves]) -> list[tuple[str, Panel]]:
+    panels: list[tuple[str, Panel]] = [
+        ("Loss (nats per token) and perplexity", _loss),
+        ("Tokens per second", _speed),
     ]
-    if curves.valid:
-        at = max(curves.valid)
-        lines.append(f"validation loss at iteration {at}: {curves.valid[at]:.4f}")
-    speeds = sorted(curves.tokens_per_s.values())
-    lines.append(f"tokens per second, median: {speeds[len(speeds) // 2]:,.0f}")
-    if curves.load_imbalance:
-        loads = curves.load_imbalance[max(curves.load_imbalance)]
-        lines.append("expert load max/mean by layer: " + " ".join(f"{load:.2f}" for load in loads))
-    return "\n".join(lines)
+    if any(v is not None for curves in runs for v in curves.grad_norm.values()):
+        panels.append(("Gradient norm", _grad_norm))
+    for curves in runs:
+        title = "" if len(runs) == 1 else f"{html.escape(curves.name)}: "
+        if curves.load_imbalance:
+            panels.append((f"{title}load of the fullest expert over the mean", _load_of(curves)))
+        if curves.tokens_per_expert:
+            panels.append((f"{title}load of every expert at the end", _experts_of(curves)))
+    return panels
+
+
+def _loss(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+    for curves in runs:
+        (line,) = _line(axis, curves.loss, label=_label(curves, runs, "training"))
+        if curves.valid:
+            at = sorted(curves.valid)
+            values = [_number(curves.valid[i]) for i in at]
+            axis.plot(
+                at, values, "o-", markersize=4, linewidth=1, color=_darker(line.get_color()),
+                label=_label(curves, runs, "validation"),
+            )  # fmt: skip
+        if curves.diverged_at is not None:
+            axis.axvline(curves.diverged_at, color="crimson", linestyle=":", label="not a number")
+    axis.set_ylabel("loss (nats per token)")
+    perplexity = axis.secondary_yaxis("right")
+    low, high = axis.get_ylim()
+    nice = [p for e in range(-1, 9) for p in (10.0**e, 2 * 10.0**e, 5 * 10.0**e)]
+    ticks = [p for p in nice if p > 0 and low <= math.log(p) <= high] or [math.exp(min(low, 20))]
+    perplexity.set_yticks([math.log(p) for p in ticks], [f"{p:,.4g}" for p in ticks])
+    perplexity.set_ylabel("perplexity")
+    axis.legend()
+    _finish(axis)
+
+
+def _speed(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+    for curves in runs:
+        _line(axis, curves.tokens_per_s, label=_label(curves, runs, ""), marker=".")
+    axis.set_ylabel("tokens per second")
+    axis.set_ylim(bottom=0)
+    _finish(axis, legend=len(runs) > 1)
+
+
+def _grad_norm(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+    for curves in runs:
+        _line(axis, curves.grad_norm, label=_label(curves, runs, ""), marker=".")
+    axis.set_ylabel("gradient norm")
+    axis.set_yscale("log")
+    _finish(axis, legend=len(runs) > 1)
+
+
+def _load_of(curves: Curves) -> Panel:
+    def panel(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+        at = _thinned(sorted(curves.load_imbalance))
+        layers = range(len(curves.load_imbalance[at[-1]]))
+        grid = [[_number(curves.load_imbalance[i][layer]) for i in at] for layer in layers]
+        edges = [at[0] - (at[1] - at[0] if len(at) > 1 else 1), *at]  # an interval ends where it is
+        mesh = axis.pcolormesh(
+            edges, _around(layers), grid, cmap="viridis", vmin=1.0, rasterized=True
+        )
+        figure.colorbar(mesh, ax=axis, label="max / mean")
+        _layers_on_y(axis, layers)
+        axis.set_xlabel("iteration")
+
+    return panel
+
+
+def _experts_of(curves: Curves) -> Panel:
+    def panel(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+        counts = curves.tokens_per_expert[max(curves.tokens_per_expert)]
+        grid = [[n * len(row) / max(sum(row), 1.0) for n in row] for row in counts]
+        experts = range(len(grid[0]))
+        top = max(2.0, *(max(row) for row in grid))
+        mesh = axis.pcolormesh(
+            _around(experts), _around(range(len(grid))), grid, cmap="coolwarm",
+            norm=_centred(top), rasterized=True,
+        )  # fmt: skip
+        figure.colorbar(mesh, ax=axis, label="load / mean")
+        _layers_on_y(axis, range(len(grid)))
+        axis.set_xlabel("expert")
+
+    return panel
+
+
+def _centred(top: float) -> Any:
+    from matplotlib.colors import TwoSlopeNorm
+
+    return TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top)
+
+
+def _line(axis: Axes, series: Mapping[int, float | None], **style: Any) -> list[Any]:
+    at = sorted(series)
+    values = [_number(series[i]) for i in at]
+    if len(at) <= _POINTS:
+        return axis.plot(at, values, linewidth=1, **style)
+    step = -(-len(at) // _POINTS)
+    chunks = [values[i : i + step] for i in range(0, len(at), step)]
+    places = [at[min(i + step, len(at)) - 1] for i in range(0, len(at), step)]
+    style.pop("marker", None)
+    lines = axis.plot(places, [sum(c) / len(c) for c in chunks], linewidth=1, **style)
+    axis.fill_between(
+        places, [min(c) for c in chunks], [max(c) for c in chunks],
+        color=lines[0].get_color(), alpha=0.25, linewidth=0,
+    )  # fmt: skip
+    return lines
+
+
+def _thinned(at: list[int]) -> list[int]:
+    step = -(-len(at) // _POINTS)
+    return at[::-1][::step][::-1]
+
+
+def _around(cells: range) -> list[float]:
+    return [cell - 0.5 for cell in range(len(cells) + 1)]
+
+
+def _layers_on_y(axis: Axes, layers: range) -> None:
+    axis.set_yticks(list(layers)[:: -(-len(layers) // 12)])
+    axis.set_ylabel("MoE layer")
+    axis.invert_yaxis()
+
+
+def _finish(axis: Axes, *, legend: bool = False) -> None:
+    axis.set_xlabel("iteration")
+    axis.grid(alpha=0.3)
+    if legend:
+        axis.legend()
+
+
+def _label(curves: Curves, runs: Sequence[Curves], what: str) -> str:
+    return what if len(runs) == 1 else f"{curves.name} {what}".strip()
+
+
+def _darker(color: str) -> Any:
+    from matplotlib.colors import to_rgb
+
+    return tuple(0.6 * part for part in to_rgb(color))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _svg(panel: Panel, runs: Sequence[Curves]) -> str:
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    FigureCanvasSVG(figure)
+    panel(figure, figure.subplots(), runs)
+    buffer = io.StringIO()
+    # Text stays text (to search and copy), and the same run gives the same page.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mb-train"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()[buffer.getvalue().index("<svg") :]
+
+
+def _summary_rows(runs: Sequence[Curves]) -> list[list[str]]:
+    found = [dict(summary(curves)) for curves in runs]
+    names = dict.fromkeys(name for one in found for name in one)
+    return [[name, *(one.get(name, "") for one in found)] for name in names]
+
+
+def _config_rows(runs: Sequence[Curves]) -> list[list[str]]:
+    about = ("device", "ranks", "torch", "parameters")
+    found = [
+        {name: c.start.get(name) for name in about} | (c.start.get("config") or {}) for c in runs
+    ]
+    names = dict.fromkeys(name for one in found for name in one)
+    rows = [[name, *(_shown(one.get(name)) for one in found)] for name in names]
+    if len(runs) == 1:
+        return [row for row in rows if row[1]]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], kind: str) -> str:
+        return "<tr>" + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in cells) + "</tr>"
+
+    return "\n".join(["<table>", line(head, "th"), *(line(row, "td") for row in rows), "</table>"])
+
+
+_PAGE_HEAD = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>mb-train report</title><style>
+body { font-family: system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; } th, td { text-align: left; padding: .15rem 1rem .15rem 0; }
+td { border-top: 1px solid #ddd; } figure { margin: 1.5rem 0; } svg { width: 100%; height: auto; }
+figcaption { color: #555; font-size: .9rem; }
+</style></head><body>"""

@@ -130,7 +130,10 @@ class RunLog:
         self._file: IO[str] | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a")
+            torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
+            self._file = path.open("a", encoding="utf-8")
+            if torn:  # a kill cut the last line short: the next begins on its own
+                self._file.write("\n")
 
     def write(self, event: str, **values: Any) -> None:
         """Append one object; not-a-number becomes null, so that every JSON reader takes it."""
@@ -200,17 +203,15 @@ def _finite(value: Any) -> Any:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Events of a log; a line cut short by a kill at the end is left out.
-
-    Raises:
-        ValueError: a broken line in the middle.
-    """
+    """Events of a log. A line that a kill cut short is the event "torn", with its `line` number."""
     events = []
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(
+        path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
+    ):
         try:
-            events.append(json.loads(line))
+            event = json.loads(line)
+            whole = isinstance(event, dict) and isinstance(event.get("event"), str)
         except json.JSONDecodeError:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number} is no JSON.") from None
+            whole = False
+        events.append(event if whole else {"event": "torn", "line": number})
     return events

@@ -6,13 +6,16 @@ not fit the ranks, a checkpoint of another model, missing or damaged data.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
 import mb_data
 import torch
+import torch.distributed as dist
 from mb_layers.router import Router
 from mb_parallel import ParallelDims, apply_data_parallel, rank, world_size
 from torch import nn
@@ -22,6 +25,7 @@ from mb_train.checkpoint import Progress, load_checkpoint
 from mb_train.config import TrainConfig, whole
 from mb_train.data import Data, prepare_data
 from mb_train.execute import Executor, Sequential
+from mb_train.folder_lock import locked
 from mb_train.models.transformer import Block
 from mb_train.optimizer import build_optimizer
 from mb_train.reporting import RunLog, open_board
@@ -42,6 +46,10 @@ class Start:
 
     checkpoint: Path
     saved: SavedRun
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether the checkpoint is one of this run folder's."""
+        return self.checkpoint.resolve().parent == folder.resolve()
 
 
 class Run:
@@ -95,7 +103,10 @@ class Run:
         self.saver: Saver | None = None
         if self.folder is not None:
             self.saver = Saver(
-                self.folder, asynchronous=config.async_save, keep=config.keep_checkpoints
+                self.folder,
+                asynchronous=config.async_save,
+                keep=config.keep_checkpoints,
+                say=self.say,
             )
         self.say(
             f" model: {self.parameters:,} parameters | "
@@ -158,10 +169,14 @@ class Run:
         board = open_board(self.config.tensorboard_dir)
         if self.folder is None:
             return RunLog(None, board)
-        if start is None or self.config.finetune:
+        if start is None or self.config.finetune or not start.is_in(self.folder):
             moved = run_folder.set_aside(self.folder)
             if moved is not None:
                 self.say(f" {self.folder} holds an earlier run: moved to {moved}")
+        else:
+            moved = run_folder.set_later_aside(self.folder, start.saved.iteration)
+            if moved is not None:
+                self.say(f" going back: the later checkpoints of {self.folder} moved to {moved}")
         log = RunLog(self.folder / run_folder.LOG_FILE, board)
         run_folder.write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
         log.write(
@@ -191,6 +206,30 @@ class Run:
         """Say what is going on if nothing has been said for a while."""
         if time.monotonic() - self.last_sign > _HEARTBEAT_S:
             self.say(f"  {doing}")
+
+
+@contextlib.contextmanager
+def only_writer(save: str | None) -> Generator[list[str]]:
+    """Hold the lock of the run folder, on rank 0 for all; yield what had to be put right in it.
+
+    Raises:
+        ValueError: on all ranks, if another run holds it.
+        OSError: on all ranks, if it cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        done: list[str] = []
+        failure: list[Exception | None] = [None]
+        if save is not None and rank() == 0:
+            try:
+                held.enter_context(locked(Path(save)))
+                done = run_folder.recover(Path(save))
+            except (ValueError, OSError) as error:
+                failure = [error]
+        if world_size() > 1:
+            dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            raise failure[0]
+        yield done
 
 
 def device_type(config: TrainConfig) -> str:

@@ -2,35 +2,50 @@
 
 RUN/config.toml                          the run as it was started
 RUN/log.jsonl                            one JSON object per event
-RUN/loss.png                             the picture of it
+RUN/loss.png, RUN/report.html            pictures of it
 RUN/latest_checkpointed_iteration.txt    the iteration to go on from
 RUN/iter_0000100/                        a checkpoint (see `checkpoint`)
 RUN/data/                                the sample corpus, if the run made it
-RUN/previous-1/                          what an earlier run of this folder left
+RUN/previous-1/                          what an earlier run, or a branch left behind, was
+
+The checkpoints of a folder are one line of history: a run that begins anew, or goes back to an
+earlier iteration, first moves what it does not build on into `previous-N`. Such a move is many
+renames, so it is written down before it begins, in `.moving.json`; a run that is killed in the
+middle has its move finished by the next one (`recover`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from mb_train.config.resume import inherited
 
-FORMAT = 1
+# 2 has checksums. 1 had none, and is still read.
+FORMAT = 2
 LATEST = "latest_checkpointed_iteration.txt"
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.toml"
 LOG_FILE = "log.jsonl"
 PICTURE = "loss.png"
+PAGE = "report.html"
+_MOVING = ".moving.json"
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The content of a checkpoint's run.json."""
+    """The content of a checkpoint's run.json.
+
+    Attributes:
+        written: seconds since 1970 at which it was saved; 0 where the file does not say.
+        state: small values that a run goes on with beside its tensors (the loss scale, say).
+    """
 
     format: int
     iteration: int
@@ -39,9 +54,15 @@ class SavedRun:
     identity: dict[str, Any]
     data: dict[str, Any]
     torch: str
+    written: float = 0.0
+    state: dict[str, Any] = field(default_factory=dict)
 
     def inherited(self) -> dict[str, Any]:
-        """The fields that a run which goes on from here starts with."""
+        """The fields that a run which goes on from here starts with.
+
+        Raises:
+            ValueError: a field that this mb-train does not know.
+        """
         return inherited(self.config, RUN_FILE)
 
     def check_model(self, identity: Mapping[str, Any]) -> None:
@@ -60,20 +81,44 @@ def iteration_folder(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def iteration_of(checkpoint: Path) -> int:
+    """The iteration that a checkpoint's folder is named after."""
+    return int(checkpoint.name.removeprefix("iter_"))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run folder, by iteration."""
+    found = [p for p in folder.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", p.name)]
+    return sorted(found, key=iteration_of)
+
+
 def find_checkpoint(path: Path) -> Path | None:
-    """The checkpoint folder that `--load path` means: `path` itself or its latest; or None."""
+    """The checkpoint folder that `--load path` means: `path` itself or its latest; or None.
+
+    Raises:
+        ValueError: the file that names the latest is damaged, or names one that is not there.
+    """
     if (path / RUN_FILE).is_file():
         return path
     latest = path / LATEST
     if not latest.is_file():
         return None
-    text = latest.read_text().strip()
-    if not text.isdigit():
-        raise ValueError(f"Expected {latest} to hold an iteration, got {text[:40]!r}.")
+    text = latest.read_text(errors="replace").strip()
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(
+            f"Expected {latest} to hold an iteration, got {text[:40]!r}.{_others(path)}"
+        )
     folder = path / iteration_folder(int(text))
     if not (folder / RUN_FILE).is_file():
-        raise ValueError(f"{latest} names iteration {text}, but {folder} holds no {RUN_FILE}.")
+        raise ValueError(
+            f"{latest} names iteration {text}, but {folder} holds no {RUN_FILE}.{_others(path)}"
+        )
     return folder
+
+
+def _others(folder: Path) -> str:
+    there = [path for path in checkpoints(folder) if (path / RUN_FILE).is_file()]
+    return f" There is {there[-1]}: give that to --load." if there else ""
 
 
 def read_saved_run(checkpoint: Path) -> SavedRun:
@@ -85,41 +130,114 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
     path = checkpoint / RUN_FILE
     try:
         content = json.loads(path.read_text())
-        run = SavedRun(**content)
-    except (ValueError, TypeError) as error:
+        found = content["format"]
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}.") from None
+    if found not in range(1, FORMAT + 1):
+        raise ValueError(
+            f"Expected {path} in format 1 to {FORMAT}, got {found}. A later mb-train wrote it: "
+            "update this one."
+        )
+    known = {f.name: f for f in fields(SavedRun)}
+    for name in content.keys() - known.keys():
+        raise ValueError(f"{path} has a key that this mb-train does not know: {name!r}.")
+    kinds = {"int": int, "float": (int, float), "str": str}
+    for name, f in known.items():
+        kind = kinds.get(str(f.type), dict)
+        if name in content and not isinstance(content[name], kind):
+            raise ValueError(f"{path} is damaged: its {name} is {content[name]!r}.")
+    try:
+        return SavedRun(**content)
+    except TypeError as error:
         raise ValueError(f"{path} is damaged: {error}.") from None
-    if run.format != FORMAT:
-        raise ValueError(f"Expected {path} in format {FORMAT}, got {run.format}.")
-    return run
+
+
+def recover(folder: Path) -> list[str]:
+    """Clean up after a run that was killed; call it with the folder's lock held.
+
+    Finishes a move, puts back a checkpoint that was being replaced, removes half-written ones.
+
+    Returns:
+        What was done, a line each.
+    """
+    done = []
+    journal = folder / _MOVING
+    if journal.is_file():
+        move = json.loads(journal.read_text())
+        _finish_move(folder, move)
+        done.append(f"finished moving an earlier run to {folder / move['target']}")
+    for old in sorted(folder.glob("iter_*.old")):
+        final = old.with_suffix("")
+        if final.exists():
+            shutil.rmtree(old)
+        else:
+            os.rename(old, final)
+            done.append(f"put {final} back, which was about to be replaced")
+    for draft in sorted(folder.glob("iter_*.partial")):
+        shutil.rmtree(draft)
+        done.append(f"removed {draft}, a checkpoint that was never finished")
+    return done
 
 
 def set_aside(folder: Path) -> Path | None:
     """Move an earlier run's checkpoints and log into `previous-N`; data stays. None if nothing."""
-    if not folder.is_dir():
+    names = [CONFIG_FILE, LOG_FILE, PICTURE, PAGE, LATEST]
+    found = [name for name in names if (folder / name).exists()]
+    found += [path.name for path in checkpoints(folder)]
+    return _move(folder, found) if found else None
+
+
+def set_later_aside(folder: Path, iteration: int) -> Path | None:
+    """Move the checkpoints after `iteration` into `previous-N`, with a copy of their log.
+
+    For a run that goes back to `iteration`, which from here on is the latest. `previous-N` is a run
+    folder itself: the branch can be gone on with from there. None if there are none.
+    """
+    later = [path for path in checkpoints(folder) if iteration_of(path) > iteration]
+    if not later:
         return None
-    names = [CONFIG_FILE, LOG_FILE, PICTURE, LATEST]
-    found = [folder / name for name in names if (folder / name).exists()]
-    found += sorted(folder.glob("iter_[0-9]*"))
-    if not found:
-        return None
+    write_text(folder / LATEST, f"{iteration}\n")
+    return _move(folder, [path.name for path in later], branch=iteration_of(later[-1]))
+
+
+def _move(folder: Path, names: list[str], *, branch: int | None = None) -> Path:
     number = 1
     while (folder / f"previous-{number}").exists():
         number += 1
-    target = folder / f"previous-{number}"
-    target.mkdir()
-    for path in found:
-        os.rename(path, target / path.name)
+    move = {"target": f"previous-{number}", "names": names, "branch": branch}
+    write_text(folder / _MOVING, json.dumps(move) + "\n")
+    return _finish_move(folder, move)
+
+
+def _finish_move(folder: Path, move: Mapping[str, Any]) -> Path:
+    target = folder / move["target"]
+    target.mkdir(exist_ok=True)
+    for name in move["names"]:
+        if (folder / name).exists() and not (target / name).exists():
+            os.rename(folder / name, target / name)
+    if move["branch"] is not None:
+        for name in (CONFIG_FILE, LOG_FILE):
+            if (folder / name).exists():
+                shutil.copyfile(folder / name, target / name)
+        write_text(target / LATEST, f"{move['branch']}\n")
+    sync_directory(target)
+    (folder / _MOVING).unlink()
+    sync_directory(folder)
     return target
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file by a whole new one: temporary name, sync, rename."""
     draft = path.with_name(path.name + ".partial")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

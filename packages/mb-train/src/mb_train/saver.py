@@ -1,19 +1,24 @@
 """Writing checkpoints: whole or not at all, beside the training if asked, the last few kept.
 
-Every rank writes its shards under a temporary name; when all are on disk, rank 0 renames the folder
-and then rewrites the "latest" file, so a run that is killed leaves its previous checkpoint in
-force. Asynchronous, only the copy of the state to host memory holds the training up; a thread
-writes from the copy, and the loop's `poll` makes the checkpoint the latest once every rank is done.
+Every rank writes its shards under a temporary name and sums them up; when all are on disk, rank 0
+renames the folder and then rewrites the "latest" file, so a run that is killed leaves its previous
+checkpoint in force. A save that fails (the disk is full) is said, leaves nothing behind, and does
+not end the run. Weights that are not numbers are not saved: the latest checkpoint is always one to
+go on from.
+
+Asynchronous, the training waits only for a copy of the state: on the device if it has room for one
+beside the largest step so far (44 GB take 20 ms), else in host memory. A thread writes from the
+copy, and the loop's `poll` makes the checkpoint the latest once every rank is done.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,47 +27,60 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from mb_parallel import any_rank, rank, world_size
-from torch import nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
-from mb_train.checkpoint import Progress, cause_of, tensors_of
+from mb_train.checkpoint import Modules, Optimizers, Progress, as_list, cause_of, tensors_of
+from mb_train.checksums import SUMS_FILE, format_sums, sum_of
+from mb_train.health import all_finite
 from mb_train.run_folder import (
     FORMAT,
     LATEST,
     RUN_FILE,
     SavedRun,
+    checkpoints,
     iteration_folder,
+    read_saved_run,
     sync_directory,
     write_text,
 )
 
 
 class Saver:
-    """Writes the checkpoints of one run.
+    """Writes the checkpoints of one run. All ranks call its methods at the same points.
 
     Args:
         folder: the run folder.
-        asynchronous: write beside the training. Needs host memory for the state.
-        keep: how many checkpoints to keep, the latest ones; None keeps all.
+        asynchronous: write beside the training. Needs memory for a second copy of the state.
+        keep: how many checkpoints to keep, those written last; None keeps all.
+        say: takes a line to print.
+
+    Attributes:
+        latest: iteration of the last checkpoint that was written whole; None before the first.
     """
 
     def __init__(
-        self, folder: Path, *, asynchronous: bool = False, keep: int | None = None
+        self,
+        folder: Path,
+        *,
+        asynchronous: bool = False,
+        keep: int | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._folder, self._keep = folder, keep
-        self._pending: tuple[int, Future[Any]] | None = None
+        self._folder, self._keep, self._say = folder, keep, say
+        self.latest: int | None = None
+        self._pending: tuple[int, Future[None]] | None = None
         self._group: dist.ProcessGroup | None = None
+        self._thread: ThreadPoolExecutor | None = None
         self._stager: DefaultStager | None = None
         if asynchronous:
-            on_gpu = torch.cuda.is_available()
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=on_gpu,  # its copies are several times faster
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=on_gpu,
-                )
+            self._thread = ThreadPoolExecutor(
+                1, thread_name_prefix="saver", initializer=_use_device, initargs=(_device(),)
             )
             if world_size() > 1:
                 # The writing thread's messages must not mix with the training's.
@@ -70,119 +88,232 @@ class Saver:
 
     def save(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        model: Modules,
+        optimizer: Optimizers,
         progress: Progress,
         *,
         config: Mapping[str, Any],
         identity: Mapping[str, Any],
         data: Mapping[str, Any],
-    ) -> None:
+        state: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Write one checkpoint from all ranks, or begin to.
 
         Args:
-            optimizer: None leaves its state out.
+            model: this rank's module, or its parts of a pipeline, named as in the whole model.
+            optimizer: one or several; None leaves its state out.
             config: fields of the run.
             identity: what makes the model this model; a load compares it.
             data: what tells this data from other.
+            state: small values to go on with, put into run.json.
 
-        Raises:
-            OSError: not writable, or the disk is full; the previous checkpoint stays in force.
+        Returns:
+            False if nothing was, or is being, written: `say` has been told why, and the previous
+            checkpoint stays in force.
         """
         self.wait()
-        draft = self._draft(progress.iteration)
-        if rank() == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-            run = SavedRun(
-                format=FORMAT,
-                iteration=progress.iteration,
-                consumed_samples=progress.consumed_samples,
-                config=dict(config),
-                identity=dict(identity),
-                data=dict(data),
-                torch=torch.__version__,
+        iteration = progress.iteration
+        self._say(f" saving checkpoint at iteration {iteration:7d} to {self._folder}")
+        if not all_finite(as_list(model)):
+            self._say(
+                f" not saved: at iteration {iteration} the weights are not numbers. "
+                f"{self._in_force()}"
             )
-            write_text(draft / RUN_FILE, json.dumps(asdict(run), indent=1) + "\n")
-        if world_size() > 1:
-            dist.barrier()
-        state, writer = tensors_of(model, optimizer), dcp.FileSystemWriter(draft)
-        alone = world_size() == 1
-        try:
-            if self._stager is None:
-                dcp.save(state, storage_writer=writer, no_dist=alone)
-                self._commit(progress.iteration)
-                return
-            future = dcp.async_save(
-                state,
-                storage_writer=writer,
-                process_group=self._group,
-                async_stager=self._stager,
-                no_dist=alone,
-            )
-        except CheckpointException as error:
-            raise OSError(f"Cannot write a checkpoint to {draft}: {cause_of(error)}") from error
-        assert isinstance(future, Future)
-        self._pending = (progress.iteration, future)
+            return False
+        run = SavedRun(
+            format=FORMAT,
+            iteration=iteration,
+            consumed_samples=progress.consumed_samples,
+            config=dict(config),
+            identity=dict(identity),
+            data=dict(data),
+            torch=torch.__version__,
+            written=time.time(),
+            state=dict(state or {}),
+        )
+        tensors = tensors_of(model, optimizer)
+        problem = _attempt(lambda: self._begin(run) if rank() == 0 else None)
+        if any_rank(problem is not None):
+            return self._failed(iteration, problem or "another rank failed")
+        if self._thread is None:
+            return self._finish(iteration, _attempt(lambda: self._write(iteration, tensors)))
+        copy = self._snapshot(tensors)
+        self._pending = iteration, self._thread.submit(self._write, iteration, copy)
+        return True
 
-    def poll(self) -> int | None:
-        """The iteration whose checkpoint has become the latest since the last call, if any.
-
-        All ranks must call it at the same point.
-
-        Raises:
-            OSError: the writing failed.
-        """
+    def poll(self) -> bool:
+        """Whether a checkpoint has become the latest since the last call."""
         if self._pending is None or any_rank(not self._pending[1].done()):
-            return None
+            return False
         return self.wait()
 
-    def wait(self) -> int | None:
-        """Let a checkpoint that is being written become the latest; return its iteration."""
+    def wait(self) -> bool:
+        """Let a checkpoint that is being written become the latest; whether there was one."""
         if self._pending is None:
-            return None
+            return False
         iteration, future = self._pending
         self._pending = None
-        try:
-            future.result()
-        except CheckpointException as error:
-            draft = self._draft(iteration)
-            raise OSError(f"Cannot write a checkpoint to {draft}: {cause_of(error)}") from error
-        self._commit(iteration)
-        return iteration
+        return self._finish(iteration, _attempt(future.result))
 
     def close(self) -> None:
-        """Let go of the threads; call `wait` before for what is being written."""
+        """End the writing thread, after what it has to do; call `wait` before."""
+        if self._thread is not None:
+            self._thread.shutdown()
         if self._stager is not None:
             self._stager.close()
 
     def _draft(self, iteration: int) -> Path:
         return self._folder / (iteration_folder(iteration) + ".partial")
 
-    def _commit(self, iteration: int) -> None:
+    def _begin(self, run: SavedRun) -> None:
+        draft = self._draft(run.iteration)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        write_text(draft / RUN_FILE, json.dumps(asdict(run), indent=1) + "\n")
+
+    def _snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A copy that the training cannot change, on the device if there is room."""
+        if _fits_on_device(tensors):
+            return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        if self._stager is None:
+            on_gpu = torch.cuda.is_available()
+            options = StagingOptions(
+                use_pinned_memory=on_gpu,  # its copies are several times faster
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_gpu,
+            )
+            self._stager = DefaultStager(options)
+        staged: Any = self._stager.stage(dict(tensors))
+        return staged
+
+    def _write(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write this rank's shards; the coordinator writes the metadata and the checksums."""
+        dcp.save(
+            dict(tensors),
+            storage_writer=_Writer(self._draft(iteration)),
+            process_group=self._group,
+            no_dist=world_size() == 1,
+        )
+
+    def _finish(self, iteration: int, problem: str | None) -> bool:
         """Rank 0 makes a written draft the latest checkpoint; the others wait for that."""
+        if any_rank(problem is not None):
+            return self._failed(iteration, problem or "another rank failed")
+        problem = _attempt(lambda: self._commit(iteration) if rank() == 0 else None)
+        if any_rank(problem is not None):
+            return self._failed(iteration, problem or "rank 0 failed")
+        self.latest = iteration
+        self._say(f" successfully saved checkpoint at iteration {iteration:7d} to {self._folder}")
+        if rank() == 0 and self._keep is not None:
+            for old in surplus(self._folder, self._keep):
+                if self._thread is None:
+                    shutil.rmtree(old, ignore_errors=True)
+                else:
+                    self._thread.submit(shutil.rmtree, old, ignore_errors=True)
+        return True
+
+    def _commit(self, iteration: int) -> None:
+        _replace_folder(self._draft(iteration), self._folder / iteration_folder(iteration))
+        write_text(self._folder / LATEST, f"{iteration}\n")
+
+    def _failed(self, iteration: int, problem: str) -> bool:
         if rank() == 0:
-            _replace_folder(self._draft(iteration), self._folder / iteration_folder(iteration))
-            write_text(self._folder / LATEST, f"{iteration}\n")
-            if self._keep is not None:
-                for old in checkpoints(self._folder)[: -self._keep]:
-                    shutil.rmtree(old)
-        if world_size() > 1:
-            dist.barrier()
+            shutil.rmtree(self._draft(iteration), ignore_errors=True)
+        self._say(f" could not save iteration {iteration}: {problem}. {self._in_force()}")
+        return False
+
+    def _in_force(self) -> str:
+        latest = self._folder / LATEST
+        if not latest.is_file():
+            return "Training goes on; there is no checkpoint yet."
+        return f"Training goes on; the latest checkpoint is that of {latest.read_text().strip()}."
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run folder, earliest first."""
-    found = [p for p in folder.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", p.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("iter_")))
+def surplus(folder: Path, keep: int) -> list[Path]:
+    """The checkpoints to remove so that the `keep` written last stay, and the one in force."""
+
+    def written(path: Path) -> tuple[float, str]:
+        try:
+            return read_saved_run(path).written, path.name
+        except ValueError:  # damaged: the first to go
+            return -1.0, path.name
+
+    by_age = sorted(checkpoints(folder), key=written)
+    latest = folder / LATEST
+    in_force = iteration_folder(int(latest.read_text())) if latest.is_file() else None
+    return [path for path in by_age[:-keep] if path.name != in_force]
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, which also leaves a SHA256SUMS. The sums travel among the write results."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        results = super().write_data(plan, planner).wait()
+        if len(results) != len(plan.items):
+            raise OSError(f"{len(results)} of {len(plan.items)} tensors were written")
+        folder = Path(self.path)
+        names = sorted({result.storage_data.relative_path for result in results})
+        sums = [WriteResult(MetadataIndex(name), 0, sum_of(folder / name)) for name in names]
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([*results, *sums])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        everything = [result for one in results for result in one]
+        shards = [result for result in everything if not isinstance(result.storage_data, str)]
+        super().finish(metadata, [shards])
+        folder = Path(self.path)
+        sums = {
+            result.index.fqn: result.storage_data
+            for result in everything
+            if isinstance(result.storage_data, str)
+        }
+        sums |= {name: sum_of(folder / name) for name in (".metadata", RUN_FILE)}
+        write_text(folder / SUMS_FILE, format_sums(sums))
+
+
+def _attempt(action: Callable[[], Any]) -> str | None:
+    """None, or in words what kept the action from ending well."""
+    try:
+        action()
+    except CheckpointException as error:
+        return cause_of(error)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def _use_device(device: int | None) -> None:
+    """A thread begins on the first GPU; this one belongs to the rank's."""
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+def _fits_on_device(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the GPU holds a copy beside the most that training has ever used."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
+    on_gpu = [t for t in local if t.is_cuda]
+    if not on_gpu:
+        return False
+    device = on_gpu[0].device
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    # A twentieth more, for what the allocator cannot put into the holes there are.
+    return 1.05 * sum(t.numel() * t.element_size() for t in on_gpu) < free + unused
 
 
 def _replace_folder(draft: Path, final: Path) -> None:
-    """Put a whole folder where an earlier one of that name may be."""
+    """Put a whole folder where an earlier one of that name may be (`run_folder.recover`)."""
     aside = final.with_name(final.name + ".old")
     shutil.rmtree(aside, ignore_errors=True)
     if final.exists():
         os.rename(final, aside)
+    sync_directory(draft)
     os.rename(draft, final)
     sync_directory(final.parent)
     shutil.rmtree(aside, ignore_errors=True)

@@ -12,10 +12,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import signal
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,23 +28,29 @@ from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
 from mb_train.data import batches
 from mb_train.execute import weigh
+from mb_train.health import DivergenceGuard
 from mb_train.metrics import Accumulator
 from mb_train.optimizer import apply_schedule
 from mb_train.reporting import perplexity, report_interval, validation_lines
-from mb_train.run import Run, Start, device_type
+from mb_train.run import Run, Start, device_type, only_writer
+from mb_train.signals import StopFlag, stop_signals
 from mb_train.tasks import Batch, Dataset
 from mb_train.unsupported import check_supported
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. Losses are None where nothing was measured."""
+    """How a run ended. Losses are None where nothing was measured.
+
+    `checkpoint` is the latest whole one; `diverged` says that the loss was no number for too long.
+    """
 
     iteration: int
     first_loss: float | None
     valid_loss: float | None
     checkpoint: Path | None
     stopped_by: str | None
+    diverged: bool
 
 
 def train(config: TrainConfig, start: Start | None = None) -> Result:
@@ -63,13 +68,16 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
     with (
         warnings.catch_warnings(),
         distributed(device_type(config)) as device,
-        _sigterm() as terminated,
+        only_writer(config.save) as recovered,
+        stop_signals() as stop,
     ):
         # torch's checkpoint writer, in whatever thread: one process is what was asked for.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         run = Run(config, device, start)
+        for line in recovered:
+            run.say(f" {line}")
         try:
-            return _loop(run, terminated)
+            return _loop(run, stop)
         except ValueError as error:
             # Set up, a run has nothing wrong to be told: this is a defect, and wants its traceback.
             raise RuntimeError(f"after iteration {run.progress.iteration}") from error
@@ -77,34 +85,41 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
             run.close()
 
 
-def _loop(run: Run, terminated: Callable[[], bool]) -> Result:
+def _loop(run: Run, stop: StopFlag) -> Result:
     config, begun, clock = run.config, time.monotonic(), _Clock(run.device)
-    accumulator = Accumulator(run.mesh)
+    accumulator, guard = Accumulator(run.mesh), DivergenceGuard(config.nan_limit)
     valid_losses: dict[str, float] = {}
     first_loss = stopped_by = None
+    diverged = False
     iteration = evaluated_at = saved_at = run.progress.iteration
     run.say(f" [before the start of training step] datetime: {_now()}")
     stream = _training_stream(run)
     while iteration < run.iterations and stopped_by is None:
         grad_norm = train_step(run, stream, accumulator)
         iteration = run.progress.iteration
-        stopped_by = _reason_to_stop(run, begun, terminated)
+        stopped_by = _reason_to_stop(run, begun, stop)
         if iteration % config.log_interval == 0 or iteration == run.iterations or stopped_by:
             params_norm = _params_norm(run) if config.log_params_norm else None
             stats = accumulator.collect(grad_norm, params_norm)
             report_interval(run, stats, seconds=clock.lap())
             first_loss = stats.lm_losses[0] if first_loss is None else first_loss
+            if guard.see(stats.lm_losses, iteration):
+                diverged, stopped_by = (
+                    True,
+                    guard.reason(run.data.train, run.progress, run.batch_size),
+                )
         run.sign_of_life(f"iteration {iteration} of {run.iterations} is done")
         if config.eval_interval and iteration % config.eval_interval == 0:
             with clock.paused():
-                valid_losses = evaluate(run, run.data.valid, f"iteration {iteration}")
+                valid_losses = evaluate(run, run.data.valid, f"iteration {iteration}", stop)
             evaluated_at = iteration
+            stopped_by = stopped_by or _reason_to_stop(run, begun, stop)
         if config.save_interval and iteration % config.save_interval == 0:
             with clock.paused():
                 save(run)
             saved_at = iteration
         elif run.saver is not None:
-            _say_saved(run, run.saver.poll())
+            run.saver.poll()
     stream.close()
     run.say(f" [after training is done] datetime: {_now()}")
     if stopped_by is not None:
@@ -114,16 +129,16 @@ def _loop(run: Run, terminated: Callable[[], bool]) -> Result:
         if evaluated_at == iteration and valid_losses:  # the same weights, the same set
             run.say(validation_lines(place, valid_losses))
         else:
-            valid_losses = evaluate(run, run.data.valid, place)
+            valid_losses = evaluate(run, run.data.valid, place, stop)
     if saved_at != iteration:
         save(run, wait=True)
     elif run.saver is not None:
-        _say_saved(run, run.saver.wait())
+        run.saver.wait()
     if stopped_by is None:
-        evaluate(run, run.data.test, "the end of training for test data")
+        evaluate(run, run.data.test, "the end of training for test data", stop)
     valid_loss = next(iter(valid_losses.values()), None)
-    checkpoint = run.folder and run.folder / run_folder.iteration_folder(iteration)
-    return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by)
+    checkpoint = None if run.folder is None else run_folder.find_checkpoint(run.folder)
+    return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by, diverged)
 
 
 def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> Tensor:
@@ -160,8 +175,11 @@ def seed_micro_batch(config: TrainConfig, iteration: int, place: int) -> None:
 
 
 @torch.no_grad()
-def evaluate(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
-    """Mean losses over the first `eval_iters` batches of a set, printed; {} without a set."""
+def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> dict[str, float]:
+    """Mean losses over the first `eval_iters` batches of a set, printed.
+
+    {} without a set, and if a signal came before the last batch.
+    """
     if dataset is None:
         return {}
     run.model.eval()
@@ -173,6 +191,9 @@ def evaluate(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
             batch = next(stream)
             for name, loss in run.executor.evaluate(batch).items():
                 sums[name] += torch.stack([loss.reshape(()), batch[weights[name]].sum()])
+            if any_rank(bool(stop)):
+                run.say(f" evaluation at {place} left off after batch {done + 1} of {passes}")
+                return {}
             run.sign_of_life(f"evaluation: {done + 1} of {passes} batches are done")
     losses = {}
     for name, both in sums.items():
@@ -196,10 +217,8 @@ def save(run: Run, *, wait: bool = False) -> None:
     """Write a checkpoint of where the run stands, if it has a folder, or begin to."""
     if run.saver is None:
         return
-    iteration, begun = run.progress.iteration, time.monotonic()
-    _say_saved(run, run.saver.wait())
-    run.say(f" saving checkpoint at iteration {iteration:7d} to {run.folder}")
-    run.saver.save(
+    begun = time.monotonic()
+    saved = run.saver.save(
         run.model,
         None if run.config.no_save_optim else run.optimizer,
         run.progress,
@@ -207,16 +226,11 @@ def save(run: Run, *, wait: bool = False) -> None:
         identity=run.identity,
         data=run.data.identity,
     )
-    run.log.write("save", iteration=iteration, seconds=time.monotonic() - begun)
-    if not run.config.async_save:
-        _say_saved(run, iteration)
-    elif wait:
-        _say_saved(run, run.saver.wait())
-
-
-def _say_saved(run: Run, iteration: int | None) -> None:
-    if iteration is not None:
-        run.say(f" successfully saved checkpoint at iteration {iteration:7d} to {run.folder}")
+    if saved:
+        seconds = time.monotonic() - begun
+        run.log.write("save", iteration=run.progress.iteration, seconds=seconds)
+    if wait:
+        run.saver.wait()
 
 
 def _training_stream(run: Run) -> Generator[Batch]:
@@ -238,11 +252,11 @@ def _stream(run: Run, dataset: Dataset, *, consumed_samples: int) -> Generator[B
     )
 
 
-def _reason_to_stop(run: Run, begun: float, terminated: Callable[[], bool]) -> str | None:
+def _reason_to_stop(run: Run, begun: float, stop: StopFlag) -> str | None:
     """Why to save and stop before the end, agreed by all ranks."""
     config, iteration = run.config, run.progress.iteration
-    if any_rank(terminated()):
-        return "SIGTERM"
+    if any_rank(bool(stop)):
+        return stop.name or "a signal to another rank"
     limit, interval = config.exit_duration_in_mins, config.exit_interval
     if limit is not None and any_rank(time.monotonic() - begun > 60 * limit):
         return f"--exit-duration-in-mins {limit:g}"
@@ -296,19 +310,3 @@ def mix(*numbers: int) -> int:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
-
-
-@contextlib.contextmanager
-def _sigterm() -> Generator[Callable[[], bool]]:
-    """Turn SIGTERM into a flag to look at between steps, for as long as the context lasts."""
-    seen = False
-
-    def note(*_: object) -> None:
-        nonlocal seen
-        seen = True
-
-    previous = signal.signal(signal.SIGTERM, note)
-    try:
-        yield lambda: seen
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -89,6 +89,10 @@ class TrainingFields:
     exit_duration_in_mins: float | None = flag(
         "save and stop after this many minutes", bounds=POSITIVE, on_load="own"
     )
+    nan_limit: int = flag(
+        "stop after this many steps in a row whose loss is not a number; 0 goes on (ours)", 10,
+        bounds=AT_LEAST_0,
+    )  # fmt: skip
     recompute_granularity: str | None = flag(
         "what is recomputed in the backward pass: full layers, or their attention alone",
         choices=("full", "selective"),

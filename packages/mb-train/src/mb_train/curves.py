@@ -1,0 +1,150 @@
+"""What a run measured, read back from its log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mb_train.reporting import read_log
+from mb_train.run_folder import LOG_FILE
+
+
+@dataclass
+class Curves:
+    """A run's measurements by iteration; where a run was resumed the later record holds.
+
+    What was not a number is None. `load_imbalance` is, per layer, the load of the fullest expert
+    over the mean; `tokens_per_expert` is [layers][experts].
+
+    Attributes:
+        torn: lines of the log that a kill cut short.
+        start: the event of the last start: device, ranks, parameters, configuration.
+    """
+
+    name: str
+    loss: dict[int, float | None] = field(default_factory=dict)
+    valid: dict[int, float | None] = field(default_factory=dict)
+    test: dict[int, float | None] = field(default_factory=dict)
+    lr: dict[int, float | None] = field(default_factory=dict)
+    grad_norm: dict[int, float | None] = field(default_factory=dict)
+    tokens_per_s: dict[int, float | None] = field(default_factory=dict)
+    load_imbalance: dict[int, list[float]] = field(default_factory=dict)
+    tokens_per_expert: dict[int, list[list[float]]] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)
+    torn: int = 0
+
+    @property
+    def last(self) -> int:
+        """The last iteration."""
+        return max(self.loss)
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The iteration from which on no loss was a number; None if the last one is."""
+        since = None
+        for iteration in sorted(self.loss, reverse=True):
+            if self.loss[iteration] is not None:
+                break
+            since = iteration
+        return since
+
+
+def read_curves(folder: Path) -> Curves:
+    """Read RUN/log.jsonl.
+
+    Raises:
+        ValueError: no log there, or nothing in it.
+    """
+    path = folder / LOG_FILE
+    if not path.is_file():
+        raise ValueError(f"Expected {folder} to be a run folder with a {LOG_FILE}, found none.")
+    curves = Curves(folder.resolve().name)
+    for event in read_log(path):
+        try:
+            _add(curves, event)
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f"{path} holds an event {event.get('event')!r} that this mb-train cannot read."
+            ) from None
+    if not curves.loss:
+        raise ValueError(f"{path} holds no training step yet.")
+    return curves
+
+
+def _add(curves: Curves, event: dict[str, Any]) -> None:
+    kind = event["event"]
+    if kind == "torn":
+        curves.torn += 1
+    elif kind == "start":
+        curves.start = event
+        _forget_after(curves, event["iteration"])
+    elif kind == "train":
+        _add_interval(curves, event)
+    elif kind == "eval":
+        series = curves.test if "test" in event["place"] else curves.valid
+        series[event["iteration"]] = event["lm_loss"]
+
+
+def _forget_after(curves: Curves, iteration: int) -> None:
+    """A run that went on from `iteration` replaces what an earlier one did after it."""
+    for series in (
+        curves.loss, curves.valid, curves.test, curves.lr, curves.grad_norm, curves.tokens_per_s,
+        curves.load_imbalance, curves.tokens_per_expert,
+    ):  # fmt: skip
+        for later in [i for i in series if i > iteration]:
+            del series[later]
+
+
+def _add_interval(curves: Curves, event: dict[str, Any]) -> None:
+    last, losses = event["iteration"], event["lm_losses"]
+    for offset, loss in enumerate(losses):
+        curves.loss[last - len(losses) + 1 + offset] = loss
+    curves.tokens_per_s[last] = event["tokens_per_s"]
+    for name in ("lr", "grad_norm"):
+        if name in event:
+            getattr(curves, name)[last] = event[name]
+    if event.get("load_imbalance"):
+        curves.load_imbalance[last] = event["load_imbalance"]
+    if event.get("tokens_per_expert"):
+        curves.tokens_per_expert[last] = event["tokens_per_expert"]
+
+
+def median(values: Iterable[float | None]) -> float:
+    """The middle one of those that are numbers; not a number if none is."""
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else math.nan
+
+
+def summary(curves: Curves) -> list[tuple[str, str]]:
+    """What came out of a run, as names and values in words."""
+    first, last = min(curves.loss), curves.last
+    lines = [
+        ("iterations", f"{first} to {last}"),
+        ("training loss", f"{_words(curves.loss[first])} -> {_words(curves.loss[last])}"),
+    ]
+    for name, series in (("validation loss", curves.valid), ("test loss", curves.test)):
+        if series:
+            at = max(series)
+            loss = series[at]
+            ppl = "" if loss is None else f" (PPL {math.exp(min(20.0, loss)):.2f})"
+            lines.append((name, f"{_words(loss)}{ppl} at iteration {at}"))
+    lines.append(("tokens per second", f"{median(curves.tokens_per_s.values()):,.0f}, the median"))
+    if curves.load_imbalance:
+        loads = curves.load_imbalance[max(curves.load_imbalance)]
+        by_layer = " ".join(_words(load, 2) for load in loads)
+        lines.append(("expert load, max/mean", f"{by_layer} (by layer, at the end)"))
+    if curves.diverged_at is not None:
+        lines.append(
+            ("diverged", f"the loss is not a number from iteration {curves.diverged_at} on")
+        )
+    if curves.torn:
+        lines_of = "1 line" if curves.torn == 1 else f"{curves.torn} lines"
+        lines.append(("log", f"{lines_of} of the log was cut short by a kill, and left out"))
+    return lines
+
+
+def _words(value: float | None, digits: int = 4) -> str:
+    return "not a number" if value is None else f"{value:.{digits}f}"

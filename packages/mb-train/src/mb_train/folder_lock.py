@@ -1,0 +1,65 @@
+"""One run per folder: a lock on it, held for as long as the run lives.
+
+The kernel lets go of the lock when the process ends, however it ends, so a killed run leaves
+nothing to clean up. Beside the lock lies a note of who holds it, for the message to the second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+LOCK_FILE = ".lock"
+HOLDER_FILE = ".lock-holder.json"
+
+
+@contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Hold the lock of a run folder, which is made if need be.
+
+    Raises:
+        ValueError: another run holds it; says which.
+        OSError: the folder cannot be written.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK_FILE)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"Expected {folder} to be free, but {_holder(folder)} is writing it. "
+            "Wait for it to end, or give another --save folder."
+        ) from None
+    note = folder / HOLDER_FILE
+    try:
+        about = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
+        note.write_text(json.dumps(about) + "\n")
+        yield
+    finally:
+        note.unlink(missing_ok=True)
+        if folder in made and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+            (folder / LOCK_FILE).unlink()  # nothing came of the run: as if it had not been
+        lock.release()
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
+
+
+def _holder(folder: Path) -> str:
+    try:
+        about = json.loads((folder / HOLDER_FILE).read_text())
+        return f"process {about['pid']} on {about['host']}, since {about['since']},"
+    except (OSError, ValueError, TypeError, KeyError):
+        return "another run"
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,104 @@
+"""When a run has diverged: the rule to stop by, and where to look.
+
+A loss that is not a number seldom recovers, and weights that are not numbers never do. Such weights
+are not saved (`saver`); after `limit` such steps in a row the run stops and names the documents of
+the first bad batch, which is where damaged text shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mb_parallel import any_rank
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mb_train.checkpoint import Progress
+
+_DOCUMENTS_NAMED = 8
+
+
+class DivergenceGuard:
+    """Counts steps in a row whose loss is not finite.
+
+    Args:
+        limit: stop after this many; 0 never stops.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.bad = 0
+        self.since: int | None = None
+
+    def see(self, losses: Sequence[float], last_iteration: int) -> bool:
+        """Take the losses of the steps up to `last_iteration`; whether to stop.
+
+        Every rank must give the same losses, as `Accumulator.collect` returns them.
+        """
+        for iteration, loss in enumerate(losses, last_iteration - len(losses) + 1):
+            if math.isfinite(loss):
+                self.bad, self.since = 0, None
+                continue
+            self.bad += 1
+            self.since = iteration if self.since is None else self.since
+            if self.limit and self.bad >= self.limit:
+                return True
+        return False
+
+    def reason(self, dataset: Any, progress: Progress, batch_size: int) -> str:
+        """Why the run stops, in words: since when, and which documents that batch held.
+
+        Args:
+            dataset: the training set.
+            progress: where the run stands; batches before it are counted back from there.
+        """
+        assert self.since is not None
+        back = (progress.iteration - self.since + 1) * batch_size
+        first = max(progress.consumed_samples - back, 0)
+        named = documents_of(dataset, range(first, first + batch_size))
+        return (
+            f"the loss is not a number since iteration {self.since} ({self.bad} steps in a row). "
+            f"Documents of that batch: {named}"
+        )
+
+
+def documents_of(dataset: Any, samples: range) -> str:
+    """The documents that samples of a GPT dataset, or a blend of such, are cut from, in words.
+
+    Of another dataset the samples themselves are named.
+    """
+    found: dict[str, list[int]] = {}
+    for sample in samples:
+        source, index = dataset, sample
+        while hasattr(source, "dataset_sample_index"):
+            number = int(source.dataset_index[index])
+            index = int(source.dataset_sample_index[index])
+            source = source.datasets[number]
+        if not hasattr(source, "sample_idx"):
+            return f"unknown, samples {samples.start} to {samples.stop - 1}"
+        row = int(source.shuffle_idx[index])
+        first, last = int(source.sample_idx[row][0]), int(source.sample_idx[row + 1][0])
+        documents = found.setdefault(str(source.indexed.prefix), [])
+        documents.extend(int(d) for d in source.doc_idx[first : last + 1] if d not in documents)
+    parts = []
+    for prefix, documents in found.items():
+        shown = ", ".join(map(str, documents[:_DOCUMENTS_NAMED]))
+        more = len(documents) - _DOCUMENTS_NAMED
+        parts.append(f"{shown}{f' and {more} more' if more > 0 else ''} of {prefix}.bin")
+    return "; ".join(parts)
+
+
+@torch.no_grad()
+def all_finite(modules: Sequence[nn.Module]) -> bool:
+    """Whether every parameter on every rank is a number; one transfer from the device."""
+    verdicts = []
+    for module in modules:
+        for parameter in module.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if local.is_floating_point():
+                verdicts.append(local.isfinite().all())
+    bad = bool(verdicts) and not bool(torch.stack(verdicts).all())
+    return not any_rank(bad)

@@ -1,0 +1,59 @@
+"""Signals that mean "save, then stop": SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1.
+
+Schedulers send SIGUSR1 ahead of the end of a job, terminals SIGHUP when they close. A handler only
+notes what came; the loop looks at the flag between steps. A second Ctrl-C ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Generator
+
+_SAVING = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+    if hasattr(signal, name)
+)
+
+
+class StopFlag:
+    """Whether a signal has asked to stop, and which.
+
+    Attributes:
+        name: "SIGTERM", say; None as long as nothing came.
+    """
+
+    name: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.name is not None
+
+
+@contextlib.contextmanager
+def stop_signals() -> Generator[StopFlag]:
+    """Turn those signals into a flag for as long as the context lasts.
+
+    A signal that the process was started to ignore (`nohup`) stays ignored. In a thread other than
+    the main one no handler can be set: the flag then never rises.
+    """
+    flag = StopFlag()
+
+    def note(number: int, _frame: object) -> None:
+        if number == signal.SIGINT and flag.name == "SIGINT":
+            raise KeyboardInterrupt
+        flag.name = signal.Signals(number).name
+
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+    replaced = {}
+    try:
+        for number in _SAVING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                replaced[number] = signal.signal(number, note)
+        yield flag
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,264 @@
+"""What a run does when something goes wrong: signals, two runs in a folder, NaN, a full disk."""
+
+import json
+import os
+import signal
+
+import mb_data
+import numpy as np
+import pytest
+import torch
+from mb_train import train as loop
+from mb_train.cli import main
+from mb_train.reporting import read_log
+from mb_train.run_folder import checkpoints, find_checkpoint
+
+TINY = [
+    "--recipe",
+    "quickstart",
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "16",
+    "--ffn-hidden-size",
+    "16",
+    "--seq-length",
+    "16",
+    "--num-attention-heads",
+    "1",
+    "--micro-batch-size",
+    "2",
+    "--moe-num-experts",
+    "2",
+    "--moe-top-k",
+    "1",
+    "--lr-decay-iters",
+    "100",
+    "--lr-warmup-iters",
+    "1",
+    "--eval-iters",
+    "1",
+    "--eval-interval",
+    "100",
+    "--log-interval",
+    "1",
+    "--num-workers",
+    "0",
+    "--device",
+    "cpu",
+    "--split",
+    "90,10,0",
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text"
+    tokens = np.random.default_rng(0).integers(0, 500, (40, 64), dtype=np.uint16)
+    with mb_data.IndexedDatasetBuilder(path, dtype=np.uint16) as builder:
+        for document in tokens:
+            builder.add_document(document)
+    return str(path)
+
+
+@pytest.fixture
+def run(tmp_path, data):
+    folder = tmp_path / "run"
+
+    def start(*words):
+        return main([*TINY, "--data-path", data, "--save", str(folder), *map(str, words)])
+
+    start.folder = folder
+    return start
+
+
+def go_on(folder, *words):
+    return main(["--load", str(folder), "--device", "cpu", *map(str, words)])
+
+
+def losses(folder):
+    found = {}
+    for event in read_log(folder / "log.jsonl"):
+        if event["event"] == "train":
+            last = event["iteration"]
+            for back, loss in enumerate(reversed(event["lm_losses"])):
+                found[last - back] = loss
+    return found
+
+
+def names(folder):
+    return [path.name for path in checkpoints(folder)]
+
+
+def test_a_signal_saves_and_the_run_goes_on_to_the_bit(run, monkeypatch, capsys):
+    assert run("--train-iters", 5, "--save-interval", 100) == 0
+    expected = losses(run.folder)
+    step = loop.train_step
+
+    def signalled(a_run, *arguments):
+        if a_run.progress.iteration == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(a_run, *arguments)
+
+    monkeypatch.setattr(loop, "train_step", signalled)
+    assert run("--train-iters", 5, "--save-interval", 100) == 0
+    assert "stopping at iteration 3: SIGINT" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert names(run.folder) == ["iter_0000003"]
+    assert go_on(run.folder, "--train-iters", 5) == 0
+    assert losses(run.folder) == expected
+
+
+def test_a_signal_ends_an_evaluation(run, monkeypatch, capsys):
+    evaluate = loop.evaluate
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(loop, "evaluate", signalled)
+    words = ("--train-iters", 4, "--eval-interval", 2, "--eval-iters", 50)
+    assert run(*words) == 0
+    out = capsys.readouterr().out
+    assert "left off after batch 1 of 50" in out
+    assert "stopping at iteration 2: SIGUSR1" in out
+    assert names(run.folder) == ["iter_0000002"]
+
+
+def test_a_second_run_in_the_folder_is_refused_and_changes_nothing(run, capsys):
+    from mb_train.folder_lock import locked
+
+    assert run("--train-iters", 2) == 0
+    before = sorted(p.name for p in run.folder.iterdir() if not p.name.startswith(".lock"))
+    with locked(run.folder):
+        assert run("--train-iters", 2) == 2
+        assert go_on(run.folder) == 2
+    error = capsys.readouterr().err
+    assert error.count("to be free, but process") == 2
+    after = sorted(p.name for p in run.folder.iterdir() if not p.name.startswith(".lock"))
+    assert after == before
+
+
+def test_going_back_keeps_what_came_after(run, capsys):
+    assert run("--train-iters", 4, "--save-interval", 1) == 0
+    first = losses(run.folder)
+    assert go_on(run.folder / "iter_0000002", "--train-iters", 4, "--lr", "0.1") == 0
+    assert "going back: the later checkpoints" in capsys.readouterr().out
+    assert names(run.folder) == [f"iter_{i:07d}" for i in (1, 2, 3, 4)]
+    assert losses(run.folder) != first
+    branch = run.folder / "previous-1"
+    assert names(branch) == ["iter_0000003", "iter_0000004"]
+    assert losses(branch) == first
+    assert go_on(branch, "--train-iters", 5) == 0
+    assert losses(branch).items() > first.items()
+
+
+def test_loading_from_elsewhere_sets_an_earlier_run_aside(run, tmp_path):
+    assert run("--train-iters", 2) == 0
+    other = tmp_path / "other"
+    words = ["--load", str(run.folder), "--save", str(other), "--device", "cpu"]
+    assert main([*words, "--train-iters", "3"]) == 0
+    assert main([*words, "--train-iters", "4"]) == 0
+    assert names(other) == ["iter_0000004"]
+    assert names(other / "previous-1") == ["iter_0000003"]
+    assert 3 in losses(other)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_full_disk_does_not_end_the_run(run, monkeypatch, capsys, asynchronous):
+    import torch.distributed.checkpoint as dcp
+
+    write, calls = dcp.FileSystemWriter.write_data, 0
+
+    def full(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(28, "No space left on device")
+        return write(*arguments)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    words = ["--async-save"] if asynchronous else []
+    assert run("--train-iters", 3, "--save-interval", 1, *words) == 0
+    out = capsys.readouterr().out
+    assert "could not save iteration 2: OSError: [Errno 28] No space left" in out
+    assert names(run.folder) == ["iter_0000001", "iter_0000003"]
+    assert not list(run.folder.glob("*.partial"))
+
+
+@pytest.fixture
+def diverging(monkeypatch):
+    """From the fourth step on the weights are not numbers."""
+    step = loop.train_step
+
+    def poisoned(a_run, *arguments):
+        if a_run.progress.iteration == 3:
+            with torch.no_grad():
+                next(a_run.model.parameters()).fill_(torch.nan)
+        return step(a_run, *arguments)
+
+    monkeypatch.setattr(loop, "train_step", poisoned)
+
+
+def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(run, diverging, capsys, data):
+    words = ("--save-interval", 1, "--keep-checkpoints", 1, "--nan-limit", 2)
+    assert run("--train-iters", 9, *words) == 1
+    out = capsys.readouterr().out
+    assert "the loss is not a number since iteration 4 (2 steps in a row)" in out
+    assert f"of {data}.bin" in out
+    assert "not saved: at iteration 4 the weights are not numbers" in out
+    assert find_checkpoint(run.folder) == run.folder / "iter_0000003"
+    assert f"checkpoint           {run.folder / 'iter_0000003'}" in out
+    assert max(losses(run.folder)) == 5
+    assert main(["report", str(run.folder)]) == 0
+    assert "not a number from iteration 4 on" in capsys.readouterr().out
+    assert main(["generate", str(run.folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
+
+
+def test_report_and_generate_of_what_never_was_a_number(run, monkeypatch, diverging, capsys):
+    """Weights that were saved by an earlier version, or damaged by hand."""
+    from mb_train import saver
+
+    monkeypatch.setattr(saver, "all_finite", lambda modules: True)
+    assert run("--train-iters", 5, "--nan-limit", 0) == 0
+    assert "nan" in capsys.readouterr().out.lower()
+    assert main(["report", str(run.folder)]) == 0
+    assert main(["generate", str(run.folder), "--device", "cpu"]) == 2
+    assert "scores are not numbers" in capsys.readouterr().err
+
+
+def test_a_log_torn_by_a_kill_is_no_obstacle(run, capsys):
+    assert run("--train-iters", 2) == 0
+    log = run.folder / "log.jsonl"
+    log.write_bytes(log.read_bytes() + b'{"event": "tra')
+    assert go_on(run.folder, "--train-iters", 3) == 0
+    assert sorted(losses(run.folder)) == [1, 2, 3]
+    assert b'{"event": "tra\n{"event": "start"' in log.read_bytes()
+    capsys.readouterr()
+    assert main(["report", str(run.folder)]) == 0
+    assert "1 line of the log was cut short by a kill" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_offers_the_one_before(run, capsys):
+    assert run("--train-iters", 2, "--save-interval", 1) == 0
+    shard = run.folder / "iter_0000002" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 4
+    shard.write_bytes(content)
+    assert go_on(run.folder, "--train-iters", 3) == 2
+    error = capsys.readouterr().err
+    assert f"{shard} is damaged" in error
+    offered = error.split("--load ")[1].strip()
+    assert offered == str(run.folder / "iter_0000001")
+    assert go_on(offered, "--train-iters", 3) == 0
+
+
+def test_an_unknown_key_in_run_json_is_one_line(run, capsys):
+    assert run("--train-iters", 1) == 0
+    file = run.folder / "iter_0000001" / "run.json"
+    content = json.loads(file.read_text())
+    content["config"]["wings"] = 2
+    file.write_text(json.dumps(content))
+    for command in (["--load", str(run.folder)], ["generate", str(run.folder)]):
+        assert main(command) == 2
+        assert "'wings'" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""When a run has diverged, and which documents its bad batch held."""
+
+import math
+
+import mb_data
+import numpy as np
+import torch
+from mb_data import IndexedDataset
+from mb_train.checkpoint import Progress
+from mb_train.health import DivergenceGuard, all_finite, documents_of
+from torch import nn
+
+
+def test_the_guard_counts_steps_in_a_row():
+    guard = DivergenceGuard(3)
+    nan, inf = math.nan, math.inf
+    assert not guard.see([1.0, nan, nan], 3)
+    assert not guard.see([2.0, nan], 5)  # a number between: begins anew
+    assert guard.since == 5
+    assert not guard.see([inf], 6)
+    assert guard.see([nan, 1.0, 1.0], 9)
+    assert (guard.since, guard.bad) == (5, 3)
+    never = DivergenceGuard(0)
+    assert not never.see([nan] * 1000, 1000)
+
+
+def data_set(folder, name, documents=12, length=7):
+    with mb_data.IndexedDatasetBuilder(folder / name, dtype=np.uint16) as builder:
+        for document in range(documents):
+            builder.add_document(np.full(length, document, dtype=np.uint16))
+    return IndexedDataset(folder / name)
+
+
+def test_documents_are_those_that_the_samples_hold(tmp_path):
+    indexed = data_set(tmp_path, "a")
+    dataset = mb_data.GPTDataset(indexed, range(12), seq_length=5, num_samples=30, seed=3)
+    for sample in range(30):
+        held = set(dataset[sample].tolist())  # a token is its document's number
+        named = documents_of(dataset, range(sample, sample + 1))
+        assert named.endswith(" of " + str(tmp_path / "a") + ".bin")
+        assert {int(n) for n in named.split(" of ")[0].split(", ")} == held
+
+
+def test_documents_of_a_blend_and_of_many(tmp_path):
+    sources = [
+        mb_data.GPTDataset(
+            data_set(tmp_path, name), range(12), seq_length=5, num_samples=20, seed=1
+        )
+        for name in ("a", "b")
+    ]
+    blend = mb_data.BlendedDataset(sources, [1.0, 1.0], 20)
+    named = documents_of(blend, range(20))
+    assert f"of {tmp_path / 'a'}.bin; " in named
+    assert named.endswith(f"of {tmp_path / 'b'}.bin")
+    assert "more of" in named
+
+
+def test_the_reason_points_at_the_first_bad_batch(tmp_path):
+    indexed = data_set(tmp_path, "a")
+    dataset = mb_data.GPTDataset(indexed, range(12), seq_length=5, num_samples=30, seed=3)
+    guard = DivergenceGuard(2)
+    assert guard.see([1.0, 1.0, math.nan, math.nan], 14)
+    reason = guard.reason(dataset, Progress(14, 28), 2)
+    assert "since iteration 13 (2 steps in a row)" in reason
+    assert documents_of(dataset, range(24, 26)) in reason
+
+
+def test_finite_weights():
+    model = nn.Linear(3, 2)
+    assert all_finite([model, nn.ReLU()])
+    with torch.no_grad():
+        model.weight[1, 2] = torch.inf
+    assert not all_finite([nn.Linear(2, 2), model])

@@ -1,0 +1,142 @@
+"""The run folder: one writer, moves that a kill cannot split, branches that nothing overwrites."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from mb_train import run_folder
+from mb_train.folder_lock import locked
+from mb_train.run_folder import find_checkpoint, recover, set_aside, set_later_aside
+
+
+def fill(folder, iterations, text="old"):
+    folder.mkdir(exist_ok=True)
+    for iteration in iterations:
+        path = folder / run_folder.iteration_folder(iteration)
+        path.mkdir()
+        (path / "run.json").write_text(text)
+    (folder / "latest_checkpointed_iteration.txt").write_text(f"{iterations[-1]}\n")
+    (folder / "log.jsonl").write_text(text)
+    (folder / "config.toml").write_text(text)
+
+
+def tree(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_setting_aside_keeps_data_and_counts_up(tmp_path):
+    (tmp_path / "data").mkdir()
+    assert set_aside(tmp_path) is None
+    for number in (1, 2):
+        (tmp_path / "log.jsonl").touch()
+        assert set_aside(tmp_path) == tmp_path / f"previous-{number}"
+    assert (tmp_path / "data").is_dir()
+    assert not (tmp_path / "log.jsonl").exists()
+
+
+class Killed(BaseException):
+    """What no code of ours catches."""
+
+
+def _killed_after(monkeypatch, renames):
+    """Make the process "die" at the given call of os.rename."""
+    calls = 0
+    rename = os.rename
+
+    def dying(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls > renames:
+            raise Killed
+        rename(*arguments)
+
+    monkeypatch.setattr(os, "rename", dying)
+
+
+@pytest.mark.parametrize("renames", range(5))
+def test_a_kill_while_a_run_is_set_aside_splits_nothing(tmp_path, monkeypatch, renames):
+    fill(tmp_path, [10, 20])
+    whole = tree(tmp_path)
+    with monkeypatch.context() as patch:
+        _killed_after(patch, renames)
+        with pytest.raises(Killed):
+            set_aside(tmp_path)
+    assert "finished moving" in recover(tmp_path)[0]
+    assert tree(tmp_path / "previous-1") == whole
+    assert tree(tmp_path) == [f"previous-1/{name}" for name in whole]
+    assert recover(tmp_path) == []
+
+
+@pytest.mark.parametrize("renames", [0, 1, 9])
+def test_going_back_keeps_the_later_branch(tmp_path, monkeypatch, renames):
+    fill(tmp_path, [10, 20, 30])
+    with monkeypatch.context() as patch:
+        _killed_after(patch, renames)
+        with contextlib.suppress(Killed):
+            assert set_later_aside(tmp_path, 10) == tmp_path / "previous-1"
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000010"
+    recover(tmp_path)
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000010"
+    assert find_checkpoint(tmp_path / "previous-1") == tmp_path / "previous-1" / "iter_0000030"
+    assert (tmp_path / "previous-1" / "log.jsonl").read_text() == "old"
+    assert (tmp_path / "log.jsonl").read_text() == "old"  # this run's too, up to iteration 10
+    assert set_later_aside(tmp_path, 10) is None
+
+
+def test_what_a_kill_left_half_written_is_removed_or_put_back(tmp_path):
+    fill(tmp_path, [10, 20])
+    for name in ("iter_0000030.partial", "iter_0000010.old", "iter_0000015.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(name)
+    done = recover(tmp_path)
+    assert [p.name for p in run_folder.checkpoints(tmp_path)] == [
+        "iter_0000010", "iter_0000015", "iter_0000020",
+    ]  # fmt: skip
+    assert (tmp_path / "iter_0000010" / "run.json").read_text() == "old"
+    assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob("*.old"))
+    assert len(done) == 2
+
+
+def test_a_latest_that_is_gone_offers_another(tmp_path):
+    fill(tmp_path, [10, 20])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("30")
+    with pytest.raises(ValueError, match=r"There is .*iter_0000020: give that to --load"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_run_that_never_began_leaves_no_folder(tmp_path):
+    with pytest.raises(OSError, match="bad input"), locked(tmp_path / "runs" / "new"):
+        raise OSError("bad input")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    run = tmp_path / "run"
+    script = """
+import sys
+from pathlib import Path
+from mb_train.folder_lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", script, str(run)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout.readline() == "held\n"
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"process {first.pid} on .* is writing it"), \
+                 locked(run):  # fmt: skip
+                pass
+        first.kill()  # kill -9 lets go of the lock
+        first.wait()
+        with locked(run):
+            holder = json.loads((run / ".lock-holder.json").read_text())
+            assert holder["pid"] == os.getpid()
+    with locked(run):  # and again
+        pass
+    assert tree(run) == [".lock"]

@@ -1,0 +1,52 @@
+"""Signals that ask to save and stop."""
+
+import os
+import signal
+import threading
+
+import pytest
+from mb_train.signals import stop_signals
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_signal_raises_the_flag_and_nothing_else(name):
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    with stop_signals() as flag:
+        assert not flag
+        os.kill(os.getpid(), number)
+        assert flag
+        assert flag.name == name
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_ctrl_c_ends_at_once():
+    with stop_signals() as flag:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert flag.name == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as flag:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not flag
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_in_another_thread_the_flag_never_rises():
+    seen = []
+
+    def run():
+        with stop_signals() as flag:
+            seen.append(bool(flag))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [False]

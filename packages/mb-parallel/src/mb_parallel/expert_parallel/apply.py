@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-import torch
 import torch.distributed as dist
 from mb_layers.dispatch import LocalDispatcher, TokenDispatcher
 from mb_layers.experts import Experts
@@ -125,9 +124,7 @@ def _spread(
     if dispatcher == "auto":
         dispatcher, why = choose_dispatcher(config.top_k, place.size)
     if dispatcher == "all_gather":
-        layer.dispatcher = AllGatherDispatcher(
-            config.num_experts, place, equal_tokens=equal_tokens
-        )
+        layer.dispatcher = AllGatherDispatcher(config.num_experts, place, equal_tokens=equal_tokens)
     else:
         layer.dispatcher = AllToAllDispatcher(config.num_experts, place)
     held = f"{placement.experts_per_rank} of {config.num_experts} experts a rank"

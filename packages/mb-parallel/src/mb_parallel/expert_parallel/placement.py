@@ -91,9 +91,7 @@ def pack_routing(weights_TK: Tensor, expert_ids_TK: Tensor) -> Tensor:
     return torch.cat((weights_TK, expert_ids_TK.to(weights_TK.dtype)), dim=1)
 
 
-def unpack_routing(
-    packed_RK: Tensor, placement: Placement, top_k: int
-) -> tuple[Tensor, Tensor]:
+def unpack_routing(packed_RK: Tensor, placement: Placement, top_k: int) -> tuple[Tensor, Tensor]:
     """The weights and ids of this rank's experts from what `pack_routing` made.
 
     Returns:

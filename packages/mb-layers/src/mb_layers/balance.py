@@ -9,6 +9,8 @@ Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 
 from __future__ import annotations
 
+import math
+
 import mb_kernels
 import torch
 from mb_kernels import RouterLosses
@@ -103,5 +105,5 @@ def _by_sequence(values_TM: Tensor, shape: torch.Size, sequence_dim: int) -> Ten
             f"got {sequence_dim}; -2 is S of [B, S, D], 0 that of [S, B, D]"
         )
     by_dims = values_TM.view(*shape[:-1], width).movedim(sequence_dim, -2)
-    batch = by_dims.shape[:-2].numel()
+    batch = math.prod(by_dims.shape[:-2])
     return by_dims.reshape(batch, by_dims.shape[-2], width)

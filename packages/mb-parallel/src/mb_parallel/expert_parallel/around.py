@@ -14,7 +14,7 @@ import mb_kernels
 import torch
 import torch.nn.functional as F
 from mb_layers.config import DropPolicy
-from mb_layers.dispatch import Dispatched, TokenDispatcher, bin_by_probability, capacity
+from mb_layers.dispatch import Dispatched, TokenDispatcher, as_ratio, bin_within_capacity
 from mb_layers.losses import at_least_fp32
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from mb_parallel.expert_parallel.collectives import (
 
 
 class GlobalCapacity:
-    """Keeps at most C = ceil(factor K G / E) slots per expert, G being the tokens of all ranks.
+    """Keeps at most C = ceil(factor n / E) slots per expert, n being the slots of all ranks.
 
     Tokens count in the order of ranks. Costs one exchange of ids (and weights), 4 to 8 bytes a
     slot. Without `equal_tokens` ranks tell each other their number of tokens first.
@@ -52,7 +52,7 @@ class GlobalCapacity:
     ) -> None:
         self.inner = inner
         self.num_experts = num_experts
-        self.capacity_factor = capacity_factor
+        self.ratio = as_ratio(capacity_factor)
         self.drop_policy = drop_policy
         self.place = place
         self.equal_tokens = equal_tokens
@@ -71,19 +71,17 @@ class GlobalCapacity:
         return self.inner.combine(y_RD, dispatched)
 
     def _kept(self, weights_TK: Tensor, expert_ids_TK: Tensor) -> Tensor:
-        tokens, top_k = expert_ids_TK.shape
+        tokens = expert_ids_TK.shape[0]
         per_rank = [tokens] * self.place.size
         if not self.equal_tokens:
             mine = torch.tensor([tokens], dtype=torch.int32, device=expert_ids_TK.device)
             per_rank = [theirs for (theirs,) in counts_of_ranks(mine, self.place)]
         padding = (0, 0, 0, max(per_rank) - tokens)
         ids_GK = gathered(F.pad(expert_ids_TK, padding, value=-1), self.place)
-        limit = capacity(sum(per_rank), top_k, self.num_experts, self.capacity_factor)
-        if self.drop_policy == "position":
-            bins = mb_kernels.bin_tokens(ids_GK, self.num_experts, capacity=limit)
-        else:
-            weights_GK = gathered(F.pad(at_least_fp32(weights_TK), padding), self.place)
-            bins = bin_by_probability(ids_GK, weights_GK, self.num_experts, limit)
+        by_weight_GK = None
+        if self.drop_policy == "probability":
+            by_weight_GK = gathered(F.pad(at_least_fp32(weights_TK), padding), self.place)
+        bins = bin_within_capacity(ids_GK, self.num_experts, self.ratio, by_weight_TK=by_weight_GK)
         kept_GK = (bins.inverse_N >= 0).view_as(ids_GK)
         return kept_GK.chunk(self.place.size)[self.place.rank][:tokens]
 

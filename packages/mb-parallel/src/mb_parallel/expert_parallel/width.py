@@ -29,7 +29,7 @@ class WidthShardedExperts(Experts):
     def local_parameters(self, num_experts: int) -> list[Tensor | None]:
         """w1, w2, b1 and b2 as this rank computes with them."""
         w1, w2, b1, b2 = (
-            None if weight is None else weight.to_local()  # ty: ignore[call-non-callable]
+            None if weight is None else weight.to_local()  # ty: ignore[missing-attribute]
             for weight in (self.w1, self.w2, self.b1, self.b2)
         )
         assert w1 is not None

@@ -4,6 +4,7 @@ from mb_kernels.block_sparse.mlp_reference import pad_bins, sparse_expert_mlp, t
 from mb_kernels.block_sparse.reference import dds, dsd, sdd
 from mb_kernels.expert_mlp.reference import expert_mlp
 from mb_kernels.grouped_gemm.reference import grouped_gemm
+from mb_kernels.linear_cross_entropy.reference import linear_cross_entropy
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.reference import dequantize, quantize
 from mb_kernels.router_losses.reference import router_losses
@@ -18,6 +19,7 @@ __all__ = [
     "expert_mlp",
     "gather",
     "grouped_gemm",
+    "linear_cross_entropy",
     "pad_bins",
     "quantize",
     "router_losses",

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
 from mb_train.models.attention import BlockContext, segment_mask
 from mb_train.models.config import TransformerConfig
-from mb_train.models.cross_entropy import weighted_cross_entropy
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear, Norm
 from mb_train.models.output import ModelOutput
@@ -126,12 +126,13 @@ class Bert(nn.Module):
         masked_BM1 = masked_BM[..., None]
         x_BMD = self.lm_head(x_BSD.gather(1, masked_BM1.expand(-1, -1, x_BSD.shape[2])))
         losses = {
-            LM_LOSS: weighted_cross_entropy(
-                x_BMD.flatten(0, 1),
+            LM_LOSS: linear_cross_entropy(
+                x_BMD,
                 self.embedding.tokens.weight,
-                labels_BM.flatten(),
-                weights_BM.flatten(),
+                labels_BM,
+                weights_BM,
                 bias_V=self.lm_head.bias,
+                reduction="sum",
             )
         }
         if self.order_head is not None and self.pooler is not None:

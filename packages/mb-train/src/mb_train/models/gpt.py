@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
 from mb_train.models.attention import BlockContext, rotary_tables, segment_mask
 from mb_train.models.config import TransformerConfig
-from mb_train.models.cross_entropy import weighted_cross_entropy
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
@@ -97,8 +97,8 @@ class GPT(nn.Module):
             return reports.output(x_BSD, {})
         if weights_BS is None:
             weights_BS = torch.full_like(labels_BS, 1 / labels_BS.numel(), dtype=torch.float32)
-        loss = weighted_cross_entropy(
-            x_BSD.flatten(0, 1), self._head_weight(), labels_BS.flatten(), weights_BS.flatten()
+        loss = linear_cross_entropy(
+            x_BSD, self._head_weight(), labels_BS, weights_BS, reduction="sum"
         )
         return reports.output(None, {"lm loss": loss})
 

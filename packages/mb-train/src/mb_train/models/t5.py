@@ -13,11 +13,11 @@ import math
 from dataclasses import replace
 
 import torch
+from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
 from mb_train.models.attention import BlockContext, segment_mask
 from mb_train.models.config import TransformerConfig
-from mb_train.models.cross_entropy import weighted_cross_entropy
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
@@ -136,12 +136,13 @@ class T5(nn.Module):
         x_BRD, decoder_reports = self.decode(
             decoder_tokens_BR, decoder_segments_BR, decoder_valid_BR, memory_BSD, segments_BS
         )
-        loss = weighted_cross_entropy(
-            x_BRD.flatten(0, 1) * self.head_scale,
+        loss = linear_cross_entropy(
+            x_BRD * self.head_scale,
             self._head_weight(),
-            labels_BR.flatten(),
-            weights_BR.flatten(),
+            labels_BR,
+            weights_BR,
             bias_V=self.head_bias,
+            reduction="sum",
         )
         return ExpertReports.joined(encoder_reports, decoder_reports).output(
             None, {"lm loss": loss}

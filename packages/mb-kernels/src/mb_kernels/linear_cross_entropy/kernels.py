@@ -1,0 +1,203 @@
+"""Triton kernels of the head's cross entropy: a program owns a row of a slice's logits.
+
+It reads the row once for the sum of exponentials, kept relative to the highest score so far
+(Milakov & Gimelshein, arXiv 1805.02867), and once more to write the gradient over it. For a
+vocabulary that is spread over ranks the two halves are two launches, the exchange between them.
+
+Letters: T tokens, R tokens of a slice, D hidden, V vocabulary or this rank's share of it.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mb_kernels.linear_cross_entropy import slices
+from mb_kernels.runtime.launch import launch
+from mb_kernels.targets.table import GateCase, Target
+
+# Columns per step: 16 fp32 numbers for each thread of 16 warps of 32.
+_BLOCK = 8192
+_WARPS = 16
+
+
+@triton.jit
+def _read_row(logits_ptr, label, columns, BLOCK: tl.constexpr):
+    """Highest score, sum of exponentials relative to it, score of column `label` (0 if none)."""
+    offsets = tl.arange(0, BLOCK)
+    peak = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    # The label's score is picked up here: when the gradient is written it is no longer there.
+    score = tl.full((), 0.0, tl.float32)
+    for first in range(0, columns, BLOCK):
+        column = first + offsets
+        inside = column < columns
+        x = tl.load(logits_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(peak, tl.max(x, 0))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), 0)
+        peak = higher
+        score += tl.sum(tl.where(inside & (column == label), x, 0.0), 0)
+    return peak, total, score
+
+
+@triton.jit
+def _write_gradient(logits_ptr, label, lse, weight, columns, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    for first in range(0, columns, BLOCK):
+        column = first + offsets
+        x = tl.load(logits_ptr + column, mask=column < columns, other=float("-inf"))
+        grad = tl.exp(x.to(tl.float32) - lse) - tl.where(column == label, 1.0, 0.0)
+        # A row without weight writes zeros, whatever its scores are.
+        grad = tl.where(weight == 0, 0.0, grad * weight)
+        tl.store(logits_ptr + column, grad.to(logits_ptr.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit
+def loss_kernel(
+    logits_ptr,  # [R, columns], overwritten by the gradient
+    labels_ptr,  # [R] int64
+    weights_ptr,  # [R] fp32
+    losses_ptr,  # [R] fp32
+    columns,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * columns
+    label = tl.load(labels_ptr + row)
+    peak, total, score = _read_row(logits_ptr, label, columns, BLOCK)
+    lse = peak + tl.log(total)
+    tl.store(losses_ptr + row, tl.where(label < 0, 0.0, lse - score))
+    if GRADIENT:
+        weight = tl.load(weights_ptr + row)
+        _write_gradient(logits_ptr, label, lse, weight, columns, BLOCK)
+
+
+@triton.jit
+def row_statistics_kernel(
+    logits_ptr,  # [R, columns]
+    labels_ptr,  # [R] int64
+    statistics_ptr,  # [R, 3] fp32
+    start,
+    columns,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row) - start
+    peak, total, score = _read_row(logits_ptr + row * columns, label, columns, BLOCK)
+    tl.store(statistics_ptr + row * 3, peak)
+    tl.store(statistics_ptr + row * 3 + 1, total)
+    tl.store(statistics_ptr + row * 3 + 2, score)
+
+
+@triton.jit
+def row_gradients_kernel(
+    logits_ptr,  # [R, columns], overwritten
+    labels_ptr,  # [R] int64
+    lse_ptr,  # [R] fp32
+    weights_ptr,  # [R] fp32
+    start,
+    columns,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row) - start
+    lse = tl.load(lse_ptr + row)
+    weight = tl.load(weights_ptr + row)
+    _write_gradient(logits_ptr + row * columns, label, lse, weight, columns, BLOCK)
+
+
+def linear_cross_entropy(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_T: Tensor,
+    weights_T: Tensor,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, ...]:
+    """The op's implementation, see `op`."""
+    needs = slices.Needs(need_x, need_weight, need_bias)
+
+    def finish(logits_RV: Tensor, labels_R: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
+        return losses_and_gradients(logits_RV, labels_R, weights_R, gradient=any(needs))
+
+    losses_T, *grads = slices.run(x_TD, weight_VD, bias_V, labels_T, weights_T, needs, finish)
+    return (losses_T * weights_T).sum(), losses_T, *grads
+
+
+def losses_and_gradients(
+    logits_RV: Tensor, labels_R: Tensor, weights_R: Tensor, *, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Loss of each row, fp32, and the gradient in the place of the (contiguous) logits."""
+    rows, columns = logits_RV.shape
+    losses_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
+    launch(
+        loss_kernel,
+        (rows,),
+        logits_RV,
+        labels_R,
+        weights_R,
+        losses_R,
+        columns,
+        GRADIENT=gradient,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
+    return losses_R, logits_RV
+
+
+def row_statistics(logits_RV: Tensor, labels_R: Tensor, start: int) -> Tensor:
+    """As `reference.row_statistics`."""
+    rows, columns = logits_RV.shape
+    statistics_R3 = torch.empty(rows, 3, dtype=torch.float32, device=logits_RV.device)
+    arguments = (logits_RV, labels_R, statistics_R3, start, columns)
+    launch(row_statistics_kernel, (rows,), *arguments, BLOCK=_BLOCK, num_warps=_WARPS)
+    return statistics_R3
+
+
+def row_gradients(
+    logits_RV: Tensor, labels_R: Tensor, lse_R: Tensor, weights_R: Tensor, start: int
+) -> Tensor:
+    """As `reference.row_gradients`, in the place of the logits."""
+    rows, columns = logits_RV.shape
+    arguments = (logits_RV, labels_R, lse_R, weights_R, start, columns)
+    launch(row_gradients_kernel, (rows,), *arguments, BLOCK=_BLOCK, num_warps=_WARPS)
+    return logits_RV
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    logits = {"logits_ptr": "*bf16", "labels_ptr": "*i64"}
+    row = {"weights_ptr": "*fp32"}
+    # A slice of 8192 tokens by 262,144 labels is beyond 2 GiB.
+    common: dict[str, Any] = {"num_warps": _WARPS, "beyond_2gib": ("logits_ptr",)}
+    cases = [
+        GateCase(
+            name="loss_and_gradient" if gradient else "loss",
+            kernel=loss_kernel,
+            signature={**logits, **row, "losses_ptr": "*fp32", "columns": "i32"},
+            constexprs={"GRADIENT": gradient, "BLOCK": _BLOCK},
+            **common,
+        )
+        for gradient in (True, False)
+    ]
+    return [
+        *cases,
+        GateCase(
+            name="row_statistics",
+            kernel=row_statistics_kernel,
+            signature={**logits, "statistics_ptr": "*fp32", "start": "i32", "columns": "i32"},
+            constexprs={"BLOCK": _BLOCK},
+            **common,
+        ),
+        GateCase(
+            name="row_gradients",
+            kernel=row_gradients_kernel,
+            signature={**logits, "lse_ptr": "*fp32", **row, "start": "i32", "columns": "i32"},
+            constexprs={"BLOCK": _BLOCK},
+            **common,
+        ),
+    ]

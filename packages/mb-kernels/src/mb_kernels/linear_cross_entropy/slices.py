@@ -1,0 +1,92 @@
+"""The loop that both implementations share: a slice of tokens at a time, gradients at once.
+
+The slice's logits become losses and, in place of the logits, their gradient, softmax minus one-hot,
+which is multiplied into the gradients of hidden states, weight and bias straight away (the scheme
+of Liger-Kernel, arXiv 2410.10989). Of [tokens, V] numbers only one slice ever exists.
+
+Letters: T tokens, R tokens of a slice, D hidden, V vocabulary or this rank's share of it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Logits of a slice on a GPU, 1 GB of them in bf16, and its tokens at most: large products are what
+# is fast there. On a CPU a slice stays within its caches' reach.
+_GPU_LOGITS, _GPU_ROWS = 2**29, 8192
+_CPU_LOGITS, _CPU_ROWS = 2**24, 256
+
+# (logits_RV, labels_R, weights_R) -> losses_R, and the gradient in the place of the logits.
+Finish = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Needs(NamedTuple):
+    """Which gradients to compute."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
+def run(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_T: Tensor,
+    weights_T: Tensor,
+    needs: Needs,
+    finish: Finish,
+    *,
+    vocabulary: int | None = None,
+) -> tuple[Tensor, ...]:
+    """losses_T unweighted in fp32 (fp64 for fp64); d sum(weights losses) / d x, weight and bias.
+
+    dx has the dtype of x, the others are summed up in fp32; what is not needed is empty.
+    The loss of a label that no vocabulary of the given size (None: the weight's rows) has is NaN.
+    """
+    tokens = x_TD.shape[0]
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    w_VD = weight_VD.to(x_TD.dtype)
+    b_V = None if bias_V is None else bias_V.to(x_TD.dtype)
+    losses_T = x_TD.new_empty(tokens, dtype=wide)
+    dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if needs.x else None
+    dw_VD = x_TD.new_zeros(weight_VD.shape, dtype=wide) if needs.weight else None
+    db_V = x_TD.new_zeros(weight_VD.shape[:1], dtype=wide) if needs.bias else None
+    rows = _rows(x_TD, weight_VD.shape[0])
+    for start in range(0, tokens, rows):
+        here = slice(start, start + rows)
+        x_RD = x_TD[here]
+        logits_RV = x_RD @ w_VD.t() if b_V is None else torch.addmm(b_V, x_RD, w_VD.t())
+        losses_T[here], grad_RV = finish(logits_RV, labels_T[here], weights_T[here])
+        if dx_TD is not None:
+            torch.mm(grad_RV, w_VD, out=dx_TD[here])
+        if dw_VD is not None:
+            _add_product(dw_VD, grad_RV.t(), x_RD)
+        if db_V is not None:
+            db_V += grad_RV.sum(0, dtype=wide)
+    losses_T.masked_fill_(labels_T >= (vocabulary or weight_VD.shape[0]), torch.nan)
+    empty = x_TD.new_empty(0)
+    return losses_T, *(empty if g is None else g for g in (dx_TD, dw_VD, db_V))
+
+
+def scaled(grad: Tensor, scale: Tensor) -> Tensor:
+    """grad times a scalar tensor, in grad's dtype, the scale not rounded to it."""
+    # One dimension, not none: then the product is computed in the wider of both dtypes.
+    return torch.mul(grad, scale.reshape(1), out=torch.empty_like(grad))
+
+
+def _rows(x: Tensor, vocabulary: int) -> int:
+    on_cpu = x.device.type == "cpu"
+    logits, most = (_CPU_LOGITS, _CPU_ROWS) if on_cpu else (_GPU_LOGITS, _GPU_ROWS)
+    fitting = logits // max(vocabulary, 1)
+    return min(most, max(fitting - fitting % 128, 16))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total (fp32) += a @ b, in place."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)

@@ -1,0 +1,42 @@
+"""The kernels of the head's cross entropy: fewer columns than a step, exactly one, and more."""
+
+import pytest
+import torch
+from mb_kernels import VocabularyShard, linear_cross_entropy, reference
+from mb_kernels.linear_cross_entropy import kernels
+from mb_kernels.linear_cross_entropy.reference import row_gradients, row_statistics
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "columns", "start"), [(3, 61, 0), (2, 8192, 10), (5, 9001, 7)])
+def test_rows(rows, columns, start, dtype):
+    generator = torch.Generator().manual_seed(columns)
+    logits = (5 * torch.randn(rows, columns, generator=generator)).to(dtype)
+    labels = torch.randint(start, start + columns, (rows,), generator=generator)
+    labels[0], labels[1], labels[-1] = -100, start + columns, start + columns - 1
+    weights = torch.rand(rows, generator=generator)
+    weights[0] = 0
+    want = row_statistics(logits, labels, start)
+    torch.testing.assert_close(kernels.row_statistics(logits, labels, start), want)
+    lse = want[:, 0] + want[:, 1].log()
+    want = row_gradients(logits.clone(), labels, lse, weights, start)
+    got = kernels.row_gradients(logits.clone(), labels, lse, weights, start)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("shard", [None, VocabularyShard(0, 9001, lambda s: s[None])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_op(dtype, shard):
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(7, 16, generator=generator), torch.randn(9001, 16, generator=generator)
+    labels = torch.tensor([0, -1, 9000, 8192, -100, 5, 3])
+    weights = torch.rand(7, generator=generator)
+    x, w = x.bfloat16().to(dtype).requires_grad_(), w.bfloat16().float().requires_grad_()
+    got = linear_cross_entropy(x, w, labels, weights, shard=shard)
+    want = reference.linear_cross_entropy(x.double(), w.double(), labels, weights)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(got, want.float(), rtol=tolerance, atol=0)
+    for a, b in zip(*(torch.autograd.grad(loss, (x, w)) for loss in (got, want)), strict=True):
+        assert (a - b).norm() <= tolerance * b.norm()
+    losses = linear_cross_entropy(x, w, labels, reduction="none", shard=shard)
+    assert losses[1] == losses[4] == 0

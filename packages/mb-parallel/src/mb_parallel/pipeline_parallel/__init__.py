@@ -1,0 +1,7 @@
+"""Pipeline parallelism: stages, schedules by name, tied parameters, losses and metrics."""
+
+from mb_parallel.pipeline_parallel.pipeline import Pipeline as Pipeline
+from mb_parallel.pipeline_parallel.placement import SCHEDULES as SCHEDULES
+from mb_parallel.pipeline_parallel.placement import split_layers as split_layers
+from mb_parallel.pipeline_parallel.placement import stage_indices as stage_indices
+from mb_parallel.pipeline_parallel.stage import StageOutput as StageOutput

@@ -1,0 +1,218 @@
+"""Pipeline parallelism: a model cut into stages, over torch's schedules.
+
+    indices = stage_indices("1f1b", pp_size=mesh.pp_size, pp_rank=mesh.pp_rank)
+    layers = split_layers(24, mesh.pp_size)
+    stages = [cut(build_model(), layers[i], first=i == 0, last=i == len(layers) - 1) for i in indices]
+    ...                                        # parallelize_tensors, ..., apply_data_parallel
+    pipeline = Pipeline(stages, mesh, schedule="1f1b", first_input="tokens", hidden_size=1024)
+    losses = pipeline.step(micro_batches)      # gradients are in the parameters
+    optimizer.step()
+
+**What a stage is.** A module that is called as `stage(x, **batch)` and returns a `StageOutput`. x
+is the batch's `first_input` on the first stage and the previous stage's `x` on the others; `batch`
+is the rest of the micro-batch, labels included, which every rank of a pipeline has from its own
+loader. A model with parts `embedding`, `blocks` and `head` becomes a stage by deletion: `blocks` is
+an `nn.ModuleDict` keyed by the layer's number in the whole model, so that a parameter has the same
+name in every layout and checkpoints move between them; a stage drops the blocks that are not its
+own, and sets `embedding` and `head` to None unless it is the first or the last.
+
+**Losses.** Micro-batch losses add up: weigh them beforehand so that their sum over the step is what
+is to be descended (for a plain mean, by 1 / micro-batches). Auxiliary losses are averaged over
+micro-batches here. Nothing divides gradients afterwards.
+
+Letters: M micro-batches, B sequences, S tokens of a sequence, D hidden, L MoE layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mb_parallel.mesh import ParallelMesh
+from mb_parallel.pipeline_parallel.placement import schedule_kind, stage_indices
+from mb_parallel.pipeline_parallel.reports import Reports
+from mb_parallel.pipeline_parallel.stage import Batch, Pass, Stage
+from mb_parallel.pipeline_parallel.tied import TiedParameter
+
+Losses = dict[str, Tensor]
+
+
+class Pipeline:
+    """Runs the micro-batches of a step through the stages of all pp ranks.
+
+    Args:
+        stages: of this rank, in the order of `stage_indices`, on the device, parallelized already.
+        mesh: with pp > 1.
+        schedule: a name of `SCHEDULES`.
+        first_input: the entry of a batch that the first stage takes by position: [B, S, ...].
+        hidden_size: D; between stages travels [B, S, D].
+        dtype: of the hidden states.
+        sequence_parallel: the stages hold runs of the sequence, S / tp tokens: what travels is less.
+        tied: parameters of the first stage of which the last has a copy, by name there and here:
+            {"embedding.tokens.weight": "head.weight"}. The copy gets the first's values now, and
+            each step both get the sum of their gradients, so they stay equal.
+
+    Raises:
+        ValueError: a mesh without stages, an unknown schedule, as many stages as it does not run.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        mesh: ParallelMesh,
+        *,
+        schedule: str,
+        first_input: str,
+        hidden_size: int,
+        dtype: torch.dtype = torch.float32,
+        sequence_parallel: bool = False,
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
+        pp = mesh.axis("pp")
+        if pp is None:
+            raise ValueError(
+                "Expected a mesh with pp > 1, got pp = 1: run the whole model, micro-batch by "
+                "micro-batch."
+            )
+        self.kind = schedule_kind(schedule)
+        self.indices = stage_indices(
+            schedule, pp_size=mesh.pp_size, pp_rank=mesh.pp_rank, stages_per_rank=len(stages)
+        )
+        self.stages, self.group = list(stages), pp.get_group()
+        self.num_stages = mesh.pp_size * len(stages)
+        self.first_input, self.hidden_size, self.dtype = first_input, hidden_size, dtype
+        self.shards = mesh.tp_size if sequence_parallel else 1
+        self._schedules: dict[tuple[Any, ...], tuple[Any, list[Stage]]] = {}
+        self._reports: dict[bool, Reports] = {}
+        # The V's last stage is on the first rank, a loop's on the last.
+        last_rank = 0 if self.kind.v else mesh.pp_size - 1
+        self.tied = [
+            TiedParameter(names, self._stage(0), self._stage(-1), (0, last_rank), self.group)
+            for names in (tied or {}).items()
+        ]
+
+    @property
+    def copies(self) -> list[nn.Parameter]:
+        """Parameters of this rank that the first stage has too: leave them out of a norm."""
+        return [tied.copy for tied in self.tied if tied.copy is not None]
+
+    def step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        loss_scale: Tensor | float = 1.0,
+        before: Callable[[int], None] = lambda index: None,
+        measured: Callable[[dict[str, Tensor]], None] = lambda metrics: None,
+    ) -> Losses:
+        """Add a step's gradients to the parameters'; every pp rank calls it with the same batches.
+
+        Args:
+            batches: the step's M micro-batches, in equal shapes.
+            loss_scale: multiplies losses and auxiliary losses before the backward pass (fp16).
+            before: called before a stage runs a micro-batch, with the micro-batch's number on the
+                first stage and other numbers, of which none comes twice, on the later ones: seed
+                dropout by it.
+            measured: called after the step with the metrics of each micro-batch, [L, ...] over the
+                MoE layers of all stages.
+
+        Returns:
+            The losses by name, summed over the micro-batches, on every rank, detached.
+        """
+        waiting = [tied.set_aside() for tied in self.tied]
+        passing = self._run(batches, loss_scale, before, train=True)
+        for tied, earlier in zip(self.tied, waiting, strict=True):
+            tied.add_up(earlier)
+        return self._report(passing, measured, train=True)
+
+    @torch.no_grad()
+    def evaluate(self, *batches: Batch) -> Losses:
+        """The losses of these batches by name, summed over them, on every rank."""
+        passing = self._run(batches, 1.0, lambda index: None, train=False)
+        return self._report(passing, lambda metrics: None, train=False)
+
+    def _run(
+        self,
+        batches: Sequence[Batch],
+        loss_scale: Tensor | float,
+        before: Callable[[int], None],
+        *,
+        train: bool,
+    ) -> Pass:
+        shapes = {tuple(batch[self.first_input].shape) for batch in batches}
+        if len(shapes) != 1:
+            raise ValueError(
+                "Expected micro-batches of one shape, for hidden states travel in buffers of it; "
+                f"got {sorted(shapes) or 'none'}."
+            )
+        (shape,) = shapes
+        key = (train, len(batches), shape)
+        if key not in self._schedules:
+            self._schedules[key] = self._build(batches[0], len(batches), shape, train=train)
+        schedule, stages = self._schedules[key]
+        passing = Pass(batches, self.first_input, loss_scale, before)
+        for stage in stages:
+            stage.passing = passing
+        # Torch splits what it is given by micro-batch: their numbers are all it needs.
+        numbers = torch.arange(len(batches), device=batches[0][self.first_input].device)
+        inputs = (numbers,) if self.indices[0] == 0 else ()
+        target = numbers if train and self._stage(-1) is not None else None
+        schedule.step(*inputs, target=target, return_outputs=False)
+        return passing
+
+    def _build(
+        self, batch: Batch, micro_batches: int, shape: tuple[int, ...], *, train: bool
+    ) -> tuple[Any, list[Stage]]:
+        """Torch's schedule and stages for such batches; it asks no stage for its shapes."""
+        device = batch[self.first_input].device
+        sequences, tokens = shape[:2]
+        if tokens % self.shards:
+            raise ValueError(
+                f"Expected tp = {self.shards} to divide the {tokens} tokens of a sequence, which "
+                "sequence parallelism spreads over the tp ranks."
+            )
+
+        def example(*size: int, dtype: torch.dtype) -> Tensor:
+            differentiable = train and dtype.is_floating_point
+            return torch.empty(size, dtype=dtype, device="meta", requires_grad=differentiable)
+
+        hidden = example(sequences, tokens // self.shards, self.hidden_size, dtype=self.dtype)
+        number, loss = example(1, dtype=torch.int64), example(1, dtype=torch.float32)
+        stages = [
+            Stage(
+                module,
+                index,
+                self.num_stages,
+                device,
+                input_args=number if index == 0 else hidden,
+                output_args=loss if index == self.num_stages - 1 else hidden,
+                group=self.group,
+            )
+            for index, module in zip(self.indices, self.stages, strict=True)
+        ]
+        # The losses are scaled already: the schedule is not to divide gradients.
+        loss_fn = (lambda total, number: total) if train else None
+        schedule = self.kind.load()(
+            stages if self.kind.many else stages[0],
+            n_microbatches=micro_batches,
+            loss_fn=loss_fn,
+            scale_grads=False,
+        )
+        return schedule, stages
+
+    def _report(
+        self, passing: Pass, measured: Callable[[dict[str, Tensor]], None], *, train: bool
+    ) -> Losses:
+        if train not in self._reports:
+            self._reports[train] = Reports(passing, self.group)
+        losses, metrics = self._reports[train].gather(passing)
+        for of_batch in metrics:
+            measured(of_batch)
+        return losses
+
+    def _stage(self, index: int) -> nn.Module | None:
+        """The module of a stage if this rank has it; -1 is the last."""
+        index %= self.num_stages
+        return self.stages[self.indices.index(index)] if index in self.indices else None

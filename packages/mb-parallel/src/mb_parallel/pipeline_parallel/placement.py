@@ -1,0 +1,106 @@
+"""Which layers make a stage, and which stages a rank runs.
+
+    looped (1f1b with one stage a rank,        V (zbv): each rank has a stage of
+    or several)                                the way there and one of the way back
+
+    rank   0  1  2  3                          rank   0  1  2  3
+    stage  0  1  2  3                          stage  0  1  2  3
+           4  5  6  7                                 7  6  5  4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+
+class Kind(NamedTuple):
+    """A schedule: its class in `torch.distributed.pipelining.schedules`, and its stages.
+
+    many: whether a rank may run several stages. v: two of them, in the V above.
+    """
+
+    name: str
+    many: bool
+    v: bool = False
+
+    def load(self) -> Any:
+        """The class."""
+        # Imported late: it brings in much of torch's compiler.
+        from torch.distributed.pipelining import schedules
+
+        return getattr(schedules, self.name)
+
+
+SCHEDULES: Mapping[str, Kind] = MappingProxyType(
+    {
+        "gpipe": Kind("ScheduleGPipe", many=False),
+        "1f1b": Kind("Schedule1F1B", many=False),
+        "interleaved-1f1b": Kind("ScheduleInterleaved1F1B", many=True),
+        "interleaved-zero-bubble": Kind("ScheduleInterleavedZeroBubble", many=True),
+        "zbv-zero-bubble": Kind("ScheduleZBVZeroBubble", many=True, v=True),
+    }
+)
+
+
+def schedule_kind(name: str) -> Kind:
+    """The schedule of this name.
+
+    Raises:
+        ValueError: none has it.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"Expected a schedule of {', '.join(SCHEDULES)}, got {name!r}.")
+    return SCHEDULES[name]
+
+
+def stage_indices(
+    schedule: str, *, pp_size: int, pp_rank: int, stages_per_rank: int = 1
+) -> list[int]:
+    """The stages of a rank, out of pp_size * stages_per_rank.
+
+    Raises:
+        ValueError: more or fewer stages than the schedule runs on a rank.
+    """
+    kind = schedule_kind(schedule)
+    if stages_per_rank < 1 or (stages_per_rank > 1 and not kind.many):
+        raise ValueError(
+            f"Expected one stage per rank with {schedule}, got {stages_per_rank}. For several take "
+            "interleaved-1f1b."
+        )
+    if kind.v:
+        if stages_per_rank != 2:
+            raise ValueError(f"Expected 2 stages per rank with {schedule}, got {stages_per_rank}.")
+        return [pp_rank, 2 * pp_size - 1 - pp_rank]
+    return [pp_rank + turn * pp_size for turn in range(stages_per_rank)]
+
+
+def split_layers(
+    num_layers: int, num_stages: int, *, first_lighter: int = 0, last_lighter: int = 0
+) -> list[range]:
+    """Runs of layers for the stages, as even as can be; what is left over goes to the early ones.
+
+    Args:
+        first_lighter, last_lighter: how many layers the ends are spared, for the embedding and the
+            head: a head over a vocabulary V weighs as much as V / (12 D) dense layers of width D.
+
+    Raises:
+        ValueError: a stage would be without layers, or a negative number.
+    """
+    if num_stages < 1 or first_lighter < 0 or last_lighter < 0:
+        raise ValueError(
+            "Expected at least one stage and ends lighter by 0 or more layers, got "
+            f"{num_stages} stages, {first_lighter} and {last_lighter}."
+        )
+    share, left = divmod(num_layers + first_lighter + last_lighter, num_stages)
+    sizes = [share + (stage < left) for stage in range(num_stages)]
+    sizes[0] -= first_lighter
+    sizes[-1] -= last_lighter
+    if min(sizes) < 1:
+        raise ValueError(
+            f"Expected every stage to have a layer, got {sizes} for {num_layers} layers, the first "
+            f"stage lighter by {first_lighter} and the last by {last_lighter}. Take fewer stages."
+        )
+    ends = [sum(sizes[: stage + 1]) for stage in range(num_stages)]
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]

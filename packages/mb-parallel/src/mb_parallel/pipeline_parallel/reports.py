@@ -1,0 +1,89 @@
+"""What the stages measured, brought to every rank in one exchange per step.
+
+Letters: M micro-batches, L MoE layers of all stages, l of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mb_parallel.pipeline_parallel.stage import Pass
+
+
+class Entry(NamedTuple):
+    """A value that a stage has for each micro-batch: a loss, or a metric [l, ...]."""
+
+    stage: int
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Reports:
+    """Knows what each stage reports, from the first step, and gathers it.
+
+    Every rank fills in its own stages' places and zeros elsewhere; the sum is everyone's. fp64
+    holds fp32 values and counts exactly.
+    """
+
+    def __init__(self, passing: Pass, group: ProcessGroup) -> None:
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, _entries(passing), group=group)
+        self._group = group
+        self._entries = sorted(entry for entries in everyone for entry in entries)
+
+    def gather(self, passing: Pass) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+        """The losses, summed over micro-batches; the metrics of each, rows in order of layers."""
+        mine = {
+            (stage, kind, name): value
+            for kind, by_stage in (("loss", passing.losses), ("metric", passing.metrics))
+            for stage, of_batches in by_stage.items()
+            for name, value in _stacked(of_batches).items()
+        }
+        batches = len(passing.batches)
+        device = passing.batches[0][passing.first_input].device
+        zeros = torch.zeros((), dtype=torch.float64, device=device)
+        parts = [
+            mine[entry[:3]].flatten().double()
+            if entry[:3] in mine
+            else zeros.expand(batches * math.prod(entry.shape))
+            for entry in self._entries
+        ]
+        packed = torch.cat(parts)
+        dist.all_reduce(packed, group=self._group)
+        losses: dict[str, Tensor] = {}
+        rows: dict[str, list[Tensor]] = {}
+        for entry, values in zip(
+            self._entries, packed.split([p.numel() for p in parts]), strict=True
+        ):
+            value = values.view(batches, *entry.shape)
+            if entry.kind == "loss":
+                losses[entry.name] = value.sum(0).to(entry.dtype)
+            else:
+                rows.setdefault(entry.name, []).append(value.to(entry.dtype))
+        by_layer = {name: torch.cat(stages, dim=1) for name, stages in rows.items()}
+        return losses, [
+            {name: value[index] for name, value in by_layer.items()} for index in range(batches)
+        ]
+
+
+def _entries(passing: Pass) -> list[Entry]:
+    return [
+        Entry(stage, kind, name, tuple(value.shape), value.dtype)
+        for kind, by_stage in (("loss", passing.losses), ("metric", passing.metrics))
+        for stage, of_batches in by_stage.items()
+        for name, value in of_batches[0].items()
+    ]
+
+
+def _stacked(of_batches: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    names = of_batches[0]
+    return {name: torch.stack([values[name].detach() for values in of_batches]) for name in names}

@@ -1,0 +1,20 @@
+"""Tensor and sequence parallelism: plans of styles, applied to a model from outside."""
+
+from mb_parallel.tensor_parallel.apply import Plan as Plan
+from mb_parallel.tensor_parallel.apply import parallelize_tensors as parallelize_tensors
+from mb_parallel.tensor_parallel.experts import TokenParallel as TokenParallel
+from mb_parallel.tensor_parallel.plans import block_plan as block_plan
+from mb_parallel.tensor_parallel.plans import gpt_plan as gpt_plan
+from mb_parallel.tensor_parallel.styles import ColumnParallel as ColumnParallel
+from mb_parallel.tensor_parallel.styles import JoinSequence as JoinSequence
+from mb_parallel.tensor_parallel.styles import ParallelInput as ParallelInput
+from mb_parallel.tensor_parallel.styles import PartialGradients as PartialGradients
+from mb_parallel.tensor_parallel.styles import Replicated as Replicated
+from mb_parallel.tensor_parallel.styles import RowParallel as RowParallel
+from mb_parallel.tensor_parallel.styles import SequenceParallel as SequenceParallel
+from mb_parallel.tensor_parallel.styles import SplitSequence as SplitSequence
+from mb_parallel.tensor_parallel.styles import Style as Style
+from mb_parallel.tensor_parallel.vocabulary import (
+    VocabParallelEmbedding as VocabParallelEmbedding,
+)
+from mb_parallel.tensor_parallel.vocabulary import VocabParallelLoss as VocabParallelLoss

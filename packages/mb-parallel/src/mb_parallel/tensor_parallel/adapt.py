@@ -1,0 +1,112 @@
+"""How a style changes a module: its class gets a subclass, its parameters stay where they are.
+
+Forward sees a parameter through a view (this rank's shard as a plain tensor, or the parameter with
+its gradient summed over the ranks) while `parameters()`, `state_dict()`, FSDP2 and the optimizer
+see the parameter itself, a DTensor where it is sharded. So the model's text needs no case for
+DTensors, its own casts and functions work on plain tensors, and an op costs the host what it costs
+without tensor parallelism; DTensor's dispatch takes some 50 to 100 us an op.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
+
+from mb_parallel.tensor_parallel import collectives
+
+View = Callable[[Tensor], Tensor]
+
+
+def adapt(
+    module: nn.Module,
+    *,
+    views: Mapping[str, View] | None = None,
+    forward: Callable[..., Any] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+) -> None:
+    """Give one module views of its parameters, and another forward.
+
+    Args:
+        views: by name of a parameter of the module itself, what reading it returns.
+        forward: called as `forward(original, *args, **kwargs)`, `original` being the module's own.
+        attributes: further class attributes.
+    """
+    parent = type(module)
+    body: dict[str, Any] = dict(attributes or {})
+    for name, view in (views or {}).items():
+        body[name] = property(functools.partial(_read, name=name, view=view))
+    if forward is not None:
+        body["forward"] = _calling(parent.forward, forward)
+    module.__class__ = type(parent.__name__, (parent,), {"__module__": parent.__module__, **body})
+
+
+def _read(module: nn.Module, *, name: str, view: View) -> Tensor:
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return view(parameter)
+
+
+def _calling(original: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    def adapted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(functools.partial(original, self), *args, **kwargs)
+
+    return adapted
+
+
+def shard(module: nn.Module, name: str, dim: int, mesh: Any, *, what: str) -> None:
+    """Make a parameter of `module` a DTensor, of which each rank keeps a run along `dim`.
+
+    All ranks hold the same values before; nothing is sent.
+
+    Raises:
+        ValueError: the ranks do not divide the dimension.
+    """
+    parameter = module._parameters[name]
+    assert parameter is not None
+    if isinstance(parameter, DTensor):  # shared with a module that has been sharded already
+        return
+    size, ranks = parameter.shape[dim], mesh.size()
+    if size % ranks:
+        raise ValueError(
+            f"Expected tp = {ranks} to divide the {what}, got {size} in {name} of shape "
+            f"{tuple(parameter.shape)}. Choose a tp that divides it, or pad it."
+        )
+    mine = parameter.detach().split(size // ranks, dim)[mesh.get_local_rank()]
+    mine = mine.clone(memory_format=torch.contiguous_format)
+    sharded = DTensor.from_local(mine, mesh, [Shard(dim)], run_check=False)
+    module._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's shard, differentiable."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def summed(group: ProcessGroup) -> View:
+    """A replicated parameter with which each rank computes a part: gradients are added up."""
+    return functools.partial(collectives.copy, group=group)
+
+
+def once(group: ProcessGroup) -> View:
+    """A replicated parameter that is added before a sum over the ranks: only the first adds it.
+
+    Every rank sees the gradient of the whole sum, so it is each rank's gradient as it stands.
+    """
+    return functools.partial(_Once.apply, dist.get_rank(group) == 0)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: bool, parameter: Tensor) -> Tensor:
+        return parameter.view_as(parameter) if first else torch.zeros_like(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0]

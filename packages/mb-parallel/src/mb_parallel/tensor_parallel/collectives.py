@@ -1,0 +1,110 @@
+"""Six collectives in three pairs, each the other's backward, on plain tensors.
+
+    forward                       backward
+    copy      nothing             sum over the ranks        into a region where each rank computes a part
+    reduce    sum over the ranks  nothing                   out of it
+    gather    concatenate         sum, keep one's slice     the same two, with tokens spread over the
+    scatter   sum, keep one's     concatenate               ranks outside of the region
+    split     keep one's slice    concatenate               where all ranks hold the same tensor,
+    join      concatenate         keep one's slice          and compute the same with it
+
+(Megatron-LM's regions, arXiv 1909.08053 and, with sequence parallelism, 2205.05198.) `dim` is the
+dimension that is spread, which the number of ranks divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Collective = Callable[[Tensor, ProcessGroup, int], Tensor]
+
+
+def copy(x: Tensor, group: ProcessGroup) -> Tensor:
+    """x, whose gradients are added up over the ranks."""
+    return _Pair.apply(x, group, 0, _same, _sum)
+
+
+def reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the ranks; the gradient is every rank's alike."""
+    return _Pair.apply(x, group, 0, _sum, _same)
+
+
+def gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """All ranks' slices in one; each gets back the sum of the gradients of its own."""
+    return _Pair.apply(x, group, dim, _concatenate, _sum_of_slice)
+
+
+def scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """This rank's slice of the sum over the ranks."""
+    return _Pair.apply(x, group, dim, _sum_of_slice, _concatenate)
+
+
+def split(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """This rank's slice of what all ranks hold alike."""
+    return _Pair.apply(x, group, dim, _slice, _concatenate)
+
+
+def join(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """All ranks' slices in one, with which all go on alike."""
+    return _Pair.apply(x, group, dim, _concatenate, _slice)
+
+
+def own_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """This rank's slice, a view; what the others keep is theirs to differentiate."""
+    return _slices(x, group, dim)[group.rank()]
+
+
+class _Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: ProcessGroup, dim: int, there: Collective, back: Collective
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.back = group, dim, back
+        return there(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grads[0], ctx.group, ctx.dim), None, None, None, None
+
+
+def _same(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _concatenate(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    slices = x.new_empty((group.size(), *x.shape))
+    dist.all_gather_into_tensor(slices, x.contiguous(), group=group)
+    return torch.cat(slices.unbind(), dim) if dim else slices.flatten(0, 1)
+
+
+def _sum_of_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    slices = torch.stack(_slices(x, group, dim))
+    mine = torch.empty_like(slices[0])
+    dist.reduce_scatter_tensor(mine, slices, group=group)
+    return mine
+
+
+def _slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return own_slice(x, group, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _slices(x: Tensor, group: ProcessGroup, dim: int) -> tuple[Tensor, ...]:
+    size, ranks = x.shape[dim], group.size()
+    if size % ranks:
+        raise ValueError(
+            f"Expected tp = {ranks} to divide dimension {dim} of {tuple(x.shape)}, which is spread "
+            f"over the tensor-parallel ranks; got {size}. Pad sequences to a multiple of {ranks}."
+        )
+    return x.split(size // ranks, dim)

@@ -1,0 +1,116 @@
+"""The two ends of a language model, its vocabulary shared out by rows of the embedding.
+
+Letters: B sequences, S tokens of a sequence, D hidden, V vocabulary, R tokens, P ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mb_kernels
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mb_parallel.tensor_parallel.adapt import adapt, local, shard
+from mb_parallel.tensor_parallel.styles import Region, Style
+
+
+@dataclass(frozen=True)
+class VocabParallelEmbedding(Style):
+    """An `nn.Embedding` of tokens: each rank looks up its own rows, and the ranks add up.
+
+    A head tied to it reads `embedding.weight` and gets this rank's rows, as `VocabParallelLoss`
+    takes them.
+    """
+
+    def apply(self, module: nn.Module, region: Region) -> None:
+        if getattr(module, "padding_idx", None) is not None:
+            raise ValueError(
+                f"Expected an embedding with padding_idx=None, got {module.padding_idx}. Its row "
+                "is one rank's alone: mask padded tokens in the loss instead."
+            )
+        shard(module, "weight", 0, region.mesh, what="vocabulary")
+        rows = local(module._parameters["weight"]).shape[0]
+        start = rows * region.rank
+
+        def forward(original: Callable[..., Any], tokens_BS: Tensor) -> Tensor:
+            places_BS = tokens_BS - start
+            foreign_BS = (places_BS < 0) | (places_BS >= rows)
+            x_BSD = original(places_BS.masked_fill(foreign_BS, 0))
+            return region.leave(x_BSD.masked_fill(foreign_BS[..., None], 0))
+
+        adapt(module, views={"weight": local}, forward=forward)
+
+
+@dataclass(frozen=True)
+class VocabParallelLoss(Style):
+    """A module that calls a head's loss, whose weight is sharded over the vocabulary.
+
+    The module keeps `mb_kernels.linear_cross_entropy` in an attribute and calls it there as
+    `self.cross_entropy(x_BSD, weight, labels_BS, weights_BS, ...)`: the stream, unflattened, and
+    the weight as the embedding or the head gives it. Every rank gets the whole loss.
+
+    Args:
+        attribute: the name.
+    """
+
+    attribute: str = "cross_entropy"
+
+    def apply(self, module: nn.Module, region: Region) -> None:
+        if getattr(module, self.attribute, None) is not mb_kernels.linear_cross_entropy:
+            raise ValueError(
+                f"Expected {type(module).__name__}.{self.attribute} to be "
+                f"mb_kernels.linear_cross_entropy, got {getattr(module, self.attribute, None)!r}. "
+                "The module keeps it in an attribute and calls it there."
+            )
+        loss = functools.partial(vocab_parallel_cross_entropy, region=region)
+        setattr(module, self.attribute, loss)
+
+    def covers(self, module: nn.Module) -> list[nn.Module]:
+        return []
+
+
+def vocab_parallel_cross_entropy(
+    x: Tensor,
+    weight_VD: Tensor,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    *,
+    region: Region,
+    bias_V: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """`mb_kernels.linear_cross_entropy` over the ranks' shares of the vocabulary.
+
+    Highest score, sum of exponentials and the label's score of every token are exchanged, three
+    numbers; a slice's logits never leave their rank.
+
+    Args:
+        x: the stream, [..., S, D] or, with sequence parallelism, this rank's run of S.
+        weight_VD, bias_V: this rank's rows.
+        labels, weights: [..., S], all of them on every rank.
+    """
+    rows = weight_VD.shape[0]
+    shard = mb_kernels.VocabularyShard(
+        rows * region.rank, rows * region.size, functools.partial(_gather, group=region.group)
+    )
+    return mb_kernels.linear_cross_entropy(
+        region.enter(x),
+        weight_VD,
+        labels,
+        weights,
+        bias_V=bias_V,
+        reduction=reduction,
+        shard=shard,
+    )
+
+
+def _gather(statistics_R3: Tensor, group: ProcessGroup) -> Tensor:
+    everyone_PR3 = statistics_R3.new_empty((group.size(), *statistics_R3.shape))
+    dist.all_gather_into_tensor(everyone_PR3, statistics_R3.contiguous(), group=group)
+    return everyone_PR3

@@ -1,7 +1,7 @@
 """How much arithmetic a token costs, and how much of a GPU's peak that is.
 
 A multiplication and an addition count as two. The backward pass costs twice the forward pass, and
-what is computed again for it does not count: model FLOPs, as in PaLM (arXiv 2204.02311, appendix B).
+what is computed again for it does not count: model FLOPs (PaLM, arXiv 2204.02311, appendix B).
 Attention is counted over the whole square of positions there, and here, though a causal kernel
 computes half of it.
 

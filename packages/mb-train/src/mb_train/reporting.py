@@ -80,7 +80,7 @@ def train_line(
     skipped_iterations: int = 0,
     nan_iterations: int = 0,
 ) -> str:
-    """The progress line; `lr` is the rate of the next step, as there, and losses of 0 are left out."""
+    """The progress line, as there: `lr` is that of the next step, losses of 0 are left out."""
     fields = [
         f" iteration {iteration:8d}/{iterations:8d}",
         f"consumed samples: {consumed_samples:12d}",

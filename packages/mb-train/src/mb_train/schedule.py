@@ -10,8 +10,8 @@ iterations are turned into samples with the global batch. The rules are Megatron
     inverse   lr = max(min, peak * sqrt(warmup) / sqrt(n))
     past the end of the decay  lr = min                           (but constant stays constant)
 
-The first step therefore trains at rate 0 when there is a warm-up. A step that fp16's loss scale makes
-a run skip does not move the rates on, though its samples are consumed: they count the samples of the
+The first step therefore trains at rate 0 when there is a warm-up. A step that is skipped (fp16, an
+overflow) does not move the rates on though its samples are consumed: they count the samples of the
 steps that were taken.
 """
 

@@ -1,8 +1,8 @@
 """Timers by name, and Megatron's lines about them: how long the fastest and the slowest rank took.
 
-Level 0 times what happens once or seldom (set-up, checkpoints), level 1 the parts of a step, level 2
-what is within those. A timer waits for the device at both ends, so levels 1 and 2 slow a step down;
-above the level asked for a timer costs nothing.
+Level 0 times what happens once or seldom (set-up, checkpoints), level 1 the parts of a step, level
+2 what is within those. A timer waits for the device at both ends, so levels 1 and 2 slow a step
+down; above the level asked for a timer costs nothing.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import pytest
 import torch
 from mb_train import train as loop
 from mb_train.cli import main
-from mb_train.reporting import read_log
 from mb_train.run_folder import checkpoints, find_checkpoint
+from mb_train.run_log import read_log
 
 TINY = [
     "--recipe",

@@ -3,7 +3,7 @@
 import pytest
 from mb_train.curves import read_curves, summary
 from mb_train.report import draw, report
-from mb_train.reporting import RunLog
+from mb_train.run_log import RunLog
 
 
 def write(folder, *events):

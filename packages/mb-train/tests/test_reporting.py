@@ -1,23 +1,30 @@
 """Log lines against published ones, averages over steps, layers and ranks, and the JSON log."""
 
 import math
-import sys
-import types
+import re
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from mb_parallel import ParallelDims
 from mb_parallel.testing import run_ranks
+from mb_train.config import TrainConfig
+from mb_train.interval import Speed, extra_line, speed
 from mb_train.metrics import Accumulator
 from mb_train.reporting import (
-    RunLog,
-    extra_line,
-    open_board,
-    read_log,
+    argument_lines,
+    datetime_line,
+    parameters_line,
+    saved_line,
+    saving_line,
     train_line,
     validation_lines,
+    vocabulary_line,
+    world_line,
 )
+from mb_train.run_log import RunLog, read_log
+from mb_train.timers import Timers, timer_lines
 
 
 def test_the_training_line_is_megatrons():
@@ -33,6 +40,122 @@ def test_the_training_line_is_megatrons():
         "global batch size:   512 | lm loss: 7.643560E+00 | loss scale: 1.0 | grad norm: 0.207 | "
         "number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
+
+
+def test_the_training_line_of_a_scaled_run_is_megatrons():
+    # The same post, MoE 125M in fp16, iteration 200.
+    line = train_line(
+        200, 2000, consumed_samples=102400, elapsed_ms=580.2, lr=1.477e-4, batch_size=512,
+        losses={"lm loss": 6.711773, "load balancing loss": 0.1010925}, loss_scale=32768.0,
+        grad_norm=0.428, zeros_in_grad=12.0, params_norm=3.5, skipped_iterations=18,
+    )  # fmt: skip
+    assert line == (
+        " iteration      200/    2000 | consumed samples:       102400 | "
+        "elapsed time per iteration (ms): 580.2 | learning rate: 1.477E-04 | "
+        "global batch size:   512 | lm loss: 6.711773E+00 | load balancing loss: 1.010925E-01 | "
+        "loss scale: 32768.0 | grad norm: 0.428 | num zeros: 12.0 | params norm: 3.500 | "
+        "number of skipped iterations:  18 | number of nan iterations:   0 |"
+    )
+
+
+RUN = {
+    "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024,
+    "micro_batch_size": 64, "train_iters": 2000, "lr": 6e-4,
+}  # fmt: skip
+
+
+def test_the_lines_of_the_start_are_megatrons():
+    assert world_line(8, data=4, tensor=2, pipeline=1) == (
+        "using world size: 8, data-parallel-size: 4, tensor-model-parallel size: 2, "
+        "pipeline-model-parallel size: 1 "
+    )
+    assert vocabulary_line(50257, 50304) == (
+        " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"
+    )
+    assert parameters_line(125, tensor_rank=1, pipeline_rank=0) == (
+        " > number of parameters on (tensor, pipeline) model parallel rank (1, 0): 125"
+    )
+    said = datetime_line("before the start of training step")
+    form = r"\[before the start of training step\] datetime: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+    assert re.fullmatch(form, said)
+    first, *arguments, last = argument_lines(TrainConfig(**RUN)).split("\n")
+    assert (first, last) == (
+        "------------------------ arguments ------------------------",
+        "-------------------- end of arguments ---------------------",
+    )
+    assert arguments == sorted(arguments, key=str.lower)
+    assert "  hidden_size ..................................... 768" in arguments
+    assert all(
+        line[50] == "." and line[51] == " " for line in arguments if len(line.split()[0]) < 47
+    )
+
+
+def test_the_lines_of_a_checkpoint_are_megatrons():
+    assert saving_line(500, "runs/a") == "saving checkpoint at iteration     500 to runs/a"
+    assert saved_line(500, "runs/a") == (
+        "  successfully saved checkpoint at iteration     500 to runs/a"
+    )
+
+
+def test_the_lines_of_timers_are_megatrons():
+    times = {
+        "model-and-optimizer-setup": [55.17, 73.82],
+        "train/valid/test-data-iterators-setup": [1115.27, 1015.72],
+    }
+    assert timer_lines(times, "minmax") == (  # the same post
+        "(min, max) time across ranks (ms):\n"
+        "    model-and-optimizer-setup ......................: (55.17, 73.82)\n"
+        "    train/valid/test-data-iterators-setup ..........: (1015.72, 1115.27)"
+    )
+    assert timer_lines({"save-checkpoint": [1.0, 2.0]}, "max") == (
+        "(min, max) time across ranks (ms):\n"
+        "    save-checkpoint ................................: 2.00"
+    )
+    assert timer_lines({"save-checkpoint": [1.0, 2.0]}, "all") == (
+        "times across ranks (ms):\n  save-checkpoint:\n     rank  0: 1.00\n     rank  1: 2.00"
+    )
+    assert timer_lines({}, "all") == ""
+
+
+def _time(rank, world_size):
+    timers = Timers(torch.device("cpu"), level=1)
+    for _ in range(2):
+        with timers("both", level=1):
+            time.sleep(0.002 * (1 + rank))
+    if rank == 1:
+        with timers("one"):
+            pass
+    with timers("never", level=2):
+        pass
+    first = timers.collect("both", steps=2)
+    return first, timers.collect(), timers.lines()
+
+
+def test_timers_over_ranks():
+    for first, rest, none in run_ranks(_time, 2):
+        (times,) = first.values()
+        assert len(times) == 2
+        assert times[0] >= 2
+        assert times[1] >= 4
+        assert [len(ranks) for ranks in rest.values()] == [1]
+        assert (list(rest), none) == (["one"], "")
+
+
+def test_a_share_of_the_peak():
+    # AMD's post: 512 sequences of 1024 in 657.1 ms on 8 MI300X, GPT-2 125M.
+    config, rate = TrainConfig(**RUN), 512 * 1024 / 0.6571
+    pace = speed(config, vocab_size=50304, tokens_per_s=rate, ranks=8, device="AMD MI300X")
+    by_hand = 6 * (12 * 12 * 768**2 + 50304 * 768) + 12 * 12 * 1024 * 768
+    assert pace.tflops == pytest.approx(by_hand * rate / 8 / 1e12)
+    assert pace.mfu == pytest.approx(pace.tflops / 1307)
+    unknown = speed(config, vocab_size=50304, tokens_per_s=1.0, ranks=1, device="CPU")
+    assert unknown.mfu is None
+    sparse = TrainConfig(**RUN, moe_num_experts=64, moe_top_k=2, moe_layer_freq=3, swiglu=True)
+    twice = speed(sparse, vocab_size=50304, tokens_per_s=rate, ranks=8, device="")
+    # Of 12 layers 4 have experts: two of 3 x 4 D^2 and the router; attention has 4 D^2.
+    matrices = 8 * 12 * 768**2 + 4 * (2 * 12 * 768**2 + 64 * 768) + 12 * 4 * 768**2
+    by_hand = 6 * (matrices + 50304 * 768) + 12 * 12 * 1024 * 768
+    assert twice.tflops == pytest.approx(by_hand * rate / 8 / 1e12)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +224,11 @@ def test_a_dense_model_has_losses_alone():
     stats = accumulator.collect(torch.tensor(1.0))
     assert stats.nan_iterations == 1
     assert stats.mean("z_loss") == 0
-    assert extra_line(1234.5, stats) == "  tokens per second: 1,234"
+    assert extra_line(Speed(1234.5, 1, None, None), stats) == "  tokens per second: 1,234"
+    said = extra_line(Speed(8e5, 8, 100.0, 0.101), stats)
+    assert said == (
+        "  tokens per second: 800,000 | per GPU: 100,000 | TFLOP/s per GPU: 100.0 (MFU 10.1 %)"
+    )
 
 
 def test_not_a_number_is_left_out_of_the_line_and_null_in_the_log(tmp_path):
@@ -118,57 +245,3 @@ def test_not_a_number_is_left_out_of_the_line_and_null_in_the_log(tmp_path):
     assert read_log(tmp_path / "new" / "log.jsonl") == [
         {"event": "train", "lm_losses": [None, 1.0], "layers": {"a": [None]}}
     ]
-
-
-class _Writer:
-    def __init__(self, folder):
-        self.folder, self.added, self.closed = folder, {}, False
-
-    def add_scalar(self, name, value, step):
-        self.added[name] = (value, step)
-
-    def close(self):
-        self.closed = True
-
-
-def test_tensorboard_gets_megatrons_names(tmp_path, monkeypatch):
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = _Writer
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    log = RunLog(None, open_board("boards"))
-    log.write("start", iteration=0)
-    log.write(
-        "train", iteration=5, consumed_samples=40, lm_loss=2.0, lr=0.1, grad_norm=3.0,
-        params_norm=None, batch_size=8, ms_per_iteration=500.0, tokens_per_s=9.0,
-        load_imbalance=[1.5],
-    )  # fmt: skip
-    log.write("eval", iteration=5, place="iteration 5", lm_loss=2.5, ppl=12.0)
-    log.close()
-    writer = log._board
-    assert (writer.folder, writer.closed) == ("boards", True)
-    assert writer.added["lm loss"] == (2.0, 5)
-    assert writer.added["lm loss vs samples"] == (2.0, 40)
-    assert writer.added["iteration-time"] == (0.5, 5)
-    assert writer.added["expert load max over mean/layer 0"] == (1.5, 5)
-    assert writer.added["lm loss validation ppl"] == (12.0, 5)
-    assert "params-norm" not in writer.added
-
-
-def test_tensorboard_missing_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match=r"pip install 'mb-train\[tensorboard\]'"):
-        open_board("boards")
-
-
-def test_a_line_cut_short_by_a_kill_spoils_no_other(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"event": "start"}\n{"event": "tr')
-    assert read_log(path) == [{"event": "start"}, {"event": "torn", "line": 2}]
-    log = RunLog(path)
-    log.write("start", iteration=1)
-    log.close()
-    assert read_log(path) == [
-        {"event": "start"}, {"event": "torn", "line": 2}, {"event": "start", "iteration": 1},
-    ]  # fmt: skip
-    path.write_text('[1]\n{"event": 3}\n')
-    assert [event["event"] for event in read_log(path)] == ["torn", "torn"]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from mb_train.config import TrainConfig
-from mb_train.schedule import build_schedule
+from mb_train.schedule import BatchSizes, build_schedule, train_iterations, train_samples
 
 RUN = {
     "num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "seq_length": 8,
@@ -22,6 +22,13 @@ def test_cosine_reproduces_the_rates_of_a_published_run():
     rates = schedule(min_lr=6e-5, lr_decay_style="cosine", lr_warmup_fraction=0.01)
     logged = {100: "5.978E-04", 1000: "3.343E-04", 2000: "6.000E-05"}
     assert {i: f"{rates.lr(512 * i):.3E}" for i in logged} == logged
+
+
+def test_skipped_steps_hold_the_rates_back():
+    # The same post, MoE 125M in fp16: the scale falls from 2^32 to 2^15 in 18 skipped steps.
+    rates = schedule(lr=1.5e-4, min_lr=1e-5, lr_decay_style="cosine", lr_warmup_fraction=0.01)
+    logged = {200: "1.477E-04", 1100: "7.202E-05", 2000: "1.003E-05"}
+    assert {i: f"{rates.lr(512 * (i - 18)):.3E}" for i in logged} == logged
 
 
 def test_warm_up_is_linear_from_zero():
@@ -67,3 +74,54 @@ def test_weight_decay(style, halfway):
 def test_a_warm_up_as_long_as_the_decay_is_refused():
     with pytest.raises(ValueError, match="warm-up to be shorter than the decay, got 1024000"):
         schedule(lr_warmup_iters=2000)
+
+
+def test_the_batch_grows_as_in_megatron():
+    # GPT-3's script: from 16 by 16 to 1536 over 5,859,375 samples.
+    config = TrainConfig(
+        **RUN | {"train_iters": None, "global_batch_size": 1536, "micro_batch_size": 1},
+        train_samples=146_484_375, rampup_batch_size=[16, 16, 5_859_375],
+    )  # fmt: skip
+    sizes = BatchSizes(config, 1536)
+    # After every 5859375 / 95 = 61677.6 samples.
+    assert [sizes.size(n) for n in (0, 61_677, 61_678, 5_859_374, 5_859_375)] == [
+        16, 16, 32, 1520, 1536,
+    ]  # fmt: skip
+    iterations = consumed = 0
+    while consumed <= 5_859_375:  # Megatron's own count
+        consumed += sizes.size(consumed)
+        iterations += 1
+    iterations += (146_484_375 - consumed) // 1536
+    assert train_iterations(config, sizes) == iterations
+    assert train_samples(config, 1536) == 146_484_375
+
+
+@pytest.mark.parametrize("samples", [3, 4, 5, 18, 100, 101])
+def test_a_ramp_up_longer_than_the_run_ends_with_whole_steps(samples):
+    config = TrainConfig(
+        **RUN | {"train_iters": None, "global_batch_size": 16, "micro_batch_size": 4},
+        train_samples=samples, rampup_batch_size=[4, 4, 60],
+    )  # fmt: skip
+    sizes = BatchSizes(config, 16, step=4)
+    steps = consumed = 0
+    while consumed + sizes.size(consumed) <= samples:
+        consumed += sizes.size(consumed)
+        steps += 1
+    assert train_iterations(config, sizes) == steps
+
+
+@pytest.mark.parametrize(
+    ("rampup", "step", "says"),
+    [
+        ([4, 4, 60], 8, "multiple of micro batch x data-parallel ranks = 8, got 4"),
+        ([4, 5, 60], 1, "no multiple of the increment 5"),
+        ([32, 4, 60], 1, "not below the start"),
+    ],
+)
+def test_a_ramp_up_that_does_not_fit_is_refused(rampup, step, says):
+    config = TrainConfig(
+        **RUN | {"train_iters": None, "global_batch_size": 16}, train_samples=100,
+        rampup_batch_size=rampup,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=says):
+        BatchSizes(config, 16, step=step)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mb_train.reporting import read_log
 from mb_train.run_folder import LOG_FILE
+from mb_train.run_log import read_log
 
 
 @dataclass

@@ -28,11 +28,26 @@ from mb_train.execute import Executor, Sequential
 from mb_train.folder_lock import locked
 from mb_train.models.transformer import Block
 from mb_train.optimizer import build_optimizer
-from mb_train.reporting import RunLog, open_board
+from mb_train.reporting import (
+    argument_lines,
+    datetime_line,
+    loaded_line,
+    parameters_line,
+    vocabulary_line,
+    world_line,
+)
 from mb_train.run_folder import SavedRun
+from mb_train.run_log import RunLog, open_boards
 from mb_train.saver import Saver
-from mb_train.schedule import Schedule, build_schedule, train_iterations, train_samples
+from mb_train.schedule import (
+    BatchSizes,
+    Schedule,
+    build_schedule,
+    train_iterations,
+    train_samples,
+)
 from mb_train.tasks import GPTTask, Task
+from mb_train.timers import Timers
 from mb_train.tokenizers import load_tokenizer
 from mb_train.toml_file import to_toml
 
@@ -73,11 +88,17 @@ class Run:
         config = dataclasses.replace(config, global_batch_size=self.batch_size)
         self.config, self.device = config, device
         self.micro_batch_size = whole(config.micro_batch_size)
-        self.micro_batches = self.batch_size // (self.micro_batch_size * self.mesh.dp_size)
-        self.iterations = train_iterations(config, self.batch_size)
+        per_pass = self.micro_batch_size * self.mesh.dp_size
+        self.micro_batches = self.batch_size // per_pass
+        self.batch_sizes = BatchSizes(config, self.batch_size, step=per_pass)
+        self.iterations = train_iterations(config, self.batch_sizes)
         self.schedule: Schedule = build_schedule(config, self.batch_size)
         bf16 = device.type == "cuda" if config.bf16 is None else config.bf16
         self.compute_dtype = torch.bfloat16 if bf16 else torch.float32
+        self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
+        dims = self.mesh.dims
+        self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
+        self.say(argument_lines(config))
         tokenizer = load_tokenizer(config)
         vocab_size = mb_data.padded_vocab_size(
             tokenizer.vocab_size, divisible_by=config.make_vocab_size_divisible_by
@@ -91,14 +112,19 @@ class Run:
             start.saved.check_model(self.identity)
 
         self.task: Task = GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod)
-        self.model: nn.Module = self._build_model()
-        self.executor: Executor = Sequential(self.model, self.task.first_input)
-        self.optimizer = build_optimizer(self.model, config)
+        self.say(vocabulary_line(tokenizer.vocab_size, vocab_size))
         self.progress = Progress(0, 0)
-        if start is not None:
-            self._load(start)
+        with self.timers("model-and-optimizer-setup"):
+            self.model: nn.Module = self._build_model()
+            self.executor: Executor = Sequential(self.model, self.task.first_input)
+            self.optimizer = build_optimizer(self.model, config)
+            if start is not None:
+                self._load(start)
+        self.say(datetime_line("after model, optimizer, and learning rate scheduler are built"))
         self.folder = Path(config.save) if config.save else None
-        self.data = self._prepare_data(start)
+        with self.timers("train/valid/test-data-iterators-setup"):
+            self.data = self._prepare_data(start)
+        self.say(datetime_line("after dataloaders are built"))
         self.log = self._open_folder(start)
         self.saver: Saver | None = None
         if self.folder is not None:
@@ -114,13 +140,19 @@ class Run:
             f"{world_size()} x {device_name(device)}"
         )
         if start is not None:
-            self.say(f" loaded {start.checkpoint}, at iteration {self.progress.iteration}")
+            self.say(loaded_line(self.progress.iteration, start.checkpoint))
+        self.say("done with setup ...")
+        self.say(self.timers.lines())
 
     def _build_model(self) -> nn.Module:
         torch.manual_seed(self.config.seed)
         with self.device:
             model = self.task.build_model(compute_dtype=self.compute_dtype)
         self.parameters = sum(p.numel() for p in model.parameters())
+        mesh = self.mesh
+        self.say(
+            parameters_line(self.parameters, tensor_rank=mesh.tp_rank, pipeline_rank=mesh.pp_rank)
+        )
         blocks = [module for module in model.modules() if isinstance(module, Block)]
         if self.config.compile and self.device.type == "cuda":
             for block in blocks:
@@ -166,9 +198,9 @@ class Run:
         """Make the run folder ready: an earlier run's files move aside unless this one goes on."""
         if rank() != 0:
             return RunLog(None)
-        board = open_board(self.config.tensorboard_dir)
+        boards = open_boards(self.config)
         if self.folder is None:
-            return RunLog(None, board)
+            return RunLog(None, boards, self.config)
         if start is None or self.config.finetune or not start.is_in(self.folder):
             moved = run_folder.set_aside(self.folder)
             if moved is not None:
@@ -177,7 +209,7 @@ class Run:
             moved = run_folder.set_later_aside(self.folder, start.saved.iteration)
             if moved is not None:
                 self.say(f" going back: the later checkpoints of {self.folder} moved to {moved}")
-        log = RunLog(self.folder / run_folder.LOG_FILE, board)
+        log = RunLog(self.folder / run_folder.LOG_FILE, boards, self.config)
         run_folder.write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
         log.write(
             "start",

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from mb_train.checkpoint import Modules, Optimizers, Progress, as_list, cause_of, tensors_of
 from mb_train.checksums import SUMS_FILE, format_sums, sum_of
 from mb_train.health import all_finite
+from mb_train.reporting import saved_line, saving_line
 from mb_train.run_folder import (
     FORMAT,
     LATEST,
@@ -113,7 +114,7 @@ class Saver:
         """
         self.wait()
         iteration = progress.iteration
-        self._say(f" saving checkpoint at iteration {iteration:7d} to {self._folder}")
+        self._say(saving_line(iteration, self._folder))
         if not all_finite(as_list(model)):
             self._say(
                 f" not saved: at iteration {iteration} the weights are not numbers. "
@@ -204,7 +205,7 @@ class Saver:
         if any_rank(problem is not None):
             return self._failed(iteration, problem or "rank 0 failed")
         self.latest = iteration
-        self._say(f" successfully saved checkpoint at iteration {iteration:7d} to {self._folder}")
+        self._say(saved_line(iteration, self._folder))
         if rank() == 0 and self._keep is not None:
             for old in surplus(self._folder, self._keep):
                 if self._thread is None:

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the number of samples consumed.
+"""Learning rate, weight decay and batch size as functions of the number of samples consumed.
 
 A schedule keeps no state: step i of a run trains with the values at the samples consumed before it,
 so a resumed run, or one on another number of ranks, needs nothing but that count. Settings in
@@ -10,13 +10,17 @@ iterations are turned into samples with the global batch. The rules are Megatron
     inverse   lr = max(min, peak * sqrt(warmup) / sqrt(n))
     past the end of the decay  lr = min                           (but constant stays constant)
 
-The first step therefore trains at rate 0 when there is a warm-up.
+The first step therefore trains at rate 0 when there is a warm-up. A step that is skipped (fp16, an
+overflow) does not move the rates on though its samples are consumed: they count the samples of the
+steps that were taken.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+import mb_data
 
 from mb_train.config import TrainConfig
 
@@ -28,7 +32,7 @@ class Schedule:
     peak: float
     minimum: float
     style: str
-    warmup: int
+    warmup: float
     decay: int
     total: int
     weight_decay_start: float
@@ -36,7 +40,7 @@ class Schedule:
     weight_decay_style: str
 
     def lr(self, samples: int) -> float:
-        """Learning rate of the step that begins after `samples` samples."""
+        """Learning rate of the step that begins after `samples` samples of steps taken."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.peak * samples / self.warmup
         if self.style == "constant":
@@ -51,7 +55,7 @@ class Schedule:
         return self.minimum + share * (self.peak - self.minimum)
 
     def weight_decay(self, samples: int) -> float:
-        """Weight decay of the step that begins after `samples` samples."""
+        """Weight decay of the step that begins after `samples` samples of steps taken."""
         if self.weight_decay_style == "constant":
             return self.weight_decay_end
         ratio = min(samples / self.total, 1.0)
@@ -70,16 +74,17 @@ def build_schedule(config: TrainConfig, batch_size: int) -> Schedule:
     """
     total = train_samples(config, batch_size)
     if config.by_samples:
-        decay, warmup = config.lr_decay_samples or total, config.lr_warmup_samples
+        decay: int = config.lr_decay_samples or total
+        warmup: float = config.lr_warmup_samples
     else:
         decay = (config.lr_decay_iters or 0) * batch_size or total
         warmup = config.lr_warmup_iters * batch_size
     if config.lr_warmup_fraction is not None:
-        warmup = int(config.lr_warmup_fraction * decay)
+        warmup = config.lr_warmup_fraction * decay
     if warmup >= decay:
         raise ValueError(
-            f"Expected the warm-up to be shorter than the decay, got {warmup} and {decay} samples. "
-            "Shorten the warm-up or lengthen --lr-decay-iters (or -samples)."
+            f"Expected the warm-up to be shorter than the decay, got {warmup:.0f} and {decay} "
+            "samples. Shorten the warm-up or lengthen --lr-decay-iters (or -samples)."
         )
     assert config.lr is not None
     constant = config.weight_decay_incr_style == "constant"
@@ -96,14 +101,62 @@ def build_schedule(config: TrainConfig, batch_size: int) -> Schedule:
     )
 
 
-def train_iterations(config: TrainConfig, batch_size: int) -> int:
+class BatchSizes:
+    """How many sequences each step takes: as many each time, or more and more (ramp-up).
+
+    With `--rampup-batch-size START INCREMENT SAMPLES` the batch grows from START by INCREMENT after
+    every equal share of SAMPLES consumed, Megatron's rule. A function of the samples consumed: a
+    run that is resumed, or that runs on another number of ranks, takes the same steps.
+
+    Args:
+        config: the run.
+        full: sequences of a step once the ramp-up is over.
+        step: every size must be a multiple of this, micro batch x data-parallel ranks.
+
+    Raises:
+        ValueError: increments that do not lead to `full`, or a size that is no such multiple.
+    """
+
+    def __init__(self, config: TrainConfig, full: int, *, step: int = 1) -> None:
+        self.full = full
+        self._rampup: mb_data.BatchRampup | None = None
+        if config.rampup_batch_size is not None:
+            start, increment, samples = config.rampup_batch_size
+            self._rampup = mb_data.BatchRampup(
+                start=start, increment=increment, samples=samples, global_batch_size=full
+            )
+            uneven = [size for size in self._rampup.sizes if size % step]
+            if uneven:
+                raise ValueError(
+                    f"Expected every batch of --rampup-batch-size to be a multiple of micro batch "
+                    f"x data-parallel ranks = {step}, got {uneven[0]}. Change START or INCREMENT."
+                )
+
+    def size(self, consumed_samples: int) -> int:
+        """Sequences of the step that begins after `consumed_samples`."""
+        if self._rampup is None:
+            return self.full
+        return self._rampup.batch_size(consumed_samples)
+
+    def steps(self, samples: int) -> int:
+        """Whole steps in `samples` sequences; what does not fill the last one is left out."""
+        steps = consumed = 0
+        while (size := self.size(consumed)) < self.full and consumed + size <= samples:
+            steps, consumed = steps + 1, consumed + size
+        return steps + (samples - consumed) // self.full
+
+
+def train_iterations(config: TrainConfig, sizes: BatchSizes) -> int:
     """Number of steps of the run."""
     if config.train_samples is not None:
-        return config.train_samples // batch_size
+        return sizes.steps(config.train_samples)
     assert config.train_iters is not None
     return config.train_iters
 
 
 def train_samples(config: TrainConfig, batch_size: int) -> int:
-    """Number of samples of the run."""
-    return train_iterations(config, batch_size) * batch_size
+    """Sequences of the run, those of an incomplete last batch included."""
+    if config.train_samples is not None:
+        return config.train_samples
+    assert config.train_iters is not None
+    return config.train_iters * batch_size

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, whole
 from mb_train.config.resume import check_changes
 from mb_train.flags import CommandLine, resolve
 from mb_train.run_folder import SavedRun, find_checkpoint, read_saved_run
@@ -69,8 +69,11 @@ def _run_of(load: Path, checkpoint: Path) -> Path:
 
 def _is_finished(config: TrainConfig, saved: SavedRun) -> bool:
     if config.train_samples is not None:
-        batch = saved.consumed_samples // max(saved.iteration, 1)
-        return saved.consumed_samples + batch > config.train_samples
+        from mb_train.schedule import BatchSizes
+
+        sizes = BatchSizes(config, whole(config.global_batch_size))
+        done = saved.consumed_samples
+        return done + sizes.size(done) > config.train_samples
     assert config.train_iters is not None
     return saved.iteration >= config.train_iters
 

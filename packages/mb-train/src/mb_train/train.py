@@ -29,9 +29,10 @@ from mb_train.config import TrainConfig
 from mb_train.data import batches
 from mb_train.execute import weigh
 from mb_train.health import DivergenceGuard
+from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator
 from mb_train.optimizer import apply_schedule
-from mb_train.reporting import perplexity, report_interval, validation_lines
+from mb_train.reporting import datetime_line, perplexity, validation_lines
 from mb_train.run import Run, Start, device_type, only_writer
 from mb_train.signals import StopFlag, stop_signals
 from mb_train.tasks import Batch, Dataset
@@ -92,7 +93,9 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     first_loss = stopped_by = None
     diverged = False
     iteration = evaluated_at = saved_at = run.progress.iteration
-    run.say(f" [before the start of training step] datetime: {_now()}")
+    reported = run.progress.consumed_samples
+    run.say("training ...")
+    run.say(datetime_line("before the start of training step"))
     stream = _training_stream(run)
     while iteration < run.iterations and stopped_by is None:
         grad_norm = train_step(run, stream, accumulator)
@@ -101,7 +104,9 @@ def _loop(run: Run, stop: StopFlag) -> Result:
         if iteration % config.log_interval == 0 or iteration == run.iterations or stopped_by:
             params_norm = _params_norm(run) if config.log_params_norm else None
             stats = accumulator.collect(grad_norm, params_norm)
-            report_interval(run, stats, seconds=clock.lap())
+            samples = run.progress.consumed_samples
+            report_interval(run, stats, seconds=clock.lap(), samples=samples - reported)
+            reported = samples
             first_loss = stats.lm_losses[0] if first_loss is None else first_loss
             if guard.see(stats.lm_losses, iteration):
                 diverged, stopped_by = (
@@ -121,8 +126,9 @@ def _loop(run: Run, stop: StopFlag) -> Result:
         elif run.saver is not None:
             run.saver.poll()
     stream.close()
-    run.say(f" [after training is done] datetime: {_now()}")
+    run.say(datetime_line("after training is done"))
     if stopped_by is not None:
+        run.say(datetime_line(f"exiting program at iteration {iteration}"))
         run.say(f" stopping at iteration {iteration}: {stopped_by}")
     else:
         place = "the end of training for val data"
@@ -146,7 +152,9 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> T
     config, mesh = run.config, run.mesh
     iteration, samples = run.progress.iteration, run.progress.consumed_samples
     apply_schedule(run.optimizer, run.schedule, samples)
-    batches = list(itertools.islice(stream, run.micro_batches))
+    size = run.batch_sizes.size(samples)
+    with run.timers("batch-generator", level=2):
+        batches = list(itertools.islice(stream, size // (run.micro_batch_size * mesh.dp_size)))
     weigh(run.task, mesh, batches)
 
     def before(index: int) -> None:
@@ -154,14 +162,16 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> T
         run.sign_of_life(f"iteration {iteration + 1} of {run.iterations} is under way")
 
     run.model.train()
-    losses = run.executor.step(
-        batches, loss_scale=1.0, before=before, measured=accumulator.add_pass
-    )
-    grad_norm = clip_grad_norm(run.model.parameters(), config.clip_grad)
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
+    with run.timers("forward-backward", level=1):
+        losses = run.executor.step(
+            batches, loss_scale=1.0, before=before, measured=accumulator.add_pass
+        )
+    with run.timers("optimizer", level=1):
+        grad_norm = clip_grad_norm(run.model.parameters(), config.clip_grad)
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
     accumulator.add_iteration(losses)
-    run.progress = Progress(iteration + 1, samples + run.batch_size)
+    run.progress = Progress(iteration + 1, samples + size)
     return grad_norm
 
 
@@ -218,14 +228,16 @@ def save(run: Run, *, wait: bool = False) -> None:
     if run.saver is None:
         return
     begun = time.monotonic()
-    saved = run.saver.save(
-        run.model,
-        None if run.config.no_save_optim else run.optimizer,
-        run.progress,
-        config=dataclasses.asdict(run.config),
-        identity=run.identity,
-        data=run.data.identity,
-    )
+    with run.timers("save-checkpoint"):
+        saved = run.saver.save(
+            run.model,
+            None if run.config.no_save_optim else run.optimizer,
+            run.progress,
+            config=dataclasses.asdict(run.config),
+            identity=run.identity,
+            data=run.data.identity,
+        )
+    run.say(run.timers.lines("save-checkpoint"))
     if saved:
         seconds = time.monotonic() - begun
         run.log.write("save", iteration=run.progress.iteration, seconds=seconds)
@@ -306,7 +318,3 @@ def mix(*numbers: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
     return state >> 1
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")

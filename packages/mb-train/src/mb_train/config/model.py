@@ -149,6 +149,11 @@ class ModelFields:
             return "squared_relu"
         return "geglu_tanh" if self.glu else "gelu_tanh"
 
+    @property
+    def is_glu(self) -> bool:
+        """Whether the feed-forward has a gate."""
+        return self.activation_name in _GATED
+
     def check_model(self) -> None:
         """Raise ValueError for sizes and options that do not go together."""
         hidden, heads = whole(self.hidden_size), whole(self.num_attention_heads)

@@ -1,0 +1,137 @@
+"""What is said and logged of the steps since the last report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from mb_parallel import world_size
+
+from mb_train.config import TrainConfig, whole
+from mb_train.flops import flops_per_token, peak_flops
+from mb_train.metrics import IntervalStats
+from mb_train.reporting import train_line
+from mb_train.run import Run, device_name
+from mb_train.timers import timer_lines
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Throughput of an interval.
+
+    Attributes:
+        tokens_per_s: of all ranks together.
+        ranks: that shared the work.
+        tflops: model TFLOP/s of one rank; None where the arithmetic of the model is not known.
+        mfu: share of the device's peak that is; None where either is not known.
+    """
+
+    tokens_per_s: float
+    ranks: int
+    tflops: float | None
+    mfu: float | None
+
+
+def speed(
+    config: TrainConfig, *, vocab_size: int, tokens_per_s: float, ranks: int, device: str
+) -> Speed:
+    """Throughput beside what the device could do at most."""
+    if config.model not in ("gpt", "bert"):
+        return Speed(tokens_per_s, ranks, None, None)
+    flops = flops_per_token(config, vocab_size) * tokens_per_s / ranks
+    peak = peak_flops(device)
+    return Speed(tokens_per_s, ranks, flops / 1e12, None if peak is None else flops / peak)
+
+
+def report_interval(
+    run: Run, stats: IntervalStats, *, seconds: float, samples: int, loss_scale: float = 1.0
+) -> None:
+    """Print and log what the steps since the last report did.
+
+    Args:
+        seconds: that they trained, without evaluation and checkpoints.
+        samples: that they consumed.
+        loss_scale: of the next step.
+    """
+    config, progress = run.config, run.progress
+    steps = len(stats.lm_losses)
+    seconds /= steps
+    losses = {name: stats.loss(name) for name in stats.losses}
+    if stats.tokens_per_expert:
+        balance = stats.mean("load_balancing_loss")
+        losses["load balancing loss"] = config.moe_loss_weight * balance
+        if config.moe_z_loss_weight:
+            losses["z loss"] = config.moe_z_loss_weight * stats.mean("z_loss")
+    lr = run.schedule.lr(progress.consumed_samples)
+    # The size of the last step, as Megatron has it; only at a step of the ramp-up is it the next's.
+    batch_size = min(run.batch_sizes.size(progress.consumed_samples), samples)
+    ranks, device = world_size(), device_name(run.device)
+    pace = speed(
+        config,
+        vocab_size=run.identity["padded_vocab_size"],
+        tokens_per_s=samples * whole(config.seq_length) / (steps * seconds),
+        ranks=ranks,
+        device=device,
+    )
+    timers = run.timers.collect(steps=steps)
+    line = train_line(
+        progress.iteration,
+        run.iterations,
+        consumed_samples=progress.consumed_samples,
+        elapsed_ms=1000 * seconds,
+        lr=lr,
+        batch_size=batch_size,
+        losses=losses,
+        loss_scale=loss_scale,
+        grad_norm=stats.grad_norm,
+        params_norm=stats.params_norm,
+        skipped_iterations=stats.skipped_iterations,
+        nan_iterations=stats.nan_iterations,
+    )
+    said = timer_lines(timers, config.timing_log_option)
+    run.say("\n".join(filter(None, [line, extra_line(pace, stats), said])))
+    on_gpu = run.device.type == "cuda"
+    run.log.write(
+        "train",
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_samples,
+        lm_losses=stats.lm_losses,
+        losses=losses,
+        **{name.replace(" ", "_"): value for name, value in losses.items()},
+        lr=lr,
+        batch_size=batch_size,
+        ranks=ranks,
+        loss_scale=loss_scale,
+        skipped_iterations=stats.skipped_iterations,
+        grad_norm=stats.grad_norm,
+        params_norm=stats.params_norm,
+        ms_per_iteration=1000 * seconds,
+        tokens_per_s=pace.tokens_per_s,
+        tflops_per_rank=pace.tflops,
+        mfu=pace.mfu,
+        timers=timers,
+        memory_reserved=torch.cuda.max_memory_reserved(run.device) if on_gpu else None,
+        memory_allocated=torch.cuda.max_memory_allocated(run.device) if on_gpu else None,
+        layers=stats.layer_means,
+        load_imbalance=stats.load_imbalance,
+        tokens_per_expert=stats.tokens_per_expert,
+    )
+
+
+def extra_line(pace: Speed, stats: IntervalStats) -> str:
+    """What Megatron's line has no field for."""
+    line = f"  tokens per second: {pace.tokens_per_s:,.0f}"
+    if pace.ranks > 1:
+        line += f" | per GPU: {pace.tokens_per_s / pace.ranks:,.0f}"
+    if pace.tflops is not None and pace.mfu is not None:
+        line += f" | TFLOP/s per GPU: {pace.tflops:.1f} (MFU {100 * pace.mfu:.1f} %)"
+    if stats.tokens_per_expert:
+        loads = stats.load_imbalance
+        worst = max(range(len(loads)), key=loads.__getitem__)
+        line += (
+            f" | expert load max/mean: {sum(loads) / len(loads):.2f}"
+            f" (layer {worst}: {loads[worst]:.2f})"
+            f" | dropped: {100 * stats.mean('dropped_fraction'):.1f} %"
+            f" | router entropy: {stats.mean('router_entropy'):.3f}"
+        )
+    return line

@@ -1,0 +1,193 @@
+"""What a run writes beside its lines: RUN/log.jsonl, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from mb_train.config import TrainConfig
+
+
+class Board(Protocol):
+    """Something that draws scalars."""
+
+    def add(self, values: dict[str, float], iteration: int, samples: int | None) -> None:
+        """Add a point to each named curve."""
+
+    def close(self) -> None:
+        """Let it write what waits."""
+
+
+class RunLog:
+    """Appends events to RUN/log.jsonl, and scalars to boards; either may be absent.
+
+    Args:
+        path: of the log; None writes none.
+        boards: see `open_boards`.
+        config: says which scalars they get; None gives them all.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        boards: Sequence[Board] = (),
+        config: TrainConfig | None = None,
+    ) -> None:
+        self._boards, self._config = boards, config
+        self._file: IO[str] | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
+            self._file = path.open("a", encoding="utf-8")
+            if torn:  # a kill cut the last line short: the next begins on its own
+                self._file.write("\n")
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one object; not-a-number becomes null, so that every JSON reader takes it."""
+        if self._file is not None:
+            record = {"event": event, **values}
+            self._file.write(json.dumps(_finite(record)) + "\n")
+            self._file.flush()
+        shown = scalars(event, values, self._config) if self._boards else {}
+        for board in self._boards:
+            if shown:
+                board.add(shown, values["iteration"], values.get("consumed_samples"))
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._file is not None:
+            self._file.close()
+        for board in self._boards:
+            board.close()
+
+
+# Megatron's name of a scalar -> the entry of a "train" event, and the switch that it has, if any.
+_SCALARS: dict[str, tuple[str, str | None]] = {
+    "learning-rate": ("lr", "log_learning_rate_to_tensorboard"),
+    "batch-size": ("batch_size", "log_batch_size_to_tensorboard"),
+    "loss-scale": ("loss_scale", "log_loss_scale_to_tensorboard"),
+    "world-size": ("ranks", "log_world_size_to_tensorboard"),
+    "mem-reserved-bytes": ("memory_reserved", "log_memory_to_tensorboard"),
+    "mem-allocated-bytes": ("memory_allocated", "log_memory_to_tensorboard"),
+    "grad-norm": ("grad_norm", None),
+    "num-zeros": ("zeros_in_grad", None),
+    "params-norm": ("params_norm", None),
+    "tokens-per-second": ("tokens_per_s", None),
+    "model-flops-utilization": ("mfu", None),
+}
+
+
+def scalars(
+    event: str, values: dict[str, Any], config: TrainConfig | None = None
+) -> dict[str, float]:
+    """What a board shows of an event, under Megatron's names where it has one."""
+    if event == "eval":
+        kind = "test" if "test" in values["place"] else "validation"
+        shown = {f"{name} {kind}": loss for name, loss in values["losses"].items()}
+        if config is None or config.log_validation_ppl_to_tensorboard:
+            losses = values["losses"].items()
+            shown |= {f"{name} {kind} ppl": math.exp(min(20.0, loss)) for name, loss in losses}
+        return shown
+    if event != "train":
+        return {}
+    shown = dict(values["losses"])
+    for name, (key, switch) in _SCALARS.items():
+        wanted = config is None or switch is None or getattr(config, switch)
+        if wanted and values.get(key) is not None:
+            shown[name] = values[key]
+    shown["iteration-time"] = values["ms_per_iteration"] / 1000
+    if config is None or config.log_timers_to_tensorboard:
+        for name, ranks in values.get("timers", {}).items():
+            shown[f"{name}-time"] = max(ranks) / 1000
+    for layer, load in enumerate(values["load_imbalance"]):
+        shown[f"expert load max over mean/layer {layer}"] = load
+    return shown
+
+
+class _TensorBoard:
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def add(self, values: dict[str, float], iteration: int, samples: int | None) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, iteration)
+            if samples is not None:
+                self._writer.add_scalar(f"{name} vs samples", value, samples)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def add(self, values: dict[str, float], iteration: int, samples: int | None) -> None:
+        more = {} if samples is None else {"consumed samples": samples}
+        self._run.log({**values, **more}, step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_boards(config: TrainConfig) -> list[Board]:
+    """The boards that a run asks for; none without their flags.
+
+    Raises:
+        ValueError: a package that is missing.
+    """
+    boards: list[Board] = []
+    if config.tensorboard_dir is not None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "Expected the tensorboard package for --tensorboard-dir, found none. Install it "
+                "with pip install 'mb-train[tensorboard]', or leave the flag out."
+            ) from None
+        queue = config.tensorboard_queue_size
+        boards.append(_TensorBoard(SummaryWriter(config.tensorboard_dir, max_queue=queue)))
+    if config.wandb_project is not None:
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError(
+                "Expected the wandb package for --wandb-project, found none. Install it with "
+                "pip install wandb, or leave the flag out."
+            ) from None
+        run = wandb.init(
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            dir=config.wandb_save_dir or config.save,
+            config=vars(config),
+        )
+        boards.append(_WandB(run))
+    return boards
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Events of a log. A line that a kill cut short is the event "torn", with its `line` number."""
+    events = []
+    for number, line in enumerate(
+        path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
+    ):
+        try:
+            event = json.loads(line)
+            whole = isinstance(event, dict) and isinstance(event.get("event"), str)
+        except json.JSONDecodeError:
+            whole = False
+        events.append(event if whole else {"event": "torn", "line": number})
+    return events

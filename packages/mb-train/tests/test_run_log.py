@@ -1,0 +1,111 @@
+"""RUN/log.jsonl, and what TensorBoard and Weights & Biases get of it."""
+
+import math
+import sys
+import types
+
+import pytest
+from mb_train.config import TrainConfig
+from mb_train.run_log import RunLog, open_boards, read_log
+
+RUN = {
+    "num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "seq_length": 8,
+    "micro_batch_size": 8, "train_iters": 10, "lr": 6e-4,
+}  # fmt: skip
+
+
+class _Writer:
+    def __init__(self, folder, max_queue):
+        self.folder, self.added, self.closed = folder, {}, False
+        _Writer.last = self
+
+    def add_scalar(self, name, value, step):
+        self.added[name] = (value, step)
+
+    def close(self):
+        self.closed = True
+
+
+def board(monkeypatch, **switches):
+    """The scalars that a small run writes."""
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = _Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    config = TrainConfig(**RUN, tensorboard_dir="boards", **switches)
+    log = RunLog(None, open_boards(config), config)
+    log.write("start", iteration=0)
+    log.write(
+        "train", iteration=5, consumed_samples=40, losses={"lm loss": 2.0}, lr=0.1, grad_norm=3.0,
+        params_norm=None, batch_size=8, ms_per_iteration=500.0, tokens_per_s=9.0, ranks=3,
+        load_imbalance=[1.5], loss_scale=4.0, timers={"optimizer": [1.0, 7.0]},
+    )  # fmt: skip
+    log.write("eval", iteration=5, place="iteration 5", losses={"lm loss": 2.5})
+    log.close()
+    assert _Writer.last.closed
+    return _Writer.last.added
+
+
+def test_tensorboard_gets_megatrons_names(monkeypatch):
+    added = board(monkeypatch)
+    assert _Writer.last.folder == "boards"
+    assert added["lm loss"] == (2.0, 5)
+    assert added["lm loss vs samples"] == (2.0, 40)
+    assert added["iteration-time"] == (0.5, 5)
+    assert added["expert load max over mean/layer 0"] == (1.5, 5)
+    assert added["lm loss validation"] == (2.5, 5)
+    assert added["learning-rate"] == (0.1, 5)
+    assert added["loss-scale"] == (4.0, 5)
+    absent = {"params-norm", "batch-size", "world-size", "optimizer-time"}
+    assert not absent & added.keys()
+    assert "lm loss validation ppl" not in added
+
+
+def test_switches_of_tensorboard(monkeypatch):
+    added = board(
+        monkeypatch, log_batch_size_to_tensorboard=True, log_world_size_to_tensorboard=True,
+        log_timers_to_tensorboard=True, log_validation_ppl_to_tensorboard=True,
+        log_loss_scale_to_tensorboard=False, log_learning_rate_to_tensorboard=False,
+    )  # fmt: skip
+    assert (added["batch-size"], added["world-size"]) == ((8, 5), (3, 5))
+    assert added["optimizer-time"] == (0.007, 5)
+    assert added["lm loss validation ppl"] == (pytest.approx(math.exp(2.5)), 5)
+    assert not {"loss-scale", "learning-rate"} & added.keys()
+
+
+def test_weights_and_biases(monkeypatch):
+    module, points = types.ModuleType("wandb"), []
+    run = types.SimpleNamespace(log=lambda values, step: points.append((step, values)),
+                                finish=lambda: points.append("end"))  # fmt: skip
+    started = {}
+    module.init = lambda **settings: started.update(settings) or run
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    config = TrainConfig(**RUN, wandb_project="moe", wandb_exp_name="a", save="runs/a")
+    log = RunLog(None, open_boards(config), config)
+    log.write("eval", iteration=5, place="iteration 5", losses={"lm loss": 2.5})
+    log.close()
+    assert points == [(5, {"lm loss validation": 2.5}), "end"]
+    assert (started["project"], started["name"], started["dir"]) == ("moe", "a", "runs/a")
+    assert started["config"]["hidden_size"] == 16
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        open_boards(config)
+
+
+def test_tensorboard_missing_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match=r"pip install 'mb-train\[tensorboard\]'"):
+        open_boards(TrainConfig(**RUN, tensorboard_dir="boards"))
+
+
+def test_a_line_cut_short_by_a_kill_spoils_no_other(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"event": "start"}\n{"event": "tr')
+    assert read_log(path) == [{"event": "start"}, {"event": "torn", "line": 2}]
+    log = RunLog(path)
+    log.write("start", iteration=1)
+    log.close()
+    assert read_log(path) == [
+        {"event": "start"}, {"event": "torn", "line": 2}, {"event": "start", "iteration": 1},
+    ]  # fmt: skip
+    path.write_text('[1]\n{"event": 3}\n')
+    assert [event["event"] for event in read_log(path)] == ["torn", "torn"]

@@ -14,41 +14,11 @@ from mb_train.run_folder import checkpoints, find_checkpoint
 from mb_train.run_log import read_log
 
 TINY = [
-    "--recipe",
-    "quickstart",
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "16",
-    "--ffn-hidden-size",
-    "16",
-    "--seq-length",
-    "16",
-    "--num-attention-heads",
-    "1",
-    "--micro-batch-size",
-    "2",
-    "--moe-num-experts",
-    "2",
-    "--moe-top-k",
-    "1",
-    "--lr-decay-iters",
-    "100",
-    "--lr-warmup-iters",
-    "1",
-    "--eval-iters",
-    "1",
-    "--eval-interval",
-    "100",
-    "--log-interval",
-    "1",
-    "--num-workers",
-    "0",
-    "--device",
-    "cpu",
-    "--split",
-    "90,10,0",
-]
+    "--recipe=quickstart", "--num-layers=1", "--hidden-size=16", "--ffn-hidden-size=16",
+    "--seq-length=16", "--num-attention-heads=1", "--micro-batch-size=2", "--moe-num-experts=2",
+    "--moe-top-k=1", "--lr-decay-iters=100", "--eval-iters=1", "--eval-interval=100",
+    "--log-interval=1", "--num-workers=0", "--device=cpu", "--split=90,10,0",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

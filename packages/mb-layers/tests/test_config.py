@@ -13,8 +13,8 @@ GOOD = {"hidden_size": 16, "ffn_hidden_size": 32, "num_experts": 8, "top_k": 2}
 BAD = {
     "k > E": ({"top_k": 9}, "top_k <= num_experts, got top_k=9"),
     "no experts": ({"num_experts": 0}, "num_experts to be an integer >= 1, got 0"),
-    "half an expert": ({"num_experts": 2.5}, "integer >= 1, got 2.5"),
-    "true hidden": ({"hidden_size": True}, "hidden_size to be an integer >= 1, got True"),
+    "half an expert": ({"num_experts": 2.5}, "num_experts to be int, got 2.5 of type float"),
+    "true hidden": ({"hidden_size": True}, "hidden_size to be int, got True of type bool"),
     "activation": ({"activation": "swigu"}, "swiglu"),
     "capacity 0": ({"capacity_factor": 0.0}, "dMoE with capacity_factor=None"),
     "capacity -1": ({"capacity_factor": -1.0}, "capacity_factor > 0, got -1"),
@@ -22,7 +22,7 @@ BAD = {
     "drop": ({"drop_policy": "probabilty"}, "did you mean 'probability'"),
     "score": ({"score_function": "tanh"}, "softmax, sigmoid, got 'tanh'"),
     "balance": ({"balance_over": "batch"}, "micro_batch, sequence, global_batch"),
-    "sequence in D": ({"sequence_dim": -1}, "-1 is D"),
+    "sequence in D": ({"sequence_dim": -1}, "got -1, which is D"),
     "p": ({"renormalize_p": 3}, "1 or 2, got 3"),
     "jitter": ({"jitter_eps": 1.0}, "0 <= jitter_eps < 1"),
     "loss weight": ({"load_balancing_loss_weight": -0.1}, "load_balancing_loss_weight >= 0"),
@@ -64,6 +64,28 @@ BAD = {
         "top_k <= 2, the experts in 1 groups of 2, got 3; raise top_k_groups",
     ),
 }
+
+
+FLOATS = ("load_balancing_loss_weight", "jitter_eps", "capacity_factor", "output_init_std")
+FLAGS = ("renormalize", "balancing_bias", "mlp_bias", "recompute")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        *((name, value, "float") for name in FLOATS for value in ("0.1", True)),
+        *((name, value, "bool") for name in FLAGS for value in ("False", 1, None)),
+        *((name, None, "int") for name in ("hidden_size", "top_k", "sequence_dim")),
+        ("z_loss_weight", None, "float"),
+        ("activation", None, "str"),
+        ("score_function", 3, "str"),
+        ("saved_activation_bits", "8", "int or None"),
+    ],
+)
+def test_wrong_types_name_the_field(name: str, value: object, kind: str) -> None:
+    expected = f"{name} to be {kind}.*, got {value!r} of type {type(value).__name__}"
+    with pytest.raises(ValueError, match=expected):
+        MoEConfig(**(GOOD | {name: value}))
 
 
 @pytest.mark.parametrize(("overrides", "message"), BAD.values(), ids=BAD.keys())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import subprocess
 import sys
 
@@ -74,6 +75,35 @@ def test_compiles_without_graph_breaks(kind: str) -> None:
         else:
             assert_same(grads_of(layer, x, run=compiled), grads_of(layer, x))
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["dMoE", "MoE", "MoE-probability", "deepseek-v3"])
+def test_a_dynamic_number_of_tokens_compiles_once(kind: str) -> None:
+    layer = build(**KINDS[kind])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (6, 9, 20):
+        x = torch.randn(2, length, 16, dtype=torch.float64)
+        assert_close("y", compiled(x).y, layer(x).y)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["dMoE", "MoE", "biases-recompute"])
+def test_exports_with_a_dynamic_batch_and_saves(kind: str) -> None:
+    layer = build(**KINDS[kind]).eval()
+    batch = torch.export.Dim("batch", min=2, max=4096)
+    sample = torch.randn(8, 16, dtype=torch.float64)
+    program = torch.export.export(layer, (sample,), dynamic_shapes=({0: batch},))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    x = torch.randn(11, 16, dtype=torch.float64)
+    got, expected = loaded(x), layer(x)
+    assert_close("y", got.y, expected.y)
+    assert got.metrics.keys() == expected.metrics.keys()
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mb_kernels
 import pytest
 import torch
 from layers_oracle import assert_close, loop_over_tokens
@@ -68,6 +69,11 @@ VARIANTS = {
         for name in ("geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu")
     },
     "squared_relu": {"activation": "squared_relu"},
+    # Widths that the kernels do not take.
+    "odd": {"hidden_size": 13, "ffn_hidden_size": 20, "shared_expert_hidden_size": 5},
+    "odd-ffn": {"ffn_hidden_size": 7, "activation": "gelu", "recompute": True},
+    "odd-bias": {"hidden_size": 18, "ffn_hidden_size": 9, "mlp_bias": True},
+    "odd-sparse": {"hidden_size": 10, "ffn_hidden_size": 128, "mlp_impl": "sparse"},
 }
 
 
@@ -110,7 +116,22 @@ def check_against_loop(layer: dMoE, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
 def test_dmoe_equals_a_loop_over_tokens(overrides: dict) -> None:
-    check_against_loop(build(**overrides), torch.randn(3, 7, 16, dtype=torch.float64))
+    hidden = overrides.get("hidden_size", 16)
+    check_against_loop(build(**overrides), torch.randn(3, 7, hidden, dtype=torch.float64))
+
+
+def test_odd_widths_reach_the_kernels_as_multiples_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = mb_kernels.expert_mlp
+
+    def spy(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *rest, **options) -> torch.Tensor:
+        seen.append((x.shape[1], *w1.shape, *w2.shape))
+        return real(x, w1, w2, *rest, **options)
+
+    monkeypatch.setattr(mb_kernels, "expert_mlp", spy)
+    layer = build(hidden_size=13, ffn_hidden_size=20)
+    layer(torch.randn(4, 13, dtype=torch.float64))
+    assert seen == [(16, 5, 64, 16, 5, 16, 32)]
 
 
 @pytest.mark.parametrize("overrides", [{}, {"z_loss_weight": 0.01, "recompute": True}])

@@ -7,11 +7,12 @@ fails at construction and not in a backward pass.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import mb_kernels
 
@@ -126,6 +127,8 @@ class MoEConfig:
     saved_activation_bits: int | None = None
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), str(field.type))
         for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
             _check_positive_int(name, getattr(self, name))
         if self.top_k > self.num_experts:
@@ -138,10 +141,10 @@ class MoEConfig:
         _check_choice("balance_over", self.balance_over, get_args(BalanceOver))
         _check_choice("drop_policy", self.drop_policy, get_args(DropPolicy))
         _check_choice("mlp_impl", self.mlp_impl, get_args(MLPImpl))
-        if self.sequence_dim == -1 or not _is_int(self.sequence_dim):
+        if self.sequence_dim == -1:
             raise ValueError(
-                "expected sequence_dim to be an integer, the dimension of x [..., D] along which "
-                f"a sequence runs, got {self.sequence_dim!r}; -1 is D"
+                "expected sequence_dim to be the dimension of x [..., D] along which a sequence "
+                "runs, got -1, which is D"
             )
         if self.renormalize_p not in (1, 2):
             raise ValueError(
@@ -268,12 +271,24 @@ class MoEConfig:
             )
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 
 
-def _check_positive_int(name: str, value: Any) -> None:
-    if not _is_int(value) or value < 1:
+def _check_type(name: str, value: object, annotation: str) -> None:
+    """Refuse a value whose type is not the field's, above all a string for a number or a flag."""
+    kind, _, optional = annotation.partition(" | ")
+    if optional and value is None:
+        return
+    kinds = _TYPES.get(kind, (str,))
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kind != "bool"):
+        raise ValueError(
+            f"expected {name} to be {kind if kind in _TYPES else 'str'}"
+            f"{' or None' if optional else ''}, got {value!r} of type {type(value).__name__}"
+        )
+
+
+def _check_positive_int(name: str, value: int) -> None:
+    if value < 1:
         raise ValueError(f"expected {name} to be an integer >= 1, got {value!r}")
 
 

@@ -12,10 +12,12 @@ Letters: E experts, D hidden, F expert ffn width, T or R tokens on this rank, K 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mb_kernels
 import torch
+import torch.nn.functional as F
 from mb_kernels import Bins
 from mb_kernels.activation import activate
 from torch import Tensor, nn
@@ -68,23 +70,31 @@ class _StackedMLP(nn.Module):
         """Return y_RD, each token's weighted sum over the experts that `bins` gives it."""
         config = self.config
         num_experts = bins.offsets_E1.shape[0] - 1
-        w1, w2, b1, b2 = self.local_parameters(num_experts)
-        assert w1 is not None
-        assert w2 is not None
+        hidden = x_RD.shape[1]
+        weights = self.local_parameters(num_experts)
+        x_RD, (w1, w2, b1, b2) = pad_widths(x_RD, weights, gated=config.is_glu)
         x_RD, w1, w2 = cast_alike(x_RD, w1, w2)
-        if b1 is None or b2 is None:
-            arguments = (x_RD, w1, w2, bins, weights_RK)
-            options = {"activation": config.activation, "recompute": config.recompute}
-            if config.mlp_impl == "sparse":
-                return mb_kernels.sparse_expert_mlp(*arguments, **options)
-            return mb_kernels.expert_mlp(
-                *arguments, **options, saved_activation_bits=config.saved_activation_bits
-            )
-        _, b1, b2 = cast_alike(x_RD, b1, b2)
-        arguments = (x_RD, w1, w2, bins, weights_RK, self._activate)
-        if not config.recompute:
-            return expert_mlp_in_steps(*arguments, b1=b1, b2=b2)
-        return checkpoint(expert_mlp_in_steps, *arguments, b1=b1, b2=b2, use_reentrant=False)
+        arguments = (x_RD, w1, w2, bins, weights_RK)
+        options: dict[str, Any] = {
+            "activation": config.activation,
+            "recompute": config.recompute,
+        }
+        if b1 is not None and b2 is not None:
+            _, b1, b2 = cast_alike(x_RD, b1, b2)
+            if config.recompute:
+                y_RD = checkpoint(
+                    expert_mlp_in_steps,
+                    *(*arguments, self._activate),
+                    **{"b1": b1, "b2": b2, "use_reentrant": False},
+                )
+            else:
+                y_RD = expert_mlp_in_steps(*arguments, self._activate, b1=b1, b2=b2)
+        elif config.mlp_impl == "sparse":
+            y_RD = mb_kernels.sparse_expert_mlp(*arguments, **options)
+        else:
+            bits = config.saved_activation_bits
+            y_RD = mb_kernels.expert_mlp(*arguments, **options, saved_activation_bits=bits)
+        return y_RD if y_RD.shape[1] == hidden else y_RD[:, :hidden]
 
     def local_parameters(self, num_experts: int) -> list[Tensor | None]:
         """w1, w2, b1 and b2 (None without biases) of the `num_experts` experts on this rank."""
@@ -221,6 +231,34 @@ def _bias_rows(bias_EM: Tensor, bins: Bins) -> Tensor:
     rows_N = torch.arange(bins.order_N.shape[0], device=bias_EM.device, dtype=torch.int32)
     expert_N = torch.searchsorted(bins.offsets_E1[1:], rows_N, right=True)
     return bias_EM[expert_N.clamp(max=bias_EM.shape[0] - 1)]
+
+
+def pad_widths(
+    x_RD: Tensor, weights: Sequence[Tensor | None], *, gated: bool
+) -> tuple[Tensor, list[Any]]:
+    """Widen x [R, D] and w1, w2, b1, b2 with zeros to the multiples of 16 that the kernels take.
+
+    Zeros add nothing to y, whose first D columns are the result. Widths that fit are not copied.
+    """
+    w1, w2, b1, b2 = weights
+    assert w1 is not None
+    assert w2 is not None
+    more_D, more_F = -w2.shape[1] % 16, -w2.shape[2] % 16
+    if not more_D and not more_F:
+        return x_RD, [w1, w2, b1, b2]
+    halves = 2 if gated else 1
+
+    def wider_rows(weight: Tensor) -> Tensor:  # of gate and up each
+        parts = weight.unflatten(1, (halves, -1))
+        last = (0, 0) * (weight.dim() - 2)
+        return F.pad(parts, (*last, 0, more_F)).flatten(1, 2)
+
+    return F.pad(x_RD, (0, more_D)), [
+        F.pad(wider_rows(w1), (0, more_D)),
+        F.pad(w2, (0, more_F, 0, more_D)),
+        None if b1 is None else wider_rows(b1),
+        None if b2 is None else F.pad(b2, (0, more_D)),
+    ]
 
 
 def to_plain(weight: Tensor, num_experts: int) -> Tensor:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import _register_namedtuple
 
 from mb_layers.balance import router_losses
 from mb_layers.config import MoEConfig
@@ -43,6 +44,10 @@ class MoEOutput(NamedTuple):
     y: Tensor
     aux_loss: Tensor
     metrics: dict[str, Tensor]
+
+
+# So that torch.export can save a program that returns one.
+_register_namedtuple(MoEOutput, serialized_type_name="mb_layers.MoEOutput")
 
 
 class _MoELayer(nn.Module):

@@ -231,13 +231,14 @@ def test_quantised_activations_take_a_half_and_a_quarter():
     assert kept(None) - kept(4) == h - h // 4 - scales
 
 
-def test_quantised_activations_compile():
-    x, w1, w2, bins, weights = make_case((12, 4, 4, 3, 2, "uniform", None))
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_quantised_activations_compile(backend):
+    x, w1, w2, bins, weights = make_case((12, 4, 4, 3, 2, "uniform", None), dtype=torch.float32)
 
     def run(x, w1, w2, weights):
         return expert_mlp(x, w1, w2, bins, weights, saved_activation_bits=8)
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
     inputs = (x, w1, w2, weights)
     got, want = (torch.autograd.grad(f(*inputs).sum(), inputs) for f in (compiled, run))
     for name, a, b in zip(("x", "w1", "w2", "weights"), got, want, strict=True):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from mb_kernels import grouped_gemm
+from mb_kernels.runtime import checks, registration
 from mb_kernels.testing import assert_close
 
 OFFSETS = {
@@ -55,3 +56,17 @@ def test_gradients(kind, transpose_weight):
 def test_bad_input(w, offsets, message):
     with pytest.raises(ValueError, match=message):
         grouped_gemm(torch.zeros(4, 5), w, offsets)
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 5], [0, 3, 2], [1, 2, 4]], ids=str)
+def test_debug_refuses_offsets_that_divide_no_rows(offsets, monkeypatch):
+    monkeypatch.setattr(registration, "_debug", True)
+    with pytest.raises(ValueError, match=r"offsets_E1: .*end at most at 4.*got \["):
+        grouped_gemm(torch.zeros(4, 16), torch.zeros(2, 16, 16), torch.tensor(offsets))
+
+
+def test_a_matrix_beyond_32_bit_offsets_is_refused(monkeypatch):
+    monkeypatch.setattr(checks, "use_triton", lambda x: True)
+    huge = torch.zeros(1, 1, 1).expand(1, 2**16, 2**15)
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*31 elements"):
+        grouped_gemm(torch.zeros(1, 1).expand(4, 2**15), huge, torch.tensor([0, 4]))

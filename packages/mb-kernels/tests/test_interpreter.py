@@ -12,7 +12,8 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
-FILES = sorted((pathlib.Path(__file__).parent / "interpreter").glob("test_*.py"))
+HERE = pathlib.Path(__file__).parent
+FILES = [HERE / "test_every_op.py", *sorted((HERE / "interpreter").glob("test_*.py"))]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -1,5 +1,8 @@
 """A launch is given the compiled kernel that Triton would give it, and Triton is asked once."""
 
+import os
+import subprocess
+import sys
 import types
 
 import pytest
@@ -19,6 +22,7 @@ class Kernel:
 
     def __init__(self):
         self.fn, self.log = object(), []
+        self.pre_run_hooks, self.used_global_vals = [], {}
 
     def __getitem__(self, grid):
         def compile_and_launch(*args, **constants):
@@ -48,9 +52,10 @@ def launches(monkeypatch):
     streams = types.SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
     monkeypatch.setattr(launching, "driver", types.SimpleNamespace(active=streams))
     monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(launching, "_direct", True)
 
-    def run(*calls):
-        kernel = Kernel()
+    def run(*calls, kernel=None):
+        kernel = kernel or Kernel()
         for x, n, constants in calls:
             launching.launch(kernel, (3, 2), x, n, **constants)
         return kernel.log
@@ -117,6 +122,55 @@ def test_a_profiler_that_hooks_launches_sees_all_of_them(hook, chained, launches
     else:
         monkeypatch.setattr(knobs.runtime, hook, print)
     assert who(launches(call, call)) == ["triton", "triton"]
+
+
+@pytest.mark.parametrize(
+    ("group", "knob", "value"),
+    [("runtime", "debug", True), ("compilation", "instrumentation_mode", "fpsan")],
+)
+def test_what_else_triton_compiles_for_is_told_apart(group, knob, value, launches, monkeypatch):
+    kernel, call = Kernel(), (X, 17, {"E": 4})
+    launches(call, call, kernel=kernel)
+    monkeypatch.setattr(getattr(knobs, group), knob, value)
+    assert who(launches(call, call, kernel=kernel)) == ["triton", "kept"] * 2
+
+
+def test_who_inspects_compilations_or_launches_sees_them(launches, monkeypatch):
+    kernel, call = Kernel(), (X, 17, {"E": 4})
+    launches(call, call, kernel=kernel)
+    kernel.pre_run_hooks.append(print)
+    assert who(launches(call, kernel=kernel))[2:] == ["triton"]
+    kernel.pre_run_hooks.clear()
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", lambda *a: ("", ""))
+    assert who(launches(call, kernel=kernel))[3:] == ["triton"]
+
+
+def test_a_changed_global_of_the_kernel_is_for_triton_to_judge(launches):
+    kernel, call, names = Kernel(), (X, 17, {"E": 4}), {"SIZE": 4}
+    kernel.used_global_vals["SIZE", id(names)] = 4, names
+    launches(call, call, kernel=kernel)
+    names["SIZE"] = 5
+    assert who(launches(call, call, kernel=kernel)) == ["triton", "kept", "triton", "triton"]
+
+
+def test_another_private_call_falls_back_to_the_public_one(launches, monkeypatch):
+    def changed(self, *args):
+        raise TypeError("function takes exactly 14 arguments (12 given)")
+
+    monkeypatch.setattr(Compiled, "run", changed)
+    call = X, 17, {"E": 4}
+    with pytest.warns(UserWarning, match="MB_DIRECT_LAUNCH=0"):
+        assert who(launches(call, call, call)) == ["triton"] * 3
+    assert not launching._direct
+
+
+def test_the_switch_turns_direct_launches_off():
+    code = "from mb_kernels.runtime import launch; print(launch._direct)"
+    for value, expected in (("0", "False"), ("1", "True")):
+        environment = {**os.environ, "MB_DIRECT_LAUNCH": value, "TRITON_INTERPRET": "0"}
+        command = [sys.executable, "-c", code]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert run.stdout.strip() == expected
 
 
 def test_constexprs_come_last_in_every_kernel():

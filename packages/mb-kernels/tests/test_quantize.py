@@ -116,6 +116,17 @@ def test_op_is_sound_for_compile(bits):
     torch.library.opcheck(torch.ops.mb.dequantize.default, (*quantized, bits, torch.float16))
 
 
+def test_the_launch_of_a_wide_row_has_one_dimension(monkeypatch):
+    pytest.importorskip("triton")
+    from mb_kernels.quantize import kernels
+
+    grids = []
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *a, **k: grids.append(grid))
+    wide = torch.empty(1, 9_000_000, device="meta")  # 70,313 groups: a second dimension has 65,535
+    kernels.dequantize(*kernels.quantize(wide, 8), 8, torch.float32)
+    assert grids == [(70_313,), (70_313,)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", [4, 8])

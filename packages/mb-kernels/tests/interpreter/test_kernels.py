@@ -15,7 +15,7 @@ from mb_kernels import (
 )
 from mb_kernels.expert_mlp import dact, up
 from mb_kernels.grouped_gemm import forward, weight_grad
-from mb_kernels.runtime.launch import matrices, ragged
+from mb_kernels.runtime.launch import matrices, precision, ragged
 from mb_kernels.testing import (
     TOLERANCES,
     Case,
@@ -82,6 +82,25 @@ def test_descriptors_are_tritons(parts):
     assert matrices(w, (1, 8, 16)).base is w
     want = TensorDescriptor(w, [3, 16, 32], [512, 32, 1], [1, 8, 16])
     assert fields(matrices(w, (1, 8, 16))) == fields(want)
+
+
+def test_one_matrix_is_described_whatever_its_stride():
+    w = torch.zeros(16, 32)
+    odd = w.as_strided((1, 16, 32), (7, 32, 1))
+    assert odd.is_contiguous()
+    assert fields(matrices(odd, (1, 8, 16))) == fields(matrices(w[None], (1, 8, 16)))
+
+
+@pytest.mark.parametrize("mode", ["tf32", "ieee"])
+def test_tf32_by_torch_s_own_switch(mode):
+    matmul = torch.backends.cuda.matmul  # its older getters raise once this has been set
+    before = matmul.fp32_precision
+    matmul.fp32_precision = mode
+    try:
+        assert precision(torch.zeros(1)) == mode
+        assert precision(torch.zeros(1, dtype=torch.bfloat16)) == "ieee"
+    finally:
+        matmul.fp32_precision = before
 
 
 def test_recompute_changes_nothing():

@@ -27,7 +27,7 @@ from mb_kernels.block_sparse.mlp_reference import (
     topology_indices,
 )
 from mb_kernels.block_sparse.reference import BLOCK, Topology
-from mb_kernels.runtime import registration
+from mb_kernels.runtime import checks, registration
 
 if TYPE_CHECKING:
     import stk
@@ -43,6 +43,7 @@ def pad_bins(bins: Bins) -> Bins:
         Bins whose order has R = ``padded_rows(N, E)`` entries, -1 for padding; inverse and offsets
         count padded rows. As ever, rows from offsets[-1] on hold the dropped slots.
     """
+    checks.require_bins("bins.order_N", bins.order_N, bins)
     rows = padded_rows(bins.order_N.numel(), bins.tokens_per_expert_E.numel())
     order, inverse, offsets = torch.ops.mb.pad_indices(
         bins.order_N, bins.inverse_N, bins.offsets_E1, rows
@@ -112,7 +113,10 @@ def sparse_expert_mlp(
             f"w1_EFD: expected {(w2_EDF.shape[0], columns, x_TD.shape[-1])} for {activation!r} and "
             f"w2_EDF {tuple(w2_EDF.shape)}; got {tuple(w1_EFD.shape)}."
         )
-    registration.require_same("x_TD", x_TD, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
+    checks.require_same("x_TD", x_TD, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
+    checks.require_floating("weights_TK", weights_TK)
+    checks.require_device("x_TD", x_TD, weights_TK=weights_TK)
+    checks.require_bins("x_TD", x_TD, bins)
     slots, experts = bins.order_N.numel(), bins.offsets_E1.numel() - 1
     if slots != weights_TK.numel() or weights_TK.shape[0] != x_TD.shape[0]:
         raise ValueError(

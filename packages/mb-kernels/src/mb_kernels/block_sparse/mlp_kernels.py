@@ -185,7 +185,7 @@ def block_activation(h: Tensor, activation: str) -> Tensor:
 def block_activation_backward(d_a: Tensor, h: Tensor, activation: str) -> Tensor:
     """Launch: the gradient of h, given that of the activation [R, L]."""
     d_h = torch.empty_like(h)
-    _launch_activation(h, d_a.contiguous(), d_h, activation)
+    _launch_activation(h, d_a, d_h, activation)
     return d_h
 
 

@@ -33,7 +33,7 @@ from mb_kernels.block_sparse.reference import (
     topology_of,
     with_data,
 )
-from mb_kernels.runtime import registration
+from mb_kernels.runtime import checks, registration
 
 if TYPE_CHECKING:
     import stk
@@ -63,8 +63,8 @@ def sdd(a: Tensor, b: Tensor, topology: "stk.Matrix") -> "stk.Matrix":
     _check_size("a", a_GMK.shape[0] * a_GMK.shape[1], size[0], "rows of the topology", a_GMK, 1)
     _check_size("b", b_GKN.shape[0] * b_GKN.shape[2], size[1], "columns of the topology", b_GKN, 2)
     _check_size("b", b_GKN.shape[1], a_GMK.shape[2], "columns of a")
-    registration.require_same("a", a, b=b)
-    _check_device("topology", topology, a)
+    checks.require_same("a", a, b=b)
+    _check_indices("topology", topology, "a", a)
     data = torch.ops.mb.sdd(a_GMK, b_GKN, *topology_of(topology))
     return with_data(topology, data)
 
@@ -86,7 +86,8 @@ def dsd(a: "stk.Matrix", b: Tensor) -> Tensor:
     _check_matrix("a", a)
     b_GKN = _stack("b", b)
     _check_size("b", b_GKN.shape[0] * b_GKN.shape[1], a.size()[1], "columns of a", b_GKN, 1)
-    registration.require_same("a", a.data, b=b)
+    checks.require_same("a", a.data, b=b)
+    _check_indices("a", a, "a.data", a.data)
     transposed = not a.is_contiguous()
     return torch.ops.mb.dsd(a.data, b_GKN, *topology_of(a), transposed, 1, False)[0]
 
@@ -108,7 +109,8 @@ def dds(a: Tensor, b: "stk.Matrix") -> Tensor:
     if a.ndim != 2:
         raise ValueError(f"a: expected [M, K]; got {tuple(a.shape)}. A stack has no use here.")
     _check_size("a", a.shape[1], b.size()[0], "rows of b")
-    registration.require_same("b", b.data, a=a)
+    checks.require_same("b", b.data, a=a)
+    _check_indices("b", b, "b.data", b.data)
     # a @ b = (b^T @ a^T)^T, computed into memory that is row-major after the last transpose.
     transposed = b.is_contiguous()
     out = torch.ops.mb.dsd(b.data, a.t()[None], *topology_of(b), transposed, 1, True)
@@ -144,12 +146,9 @@ def _check_size(
         )
 
 
-def _check_device(name: str, matrix: "stk.Matrix", x: Tensor) -> None:
-    if matrix.row_indices.device != x.device:
-        raise ValueError(
-            f"{name}: expected it on {x.device}, where a is; got {matrix.row_indices.device}. Move "
-            f"it with .to({str(x.device)!r})."
-        )
+def _check_indices(name: str, matrix: "stk.Matrix", what: str, x: Tensor) -> None:
+    indices = topology_of(matrix)._asdict()
+    checks.require_indices(what, x, **{f"{name}.{field}": t for field, t in indices.items()})
 
 
 def _column_major(x_GMN: Tensor) -> bool:
@@ -227,6 +226,8 @@ registration.register(
     flops=_sdd_flops,
     setup_context=_sdd_setup,
     backward=_sdd_backward,
+    differentiable_twice=True,
+    strided=True,
 )
 registration.register(
     f"dsd(Tensor data, Tensor b, {_TOPOLOGY}, bool transposed, int groups, bool column_major) "
@@ -237,4 +238,6 @@ registration.register(
     flops=_dsd_flops,
     setup_context=_dsd_setup,
     backward=_dsd_backward,
+    differentiable_twice=True,
+    strided=True,
 )

@@ -18,11 +18,10 @@ from torch import Tensor
 from mb_kernels.activation import is_glu
 from mb_kernels.bins import Bins, row_tiles
 from mb_kernels.expert_mlp.reference import expert_mlp_backward, expert_mlp_forward
-from mb_kernels.grouped_gemm.op import require_multiple_of_16
 from mb_kernels.permute.op import bins_of
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.op import dequantize, quantize
-from mb_kernels.runtime import registration
+from mb_kernels.runtime import checks, registration
 
 _WHOLE = 16  # bits that stand for "in the dtype they have"
 
@@ -109,13 +108,12 @@ def _check(
             f"{bins.order_N.shape[0]} and {bins.offsets_E1.shape[0] - 1}. "
             "Build them with bin_tokens(expert_ids_TK, num_experts)."
         )
-    registration.require_same("x_TD", x_TD, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
-    if weights_TK.device != x_TD.device or not weights_TK.is_floating_point():
-        raise ValueError(
-            f"weights_TK: expected a floating tensor on {x_TD.device}; got {weights_TK.dtype} on "
-            f"{weights_TK.device}."
-        )
-    require_multiple_of_16(x_TD, D=hidden, F=ffn)
+    checks.require_same("x_TD", x_TD, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
+    checks.require_floating("weights_TK", weights_TK)
+    checks.require_device("x_TD", x_TD, weights_TK=weights_TK)
+    checks.require_bins("x_TD", x_TD, bins)
+    checks.require_addressable("w1_EFD", w1_EFD)
+    checks.require_multiple_of_16(x_TD, D=hidden, F=ffn)
 
 
 def _forward_reference(
@@ -220,7 +218,7 @@ def _backward(ctx: Any, do: Tensor | None, *others: None) -> tuple[Tensor | None
     if ctx.saved_bits in (4, 8):
         h = dequantize(*kept, bits=ctx.saved_bits, dtype=do.dtype)
     grads = torch.ops.mb.expert_mlp_backward(
-        do.contiguous(), *tensors, h, tiles, ctx.activation, ctx.in_rows, needs
+        do, *tensors, h, tiles, ctx.activation, ctx.in_rows, needs
     )
     dx, dw1, dw2, dweights = (g if n else None for g, n in zip(grads, needs, strict=True))
     return dx, dw1, dw2, None, None, None, dweights, None, None, None
@@ -265,6 +263,9 @@ registration.register(
     flops=_forward_flops,
     setup_context=_setup,
     backward=_backward,
+    debug_check=lambda x, w1, w2, order, inverse, offsets, *_: checks.debug_offsets(
+        offsets, order.shape[0]
+    ),
 )
 registration.register(
     f"expert_mlp_backward(Tensor do, {_INPUTS}, Tensor weights, Tensor h, Tensor tiles, "

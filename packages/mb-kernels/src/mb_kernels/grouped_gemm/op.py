@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mb_kernels.grouped_gemm.reference import grouped_gemm as grouped_gemm_reference
 from mb_kernels.grouped_gemm.reference import grouped_outer as grouped_outer_reference
-from mb_kernels.runtime import registration
+from mb_kernels.runtime import checks, registration
 
 
 def grouped_gemm(
@@ -47,21 +47,11 @@ def grouped_gemm(
             f"offsets_E1: expected [{w_EMK.shape[0] + 1}], one more than the experts of w; got "
             f"{tuple(offsets_E1.shape)}."
         )
-    registration.require_same("x_NK", x_NK, w=w_EMK)
-    require_multiple_of_16(x_NK, K=x_NK.shape[1], M=w_EMK.shape[3 - contraction])
+    checks.require_same("x_NK", x_NK, w=w_EMK)
+    checks.require_indices("x_NK", x_NK, offsets_E1=offsets_E1)
+    checks.require_addressable("w", w_EMK)
+    checks.require_multiple_of_16(x_NK, K=x_NK.shape[1], M=w_EMK.shape[3 - contraction])
     return torch.ops.mb.grouped_gemm(x_NK, w_EMK, offsets_E1, transpose_weight)
-
-
-def require_multiple_of_16(x: Tensor, **sizes: int) -> None:
-    """ValueError if the kernels run on ``x`` and cannot take one of ``sizes``."""
-    if not registration.use_triton(x):
-        return
-    for name, size in sizes.items():
-        if size % 16:
-            raise ValueError(
-                f"{name}: expected a multiple of 16 (matrix units and 16-byte loads); got {size}. "
-                "Pad the weights with zeros, or use mb_kernels.reference, which takes any size."
-            )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -71,7 +61,6 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, offsets = ctx.saved_tensors
-    dy = dy.contiguous()
     dx = dw = None
     if ctx.needs_input_grad[0]:
         dx = torch.ops.mb.grouped_gemm(dy, w, offsets, not ctx.transpose_weight)
@@ -86,7 +75,6 @@ def _outer_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _outer_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
     a, b, offsets = ctx.saved_tensors
-    d_out = d_out.contiguous()
     da = torch.ops.mb.grouped_gemm(b, d_out, offsets, True)
     return da, torch.ops.mb.grouped_gemm(a, d_out, offsets, False), None
 
@@ -115,6 +103,8 @@ registration.register(
     flops=_flops,
     setup_context=_setup,
     backward=_backward,
+    differentiable_twice=True,
+    debug_check=lambda x, w, offsets, _: checks.debug_offsets(offsets, x.shape[0]),
 )
 registration.register(
     "grouped_outer(Tensor a, Tensor b, Tensor offsets) -> Tensor",
@@ -124,4 +114,6 @@ registration.register(
     flops=_outer_flops,
     setup_context=_outer_setup,
     backward=_outer_backward,
+    differentiable_twice=True,
+    debug_check=lambda a, b, offsets: checks.debug_offsets(offsets, a.shape[0]),
 )

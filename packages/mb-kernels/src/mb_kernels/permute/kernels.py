@@ -168,7 +168,6 @@ def _blocks(columns: int, elements: int = 4096) -> tuple[int, int]:
 
 
 def gather(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> Tensor:
-    x = x.contiguous()
     rows, columns = order.shape[0], x.shape[1]
     out = x.new_empty((rows, columns))
     if out.numel() == 0:
@@ -221,7 +220,6 @@ def combine(
     weights: Tensor | None,
     top_k: int,
 ) -> Tensor:
-    rows = rows.contiguous()
     tokens, columns = inverse.shape[0] // top_k, rows.shape[1]
     y = rows.new_empty((tokens, columns))
     if y.numel() == 0:
@@ -232,7 +230,7 @@ def combine(
         (cdiv(tokens, block_t), cdiv(columns, block_d)),
         rows,
         inverse,
-        None if weights is None else weights.contiguous(),
+        weights,
         y,
         tokens,
         columns,
@@ -247,7 +245,6 @@ def combine(
 def combine_backward(
     dy: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    rows = rows.contiguous()
     count, columns = rows.shape
     d_rows = torch.empty_like(rows)
     d_weights = torch.zeros_like(weights) if columns == 0 else torch.empty_like(weights)
@@ -261,7 +258,7 @@ def combine_backward(
         rows,
         order,
         offsets[-1:],
-        weights.contiguous(),
+        weights,
         d_rows,
         d_weights,
         count,
@@ -275,7 +272,7 @@ def combine_backward(
 
 def sum_partials(partials: Tensor, order: Tensor, offsets: Tensor, like: Tensor) -> Tensor:
     """Partials [parts, N] by row, summed over the parts and put in slot order, like ``like``."""
-    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    out = torch.empty_like(like)
     parts, rows = partials.shape
     block = max(4096 // power_of_two(parts), 32)
     launch(

@@ -37,8 +37,10 @@ def quantize_kernel(
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    group = tl.program_id(1)
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    # One dimension of programs: the others end at 65535, and groups may be more.
+    groups: tl.constexpr = (C + GROUP - 1) // GROUP
+    group = tl.program_id(0) % groups
+    rows = (tl.program_id(0) // groups).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = group * GROUP + tl.arange(0, GROUP)
     inside = (rows < R)[:, None] & (columns < C)[None, :]
     x = tl.load(x_ptr + rows[:, None] * C + columns[None, :], mask=inside, other=0.0)
@@ -50,7 +52,6 @@ def quantize_kernel(
     codes = _round_to_even(tl.div_rn(x, tl.broadcast_to(divisors[:, None], x.shape)))
     codes = tl.where((scales > 0)[:, None], codes, 0.0)
     codes = tl.minimum(tl.maximum(codes, -LARGEST), LARGEST).to(tl.int32)
-    groups: tl.constexpr = (C + GROUP - 1) // GROUP
     tl.store(scales_ptr + rows * groups + group, scales, mask=rows < R)
     if BITS == 8:
         tl.store(codes_ptr + rows[:, None] * C + columns[None, :], codes.to(tl.int8), mask=inside)
@@ -73,11 +74,11 @@ def dequantize_kernel(
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    group = tl.program_id(1)
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    groups: tl.constexpr = (C + GROUP - 1) // GROUP
+    group = tl.program_id(0) % groups
+    rows = (tl.program_id(0) // groups).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = group * GROUP + tl.arange(0, GROUP)
     inside = (rows < R)[:, None] & (columns < C)[None, :]
-    groups: tl.constexpr = (C + GROUP - 1) // GROUP
     scales = tl.load(scales_ptr + rows * groups + group, mask=rows < R, other=0.0)
     if BITS == 8:
         codes = tl.load(codes_ptr + rows[:, None] * C + columns[None, :], mask=inside, other=0)
@@ -105,7 +106,7 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if x.numel():
         rows = x.numel() // columns
         sizes = {**_sizes(bits, columns), "LARGEST": largest_code(bits)}
-        grid = (cdiv(rows, _BLOCK_R), groups)
+        grid = (cdiv(rows, _BLOCK_R) * groups,)
         launch(quantize_kernel, grid, x, codes, scales, rows, **sizes)
     return codes, scales
 
@@ -116,7 +117,7 @@ def dequantize(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> 
     x = codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
     if x.numel():
         rows = x.numel() // columns
-        grid = (cdiv(rows, _BLOCK_R), scales.shape[-1])
+        grid = (cdiv(rows, _BLOCK_R) * scales.shape[-1],)
         launch(dequantize_kernel, grid, codes, scales, x, rows, **_sizes(bits, columns))
     return x
 

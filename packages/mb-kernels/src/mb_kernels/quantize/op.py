@@ -20,7 +20,7 @@ from torch import Tensor
 from mb_kernels.quantize.reference import GROUP_SIZE as GROUP_SIZE
 from mb_kernels.quantize.reference import dequantize as dequantize_reference
 from mb_kernels.quantize.reference import quantize as quantize_reference
-from mb_kernels.runtime import registration
+from mb_kernels.runtime import checks, registration
 
 
 class Quantized(NamedTuple):
@@ -56,7 +56,8 @@ def quantize(x: Tensor, bits: int) -> Quantized:
             f"x: expected an even last dimension, two 4-bit codes fill a byte; got "
             f"{x.shape[-1]}. Use bits=8 or pad."
         )
-    return Quantized(*torch.ops.mb.quantize(x.detach().contiguous(), bits))
+    checks.require_floating("x", x)
+    return Quantized(*torch.ops.mb.quantize(x.detach(), bits))
 
 
 def dequantize(codes: Tensor, scales: Tensor, *, bits: int, dtype: torch.dtype) -> Tensor:
@@ -74,12 +75,15 @@ def dequantize(codes: Tensor, scales: Tensor, *, bits: int, dtype: torch.dtype) 
         )
     columns = codes.shape[-1] * (8 // bits)
     expected = (*codes.shape[:-1], -(-columns // GROUP_SIZE))
+    checks.require_device("codes", codes, scales=scales)
+    if scales.dtype is not torch.float32:
+        raise ValueError(f"scales: expected float32, as quantize returns them; got {scales.dtype}.")
     if scales.shape != expected:
         raise ValueError(
             f"scales: expected {expected}, one per {GROUP_SIZE} columns of {columns}; got "
             f"{tuple(scales.shape)}. Pass codes and scales of the same quantize call."
         )
-    return torch.ops.mb.dequantize(codes.contiguous(), scales.contiguous(), bits, dtype)
+    return torch.ops.mb.dequantize(codes, scales, bits, dtype)
 
 
 def _check_bits(bits: int) -> None:

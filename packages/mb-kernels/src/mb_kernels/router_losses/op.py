@@ -14,7 +14,7 @@ from torch import Tensor
 from mb_kernels.router_losses.reference import RouterLosses as RouterLosses
 from mb_kernels.router_losses.reference import router_losses as reference_losses
 from mb_kernels.router_losses.reference import router_losses_backward as reference_backward
-from mb_kernels.runtime import registration
+from mb_kernels.runtime import checks, registration
 
 
 def router_losses(
@@ -42,7 +42,7 @@ def router_losses(
         Scalars on the device, fp32. Zero tokens give zeros.
 
     Raises:
-        ValueError: shapes that do not match.
+        ValueError: shapes, dtypes or devices that do not match.
     """
     experts = logits_TE.shape[-1]
     if logits_TE.ndim != 2 or probs_TE.shape != logits_TE.shape:
@@ -60,12 +60,27 @@ def router_losses(
                 f"{name}: expected one count for each of {experts} experts; "
                 f"got shape {tuple(counts.shape)}."
             )
+    checks.require_floating("logits_TE", logits_TE)
+    if probs_TE.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"probs_TE: expected float32, as topk_softmax returns it; got {probs_TE.dtype}."
+        )
+    checks.require_device("logits_TE", logits_TE, probs_TE=probs_TE)
+    checks.require_indices(
+        "logits_TE",
+        logits_TE,
+        tokens_per_expert_E=tokens_per_expert_E,
+        balance_counts_E=balance,
+        kept_slots=kept_slots,
+    )
+    if kept_slots.numel() != 1:
+        raise ValueError(f"kept_slots: expected one number; got {tuple(kept_slots.shape)}.")
     *losses, _ = torch.ops.mb.router_losses(
         logits_TE,
         probs_TE,
         balance,
         tokens_per_expert_E,
-        kept_slots,
+        kept_slots.reshape(()),
         float(load_balancing_weight),
         float(z_weight),
     )
@@ -128,5 +143,5 @@ registration.register(
     "float balance_weight, float z_weight) -> Tensor",
     reference=reference_backward,
     kernels="mb_kernels.router_losses.kernels",
-    fake=lambda d_aux, probs, *_: torch.empty_like(probs),
+    fake=lambda d_aux, probs, *_: probs.new_empty(probs.shape),
 )

@@ -206,7 +206,6 @@ def _block_t(experts: int) -> int:
 
 
 def topk_softmax(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    logits = logits.contiguous()
     tokens, experts = logits.shape
     weights = logits.new_empty((tokens, k), dtype=torch.float32)
     ids = logits.new_empty((tokens, k), dtype=torch.int32)
@@ -246,8 +245,8 @@ def topk_softmax_backward(
         launch(
             topk_softmax_backward_kernel,
             (cdiv(tokens, block_t),),
-            d_weights.contiguous(),
-            None if d_probs is None else d_probs.contiguous(),
+            d_weights,
+            d_probs,
             probs,
             weights,
             ids,
@@ -266,7 +265,6 @@ def topk_softmax_backward(
 def bin_tokens(
     ids: Tensor, num_experts: int, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ids = ids.contiguous()
     slots = ids.numel()
     order = ids.new_empty(slots, dtype=torch.int32)
     inverse = torch.empty_like(order)

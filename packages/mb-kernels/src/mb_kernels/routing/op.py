@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mb_kernels.bins import Bins as Bins
 from mb_kernels.routing import reference
-from mb_kernels.runtime import registration
+from mb_kernels.runtime import checks, registration
 
 
 def topk_softmax(
@@ -38,6 +38,7 @@ def topk_softmax(
             f"logits_TE: expected a floating tensor [tokens, experts]; got {logits_TE.dtype} "
             f"{tuple(logits_TE.shape)}. Flatten leading dimensions with .flatten(0, -2)."
         )
+    checks.require_floating("logits_TE", logits_TE)
     if not 1 <= k <= logits_TE.shape[1]:
         raise ValueError(
             f"k: expected 1 to {logits_TE.shape[1]}, the number of experts; got {k}. "
@@ -148,7 +149,7 @@ registration.register(
     "Tensor ids, bool renormalize) -> Tensor",
     reference=reference.topk_softmax_backward,
     kernels="mb_kernels.routing.kernels",
-    fake=lambda d_weights, d_probs, probs, weights, ids, renormalize: torch.empty_like(probs),
+    fake=lambda d_weights, d_probs, probs, *_: probs.new_empty(probs.shape),
 )
 registration.register(
     "bin_tokens(Tensor ids, int num_experts, int? capacity) -> (Tensor, Tensor, Tensor, Tensor)",

@@ -2,10 +2,13 @@
 
 import functools
 import importlib
+import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -25,10 +28,23 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-# What Triton compiled, by all that it compiles for; never stale, for nothing else is in a kernel.
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-# On AMD the size of a storage counts too, and interpreted nothing is compiled.
-_all_through_triton = torch.version.hip is not None or registration.interpret
+def triton_version() -> tuple[int, int]:
+    """(3, 6) for 3.6.0."""
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+# What Triton compiled, by all that it compiles for, with the kernel's globals as they were then.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
+# Of these releases the private call below is known, and tested. MB_DIRECT_LAUNCH=0 turns it off. On
+# AMD the size of a storage counts too, and interpreted nothing is compiled.
+_KNOWN_TRITON = ((3, 6), (3, 9))
+_direct = (
+    os.environ.get("MB_DIRECT_LAUNCH") != "0"
+    and torch.version.hip is None
+    and not registration.interpret
+    and _KNOWN_TRITON[0] <= triton_version() <= _KNOWN_TRITON[1]
+)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -38,7 +54,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     and calls its chains of hooks. Here what is to run is looked up by what a kernel is compiled for
     and tensors are passed as their addresses: 5 and 6 us less of 26 (hosts of an H200).
     """
-    known = None if _all_through_triton or _watched() else _specialize(kernel, args, constants)
+    known = _specialize(kernel, args, constants) if _direct and not _watched(kernel) else None
     if known is None:
         kernel[grid](*args, **constants)
         return
@@ -47,27 +63,62 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     if kept is None:
         assert not any(isinstance(value, Tensor) for value in constants.values())
         compiled = kernel[grid](*args, **constants)
-        _compiled[key] = compiled, tuple(constants[n] for n in kernel.arg_names[len(args) :])
+        captured = tuple((names, n, names.get(n)) for (n, _), (_, names) in _globals(kernel))
+        values = tuple(constants[n] for n in kernel.arg_names[len(args) :])
+        _compiled[key] = compiled, values, captured
         return
-    compiled, values = kept
+    compiled, values, captured = kept
+    for names, name, value in captured:
+        if names.get(name) is not value:  # Triton has something to say about it
+            kernel[grid](*args, **constants)
+            return
     active: Any = driver.active
-    compiled.run(
-        *(*grid, 1, 1)[:3],
-        active.get_current_stream(device),
-        compiled.function,
-        compiled.packed_metadata,
-        None,  # what hooks would be told, and no hooks
-        None,
-        None,
-        *addresses,
-        *values,
+    try:
+        compiled.run(
+            *(*grid, 1, 1)[:3],
+            active.get_current_stream(device),
+            compiled.function,
+            compiled.packed_metadata,
+            None,  # what hooks would be told, and no hooks
+            None,
+            None,
+            *addresses,
+            *values,
+        )
+    except (TypeError, AttributeError) as changed:  # raised before anything is launched
+        _give_up(changed)
+        kernel[grid](*args, **constants)
+
+
+def _give_up(changed: Exception) -> None:
+    """Leave all launches to Triton from now on: its private call is not the one known here."""
+    global _direct
+    _direct = False
+    warnings.warn(
+        f"mb_kernels launches through Triton's public call from here on, some 10 us slower: with "
+        f"Triton {triton.__version__} the private one failed ({changed}). MB_DIRECT_LAUNCH=0 has "
+        "it so from the start.",
+        stacklevel=3,
     )
 
 
-def _watched() -> bool:
-    """Whether a profiler has hooks in Triton's launches: in its chains of them, or instead."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+def _globals(kernel: Any) -> Any:
+    return kernel.used_global_vals.items()
+
+
+def _watched(kernel: Any) -> bool:
+    """Whether somebody wants to see launches, or the stages of a compilation.
+
+    A profiler has hooks in Triton's chains of them, or in their place.
+    """
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
+        or kernel.pre_run_hooks
+        or runtime.add_stages_inspection_hook
+    )
 
 
 def _specialize(
@@ -80,7 +131,8 @@ def _specialize(
     of another kind.
     """
     device = -1
-    key = [kernel.fn, *constants, *constants.values()]
+    key = [kernel.fn, knobs.runtime.debug, knobs.compilation.instrumentation_mode]
+    key += [*constants, *constants.values()]
     addresses: list[Any] = []
     for a in args:
         kind = type(a)
@@ -176,8 +228,17 @@ def operand(x: Tensor) -> Tensor:
 
 
 def matrices(w: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """Descriptor of a stack of matrices [count, rows, columns], bounds-checked in each."""
-    return _descriptor(w, list(w.shape), list(w.stride()), list(block))
+    """Descriptor of a stack of matrices [count, rows, columns], bounds-checked in each.
+
+    The stride of a dimension of one element may be any number, and the hardware looks at it.
+    """
+    count, rows, columns = w.shape
+    strides = [
+        w.stride(0) if count > 1 else rows * columns,
+        w.stride(1) if rows > 1 else columns,
+        1,
+    ]
+    return _descriptor(w, [count, rows, columns], strides, list(block))
 
 
 def ragged(x: Tensor, block: Sequence[int], parts: int | None = None) -> TensorDescriptor:
@@ -212,8 +273,13 @@ def _descriptor(
 
 
 def precision(x: Tensor) -> str:
-    """``input_precision`` of tl.dot: fp32 is exact unless torch allows TF32."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """``input_precision`` of tl.dot: fp32 is exact unless torch allows TF32.
+
+    The attribute is the one that torch's older switches write too; their getters raise once it has
+    been set by name.
+    """
+    allowed = x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if allowed else "ieee"
 
 
 def matrix_case(

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 _library = torch.library.Library("mb", "DEF")
@@ -46,6 +47,8 @@ def register(
     flops: Callable[..., int] | None = None,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    differentiable_twice: bool = False,
+    strided: bool = False,
     debug_check: Callable[..., None] | None = None,
 ) -> None:
     """Define op ``mb::<schema>``.
@@ -58,6 +61,10 @@ def register(
             reference everywhere.
         flops: FLOP formula over shapes, as ``register_flop_formula`` takes it.
         setup_context, backward: the autograd formula, as ``torch.autograd.Function`` takes it.
+        differentiable_twice: ``backward`` consists of differentiable ops alone, so that a second
+            derivative is right. Otherwise ``create_graph=True`` is an error.
+        strided: the op wants its tensors, and returns its results, in the memory order they have.
+            Otherwise both are contiguous.
         debug_check: called with the op's arguments before it computes, if ``MB_DEBUG=1``; raises
             what is wrong with their values. Never sees fake tensors.
     """
@@ -68,11 +75,13 @@ def register(
         return getattr(importlib.import_module(kernels), name) if kernels else reference
 
     def implementation(*args: Any) -> Any:
+        if not strided:
+            args = tuple(a.contiguous() if isinstance(a, Tensor) else a for a in args)
         if _debug and debug_check is not None:
             debug_check(*args)
         x = args[0]
         if not use_triton(x):
-            return reference(*args)
+            return reference(*args) if strided else _contiguous(reference(*args))
         if x.is_cuda and x.device.index != torch.cuda.current_device():
             with torch.cuda.device(x.device):  # Triton launches on the current device
                 return launch()(*args)
@@ -84,18 +93,30 @@ def register(
     torch.library.register_fake(f"mb::{name}", fake, lib=_library)
     op = getattr(torch.ops.mb, name).default
     if setup_context is not None and backward is not None:
-        _library.impl(name, _autograd(op, setup_context, backward), "Autograd")
+        formula = _autograd(name, op, setup_context, backward, differentiable_twice)
+        _library.impl(name, formula, "Autograd")
     if flops is not None:
         register_flop_formula(getattr(torch.ops.mb, name))(flops)
 
 
+def _contiguous(outputs: Any) -> Any:
+    """What ``fake`` promises: a reference may return a view of something larger."""
+    if isinstance(outputs, Tensor):
+        return outputs.contiguous()
+    return tuple(output.contiguous() for output in outputs)
+
+
 def _autograd(
-    op: Callable[..., Any], setup_context: Callable[..., None], formula: Callable[..., Any]
+    name: str,
+    op: Callable[..., Any],
+    setup_context: Callable[..., None],
+    formula: Callable[..., Any],
+    twice: bool,
 ) -> Callable[..., Any]:
     """``op`` with an autograd formula, to be its implementation for the dispatch key Autograd.
 
-    ``torch.library.register_autograd`` does the same, but walks the schema on every call: 60 us of
-    a layer's step under cProfile.
+    ``torch.library.register_autograd`` does the same for first derivatives, but walks the schema on
+    every call, 60 us of a layer's step under cProfile, and is silent about what it cannot do.
     """
 
     class Formula(torch.autograd.Function):
@@ -107,6 +128,9 @@ def _autograd(
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
+            # A gradient without a graph of its own would make the second derivative silently wrong.
+            if torch.is_grad_enabled() and not twice:  # create_graph=True
+                raise NotImplementedError(_REFUSAL.format(name=name, what="second derivatives"))
             return formula(ctx, *grads)
 
     def below(*args: Any) -> Any:
@@ -114,6 +138,12 @@ def _autograd(
             return op(*args)
 
     def implementation(*args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            what = "the transforms of torch.func"
+            raise NotImplementedError(_REFUSAL.format(name=name, what=what))
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+            what = "forward-mode derivatives (jvp)"
+            raise NotImplementedError(_REFUSAL.format(name=name, what=what))
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return Formula.apply(*args)
         return below(*args)
@@ -121,16 +151,11 @@ def _autograd(
     return implementation
 
 
-def require_same(what: str, first: Tensor, **others: Tensor) -> None:
-    """ValueError unless every tensor has the device and dtype of ``first``."""
-    for name, tensor in others.items():
-        if tensor.device != first.device:
-            raise ValueError(
-                f"{name}: expected it on {first.device}, where {what} is; got {tensor.device}. "
-                f"Move it with .to({str(first.device)!r})."
-            )
-        if tensor.dtype is not first.dtype:
-            raise ValueError(
-                f"{name}: expected {first.dtype}, the dtype of {what}; got {tensor.dtype}. "
-                "Cast one of them (autocast does not reach into this op)."
-            )
+_REFUSAL = (
+    "mb::{name}: expected first derivatives by backward() or torch.autograd.grad; got a call for "
+    "{what}, of which the kernels have none. Use its twin in mb_kernels.reference, plain PyTorch."
+)
+
+
+def _has_tangent(a: Any) -> bool:
+    return isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None

@@ -1,0 +1,102 @@
+"""What the border of an op asks of its arguments: each answer is right numbers or a ValueError.
+
+Every public function checks shapes itself, and devices and dtypes here; behind it the op of
+``registration`` sees tensors of one device, contiguous, in dtypes it computes in.
+"""
+
+import torch
+from torch import Tensor
+
+from mb_kernels.bins import Bins
+from mb_kernels.runtime.registration import use_triton
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INDICES = (torch.int32, torch.int64)
+
+
+def require_floating(name: str, x: Tensor) -> None:
+    """ValueError unless ``x`` is of a dtype that kernels or reference compute in."""
+    if x.dtype not in DTYPES:
+        raise ValueError(
+            f"{name}: expected float32, bfloat16, float16 or float64; got {x.dtype}. "
+            f"Cast it with .to(torch.bfloat16)."
+        )
+
+
+def require_device(what: str, first: Tensor, **others: Tensor | None) -> None:
+    """ValueError unless every tensor is on the device of ``first``."""
+    device = first.device
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(
+                f"{name}: expected it on {device}, where {what} is; got {tensor.device}. "
+                f"Move it with .to({str(device)!r})."
+            )
+
+
+def require_same(what: str, first: Tensor, **others: Tensor) -> None:
+    """ValueError unless every tensor has the device and dtype of ``first``, one that is taken."""
+    require_floating(what, first)
+    require_device(what, first, **others)
+    for name, tensor in others.items():
+        if tensor.dtype is not first.dtype:
+            raise ValueError(
+                f"{name}: expected {first.dtype}, the dtype of {what}; got {tensor.dtype}. "
+                "Cast one of them (autocast does not reach into this op)."
+            )
+
+
+def require_indices(what: str, first: Tensor, **indices: Tensor) -> None:
+    """ValueError unless every tensor holds int32 or int64, on the device of ``first``."""
+    require_device(what, first, **indices)
+    for name, tensor in indices.items():
+        if tensor.dtype not in _INDICES:
+            raise ValueError(
+                f"{name}: expected int32, as bin_tokens returns it, or int64; got {tensor.dtype}."
+            )
+
+
+def require_bins(what: str, first: Tensor, bins: Bins) -> None:
+    """``require_indices`` of the arrays of ``bins`` that ops read."""
+    require_indices(
+        what,
+        first,
+        **{
+            "bins.order_N": bins.order_N,
+            "bins.inverse_N": bins.inverse_N,
+            "bins.offsets_E1": bins.offsets_E1,
+        },
+    )
+
+
+def require_multiple_of_16(x: Tensor, **sizes: int) -> None:
+    """ValueError if the kernels run on ``x`` and cannot take one of ``sizes``."""
+    if not use_triton(x):
+        return
+    for name, size in sizes.items():
+        if size % 16:
+            raise ValueError(
+                f"{name}: expected a multiple of 16 (matrix units and 16-byte loads); got {size}. "
+                "Pad the weights with zeros, or use mb_kernels.reference, which takes any size."
+            )
+
+
+def require_addressable(name: str, w_EMK: Tensor) -> None:
+    """ValueError if one expert's matrix is too large for the 32-bit offsets within it."""
+    if use_triton(w_EMK) and w_EMK.shape[1] * w_EMK.shape[2] >= 2**31:
+        raise ValueError(
+            f"{name}: expected fewer than 2**31 elements in the matrix of one expert; got "
+            f"{tuple(w_EMK.shape[1:])}. Split it along its output columns."
+        )
+
+
+def debug_offsets(offsets_E1: Tensor, rows: int) -> None:
+    """Under ``MB_DEBUG=1``: ValueError unless the offsets are a division of the rows."""
+    if offsets_E1.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    offsets = offsets_E1.tolist()
+    if offsets[0] != 0 or offsets != sorted(offsets) or offsets[-1] > rows:
+        raise ValueError(
+            f"offsets_E1: expected to start at 0, never to fall, and to end at most at {rows}, the "
+            f"number of rows; got {offsets}. Use bins.offsets_E1 of the same rows."
+        )

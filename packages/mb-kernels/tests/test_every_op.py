@@ -1,0 +1,252 @@
+"""Every op and argument, in any memory, device, dtype and size: right numbers or a clear error.
+
+Runs twice: on the references, and by test_interpreter.py on the kernels.
+
+Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mb_kernels
+import pytest
+import torch
+from mb_kernels import reference
+from mb_kernels.runtime.registration import interpret
+from mb_kernels.testing import assert_close, make_expert_ids
+
+T, D, F, E, K = 9, 16, 16, 3, 2
+
+
+class Op(NamedTuple):
+    """A call by tensors alone; ``leaves`` names those with a gradient."""
+
+    call: Callable[..., Any]
+    tensors: dict[str, torch.Tensor]
+    leaves: tuple[str, ...] = ()
+    twin: Callable[..., Any] | None = None
+    second_derivative: bool = False
+
+
+def _bins(order, inverse, counts, offsets):
+    return mb_kernels.Bins(order, inverse, counts, offsets)
+
+
+def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts: int = E) -> Op:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    ids = make_expert_ids("skewed", tokens, experts, top_k, generator=generator)
+    made = reference.bin_tokens(ids, experts)
+    bins = dict(zip(("order", "inverse", "counts", "offsets"), made, strict=True))
+    weights = torch.rand(tokens, top_k, generator=generator)
+    logits = normal(tokens, experts)
+    probs = torch.softmax(logits, 1)
+    rows = normal(tokens * top_k, hidden)
+    w1, w2 = normal(experts, 2 * F, hidden), normal(experts, hidden, F)
+
+    def on_bins(module, function):
+        def call(order, inverse, counts, offsets, **tensors):
+            return function(module, _bins(order, inverse, counts, offsets), **tensors)
+
+        return call
+
+    def twins(function):
+        return on_bins(mb_kernels, function), on_bins(reference, function)
+
+    def losses(module, logits, probs, counts, kept, balance):
+        return module.router_losses(
+            *(logits, probs, counts, kept),
+            load_balancing_weight=0.3,
+            z_weight=0.1,
+            balance_counts_E=balance,
+        )[0]
+
+    if name == "topk_softmax":
+        call, twin = (
+            lambda logits, m=m: m.topk_softmax(logits, top_k, renormalize=True)[::2]
+            for m in (mb_kernels, reference)
+        )
+        return Op(call, {"logits": logits}, ("logits",), twin)
+    if name == "bin_tokens":
+        call, twin = (
+            lambda ids, m=m: tuple(m.bin_tokens(ids, experts, capacity=5))
+            for m in (mb_kernels, reference)
+        )
+        return Op(call, {"ids": ids}, (), twin)
+    if name == "router_losses":
+        tensors = {"logits": logits, "probs": probs, "counts": made.tokens_per_expert_E}
+        tensors |= {"kept": made.offsets_E1[-1], "balance": made.tokens_per_expert_E.clone()}
+        call, twin = (lambda m=m, **t: losses(m, **t) for m in (mb_kernels, reference))
+        return Op(call, tensors, ("logits",), twin)
+    if name == "gather":
+        call, twin = twins(lambda m, bins, x: m.gather(x, bins, top_k))
+        return Op(call, {"x": normal(tokens, hidden), **bins}, ("x",), twin, True)
+    if name == "combine":
+        call, twin = twins(lambda m, bins, rows, weights: m.combine(rows, bins, weights))
+        return Op(call, {"rows": rows, "weights": weights, **bins}, ("rows", "weights"), twin)
+    if name == "padded":  # gather and combine on the bins of pad_bins
+
+        def padded(m, bins, x, weights):
+            bins = m.pad_bins(bins)
+            return m.combine(m.gather(x, bins, top_k), bins, weights)
+
+        call, twin = twins(padded)
+        return Op(call, {"x": normal(tokens, hidden), "weights": weights, **bins},
+                  ("x", "weights"), twin)  # fmt: skip
+    if name in ("grouped_gemm", "grouped_gemm_EKM"):
+        transpose = name == "grouped_gemm"
+        w = w1 if transpose else w1.transpose(1, 2).contiguous()
+        call, twin = (
+            lambda x, w, offsets, m=m: m.grouped_gemm(x, w, offsets, transpose_weight=transpose)
+            for m in (mb_kernels, reference)
+        )
+        tensors = {"x": rows, "w": w, "offsets": made.offsets_E1}
+        return Op(call, tensors, ("x", "w"), twin, True)
+    if name in ("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit"):
+        options = {"expert_mlp_recompute": {"recompute": True},
+                   "expert_mlp_8bit": {"saved_activation_bits": 8}}.get(name, {})  # fmt: skip
+        call, twin = twins(
+            lambda m, bins, x, w1, w2, weights: m.expert_mlp(x, w1, w2, bins, weights, **options)
+        )
+        tensors = {"x": normal(tokens, hidden), "w1": w1, "w2": w2, "weights": weights, **bins}
+        return Op(call, tensors, ("x", "w1", "w2", "weights"), twin)
+    if name == "quantize":
+        call, twin = (
+            lambda x: mb_kernels.dequantize(*mb_kernels.quantize(x, 4), bits=4, dtype=x.dtype),
+            lambda x: reference.dequantize(*reference.quantize(x, 4), bits=4, dtype=x.dtype),
+        )
+        return Op(call, {"x": normal(tokens, hidden)}, (), twin)
+    if name == "dequantize":
+        codes, scales = reference.quantize(normal(tokens, hidden), 8)
+        call, twin = (
+            lambda codes, scales, m=m: m.dequantize(codes, scales, bits=8, dtype=torch.float32)
+            for m in (mb_kernels, reference)
+        )
+        return Op(call, {"codes": codes, "scales": scales}, (), twin)
+    raise AssertionError(name)
+
+
+OPS = (
+    *("topk_softmax", "bin_tokens", "router_losses", "gather", "combine", "padded"),
+    *("grouped_gemm", "grouped_gemm_EKM", "expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit"),
+    *("quantize", "dequantize"),
+)
+ARGUMENTS = [
+    pytest.param(name, argument, id=f"{name}-{argument}")
+    for name in OPS
+    for argument in make_op(name).tensors
+]
+DIFFERENTIABLE = [name for name in OPS if make_op(name).leaves]
+
+
+def results(op: Op, tensors: dict[str, torch.Tensor], *, call=None, double=False):
+    """Outputs, and the gradients of a fixed projection."""
+    tensors = {
+        name: t.double() if double and t.dtype is torch.float32 else t
+        for name, t in tensors.items()
+    }
+    for name in op.leaves:
+        tensors[name] = tensors[name].detach().requires_grad_()
+    found = (call or op.call)(**tensors)
+    found = found if isinstance(found, tuple) else (found,)
+    out = {f"output {i}": t for i, t in enumerate(found)}
+    if op.leaves:
+        score = sum((t * torch.linspace(0, 1, t.numel()).view(t.shape)).sum() for t in found)
+        grads = torch.autograd.grad(score, [tensors[n] for n in op.leaves])
+        out |= {f"gradient of {n}": g for n, g in zip(op.leaves, grads, strict=True)}
+    return out
+
+
+def elsewhere_in_memory(t: torch.Tensor) -> torch.Tensor:
+    """The same values, every second element of memory, dimensions in reverse order."""
+    order = list(reversed(range(t.ndim)))
+    memory = t.new_zeros([*(t.shape[d] for d in order), 2])
+    view = memory[..., 0].permute(order)
+    return view.copy_(t)
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_any_memory_order(name, argument):
+    op = make_op(name)
+    got = results(op, op.tensors | {argument: elsewhere_in_memory(op.tensors[argument])})
+    want = results(op, op.tensors, call=op.twin, double=True)
+    for what, value in want.items():
+        assert_close(f"{name}, {argument} with strides: {what}", got[what].float(), value.float())
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_another_device_is_an_error(name, argument):
+    op = make_op(name)
+    if len(op.tensors) == 1 or (name, argument) in (("gather", "counts"), ("combine", "counts")):
+        pytest.skip("no other tensor to differ from, or one that the op does not read")
+    if argument == "counts" and name != "router_losses":
+        pytest.skip("the op does not read the counts")
+    moved = op.tensors | {argument: op.tensors[argument].to("meta")}
+    with pytest.raises(ValueError, match=r"expected it on (cpu|meta), where .* is; got (cpu|meta)"):
+        op.call(**moved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int16], ids=str)
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_a_dtype_nobody_computes_in_is_an_error(name, argument, dtype):
+    op = make_op(name)
+    if argument == "counts" and name != "router_losses":
+        pytest.skip("the op does not read the counts")
+    with pytest.raises(ValueError, match=rf"expected .*{dtype}"):
+        op.call(**(op.tensors | {argument: op.tensors[argument].to(dtype)}))
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_second_derivatives_are_right_or_an_error(name):
+    op = make_op(name)
+    tensors = dict(op.tensors)
+    leaves = [tensors[n].double() if not interpret else tensors[n] for n in op.leaves]
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+
+    def second(call):
+        y = call(**(tensors | dict(zip(op.leaves, leaves, strict=True))))
+        y = y[0] if isinstance(y, tuple) else y
+        first = torch.autograd.grad((y * y).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    if not op.second_derivative:
+        with pytest.raises(NotImplementedError, match=r"second derivatives.*mb_kernels\.reference"):
+            second(op.call)
+        return
+    for g, w in zip(second(op.call), second(op.twin), strict=True):
+        assert_close("second derivative", g, w, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_transforms_and_forward_mode_are_errors(name):
+    op = make_op(name)
+    leaf = op.tensors[op.leaves[0]]
+
+    def scalar(x):
+        y = op.call(**(op.tensors | {op.leaves[0]: x}))
+        return (y[0] if isinstance(y, tuple) else y).sum()
+
+    with pytest.raises(NotImplementedError, match=r"transforms of torch\.func"):
+        torch.func.grad(scalar)(leaf)
+    with pytest.raises(NotImplementedError, match=r"transforms of torch\.func"):
+        torch.func.jvp(scalar, (leaf,), (leaf,))
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=r"forward-mode derivatives \(jvp\)"),
+    ):
+        scalar(torch.autograd.forward_ad.make_dual(leaf, leaf))
+
+
+SIZES = {"no tokens": {"tokens": 0}, "no hidden": {"hidden": 0}, "one": {"tokens": 1, "top_k": 1}}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("name", OPS)
+def test_zero_and_one(name, sizes):
+    op = make_op(name, **sizes)
+    got, want = results(op, op.tensors), results(op, op.tensors, call=op.twin, double=True)
+    for what, value in want.items():
+        assert_close(f"{name}: {what}", got[what].float(), value.float())

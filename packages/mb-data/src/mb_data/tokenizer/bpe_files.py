@@ -192,7 +192,11 @@ def _byte_level_words(description: dict[str, Any]) -> tuple[tuple[str, ...], For
     if normalizer.get("type") == "Sequence" and len(normalizer.get("normalizers", ())) == 1:
         (normalizer,) = normalizer["normalizers"]
     form = normalizer.get("type")
-    if not plain or form not in (None, *get_args(Form)) or (form is None and normalizer.get("normalizers")):
+    if (
+        not plain
+        or form not in (None, *get_args(Form))
+        or (form is None and normalizer.get("normalizers"))
+    ):
         return None
     stage = description.get("pre_tokenizer") or {}
     stages = stage.get("pretokenizers", []) if stage.get("type") == "Sequence" else [stage]

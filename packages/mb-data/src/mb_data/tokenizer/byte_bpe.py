@@ -135,9 +135,7 @@ class ByteLevelBPE(Tokenizer):
         order[careful] = True
         return _interleave(order, fast, slow)
 
-    def _read(
-        self, texts: Sequence[bytes]
-    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+    def _read(self, texts: Sequence[bytes]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
         rows = [self.readable.encode(text.decode()) for text in texts]
         flat = [token for row in rows for token in (*row, self._separator)]
         lengths = np.fromiter((len(row) + 1 for row in rows), dtype=np.int64, count=len(rows))
@@ -189,9 +187,11 @@ def _normalize(text: bytes, form: Form) -> bytes:
     if text.isascii():
         return text
     letters = text.decode()
-    return text if unicodedata.is_normalized(form, letters) else unicodedata.normalize(
-        form, letters
-    ).encode()
+    return (
+        text
+        if unicodedata.is_normalized(form, letters)
+        else unicodedata.normalize(form, letters).encode()
+    )
 
 
 def _interleave(

@@ -110,7 +110,10 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.name = name
         self.fingerprint = fingerprint
         self.special = dict(special)
+        # The library numbers added tokens anew, one after the other from the vocabulary's end.
         known = engine.get_vocab(with_added_tokens=True)
+        self._renumbered = {i: added[t] for t, i in known.items() if added.get(t, i) != i}
+        known = {text: self._renumbered.get(i, i) for text, i in known.items()}
         base = max([*known.values(), *added.values()]) + 1
         self.extra_ids = tuple(range(base, base + num_extra_ids))
         self._ids = {**known, **added}
@@ -123,7 +126,9 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         for text in texts:
             text.encode()  # half a surrogate pair is an error here too
         encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        if not self._renumbered:
+            return [encoding.ids for encoding in encodings]
+        return [[self._renumbered.get(i, i) for i in encoding.ids] for encoding in encodings]
 
     def token_id(self, text: str) -> int | None:
         return self._ids.get(text)
@@ -187,7 +192,9 @@ class SentencePieceTokenizer(LibraryTokenizer):
         self.vocab_size = size + len(self._added)
         if fast:
             try:
-                self._fast = self._speed_up(*model_description(self._library.serialized_model_proto()))
+                self._fast = self._speed_up(
+                    *model_description(self._library.serialized_model_proto())
+                )
             except RuntimeError:
                 self._fast = None
 

@@ -113,8 +113,10 @@ def from_megatron_ranks(
         raise ValueError(f"tiktoken pattern {pattern!r}: expected v1 or v2")
     texts = list(special_tokens or MEGATRON_SPECIAL)
     if len(texts) > num_special_tokens or len(set(texts)) < len(texts):
-        raise ValueError(f"{len(texts)} special tokens, all different, must fit into "
-                         f"{num_special_tokens}: {texts}")
+        raise ValueError(
+            f"{len(texts)} special tokens, all different, must fit into "
+            f"{num_special_tokens}: {texts}"
+        )
     for needed in ("<unk>", "<s>", "</s>"):
         if needed not in texts:
             raise ValueError(f"the special tokens lack {needed}, which Megatron needs")

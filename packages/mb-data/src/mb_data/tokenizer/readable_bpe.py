@@ -99,6 +99,7 @@ class ReadableBPE:
         # then from the left. A pair whose parts have changed meanwhile is passed over.
         after = list(range(1, len(parts) + 1))
         before = list(range(-1, len(parts) - 1))
+
         def pair(left: int, right: int) -> tuple[int, int, str, str] | None:
             if left < 0 or right == len(parts):
                 return None

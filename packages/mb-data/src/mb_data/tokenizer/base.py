@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,10 @@ class Tokenizer(ABC):
         vocab_size: number of ids, special and extra ones included, before padding.
         special: ids of the special tokens by role: ``eod bos eos cls sep mask pad``, those there.
         extra_ids: ids of ``<extra_id_0>``, ``<extra_id_1>``, …; T5's sentinels.
+        prepend_bos: whether documents begin with ``bos`` unless one says otherwise (Megatron's
+            Llama2Tokenizer).
+        careful_documents: how many documents its slow, readable way has encoded so far because
+            the engine's Unicode tables might be of another year.
     """
 
     name: str
@@ -31,7 +34,9 @@ class Tokenizer(ABC):
     vocab_size: int
     special: dict[str, int]
     extra_ids: tuple[int, ...] = ()
-    options: dict[str, Any] | None = None  # of load_tokenizer, beside the name
+    prepend_bos: bool = False
+    careful_documents: int = 0
+    rebuild: Callable[[], Tokenizer] | None = None  # makes an equal one, in another process
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -74,6 +79,10 @@ class Tokenizer(ABC):
     def word_starts(self) -> npt.NDArray[np.bool_]:
         """[vocab_size], True for ids that begin a word; all, where the vocabulary does not say."""
         return np.ones(self.vocab_size, dtype=bool)
+
+    def token_id(self, text: str) -> int | None:
+        """Id of the token that this special text names, None if there is none."""
+        return None
 
     def special_id(self, role: str) -> int:
         """Id of the special token in a role; ValueError if this vocabulary has none."""
@@ -120,11 +129,9 @@ class Tokenizer(ABC):
         return self.special_id("pad")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from mb_data.tokenizer.load import load_tokenizer
-
-        if self.options is None:
+        if self.rebuild is None:
             raise TypeError(f"{self!r} cannot be pickled: only what load_tokenizer made can")
-        return partial(load_tokenizer, self.name, **self.options), ()
+        return self.rebuild, ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, vocab_size={self.vocab_size})"

@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mb_data.tokenizer.base import Tokenizer
-from mb_data.tokenizer.byte_bpe import GPT2_PATTERN, ByteLevelBPE, byte_to_letter
+from mb_data.tokenizer.byte_bpe import ByteLevelBPE
 from mb_data.tokenizer.others import HuggingFaceTokenizer
+from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, byte_to_letter
 
 END_OF_TEXT = "<|endoftext|>"
 # What ends a document, for files whose tokenizer_config.json does not say.
@@ -52,18 +53,21 @@ def from_vocab_and_merges(
 def from_tokenizer_json(
     name: str, path: Path, data: bytes, *, fingerprint: str, num_extra_ids: int, engine: str
 ) -> Tokenizer:
-    """Byte-level BPE on the fast engine; everything else through the tokenizers library."""
-    try:
-        description = json.loads(data.decode())
-        model = description["model"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a tokenizer.json: {error!r}") from error
-    added = {entry["content"]: entry["id"] for entry in description.get("added_tokens") or []}
+    """Byte-level BPE on the fast engine; everything else through the tokenizers library.
+
+    No text is special: an added token is a control token (``<think>``, ``<|fim_prefix|>``) that
+    only code places, whatever the file says of it. Only those of nothing but white space, which
+    some vocabularies have for runs of it, are text.
+    """
+    description = _parse(path, data)
+    model = description["model"]
+    added = {entry["content"]: entry["id"] for entry in description["added_tokens"]}
     vocabulary = model.get("vocab")
     known = added | vocabulary if isinstance(vocabulary, dict) else added
     special = _special_ids(path.with_name("tokenizer_config.json"), known)
-    pattern = _byte_level_pattern(description)
-    if pattern is not None and engine != "tokenizers":
+    text_tokens = [e for e in description["added_tokens"] if not e["content"].strip(" \t\n\r▁")]
+    words = _byte_level_words(description)
+    if words is not None and not text_tokens and engine != "tokenizers":
         lines = merge_lines(name, model["merges"])
         ids = {entry: i for entry, i in vocabulary.items() if entry not in added}
         try:
@@ -76,7 +80,8 @@ def from_tokenizer_json(
                 fingerprint,
                 num_extra_ids,
                 engine,
-                pattern=pattern,
+                patterns=words[0],
+                form=words[1],
                 ignore_merges=bool(model.get("ignore_merges")),
             )
         except RuntimeError:  # gigatoken knows the patterns of the common models only
@@ -85,14 +90,43 @@ def from_tokenizer_json(
     if engine not in ("auto", "tokenizers"):
         raise ValueError(f"{path}: engine {engine!r} does not read this kind of tokenizer.json")
     return HuggingFaceTokenizer(
-        name, path, fingerprint=fingerprint, special=special, num_extra_ids=num_extra_ids
+        name,
+        {**description, "added_tokens": text_tokens, "post_processor": None},
+        fingerprint=fingerprint,
+        special=special,
+        added=added,
+        num_extra_ids=num_extra_ids,
+        fast=engine == "auto",
     )
+
+
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
+    """A tokenizer.json with the fields that are read here of the types that they must have."""
+    try:
+        description = json.loads(data.decode())
+    except ValueError as error:
+        raise ValueError(f"{path}: not a tokenizer.json: {error}") from error
+    if not isinstance(description, dict) or not isinstance(description.get("model"), dict):
+        hint = "; a vocab.json needs its merges.txt too" if isinstance(description, dict) else ""
+        raise ValueError(f'{path}: not a tokenizer.json: it has no object "model"{hint}')
+    added = description.get("added_tokens") or []
+    for entry in added:
+        fields = entry if isinstance(entry, dict) else {}
+        if type(fields.get("id")) is not int or not isinstance(fields.get("content"), str):
+            raise ValueError(
+                f'{path}: not a tokenizer.json: added token {entry!r} lacks its "id" or "content"'
+            )
+    return {**description, "added_tokens": added}
 
 
 def merge_lines(name: str, merges: Sequence[Any]) -> list[str]:
     """Lines ``Ġ t`` from the lines of a file, or from pairs of words."""
     try:
-        lines = [line if isinstance(line, str) else " ".join(line) for line in merges if line]
+        lines = [
+            line.rstrip("\r") if isinstance(line, str) else " ".join(line)
+            for line in merges
+            if line and line != "\r"
+        ]
     except TypeError as error:
         raise ValueError(f"{name}: merges must be lines or pairs of words: {error}") from None
     if lines and lines[0].startswith("#version"):
@@ -113,8 +147,9 @@ def _build(
     num_extra_ids: int,
     engine: str,
     *,
-    pattern: str = GPT2_PATTERN,
+    patterns: Sequence[str] = (GPT2_PATTERN,),
     ignore_merges: bool = False,
+    form: Form | None = None,
 ) -> ByteLevelBPE:
     size = max([*ids.values(), *added.values()]) + 1
     extra_ids = range(size, size + num_extra_ids)
@@ -128,18 +163,20 @@ def _build(
         special=special,
         special_text=texts,
         extra_ids=extra_ids,
-        pattern=pattern,
+        patterns=patterns,
         ignore_merges=ignore_merges,
+        form=form,
         engine=engine,
     )
 
 
-def _byte_level_pattern(description: dict[str, Any]) -> str | None:
-    """The words' pattern, if the file describes byte-level BPE and nothing besides."""
+def _byte_level_words(description: dict[str, Any]) -> tuple[tuple[str, ...], Form | None] | None:
+    """Patterns and normalization, if the file describes byte-level BPE and nothing besides."""
     model = description["model"]
     plain = (
         model.get("type", "BPE") == "BPE"
-        and "merges" in model
+        and isinstance(model.get("vocab"), dict)
+        and isinstance(model.get("merges"), list)
         and not any(
             model.get(option)
             for option in (
@@ -150,27 +187,36 @@ def _byte_level_pattern(description: dict[str, Any]) -> str | None:
                 "byte_fallback",
             )
         )
-        and description.get("normalizer") is None
-        and all(entry.get("special") for entry in description.get("added_tokens") or [])
     )
+    normalizer = description.get("normalizer") or {"type": None, "normalizers": []}
+    if normalizer.get("type") == "Sequence" and len(normalizer.get("normalizers", ())) == 1:
+        (normalizer,) = normalizer["normalizers"]
+    form = normalizer.get("type")
+    if (
+        not plain
+        or form not in (None, *get_args(Form))
+        or (form is None and normalizer.get("normalizers"))
+    ):
+        return None
     stage = description.get("pre_tokenizer") or {}
-    match stage if plain else None:
-        case {"type": "ByteLevel"}:
-            by_itself = not stage.get("add_prefix_space") and stage.get("use_regex", True)
-            return GPT2_PATTERN if by_itself else None
-        case {
-            "type": "Sequence",
-            "pretokenizers": [
-                {
-                    "type": "Split",
-                    "pattern": {"Regex": str(pattern)},
-                    "behavior": "Isolated",
-                } as split,
-                {"type": "ByteLevel", "use_regex": False} as letters,
-            ],
-        } if not split.get("invert") and not letters.get("add_prefix_space"):
-            return pattern
-    return None
+    stages = stage.get("pretokenizers", []) if stage.get("type") == "Sequence" else [stage]
+    patterns = []
+    for part in stages[:-1]:
+        match part:
+            case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated"}:
+                if part.get("invert"):
+                    return None
+                patterns.append(pattern)
+            case {"type": "Digits", "individual_digits": bool(single)}:
+                patterns.append(r"\p{N}" if single else r"\p{N}+")
+            case _:
+                return None
+    last = stages[-1] if stages else {}
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return None
+    if last.get("use_regex", True):
+        patterns.append(GPT2_PATTERN)
+    return (tuple(patterns), form) if patterns else None
 
 
 def _special_ids(config: Path, known: Mapping[str, int]) -> dict[str, int]:
@@ -181,10 +227,12 @@ def _special_ids(config: Path, known: Mapping[str, int]) -> dict[str, int]:
             fields = json.loads(config.read_text("utf-8"))
         except ValueError as error:
             raise ValueError(f"{config}: not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{config}: expected an object, got {type(fields).__name__}")
         for role in CONFIG_ROLES:
             token = fields.get(f"{role}_token")
             text = token.get("content") if isinstance(token, dict) else token
-            if text in known:
+            if isinstance(text, str) and text in known:
                 special[role] = known[text]
     for text in ENDS:
         if "eos" not in special and text in known:

@@ -1,106 +1,23 @@
-"""Byte-level byte-pair encoding: GPT-2's tokenizer and its descendants.
+"""Byte-level BPE as a tokenizer: GPT-2, Llama 3, Qwen, DeepSeek, gpt-oss, Mistral's tekken.
 
-The algorithm (Sennrich, Haddow and Birch 2016, arXiv:1508.07909; on bytes: Radford et al. 2019,
-"Language Models are Unsupervised Multitask Learners"): a regular expression cuts the text into
-words, each word starts as its bytes, and the adjacent pair that was learnt first is merged until
-no pair is left that was learnt.
-
-``ReadableBPE`` is that algorithm, nothing else: it documents, it serves where the engine is not
-installed, and every preprocessing run compares the two on a sample. ``ByteLevelBPE`` is what to
-use: the same tokens from gigatoken, many times faster.
+The tokens are those of ``ReadableBPE``. gigatoken makes them many times faster; what it may see
+otherwise, a document with letters that are younger than some library's tables, is left to the
+readable twin, and counted.
 """
 
 from __future__ import annotations
 
-import json
+import unicodedata
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from mb_data.tokenizer.base import Tokenizer
-
-if TYPE_CHECKING:
-    from gigatoken.gigatoken_rs import BPETokenizer
-
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-# Ends a document on its way through the engine, which then needs one call for many documents.
-# A document that contains it anyway takes the readable path, so it is no special text.
-SEPARATOR = "\x00<mb-data: end of document>\x00"
-
-
-class ReadableBPE:
-    """Byte-level BPE in plain Python.
-
-    Bytes are written as letters, as in the vocabulary files: see ``byte_to_letter``.
-
-    Args:
-        ids: the id of every entry of the vocabulary.
-        merges: lines ``Ġ t``, in the order they were learnt.
-        pattern: regular expression whose matches are the words.
-        ignore_merges: a word that is itself in the vocabulary is taken whole (Llama 3).
-    """
-
-    def __init__(
-        self,
-        ids: Mapping[str, int],
-        merges: Sequence[str],
-        pattern: str = GPT2_PATTERN,
-        *,
-        ignore_merges: bool = False,
-    ) -> None:
-        import regex  # here: its tables take a fifth of the package's import time
-
-        self.ids = ids
-        self.ranks = dict(zip(merges, range(len(merges)), strict=True))
-        self.words = regex.compile(pattern)
-        self.ignore_merges = ignore_merges
-        self.letters = byte_to_letter()
-        self.encode_word = lru_cache(maxsize=1 << 16)(self._encode_word)
-
-    def encode(self, text: str) -> list[int]:
-        return [
-            token
-            for match in self.words.finditer(text)
-            for token in self.encode_word(match.group())
-        ]
-
-    def encode_start(self, text: str, letters: int) -> list[int]:
-        """The first tokens of ``encode(text)``, looking at no more than ``letters`` letters.
-
-        The last two words of a cut text are left out: what follows may change where they end.
-        """
-        words = [match.group() for match in self.words.finditer(text[:letters])]
-        if len(text) > letters:
-            words = words[:-2]
-        return [token for word in words for token in self.encode_word(word)]
-
-    def _encode_word(self, word: str) -> tuple[int, ...]:
-        parts = [self.letters[b] for b in word.encode()]
-        if self.ignore_merges and "".join(parts) in self.ids:
-            return (self.ids["".join(parts)],)
-        never = len(self.ranks)
-        while len(parts) > 1:
-            ranks = [self.ranks.get(f"{a} {b}", never) for a, b in pairwise(parts)]
-            best = min(ranks)
-            if best == never:
-                break
-            # Merge every occurrence of the earliest learnt pair, from the left.
-            merged: list[str] = []
-            i = 0
-            while i < len(parts):
-                if i < len(ranks) and ranks[i] == best:
-                    merged.append(parts[i] + parts[i + 1])
-                    i += 2
-                else:
-                    merged.append(parts[i])
-                    i += 1
-            parts = merged
-        return tuple([self.ids[part] for part in parts])
+from mb_data.tokenizer.disputed import disputed_letters
+from mb_data.tokenizer.fast_bpe import SEPARATOR, FastBPE, letters_to_bytes
+from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, ReadableBPE, byte_to_letter
 
 
 class ByteLevelBPE(Tokenizer):
@@ -109,66 +26,62 @@ class ByteLevelBPE(Tokenizer):
     Args:
         name: for messages.
         ids: id of every entry, its bytes written as letters; all 256 single bytes must be there.
-        merges: lines ``Ġ t``, in the order they were learnt.
+        merges: lines ``Ġ t``, in the order they were learnt; None: by the ids.
         fingerprint: of the vocabulary's files.
         special: ids of special tokens by role.
         special_text: text of special tokens by id, for ``decode``.
-        pattern, ignore_merges: see ``ReadableBPE``.
+        patterns, ignore_merges, form: see ``ReadableBPE``.
         engine: "gigatoken", "python", or "auto" for the first that works.
 
     Raises:
         ValueError: a byte is missing from the vocabulary, or a merge makes an unknown entry.
         ModuleNotFoundError: ``engine="gigatoken"`` and it is not installed.
+        RuntimeError: gigatoken is installed but does not know the patterns.
     """
 
     def __init__(
         self,
         name: str,
         ids: Mapping[str, int],
-        merges: Sequence[str],
+        merges: Sequence[str] | None,
         *,
         fingerprint: str,
         special: Mapping[str, int],
         special_text: Mapping[int, str],
         extra_ids: Sequence[int] = (),
-        pattern: str = GPT2_PATTERN,
+        patterns: Sequence[str] = (GPT2_PATTERN,),
         ignore_merges: bool = False,
+        form: Form | None = None,
         engine: str = "auto",
     ) -> None:
         if engine not in ("auto", "gigatoken", "python"):
             raise ValueError(f"engine {engine!r}: expected auto, gigatoken or python")
-        letters = byte_to_letter().values()
-        unknown = set().union(*ids).difference(letters)
-        if unknown:
-            entry = next(entry for entry in ids if not unknown.isdisjoint(entry))
-            raise ValueError(f"{name}: a letter of entry {entry!r} stands for no byte")
-        missing = [byte for byte, letter in byte_to_letter().items() if letter not in ids]
-        if missing:
-            raise ValueError(f"{name}: byte {missing[0]:#04x} is not in the vocabulary")
-        for merge in merges:
-            if merge.replace(" ", "") not in ids:
-                raise ValueError(f"{name}: merge {merge!r} makes no entry of the vocabulary")
+        _check(name, ids, merges or ())
         self.name = name
         self.fingerprint = fingerprint
         self.special = dict(special)
         self.extra_ids = tuple(extra_ids)
-        self.readable = ReadableBPE(ids, merges, pattern, ignore_merges=ignore_merges)
+        self.readable = ReadableBPE(
+            ids, merges, patterns, ignore_merges=ignore_merges or merges is None, form=form
+        )
         self.special_text = dict(special_text)
         self.vocab_size = max([*ids.values(), *self.special_text, *self.extra_ids]) + 1
         eod = self.special.get("eod")
-        # The end of document itself, if it is not an ordinary entry too: that saves a pass.
-        self._separator = eod if eod in self.special_text else self.vocab_size
-        self._engine: BPETokenizer | None = None
+        # The end of document itself, if it is not an ordinary entry too: that saves a pass. Ranks
+        # leave no room for it, there it must lie behind them all.
+        taken = merges is None or eod not in self.special_text
+        self._separator: int = self.vocab_size if taken or eod is None else eod
+        self._fast: FastBPE | None = None
         if engine != "python":
             try:
-                self._engine = self._load_engine()
+                self._fast = FastBPE(self.readable, self._separator)
             except ModuleNotFoundError:
                 if engine == "gigatoken":
                     raise
 
     @property
     def engine(self) -> str:
-        return "python" if self._engine is None else "gigatoken"
+        return "python" if self._fast is None else "gigatoken"
 
     def encode(self, text: str) -> list[int]:
         tokens, _ = self.encode_documents([text.encode()])
@@ -188,7 +101,8 @@ class ByteLevelBPE(Tokenizer):
         tokens, ends = self._encode_terminated(full)
         lengths = np.diff(ends, prepend=-1)
         if append_eod:
-            tokens[ends] = self.eod
+            if self._separator != self.eod:
+                tokens[ends] = self.eod
         else:
             keep = np.ones(len(tokens), dtype=bool)
             keep[ends] = False
@@ -200,32 +114,39 @@ class ByteLevelBPE(Tokenizer):
         return tokens, lengths
 
     def _encode_terminated(
-        self, texts: Sequence[bytes]
+        self, texts: list[bytes]
     ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """Tokens of all texts, each followed by the separator's, and the positions of those.
+        """Tokens of all texts, each followed by the separator's, and the positions of those."""
+        if self._fast is None:
+            return self._read(texts)
+        careful = disputed_letters().find(texts)
+        if self.readable.form:
+            texts = [_normalize(text, self.readable.form) for text in texts]
+        if not careful:
+            found = self._fast.encode(texts)
+            if found is not None:
+                return found
+            careful = [i for i, text in enumerate(texts) if SEPARATOR.encode() in text]
+        self.careful_documents += len(careful)
+        chosen = set(careful)
+        fast = self._encode_terminated([t for i, t in enumerate(texts) if i not in chosen])
+        slow = self._read([texts[i] for i in careful])
+        order = np.zeros(len(texts), dtype=bool)
+        order[careful] = True
+        return _interleave(order, fast, slow)
 
-        One call of the engine on the joined texts is the fastest form it has, and what
-        ``append_eod`` wants on disk.
-        """
-        if self._engine is not None:
-            tokens = self._engine.encode(SEPARATOR.encode().join([*texts, b""]))
-            ends = np.flatnonzero(tokens == self._separator)
-            if len(ends) == len(texts):  # or a text contains the separator
-                return tokens, ends
+    def _read(self, texts: Sequence[bytes]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
         rows = [self.readable.encode(text.decode()) for text in texts]
         flat = [token for row in rows for token in (*row, self._separator)]
         lengths = np.fromiter((len(row) + 1 for row in rows), dtype=np.int64, count=len(rows))
         return np.array(flat, dtype=np.uint32), lengths.cumsum() - 1
 
     def reference_start(self, text: str, letters: int) -> list[int] | None:
-        return None if self._engine is None else self.readable.encode_start(text, letters)
+        return None if self._fast is None else self.readable.encode_start(text, letters)
 
     def forget(self) -> None:
-        # gigatoken keeps every distinct word for good: 10 bytes of memory for each byte of random
-        # letters, and nothing but a new engine lets go of it.
-        if self._engine is not None:
-            self._engine = None
-            self._engine = self._load_engine()
+        if self._fast is not None:
+            self._fast.forget()
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         try:
@@ -236,44 +157,53 @@ class ByteLevelBPE(Tokenizer):
             ) from None
         return b"".join(pieces).decode(errors="replace")
 
+    def token_id(self, text: str) -> int | None:
+        return next((i for i, special in self.special_text.items() if special == text), None)
+
     @cached_property
     def byte_strings(self) -> dict[int, bytes]:
         """What each id stands for, special tokens included."""
-        byte_of = {ord(letter): chr(byte) for byte, letter in byte_to_letter().items()}
         strings = {i: text.encode() for i, text in self.special_text.items()}
         for entry, i in self.readable.ids.items():
-            strings[i] = entry.translate(byte_of).encode("latin-1")
+            strings[i] = letters_to_bytes(entry)
         return strings
 
-    def _load_engine(self) -> BPETokenizer:
-        from gigatoken.gigatoken_rs import load_hf_json
 
-        pattern = self.readable.words.pattern
-        words: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
-        if pattern != GPT2_PATTERN:  # which is what ByteLevel does by itself
-            split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-            stages = [split | {"invert": False}, words | {"use_regex": False}]
-            words = {"type": "Sequence", "pretokenizers": stages}
-        description = {
-            "added_tokens": [{"id": self._separator, "content": SEPARATOR, "special": True}],
-            "pre_tokenizer": words,
-            "model": {
-                "type": "BPE",
-                "vocab": {**self.readable.ids, SEPARATOR: self._separator},
-                "merges": list(self.readable.ranks),
-                "ignore_merges": self.readable.ignore_merges,
-            },
-        }
-        engine = load_hf_json(json.dumps(description, ensure_ascii=False))
-        assert not hasattr(engine, "encode_no_normalize"), "SentencePiece, which was not asked for"
-        return cast("BPETokenizer", engine)
+def _check(name: str, ids: Mapping[str, int], merges: Sequence[str]) -> None:
+    letters = byte_to_letter().values()
+    unknown = set().union(*ids).difference(letters)
+    if unknown:
+        entry = next(entry for entry in ids if not unknown.isdisjoint(entry))
+        raise ValueError(f"{name}: a letter of entry {entry!r} stands for no byte")
+    missing = [byte for byte, letter in byte_to_letter().items() if letter not in ids]
+    if missing:
+        raise ValueError(f"{name}: byte {missing[0]:#04x} is not in the vocabulary")
+    for merge in merges:
+        if merge.replace(" ", "") not in ids:
+            raise ValueError(f"{name}: merge {merge!r} makes no entry of the vocabulary")
 
 
-@lru_cache(maxsize=1)
-def byte_to_letter() -> dict[int, str]:
-    """GPT-2's spelling of bytes in vocabulary files: printable ones as themselves, the others as
-    letters from U+0100 on. In the order of the ids: a byte's position here is its id in GPT-2."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    letters = {b: chr(b) for b in printable}
-    return letters | {b: chr(0x100 + i) for i, b in enumerate(others)}
+def _normalize(text: bytes, form: Form) -> bytes:
+    if text.isascii():
+        return text
+    letters = text.decode()
+    return (
+        text
+        if unicodedata.is_normalized(form, letters)
+        else unicodedata.normalize(form, letters).encode()
+    )
+
+
+def _interleave(
+    second: npt.NDArray[np.bool_],
+    *parts: tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]],
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+    """Terminated texts in their order: those where ``second`` is True from the second part."""
+    lengths = np.empty(len(second), dtype=np.int64)
+    for chosen, (_, ends) in zip((~second, second), parts, strict=True):
+        lengths[chosen] = np.diff(ends, prepend=-1)
+    tokens = np.empty(int(lengths.sum()), dtype=np.uint32)
+    of_second = np.repeat(second, lengths)
+    for chosen, (values, _) in zip((~of_second, of_second), parts, strict=True):
+        tokens[chosen] = values
+    return tokens, lengths.cumsum() - 1

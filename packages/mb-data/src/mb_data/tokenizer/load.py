@@ -6,7 +6,9 @@
 | ``null:1000``                           | the text is ids already, 0 to 999                 |
 | ``….json`` with a "model" inside        | ``tokenizer.json``                                |
 | ``vocab.json`` or ``merges.txt``        | the two together, from one directory              |
-| ``….model``                             | SentencePiece                                     |
+| two paths with ``:`` between            | such a pair under other names                     |
+| ``tekken.json``, ``o200k_base.tiktoken``| ranks of byte strings                             |
+| ``….model``, ``….model.v3``             | SentencePiece                                     |
 | any other ``….txt``                     | WordPiece vocabulary                              |
 | a directory                             | the first of these that is in it                  |
 """
@@ -18,6 +20,8 @@ import gzip
 import hashlib
 import io
 import os
+from collections.abc import Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,10 +29,19 @@ from typing import Any
 from mb_data.tokenizer.base import Tokenizer
 from mb_data.tokenizer.bpe_files import from_merges, from_tokenizer_json, from_vocab_and_merges
 from mb_data.tokenizer.others import NullTokenizer, SentencePieceTokenizer
+from mb_data.tokenizer.rank_files import from_megatron_ranks, from_tekken, from_tiktoken
 from mb_data.tokenizer.wordpiece import WordPiece
 
 NAMES = ("gpt2", "bert-base-uncased", "null:<size>")
-IN_DIRECTORY = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "vocab.txt")
+IN_DIRECTORY = (
+    "tokenizer.json",
+    "vocab.json",
+    "tekken.json",
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "spiece.model",
+    "vocab.txt",
+)
 MEGATRON_TYPES = (
     "GPT2BPETokenizer",
     "BertWordPieceLowerCase",
@@ -36,6 +49,8 @@ MEGATRON_TYPES = (
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
     "HuggingFaceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
     "NullTokenizer",
 )
 
@@ -46,6 +61,8 @@ def load_tokenizer(
     engine: str = "auto",
     num_extra_ids: int = 0,
     lower_case: bool = True,
+    add_roles: bool = False,
+    eod_token: str | None = None,
 ) -> Tokenizer:
     """The tokenizer of a name or file; see the table above.
 
@@ -54,6 +71,9 @@ def load_tokenizer(
             byte-level BPE and WordPiece have; or the library's name.
         num_extra_ids: append ``<extra_id_0>``, …: T5's sentinels, Megatron's --vocab-extra-ids.
         lower_case: whether a WordPiece vocabulary from a file is uncased.
+        add_roles: append to a SentencePiece model what T5 and BERT need, see
+            ``SentencePieceTokenizer``.
+        eod_token: the special token that ends documents, if it is not the file's own choice.
 
     Raises:
         ValueError: an unknown name, or a file that is no vocabulary.
@@ -88,12 +108,29 @@ def load_tokenizer(
             raise ValueError("the null tokenizer has no extra ids")
         tokenizer = NullTokenizer(name, int(size))
     else:
-        tokenizer = _from_file(name, _find(name), engine, num_extra_ids, lower_case)
-    tokenizer.options = {
-        "engine": engine,
-        "num_extra_ids": num_extra_ids,
-        "lower_case": lower_case,
-    }
+        tokenizer = _from_file(
+            name,
+            _find(name),
+            engine=engine,
+            num_extra_ids=num_extra_ids,
+            lower_case=lower_case,
+            add_roles=add_roles,
+        )
+    if eod_token is not None:
+        eod = tokenizer.token_id(eod_token)
+        if eod is None:
+            raise ValueError(f"tokenizer {name} has no token {eod_token!r} to end documents with")
+        tokenizer.special["eod"] = eod
+        tokenizer.fingerprint += f", {eod_token} ends documents"
+    tokenizer.rebuild = partial(
+        load_tokenizer,
+        name,
+        engine=engine,
+        num_extra_ids=num_extra_ids,
+        lower_case=lower_case,
+        add_roles=add_roles,
+        eod_token=eod_token,
+    )
     return tokenizer
 
 
@@ -104,7 +141,11 @@ def megatron_tokenizer(
     merge_file: str | os.PathLike[str] | None = None,
     tokenizer_model: str | os.PathLike[str] | None = None,
     vocab_size: int | None = None,
+    tiktoken_pattern: str | None = None,
+    tiktoken_num_special_tokens: int = 1000,
+    tiktoken_special_tokens: Sequence[str] | None = None,
     num_extra_ids: int = 0,
+    eod_token: str | None = None,
     engine: str = "auto",
 ) -> Tokenizer:
     """The tokenizer Megatron builds for ``--tokenizer-type`` and the flags beside it.
@@ -113,6 +154,7 @@ def megatron_tokenizer(
     Raises ValueError for an unknown type or a file the type needs.
     """
     options: dict[str, Any] = {"engine": engine, "num_extra_ids": num_extra_ids}
+    options["eod_token"] = eod_token
     if kind not in MEGATRON_TYPES:
         raise ValueError(f"tokenizer type {kind!r}: expected one of {', '.join(MEGATRON_TYPES)}")
     if kind == "GPT2BPETokenizer":
@@ -135,7 +177,43 @@ def megatron_tokenizer(
         return load_tokenizer(f"null:{vocab_size}", **options)
     if tokenizer_model is None:
         raise ValueError(f"{kind} needs --tokenizer-model")
-    return load_tokenizer(tokenizer_model, **options)
+    if kind == "TikTokenizer":
+        if tiktoken_pattern is None:
+            raise ValueError(f"{kind} needs --tiktoken-pattern, v1 or v2")
+        if eod_token is not None:
+            raise ValueError(f"{kind} ends documents with </s>; --eod-token is not for it")
+        tokenizer: Tokenizer = from_megatron_ranks(
+            os.fspath(tokenizer_model),
+            Path(tokenizer_model),
+            (data := _read(Path(tokenizer_model))),
+            pattern=tiktoken_pattern,
+            vocab_size=vocab_size,
+            num_special_tokens=tiktoken_num_special_tokens,
+            special_tokens=tiktoken_special_tokens,
+            fingerprint=hashlib.sha256(data).hexdigest(),
+            num_extra_ids=num_extra_ids,
+            engine=engine,
+        )
+        tokenizer.rebuild = partial(
+            megatron_tokenizer,
+            kind,
+            tokenizer_model=os.fspath(tokenizer_model),
+            vocab_size=vocab_size,
+            tiktoken_pattern=tiktoken_pattern,
+            tiktoken_num_special_tokens=tiktoken_num_special_tokens,
+            tiktoken_special_tokens=tiktoken_special_tokens,
+            num_extra_ids=num_extra_ids,
+            engine=engine,
+        )
+        return tokenizer
+    if kind == "Llama2Tokenizer":
+        tokenizer = load_tokenizer(tokenizer_model, **options)
+        tokenizer.prepend_bos = True
+        tokenizer.rebuild = partial(
+            megatron_tokenizer, kind, tokenizer_model=os.fspath(tokenizer_model), **options
+        )
+        return tokenizer
+    return load_tokenizer(tokenizer_model, add_roles=kind == "SentencePieceTokenizer", **options)
 
 
 def _find(name: str) -> list[Path]:
@@ -151,7 +229,7 @@ def _find(name: str) -> list[Path]:
     for path in paths:
         if not path.is_file():
             if path.parent != Path() or path.suffix:
-                raise FileNotFoundError(f"tokenizer {path}: no such file")
+                _read(path)
             near = difflib.get_close_matches(name, NAMES, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(
@@ -161,20 +239,32 @@ def _find(name: str) -> list[Path]:
 
 
 def _from_file(
-    name: str, paths: list[Path], engine: str, num_extra_ids: int, lower_case: bool
+    name: str,
+    paths: list[Path],
+    *,
+    engine: str,
+    num_extra_ids: int,
+    lower_case: bool,
+    add_roles: bool,
 ) -> Tokenizer:
-    contents = [path.read_bytes() for path in paths]
+    contents = [_read(path) for path in paths]
     digest = hashlib.sha256(b"\0".join(contents)).hexdigest()
     path = paths[0]
     options: dict[str, Any] = {"fingerprint": digest, "num_extra_ids": num_extra_ids}
     if len(paths) == 2:
         return from_vocab_and_merges(name, *contents, engine=engine, **options)
+    if path.name == "tekken.json":
+        return from_tekken(name, path, contents[0], engine=engine, **options)
+    if path.suffix == ".tiktoken":
+        return from_tiktoken(name, path, contents[0], engine=engine, **options)
     if path.suffix == ".json":
         return from_tokenizer_json(name, path, contents[0], engine=engine, **options)
-    if path.suffix == ".model":
+    if ".model" in path.suffixes:
         if engine not in ("auto", "sentencepiece"):
             raise ValueError(f"engine {engine!r} for {path}: expected auto or sentencepiece")
-        return SentencePieceTokenizer(name, path, **options)
+        return SentencePieceTokenizer(
+            name, path, add_roles=add_roles, fast=engine == "auto", **options
+        )
     if path.suffix == ".txt":
         try:
             # The line ends that files have, not U+2028 and the like: as Megatron reads them.
@@ -183,7 +273,13 @@ def _from_file(
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not a vocabulary: {error}") from error
         return WordPiece(name, pieces, lower_case=lower_case, engine=engine, **options)
-    raise ValueError(f"tokenizer {path}: expected a .json, .model or .txt file")
+    raise ValueError(f"tokenizer {path}: expected a .json, .model, .tiktoken or .txt file")
+
+
+def _read(path: Path) -> bytes:
+    if not path.is_file():
+        raise FileNotFoundError(f"tokenizer {path}: no such file")
+    return path.read_bytes()
 
 
 def _embedded(file: str) -> str:

@@ -1,11 +1,13 @@
-"""Tokenizers whose work another library does, and the one that does none.
+"""Tokenizers whose work other libraries do, and the one that does none.
 
-They have no second implementation here, so preprocessing has nothing to compare them with.
+Where gigatoken can do the same work, it does, many times faster, with the library as its judge.
+The others have no second implementation here: preprocessing has nothing to compare them with.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
@@ -14,24 +16,82 @@ import numpy as np
 import numpy.typing as npt
 
 from mb_data.tokenizer.base import Tokenizer
+from mb_data.tokenizer.fast_sentencepiece import FastSentencePiece, model_description
 
 
-class HuggingFaceTokenizer(Tokenizer):
+class LibraryTokenizer(Tokenizer):
+    """What the two below share. ``_fast`` is gigatoken, where it gives the library's tokens."""
+
+    library: str
+    _fast: FastSentencePiece | None = None
+    _added: dict[int, str]  # tokens that the library does not know, by id
+
+    @property
+    def engine(self) -> str:
+        return "gigatoken" if self._fast else self.library
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_documents(
+        self, texts: Sequence[bytes], *, append_eod: bool = False
+    ) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
+        if self._fast is None:
+            return super().encode_documents(texts, append_eod=append_eod)
+        tokens, lengths = self._fast.encode_documents(texts)
+        if append_eod:
+            ends = lengths.cumsum()[lengths > 0]
+            tokens = np.insert(tokens, ends, self.eod)
+            lengths = lengths + (lengths > 0)
+        return tokens, lengths
+
+    def reference_start(self, text: str, letters: int) -> list[int] | None:
+        return None if self._fast is None else self._fast.reference_start(text, letters)
+
+    def forget(self) -> None:
+        if self._fast is not None:
+            self._fast.forget()
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
+        return _decode(ids, self, self._added, self._decode_run)
+
+    def _decode_run(self, ids: list[int]) -> str:
+        raise NotImplementedError
+
+    def _speed_up(
+        self, description: dict[str, Any], careful: str | None = None
+    ) -> FastSentencePiece | None:
+        try:
+            return FastSentencePiece(description, self.encode, careful)
+        except (ModuleNotFoundError, RuntimeError, ValueError):
+            return None
+
+
+class HuggingFaceTokenizer(LibraryTokenizer):
     """Any ``tokenizer.json``, through the tokenizers library.
 
     Neither special tokens in the text nor a template around it: ids of the text alone.
 
+    Args:
+        description: the file's content, with only those added tokens that are text.
+        added: ids of all added tokens.
+        fast: whether to use gigatoken where it can.
+
     Raises ModuleNotFoundError without the library, ValueError for a file it cannot read.
     """
+
+    library = "tokenizers"
 
     def __init__(
         self,
         name: str,
-        path: str | PathLike[str],
+        description: dict[str, Any],
         *,
         fingerprint: str,
         special: Mapping[str, int],
+        added: Mapping[str, int],
         num_extra_ids: int = 0,
+        fast: bool = True,
     ) -> None:
         try:
             import tokenizers
@@ -41,44 +101,54 @@ class HuggingFaceTokenizer(Tokenizer):
                 name="tokenizers",
             ) from error
         try:
-            self._engine = tokenizers.Tokenizer.from_file(fspath(path))
+            engine = tokenizers.Tokenizer.from_str(json.dumps(description, ensure_ascii=False))
         except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"{path}: not a tokenizer.json: {error}") from error
-        self._engine.encode_special_tokens = True  # that is: as text
-        self._engine.no_truncation()
-        self._engine.no_padding()
+            raise ValueError(f"{name}: not a tokenizer.json: {error}") from error
+        engine.no_truncation()
+        engine.no_padding()
+        self._library = engine
         self.name = name
         self.fingerprint = fingerprint
         self.special = dict(special)
-        base = max(self._engine.get_vocab(with_added_tokens=True).values()) + 1
+        # The library numbers added tokens anew, one after the other from the vocabulary's end.
+        known = engine.get_vocab(with_added_tokens=True)
+        self._renumbered = {i: added[t] for t, i in known.items() if added.get(t, i) != i}
+        known = {text: self._renumbered.get(i, i) for text, i in known.items()}
+        base = max([*known.values(), *added.values()]) + 1
         self.extra_ids = tuple(range(base, base + num_extra_ids))
-        self._added = {i: f"<extra_id_{n}>" for n, i in enumerate(self.extra_ids)}
+        self._ids = {**known, **added}
+        self._added = {i: text for text, i in added.items()}
+        self._added |= {i: f"<extra_id_{n}>" for n, i in enumerate(self.extra_ids)}
         self.vocab_size = base + num_extra_ids
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
+        self._fast = self._speed_up(description) if fast else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:
             text.encode()  # half a surrogate pair is an error here too
-        encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        if not self._renumbered:
+            return [encoding.ids for encoding in encodings]
+        return [[self._renumbered.get(i, i) for i in encoding.ids] for encoding in encodings]
 
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        return _decode(ids, self, self._added, self._decode_run)
+    def token_id(self, text: str) -> int | None:
+        return self._ids.get(text)
 
     def _decode_run(self, ids: list[int]) -> str:
-        return self._engine.decode(ids, skip_special_tokens=False)
+        return self._library.decode(ids, skip_special_tokens=False)
 
 
-class SentencePieceTokenizer(Tokenizer):
+class SentencePieceTokenizer(LibraryTokenizer):
     """A SentencePiece ``.model`` file (Kudo and Richardson 2018, arXiv:1808.06226).
 
-    Like Megatron, appends ``<CLS> <SEP> <EOD> <MASK>``, then ``<PAD> <BOS> <EOS>`` if the model
-    has none of its own, then extra ids.
+    Documents end with the model's own ``</s>``, and nothing is appended but extra ids: Megatron's
+    GPTSentencePieceTokenizer. With ``add_roles`` it is the old SentencePieceTokenizer, for T5 and
+    BERT, which appends ``<CLS> <SEP> <EOD> <MASK>``, then ``<PAD> <BOS> <EOS>`` if the model has
+    none of its own.
 
     Raises ModuleNotFoundError without the library, ValueError for a file it cannot read.
     """
+
+    library = "sentencepiece"
 
     def __init__(
         self,
@@ -87,6 +157,8 @@ class SentencePieceTokenizer(Tokenizer):
         *,
         fingerprint: str,
         num_extra_ids: int = 0,
+        add_roles: bool = False,
+        fast: bool = True,
     ) -> None:
         try:
             from sentencepiece import SentencePieceProcessor
@@ -95,41 +167,52 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{name} needs sentencepiece: pip install 'mb-data[sentencepiece]'",
                 name="sentencepiece",
             ) from error
-        self._engine: Any = SentencePieceProcessor()
+        self._library: Any = SentencePieceProcessor()
         try:
-            self._engine.Load(fspath(path))
+            self._library.Load(fspath(path))
         except (OSError, RuntimeError) as error:
             raise ValueError(f"{path}: not a SentencePiece model: {error}") from error
         self.name = name
-        self.fingerprint = fingerprint
-        size = self._engine.GetPieceSize()
-        pieces = {self._engine.IdToPiece(i): i for i in range(size)}
-        self._added: dict[int, str] = {}
+        self.fingerprint = f"{fingerprint}, roles added" if add_roles else fingerprint
+        self._size = size = self._library.GetPieceSize()
+        self._pieces = {self._library.IdToPiece(i): i for i in range(size)}
+        self._added = {}
         self.special = {}
         for role in ("cls", "sep", "eod", "mask", "pad", "bos", "eos"):
-            piece = f"<{role.upper()}>"
+            own = -1
             if role in ("pad", "bos", "eos"):
-                own = getattr(self._engine, f"{role}_id")()
-                if own >= 0:
-                    self.special[role] = own
-                    continue
-            self.special[role] = pieces.get(piece, size + len(self._added))
-            if piece not in pieces:
-                self._added[self.special[role]] = piece
-        extra: list[int] = []
-        for i in range(num_extra_ids):
-            piece = f"<extra_id_{i}>"
-            extra.append(pieces.get(piece, size + len(self._added)))
-            if piece not in pieces:
-                self._added[extra[-1]] = piece
-        self.extra_ids = tuple(extra)
+                own = getattr(self._library, f"{role}_id")()
+            if own >= 0:
+                self.special[role] = own
+            elif add_roles:
+                self.special[role] = self._add(f"<{role.upper()}>")
+        if not add_roles and "eos" in self.special:
+            self.special["eod"] = self.special["eos"]
+        self.extra_ids = tuple(self._add(f"<extra_id_{i}>") for i in range(num_extra_ids))
         self.vocab_size = size + len(self._added)
+        if fast:
+            try:
+                self._fast = self._speed_up(
+                    *model_description(self._library.serialized_model_proto())
+                )
+            except RuntimeError:
+                self._fast = None
 
-    def encode(self, text: str) -> list[int]:
-        return self._engine.EncodeAsIds(text.encode())
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._library.EncodeAsIds(text.encode()) for text in texts]
 
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        return _decode(ids, self, self._added, self._engine.DecodeIds)
+    def token_id(self, text: str) -> int | None:
+        return {**self._pieces, **{added: i for i, added in self._added.items()}}.get(text)
+
+    def _decode_run(self, ids: list[int]) -> str:
+        return self._library.DecodeIds(ids)
+
+    def _add(self, piece: str) -> int:
+        """The id of a piece that may have to be appended."""
+        if piece in self._pieces:
+            return self._pieces[piece]
+        self._added[self._size + len(self._added)] = piece
+        return self._size + len(self._added) - 1
 
 
 class NullTokenizer(Tokenizer):

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mb_data.tokenizer.base import Tokenizer
+from mb_data.tokenizer.disputed import disputed_letters
 
 UNKNOWN = "[UNK]"
 CONTINUED = "##"
@@ -128,7 +129,7 @@ class WordPiece(Tokenizer):
         self._engine: Any = None
         if engine != "python":
             try:
-                self._engine = self._load_engine(ids, lower_case)
+                self._engine = self.load_engine(ids, lower_case)
             except ModuleNotFoundError:
                 if engine == "tokenizers":
                     raise
@@ -141,26 +142,33 @@ class WordPiece(Tokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        for text in texts:
-            text.encode()  # half a surrogate pair is an error here too
+        data = [text.encode() for text in texts]  # half a surrogate pair is an error here too
         if self._engine is None:
             return [self.readable.encode(text) for text in texts]
-        encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        careful = set(disputed_letters(wordpiece=True).find(data))
+        self.careful_documents += len(careful)
+        encodings = iter(
+            self._engine.encode_batch_fast(
+                [text for i, text in enumerate(texts) if i not in careful],
+                add_special_tokens=False,
+            )
+        )
+        return [
+            self.readable.encode(text) if i in careful else next(encodings).ids
+            for i, text in enumerate(texts)
+        ]
 
     def reference_start(self, text: str, letters: int) -> list[int] | None:
-        # Each library brings its own Unicode tables: letters whose class has changed since
-        # Unicode 3.2, or that came later, may fall on either side of a cut.
-        start = text[:letters]
-        old = unicodedata.ucd_3_2_0
-        if self._engine is None or any(
-            old.category(c) != unicodedata.category(c) for c in start if c > "\x7f"
-        ):
+        if self._engine is None:
             return None
+        start = text[:letters]
         if len(text) > letters:
             cut = start.rfind(" ")
             start = start[: max(cut, 0)]
         return self.readable.encode(start)
+
+    def token_id(self, text: str) -> int | None:
+        return self.pieces.index(text) if text in self.pieces else None
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         words: list[str] = []
@@ -184,7 +192,7 @@ class WordPiece(Tokenizer):
         return len(self.pieces) - 1 - self.pieces[::-1].index(piece)
 
     @staticmethod
-    def _load_engine(ids: Mapping[str, int], lower_case: bool) -> Any:
+    def load_engine(ids: Mapping[str, int], lower_case: bool) -> Any:
         from tokenizers import Tokenizer as Engine
         from tokenizers import models, normalizers, pre_tokenizers
 

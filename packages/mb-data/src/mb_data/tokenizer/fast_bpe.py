@@ -1,0 +1,123 @@
+"""gigatoken, the engine behind byte-level BPE: many documents in one call."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, ReadableBPE, byte_to_letter
+
+if TYPE_CHECKING:
+    from gigatoken.gigatoken_rs import BPETokenizer
+
+# Ends a document on its way through the engine, which then needs one call for many documents. No
+# end of it is a start of it, so a document's last letters and the separator never make another
+# one; a document that contains all of it is left to the caller.
+SEPARATOR = "\x00<mb-data: end of document>"
+
+# The engine's names of patterns, for vocabularies that come without merges.
+SCHEMES = {
+    GPT2_PATTERN: "gpt2",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+": "olmo3",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+": "gpt4",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+": "o200k",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "nemotron",
+}
+
+
+class FastBPE:
+    """The tokens of a ``ReadableBPE``, from gigatoken.
+
+    Args:
+        readable: vocabulary, merges and patterns. Normalization is the caller's.
+        separator: the id that ends each text's tokens; of no entry of the vocabulary.
+
+    Raises:
+        ModuleNotFoundError: gigatoken is not installed.
+        RuntimeError: the engine does not know these patterns.
+    """
+
+    def __init__(self, readable: ReadableBPE, separator: int) -> None:
+        self.readable = readable
+        self.separator = separator
+        # Vocabularies without merges are ranks 0, 1, ... to the engine, whatever the first id is.
+        self._first_id = min(readable.ids.values()) if readable.merges is None else 0
+        self._engine = self._load()
+
+    def encode(
+        self, texts: Sequence[bytes]
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]] | None:
+        """Tokens of all texts, each followed by ``separator``, and the positions of those.
+
+        None if a text contains ``SEPARATOR``. One call on the joined texts is the engine's fastest
+        form, and the tokens are what ``append_eod`` wants on disk.
+        """
+        tokens = self._engine.encode(SEPARATOR.encode().join([*texts, b""]))
+        if self._first_id:
+            tokens = tokens + np.uint32(self._first_id)
+        ends = np.flatnonzero(tokens == self.separator)
+        return (tokens, ends) if len(ends) == len(texts) else None
+
+    def forget(self) -> None:
+        """Drop the words it has seen, which only a new engine does: it keeps every distinct one,
+        10 bytes of memory for each byte of random letters."""
+        del self._engine
+        self._engine = self._load()
+
+    def _load(self) -> BPETokenizer:
+        from gigatoken.gigatoken_rs import BPETokenizer, load_hf_json
+
+        readable = self.readable
+        if readable.merges is None:
+            scheme = SCHEMES.get("|".join(readable.patterns))
+            ranks = sorted(readable.ids.items(), key=lambda entry: entry[1])
+            dense = [i for _, i in ranks] == list(range(ranks[0][1], ranks[0][1] + len(ranks)))
+            if scheme is None or not dense:
+                raise RuntimeError(f"no engine for the patterns {list(readable.patterns)}")
+            special = {SEPARATOR: self.separator - self._first_id}
+            with tempfile.TemporaryDirectory() as directory:
+                path = os.path.join(directory, "ranks")
+                with open(path, "wb") as file:
+                    for rank, (entry, _) in enumerate(ranks):
+                        file.write(b"%s %d\n" % (base64.b64encode(letters_to_bytes(entry)), rank))
+                return BPETokenizer.from_tiktoken(path, scheme, special)
+        words: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
+        if readable.patterns != (GPT2_PATTERN,):  # which is what ByteLevel does by itself
+            split = {"type": "Split", "behavior": "Isolated", "invert": False}
+            stages = [split | {"pattern": {"Regex": pattern}} for pattern in readable.patterns]
+            words = {"type": "Sequence", "pretokenizers": [*stages, words | {"use_regex": False}]}
+        description = {
+            "added_tokens": [{"id": self.separator, "content": SEPARATOR, "special": True}],
+            "pre_tokenizer": words,
+            "model": {
+                "type": "BPE",
+                "vocab": {**readable.ids, SEPARATOR: self.separator},
+                "merges": list(readable.merges),
+                "ignore_merges": readable.ignore_merges,
+            },
+        }
+        engine = load_hf_json(json.dumps(description, ensure_ascii=False))
+        assert not hasattr(engine, "encode_no_normalize"), "SentencePiece, which was not asked for"
+        return cast("BPETokenizer", engine)
+
+
+def letters_to_bytes(entry: str) -> bytes:
+    """The bytes that an entry of the vocabulary spells."""
+    return entry.translate(_BYTE_OF).encode("latin-1")
+
+
+_BYTE_OF = {ord(letter): chr(byte) for byte, letter in byte_to_letter().items()}

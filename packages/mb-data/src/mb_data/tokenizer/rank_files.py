@@ -1,0 +1,176 @@
+"""Vocabularies as lists of byte strings by rank: ``….tiktoken``, ``tekken.json``, and Megatron's
+TikTokenizer. Merges are not listed: of two neighbours that make an entry, the lowest ranked merge
+first. Such a file seldom says how text is cut into words; who names the file does.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mb_data.tokenizer.byte_bpe import ByteLevelBPE
+from mb_data.tokenizer.fast_bpe import SCHEMES
+from mb_data.tokenizer.readable_bpe import byte_to_letter
+
+PATTERNS = {scheme: pattern for pattern, scheme in SCHEMES.items()}
+# What OpenAI's files leave to code: the pattern and the special tokens.
+TIKTOKEN_FILES: dict[str, tuple[str, dict[str, int]]] = {
+    "r50k_base": ("gpt2", {"<|endoftext|>": 50256}),
+    "gpt2": ("gpt2", {"<|endoftext|>": 50256}),
+    "cl100k_base": (
+        "gpt4",
+        {"<|endoftext|>": 100257, "<|fim_prefix|>": 100258, "<|fim_middle|>": 100259}
+        | {"<|fim_suffix|>": 100260, "<|endofprompt|>": 100276},
+    ),
+    "o200k_base": ("o200k", {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+}
+# Megatron's TikTokenizer: two patterns, and special tokens below the ranks.
+MEGATRON_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": PATTERNS["nemotron"],
+}
+MEGATRON_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+ROLES = {"<s>": "bos", "</s>": "eos", "<mask>": "mask", "<pad>": "pad", "<cls>": "cls"} | {
+    "<sep>": "sep",
+    "<|endoftext|>": "eos",
+}
+
+
+def from_tiktoken(
+    name: str, path: Path, data: bytes, *, fingerprint: str, num_extra_ids: int, engine: str
+) -> ByteLevelBPE:
+    """A ``.tiktoken`` file of OpenAI's, known by its name: lines of base64 and rank."""
+    if path.stem not in TIKTOKEN_FILES:
+        raise ValueError(
+            f"{path}: such a file does not say how text is cut into words; known by their names "
+            f"are {', '.join(f'{known}.tiktoken' for known in TIKTOKEN_FILES)}"
+        )
+    scheme, special = TIKTOKEN_FILES[path.stem]
+    try:
+        rows = [line.split() for line in data.split(b"\n") if line.strip()]
+        ranks = {base64.b64decode(text, validate=True): int(rank) for text, rank in rows}
+    except (ValueError, binascii.Error) as error:
+        raise ValueError(f"{path}: expected lines of base64 and a rank: {error}") from error
+    return _build(
+        name,
+        ranks,
+        special,
+        pattern=PATTERNS[scheme],
+        fingerprint=fingerprint,
+        num_extra_ids=num_extra_ids,
+        engine=engine,
+    )
+
+
+def from_tekken(
+    name: str, path: Path, data: bytes, *, fingerprint: str, num_extra_ids: int, engine: str
+) -> ByteLevelBPE:
+    """Mistral's ``tekken.json``: special tokens first, then the ranks."""
+    try:
+        description = json.loads(data.decode())
+        config = description["config"]
+        first = int(config["default_num_special_tokens"])
+        rows = description["vocab"][: int(config["default_vocab_size"]) - first]
+        ranks = _ranks(rows, first)
+        listed = description.get("special_tokens") or [
+            {"rank": rank, "token_str": text} for rank, text in enumerate(("<unk>", "<s>", "</s>"))
+        ]
+        special = {entry["token_str"]: int(entry["rank"]) for entry in listed}
+        pattern = str(config["pattern"])
+    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+        raise ValueError(f"{path}: not a tekken.json: {error!r}") from error
+    special |= {f"<SPECIAL_{i}>": i for i in range(first) if i not in special.values()}
+    return _build(
+        name,
+        ranks,
+        special,
+        pattern=pattern,
+        fingerprint=fingerprint,
+        num_extra_ids=num_extra_ids,
+        engine=engine,
+    )
+
+
+def from_megatron_ranks(
+    name: str,
+    path: Path,
+    data: bytes,
+    *,
+    pattern: str,
+    vocab_size: int | None,
+    num_special_tokens: int,
+    special_tokens: Sequence[str] | None,
+    fingerprint: str,
+    num_extra_ids: int,
+    engine: str,
+) -> ByteLevelBPE:
+    """Megatron's TikTokenizer: a JSON list of ranks and bytes; ``</s>`` ends documents."""
+    if pattern not in MEGATRON_PATTERNS:
+        raise ValueError(f"tiktoken pattern {pattern!r}: expected v1 or v2")
+    texts = list(special_tokens or MEGATRON_SPECIAL)
+    if len(texts) > num_special_tokens or len(set(texts)) < len(texts):
+        raise ValueError(
+            f"{len(texts)} special tokens, all different, must fit into "
+            f"{num_special_tokens}: {texts}"
+        )
+    for needed in ("<unk>", "<s>", "</s>"):
+        if needed not in texts:
+            raise ValueError(f"the special tokens lack {needed}, which Megatron needs")
+    try:
+        rows = json.loads(data.decode())
+        inner = (1 << 17 if vocab_size is None else vocab_size) - num_special_tokens
+        ranks = _ranks(rows[:inner], num_special_tokens)
+    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+        raise ValueError(f"{path}: expected a list of ranks and token_bytes: {error!r}") from error
+    texts += [f"<SPECIAL_{i}>" for i in range(len(texts), num_special_tokens)]
+    return _build(
+        name,
+        ranks,
+        {text: i for i, text in enumerate(texts)},
+        pattern=MEGATRON_PATTERNS[pattern],
+        fingerprint=f"{fingerprint}, {pattern}, {vocab_size}, {texts}",
+        num_extra_ids=num_extra_ids,
+        engine=engine,
+    )
+
+
+def _ranks(rows: Sequence[Mapping[str, Any]], first: int) -> dict[bytes, int]:
+    return {base64.b64decode(row["token_bytes"]): first + int(row["rank"]) for row in rows}
+
+
+def _build(
+    name: str,
+    ranks: Mapping[bytes, int],
+    special: Mapping[str, int],
+    *,
+    pattern: str,
+    fingerprint: str,
+    num_extra_ids: int,
+    engine: str,
+) -> ByteLevelBPE:
+    letters = byte_to_letter()
+    ids = {"".join([letters[b] for b in text]): rank for text, rank in ranks.items()}
+    roles = {ROLES[text]: i for text, i in special.items() if text in ROLES}
+    if "eos" in roles:
+        roles["eod"] = roles["eos"]
+    size = max([*ids.values(), *special.values()], default=-1) + 1
+    extra_ids = range(size, size + num_extra_ids)
+    texts = {i: text for text, i in special.items()}
+    texts |= {i: f"<extra_id_{n}>" for n, i in enumerate(extra_ids)}
+    options: dict[str, Any] = {
+        "fingerprint": fingerprint,
+        "special": roles,
+        "special_text": texts,
+        "extra_ids": extra_ids,
+        "patterns": (pattern,),
+    }
+    try:
+        return ByteLevelBPE(name, ids, None, engine=engine, **options)
+    except RuntimeError:  # a pattern that the engine does not know
+        if engine == "gigatoken":
+            raise
+        return ByteLevelBPE(name, ids, None, engine="python", **options)

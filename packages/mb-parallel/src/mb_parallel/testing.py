@@ -8,7 +8,7 @@
     def test_all_reduce():
         assert run_ranks(sum_of_ranks, 3) == [3, 3, 3]
 
-Ranks are forked from a small server process that has imported torch and nothing else, so starting
+Ranks are forked from a small server process that has imported torch and this library, so starting
 them takes milliseconds, and the test process may hold threads or a GPU. The server cannot import a
 test file by name (pytest's importlib mode gives it none), so the file's path travels instead.
 """
@@ -28,7 +28,13 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor"]
+_PRELOAD = [
+    "torch._dynamo",  # which the first optimizer step imports
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "mb_parallel",
+]
 
 
 def run_ranks(

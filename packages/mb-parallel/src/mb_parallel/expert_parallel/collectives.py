@@ -12,6 +12,9 @@
 Sums run in fp32 (fp64 for fp64) in the order of ranks: twice the same bits. A collective that fails
 says at which rank, in which layer and step; usually it is another rank that died.
 
+`torch.compile` breaks its graph here. (`torch.compiler.disable` would import the compiler with this
+module; its private form waits for the first call.)
+
 Letters: P ranks, R rows, D columns.
 """
 
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -58,19 +62,19 @@ class Place:
             ) from error
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def gather_rows(x_RD: Tensor, place: Place) -> Tensor:
     """Rows of all ranks, [P R, D] in the order of ranks; every rank brings as many rows."""
     return _GatherRows.apply(x_RD, place)
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def sum_rows(x_PRD: Tensor, place: Place) -> Tensor:
     """Given [P R, D], the r-th R rows of which are for rank r: the sum over ranks of ours."""
     return _SumRows.apply(x_PRD, place)
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def exchange_rows(
     x_SD: Tensor, to: Sequence[int], from_: Sequence[int], place: Place, *, total: int | None = None
 ) -> Tensor:
@@ -84,26 +88,26 @@ def exchange_rows(
     return _ExchangeRows.apply(x_SD, tuple(to), tuple(from_), rows, place)
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def share_of_rows(x_RD: Tensor, place: Place) -> Tensor:
     """This rank's P-th of rows that all ranks hold alike; P divides R."""
     return _ShareOfRows.apply(x_RD, place)
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def join_rows(x_RD: Tensor, place: Place) -> Tensor:
     """The shares of all ranks in their order; what follows is alike on all ranks."""
     return _JoinRows.apply(x_RD, place)
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def counts_of_ranks(counts: Tensor, place: Place) -> list[list[int]]:
     """Integers [n] of every rank, on the host: the one place where it waits for the device."""
     with place.step("exchange counts"):
         return gathered(counts[None], place).tolist()
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def mean_over(x: Tensor, place: Place) -> Tensor:
     """The mean over the ranks, alike on all; each rank's x counts for a P-th of it."""
     return _MeanOver.apply(x, place)

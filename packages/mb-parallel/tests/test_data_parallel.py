@@ -120,7 +120,7 @@ def results():
     return got
 
 
-@pytest.mark.parametrize(("case", "name"), zip(IDS, CASES, strict=True), ids=IDS)
+@pytest.mark.parametrize(("case", "name"), list(zip(IDS, CASES, strict=True)), ids=IDS)
 def test_ranks_match_one_process(results, case, name):
     history, state = results[name[-1]]
     assert history[0]["loss"] != history[-1]["loss"]

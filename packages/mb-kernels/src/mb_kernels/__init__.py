@@ -2,6 +2,7 @@
 
 from mb_kernels import reference as reference
 from mb_kernels.activation import is_glu as is_glu
+from mb_kernels.adamw import adamw_step as adamw_step
 from mb_kernels.block_sparse import dds as dds
 from mb_kernels.block_sparse import dsd as dsd
 from mb_kernels.block_sparse import pad_bins as pad_bins

@@ -1,5 +1,6 @@
 """Every op in plain PyTorch, same name and signature: CPU path, oracle and documentation."""
 
+from mb_kernels.adamw.reference import adamw_step
 from mb_kernels.block_sparse.mlp_reference import pad_bins, sparse_expert_mlp, topology
 from mb_kernels.block_sparse.reference import dds, dsd, sdd
 from mb_kernels.expert_mlp.reference import expert_mlp
@@ -11,6 +12,7 @@ from mb_kernels.router_losses.reference import router_losses
 from mb_kernels.routing.reference import bin_tokens, topk_softmax
 
 __all__ = [
+    "adamw_step",
     "bin_tokens",
     "combine",
     "dds",

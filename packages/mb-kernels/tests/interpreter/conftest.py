@@ -8,8 +8,14 @@ import pytest
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
 
 
+@pytest.fixture
+def reachable():
+    """Tensors that a kernel finds through a table of addresses: a test lists them here."""
+    return []
+
+
 @pytest.fixture(autouse=True)
-def no_access_outside_the_arguments(monkeypatch):
+def no_access_outside_the_arguments(monkeypatch, reachable):
     """What compute-sanitizer does on a GPU: each address read or written is in a tensor given."""
     from triton.runtime import interpreter
 
@@ -19,7 +25,8 @@ def no_access_outside_the_arguments(monkeypatch):
     def prepared(self, arguments, keywords):
         nonlocal spans
         on_host = prepare(self, arguments, keywords)
-        tensors = [getattr(a, "base", a) for a in (*on_host[0], *on_host[1].values())]
+        arguments = (*on_host[0], *on_host[1].values(), *reachable)
+        tensors = [getattr(a, "base", a) for a in arguments]
         storages = [t.untyped_storage() for t in tensors if hasattr(t, "untyped_storage")]
         bounds = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
         spans = np.array(bounds, np.uint64).reshape(-1, 2)

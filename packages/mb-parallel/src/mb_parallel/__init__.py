@@ -2,7 +2,6 @@
 
 # Public API
 from mb_parallel.data_parallel import apply_data_parallel as apply_data_parallel
-from mb_parallel.data_parallel import clip_grad_norm as clip_grad_norm
 from mb_parallel.data_parallel import set_gradient_sync as set_gradient_sync
 from mb_parallel.expert_parallel import parallelize_experts as parallelize_experts
 from mb_parallel.mesh import ParallelDims as ParallelDims
@@ -12,5 +11,6 @@ from mb_parallel.mesh import check_same as check_same
 from mb_parallel.mesh import distributed as distributed
 from mb_parallel.mesh import rank as rank
 from mb_parallel.mesh import world_size as world_size
+from mb_parallel.optimizer import clip_grad_norm as clip_grad_norm
 
 __version__ = "0.1.0"

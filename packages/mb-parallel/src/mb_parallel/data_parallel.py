@@ -3,11 +3,23 @@
 `fully_shard` is applied block by block, from the inside out: each block gathers its weights just
 before it runs and reduces its gradients just after, while its neighbours compute. Weights are kept
 in their own dtype (fp32: the master weights), computed with in `compute_dtype`, and gradients are
-summed in fp32. The ZeRO stages (Rajbhandari et al., arXiv 1910.02054) map onto it: stage 3 frees a
-block's weights after its forward, stage 2 keeps them for the backward.
+summed in fp32. Master weights and optimizer state are always sharded; what else is, is the ZeRO
+stage's (Rajbhandari et al., arXiv 1910.02054). Bytes a parameter on a rank of N, bf16 compute and
+AdamW, within a step of several micro-batches:
 
-Applied from outside, the model's own code knows nothing of it. A mesh of one process changes
-nothing at all.
+    stage   master, moments   compute weight          gradient
+      1         12 / N        2, gathered once        4, reduced once, at the last micro-batch
+      2         12 / N        2, gathered once        4 / N, reduced at every micro-batch
+      3         12 / N        a block's 2 at a time   4 / N, reduced at every micro-batch
+
+In stage 1 and 2 compute weights live from the first forward to the last backward of a step. Stage 2
+holds the whole gradient of one block at a time. With one micro-batch a step, 1 and 2 are the same.
+
+Experts have a mesh of their own. A rank's experts see the tokens of all ranks they are dispatched
+from, so their gradients are sums already, and over the copies of an expert they are summed again:
+the mean over data-parallel ranks is that total over dp, whatever the number of copies.
+
+Applied from outside, the model's own code knows nothing of it. One process pays nothing at all.
 """
 
 from __future__ import annotations
@@ -15,15 +27,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from mb_layers import Experts
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard
+
+from mb_parallel.mesh import ParallelMesh
+from mb_parallel.optimizer.shards import local
+
+_STAGE = "_mb_zero_stage"
 
 
 def apply_data_parallel(
     model: nn.Module,
-    mesh: DeviceMesh | None,
+    mesh: ParallelMesh,
     *,
     blocks: Iterable[nn.Module],
     compute_dtype: torch.dtype = torch.float32,
@@ -32,74 +50,90 @@ def apply_data_parallel(
 ) -> None:
     """Shard `model` in place over `mesh`; its parameters become DTensors.
 
+    Gradients become the mean over data-parallel ranks: each rank's loss is the mean over its own
+    samples, or weighted so that the mean over ranks is the loss wanted.
+
     Args:
-        model: parameters on the mesh's device, equal on every rank (same seed), fp32 for training.
-        mesh: one-dimensional; its ranks see different samples. None or one rank: nothing is done,
-            and `compute_dtype` is the model's own business (autocast, or weights cast on use).
-        blocks: submodules that are gathered and reduced one at a time, in the order they run.
+        model: parameters on the mesh's device, equal on every rank (same seed) or DTensors over the
+            mesh's "tp" or "ep" already; fp32 for training.
+        mesh: of one process: nothing is done, and `compute_dtype` is the model's own business
+            (autocast, or weights cast on use).
+        blocks: submodules that are gathered and reduced one at a time, in the order they run. The
+            `mb_layers.Experts` in them are units of their own.
         compute_dtype: dtype of the gathered weights and of the blocks' floating-point inputs.
         keep_fp32: submodules that see their own weights and inputs uncast, such as the routers of
             an MoE, whose choices rounding would change. Each is a unit of its own.
-        zero_stage: 3 frees weights between forward and backward (least memory), 2 keeps them (one
-            gather less per step).
+        zero_stage: 1, 2 or 3, see above.
 
     Raises:
-        ValueError: a mesh with more than one axis, or another `zero_stage`.
+        ValueError: another `zero_stage`.
     """
-    if zero_stage not in (2, 3):
-        raise ValueError(f"Expected zero_stage 2 or 3, got {zero_stage}.")
-    if mesh is None or mesh.size() == 1:
+    if zero_stage not in (1, 2, 3):
+        raise ValueError(f"Expected zero_stage 1, 2 or 3, got {zero_stage}.")
+    if mesh.dense is None or mesh.expert is None or mesh.dims.dp * mesh.dims.tp == 1:
         return
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"Expected a mesh with one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}. "
-            'Pass the data-parallel axis alone: mesh["dp"].'
-        )
+    dense = _sharding_mesh(mesh.dense, "dp_replicate", "dp_shard")
+    reshard = zero_stage == 3
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    reshard = zero_stage == 3
     if compute_dtype != torch.float32:
         for module in keep_fp32:
-            fully_shard(module, mesh=mesh, mp_policy=uncast, reshard_after_forward=reshard)
+            fully_shard(module, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            _shard_experts(module, mesh, compute_dtype, reshard)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(block, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
     # What no block owns (embeddings, final norm, head) is needed at both ends of the step: keep it.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=dense, mp_policy=policy, reshard_after_forward=False)
+    setattr(model, _STAGE, zero_stage)
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Reduce gradients at the end of the next backward, or keep adding locally (accumulation).
+    """Tell the model whether the next backward is the last of its step.
 
-    Call with False before every micro-batch of a step but the last. Nothing happens to a model that
-    `apply_data_parallel` left alone.
+    Call with False before every micro-batch of a step but the last, with True before that. Between
+    micro-batches stage 1 and 2 keep the gathered weights, stage 1 also whole gradients; replicas
+    are summed at the last. A model that `apply_data_parallel` left alone is left alone.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
+    if not isinstance(model, FSDPModule):
+        return
+    stage = getattr(model, _STAGE)
+    model.set_requires_gradient_sync(enabled or stage > 1)
+    model.set_requires_all_reduce(enabled)
+    model.set_reshard_after_backward(enabled or stage == 3)
 
 
-@torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients in place so that their joint L2 norm is at most `max_norm`.
+def _sharding_mesh(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
+    """Both axes for FSDP2's hybrid form, the second alone where there are no replicas."""
+    return mesh[shard] if mesh[replicate].size() == 1 else mesh[replicate, shard]
 
-    The norm is taken over all shards. Nothing is read back to the host.
 
-    Args:
-        parameters: with gradients, plain or sharded by FSDP2; those without one are skipped.
-        max_norm: 0 leaves gradients as they are.
+def _shard_experts(
+    experts: Experts, mesh: ParallelMesh, compute_dtype: torch.dtype, reshard: bool
+) -> None:
+    assert mesh.expert is not None
+    shards = mesh.dims.edp_shard
 
-    Returns:
-        The norm before clipping, fp32 scalar on the device; zero if there is no gradient.
-    """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        return torch.zeros(())
-    norm = nn.utils.get_total_norm(grads)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    norm = norm.float()
-    if max_norm > 0:
-        # Megatron's rule: factor max_norm / (norm + 1e-6), never above 1.
-        factor = (max_norm / (norm + 1.0e-6)).clamp(max=1.0)
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-        torch._foreach_mul_(local, factor)
-    return norm
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        # By expert where every rank gets one, else by width.
+        few = local(parameter).shape[0] < shards
+        return Shard(1) if few and local(parameter).shape[1] % shards == 0 else None
+
+    # Inputs are in the block's dtype already, and routing weights are to stay in fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    expert_mesh = _sharding_mesh(mesh.expert, "edp_replicate", "edp_shard")
+    unit = fully_shard(
+        experts,
+        mesh=expert_mesh,
+        mp_policy=policy,
+        reshard_after_forward=reshard,
+        shard_placement_fn=placement,
+    )
+    if mesh.dims.edp != mesh.dims.dp:
+        unit.set_gradient_divide_factor(float(mesh.dims.dp))
+        if mesh.expert.device_type == "cpu" and shards > 1:
+            # gloo sums but does not multiply on the way.
+            unit.set_force_sum_reduction_for_comms(True)

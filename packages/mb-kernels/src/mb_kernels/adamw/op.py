@@ -1,0 +1,131 @@
+"""One AdamW step over many tensors, each byte of them read and written once.
+
+    g <- grad / grad_scale
+    m <- m + (1 - beta1) (g - m)          v <- beta2 v + (1 - beta2) g^2
+    w <- (1 - lr weight_decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+    copy <- w, in its own dtype
+
+AdamW by Loshchilov and Hutter (arXiv 1711.05101), in the order of torch's. The gradient's divisor
+holds clipping and loss scale, so neither costs a pass. It is not a ``torch.library`` op: it has no
+gradient, and a step is no part of a compiled graph.
+
+Moments in bf16 are rounded stochastically. To nearest, v would never shrink: a beta2 of 0.999 takes
+at most a thousandth of it away, and a bf16 number ends after eight bits.
+"""
+
+import importlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mb_kernels.adamw import reference
+from mb_kernels.runtime import registration
+
+
+@torch.no_grad()
+def adamw_step(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    copies: Sequence[Tensor | None],
+    steps: Sequence[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: Tensor,
+    found_inf: Tensor,
+) -> None:
+    """Update ``weights``, moments, ``copies`` and ``steps`` in place; nothing is read back.
+
+    Args:
+        weights: fp32 (fp64 runs the reference), all on one device.
+        grads: of their shapes; fp32, bf16 or fp16. Left as they are.
+        exp_avgs, exp_avg_sqs: the moments m and v, fp32 or bf16.
+        copies: bf16 or fp16 of the same shape, or None: the weight to compute with.
+        steps: fp32 scalars, t of every weight before this step.
+        lr, betas, eps, weight_decay: AdamW's. A change compiles nothing.
+        grad_scale: fp32 scalar on the device; gradients are divided by it.
+        found_inf: fp32 scalar on the device; if it is not zero, nothing changes, steps included.
+
+    Raises:
+        ValueError: lists of unequal length, a tensor of another shape, dtype, device or order of
+            elements in memory than its weight's.
+    """
+    lists = (grads, exp_avgs, exp_avg_sqs, copies, steps)
+    if any(len(other) != len(weights) for other in lists):
+        raise ValueError(
+            f"Expected lists of one length, got {len(weights)} weights and "
+            f"{', '.join(str(len(other)) for other in lists)} of the rest."
+        )
+    if not weights:
+        return
+    for index, weight in enumerate(weights):
+        _check(index, weight, grads[index], exp_avgs[index], exp_avg_sqs[index], copies[index])
+    if registration.use_triton(weights[0]):
+        step = importlib.import_module("mb_kernels.adamw.kernels").adamw_step
+    else:
+        step = reference.adamw_step
+    step(
+        weights,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        copies,
+        steps,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+
+
+_WEIGHTS = (torch.float32, torch.float64)
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def _check(
+    index: int, weight: Tensor, grad: Tensor, m: Tensor, v: Tensor, copy: Tensor | None
+) -> None:
+    if weight.dtype not in _WEIGHTS:
+        raise ValueError(
+            f"weights[{index}]: expected fp32; got {weight.dtype}. Keep an fp32 master weight and "
+            "pass the 16-bit one as its copy."
+        )
+    moments = (weight.dtype, torch.bfloat16) if weight.dtype is torch.float32 else (weight.dtype,)
+    allowed = {
+        "grads": (grad, (weight.dtype, *_HALVES)),
+        "exp_avgs": (m, moments),
+        "exp_avg_sqs": (v, (m.dtype,)),
+        "copies": (copy, _HALVES),
+    }
+    for name, (tensor, dtypes) in allowed.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in dtypes:
+            raise ValueError(
+                f"{name}[{index}]: expected {' or '.join(map(str, dtypes))}; got {tensor.dtype}."
+            )
+        if tensor.device != weight.device or tensor.shape != weight.shape:
+            raise ValueError(
+                f"{name}[{index}]: expected {tuple(weight.shape)} on {weight.device}, as its "
+                f"weight; got {tuple(tensor.shape)} on {tensor.device}."
+            )
+        if not _same_order(weight, tensor):
+            raise ValueError(
+                f"{name}[{index}]: expected a dense tensor with its weight's strides "
+                f"{weight.stride()}; got {tensor.stride()}. Copy it into torch.empty_like(weight)."
+            )
+
+
+def _same_order(weight: Tensor, other: Tensor) -> bool:
+    """Whether element i in memory of the one is element i of the other, without gaps."""
+    if weight.is_contiguous():
+        return other.is_contiguous()
+    dense = torch.ops.aten.is_non_overlapping_and_dense
+    return weight.stride() == other.stride() and dense(weight)

@@ -1,0 +1,79 @@
+"""The AdamW kernel in Triton's interpreter against its twin."""
+
+import mb_kernels
+import pytest
+import torch
+from mb_kernels import reference
+
+HYPER = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+# Odd, empty, of several runs of 32,768 elements, beyond one block, a scalar.
+SHAPES = [(7,), (0, 3), (33, 1000), (65_600,), (5, 16), ()]
+
+
+def _state(shapes, *, grad=torch.float32, moment=torch.float32, copy=None, shift=0):
+    """Lists for the op; `shift` elements before each tensor take it off its alignment."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tensor(shape, dtype):
+        numel = torch.Size(shape).numel()
+        values = torch.randn(numel + shift, generator=generator).to(dtype)
+        return values[shift:].view(shape)
+
+    weights = [tensor(shape, torch.float32) for shape in shapes]
+    grads = [tensor(shape, grad) for shape in shapes]
+    first = [tensor(shape, moment) for shape in shapes]
+    second = [tensor(shape, moment).square_() for shape in shapes]
+    copies = [None if copy is None else torch.empty(s, dtype=copy) for s in shapes]
+    steps = [torch.tensor(float(i)) for i in range(len(shapes))]
+    return weights, grads, first, second, copies, steps
+
+
+def _both(reachable, shapes=SHAPES, found_inf=0.0, **options):
+    results = []
+    for step in (mb_kernels.adamw_step, reference.adamw_step):
+        lists = _state(shapes, **options)
+        reachable[:] = [t for tensors in lists for t in tensors if t is not None]
+        flags = {"grad_scale": torch.tensor(4.0), "found_inf": torch.tensor(found_inf)}
+        step(*lists, **HYPER, **flags)
+        results.append(lists)
+    return results
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"grad": torch.float16, "copy": torch.float16},
+        {"shift": 1, "copy": torch.float16},
+        {"moment": torch.bfloat16},
+    ],
+    ids=["fp32", "fp16-grad-copy", "unaligned", "bf16-moments"],
+)
+def test_equal_to_the_reference(reachable, options):
+    got, want = _both(reachable, **options)
+    for name, ours, theirs in zip(
+        ("weight", "grad", "m", "v", "copy", "step"), got, want, strict=True
+    ):
+        for a, b in zip(ours, theirs, strict=True):
+            if a is None:
+                continue
+            # A number in bf16 or fp16 may fall to the other side by the last bit of its fp32.
+            tolerance = 1e-6 if a.dtype is torch.float32 else torch.finfo(a.dtype).eps
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=1e-7, msg=lambda m, n=name: n + m)
+            if a.dtype is torch.bfloat16:
+                assert (a != b).float().mean() < 1e-3 or a.numel() == 0
+
+
+def test_an_infinity_changes_nothing(reachable):
+    (got, _), untouched = (
+        _both(reachable, found_inf=1.0, shapes=[(9,), (4, 40)]),
+        _state([(9,), (4, 40)]),
+    )
+    for ours, before in zip(got, untouched, strict=True):
+        for a, b in zip(ours, before, strict=True):
+            assert a is b is None or torch.equal(a, b)
+
+
+def test_more_tensors_than_one_launch_takes(reachable):
+    got, want = _both(reachable, shapes=[(3,)] * 515)
+    torch.testing.assert_close(torch.stack(got[0]), torch.stack(want[0]), rtol=1e-6, atol=1e-7)

@@ -1,0 +1,138 @@
+"""adamw_step on the CPU against torch.optim.AdamW, and what its border refuses."""
+
+import mb_kernels
+import pytest
+import torch
+
+SHAPES = [(5, 7), (3,), (2, 4, 6), (0, 2), ()]
+
+
+def _run(steps, *, moment=torch.float32, beta2=0.999, scale=1.0, found_inf=(), seed=0):
+    """Weights after `steps` of ours and of torch's, gradients given times `scale`."""
+    generator = torch.Generator().manual_seed(seed)
+    ours = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    theirs = [torch.nn.Parameter(w.clone()) for w in ours]
+    options = {"betas": (0.9, beta2), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(theirs, lr=0.0, **options)
+    m, v = ([torch.zeros_like(w, dtype=moment) for w in ours] for _ in range(2))
+    copies = [torch.empty_like(w, dtype=torch.bfloat16) for w in ours]
+    t = [torch.zeros(()) for _ in ours]
+    for step in range(steps):
+        lr = 0.1 / (step + 1)
+        grads = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        flags = {
+            "grad_scale": torch.tensor(scale),
+            "found_inf": torch.tensor(float(step in found_inf)),
+        }
+        scaled = [g * scale for g in grads]
+        mb_kernels.adamw_step(ours, scaled, m, v, copies, t, lr=lr, **options, **flags)
+        if step in found_inf:
+            continue
+        for weight, grad in zip(theirs, grads, strict=True):
+            weight.grad = grad
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+    return ours, theirs, copies, t
+
+
+def test_twenty_steps_match_torch():
+    ours, theirs, copies, t = _run(20)
+    for a, b, copy in zip(ours, theirs, copies, strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=1e-6, atol=1e-6)
+        assert torch.equal(copy, a.bfloat16())
+    assert {float(x) for x in t} == {20.0}
+
+
+def test_scaled_gradients_and_skipped_steps_match_torch():
+    ours, theirs, _, t = _run(9, scale=2.0**15, found_inf=(0, 1, 5))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=1e-6, atol=1e-6)
+    assert {float(x) for x in t} == {6.0}
+
+
+def test_bf16_moments_follow_fp32_ones():
+    ours, theirs, *_ = _run(40, moment=torch.bfloat16)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=0.02, atol=0.02)
+
+
+def test_a_bf16_second_moment_shrinks_as_it_should():
+    # Rounded to nearest it would stay where it is for ever.
+    weight, zeros = torch.randn(4096), torch.zeros(4096)
+    m, v = zeros.bfloat16(), torch.ones(4096, dtype=torch.bfloat16)
+    flags = {"grad_scale": torch.tensor(1.0), "found_inf": torch.tensor(0.0)}
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    for t in range(100):
+        mb_kernels.adamw_step(
+            [weight], [zeros], [m], [v], [None], [torch.tensor(float(t))], **options, **flags
+        )
+    assert float(v.float().mean()) == pytest.approx(0.999**100, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"weight": torch.zeros(4, 6).bfloat16()}, "expected fp32; got torch.bfloat16"),
+        ({"grad": torch.zeros(6, 4)}, r"expected \(4, 6\) on cpu"),
+        ({"grad": torch.zeros(6, 4).T}, "its weight's strides"),
+        ({"m": torch.zeros(4, 6).half()}, "got torch.float16"),
+        ({"v": torch.zeros(4, 6).bfloat16()}, "expected torch.float32; got torch.bfloat16"),
+        ({"copy": torch.zeros(4, 6)}, "expected torch.bfloat16 or torch.float16"),
+        ({"weight": torch.zeros(4, 12)[:, ::2]}, "strides"),
+    ],
+    ids=["16-bit-weight", "shape", "order", "fp16-moment", "unlike-moments", "copy", "gaps"],
+)
+def test_bad_tensors_are_named(change, says):
+    given = {name: torch.zeros(4, 6) for name in ("weight", "grad", "m", "v")}
+    given |= {"copy": None, "t": torch.zeros(()), **change}
+    flags = {"grad_scale": torch.tensor(1.0), "found_inf": torch.tensor(0.0)}
+    with pytest.raises(ValueError, match=says):
+        mb_kernels.adamw_step(
+            *([tensor] for tensor in given.values()),
+            lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, **flags,
+        )  # fmt: skip
+
+
+def test_lists_of_unequal_length_are_refused():
+    with pytest.raises(ValueError, match="1 weights and 0, 0, 0, 0, 0"):
+        mb_kernels.adamw_step(
+            [torch.zeros(2)], [], [], [], [], [],
+            lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0,
+            grad_scale=torch.tensor(1.0), found_inf=torch.tensor(0.0),
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "unaligned"])
+def test_kernel_matches_reference_on_a_gpu(moment, grad, shift):
+    from mb_kernels import reference
+
+    generator = torch.Generator("cuda").manual_seed(5)
+
+    def tensors(dtype):
+        flat = [torch.randn(torch.Size(s).numel() + shift, generator=generator, device="cuda")
+                for s in (*SHAPES, (1000, 777), (70_000,))]  # fmt: skip
+        return [x.to(dtype)[shift:] for x in flat]
+
+    weights, grads, m = tensors(torch.float32), tensors(grad), tensors(moment)
+    v = [x.square() for x in tensors(moment)]
+    copies = tensors(torch.bfloat16)
+    flags = {
+        "grad_scale": torch.tensor(3.0, device="cuda"),
+        "found_inf": torch.tensor(0.0, device="cuda"),
+    }
+    options = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    results = []
+    for step in (mb_kernels.adamw_step, reference.adamw_step):
+        lists = [[x.clone() for x in tensors] for tensors in (weights, grads, m, v, copies)]
+        if shift:
+            lists = [[torch.cat((x[:1], x))[1:] for x in tensors] for tensors in lists]
+        steps = [torch.tensor(4.0, device="cuda") for _ in weights]
+        step(*lists, steps, **options, **flags)
+        results.append((*lists, steps))
+    for ours, theirs in zip(*results, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            tolerance = 1e-6 if a.dtype is torch.float32 else torch.finfo(a.dtype).eps
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=1e-6)

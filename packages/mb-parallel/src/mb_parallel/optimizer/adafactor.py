@@ -1,0 +1,177 @@
+"""Adafactor with the rate of a schedule: second moments of a matrix as a row and a column.
+
+Shazeer and Stern (arXiv 1804.04235) in the form that fairseq and Megatron-LM train with: the
+learning rate comes from outside, times the RMS of the parameter if `scale_parameter`; the decay of
+the second moment is 1 - t^-0.8; no first moment. `torch.optim.Adafactor` bounds its rate by
+1 / sqrt(t), always scales it, and reads flags on the host: its numbers are others.
+
+Communication, for sharded parameters: means over a dimension in parts are sums over its shards, so
+a step adds up the row and column sums of matrices over the ranks that hold parts of them (rows +
+columns numbers for rows x columns parameters) and three scalars a parameter (one more a matrix), in
+a collective per group for each of the three rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from mb_parallel.optimizer.adamw import ShardedOptimizer
+from mb_parallel.optimizer.shards import (
+    all_reduce_together,
+    local,
+    local_grad,
+    shard_groups,
+)
+
+
+class Adafactor(ShardedOptimizer):
+    """Adafactor with an external learning rate, on plain and sharded fp32 parameters.
+
+    Args:
+        params: parameters or groups; [..., rows, columns] are factored over the last two axes,
+            vectors not. An update is clipped by its RMS over the whole parameter.
+        lr: set per step by the trainer.
+        weight_decay: decoupled, times lr.
+        eps: added to squared gradients; the least RMS of a parameter that scales its rate.
+        clip_threshold: largest RMS of an update before the rate.
+        decay_rate: the exponent of t.
+        scale_parameter: multiply the rate by the parameter's RMS.
+
+    State: `step`; `exp_avg_sq_row` [..., rows] and `exp_avg_sq_col` [..., columns] of a matrix,
+    `exp_avg_sq` of a vector; fp32.
+
+    Raises:
+        ValueError: a rate below zero, or a parameter that is not fp32.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        weight_decay: float = 0.0,
+        *,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        scale_parameter: bool = True,
+    ) -> None:
+        if lr < 0:
+            raise ValueError(f"Expected lr of at least 0, got {lr}.")
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "scale_parameter": scale_parameter,
+        }
+        super().__init__(params, defaults)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.dtype is not torch.float32:
+                raise ValueError(f"Expected parameters in fp32, got {parameter.dtype}.")
+
+    def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = {"step": torch.zeros((), device=parameter.device)}
+        if parameter.ndim < 2:
+            return {**state, "exp_avg_sq": torch.zeros_like(parameter)}
+        row, col = parameter.ndim - 2, parameter.ndim - 1
+        return {
+            **state,
+            "exp_avg_sq_row": _zeros_without(parameter, col),
+            "exp_avg_sq_col": _zeros_without(parameter, row),
+        }
+
+    def update(
+        self, group: dict[str, Any], parameters: list[Tensor], divisor: Tensor, skip: Tensor
+    ) -> None:
+        states = [self.state[p] for p in parameters]
+        keep, (tiny, least_rms) = 1.0 - skip, group["eps"]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, keep)
+        t = torch.stack(steps).clamp(min=1.0)
+        # A skipped step keeps all of what was there.
+        fresh = t.double().pow(group["decay_rate"]).float() * keep
+        grads = [torch.where(skip != 0, 0.0, local_grad(p).float() / divisor) for p in parameters]
+
+        scaled = _precondition(parameters, states, grads, fresh.unbind(), tiny)
+        # Before the first step moments are zero and have no root to divide by.
+        scaled = [torch.where(skip != 0, 0.0, x) for x in scaled]
+        weights = [local(p.detach()) for p in parameters]
+        sums = [x.square().sum() for x in (*scaled, *weights)]
+        sums = all_reduce_together(sums, [shard_groups(p) for p in parameters] * 2)
+        rms = [(s / p.numel()).sqrt() for s, p in zip(sums, [*parameters] * 2, strict=True)]
+        for i, weight in enumerate(weights):
+            lr = group["lr"] * keep
+            if group["scale_parameter"]:
+                lr = lr * rms[len(weights) + i].clamp(min=least_rms)
+            clip = (rms[i] / group["clip_threshold"]).clamp(min=1.0)
+            weight.mul_(1.0 - lr * group["weight_decay"]).sub_(scaled[i] * (lr / clip))
+
+
+def _precondition(
+    parameters: list[Tensor],
+    states: list[dict[str, Tensor]],
+    grads: list[Tensor],
+    fresh: tuple[Tensor, ...],
+    tiny: float,
+) -> list[Tensor]:
+    """Gradients over the root of their second moments, which take in what is `fresh` of them."""
+    scaled = list(grads)
+    matrices = [i for i, p in enumerate(parameters) if p.ndim >= 2]
+    for i, state in enumerate(states):
+        if "exp_avg_sq" in state:
+            moment = local(state["exp_avg_sq"])
+            moment.lerp_(grads[i].square() + tiny, fresh[i])
+            scaled[i] = grads[i] * moment.rsqrt()
+    parts: list[Tensor] = []
+    groups: list[Any] = []
+    for dim in (-1, -2):
+        for i in matrices:
+            parts.append((grads[i].square() + tiny).sum(dim))
+            groups.append(shard_groups(parameters[i], [parameters[i].ndim + dim]))
+    sums = all_reduce_together(parts, groups)
+    rows, cols = [], []
+    for place, i in enumerate(matrices):
+        row, col = local(states[i]["exp_avg_sq_row"]), local(states[i]["exp_avg_sq_col"])
+        row.lerp_(sums[place] / parameters[i].shape[-1], fresh[i])
+        col.lerp_(sums[len(matrices) + place] / parameters[i].shape[-2], fresh[i])
+        rows.append(row)
+        cols.append(col)
+    over_rows = [shard_groups(parameters[i], [parameters[i].ndim - 2]) for i in matrices]
+    totals = all_reduce_together([row.sum(-1) for row in rows], over_rows)
+    for i, row, col, total in zip(matrices, rows, cols, totals, strict=True):
+        mean = (total / parameters[i].shape[-2])[..., None]
+        scaled[i] = grads[i] * (row / mean).rsqrt()[..., None] * col.rsqrt()[..., None, :]
+    return scaled
+
+
+def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
+    """Zeros of `parameter`'s shape less axis `dim`, lying on the ranks as the parameter does."""
+    shape = [size for axis, size in enumerate(parameter.shape) if axis != dim]
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+    placements = [_placement_without(placement, dim) for placement in parameter.placements]
+    shard = [size for axis, size in enumerate(local(parameter).shape) if axis != dim]
+    return DTensor.from_local(
+        torch.zeros(shard, device=parameter.device),
+        parameter.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _placement_without(placement: Any, dim: int) -> Any:
+    if placement.is_replicate() or placement.dim == dim:
+        return Replicate()
+    if placement.dim < dim:
+        return placement
+    if isinstance(placement, Shard) and type(placement) is Shard:
+        return Shard(placement.dim - 1)
+    return type(placement)(placement.dim - 1, split_factor=placement.split_factor)

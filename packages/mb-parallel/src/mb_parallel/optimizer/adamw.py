@@ -1,0 +1,187 @@
+"""AdamW in one pass over fp32 master weights, and what all optimizers of this package share.
+
+A parameter in fp32 is its own master weight. One in bf16 or fp16 gets an fp32 master in the state,
+of which the parameter is the copy to compute with: a 16-bit weight that is updated in place loses
+every update below its last bit. Arithmetic and the kernel are `mb_kernels.adamw_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import mb_kernels
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mb_parallel.optimizer.shards import local, local_grad
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """State by shards, in dtypes of its own, a step that can be skipped on the device.
+
+    State of a parameter is what `make_state` returns; DTensors lie as their parameter does, so that
+    `torch.distributed.checkpoint` reshards them by name.
+    """
+
+    # What torch's GradScaler and ours look for: `grad_scale` and `found_inf` are obeyed.
+    _step_supports_amp_scaling = True
+
+    def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Fresh state of a parameter."""
+        raise NotImplementedError
+
+    def update(
+        self, group: dict[str, Any], parameters: list[Tensor], divisor: Tensor, skip: Tensor
+    ) -> None:
+        """Step `parameters`, which are on one device and have a gradient, with `group`'s rates.
+
+        divisor, skip: fp32 scalars on the device: of the gradients, and 1 to change nothing.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; parameters without a gradient are left alone, state and all."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            by_device: dict[torch.device, list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
+                    self.state[parameter] = self.make_state(parameter)
+                by_device.setdefault(parameter.device, []).append(parameter)
+            for device, parameters in by_device.items():
+                divisor = self._flag("grad_scale", 1.0, device)
+                self.update(group, parameters, divisor, self._flag("found_inf", 0.0, device))
+        return loss
+
+    def _flag(self, name: str, default: float, device: torch.device) -> Tensor:
+        value = getattr(self, name, None)
+        if value is None:
+            return torch.full((), default, device=device)
+        return value.to(device, torch.float32).reshape(())
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As torch's, but for dtypes: state keeps its own, where torch casts to the parameter's."""
+        super().load_state_dict(dict(state_dict))
+        saved = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
+        mine = [p for group in self.param_groups for p in group["params"]]
+        for id_, parameter in zip(saved, mine, strict=True):
+            values = state_dict["state"].get(id_)
+            if values:
+                dtypes = {k: v.dtype for k, v in self.planned_state(parameter).items()}
+                self.state[parameter] = {
+                    key: value.to(parameter.device, dtypes.get(key, value.dtype))
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in values.items()
+                }
+
+    def planned_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Meta tensors of the sizes and dtypes of `make_state` on this rank, nothing allocated."""
+        return self.make_state(torch.empty_like(local(parameter.detach()), device="meta"))
+
+
+class AdamW(ShardedOptimizer):
+    """AdamW with torch's numbers (to 1e-6), fp32 masters and moments, and one pass a step.
+
+    Args:
+        params: parameters or groups, plain or DTensors over any meshes, in fp32, bf16 or fp16.
+        lr, betas, eps, weight_decay: as torch's; `lr` and `weight_decay` of a group may be set
+            before any step.
+        state_dtype: of both moments. bf16 halves their bytes and rounds stochastically.
+        working_copies: fp32 parameter to the 16-bit tensor to compute with, written in the same
+            pass; of equal shape and layout.
+
+    State: `exp_avg`, `exp_avg_sq`, `step`, torch's names; `master` for 16-bit parameters.
+
+    Raises:
+        ValueError: a rate outside its range, or a dtype other than these.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state_dtype: torch.dtype = torch.float32,
+        working_copies: Mapping[Tensor, Tensor] | None = None,
+        **defaults: Any,
+    ) -> None:
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"Expected state_dtype torch.float32 or bfloat16, got {state_dtype}.")
+        if not (lr >= 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(
+                "Expected lr >= 0, eps > 0 and betas from 0 up to but not 1, got "
+                f"lr={lr}, eps={eps}, betas={betas}."
+            )
+        self.state_dtype = state_dtype
+        self._copies = dict(working_copies or {})
+        rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**rates, **defaults})
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.dtype not in (torch.float32, *_HALVES):
+                raise ValueError(
+                    f"Expected parameters in fp32, bf16 or fp16, got {parameter.dtype}."
+                )
+
+    def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, dtype=self.state_dtype),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=self.state_dtype),
+        }
+        if parameter.dtype in _HALVES:
+            state["master"] = parameter.detach().float()
+        return state
+
+    def update(
+        self, group: dict[str, Any], parameters: list[Tensor], divisor: Tensor, skip: Tensor
+    ) -> None:
+        weights, grads, copies = [], [], []
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            copy = parameter if "master" in state else self._copies.get(parameter)
+            weights.append(local(state.get("master", parameter.detach())))
+            copies.append(None if copy is None else local(copy.detach()))
+            grads.append(local_grad(parameter))
+        mb_kernels.adamw_step(
+            weights,
+            grads,
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            copies,
+            [state["step"] for state in states],
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            grad_scale=divisor,
+            found_inf=skip,
+        )
+
+
+def shaped_like(shard: Tensor, parameter: Tensor) -> Tensor:
+    """A shard of the size of `parameter`'s as what the parameter is: plain or a DTensor."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

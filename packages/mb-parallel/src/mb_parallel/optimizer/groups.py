@@ -1,0 +1,92 @@
+"""Which parameters decay, which are matrices; and what an optimizer keeps, to print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mb_layers.experts import Experts, SharedExpert
+from torch import Tensor, nn
+
+from mb_parallel.optimizer.adamw import ShardedOptimizer
+from mb_parallel.optimizer.shards import local
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not: biases, norms, and stacked biases [E, F] of experts too.
+
+    Returns:
+        Two groups with `params`, `weight_decay` and `decays`, by which a schedule of the decay
+        knows them; only parameters that require a gradient.
+    """
+    matrices, vectors = [], []
+    for _, parameter, axes in _with_axes(model):
+        (matrices if axes > 1 else vectors).append(parameter)
+    return [
+        {"params": matrices, "decays": True, "weight_decay": weight_decay},
+        {"params": vectors, "decays": False, "weight_decay": 0.0},
+    ]
+
+
+def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for `Muon`: matrices inside the model to it, embeddings and vectors to AdamW.
+
+    What an `nn.Embedding` owns, and a head tied to it, goes to AdamW; give an untied head to it by
+    moving the parameter.
+    """
+    embeddings = {
+        id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
+    }
+    muon = [p for _, p, axes in _with_axes(model) if axes > 1 and id(p) not in embeddings]
+    taken = {id(p) for p in muon}
+    groups = [{"params": muon, "decays": True, "weight_decay": weight_decay, "muon": True}]
+    for group in decay_groups(model, weight_decay):
+        rest = [p for p in group["params"] if id(p) not in taken]
+        groups.append({**group, "params": rest, "muon": False})
+    return groups
+
+
+def _with_axes(model: nn.Module) -> list[tuple[str, Tensor, int]]:
+    """Name, parameter and how many axes one layer's part of it has: a stack of experts is none."""
+    stacks = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, Experts | SharedExpert)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in ("w1", "w2", "b1", "b2")
+    }
+    return [
+        (name, p, p.ndim - (id(p) in stacks))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
+
+
+def describe(optimizer: torch.optim.Optimizer) -> str:
+    """A line per kind of tensor: dtypes and this rank's GB of weights, and of state to come.
+
+    Before the first step an optimizer of this package tells what it will keep; one of torch's has
+    nothing to tell yet.
+    """
+    kinds: dict[str, dict[torch.dtype, int]] = {}
+
+    def count(kind: str, tensor: Tensor) -> None:
+        tensor = local(tensor)
+        sizes = kinds.setdefault(kind, {})
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel() * tensor.element_size()
+
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        count("weights", parameter)
+        state = optimizer.state.get(parameter)
+        if not state and isinstance(optimizer, ShardedOptimizer):
+            state = optimizer.planned_state(parameter)
+        for kind, value in (state or {}).items():
+            if isinstance(value, Tensor):
+                count(kind, value)
+    lines = [f"{type(optimizer).__name__} on this rank:"]
+    for kind, sizes in kinds.items():
+        parts = [f"{n / 1e9:.3f} GB {str(d).removeprefix('torch.')}" for d, n in sizes.items()]
+        lines.append(f"  {kind}: {', '.join(parts)}")
+    if len(kinds) < 2:
+        lines.append("  no state before the first step")
+    return "\n".join(lines)

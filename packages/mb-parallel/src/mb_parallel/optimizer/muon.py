@@ -1,0 +1,148 @@
+"""Muon: matrices move along the orthogonal matrix nearest to their momentum; AdamW for the rest.
+
+By Jordan et al. (kellerjordan.github.io/posts/muon), with the step size of Moonlight (arXiv
+2502.16982): 0.2 sqrt(max(rows, columns)) times the learning rate, so that updates are as large as
+AdamW's and both share rate and decay. Experts [E, F, D] are E matrices, orthogonalised in one
+batched Newton-Schulz iteration.
+
+Communication: the iteration needs whole matrices. Experts that lie whole on their rank (sharded by
+expert: expert parallelism, FSDP over dimension 0) need none. A matrix in parts is gathered from its
+shards in `ns_dtype`, 2 bytes a parameter in bf16, and every rank that holds a part iterates on all
+of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from mb_parallel.optimizer.adamw import AdamW, shaped_like
+from mb_parallel.optimizer.shards import local, local_grad
+
+# Jordan's quintic: singular values go to about 1 in five iterations, from 0.7 to 1.2.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(AdamW):
+    """Muon for groups with `muon=True`, AdamW for those without; see `muon_groups`.
+
+    Args:
+        params: groups; those with `muon=True` hold matrices [.., rows, columns] in fp32.
+        lr, betas, eps, weight_decay, state_dtype: as for `AdamW`; rate and decay serve both.
+        momentum: Nesterov's.
+        ns_steps: iterations of Newton-Schulz.
+        ns_dtype: that they run in.
+
+    State of a matrix: `momentum_buffer`, fp32.
+
+    Raises:
+        ValueError: a vector, or a 16-bit parameter, in a group of Muon's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.ns_dtype = ns_dtype
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            state_dtype=state_dtype,
+            muon=False,
+            momentum=momentum,
+            ns_steps=ns_steps,
+        )
+        self._matrices = set()
+        for group in self.param_groups:
+            for parameter in group["params"] if group["muon"] else ():
+                if parameter.ndim < 2 or parameter.dtype is not torch.float32:
+                    raise ValueError(
+                        "Expected matrices in fp32 in a group with muon=True, got "
+                        f"{tuple(parameter.shape)} in {parameter.dtype}. See muon_groups."
+                    )
+                self._matrices.add(parameter)
+
+    def planned_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        if parameter in self._matrices:
+            return {"momentum_buffer": torch.empty_like(local(parameter), device="meta")}
+        return super().planned_state(parameter)
+
+    def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        if parameter in self._matrices:
+            return {"momentum_buffer": torch.zeros_like(parameter)}
+        return super().make_state(parameter)
+
+    def update(
+        self, group: dict[str, Any], parameters: list[Tensor], divisor: Tensor, skip: Tensor
+    ) -> None:
+        if not group["muon"]:
+            super().update(group, parameters, divisor, skip)
+            return
+        lr, momentum, keep = float(group["lr"]), group["momentum"], 1.0 - skip
+        decay = 1.0 - lr * group["weight_decay"] * keep
+        for parameter in parameters:
+            weight = local(parameter.detach())
+            buffer = local(self.state[parameter]["momentum_buffer"])
+            # Of a step that is skipped nothing may come through, and zero times NaN is NaN.
+            grad = torch.where(skip != 0, 0.0, local_grad(parameter).float() / divisor)
+            buffer.lerp_(grad, (1.0 - momentum) * keep)
+            nesterov = grad.lerp_(buffer, momentum)
+            update = _orthogonal(nesterov.to(self.ns_dtype), parameter, group["ns_steps"])
+            size = 0.2 * max(parameter.shape[-2:]) ** 0.5
+            weight.mul_(decay).sub_(update.to(weight.dtype) * (lr * size * keep))
+
+
+def _orthogonal(shard: Tensor, parameter: Tensor, steps: int) -> Tensor:
+    """This rank's shard of the orthogonalised matrices of which `shard` is this rank's."""
+    whole = shaped_like(shard, parameter)
+    if not isinstance(whole, DTensor):
+        return newton_schulz(whole, steps)
+    # Shards of leading dimensions are whole matrices and stay; shards of matrices come together.
+    lead = parameter.ndim - 2
+    kept = [
+        placement if getattr(placement, "dim", lead) < lead else Replicate()
+        for placement in whole.placements
+    ]
+    matrices = whole.redistribute(placements=kept)
+    done = DTensor.from_local(
+        newton_schulz(local(matrices), steps),
+        whole.device_mesh,
+        kept,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    return local(done.redistribute(placements=whole.placements))
+
+
+def newton_schulz(x: Tensor, steps: int) -> Tensor:
+    """The orthogonal matrices near [..., rows, columns], by a batched product per iteration."""
+    if not x.numel():
+        return x
+    a, b, c = _COEFFICIENTS
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    shape = x.shape
+    x = x.reshape(-1, *shape[-2:])
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.reshape(shape)
+    return x.mT if tall else x

@@ -1,0 +1,168 @@
+"""One gradient norm over dense, tensor-parallel and expert meshes and pipeline stages; the step.
+
+A rank adds up the squares of the shards it holds. What that sum has to be added to follows from
+how each parameter lies: over the axes of its mesh that shard it, never over those that replicate
+it, so a replicated parameter counts once and an expert counts wherever it lives. Parameters that
+lie alike share a collective. Then the stages are added, and all ranks agree on the result, bit for
+bit, lest replicas take different steps. Nothing is read back to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mb_parallel.mesh import ParallelMesh
+from mb_parallel.optimizer.scaler import GradScaler
+from mb_parallel.optimizer.shards import all_reduce_together, local_grad, shard_groups
+
+
+class StepResult(NamedTuple):
+    """What `clip_and_step` did, fp32 scalars on the device.
+
+    grad_norm: before clipping, the loss scale taken out; infinite if any gradient was not finite.
+    skipped: 1 if nothing was changed for that reason, else 0.
+    """
+
+    grad_norm: Tensor
+    skipped: Tensor
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: Iterable[Tensor],
+    mesh: ParallelMesh | None = None,
+    *,
+    uncounted: Iterable[Tensor] = (),
+) -> Tensor:
+    """The L2 norm of the gradients of the whole model; every rank calls it and gets the same.
+
+    Args:
+        parameters: of this rank's stage, plain or DTensors over whatever meshes. One without a
+            gradient counts as zero.
+        mesh: None for a model that is no pipeline.
+        uncounted: parameters that another stage counts, such as the head's copy of a tied
+            embedding.
+
+    Returns:
+        fp32 scalar on the device; infinite if a gradient anywhere is NaN or infinite.
+    """
+    parameters, left_out = list(parameters), {id(p) for p in uncounted}
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    device = parameters[0].device if parameters else torch.device("cpu")
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        alike = by_groups.setdefault(shard_groups(parameter), [])
+        if parameter.grad is not None:
+            grad = local_grad(parameter)
+            if id(parameter) not in left_out:
+                alike.append(grad)
+    squares = [_sum_of_squares(grads, device) for grads in by_groups.values()]
+    total = torch.zeros((), device=device)
+    for part in all_reduce_together(squares, list(by_groups)):
+        total += part
+    # A maximum is not bound to keep NaN; an infinity it keeps.
+    total = torch.nan_to_num(total, nan=torch.inf, posinf=torch.inf)
+    if mesh is not None and mesh.dense is not None:
+        mesh.all_reduce(total, "pp")
+        dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    return total.sqrt()
+
+
+def clip_grad_norm(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    mesh: ParallelMesh | None = None,
+    *,
+    uncounted: Iterable[Tensor] = (),
+) -> Tensor:
+    """Scale gradients in place so that their joint L2 norm is at most `max_norm`.
+
+    For optimizers that cannot be told to (see `clip_and_step`): it reads and writes them again.
+
+    Args:
+        parameters, mesh, uncounted: as for `grad_norm`.
+        max_norm: 0 leaves gradients as they are.
+
+    Returns:
+        The norm before clipping, fp32 scalar on the device.
+    """
+    parameters = list(parameters)
+    norm = grad_norm(parameters, mesh, uncounted=uncounted)
+    grads = [local_grad(p) for p in parameters if p.grad is not None]
+    if max_norm > 0 and grads:
+        with torch.no_grad():
+            torch._foreach_mul_(grads, _divisor(norm, max_norm).reciprocal())
+    return norm
+
+
+@torch.no_grad()
+def clip_and_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float = 0.0,
+    mesh: ParallelMesh | None = None,
+    scaler: GradScaler | None = None,
+    uncounted: Iterable[Tensor] = (),
+) -> StepResult:
+    """Clip and update in one pass over the gradients after that of the norm.
+
+    Gradients that are not finite on any rank change nothing on all ranks: no parameter, no moment,
+    no step count. Gradients themselves stay as they are.
+
+    Args:
+        optimizer: of this package, or torch's with `fused=True`.
+        max_norm: of the whole model's gradients; 0 does not clip.
+        mesh, uncounted: as for `grad_norm`.
+        scaler: whose scale the loss was multiplied by; it learns of the overflow.
+
+    Raises:
+        ValueError: an optimizer that cannot skip a step on the device.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise ValueError(
+            "Expected an optimizer of mb_parallel.optimizer or one of torch's with fused=True, got "
+            f"{type(optimizer).__name__}, which cannot skip a step on the device."
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = grad_norm(parameters, mesh, uncounted=uncounted)
+    scale = None if scaler is None else scaler.scale_on(norm.device)
+    if scale is not None:
+        norm = norm / scale
+    skipped = 1.0 - norm.isfinite().float()
+    divisor = _divisor(norm, max_norm)
+    # torch's own protocol between its scaler and its fused optimizers, which ours follow.
+    given = {"grad_scale": divisor if scale is None else divisor * scale, "found_inf": skipped}
+    for name, value in given.items():
+        setattr(optimizer, name, value)
+    try:
+        optimizer.step()
+    finally:
+        for name in given:
+            delattr(optimizer, name)
+    if scaler is not None:
+        scaler.update(skipped)
+    return StepResult(norm, skipped)
+
+
+def _divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Megatron's rule, gradient times max_norm / (norm + 1e-6) unless that is above 1, inverted."""
+    if max_norm <= 0:
+        return torch.ones_like(norm)
+    return ((norm + 1.0e-6) / max_norm).clamp(min=1.0)
+
+
+def _sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
+    """fp32 scalar. Reads each gradient once, many in a launch."""
+    norms = []
+    for double in (False, True):
+        some = [g for g in grads if (g.dtype is torch.float64) == double and g.numel()]
+        if some:
+            dtype = torch.float64 if double else torch.float32
+            norms += [norm.float() for norm in torch._foreach_norm(some, 2, dtype=dtype)]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)

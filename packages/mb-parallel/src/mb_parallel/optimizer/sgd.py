@@ -1,0 +1,51 @@
+"""SGD with momentum over shards; torch's fused one has no way through DTensors (2.11 to 2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mb_parallel.optimizer.adamw import ShardedOptimizer
+from mb_parallel.optimizer.shards import local, local_grad
+
+
+class SGD(ShardedOptimizer):
+    """torch's SGD with `momentum` and coupled `weight_decay`, skipping steps on the device.
+
+    State: `momentum_buffer`, in the parameter's dtype; none without momentum.
+
+    Raises:
+        ValueError: a rate outside its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if lr < 0 or momentum < 0:
+            raise ValueError(f"Expected lr and momentum of at least 0, got {lr} and {momentum}.")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self._with_momentum = any(group["momentum"] for group in self.param_groups)
+
+    def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(parameter)} if self._with_momentum else {}
+
+    def update(
+        self, group: dict[str, Any], parameters: list[Tensor], divisor: Tensor, skip: Tensor
+    ) -> None:
+        keep = 1.0 - skip
+        for parameter in parameters:
+            weight = local(parameter.detach())
+            grad = torch.where(skip != 0, 0.0, local_grad(parameter) / divisor).to(weight.dtype)
+            grad.add_(weight, alpha=group["weight_decay"])
+            if self._with_momentum:
+                buffer = local(self.state[parameter]["momentum_buffer"])
+                new = buffer * group["momentum"] + grad
+                grad = buffer.lerp_(new, keep.to(buffer.dtype))
+            weight.sub_(grad * (group["lr"] * keep))

@@ -1,0 +1,89 @@
+"""This rank's part of a tensor, and the groups over which the parts of one are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, its own storage; a plain tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shard = tensor._local_tensor  # `to_local` leaves a collective under way under way
+    return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
+
+
+def local_grad(parameter: Tensor) -> Tensor:
+    """This rank's shard of the gradient, dense and with the strides of its parameter's.
+
+    Autograd leaves a gradient as the backward made it: that of a norm's weight under sequence
+    parallelism, say, as a sum still to be taken (Partial). It is brought to its parameter's layout
+    first, once: `parameter.grad` is replaced.
+    """
+    grad = parameter.grad
+    assert grad is not None
+    if grad.is_sparse:
+        raise ValueError(
+            "Expected dense gradients, got a sparse one. Build the nn.Embedding with sparse=False."
+        )
+    both = isinstance(parameter, DTensor) and isinstance(grad, DTensor)
+    if both and grad.placements != parameter.placements:
+        grad = grad.redistribute(parameter.device_mesh, parameter.placements)
+        parameter.grad = grad
+    shard, weight = local(grad), local(parameter)
+    if shard.stride() != weight.stride() and not (shard.is_contiguous() and weight.is_contiguous()):
+        shard = torch.empty_like(weight, dtype=shard.dtype).copy_(shard)
+    return shard
+
+
+def shard_groups(
+    tensor: Tensor, dims: Iterable[int] | None = None
+) -> tuple[dist.ProcessGroup, ...]:
+    """The groups whose ranks hold different parts of `tensor`; none for a plain one.
+
+    Args:
+        dims: count only where one of these dimensions (not negative) is sharded. None: any.
+
+    Raises:
+        ValueError: a tensor that is still to be summed (Partial), which no parameter is.
+    """
+    if not isinstance(tensor, DTensor):
+        return ()
+    wanted = None if dims is None else set(dims)
+    groups = []
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise ValueError(f"Expected a parameter sharded or replicated, got {placement}.")
+        if placement.is_replicate() or tensor.device_mesh.size(axis) == 1:
+            continue
+        if wanted is None or getattr(placement, "dim", None) in wanted:
+            groups.append(tensor.device_mesh.get_group(axis))
+    return tuple(groups)
+
+
+def all_reduce_together(
+    parts: Sequence[Tensor], groups: Sequence[tuple[dist.ProcessGroup, ...]]
+) -> list[Tensor]:
+    """Sum each fp32 tensor over each of its groups; one collective per group and round.
+
+    Every rank of a group passes the tensors that it shares with the others in the same order.
+    """
+    parts = list(parts)
+    for round_ in range(max(map(len, groups), default=0)):
+        together: dict[dist.ProcessGroup, list[int]] = {}
+        for index, mine in enumerate(groups):
+            if round_ < len(mine):
+                together.setdefault(mine[round_], []).append(index)
+        for group, indices in together.items():
+            flat = torch.cat([parts[index].reshape(-1) for index in indices])
+            dist.all_reduce(flat, group=group)
+            pieces = flat.split([parts[index].numel() for index in indices])
+            for index, piece in zip(indices, pieces, strict=True):
+                parts[index] = piece.view(parts[index].shape)
+    return parts

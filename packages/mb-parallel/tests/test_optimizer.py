@@ -1,0 +1,350 @@
+"""Each optimizer on one process against another's implementation, and what its state survives."""
+
+import io
+
+import pytest
+import torch
+from mb_layers import MoEConfig, dMoE
+from mb_parallel.optimizer import (
+    SGD,
+    Adafactor,
+    AdamW,
+    GradScaler,
+    Muon,
+    clip_and_step,
+    clip_grad_norm,
+    decay_groups,
+    describe,
+    grad_norm,
+    muon_groups,
+)
+from mb_parallel.optimizer.muon import newton_schulz
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+OURS = {
+    "adamw": lambda ps: AdamW(ps, weight_decay=0.1),
+    "adafactor": lambda ps: Adafactor(ps, weight_decay=0.1),
+    "sgd": lambda ps: SGD(ps, momentum=0.9, weight_decay=0.1),
+    "muon": lambda ps: Muon(_matrices_and_rest(ps), weight_decay=0.1),
+}
+
+
+def _matrices_and_rest(parameters):
+    matrices = [p for p in parameters if p.ndim == 2]
+    rest = [p for p in parameters if p.ndim != 2]
+    return [{"params": matrices, "muon": True}, {"params": rest}]
+
+
+def _theirs(name, parameters):
+    from transformers.optimization import Adafactor as Oracle
+
+    if name == "muon":
+        matrices, rest = (group["params"] for group in _matrices_and_rest(parameters))
+        kind = "match_rms_adamw"
+        return [
+            torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn=kind),
+            torch.optim.AdamW(rest, weight_decay=0.1),
+        ]
+    if name == "adafactor":
+        return [Oracle(parameters, lr=0.1, weight_decay=0.1, relative_step=False)]
+    if name == "sgd":
+        return [torch.optim.SGD(parameters, momentum=0.9, weight_decay=0.1)]
+    return [torch.optim.AdamW(parameters, weight_decay=0.1)]
+
+
+def _parameters(shapes=((5, 7), (9, 4), (3,))):
+    generator = torch.Generator().manual_seed(2)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def _set_grads(parameters, step, scale=1.0):
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in parameters:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+
+
+def _set_lr(optimizer, step):
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (step + 1)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_steps_with_clipping_match_another_implementation(name):
+    mine, theirs = _parameters(), _parameters()
+    ours, others = OURS[name](mine), _theirs(name, theirs)
+    for step in range(6):
+        _set_grads(mine, step)
+        _set_grads(theirs, step)
+        for optimizer in (ours, *others):
+            _set_lr(optimizer, step)
+        result = clip_and_step(ours, max_norm=2.0)
+        expected = nn.utils.clip_grad_norm_(theirs, 2.0)
+        torch.testing.assert_close(result.grad_norm, expected)
+        for other in others:
+            other.step()
+    # Muon's iteration runs in bf16, with products of another order.
+    tolerance = 2e-2 if name == "muon" else 2e-6
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", OURS)
+def test_a_step_that_is_not_finite_leaves_no_trace(name, bad):
+    mine, other = _parameters(), _parameters()
+    ours, clean = OURS[name](mine), OURS[name](other)
+    skipped = 0
+    for step, finite in enumerate((False, True, False, True, True)):
+        _set_grads(mine, step)
+        if not finite:
+            mine[1].grad[2, 3] = bad
+        skipped += float(clip_and_step(ours, max_norm=1.0).skipped)
+        if finite:
+            _set_grads(other, step)
+            clip_and_step(clean, max_norm=1.0)
+    assert skipped == 2
+    for a, b in zip(mine, other, strict=True):
+        assert torch.equal(a, b)
+        for kind, value in ours.state[a].items():
+            assert torch.equal(value, clean.state[b][kind]), kind
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_state_dict_goes_on_where_it_was(name):
+    mine, other = _parameters(), _parameters()
+    ours, second = OURS[name](mine), OURS[name](other)
+    for step in range(2):
+        _set_grads(mine, step)
+        ours.step()
+    buffer = io.BytesIO()
+    torch.save(ours.state_dict(), buffer)
+    buffer.seek(0)
+    second.load_state_dict(torch.load(buffer))
+    for a, b in zip(mine, other, strict=True):
+        b.data.copy_(a.data)
+    for parameters, optimizer in ((mine, ours), (other, second)):
+        _set_grads(parameters, 7)
+        optimizer.step()
+    for a, b in zip(mine, other, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_adamw_state_is_torchs_by_name():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    ours = AdamW(decay_groups(model, 0.1), lr=0.1)
+    _set_grads(list(model.parameters()), 0)
+    ours.step()
+    state = get_optimizer_state_dict(model, ours)
+    theirs = torch.optim.AdamW(decay_groups(model, 0.1), lr=0.1)
+    set_optimizer_state_dict(model, theirs, state)
+    again = AdamW(decay_groups(model, 0.1), lr=0.1)
+    set_optimizer_state_dict(model, again, get_optimizer_state_dict(model, theirs))
+    for p in model.parameters():
+        assert ours.state[p].keys() == theirs.state[p].keys() == again.state[p].keys()
+        for kind, value in ours.state[p].items():
+            assert torch.equal(value, again.state[p][kind])
+    assert [g["weight_decay"] for g in again.param_groups] == [0.1, 0.0]
+
+
+def test_parameters_without_gradient_keep_still_and_without_state():
+    used, unused, idle = _parameters()
+    ours = AdamW([used, unused, idle])
+    theirs = torch.optim.AdamW(others := _parameters())
+    for _ in range(3):
+        for p in (used, others[0]):
+            p.grad = torch.ones_like(p)
+        for p in (idle, others[2]):  # an expert without tokens
+            p.grad = torch.zeros_like(p)
+        ours.step()
+        theirs.step()
+    assert unused not in ours.state
+    for a, b in zip((used, unused, idle), others, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_sixteen_bit_parameters_have_a_master_weight():
+    full = _parameters()
+    half = [nn.Parameter(p.detach().bfloat16()) for p in full]
+    for p, h in zip(full, half, strict=True):
+        p.data.copy_(h)
+    ours, masters = AdamW(half, lr=1e-5), torch.optim.AdamW(full, lr=1e-5)
+    for step in range(20):
+        _set_grads(half, step)
+        for p, h in zip(full, half, strict=True):
+            p.grad = h.grad.float()
+        ours.step()
+        masters.step()
+    again = AdamW(half, lr=1e-5)
+    again.load_state_dict(ours.state_dict())
+    for p, h in zip(full, half, strict=True):
+        torch.testing.assert_close(ours.state[h]["master"], p.detach(), rtol=1e-6, atol=1e-7)
+        assert torch.equal(h, ours.state[h]["master"].bfloat16())
+        assert torch.equal(again.state[h]["master"], ours.state[h]["master"])
+
+
+def test_working_copies_are_written_with_the_update():
+    parameters = _parameters()
+    copies = {p: p.detach().bfloat16() for p in parameters[:2]}
+    optimizer = AdamW(parameters, lr=0.1, working_copies=copies)
+    _set_grads(parameters, 0)
+    optimizer.step()
+    for p, copy in copies.items():
+        assert torch.equal(copy, p.detach().bfloat16())
+
+
+def test_bf16_moments_stay_bf16_when_loaded():
+    parameters = _parameters()
+    optimizer = AdamW(parameters, state_dtype=torch.bfloat16)
+    _set_grads(parameters, 0)
+    optimizer.step()
+    other = AdamW(parameters, state_dtype=torch.bfloat16)
+    other.load_state_dict(optimizer.state_dict())
+    for p in parameters:
+        assert other.state[p]["exp_avg_sq"].dtype is torch.bfloat16
+        assert other.state[p]["step"].dtype is torch.float32
+        assert torch.equal(other.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
+
+
+def test_gradients_in_another_order_of_memory():
+    weight, other = (nn.Parameter(torch.ones(4, 6).T) for _ in "ab")
+    values = torch.randn(6, 4)
+    weight.grad, other.grad = values.clone(), values.clone()
+    AdamW([weight], lr=0.1).step()
+    torch.optim.AdamW([other], lr=0.1).step()
+    torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 5), (2, 3, 5, 8), (6, 6)], ids=str)
+def test_newton_schulz_takes_each_matrix_of_a_stack_to_an_orthogonal_one(shape):
+    stack = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    done = newton_schulz(stack, 5)
+    for got, matrix in zip(
+        done.reshape(-1, *shape[-2:]), stack.reshape(-1, *shape[-2:]), strict=True
+    ):
+        torch.testing.assert_close(got, newton_schulz(matrix, 5), rtol=1e-4, atol=1e-5)
+        u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+        assert float(torch.linalg.matrix_norm(got - u @ vh, 2)) < 0.35
+    assert newton_schulz(stack[:0], 5).shape == stack[:0].shape
+
+
+def _moe():
+    config = MoEConfig(
+        hidden_size=8, ffn_hidden_size=4, num_experts=3, mlp_bias=True, router_bias=True,
+        shared_expert_hidden_size=4, shared_expert_gate=True,
+    )  # fmt: skip
+    return nn.ModuleDict(
+        {"embedding": nn.Embedding(5, 8), "norm": nn.LayerNorm(8), "moe": dMoE(config)}
+    )
+
+
+def test_vectors_do_not_decay_stacked_or_not():
+    model = _moe()
+    names = {p: name for name, p in model.named_parameters()}
+    decays, rest = ([names[p] for p in g["params"]] for g in decay_groups(model, 0.1))
+    assert {n for n in names.values() if n.endswith((".w1", ".w2", "gate"))} <= set(decays)
+    assert {"embedding.weight", "moe.router.weight"} <= set(decays)
+    assert "moe.experts.b1" in rest
+    assert {n.rsplit(".")[-1] for n in rest} == {"weight", "bias", "b1", "b2"} - (
+        set() if "norm.weight" in rest else {"weight"}
+    )
+    muon, *adamw = ([names[p] for p in g["params"]] for g in muon_groups(model, 0.1))
+    assert sorted(muon) == sorted(set(decays) - {"embedding.weight"})
+    assert adamw == [["embedding.weight"], rest]
+
+
+def test_clip_without_a_step():
+    parameters = _parameters()
+    _set_grads(parameters, 0)
+    before = [p.grad.clone() for p in parameters]
+    norm = clip_grad_norm(parameters, 0.0)
+    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=True))
+    clip_grad_norm(parameters, 0.5)
+    torch.testing.assert_close(grad_norm(parameters), torch.tensor(0.5), rtol=1e-5, atol=0)
+    torch.testing.assert_close(norm, torch.cat([g.flatten() for g in before]).norm())
+    assert clip_grad_norm([], 1.0) == 0
+
+
+def test_scale_falls_from_2_to_the_32_to_15_in_18_skips_as_megatrons_does():
+    scaler, overflow, clean = GradScaler(), torch.tensor(1.0), torch.tensor(0.0)
+    skips = 0
+    # fp16 gradients of this loss overflow above 2^15.
+    while float(scaler.scale(torch.tensor(1.0))) > 2**15:
+        scaler.update(overflow)
+        skips += 1
+    assert skips == 18
+    for _ in range(999):
+        scaler.update(clean)
+    assert scaler.state_dict()["scale"] == 2**15
+    scaler.update(clean)
+    assert scaler.state_dict() == {"scale": 2.0**16, "growth_tracker": 0, "hysteresis_tracker": 2}
+    scaler.update(overflow)  # forgiven once again
+    assert scaler.state_dict()["scale"] == 2**16
+    scaler.update(overflow)
+    assert scaler.state_dict()["scale"] == 2**15
+    again = GradScaler()
+    again.load_state_dict(scaler.state_dict())
+    again.update(overflow)
+    assert again.state_dict()["scale"] == 2**14  # and not before the scale grows
+    for _ in range(40):
+        again.update(overflow)
+    assert again.state_dict()["scale"] == 1
+
+
+def test_a_scaled_loss_takes_the_same_step():
+    scaled, plain = _parameters(), _parameters()
+    scaler = GradScaler(2.0**10)
+    with_scale, without = AdamW(scaled, lr=0.1), AdamW(plain, lr=0.1)
+    for step in range(3):
+        _set_grads(scaled, step, float(scaler.scale(torch.tensor(1.0))))
+        _set_grads(plain, step)
+        got = clip_and_step(with_scale, max_norm=1.0, scaler=scaler)
+        want = clip_and_step(without, max_norm=1.0)
+        torch.testing.assert_close(got.grad_norm, want.grad_norm)
+    for a, b in zip(scaled, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    constant = GradScaler.constant(128.0)
+    for flag in (1.0, 1.0, *[0.0] * 1001):
+        constant.update(torch.tensor(flag))
+    assert constant.state_dict()["scale"] == 128
+
+
+def test_describe_tells_before_the_first_step_what_there_is_after():
+    model = _moe()
+    optimizer = Muon(muon_groups(model, 0.1), state_dtype=torch.bfloat16)
+    before = describe(optimizer)
+    _set_grads(list(model.parameters()), 0)
+    optimizer.step()
+    assert describe(optimizer) == before
+    assert "exp_avg_sq: 0.000 GB bfloat16" in before
+    assert "momentum_buffer: 0.000 GB float32" in before
+    assert "no state before" in describe(torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda p: AdamW(p, state_dtype=torch.float16), "state_dtype"),
+        (lambda p: AdamW(p, betas=(0.9, 1.0)), "betas"),
+        (lambda p: AdamW([nn.Parameter(torch.zeros(2, dtype=torch.float64))]), "float64"),
+        (lambda p: Muon([{"params": p, "muon": True}]), r"matrices in fp32.*\(3,\)"),
+        (lambda p: Adafactor([nn.Parameter(p[0].detach().half())]), "float16"),
+        (lambda p: SGD(p, lr=-1.0), "lr"),
+        (lambda p: clip_and_step(torch.optim.AdamW(p)), "cannot skip a step"),
+        (lambda p: GradScaler(0.5), "init_scale of at least min_scale"),
+    ],
+    ids=["state", "betas", "fp64", "muon-vector", "adafactor", "sgd", "torchs", "scaler"],
+)
+def test_what_cannot_be_is_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make(_parameters())
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse=False"):
+        AdamW(embedding.parameters()).step()

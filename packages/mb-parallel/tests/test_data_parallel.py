@@ -1,11 +1,8 @@
 """Ranks with a part of the samples each take the same steps as one process with all of them."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from mb_layers import MoEConfig, dMoE
-from mb_layers.experts import Experts
 from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts, set_gradient_sync
 from mb_parallel.optimizer import (
     SGD,
@@ -19,7 +16,6 @@ from mb_parallel.optimizer import (
 from mb_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 STEPS, MICRO_BATCHES, SAMPLES, WIDTH = 5, 4, 6, 7  # odd width: shards are uneven
 

@@ -1,11 +1,11 @@
 """Which layers make a stage, and which stages a rank runs.
 
-    looped (1f1b with one stage a rank,        V (zbv): each rank has a stage of
-    or several)                                the way there and one of the way back
+looped (1f1b with one stage a rank,        V (zbv): each rank has a stage of
+or several)                                the way there and one of the way back
 
-    rank   0  1  2  3                          rank   0  1  2  3
-    stage  0  1  2  3                          stage  0  1  2  3
-           4  5  6  7                                 7  6  5  4
+rank   0  1  2  3                          rank   0  1  2  3
+stage  0  1  2  3                          stage  0  1  2  3
+       4  5  6  7                                 7  6  5  4
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Plans for transformer blocks in this library's names, for GPT, BERT and T5 alike.
 
-    blocks.N.{norm_1, norm_cross, norm_2}                   in the residual stream
-    blocks.N.{attention, cross}.{qkv | q, kv, norm_q, norm_k, out}
-    blocks.N.mlp.{gate, up, down}, or mb_layers' dMoE or MoE as blocks.N.mlp
-    embedding.{tokens, positions, token_types}, norm, head
+blocks.N.{norm_1, norm_cross, norm_2}                   in the residual stream
+blocks.N.{attention, cross}.{qkv | q, kv, norm_q, norm_k, out}
+blocks.N.mlp.{gate, up, down}, or mb_layers' dMoE or MoE as blocks.N.mlp
+embedding.{tokens, positions, token_types}, norm, head
 """
 
 from __future__ import annotations

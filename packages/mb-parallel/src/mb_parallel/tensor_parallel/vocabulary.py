@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import mb_kernels
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup

@@ -62,7 +62,7 @@ def report_interval(
         losses["load balancing loss"] = config.moe_loss_weight * balance
         if config.moe_z_loss_weight:
             losses["z loss"] = config.moe_z_loss_weight * stats.mean("z_loss")
-    lr = run.schedule.lr(progress.consumed_samples)
+    lr = run.schedule.lr(progress.consumed_samples - run.skipped_samples)
     # The size of the last step, as Megatron has it; only at a step of the ramp-up is it the next's.
     batch_size = min(run.batch_sizes.size(progress.consumed_samples), samples)
     ranks, device = world_size(), device_name(run.device)

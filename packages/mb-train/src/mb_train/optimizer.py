@@ -1,28 +1,60 @@
-"""The optimizer of a run: AdamW or SGD, no weight decay for biases and other vectors.
-
-Parameters are fp32 (sharded ones DTensors); torch's fused kernels update them in one pass.
-"""
+"""The optimizer of a run and its rates: weights that are matrices decay, biases and norms do not."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from mb_parallel.optimizer import (
+    SGD,
+    Adafactor,
+    AdamW,
+    GradScaler,
+    Muon,
+    decay_groups,
+    muon_groups,
+)
 from torch import nn
 
 from mb_train.config import TrainConfig
 from mb_train.schedule import Schedule
 
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Two groups of parameters: matrices decay, biases and norms (one axis) do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "decays": True},
-        {"params": [p for p in parameters if p.ndim <= 1], "decays": False, "weight_decay": 0.0},
-    ]
+
+def build_optimizer(parts: Sequence[nn.Module], config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of `--optimizer` over all parts of the model on this rank."""
+    make_groups = muon_groups if config.optimizer == "muon" else decay_groups
+    groups: list[dict[str, Any]] = []
+    for part in parts:
+        groups += make_groups(part, config.weight_decay)
+    groups = [group for group in groups if group["params"]]
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
+        return SGD(groups, momentum=config.sgd_momentum)
+    if config.optimizer == "adafactor":
+        return Adafactor(groups)
+    kind = Muon if config.optimizer == "muon" else AdamW
+    return kind(
+        groups,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        state_dtype=_STATE_DTYPES[config.optimizer_state_dtype],
+    )
+
+
+def build_scaler(config: TrainConfig) -> GradScaler | None:
+    """The loss scale of an fp16 run; None for other dtypes."""
+    if not config.fp16:
+        return None
+    if config.loss_scale is not None:
+        return GradScaler.constant(config.loss_scale)
+    return GradScaler(
+        config.initial_loss_scale,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        min_scale=config.min_loss_scale,
+    )
 
 
 def apply_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule, samples: int) -> float:

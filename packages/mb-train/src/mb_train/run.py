@@ -16,18 +16,16 @@ from pathlib import Path
 import mb_data
 import torch
 import torch.distributed as dist
-from mb_layers.router import Router
-from mb_parallel import ParallelDims, apply_data_parallel, rank, world_size
-from torch import nn
+from mb_parallel import ParallelDims, check_same, rank, world_size
+from mb_parallel.optimizer import describe
 
 from mb_train import run_folder
+from mb_train.assemble import Assembled, assemble
 from mb_train.checkpoint import Progress, load_checkpoint
 from mb_train.config import TrainConfig, whole
 from mb_train.data import Data, prepare_data
-from mb_train.execute import Executor, Sequential
 from mb_train.folder_lock import locked
-from mb_train.models.transformer import Block
-from mb_train.optimizer import build_optimizer
+from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.reporting import (
     argument_lines,
     datetime_line,
@@ -82,7 +80,8 @@ class Run:
 
     def __init__(self, config: TrainConfig, device: torch.device, start: Start | None) -> None:
         self.last_sign = time.monotonic()
-        self.mesh = ParallelDims.for_world(world_size()).build(device.type)
+        self.mesh = parallel_dims(config, world_size()).build(device.type)
+        check_same(config, "the configuration")
         self.batch_size = config.batch_size(self.mesh.dp_size)
         # What the ranks of this start decided stays the run's own, on however many it goes on.
         config = dataclasses.replace(config, global_batch_size=self.batch_size)
@@ -93,15 +92,16 @@ class Run:
         self.batch_sizes = BatchSizes(config, self.batch_size, step=per_pass)
         self.iterations = train_iterations(config, self.batch_sizes)
         self.schedule: Schedule = build_schedule(config, self.batch_size)
-        bf16 = device.type == "cuda" if config.bf16 is None else config.bf16
-        self.compute_dtype = torch.bfloat16 if bf16 else torch.float32
+        self.compute_dtype = compute_dtype(config, device)
         self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
         dims = self.mesh.dims
         self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
         self.say(argument_lines(config))
         tokenizer = load_tokenizer(config)
         vocab_size = mb_data.padded_vocab_size(
-            tokenizer.vocab_size, divisible_by=config.make_vocab_size_divisible_by
+            tokenizer.vocab_size,
+            divisible_by=config.make_vocab_size_divisible_by,
+            tensor_parallel=self.mesh.tp_size,
         )
         self.identity = {
             **config.model_identity(),
@@ -115,11 +115,25 @@ class Run:
         self.say(vocabulary_line(tokenizer.vocab_size, vocab_size))
         self.progress = Progress(0, 0)
         with self.timers("model-and-optimizer-setup"):
-            self.model: nn.Module = self._build_model()
-            self.executor: Executor = Sequential(self.model, self.task.first_input)
-            self.optimizer = build_optimizer(self.model, config)
+            self.model: Assembled = assemble(
+                self.task, config, self.mesh, device, self.compute_dtype
+            )
+            self.optimizer = build_optimizer(self.model.parts, config)
+            self.scaler = build_scaler(config)
+            # Of steps that an overflow skipped: Megatron's schedule does not count them.
+            self.skipped_samples = 0
             if start is not None:
                 self._load(start)
+        dims = self.mesh
+        self.say(
+            parameters_line(
+                sum(p.numel() for part in self.model.parts for p in part.parameters()),
+                tensor_rank=dims.tp_rank,
+                pipeline_rank=dims.pp_rank,
+            )
+        )
+        for note in (*self.model.notes, describe(self.optimizer)):
+            self.say(f" {note}")
         self.say(datetime_line("after model, optimizer, and learning rate scheduler are built"))
         self.folder = Path(config.save) if config.save else None
         with self.timers("train/valid/test-data-iterators-setup"):
@@ -135,7 +149,7 @@ class Run:
                 say=self.say,
             )
         self.say(
-            f" model: {self.parameters:,} parameters | "
+            f" model: {self.model.parameters:,} parameters | "
             f"{config.moe_num_experts or 'no'} experts per layer | {self.compute_dtype} on "
             f"{world_size()} x {device_name(device)}"
         )
@@ -144,35 +158,16 @@ class Run:
         self.say("done with setup ...")
         self.say(self.timers.lines())
 
-    def _build_model(self) -> nn.Module:
-        torch.manual_seed(self.config.seed)
-        with self.device:
-            model = self.task.build_model(compute_dtype=self.compute_dtype)
-        self.parameters = sum(p.numel() for p in model.parameters())
-        mesh = self.mesh
-        self.say(
-            parameters_line(self.parameters, tensor_rank=mesh.tp_rank, pipeline_rank=mesh.pp_rank)
-        )
-        blocks = [module for module in model.modules() if isinstance(module, Block)]
-        if self.config.compile and self.device.type == "cuda":
-            for block in blocks:
-                block.compile()
-        apply_data_parallel(
-            model,
-            self.mesh.axis("dp"),
-            blocks=blocks,
-            compute_dtype=self.compute_dtype,
-            keep_fp32=[module for module in model.modules() if isinstance(module, Router)],
-            zero_stage=self.config.zero_stage,
-        )
-        return model
-
     def _load(self, start: Start) -> None:
         config = self.config
         optimizer = None if config.finetune or config.no_load_optim else self.optimizer
-        load_checkpoint(start.checkpoint, self.model, optimizer)
-        if not config.finetune:
-            self.progress = Progress(start.saved.iteration, start.saved.consumed_samples)
+        load_checkpoint(start.checkpoint, self.model.parts, optimizer)
+        if config.finetune:
+            return
+        self.progress = Progress(start.saved.iteration, start.saved.consumed_samples)
+        self.skipped_samples = start.saved.state.get("skipped_samples", 0)
+        if self.scaler is not None and "loss_scale" in start.saved.state:
+            self.scaler.load_state_dict(start.saved.state["loss_scale"])
 
     def _prepare_data(self, start: Start | None) -> Data:
         folder = (self.folder or Path("runs")) / "data"
@@ -217,7 +212,7 @@ class Run:
             ranks=world_size(),
             device=device_name(self.device),
             torch=torch.__version__,
-            parameters=self.parameters,
+            parameters=self.model.parameters,
             config=dataclasses.asdict(self.config),
         )
         return log
@@ -262,6 +257,29 @@ def only_writer(save: str | None) -> Generator[list[str]]:
         if failure[0] is not None:
             raise failure[0]
         yield done
+
+
+def parallel_dims(config: TrainConfig, ranks: int) -> ParallelDims:
+    """How a run is spread over `ranks` ranks.
+
+    Raises:
+        ValueError: sizes that do not divide it.
+    """
+    return ParallelDims.for_world(
+        ranks,
+        tp=config.tensor_model_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        ep=config.expert_parallel_size(ranks),
+        dp_replicate=config.data_parallel_replicas,
+    )
+
+
+def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """The dtype of activations and products: what was asked for, else bf16 on a GPU."""
+    if config.fp16:
+        return torch.float16
+    bf16 = device.type == "cuda" if config.bf16 is None else config.bf16
+    return torch.bfloat16 if bf16 else torch.float32
 
 
 def device_type(config: TrainConfig) -> str:

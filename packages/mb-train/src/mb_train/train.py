@@ -17,11 +17,12 @@ import warnings
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from mb_parallel import any_rank, clip_grad_norm, distributed
+from mb_parallel import any_rank, distributed
+from mb_parallel.optimizer import clip_and_step, weight_norm
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mb_train import run_folder
 from mb_train.checkpoint import Progress
@@ -105,7 +106,13 @@ def _loop(run: Run, stop: StopFlag) -> Result:
             params_norm = _params_norm(run) if config.log_params_norm else None
             stats = accumulator.collect(grad_norm, params_norm)
             samples = run.progress.consumed_samples
-            report_interval(run, stats, seconds=clock.lap(), samples=samples - reported)
+            report_interval(
+                run,
+                stats,
+                seconds=clock.lap(),
+                samples=samples - reported,
+                loss_scale=1.0 if run.scaler is None else run.scaler.state_dict()["scale"],
+            )
             reported = samples
             first_loss = stats.lm_losses[0] if first_loss is None else first_loss
             if guard.see(stats.lm_losses, iteration):
@@ -151,37 +158,49 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> T
     """One optimizer step over the next micro-batches; returns the gradient norm, on the device."""
     config, mesh = run.config, run.mesh
     iteration, samples = run.progress.iteration, run.progress.consumed_samples
-    apply_schedule(run.optimizer, run.schedule, samples)
+    apply_schedule(run.optimizer, run.schedule, samples - run.skipped_samples)
     size = run.batch_sizes.size(samples)
     with run.timers("batch-generator", level=2):
         batches = list(itertools.islice(stream, size // (run.micro_batch_size * mesh.dp_size)))
     weigh(run.task, mesh, batches)
+    # With sequence parallelism each tensor-parallel rank drops out of its own part of the sequence.
+    part = mesh.tp_rank if config.sequence_parallel else 0
 
     def before(index: int) -> None:
-        seed_micro_batch(config, iteration, index * mesh.dp_size + mesh.dp_rank)
+        seed_micro_batch(config, iteration, index * mesh.dp_size + mesh.dp_rank, part)
         run.sign_of_life(f"iteration {iteration + 1} of {run.iterations} is under way")
 
     run.model.train()
+    scale = 1.0 if run.scaler is None else run.scaler.scale_on(run.device)
     with run.timers("forward-backward", level=1):
-        losses = run.executor.step(
-            batches, loss_scale=1.0, before=before, measured=accumulator.add_pass
+        losses = run.model.executor.step(
+            batches, loss_scale=scale, before=before, measured=accumulator.add_pass
         )
     with run.timers("optimizer", level=1):
-        grad_norm = clip_grad_norm(run.model.parameters(), config.clip_grad)
-        run.optimizer.step()
+        done = clip_and_step(
+            run.optimizer,
+            max_norm=config.clip_grad,
+            mesh=mesh,
+            scaler=run.scaler,
+            uncounted=run.model.copies,
+        )
         run.optimizer.zero_grad(set_to_none=True)
-    accumulator.add_iteration(losses)
+    if run.scaler is not None and done.skipped.item():
+        run.skipped_samples += size
+    accumulator.add_iteration(losses, done.skipped)
     run.progress = Progress(iteration + 1, samples + size)
-    return grad_norm
+    return done.grad_norm
 
 
-def seed_micro_batch(config: TrainConfig, iteration: int, place: int) -> None:
+def seed_micro_batch(config: TrainConfig, iteration: int, place: int, part: int = 0) -> None:
     """Dropout and jitter depend on (seed, step, place of the micro-batch in the global batch).
+
+    `part` tells ranks apart that hold different parts of the same sequences.
 
     So no state of a generator has to be saved, and any number of ranks draws the same.
     """
     if config.attention_dropout or config.hidden_dropout or config.moe_jitter_eps:
-        torch.manual_seed(mix(config.seed, iteration, place))
+        torch.manual_seed(mix(config.seed, iteration, place, *([part] if part else [])))
 
 
 @torch.no_grad()
@@ -192,19 +211,20 @@ def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> d
     """
     if dataset is None:
         return {}
-    run.model.eval()
+    run.model.train(False)
     weights = run.task.loss_weights
     sums = {name: torch.zeros(2, device=run.device) for name in weights}  # of losses, of weights
-    passes = run.config.eval_iters * run.micro_batches
     with contextlib.closing(_stream(run, dataset, consumed_samples=0)) as stream:
-        for done in range(passes):
-            batch = next(stream)
-            for name, loss in run.executor.evaluate(batch).items():
-                sums[name] += torch.stack([loss.reshape(()), batch[weights[name]].sum()])
+        for done in range(run.config.eval_iters):
+            batches = list(itertools.islice(stream, run.micro_batches))
+            for name, loss in run.model.executor.evaluate(*batches).items():
+                count = torch.stack([batch[weights[name]].sum() for batch in batches]).sum()
+                sums[name] += torch.stack([loss.reshape(()), count])
+            step = f"batch {done + 1} of {run.config.eval_iters}"
             if any_rank(bool(stop)):
-                run.say(f" evaluation at {place} left off after batch {done + 1} of {passes}")
+                run.say(f" evaluation at {place} left off after {step}")
                 return {}
-            run.sign_of_life(f"evaluation: {done + 1} of {passes} batches are done")
+            run.sign_of_life(f"evaluation: {step} is done")
     losses = {}
     for name, both in sums.items():
         run.mesh.all_reduce(both, "dp")
@@ -230,12 +250,13 @@ def save(run: Run, *, wait: bool = False) -> None:
     begun = time.monotonic()
     with run.timers("save-checkpoint"):
         saved = run.saver.save(
-            run.model,
+            run.model.parts,
             None if run.config.no_save_optim else run.optimizer,
             run.progress,
             config=dataclasses.asdict(run.config),
             identity=run.identity,
             data=run.data.identity,
+            state=state_of(run),
         )
     run.say(run.timers.lines("save-checkpoint"))
     if saved:
@@ -243,6 +264,14 @@ def save(run: Run, *, wait: bool = False) -> None:
         run.log.write("save", iteration=run.progress.iteration, seconds=seconds)
     if wait:
         run.saver.wait()
+
+
+def state_of(run: Run) -> dict[str, Any]:
+    """Small values that a run goes on with beside its tensors."""
+    state: dict[str, Any] = {"skipped_samples": run.skipped_samples}
+    if run.scaler is not None:
+        state["loss_scale"] = run.scaler.state_dict()
+    return state
 
 
 def _training_stream(run: Run) -> Generator[Batch]:
@@ -279,8 +308,9 @@ def _reason_to_stop(run: Run, begun: float, stop: StopFlag) -> str | None:
 
 @torch.no_grad()
 def _params_norm(run: Run) -> Tensor:
-    norm = torch.nn.utils.get_total_norm([p.detach() for p in run.model.parameters()])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """The L2 norm of all weights, as `grad_norm` takes it of gradients."""
+    weights = [p for part in run.model.parts for p in part.parameters()]
+    return weight_norm(weights, run.mesh, uncounted=run.model.copies)
 
 
 class _Clock:

@@ -37,7 +37,7 @@ def parallelize_experts(
     model: nn.Module,
     mesh: ParallelMesh,
     *,
-    dispatcher: DispatcherName = "auto",
+    dispatcher: str = "auto",
     sequence_parallel: bool = True,
     equal_tokens: bool = False,
 ) -> str:

@@ -9,7 +9,7 @@ bit, lest replicas take different steps. Nothing is read back to the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.optimizer.scaler import GradScaler
-from mb_parallel.optimizer.shards import all_reduce_together, local_grad, shard_groups
+from mb_parallel.optimizer.shards import all_reduce_together, local, local_grad, shard_groups
 
 
 class StepResult(NamedTuple):
@@ -51,6 +51,31 @@ def grad_norm(
     Returns:
         fp32 scalar on the device; infinite if a gradient anywhere is NaN or infinite.
     """
+    return _joint_norm(parameters, _grad, mesh, uncounted)
+
+
+@torch.no_grad()
+def weight_norm(
+    parameters: Iterable[Tensor],
+    mesh: ParallelMesh | None = None,
+    *,
+    uncounted: Iterable[Tensor] = (),
+) -> Tensor:
+    """The L2 norm of the parameters themselves; else as `grad_norm`."""
+    return _joint_norm(parameters, lambda parameter: local(parameter.detach()), mesh, uncounted)
+
+
+def _grad(parameter: Tensor) -> Tensor | None:
+    return None if parameter.grad is None else local_grad(parameter)
+
+
+def _joint_norm(
+    parameters: Iterable[Tensor],
+    shard_of: Callable[[Tensor], Tensor | None],
+    mesh: ParallelMesh | None,
+    uncounted: Iterable[Tensor],
+) -> Tensor:
+    """The norm of what `shard_of` gives of each parameter, None counting as zero."""
     parameters, left_out = list(parameters), {id(p) for p in uncounted}
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     device = parameters[0].device if parameters else torch.device("cpu")
@@ -58,11 +83,10 @@ def grad_norm(
         if not parameter.requires_grad:
             continue
         alike = by_groups.setdefault(shard_groups(parameter), [])
-        if parameter.grad is not None:
-            grad = local_grad(parameter)
-            if id(parameter) not in left_out:
-                alike.append(grad)
-    squares = [_sum_of_squares(grads, device) for grads in by_groups.values()]
+        shard = shard_of(parameter)
+        if shard is not None and id(parameter) not in left_out:
+            alike.append(shard)
+    squares = [_sum_of_squares(shards, device) for shards in by_groups.values()]
     total = torch.zeros((), device=device)
     for part in all_reduce_together(squares, list(by_groups)):
         total += part

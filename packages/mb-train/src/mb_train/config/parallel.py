@@ -28,9 +28,11 @@ class ParallelFields:
         "layers of one chunk, where a stage holds several", bounds=POSITIVE
     )
     pipeline_schedule: str = flag(
-        "order of the micro-batches in a pipeline; interleaved and zero-bubble need "
-        "--num-layers-per-virtual-pipeline-stage (ours)", "1f1b",
-        choices=("gpipe", "1f1b", "interleaved", "zero-bubble"),
+        "order of the micro-batches in a pipeline; all but gpipe and 1f1b need "
+        "--num-layers-per-virtual-pipeline-stage, with which 1f1b is interleaved (ours)", "1f1b",
+        choices=(
+            "gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble",
+        ),
     )  # fmt: skip
     expert_model_parallel_size: int = flag(
         "ranks that share the experts of a layer", 1, bounds=POSITIVE
@@ -50,6 +52,16 @@ class ParallelFields:
         "data-parallel ranks share the optimizer's state (1), gradients as well (2), weights as "
         "well (3) (ours)", 2, choices=(1, 2, 3),
     )  # fmt: skip
+
+    @property
+    def schedule_in_force(self) -> str:
+        """The pipeline's schedule; 1f1b over several chunks a rank is interleaved."""
+        chunks = self.num_layers_per_virtual_pipeline_stage is not None
+        return (
+            "interleaved-1f1b"
+            if chunks and self.pipeline_schedule == "1f1b"
+            else self.pipeline_schedule
+        )
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that train on different sequences.
@@ -92,7 +104,7 @@ class ParallelFields:
                 "Expected --num-layers to be a multiple of --num-layers-per-virtual-pipeline-stage "
                 f"x stages, of at least 2 stages, got {num_layers}, {chunk} and {stages}."
             )
-        if self.pipeline_schedule in ("interleaved", "zero-bubble") and chunk is None:
+        if self.pipeline_schedule not in ("gpipe", "1f1b") and chunk is None:
             raise ValueError(
                 "Expected --num-layers-per-virtual-pipeline-stage with --pipeline-schedule "
                 f"{self.pipeline_schedule}, got none."

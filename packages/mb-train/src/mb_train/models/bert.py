@@ -71,6 +71,7 @@ class Bert(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.cross_entropy = linear_cross_entropy
         self.compute_dtype = compute_dtype
         self.first = self.last = True
         self.embedding: Embedding | None = Embedding(config, token_types=2)
@@ -126,7 +127,7 @@ class Bert(nn.Module):
         masked_BM1 = masked_BM[..., None]
         x_BMD = self.lm_head(x_BSD.gather(1, masked_BM1.expand(-1, -1, x_BSD.shape[2])))
         losses = {
-            LM_LOSS: linear_cross_entropy(
+            LM_LOSS: self.cross_entropy(
                 x_BMD,
                 self.embedding.tokens.weight,
                 labels_BM,

@@ -46,6 +46,7 @@ class GPT(nn.Module):
                 "Expected learned, rotary or no positions for a GPT, got T5's relative bias."
             )
         self.config, self.compute_dtype = config, compute_dtype
+        self.cross_entropy = linear_cross_entropy
         self.first = self.last = True
         self.embedding: Embedding | None = Embedding(config)
         self.stack = Stack(config)
@@ -97,7 +98,7 @@ class GPT(nn.Module):
             return reports.output(x_BSD, {})
         if weights_BS is None:
             weights_BS = torch.full_like(labels_BS, 1 / labels_BS.numel(), dtype=torch.float32)
-        loss = linear_cross_entropy(
+        loss = self.cross_entropy(
             x_BSD, self._head_weight(), labels_BS, weights_BS, reduction="sum"
         )
         return reports.output(None, {"lm loss": loss})

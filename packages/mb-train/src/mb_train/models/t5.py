@@ -92,6 +92,7 @@ class T5(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.cross_entropy = linear_cross_entropy
         self.compute_dtype = compute_dtype
         self.head_scale = config.hidden_size**-0.5 if scale_head else 1.0
         self.embedding = Embedding(config)
@@ -136,7 +137,7 @@ class T5(nn.Module):
         x_BRD, decoder_reports = self.decode(
             decoder_tokens_BR, decoder_segments_BR, decoder_valid_BR, memory_BSD, segments_BS
         )
-        loss = linear_cross_entropy(
+        loss = self.cross_entropy(
             x_BRD * self.head_scale,
             self._head_weight(),
             labels_BR,

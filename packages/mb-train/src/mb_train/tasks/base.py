@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from mb_parallel.tensor_parallel import Plan
+from torch import Tensor
 
 Batch: TypeAlias = dict[str, Tensor]
 
@@ -37,14 +38,27 @@ class Task(Protocol):
         first_input: the entry of a batch that the model takes by position.
         loss_weights: for each loss by name, the entry of a batch with the weights of its terms.
         sequence_length: tokens per sample that count for throughput.
+        tied_parameters: of a pipeline's last stage by their names on the first, {} if none is tied.
     """
 
     first_input: str
     loss_weights: dict[str, str]
     sequence_length: int
+    tied_parameters: dict[str, str]
 
-    def build_model(self, *, compute_dtype: torch.dtype) -> nn.Module:
-        """A model with fresh weights on the current default device."""
+    def build_model(self, *, compute_dtype: torch.dtype) -> Any:
+        """A model with fresh weights on the current default device.
+
+        An `nn.Module` with `keep(layers, first=..., last=...)` if it can be a pipeline.
+        """
+        ...
+
+    def tensor_plan(self) -> Plan:
+        """What tensor parallelism makes of its modules.
+
+        Raises:
+            ValueError: the model has something that cannot be shared out.
+        """
         ...
 
     def build_datasets(self, paths: Sequence[str], num_samples: tuple[int, int, int]) -> Datasets:

@@ -8,9 +8,11 @@ from typing import Any
 import mb_data
 import numpy as np
 import torch
+from mb_parallel.tensor_parallel import Plan
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.gpt import GPT
+from mb_train.models.plans import gpt_plan
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.base import Datasets
 
@@ -33,6 +35,8 @@ class GPTTask:
         self.loss_weights = {"lm loss": "weights_BS"}
         self.sequence_length = whole(config.seq_length)
         self.model_config = transformer_config(config, vocab_size)
+        tied, tokens = self.model_config.tie_embeddings, "embedding.tokens.weight"
+        self.tied_parameters = {tokens: tokens} if tied else {}
         self._config, self._eod = config, eod
 
     def build_model(self, *, compute_dtype: torch.dtype) -> GPT:
@@ -40,6 +44,10 @@ class GPTTask:
         model = GPT(self.model_config, compute_dtype=compute_dtype)
         model.stack.recompute = self._config.recompute_granularity == "full"
         return model
+
+    def tensor_plan(self) -> Plan:
+        """See `models.plans`."""
+        return gpt_plan(self.model_config)
 
     def build_datasets(self, paths: Sequence[str], num_samples: tuple[int, int, int]) -> Datasets:
         """Megatron's packing: samples of S + 1 tokens, neighbours share one."""

@@ -1,0 +1,134 @@
+"""A model put together for a run: cut into stages, shared out over ranks, made ready to train.
+
+The order is that of the interfaces: stages, tensors, experts, recompute, compile, and outermost the
+sharding of data parallelism. A model's own text knows of none of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from mb_layers.router import Router
+from mb_parallel import ParallelMesh, apply_data_parallel, parallelize_experts
+from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
+from mb_parallel.tensor_parallel import parallelize_tensors
+from torch import nn
+
+from mb_train.config import TrainConfig, whole
+from mb_train.execute import Executor, Sequential
+from mb_train.models.transformer import Block
+from mb_train.tasks import Task
+
+
+@dataclass
+class Assembled:
+    """What a rank trains.
+
+    parts: the stages on this rank, one but for interleaved schedules; parameter names in each are
+        those of the whole model.
+    executor: runs micro-batches through them, and through the other ranks'.
+    parameters: number of parameters of the whole model.
+    copies: parameters that another stage has too: no part of a norm over the model.
+    notes: what was decided on the way, to be printed.
+    """
+
+    parts: list[nn.Module]
+    executor: Executor
+    parameters: int
+    copies: list[nn.Parameter] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def train(self, mode: bool = True) -> None:
+        """Switch the parts to training or to evaluation."""
+        for part in self.parts:
+            part.train(mode)
+
+
+def assemble(
+    task: Task,
+    config: TrainConfig,
+    mesh: ParallelMesh,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+) -> Assembled:
+    """Build the model of a run and spread it as its flags say.
+
+    Every rank draws the whole model's weights from the seed and keeps its share, so they do not
+    depend on how it is spread.
+
+    Raises:
+        ValueError: sizes that the parallel sizes do not divide, or a way that the model cannot go.
+    """
+    names = _stages(config, mesh)
+    parts, total, notes = [], 0, []
+    for layers, first, last in names:
+        torch.manual_seed(config.seed)
+        with device:
+            model = task.build_model(compute_dtype=compute_dtype)
+        total = sum(p.numel() for p in model.parameters())
+        if len(layers) < whole(config.num_layers):
+            model.keep(layers, first=first, last=last)
+        notes = _spread(model, task, config, mesh, device, compute_dtype)
+        parts.append(model)
+    if mesh.pp_size == 1:
+        return Assembled(parts, Sequential(parts[0], task.first_input), total, notes=notes)
+    pipeline = Pipeline(
+        parts,
+        mesh,
+        schedule=config.schedule_in_force,
+        first_input=task.first_input,
+        hidden_size=whole(config.hidden_size),
+        dtype=compute_dtype,
+        sequence_parallel=config.sequence_parallel,
+        tied=task.tied_parameters,
+    )
+    return Assembled(parts, pipeline, total, pipeline.copies, notes)
+
+
+def _stages(config: TrainConfig, mesh: ParallelMesh) -> list[tuple[range, bool, bool]]:
+    """The layers of each stage on this rank, and whether it is the first and the last."""
+    layers = whole(config.num_layers)
+    if mesh.pp_size == 1:
+        return [(range(layers), True, True)]
+    chunk = config.num_layers_per_virtual_pipeline_stage
+    per_rank = 1 if chunk is None else layers // (mesh.pp_size * chunk)
+    indices = stage_indices(
+        config.schedule_in_force,
+        pp_size=mesh.pp_size,
+        pp_rank=mesh.pp_rank,
+        stages_per_rank=per_rank,
+    )
+    runs = split_layers(layers, mesh.pp_size * per_rank)
+    return [(runs[index], index == 0, index == len(runs) - 1) for index in indices]
+
+
+def _spread(
+    model: nn.Module,
+    task: Task,
+    config: TrainConfig,
+    mesh: ParallelMesh,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+) -> list[str]:
+    """Share `model` out in place; returns what was decided."""
+    if mesh.tp_size > 1:
+        parallelize_tensors(
+            model, mesh, task.tensor_plan(), sequence_parallel=config.sequence_parallel
+        )
+    notes = []
+    if config.moe_num_experts is not None:
+        notes.append(parallelize_experts(model, mesh, dispatcher=config.moe_dispatcher))
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    if config.compile and device.type == "cuda":
+        for block in blocks:
+            block.compile()
+    apply_data_parallel(
+        model,
+        mesh,
+        blocks=blocks,
+        compute_dtype=compute_dtype,
+        keep_fp32=[module for module in model.modules() if isinstance(module, Router)],
+        zero_stage=config.zero_stage,
+    )
+    return notes

@@ -20,7 +20,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ LAYERS = {
 
 
 def in_turns(
-    calls: dict[str, Callable[[], Any]], seconds: float, repeats: int = 5
+    calls: Mapping[str, Callable[[], Any]], seconds: float, repeats: int = 5
 ) -> dict[str, float]:
     """Median milliseconds of each call, over rounds in which all take their turn.
 

@@ -14,7 +14,7 @@ import mb_kernels
 import torch
 import torch.nn.functional as F
 from mb_layers.config import DropPolicy
-from mb_layers.dispatch import Dispatched, TokenDispatcher, bin_by_probability, capacity
+from mb_layers.dispatch import Dispatched, TokenDispatcher, as_ratio, bin_within_capacity
 from mb_layers.losses import at_least_fp32
 from torch import Tensor
 
@@ -71,19 +71,19 @@ class GlobalCapacity:
         return self.inner.combine(y_RD, dispatched)
 
     def _kept(self, weights_TK: Tensor, expert_ids_TK: Tensor) -> Tensor:
-        tokens, top_k = expert_ids_TK.shape
+        tokens = expert_ids_TK.shape[0]
         per_rank = [tokens] * self.place.size
         if not self.equal_tokens:
             mine = torch.tensor([tokens], dtype=torch.int32, device=expert_ids_TK.device)
             per_rank = [theirs for (theirs,) in counts_of_ranks(mine, self.place)]
         padding = (0, 0, 0, max(per_rank) - tokens)
         ids_GK = gathered(F.pad(expert_ids_TK, padding, value=-1), self.place)
-        limit = capacity(sum(per_rank), top_k, self.num_experts, self.capacity_factor)
-        if self.drop_policy == "position":
-            bins = mb_kernels.bin_tokens(ids_GK, self.num_experts, capacity=limit)
-        else:
+        weights_GK = None
+        if self.drop_policy != "position":
             weights_GK = gathered(F.pad(at_least_fp32(weights_TK), padding), self.place)
-            bins = bin_by_probability(ids_GK, weights_GK, self.num_experts, limit)
+        bins = bin_within_capacity(
+            ids_GK, self.num_experts, as_ratio(self.capacity_factor), by_weight_TK=weights_GK
+        )
         kept_GK = (bins.inverse_N >= 0).view_as(ids_GK)
         return kept_GK.chunk(self.place.size)[self.place.rank][:tokens]
 

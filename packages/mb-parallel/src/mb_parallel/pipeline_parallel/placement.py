@@ -1,11 +1,11 @@
 """Which layers make a stage, and which stages a rank runs.
 
-    looped (1f1b with one stage a rank,        V (zbv): each rank has a stage of
-    or several)                                the way there and one of the way back
+looped (1f1b with one stage a rank,        V (zbv): each rank has a stage of
+or several)                                the way there and one of the way back
 
-    rank   0  1  2  3                          rank   0  1  2  3
-    stage  0  1  2  3                          stage  0  1  2  3
-           4  5  6  7                                 7  6  5  4
+rank   0  1  2  3                          rank   0  1  2  3
+stage  0  1  2  3                          stage  0  1  2  3
+       4  5  6  7                                 7  6  5  4
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ class Kind(NamedTuple):
     many: bool
     v: bool = False
 
-    def load(self) -> Any:
-        """The class."""
+    def load(self, *, micro_batches: int, num_stages: int, train: bool) -> Any:
+        """The class to run so many micro-batches with."""
         # Imported late: it brings in much of torch's compiler.
         from torch.distributed.pipelining import schedules
 
-        return getattr(schedules, self.name)
+        name = self.name
+        if not self.many and (not train or micro_batches < num_stages):
+            name = "ScheduleGPipe"  # all forward passes first: what 1F1B comes to, and refuses
+        elif not self.v and not train:
+            name = "ScheduleLoopedBFS"
+        return getattr(schedules, name)
 
 
 SCHEDULES: Mapping[str, Kind] = MappingProxyType(

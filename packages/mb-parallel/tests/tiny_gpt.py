@@ -238,7 +238,7 @@ def train(rank, world_size, options):
     experts = {
         id(p) for s in stages for m in s.modules() if isinstance(m, Experts) for p in m.parameters()
     }
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9, foreach=False)
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.02, momentum=0.9, foreach=False)
     pipeline = None
     if options.pp > 1:
         tied = {"embedding.tokens.weight": "head.weight"} if options.tied else None

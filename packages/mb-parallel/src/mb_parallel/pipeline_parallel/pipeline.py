@@ -193,6 +193,8 @@ class Pipeline:
             )
             for index, module in zip(self.indices, self.stages, strict=True)
         ]
+        for stage in stages:
+            stage.in_halves = self.kind.in_halves
         # The losses are scaled already: the schedule is not to divide gradients.
         loss_fn = (lambda total, number: total) if train else None
         kind = self.kind.load(micro_batches=micro_batches, num_stages=self.num_stages, train=train)

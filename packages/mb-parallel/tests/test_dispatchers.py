@@ -3,6 +3,9 @@
 Ranks run in one go per world size: starting them costs more than all the cases together.
 """
 
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,7 +29,7 @@ class Case(NamedTuple):
     routing: str = "random"
     experts: int = 4
     top_k: int = 2
-    config: dict[str, Any] = {}
+    config: Mapping[str, Any] = MappingProxyType({})
     dtype: torch.dtype = torch.float32
 
 
@@ -187,9 +190,9 @@ def test_three_ranks():
 def test_a_token_goes_to_a_rank_once(experts, ranks, ids, expected):
     placement = Placement(experts, ranks, 0)
     ids = torch.tensor(ids, dtype=torch.int32)
-    destinations = placement.destinations_TC(ids)
+    destinations = placement.destinations(ids)
     assert destinations.tolist() == expected
-    assert destinations.shape[1] == placement.destinations(ids.shape[1])
+    assert destinations.shape[1] == placement.most_destinations(ids.shape[1])
 
 
 def test_local_ids_are_those_of_the_rank():
@@ -205,16 +208,13 @@ def _dies(rank, ranks):
     parallelize_experts(layer, ParallelDims(dp_shard=2, ep=2).build("cpu"), dispatcher="all_to_all")
     layer(torch.ones(3, 6))
     if rank == 1:
-        raise SystemExit("rank 1 dies")
-    try:
-        layer(torch.ones(3, 6))
-    except RuntimeError as error:
-        assert "rank 0 could not exchange counts in the layer with ranks [0, 1]" in str(error)
-        raise AssertionError("named the place") from error
+        os._exit(0)
+    layer(torch.ones(3, 6))
 
 
 def test_a_dead_rank_leaves_a_message_that_names_the_place():
-    with pytest.raises(RuntimeError, match=r"rank 1 dies|named the place"):
+    said = r"rank 0 could not exchange counts in the layer with ranks \[0, 1\]"
+    with pytest.raises(RuntimeError, match=said):
         run_ranks(_dies, 2)
 
 
@@ -258,5 +258,5 @@ def test_what_cannot_be_spread_is_named():
     assert "ep = 1, all experts of 1 layers" in parallelize_experts(layer, mesh)
     assert isinstance(layer.dispatcher, LocalDispatcher)
     assert "no MoE layers" in parallelize_experts(torch.nn.Linear(2, 2), mesh)
-    with pytest.raises(ValueError, match="dispatcher to be one of auto, .* got 'ring'"):
+    with pytest.raises(ValueError, match=r"dispatcher to be one of auto, .* got 'ring'"):
         parallelize_experts(layer, mesh, dispatcher="ring")

@@ -13,6 +13,7 @@ import mb_kernels
 import torch
 import torch.nn.functional as F
 from mb_layers.dispatch import Dispatched
+from mb_layers.experts import cast_alike
 from torch import Tensor
 
 from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks, gather_rows, sum_rows
@@ -38,6 +39,7 @@ class AllGatherDispatcher:
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Gather tokens and routing; bins hold the slots of this rank's experts."""
         tokens, top_k = expert_ids_TK.shape
+        (x_TD,) = cast_alike(x_TD)  # autocast's dtype travels, not fp32
         counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
         missing = self._longest(tokens, x_TD.device) - tokens
         routing = pack_routing(weights_TK, expert_ids_TK)

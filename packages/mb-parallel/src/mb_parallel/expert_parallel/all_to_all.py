@@ -18,6 +18,7 @@ import mb_kernels
 import torch
 from mb_kernels import Bins
 from mb_layers.dispatch import Dispatched
+from mb_layers.experts import cast_alike
 from torch import Tensor
 
 from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks, exchange_rows
@@ -49,12 +50,13 @@ class AllToAllDispatcher:
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Exchange counts, then tokens and routing; bins hold the slots of this rank's experts."""
         top_k = expert_ids_TK.shape[1]
+        (x_TD,) = cast_alike(x_TD)  # autocast's dtype travels, not fp32
         counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
-        bins = mb_kernels.bin_tokens(self.placement.destinations_TC(expert_ids_TK), self.place.size)
+        bins = mb_kernels.bin_tokens(self.placement.destinations(expert_ids_TK), self.place.size)
         by_rank = counts_of_ranks(bins.tokens_per_expert_E, self.place)
         sent = _Sent(
             bins,
-            self.placement.destinations(top_k),
+            self.placement.most_destinations(top_k),
             to=by_rank[self.place.rank],
             from_=[theirs[self.place.rank] for theirs in by_rank],
         )

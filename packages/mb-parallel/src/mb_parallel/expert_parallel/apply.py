@@ -1,7 +1,7 @@
 """`parallelize_experts`: expert parallelism put into a model from outside, by one call.
 
-Every `Experts` module keeps its name and its global shapes: its parameters become DTensors [E, F, D]
-sharded over the ep axis, so that a checkpoint written by any number of ranks loads on any other.
+Every `Experts` module keeps its name and its global shapes: its parameters become DTensors
+[E, F, D] sharded over the ep axis, so a checkpoint written by any number of ranks loads on any.
 Every layer that owns one gets a dispatcher. Which one moves the rows is chosen by a rule that is
 short enough to print.
 
@@ -25,12 +25,17 @@ from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
 from mb_parallel.expert_parallel.around import GlobalCapacity, SharedTokens
 from mb_parallel.expert_parallel.collectives import Place, mean_over
+from mb_parallel.expert_parallel.peer import PeerBuffers, PeerDispatcher, peer_problem
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.width import WidthShardedExperts
 from mb_parallel.mesh import ParallelMesh
 
-DispatcherName = Literal["auto", "all_gather", "all_to_all"]
+DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer"]
 Layer = MoE | dMoE
+
+# Gathering and the peers' memory hold the worst case, ep times the rows of balanced experts, in
+# what the experts save as well: up to here a fair price.
+_WORST_CASE_RANKS = 4
 
 
 def parallelize_experts(
@@ -40,6 +45,9 @@ def parallelize_experts(
     dispatcher: str = "auto",
     sequence_parallel: bool = True,
     equal_tokens: bool = False,
+    max_tokens: int | None = None,
+    keep_rows: bool = False,
+    timeout_s: float = 600.0,
 ) -> str:
     """Spread the experts of every `MoE` and `dMoE` in `model` over the ep axis, in place.
 
@@ -55,9 +63,14 @@ def parallelize_experts(
             False: they all bring the same tokens, and share them out. Unused where tp is 1.
         equal_tokens: every rank always brings as many tokens to a layer: nobody has to ask, and
             with "all_gather" the host never waits for the device.
+        max_tokens: for "peer": the most tokens a rank ever brings to a layer. None: the most that
+            any rank brings to the first one.
+        keep_rows: for "peer": keep received tokens for the backward instead of sending them again.
+        timeout_s: for "peer": how long a kernel waits for another rank.
 
     Returns:
-        What was chosen and why, to be printed.
+        What was chosen and why, to be printed. Where peers cannot write each other's memory,
+        "peer" falls back to another dispatcher, and this says so.
 
     Raises:
         ValueError: an unknown dispatcher, sizes that do not divide, or a layer that cannot be
@@ -67,32 +80,59 @@ def parallelize_experts(
         known = ", ".join(get_args(DispatcherName))
         raise ValueError(f"Expected dispatcher to be one of {known}, got {dispatcher!r}.")
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
-    told: dict[str, int] = {}
-    for name, layer in layers.items():
-        _refuse(name, layer, mesh, sequence_parallel)
-        label = name or "the layer"
-        if mesh.ep_size > 1:
-            line = _spread(layer, mesh, label, dispatcher, equal_tokens)
-            told[line] = told.get(line, 0) + 1
-        _surround(layer, mesh, label, sequence_parallel, equal_tokens)
     if not layers:
         return "expert parallelism: the model has no MoE layers"
-    if mesh.ep_size == 1:
+    for name, layer in layers.items():
+        _refuse(name, layer, mesh, sequence_parallel)
+    ep = mesh.axis("ep")
+    told: dict[str, int] = {}
+    if ep is not None:
+        widths = {layer.config.hidden_size for layer in layers.values()}
+        everywhere = Place(ep.get_group(), "the model")
+        problem = None
+        if dispatcher in ("auto", "peer"):
+            found = [peer_problem(everywhere, ep.device_type, width) for width in sorted(widths)]
+            problem = next((text for text in found if text), None)
+        buffers = PeerBuffers(everywhere, max_tokens=max_tokens, timeout_s=timeout_s)
+        for name, layer in layers.items():
+            top_k = layer.config.top_k
+            chosen, why = choose_dispatcher(dispatcher, top_k, ep.size(), problem)
+            line = _spread(layer, ep, name or "the layer", chosen, equal_tokens, buffers, keep_rows)
+            line = f"{line} by {chosen}, {why}"
+            told[line] = told.get(line, 0) + 1
+    for name, layer in layers.items():
+        _surround(layer, mesh, name or "the layer", sequence_parallel, equal_tokens)
+    if ep is None:
         return f"expert parallelism: ep = 1, all experts of {len(layers)} layers on every rank"
     lines = [f"{count} layers: {line}" for line, count in told.items()]
     return f"expert parallelism over ep = {mesh.ep_size}: " + "; ".join(lines)
 
 
-def choose_dispatcher(top_k: int, ep: int) -> tuple[str, str]:
+def choose_dispatcher(
+    wanted: DispatcherName, top_k: int, ep: int, peer_problem: str | None
+) -> tuple[DispatcherName, str]:
     """The dispatcher for top-k routing over `ep` ranks, and the reason in a few words.
 
-    Gathering sends a token to all ep - 1 other ranks; exchanging sends it to those it needs, at
-    most top_k, for the price of a count exchange that the host waits for. From top_k = 2 ep on a
-    token needs nearly every rank anyway.
+    Stores into peers' memory are fastest where they are possible, while their worst-case shapes are
+    affordable. Else, gathering sends a token to all ep - 1 other ranks; exchanging sends it to
+    those it needs, at most top_k, for the price of a count exchange that the host waits for: from
+    top_k = 2 ep on a token needs nearly every rank anyway.
+
+    Args:
+        wanted: what the user asked for.
+        peer_problem: why peers cannot write each other's memory, or None.
     """
+    if wanted in ("all_gather", "all_to_all"):
+        return wanted, "as asked for"
+    if wanted == "peer" and peer_problem is None:
+        return "peer", "as asked for"
+    if wanted == "auto" and peer_problem is None and ep <= _WORST_CASE_RANKS:
+        return "peer", f"since the GPUs reach each other's memory and ep <= {_WORST_CASE_RANKS}"
+    instead = f", not peer: {peer_problem}" if wanted == "peer" else ""
     if top_k >= 2 * ep:
-        return "all_gather", f"top_k = {top_k} >= 2 ep: a token needs nearly every rank"
-    return "all_to_all", f"top_k = {top_k} < 2 ep: a token needs only some of the ranks"
+        why = f"since top_k = {top_k} >= 2 ep, a token needs nearly every rank"
+        return "all_gather", why + instead
+    return "all_to_all", f"since top_k = {top_k} < 2 ep, a token needs few of the ranks{instead}"
 
 
 def _refuse(name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool) -> None:
@@ -112,25 +152,29 @@ def _refuse(name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool
 
 
 def _spread(
-    layer: Layer, mesh: ParallelMesh, name: str, dispatcher: str, equal_tokens: bool
+    layer: Layer,
+    ep: DeviceMesh,
+    name: str,
+    dispatcher: str,
+    equal_tokens: bool,
+    buffers: PeerBuffers,
+    keep_rows: bool,
 ) -> str:
-    """Shard the experts' parameters, give the layer its dispatcher, and say which."""
-    ep, config = mesh.axis("ep"), layer.config
-    assert ep is not None
+    """Shard the experts' parameters, give the layer its dispatcher, and say what a rank holds."""
+    experts = layer.config.num_experts
     place = Place(ep.get_group(), name)
-    placement = Placement(config.num_experts, place.size, place.rank)
+    placement = Placement(experts, place.size, place.rank)
     shard_experts(layer.experts, ep, placement, name)
-    why = "as asked for"
-    if dispatcher == "auto":
-        dispatcher, why = choose_dispatcher(config.top_k, place.size)
     if dispatcher == "all_gather":
-        layer.dispatcher = AllGatherDispatcher(config.num_experts, place, equal_tokens=equal_tokens)
+        layer.dispatcher = AllGatherDispatcher(experts, place, equal_tokens=equal_tokens)
+    elif dispatcher == "all_to_all":
+        layer.dispatcher = AllToAllDispatcher(experts, place)
     else:
-        layer.dispatcher = AllToAllDispatcher(config.num_experts, place)
-    held = f"{placement.experts_per_rank} of {config.num_experts} experts a rank"
+        layer.dispatcher = PeerDispatcher(experts, place, buffers, keep_rows=keep_rows)
+    held = f"{placement.experts_per_rank} of {experts} experts a rank"
     if placement.width_shards > 1:
         held = f"1/{placement.width_shards} of the width of " + held
-    return f"{held}, {dispatcher} ({why})"
+    return held
 
 
 def _surround(

@@ -60,11 +60,11 @@ class Placement:
         ids = expert_ids - self.first_expert
         return torch.where((ids >= 0) & (ids < self.experts_per_rank), ids, -1).int()
 
-    def destinations(self, top_k: int) -> int:
+    def most_destinations(self, top_k: int) -> int:
         """C: the most ranks that one token can have to reach."""
         return min(top_k, self.ranks // self.width_shards) * self.width_shards
 
-    def destinations_TC(self, expert_ids_TK: Tensor) -> Tensor:
+    def destinations(self, expert_ids_TK: Tensor) -> Tensor:
         """The ranks each token has to reach, every rank once: int32 [T, C], -1 where fewer."""
         tokens, top_k = expert_ids_TK.shape
         groups = self.ranks // self.width_shards

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from mb_layers.experts import Experts
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mb_parallel.expert_parallel.collectives import Place, exchange_rows
 
@@ -29,7 +30,7 @@ class WidthShardedExperts(Experts):
     def local_parameters(self, num_experts: int) -> list[Tensor | None]:
         """w1, w2, b1 and b2 as this rank computes with them."""
         w1, w2, b1, b2 = (
-            None if weight is None else weight.to_local()  # ty: ignore[missing-attribute]
+            None if weight is None else _local(weight)
             for weight in (self.w1, self.w2, self.b1, self.b2)
         )
         assert w1 is not None
@@ -41,6 +42,11 @@ class WidthShardedExperts(Experts):
             before = self.width.rank * b2.shape[1]
             b2 = F.pad(b2, (before, self.config.hidden_size - before - b2.shape[1]))
         return [w1, w2, b1, b2]
+
+
+def _local(weight: Tensor) -> Tensor:
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
 
 
 def _gate_over_up(rows: Tensor, place: Place) -> Tensor:

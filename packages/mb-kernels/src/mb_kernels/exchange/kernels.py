@@ -1,0 +1,220 @@
+"""Kernels of ``mb_kernels.exchange``: rows into the memory of other ranks, and the wait for theirs.
+
+Nothing here needs instructions that Triton does not have, so the same kernels compile for NVIDIA
+and AMD: addresses of other ranks' memory come from a table of 64-bit integers, data moves by plain
+loads and stores, and signals are atomics of scope "sys".
+
+Order of memory: every program of ``push_kernel`` stores its rows, meets its own threads at a
+barrier and releases a ticket; the program that draws the last ticket has thereby acquired all the
+others' stores, and releases a signal to each peer. ``wait_kernel`` acquires the signals; what reads
+the rows is a later kernel of the same stream.
+
+Letters: T tokens, C destinations of a token, P ranks, M the most tokens a rank may bring, D hidden,
+W words of payload, R = P M rows of a buffer.
+"""
+
+import triton
+import triton.language as tl
+
+from mb_kernels.targets import GateCase, Target
+
+
+@triton.jit
+def push_kernel(
+    x_ptr,  # [T, D], or [R, D] without GATHER
+    payload_ptr,  # fp32 [T, W] or [R, W]; with PAYLOAD
+    order_ptr,  # int32 [T C]: slots by destination; with GATHER
+    counts_ptr,  # int32 [P]: rows for each peer
+    table_ptr,  # int64 [P]: where each peer's arena starts
+    done_ptr,  # int32 [1], zero between launches
+    rows_at,  # where in an arena the rows go, in bytes
+    payload_at,
+    counts_at,  # with SEND_COUNTS
+    signals_at,
+    rank,
+    M,
+    D,
+    W,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    PEERS: tl.constexpr,  # a power of two from P on
+    GATHER: tl.constexpr,
+    PAYLOAD: tl.constexpr,
+    SEND_COUNTS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    peer_P = tl.arange(0, PEERS)
+    count_P = tl.load(counts_ptr + peer_P, mask=peer_P < P, other=0)
+    end_P = tl.cumsum(count_P, 0)
+    total = tl.sum(count_P, 0)
+    for first in range(tl.program_id(0) * BLOCK_R, total, tl.num_programs(0) * BLOCK_R):
+        r = first + tl.arange(0, BLOCK_R)
+        live = r < total
+        before = (end_P[None, :] <= r[:, None]) & (peer_P < P)[None, :]
+        peer = tl.minimum(tl.sum(before.to(tl.int32), 1), P - 1)
+        i = r - tl.sum(tl.where(before, count_P[None, :], 0), 1)
+        source = tl.load(order_ptr + r, mask=live, other=0) // C if GATHER else peer * M + i
+        arena = tl.load(table_ptr + peer, mask=live, other=0)
+        to = (arena + rows_at).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        to = tl.multiple_of(to + (rank * M + i).to(tl.int64) * D, 16)
+        source_row = x_ptr + source.to(tl.int64) * D
+        for start in range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            mask = live[:, None] & (d < D)[None, :]
+            tl.store(
+                to[:, None] + d[None, :], tl.load(source_row[:, None] + d[None, :], mask), mask
+            )
+        if PAYLOAD:
+            w = tl.arange(0, BLOCK_W)
+            mask = live[:, None] & (w < W)[None, :]
+            words = tl.load(payload_ptr + source.to(tl.int64)[:, None] * W + w[None, :], mask)
+            words_to = (arena + payload_at).to(tl.pointer_type(tl.float32))
+            words_to += (rank * M + i).to(tl.int64) * W
+            tl.store(words_to[:, None] + w[None, :], words, mask)
+
+    tl.debug_barrier()
+    ticket = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="sys")
+    if ticket == tl.num_programs(0) - 1:
+        tl.store(done_ptr, 0)
+        if SEND_COUNTS:
+            for p in range(P):
+                arena = tl.load(table_ptr + p)
+                counts_to = (arena + counts_at).to(tl.pointer_type(tl.int32)) + rank
+                tl.store(counts_to, tl.load(counts_ptr + p))
+        tl.debug_barrier()
+        for p in range(P):
+            arena = tl.load(table_ptr + p)
+            signal = (arena + signals_at).to(tl.pointer_type(tl.int32)) + rank
+            tl.atomic_add(signal, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_kernel(
+    table_ptr,  # int64 [P]
+    counts_ptr,  # int32 [P]: copy of what the peers sent; with COUNTS
+    error,  # address of int32 [3]: set to (1, place, peer) when a peer does not come
+    counts_at,
+    signals_at,
+    rank,
+    place,
+    polls,  # looks at a signal before giving up
+    P: tl.constexpr,
+    COUNTS: tl.constexpr,
+):
+    error_ptr = error.to(tl.pointer_type(tl.int32))
+    failed = tl.load(error_ptr)
+    # After one failure nobody is waited for any more: the host is about to find out.
+    limit = tl.where(failed == 0, polls, 0)
+    arena = tl.load(table_ptr + rank)
+    signals = (arena + signals_at).to(tl.pointer_type(tl.int32))
+    for p in range(P):
+        came = tl.atomic_add(signals + p, 0, sem="acquire", scope="sys")
+        looks = 0
+        while (came < 1) & (looks < limit):
+            came = tl.atomic_add(signals + p, 0, sem="acquire", scope="sys")
+            looks += 1
+        if came < 1:
+            if failed == 0:
+                tl.store(error_ptr + 1, place)
+                tl.store(error_ptr + 2, p)
+                tl.store(error_ptr, 1)
+                failed += 1
+        else:
+            tl.atomic_add(signals + p, -1, sem="relaxed", scope="sys")
+    tl.debug_barrier()
+    if COUNTS:
+        counts = (arena + counts_at).to(tl.pointer_type(tl.int32))
+        for p in range(P):
+            tl.store(counts_ptr + p, tl.load(counts + p))
+
+
+@triton.jit
+def sum_kernel(
+    rows_ptr,  # [R, D]: row p M + i is the i-th that came from rank p
+    peers_ptr,  # int32 [T, C]: destinations of each token, -1 for none
+    inverse_ptr,  # int32 [T C]: a slot's row among all that were sent, by destination
+    offsets_ptr,  # int32 [P + 1]: where a destination's rows begin
+    y_ptr,  # [T, D]
+    tokens,
+    M,
+    D,
+    C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    live = t < tokens
+    slot = t.to(tl.int64) * C
+    acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for c in range(C):
+        peer = tl.load(peers_ptr + slot + c, mask=live, other=-1)
+        there = peer >= 0
+        r = tl.load(inverse_ptr + slot + c, mask=there, other=0)
+        row = peer * M + r - tl.load(offsets_ptr + peer, mask=there, other=0)
+        mask = there[:, None] & (d < D)[None, :]
+        where = row.to(tl.int64)[:, None] * D + d[None, :]
+        acc += tl.load(rows_ptr + where, mask=mask, other=0.0).to(tl.float32)
+    where = t.to(tl.int64)[:, None] * D + d[None, :]
+    value = acc.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + where, value, mask=live[:, None] & (d < D)[None, :])
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    """Eight ranks, top-8, hidden sizes that are multiples of 16."""
+    push = {
+        "x_ptr": "*bf16",
+        "payload_ptr": "*fp32",
+        "order_ptr": "*i32",
+        "counts_ptr": "*i32",
+        "table_ptr": "*i64",
+        "done_ptr": "*i32",
+        **dict.fromkeys(("rows_at", "payload_at", "counts_at", "signals_at"), "i64"),
+        **dict.fromkeys(("rank", "M", "D", "W"), "i32"),
+    }
+    aligned = ("rows_at", "payload_at", "counts_at", "signals_at", "D", "W")
+    common = {"C": 8, "P": 8, "PEERS": 8, "BLOCK_R": 4, "BLOCK_D": 1024, "BLOCK_W": 16}
+    return [
+        GateCase(
+            name="push",
+            kernel=push_kernel,
+            signature=push,
+            constexprs={**common, "GATHER": True, "PAYLOAD": True, "SEND_COUNTS": True},
+            multiples_of_16=aligned,
+        ),
+        GateCase(
+            name="push_back",
+            kernel=push_kernel,
+            signature=push,
+            constexprs={**common, "GATHER": False, "PAYLOAD": False, "SEND_COUNTS": False},
+            multiples_of_16=aligned,
+        ),
+        GateCase(
+            name="wait",
+            kernel=wait_kernel,
+            signature={
+                "table_ptr": "*i64",
+                "counts_ptr": "*i32",
+                **dict.fromkeys(("error", "counts_at", "signals_at"), "i64"),
+                **dict.fromkeys(("rank", "place", "polls"), "i32"),
+            },
+            constexprs={"P": 8, "COUNTS": True},
+            num_warps=1,
+        ),
+        GateCase(
+            name="sum",
+            kernel=sum_kernel,
+            signature={
+                "rows_ptr": "*bf16",
+                "peers_ptr": "*i32",
+                "inverse_ptr": "*i32",
+                "offsets_ptr": "*i32",
+                "y_ptr": "*bf16",
+                **dict.fromkeys(("tokens", "M", "D"), "i32"),
+            },
+            constexprs={"C": 8, "BLOCK_T": 1, "BLOCK_D": 1024},
+            multiples_of_16=("D",),
+        ),
+    ]

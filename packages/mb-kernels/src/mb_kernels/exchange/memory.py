@@ -1,0 +1,255 @@
+"""``PeerMemory``: rows between ranks through memory that each of them can address.
+
+Every rank has an arena of one ``Layout``, and a table with the addresses of all arenas. To push is
+to store rows into the peers' arenas, at a place that no other rank writes; to wait is to know that
+all peers' rows have come. Neither makes the host wait for the device, and shapes do not depend on
+the routing, so a CUDA graph can hold both.
+
+A buffer has a region of M rows for each source rank, so that nobody has to know how many rows the
+others send, and none can overflow. Row p M + i is the i-th that came from rank p; of the M rows of
+a region as many are valid as rank p sent, and the others hold whatever was there.
+
+    "tokens"   tokens with their payload, from the ranks they belong to, and how many there are
+    "grads"    gradients of what came of them, in the same rows
+    "home"     rows that go back to where they came from, with a payload if need be
+
+Order on one stream makes a second copy of a buffer needless: a rank pushes into "tokens" again only
+after it has waited for "home", which its peers pushed after they were done with their "tokens"; and
+so on for each pair. Uses must alternate, as they do in a layer's forward and backward.
+
+Letters: T tokens, C destinations of a token, P ranks, M the most tokens a rank may bring, D hidden,
+W words of payload.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Buffer = Literal["tokens", "grads", "home"]
+_BUFFERS: tuple[Buffer, ...] = ("tokens", "grads", "home")
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What lies where in an arena, in bytes.
+
+    ranks: P; tokens: M; hidden: D; words: W, fp32; dtype: of the rows.
+
+    Raises:
+        ValueError: a size below 1, or rows whose length is no multiple of 16 bytes.
+    """
+
+    ranks: int
+    tokens: int
+    hidden: int
+    words: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if min(self.ranks, self.tokens, self.hidden, self.words) < 1:
+            raise ValueError(f"Layout: expected sizes of at least 1; got {self}.")
+        if self.hidden * self.dtype.itemsize % 16:
+            raise ValueError(
+                "hidden: expected rows of a multiple of 16 bytes, which travel in such pieces; got "
+                f"{self.hidden} elements of {self.dtype}. Pad the hidden size."
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of one buffer, P M."""
+        return self.ranks * self.tokens
+
+    def rows_at(self, buffer: Buffer) -> int:
+        size = _aligned(self.rows * self.hidden * self.dtype.itemsize)
+        return _BUFFERS.index(buffer) * size
+
+    def payload_at(self, buffer: Buffer) -> int:
+        size = _aligned(self.rows * self.words * 4)
+        return len(_BUFFERS) * self.rows_at("grads") + (buffer == "home") * size
+
+    def counts_at(self) -> int:
+        return 2 * self.payload_at("home") - self.payload_at("tokens")
+
+    def signals_at(self, buffer: Buffer) -> int:
+        size = _aligned(self.ranks * 4)
+        return self.counts_at() + (1 + _BUFFERS.index(buffer)) * size
+
+    @property
+    def nbytes(self) -> int:
+        return self.signals_at("home") + _aligned(self.ranks * 4)
+
+
+class PeerMemory:
+    """One rank's arena and its way into those of its peers.
+
+    Args:
+        layout: the same on all ranks.
+        rank: this rank, 0 to P - 1.
+        arena: uint8 [layout.nbytes] on the device, zeros, addressable by all peers.
+        table: int64 [P] on the device: the addresses of all arenas, as this rank sees them.
+        error: int32 [3] in pinned host memory (any memory under the interpreter), zeros: becomes
+            (1, place, peer) when a peer does not come.
+        polls: how often a signal is looked at before giving up, about a microsecond each.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        arena: Tensor,
+        table: Tensor,
+        error: Tensor,
+        *,
+        polls: int = 600_000_000,
+    ) -> None:
+        assert arena.dtype is torch.uint8
+        assert arena.numel() >= layout.nbytes
+        self.layout, self.rank, self.arena = layout, rank, arena
+        self.table, self.error, self.polls = table, error, polls
+        self._done = torch.zeros(1, dtype=torch.int32, device=arena.device)
+        if arena.is_cuda:
+            units = torch.cuda.get_device_properties(arena.device).multi_processor_count
+            self._programs = 4 * units  # 528 on an H200: what its links take in
+        else:
+            self._programs = 3
+
+    def rows(self, buffer: Buffer) -> Tensor:
+        """The rows of a buffer, [P M, D], a view of this rank's arena."""
+        layout = self.layout
+        return self._view(layout.rows_at(buffer), (layout.rows, layout.hidden), layout.dtype)
+
+    def payload(self, buffer: Buffer) -> Tensor:
+        """The payload of "tokens" or "home", fp32 [P M, W], a view of this rank's arena."""
+        layout = self.layout
+        return self._view(layout.payload_at(buffer), (layout.rows, layout.words), torch.float32)
+
+    def push(
+        self,
+        buffer: Buffer,
+        x: Tensor,
+        counts_P: Tensor,
+        *,
+        order_N: Tensor | None = None,
+        columns: int = 1,
+        payload: Tensor | None = None,
+    ) -> None:
+        """Store rows into the peers' buffers and signal them.
+
+        Args:
+            buffer: theirs to write.
+            x: [T, D] with `order_N`; else [P M, D], where row p M + i goes to rank p.
+            counts_P: int32, rows for each peer, at most M. For "tokens" they are sent along.
+            order_N: slots (token times columns plus choice) sorted by destination.
+            columns: C.
+            payload: fp32 [T or P M, W].
+        """
+        from mb_kernels.exchange.kernels import push_kernel
+
+        kernel: Any = push_kernel
+        layout = self.layout
+        x = x.contiguous()
+        block_d = min(_power_of_two(layout.hidden), 1024)
+        kernel[(self._programs,)](
+            x,
+            x if payload is None else payload.contiguous(),
+            counts_P if order_N is None else order_N,
+            counts_P,
+            self.table,
+            self._done,
+            layout.rows_at(buffer),
+            layout.payload_at(buffer),
+            layout.counts_at(),
+            layout.signals_at(buffer),
+            self.rank,
+            layout.tokens,
+            layout.hidden,
+            layout.words,
+            C=columns,
+            P=layout.ranks,
+            PEERS=_power_of_two(layout.ranks),
+            GATHER=order_N is not None,
+            PAYLOAD=payload is not None,
+            SEND_COUNTS=buffer == "tokens",
+            BLOCK_R=max(4096 // block_d, 1),
+            BLOCK_D=block_d,
+            BLOCK_W=_power_of_two(layout.words),
+        )
+
+    def wait(self, buffer: Buffer, place: int = 0) -> Tensor:
+        """Let the stream wait until all peers have pushed; return their counts [P], int32.
+
+        Counts are meaningful for "tokens" alone. A peer that does not come sets `error` to
+        (1, place, its rank), and nobody is waited for any more.
+        """
+        from mb_kernels.exchange.kernels import wait_kernel
+
+        kernel: Any = wait_kernel
+        layout = self.layout
+        counts_P = torch.empty(layout.ranks, dtype=torch.int32, device=self.arena.device)
+        kernel[(1,)](
+            self.table,
+            counts_P,
+            self.error.data_ptr(),
+            layout.counts_at(),
+            layout.signals_at(buffer),
+            self.rank,
+            place,
+            self.polls,
+            P=layout.ranks,
+            COUNTS=buffer == "tokens",
+            num_warps=1,
+        )
+        return counts_P
+
+    def sum_home(
+        self, rows: Tensor, peers_TC: Tensor, inverse_N: Tensor, offsets_P1: Tensor
+    ) -> Tensor:
+        """Each token's rows summed in fp32, in the order of its destinations; no atomics.
+
+        Args:
+            rows: of "home": `rows("home")` or `payload("home")`, [P M, any].
+            peers_TC: int32, destinations of each token, -1 for none.
+            inverse_N, offsets_P1: of the bins that `push` of "tokens" had its order from.
+
+        Returns:
+            [T, any] in the dtype of rows.
+        """
+        from mb_kernels.exchange.kernels import sum_kernel
+
+        kernel: Any = sum_kernel
+        (tokens, columns), width = peers_TC.shape, rows.shape[1]
+        y = rows.new_empty((tokens, width))
+        if y.numel() == 0:
+            return y
+        block_d = min(_power_of_two(width), 1024)
+        block_t = max(1024 // block_d, 1)
+        grid = (-(-tokens // block_t), -(-width // block_d))
+        kernel[grid](
+            rows,
+            peers_TC,
+            inverse_N,
+            offsets_P1,
+            y,
+            tokens,
+            self.layout.tokens,
+            width,
+            C=columns,
+            BLOCK_T=block_t,
+            BLOCK_D=block_d,
+        )
+        return y
+
+    def _view(self, at: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        nbytes = shape[0] * shape[1] * dtype.itemsize
+        return self.arena[at : at + nbytes].view(dtype).view(shape)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,306 @@
+"""Expert parallelism by stores into the other ranks' memory: no host in between, no NCCL.
+
+Kernels of `mb_kernels.exchange` gather a token and store it straight into the receiver's memory,
+once per rank however many of its experts are there, and the results come home the same way, summed
+in fp32 in fixed order. Nothing is read back between logits and output, shapes are static, and a
+CUDA graph can hold the layer. Buffers have room for every token of every rank: nothing overflows.
+
+All layers share the buffers, so what a rank received is gone when the backward comes. It is sent
+again from where it belongs, beside the gradients, or kept (`keep_rows`): twice the traffic of
+tokens, or P T rows of memory a layer.
+
+Letters: T tokens, D hidden, K top-k, P ranks, M the most tokens a rank may bring, R = P M rows,
+J choices of a token on one rank, W = 2 K words of routing.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mb_kernels
+import torch
+import torch.distributed as dist
+from mb_kernels import Bins
+from mb_kernels.exchange import Layout, PeerMemory
+from mb_layers.dispatch import Dispatched
+from mb_layers.experts import cast_alike
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks
+from mb_parallel.expert_parallel.placement import Placement, pack_routing, unpack_routing
+
+# Makes an arena of so many bytes for the ranks of a place: (arena, table, error, what to keep).
+Allocate = Callable[[int, Place], tuple[Tensor, Tensor, Tensor, Any]]
+_STEPS = ("dispatch", "combine", "the backward of combine", "the backward of dispatch")
+
+
+class PeerBuffers:
+    """The memory that all layers of a model exchange through, made at the first dispatch.
+
+    Args:
+        place: the expert-parallel group; its layer is of no account here.
+        max_tokens: M. None: the most that any rank brings to its first dispatch.
+        timeout_s: how long, about, a kernel waits for a peer before the rank gives up.
+        allocate: where memory comes from; torch's symmetric memory by default.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        max_tokens: int | None = None,
+        timeout_s: float = 600.0,
+        allocate: Allocate | None = None,
+    ) -> None:
+        self.place = place
+        self.max_tokens = max_tokens
+        self.timeout_s = timeout_s
+        self._allocate = allocate or symmetric_arena
+        self._memories: dict[tuple[int, torch.dtype, int], PeerMemory] = {}
+        self._kept: list[Any] = []
+        self._layers: list[str] = []
+        self.uses = 0  # of "tokens" and "grads", to notice when they do not alternate
+
+    def register(self, layer: str) -> int:
+        """Number of a layer, for messages."""
+        self._layers.append(layer)
+        return len(self._layers) - 1
+
+    @_disable_dynamo
+    def memory(self, x_TD: Tensor, words: int) -> PeerMemory:
+        """The memory for rows like those of x; all ranks ask for the same ones in the same order.
+
+        Raises:
+            ValueError: more tokens than there is room for.
+            RuntimeError: a peer did not come to an earlier exchange.
+        """
+        tokens, hidden = x_TD.shape
+        key = (hidden, x_TD.dtype, words)
+        if key not in self._memories:
+            mine = torch.tensor([self.max_tokens or tokens], dtype=torch.int32, device=x_TD.device)
+            most = max(theirs for (theirs,) in counts_of_ranks(mine, self.place))
+            layout = Layout(self.place.size, max(most, 1), hidden, words, x_TD.dtype)
+            arena, table, error, kept = self._allocate(layout.nbytes, self.place)
+            self._kept.append(kept)
+            polls = min(int(self.timeout_s * 1e6), 2**31 - 1)
+            self._memories[key] = PeerMemory(
+                layout, self.place.rank, arena, table, error, polls=polls
+            )
+        memory = self._memories[key]
+        self.check(memory)
+        if tokens > memory.layout.tokens:
+            raise ValueError(
+                f"Expected at most {memory.layout.tokens} tokens per rank, which the exchange was "
+                f"made for, got {tokens}. Pass max_tokens={tokens} to parallelize_experts."
+            )
+        return memory
+
+    def check(self, memory: PeerMemory) -> None:
+        """Raise if a kernel has given up on a peer. Reads host memory alone."""
+        failed, where, peer = memory.error.tolist()
+        if not failed:
+            return
+        layer, step = divmod(where, len(_STEPS))
+        ranks = dist.get_process_group_ranks(self.place.group)
+        raise RuntimeError(
+            f"rank {dist.get_rank()} waited {self.timeout_s:g} s in vain for rank {ranks[peer]} in "
+            f"{_STEPS[step]} of {self._layers[layer]}. If that rank died, its own error is the "
+            "cause; what this rank has computed since is worthless."
+        )
+
+
+@dataclass
+class _Route:
+    """What one dispatch sent where; made on the origin, read until its backward."""
+
+    buffers: PeerBuffers
+    memory: PeerMemory
+    layer: int
+    peers_TC: Tensor
+    bins: Bins
+    keep_rows: bool
+    counts_P: Tensor | None = None  # rows that came from each rank
+    use: int = 0  # of the buffers, when they were filled for this route
+
+    def send(self, x_TD: Tensor, payload_TW: Tensor | None, buffer: Any, step: int) -> Tensor:
+        self.memory.push(
+            buffer,
+            x_TD,
+            self.bins.tokens_per_expert_E,
+            order_N=self.bins.order_N,
+            columns=self.peers_TC.shape[1],
+            payload=payload_TW,
+        )
+        self.buffers.uses += 1
+        self.use = self.buffers.uses
+        return self.memory.wait(buffer, self._place(step))
+
+    def collect(self, rows_RD: Tensor, payload_RW: Tensor | None, step: int) -> list[Tensor]:
+        """Send rows (and payload) home; the sums of each token's."""
+        if self.use != self.buffers.uses:
+            raise RuntimeError(
+                f"Expected nothing to be dispatched between dispatch and combine of "
+                f"{self.buffers._layers[self.layer]}, or within its backward, got another layer's "
+                "exchange, whose rows are in the buffers now. Run the layers one after the other, "
+                "or use another dispatcher."
+            )
+        assert self.counts_P is not None
+        memory = self.memory
+        memory.push("home", rows_RD, self.counts_P, payload=payload_RW)
+        memory.wait("home", self._place(step))
+        indices = (self.peers_TC, self.bins.inverse_N, self.bins.offsets_E1)
+        sources = [memory.rows("home")]
+        if payload_RW is not None:
+            sources.append(memory.payload("home"))
+        return [memory.sum_home(source, *indices) for source in sources]
+
+    def _place(self, step: int) -> int:
+        return self.layer * len(_STEPS) + step
+
+
+class PeerDispatcher:
+    """Sends each token once to each rank that it has an expert on, by kernels.
+
+    Args:
+        num_experts: E of the layer.
+        place: the expert-parallel group.
+        buffers: shared with the other layers.
+        keep_rows: keep a copy of what was received for the backward, instead of sending it again.
+    """
+
+    def __init__(
+        self, num_experts: int, place: Place, buffers: PeerBuffers, *, keep_rows: bool = False
+    ) -> None:
+        self.num_experts = num_experts
+        self.place = place
+        self.buffers = buffers
+        self.keep_rows = keep_rows
+        self.placement = Placement(num_experts, place.size, place.rank)
+        self.layer = buffers.register(place.layer)
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
+        """Store tokens and routing into the peers' memory; x_RD has room for all of them."""
+        top_k = expert_ids_TK.shape[1]
+        (x_TD,) = cast_alike(x_TD)
+        counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
+        peers_TC = self.placement.destinations(expert_ids_TK)
+        bins = mb_kernels.bin_tokens(peers_TC, self.place.size)
+        memory = self.buffers.memory(x_TD, 2 * top_k)
+        route = _Route(self.buffers, memory, self.layer, peers_TC, bins, self.keep_rows)
+        x_RD, routing_RW = _send(x_TD, pack_routing(weights_TK, expert_ids_TK), route)
+        weights_RJ, ids_RJ = unpack_routing(routing_RW, self.placement, top_k)
+        local_bins = mb_kernels.bin_tokens(ids_RJ, self.placement.experts_per_rank)
+        state = (route, x_TD.detach())
+        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, counts_E.sum(), state=state)
+
+    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        """Store the experts' rows into the memory of where their tokens belong, and sum there."""
+        route, x_TD = dispatched.state
+        return _collect(y_RD, x_TD, route)
+
+
+@_disable_dynamo
+def _send(x_TD: Tensor, routing_TW: Tensor, route: _Route) -> tuple[Tensor, Tensor]:
+    return _Send.apply(x_TD, routing_TW, route)
+
+
+@_disable_dynamo
+def _collect(y_RD: Tensor, x_TD: Tensor, route: _Route) -> Tensor:
+    return _Collect.apply(y_RD, x_TD, route)
+
+
+class _Send(torch.autograd.Function):
+    """Tokens and routing to the ranks of their experts: [R, D] and [R, W], -1 in unused rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, routing_TW: Tensor, route: _Route) -> tuple[Tensor, Tensor]:
+        ctx.route, memory = route, route.memory
+        route.counts_P = route.send(x_TD, routing_TW, "tokens", step=0)
+        place_M = torch.arange(memory.layout.tokens, device=x_TD.device)
+        taken_R1 = (place_M < route.counts_P[:, None]).view(-1, 1)
+        routing_RW = torch.where(taken_R1, memory.payload("tokens"), -1.0)
+        x_RD = memory.rows("tokens")
+        return x_RD.clone() if route.keep_rows else x_RD, routing_RW
+
+    @staticmethod
+    def backward(ctx: Any, dx_RD: Tensor, d_routing_RW: Tensor) -> tuple[Tensor, Tensor, None]:  # ty: ignore[incompatible-method-override]
+        dx_TD, d_routing_TW = ctx.route.collect(dx_RD, d_routing_RW, step=3)
+        return dx_TD, d_routing_TW, None
+
+
+class _Collect(torch.autograd.Function):
+    """Rows back to where their tokens belong, summed there.
+
+    Its backward fills "grads", and "tokens" again, for the experts' backward that comes next.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, x_TD: Tensor, route: _Route) -> Tensor:
+        ctx.route = route
+        ctx.save_for_backward(*(() if route.keep_rows else (x_TD,)))
+        return route.collect(y_RD, None, step=1)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:  # ty: ignore[incompatible-method-override]
+        route: _Route = ctx.route
+        route.buffers.check(route.memory)
+        route.send(dy_TD, None, "grads", step=2)
+        if not route.keep_rows:
+            (x_TD,) = ctx.saved_tensors
+            route.send(x_TD, None, "tokens", step=2)
+        return route.memory.rows("grads"), None, None
+
+
+def symmetric_arena(nbytes: int, place: Place) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """Zeroed symmetric memory on the current device; collective over the ranks of `place`."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    arena = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    arena.zero_()
+    handle = symmetric_memory.rendezvous(arena, place.group)
+    table = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    error = torch.zeros(3, dtype=torch.int32, pin_memory=True)
+    torch.cuda.synchronize(device)  # zeros everywhere before the first signal
+    dist.barrier(place.group)
+    return arena, table, error, handle
+
+
+def peer_problem(place: Place, device_type: str, hidden_size: int) -> str | None:
+    """Why peers cannot write each other's memory here, alike on all ranks; None if they can.
+
+    Tries it on a few bytes. Collective over the ranks of `place`.
+    """
+    if device_type != "cuda":
+        return "the model is not on a GPU"
+    if torch.version.hip is not None:
+        return "on AMD it is compiled but not measured yet"
+    if hidden_size % 8:
+        return f"hidden_size = {hidden_size} is no multiple of 8"
+    mine = torch.cuda.current_device()
+    where: list[Any] = [None] * place.size
+    dist.all_gather_object(where, (socket.gethostname(), mine), group=place.group)
+    if len({host for host, _ in where}) > 1:
+        return "the ranks of an ep group are on several hosts"
+    others = [index for _, index in where if index != mine]
+    problem = None
+    if not all(torch.cuda.can_device_access_peer(mine, other) for other in others):
+        problem = "the GPUs cannot address each other's memory"
+    problem = _any_problem(problem, place)
+    if problem is not None:
+        return problem
+    try:
+        symmetric_arena(256, place)
+    except (RuntimeError, ImportError) as error:
+        problem = f"symmetric memory is not available ({str(error).splitlines()[0]})"
+    return _any_problem(problem, place)
+
+
+def _any_problem(mine: str | None, place: Place) -> str | None:
+    problems: list[Any] = [None] * place.size
+    dist.all_gather_object(problems, mine, group=place.group)
+    return next((problem for problem in problems if problem), None)

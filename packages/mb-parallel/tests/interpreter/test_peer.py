@@ -1,0 +1,172 @@
+"""`PeerDispatcher` against `LocalDispatcher`: two processes that write each other's memory.
+
+A file that both map takes the place of symmetric memory, and Triton's interpreter that of a GPU.
+"""
+
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+from mb_kernels.testing import assert_close
+from mb_layers.config import MoEConfig
+from mb_layers.moe import dMoE
+from mb_parallel import ParallelDims
+from mb_parallel.expert_parallel import PeerBuffers, PeerDispatcher, Place
+from mb_parallel.expert_parallel.apply import shard_experts
+from mb_parallel.expert_parallel.placement import Placement
+from mb_parallel.testing import run_ranks
+
+HIDDEN, FFN = 16, 16
+
+
+class Case(NamedTuple):
+    lengths: tuple[int, int]
+    top_k: int = 2
+    experts: int = 4
+    masked: bool = False
+    one_rank: bool = False
+    keep_rows: bool = False
+
+
+CASES = [
+    Case((5, 3)),
+    Case((4, 4), top_k=1, keep_rows=True),
+    Case((3, 0), top_k=3),
+    Case((4, 5), masked=True),
+    Case((3, 4), top_k=1, one_rank=True),
+    Case((2, 3), experts=1, top_k=1),  # the width is shared
+]
+
+
+class SharedFiles:
+    """Allocates arenas as files in a folder, mapped by every rank."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.made = folder, 0
+
+    def __call__(self, nbytes: int, place: Place):
+        paths = [f"{self.folder}/{self.made}-{rank}" for rank in range(place.size)]
+        self.made += 1
+        with open(paths[place.rank], "wb") as file:
+            file.truncate(nbytes)
+        torch.distributed.barrier(place.group)
+        arenas = [torch.from_file(path, True, nbytes, dtype=torch.uint8) for path in paths]
+        table = torch.tensor([arena.data_ptr() for arena in arenas])
+        return arenas[place.rank], table, torch.zeros(3, dtype=torch.int32), arenas
+
+
+def _layer(case: Case) -> dMoE:
+    torch.manual_seed(3)
+    config = MoEConfig(
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN * 2,
+        num_experts=case.experts,
+        top_k=case.top_k,
+        init_method_std=0.5,
+    )
+    return dMoE(config)
+
+
+def _inputs(case: Case):
+    generator = torch.Generator().manual_seed(7)
+    tokens = sum(case.lengths)
+    x = torch.randn(tokens, HIDDEN, generator=generator)
+    weights = torch.rand(tokens, case.top_k, generator=generator)
+    ids = torch.rand(tokens, case.experts, generator=generator).topk(case.top_k).indices.int()
+    if case.masked:
+        ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
+    if case.one_rank:
+        ids[:] = case.experts - 1
+    return x, weights, ids
+
+
+def _twice_through(layer: dMoE, x, weights, ids) -> dict[str, torch.Tensor]:
+    """Two layers that share their experts and, spread, their buffers."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    y = x
+    for _ in range(2):
+        dispatched = layer.dispatcher.dispatch(y, weights, ids)
+        y = y + layer.dispatcher.combine(layer.experts(dispatched), dispatched)
+    (y * torch.cos(3 * x.detach())).sum().backward()
+    result = {"y": y.detach(), "dx": x.grad, "dweights": weights.grad}
+    result["counts"] = dispatched.tokens_per_expert_E
+    for name, parameter in layer.experts.named_parameters():
+        grad = parameter.grad
+        result[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return result
+
+
+def _spread(layer: dMoE, case: Case, ep, buffers: PeerBuffers) -> None:
+    place = Place(ep.get_group(), "layers.1.moe")
+    shard_experts(layer.experts, ep, Placement(case.experts, place.size, place.rank), "moe")
+    layer.dispatcher = PeerDispatcher(case.experts, place, buffers, keep_rows=case.keep_rows)
+
+
+def _ranks(rank: int, ranks: int, folder: str):
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    ep = ParallelDims(dp_shard=2, ep=2).build("cpu").axis("ep")
+    buffers = PeerBuffers(Place(ep.get_group()), max_tokens=5, allocate=SharedFiles(folder))
+    results = []
+    for case in CASES:
+        layer = _layer(case)
+        _spread(layer, case, ep, buffers)
+        first = sum(case.lengths[:rank])
+        mine = slice(first, first + case.lengths[rank])
+        x, weights, ids = (t[mine] for t in _inputs(case))
+        once = _twice_through(layer, x, weights, ids)
+        layer.zero_grad()
+        again = _twice_through(layer, x, weights, ids)
+        for name, value in once.items():
+            assert torch.equal(value, again[name]), f"{name} differs when run again"
+        results.append(once)
+    said = []
+    for tokens in (6, 2):  # more than there is room for; then another layer in between
+        x, weights = torch.zeros(tokens, HIDDEN), torch.ones(tokens, 1)
+        ids = torch.zeros(tokens, 1, dtype=torch.int32)
+        try:
+            dispatched = layer.dispatcher.dispatch(x, weights, ids)
+            layer.dispatcher.dispatch(x, weights, ids)
+            layer.dispatcher.combine(dispatched.x_RD, dispatched)
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    return results, said
+
+
+def test_two_processes(tmp_path):
+    results = run_ranks(_ranks, 2, str(tmp_path), timeout_s=280)
+    for number, case in enumerate(CASES):
+        expected = _twice_through(_layer(case), *_inputs(case))
+        got = [by_rank[number] for by_rank, _ in results]
+        for name in ("y", "dx", "dweights"):
+            assert_close(f"{case}: {name}", torch.cat([g[name] for g in got]), expected[name])
+        assert torch.equal(sum(g["counts"] for g in got), expected["counts"])
+        for one in got:
+            for name in ("w1", "w2"):
+                assert_close(f"{case}: {name}", one[name], expected[name])
+    for _, (too_many, between) in results:
+        assert "at most 5 tokens per rank" in too_many
+        assert "another layer's exchange" in between
+
+
+def _absent(rank: int, ranks: int, folder: str):
+    case = Case((2, 2))
+    ep = ParallelDims(dp_shard=2, ep=2).build("cpu").axis("ep")
+    buffers = PeerBuffers(Place(ep.get_group()), timeout_s=2e-5, allocate=SharedFiles(folder))
+    layer = _layer(case)
+    _spread(layer, case, ep, buffers)
+    x, weights, ids = (t[:2] for t in _inputs(case))
+    if rank == 1:
+        buffers.memory(x, 4)
+        time.sleep(3)  # never dispatches
+        return None
+    layer.dispatcher.dispatch(x, weights, ids)
+    with pytest.raises(RuntimeError) as raised:
+        layer.dispatcher.dispatch(x, weights, ids)
+    return str(raised.value)
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    said, _ = run_ranks(_absent, 2, str(tmp_path))
+    assert "rank 0 waited 2e-05 s in vain for rank 1 in dispatch of layers.1.moe" in said

@@ -159,7 +159,7 @@ def test_report_draws_the_picture_again(finished, tmp_path, capsys):
     folder, _ = finished
     (folder / "loss.png").unlink()
     assert main(["report", str(folder)]) == 0
-    assert "iterations 1 to 8" in capsys.readouterr().out
+    assert "iterations: 1 to 8" in capsys.readouterr().out
     assert (folder / "loss.png").exists()
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "to be a run folder with a log.jsonl" in capsys.readouterr().err

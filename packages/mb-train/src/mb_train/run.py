@@ -159,7 +159,7 @@ class Run:
                 block.compile()
         apply_data_parallel(
             model,
-            self.mesh.axis("dp"),
+            self.mesh,
             blocks=blocks,
             compute_dtype=self.compute_dtype,
             keep_fp32=[module for module in model.modules() if isinstance(module, Router)],

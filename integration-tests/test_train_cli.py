@@ -1,5 +1,6 @@
 """`mb-train` end to end: it learns, says so in Megatron's words, and refuses bad input cleanly."""
 
+import math
 import os
 import re
 import signal
@@ -89,8 +90,9 @@ def test_a_length_in_samples_and_a_limit_in_time(tokens, tmp_path, capsys):
     assert main(["--load", str(tmp_path / "run")]) == 0
     events = tiny_run.events(tmp_path / "run", "train")
     assert [event["consumed_samples"] for event in events] == [4, 8, 12, 16]
-    rates = [event["lr"] for event in events]  # a cosine from sample 4 to sample 16
-    assert rates == pytest.approx([3e-3, 2.25e-3, 7.5e-4, 0.0])
+    rates = [event["lr"] for event in events]  # a cosine from sample 4 to sample 18
+    cosine = [3e-3 * (1 + math.cos(math.pi * (n - 4) / 14)) / 2 for n in (4, 8, 12, 16)]
+    assert rates == pytest.approx(cosine)
     assert main(["--load", str(tmp_path / "run")]) == 0  # one more length of its schedule
     assert tiny_run.events(tmp_path / "run", "train")[-1]["iteration"] == 8
 
@@ -157,7 +159,7 @@ def test_report_draws_the_picture_again(finished, tmp_path, capsys):
     folder, _ = finished
     (folder / "loss.png").unlink()
     assert main(["report", str(folder)]) == 0
-    assert "iterations 1 to 8" in capsys.readouterr().out
+    assert "iterations: 1 to 8" in capsys.readouterr().out
     assert (folder / "loss.png").exists()
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "to be a run folder with a log.jsonl" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_ways_to_say_gpt2(command, tmp_path, flags):
         (["--dtype", "uint8"], "uint8 holds ids up to 255"),
         (["--workers", "two"], "invalid int value: 'two'"),
         (["--dataset-impl", "lazy"], "invalid choice: 'lazy'"),
-        (["--max-line-mb", "0"], "max_line_bytes must be at least 1"),
+        (["--max-line-mb", "0"], "--max-line-mb: 0: expected megabytes"),
         (["--json-keys", "body"], "in.jsonl, line 1: no key 'body'; the keys are text"),
     ],
 )

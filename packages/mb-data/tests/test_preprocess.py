@@ -13,6 +13,8 @@ import threading
 import time
 
 import mb_data
+import mb_data.books
+import mb_data.maintenance
 import mb_data.partial
 import mb_data.pipeline
 import numpy as np
@@ -166,14 +168,16 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("block_bytes", [64, 4 << 20])
 @pytest.mark.parametrize("case", BAD_LINES)
-def test_bad_line_names_its_place_and_leaves_nothing(tmp_path, case, block_bytes):
+def test_bad_line_names_its_place(tmp_path, case, block_bytes):
     line, message = BAD_LINES[case]
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"text": "a"}\n' * 11 + b"\n" + line + b'\n{"text": "b"}\n')
     kwargs = {"block_bytes": block_bytes, "max_line_bytes": 150_000, "workers": 2}
     with pytest.raises(ValueError, match=rf"in\.jsonl, {message}"):
         preprocess(source, tmp_path / "out", **kwargs)
-    assert os.listdir(tmp_path) == ["in.jsonl"]
+    # What was done before it is kept, where anything was.
+    assert set(os.listdir(tmp_path)) <= {"in.jsonl", "out.partial"}
+    assert block_bytes == 64 or os.listdir(tmp_path) == ["in.jsonl"]
 
     summary = preprocess(source, tmp_path / "out", on_error="skip", **kwargs)
     assert (summary.documents, summary.bad_lines) == (12, 1)
@@ -184,6 +188,11 @@ def test_bad_line_names_its_place_and_leaves_nothing(tmp_path, case, block_bytes
 
     source.write_bytes(b'{"text": "a"}\n')
     assert preprocess(source, tmp_path / "out", on_error="skip").bad_lines_file is None
+    assert set(os.listdir(tmp_path)) == {
+        "in.jsonl",
+        "out_text_document.bin",
+        "out_text_document.idx",
+    }
     assert not (tmp_path / "out_skipped.txt").exists()
 
 
@@ -384,7 +393,7 @@ def test_killed_worker(tmp_path, monkeypatch):
 
 SLOW_RUN = """
     import sys, time
-    import mb_data.pipeline
+    import mb_data.books, mb_data.pipeline
     from mb_data import preprocess
 
     encode = mb_data.pipeline.encode_block
@@ -392,7 +401,7 @@ SLOW_RUN = """
         time.sleep(0.02)
         return encode(job, block)
     mb_data.pipeline.encode_block = slow
-    sys.modules["mb_data.preprocess"].SAVE_INTERVAL = 0.02
+    mb_data.books.SAVE_INTERVAL = 0.02
     preprocess(sys.argv[1], sys.argv[2], workers=2, block_bytes=5000, on_error="skip")
 """
 
@@ -425,25 +434,237 @@ def test_kill_9_in_the_middle_and_run_again(tmp_path, packing):
     assert (tmp_path / "out_skipped.txt").read_text() == (tmp_path / "once_skipped.txt").read_text()
 
 
-def test_other_settings_start_afresh(tmp_path, monkeypatch):
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A run that ended early: its input, 200 good lines and a bad last one, and what it said."""
     source = write(tmp_path / "in.jsonl", random_records(6, 200))
-    monkeypatch.setattr(sys.modules["mb_data.preprocess"], "SAVE_INTERVAL", 0.001)
-
-    def die_late(job, block, encode=mb_data.pipeline.encode_block):
-        time.sleep(0.005)
-        if block.start == 50_000:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return encode(job, block)
-
-    monkeypatch.setattr(mb_data.pipeline, "encode_block", die_late)
-    with pytest.raises(WorkerDiedError):
+    with open(source, "ab") as file:
+        file.write(b"bad\n")
+    with pytest.raises(ValueError, match=r"line 201: .*\n[1-9]\d* documents are kept in .*partial"):
         preprocess(source, tmp_path / "out", workers=1, block_bytes=5000)
-    monkeypatch.undo()
-    assert (tmp_path / "out.partial" / "state.json").exists()
-    summary = interrupted_run_goes_on(
-        tmp_path, source, workers=1, block_bytes=5000, append_eod=True
-    )
+    return source
+
+
+def test_one_bad_last_line_costs_nothing_but_itself(tmp_path, kept):
+    options = {"workers": 2, "block_bytes": 5000, "on_error": "skip"}
+    summary = interrupted_run_goes_on(tmp_path, kept, **options)
+    assert summary.resumed_text_bytes > 0
+    assert summary.bad_lines == 1
+
+
+def test_other_settings_do_not_drop_what_is_done(tmp_path, kept):
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out.partial").iterdir()}
+    options = {"workers": 1, "block_bytes": 5000, "on_error": "skip", "append_eod": True}
+    with pytest.raises(ValueError, match=r"other settings \(append_eod\); .* or --restart to drop"):
+        preprocess(kept, tmp_path / "out", **options)
+    other = write(tmp_path / "other.jsonl", [{"text": "a"}])
+    with pytest.raises(ValueError, match=r"other settings \(sources\)"):
+        preprocess(other, tmp_path / "out", workers=1, block_bytes=5000)
+    assert before == {p.name: p.read_bytes() for p in (tmp_path / "out.partial").iterdir()}
+    summary = preprocess(kept, tmp_path / "out", restart=True, **options)
     assert summary.resumed_text_bytes == 0
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_longer_line_limit_goes_on(tmp_path):
+    source = tmp_path / "in.jsonl"
+    long = json.dumps({"text": "word " * 1000}).encode()
+    source.write_bytes(b'{"text": "a"}\n' * 50 + long + b"\n")
+    options = {"workers": 1, "block_bytes": 100}
+    with pytest.raises(ValueError, match="line 51: longer than 1,000 bytes"):
+        preprocess(source, tmp_path / "out", max_line_bytes=1000, **options)
+    assert interrupted_run_goes_on(tmp_path, source, **options).resumed_text_bytes > 0
+
+
+def test_a_folder_of_the_users_own_is_left_alone(tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"text": "a"}])
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.tex").write_text("mine")
+    for restart in (False, True):
+        with pytest.raises(ValueError, match=r"out\.partial .* holds thesis\.tex, which is none"):
+            preprocess(source, tmp_path / "out", workers=1, restart=restart)
+    assert os.listdir(tmp_path / "out.partial") == ["thesis.tex"]
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    import fcntl
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    source = write(tmp_path / "in.jsonl", [{"text": "a"}])
+    with pytest.warns(RuntimeWarning, match="this file system has no locks"):
+        preprocess(source, tmp_path / "out", workers=1)
+    assert documents(tmp_path / "out_text_document") == [[64]]
+
+
+def test_a_damaged_archive_is_left_out_and_named(tmp_path):
+    good = write(tmp_path / "a.jsonl", random_records(7, 30))
+    packed = tmp_path / "b.jsonl.gz"
+    raw = write(tmp_path / "b.jsonl", random_records(8, 3000)).read_bytes()
+    packed.write_bytes(gzip.compress(raw)[:-2000])
+    options = {"workers": 1, "block_bytes": 50_000}
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz, line \d+: damaged gz data after"):
+        preprocess([good, packed, good], tmp_path / "out", **options)
+    summary = preprocess([good, packed, good], tmp_path / "out", on_error="skip", **options)
+    assert summary.bad_lines == 1
+    assert "the rest of the file is left out" in (tmp_path / "out_skipped.txt").read_text()
+    found = documents(tmp_path / "out_text_document")
+    texts = [json.loads(line)["text"] for line in raw.splitlines()]
+    once = [GPT2.encode(r["text"]) for r in random_records(7, 30) if r["text"]]
+    whole = [GPT2.encode(text) for text in texts if text]
+    inside = len(found) - 2 * len(once)
+    assert 0 < inside < len(whole)
+    assert found == once + whole[:inside] + once
+
+
+def test_pipes_and_process_substitution(tmp_path):
+    source = write(tmp_path / "in.jsonl", random_records(9, 50))
+    preprocess(source, tmp_path / "once", workers=1)
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+    for given, options in ((str(fifo), ""), (f"<(gzip < {source})", "--quiet")):
+        writer = f"cat {source} > {fifo} &" if given == str(fifo) else ""
+        command = (
+            f"{writer} {sys.executable} -m mb_data.cli preprocess "
+            f"--workers 1 --output-prefix {tmp_path}/out --input {given} {options}"
+        )
+        run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        assert output_bytes(tmp_path / "out_text_document") == output_bytes(
+            tmp_path / "once_text_document"
+        )
+
+
+@pytest.mark.parametrize("packing", ["", ".gz"])
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_shards_merge_to_the_bytes_of_one_run(tmp_path, packing, count):
+    sources = []
+    for i in range(4):
+        source = write(tmp_path / f"{i}.jsonl", random_records(i, 40))
+        if packing:
+            (tmp_path / f"{i}.jsonl.gz").write_bytes(gzip.compress(source.read_bytes()))
+        sources.append(tmp_path / f"{i}.jsonl{packing}")
+    options = {"workers": 1, "block_bytes": 3000, "append_eod": True}
+    preprocess(sources, tmp_path / "once", **options)
+    parts = []
+    for i in range(count):
+        parts += preprocess(sources, tmp_path / f"p{i}", shard=(i, count), **options).outputs
+    mb_data.maintenance.merge(parts, tmp_path / "merged")
+    assert output_bytes(tmp_path / "merged") == output_bytes(tmp_path / "once_text_document")
+
+
+def test_a_shard_names_the_line_of_the_file(tmp_path):
+    source = write(tmp_path / "in.jsonl", random_records(1, 100))
+    with open(source, "ab") as file:
+        file.write(b"bad\n")
+    with pytest.raises(ValueError, match=r"in\.jsonl, line 101: "):
+        preprocess(source, tmp_path / "out", shard=(3, 4), workers=1, block_bytes=3000)
+    with pytest.raises(ValueError, match="i from 0 to n - 1"):
+        preprocess(source, tmp_path / "x", shard=(4, 4))
+
+
+def test_plain_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("Grüße\r\n\nzwei".encode())
+    preprocess(tmp_path / "a.txt", tmp_path / "out", workers=1)
+    assert documents(tmp_path / "out_text_document") == [GPT2.encode("Grüße"), GPT2.encode("zwei")]
+    for name in ("a.txt", "a.txt.gz"):
+        data = (tmp_path / "a.txt").read_bytes()
+        (tmp_path / "a.txt.gz").write_bytes(gzip.compress(data))
+        preprocess(tmp_path / name, tmp_path / "out", workers=1, text_unit="file")
+        assert documents(tmp_path / "out_text_document") == [GPT2.encode("Grüße\r\n\nzwei")]
+    (tmp_path / "b.txt").write_bytes(b"ok\n\xff\n")
+    with pytest.raises(ValueError, match=r"b\.txt, line 2: .* can't decode byte 0xff"):
+        preprocess(tmp_path / "b.txt", tmp_path / "out", workers=1)
+    with pytest.raises(ValueError, match="is plain text, without keys"):
+        preprocess(tmp_path / "b.txt", tmp_path / "out", json_keys=["a", "b"])
+    (tmp_path / "c.jsonl").write_bytes(b"Once upon a time\n")
+    with pytest.raises(ValueError, match=r"line 1: .*plain text is read from files named \.txt"):
+        preprocess(tmp_path / "c.jsonl", tmp_path / "out", workers=1)
+    (tmp_path / "c.jsonl").write_bytes(b'[\n{"text": "a"}\n]\n')
+    with pytest.raises(ValueError, match=r"line 1: .*of a JSON array make lines: jq"):
+        preprocess(tmp_path / "c.jsonl", tmp_path / "out", workers=1)
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    records = [r["text"] for r in random_records(2, 100)]
+    source = write(tmp_path / "in.jsonl", [{"text": t} for t in records])
+    for kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):  # fmt: skip
+        table = pyarrow.table({"text": pyarrow.array(records).cast(kind), "n": list(range(100))})
+        parquet.write_table(table, tmp_path / "a.parquet", row_group_size=17)
+        preprocess(tmp_path / "a.parquet", tmp_path / "out", workers=2, append_eod=True)
+        preprocess(source, tmp_path / "once", workers=1, append_eod=True)
+        assert output_bytes(tmp_path / "out_text_document") == output_bytes(
+            tmp_path / "once_text_document"
+        )
+    with pytest.raises(ValueError, match=r"a\.parquet.*no column 'txt'; the columns are text, n"):
+        preprocess(tmp_path / "a.parquet", tmp_path / "out", json_keys=["txt"], workers=1)
+    with pytest.raises(ValueError, match="column 'n' must hold text, got int64"):
+        preprocess(tmp_path / "a.parquet", tmp_path / "out", json_keys=["n"], workers=1)
+    parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet, row 2: the value of 'text' is null"):
+        preprocess(tmp_path / "a.parquet", tmp_path / "out", workers=1)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(ValueError, match=r"a\.parquet: damaged Parquet file"):
+        preprocess(tmp_path / "a.parquet", tmp_path / "out", workers=1)
+
+
+def test_an_object_store(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    source = write(tmp_path / "in.jsonl", random_records(3, 60))
+    preprocess(source, tmp_path / "once", workers=1)
+    store = fsspec.filesystem("memory")
+    lines = source.read_bytes().splitlines(keepends=True)
+    for name, data in (("a.jsonl", lines[:30]), ("b.jsonl.gz", lines[30:])):
+        raw = b"".join(data)
+        store.pipe(f"/data/{name}", gzip.compress(raw) if name.endswith("gz") else raw)
+    for given in ("memory://data", "memory://data/*.jsonl*"):
+        preprocess(given, tmp_path / "out", workers=1, block_bytes=2000)
+        assert output_bytes(tmp_path / "out_text_document") == output_bytes(
+            tmp_path / "once_text_document"
+        )
+    with pytest.raises(FileNotFoundError, match="memory://nothing: no such file"):
+        preprocess("memory://nothing", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.zip", b"PK\x03\x04rest", "a zip archive; unpack it: unzip -p"),
+        ("a.jsonl", "\ufeff{}".encode("utf-16-le"), "UTF-16; write it anew: iconv"),
+        ("a.tar", b"x" * 600, "a tar archive"),
+    ],
+)
+def test_formats_that_are_not_read_say_what_to_do(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        preprocess(tmp_path / name, tmp_path / "out", workers=1)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_prepend_bos(tmp_path, split, append_eod):
+    if split:
+        pytest.importorskip("sentencex")
+    texts = ["One here. Two there.", "", "Three."]
+    source = write(tmp_path / "in.jsonl", [{"text": t} for t in texts])
+    tokenizer = load_tokenizer("bert-base-uncased", eod_token="[SEP]")
+    options = {"append_eod": append_eod, "split_sentences": split, "prepend_bos": True}
+    preprocess(source, tmp_path / "out", tokenizer=tokenizer, workers=1, **options)
+    dataset = IndexedDataset(tmp_path / f"out_text_{'sentence' if split else 'document'}")
+    sequences = [["One here.", "Two there."], ["Three."]] if split else [[texts[0]], [texts[2]]]
+    expected = []
+    for document in sequences:
+        rows = [tokenizer.encode(text) for text in document]
+        rows[0] = [tokenizer.bos, *rows[0]]
+        if append_eod:
+            rows[-1] = [*rows[-1], tokenizer.eod]
+        expected += rows
+    assert [row.tolist() for row in dataset[:]] == expected
 
 
 MEASURED_RUN = """

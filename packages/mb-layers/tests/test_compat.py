@@ -19,6 +19,7 @@ from mb_layers.compat import (
     config_from_arguments,
     from_megablocks,
     layer_from_arguments,
+    to_megablocks,
 )
 from torch import Tensor, nn
 
@@ -152,8 +153,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_field_is_refused_by_name(field: str) -> None:
-    named = {"moe_normalize_expert_weights": "renormalize_p"}.get(field, field)
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=field):
         config_from_arguments(SMALL | {field: REFUSED[field]})
 
 
@@ -295,6 +295,74 @@ def test_older_names_load_too() -> None:
     expected = from_megablocks(state, config)
     for name, tensor in from_megablocks(older, config).items():
         assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.parametrize("capped", [False, True], ids=["dMoE", "MoE"])
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+def test_there_and_back(capped: bool, glu: bool, shared: bool) -> None:
+    if capped and glu:
+        pytest.skip("MegaBlocks has no gated MoE")
+    arguments = SMALL | {"mlp_type": "glu" if glu else "mlp", "shared_expert": shared}
+    config = config_from_arguments(arguments, layer="MoE" if capped else "dMoE")
+    state = checkpoint(glu=glu, shared=shared, capped=capped)
+    prefixed = {f"blocks.3.ffn.{name}": tensor for name, tensor in state.items()}
+    other_layer = {f"blocks.4.ffn.{name}": tensor * 2 for name, tensor in state.items()}
+    ours = from_megablocks(prefixed | other_layer, config, prefix="blocks.3.ffn.")
+    back = to_megablocks(ours, config, prefix="blocks.3.ffn.")
+    assert back.keys() == prefixed.keys()
+    for name, tensor in prefixed.items():
+        assert torch.equal(back[name], tensor), name
+
+
+@pytest.mark.parametrize("capped", [False, True], ids=["dMoE", "MoE"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_state_dicts_of_expert_parallel_ranks_are_joined(ranks: int, capped: bool) -> None:
+    """Rank r holds the experts' slice r mod shards, of them the features' slice r div shards."""
+    state = checkpoint(glu=False, shared=True, capped=capped)
+    config = config_from_arguments(
+        SMALL | {"shared_expert": True}, layer="MoE" if capped else "dMoE"
+    )
+    shards = min(ranks, E)
+    e, f = E // shards, WIDTH // (ranks // shards)
+    states = []
+    for rank in range(ranks):
+        experts = slice(rank % shards * e, (rank % shards + 1) * e)
+        features = slice(rank // shards * f, (rank // shards + 1) * f)
+        mine = dict(state)
+        for name in ("w1", "w2"):
+            whole = state[f"experts.mlp.{name}"]
+            if not capped:
+                part = whole.view(E, WIDTH, D)[experts, features].reshape(-1, D)
+            else:
+                part = whole[experts]
+                part = part[:, :, features] if name == "w1" else part[:, features]
+            mine[f"experts.mlp.{name}"] = part
+        states.append(mine)
+    expected = from_megablocks(state, config)
+    for name, tensor in from_megablocks(states, config).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_ranks_that_cannot_be_are_refused() -> None:
+    state = checkpoint(glu=False, shared=False)
+    with pytest.raises(ValueError, match="divides 4 experts or is a multiple of them, got 3"):
+        from_megablocks([state] * 3, config_from_arguments(SMALL))
+
+
+@pytest.mark.parametrize(
+    ("change", "theirs"),
+    [
+        ({"moe_top_k": 9}, "moe_top_k <= moe_num_experts, got moe_top_k=9"),
+        ({"moe_num_experts": "8"}, "moe_num_experts to be int, got '8' of type str"),
+        ({"moe_loss_weight": None}, "moe_loss_weight to be float, got None"),
+        ({"moe_jitter_eps": 2.0}, "moe_jitter_eps < 1"),
+        ({"bias": "False"}, "bias to be True or False, got 'False'"),
+    ],
+)
+def test_errors_name_megablocks_fields(change: dict, theirs: str) -> None:
+    with pytest.raises(ValueError, match=theirs):
+        config_from_arguments(SMALL | change)
 
 
 def test_a_state_dict_that_does_not_fit_is_refused() -> None:

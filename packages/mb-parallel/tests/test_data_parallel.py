@@ -13,6 +13,7 @@ from mb_parallel.optimizer import (
     decay_groups,
     muon_groups,
 )
+from mb_parallel.recompute import apply_recompute
 from mb_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -33,7 +34,6 @@ class Block(nn.Module):
 
 def build() -> nn.Sequential:
     torch.manual_seed(5)
-    # The second block's experts are three, so their shards are uneven unless ep spreads them.
     return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
 
 
@@ -49,7 +49,7 @@ OPTIMIZERS = {
 }
 
 
-def train(dims, zero_stage, name):
+def train(dims, zero_stage, name, recompute=None):
     """Losses, norms, gradients, and every parameter and moment whole, of five steps.
 
     Micro-batch m goes to rank m % dp. They are of unequal sizes, one has no sample at all; losses
@@ -57,6 +57,8 @@ def train(dims, zero_stage, name):
     """
     model, mesh = build(), ParallelDims(**dims).build("cpu")
     parallelize_experts(model, mesh, dispatcher="all_to_all")
+    if recompute is not None:
+        apply_recompute(list(model)[:2], recompute)
     apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=zero_stage)
     optimizer = OPTIMIZERS[name](model)
     generator = torch.Generator().manual_seed(1)
@@ -88,7 +90,8 @@ CASES = [
     (2, {"dp_shard": 2}, 1, "adamw"),
     (2, {"dp_shard": 2}, 2, "adamw"),
     (2, {"dp_shard": 2}, 3, "adamw"),
-    (2, {"dp_shard": 2, "ep": 2}, 1, "adamw"),
+    (2, {"dp_shard": 2}, 3, "adamw", "full"),
+    (2, {"dp_shard": 2, "ep": 2}, 1, "adamw", "moe"),
     (2, {"dp_shard": 2}, 2, "sgd"),
     (4, {"dp_shard": 4}, 3, "adamw"),
     (4, {"dp_replicate": 2, "dp_shard": 2}, 1, "adamw"),
@@ -98,7 +101,7 @@ CASES = [
     (4, {"dp_shard": 4, "ep": 2}, 2, "muon"),
     (4, {"dp_shard": 4, "ep": 2}, 2, "adafactor"),
 ]
-IDS = ["-".join((*(f"{k}{v}" for k, v in d.items()), f"zero{z}", n)) for _, d, z, n in CASES]
+IDS = ["-".join((*(f"{k}{v}" for k, v in d.items()), f"zero{z}", *n)) for _, d, z, *n in CASES]
 
 
 def train_cases(rank, world_size, cases):
@@ -118,9 +121,99 @@ def results():
 
 @pytest.mark.parametrize(("case", "name"), list(zip(IDS, CASES, strict=True)), ids=IDS)
 def test_ranks_match_one_process(results, case, name):
-    history, state = results[name[-1]]
+    history, state = results[name[3]]
     assert history[0]["loss"] != history[-1]["loss"]
     for got_history, got_state in results[case]:
         torch.testing.assert_close(got_history, history, rtol=1e-5, atol=1e-6)
         assert got_state.keys() == state.keys()
         torch.testing.assert_close(got_state, state, rtol=1e-5, atol=2e-6)
+
+
+class Probe(nn.Linear):
+    """Remembers the dtypes that its forward pass saw."""
+
+    def forward(self, input):
+        self.seen = (input.dtype, self.weight.dtype)
+        return super().forward(input.to(self.weight.dtype))
+
+
+class ProbedExperts(Experts):
+    def forward(self, dispatched):
+        self.seen = (dispatched.x_RD.dtype, self.w1.dtype, dispatched.weights_RK.dtype)
+        return super().forward(dispatched)
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router_like, self.dense, self.moe = (
+            Probe(WIDTH, WIDTH),
+            Probe(WIDTH, WIDTH),
+            dMoE(MoEConfig(hidden_size=WIDTH, ffn_hidden_size=6, num_experts=4)),
+        )
+        self.moe.experts.__class__ = ProbedExperts
+
+    def forward(self, x):
+        return self.moe(self.dense(self.router_like(x)).to(x.dtype)).y
+
+
+def dtypes(rank, world_size):
+    model = nn.Sequential(Probe(WIDTH, WIDTH), Layers())
+    layers = model[1]
+    apply_data_parallel(
+        model,
+        ParallelDims(dp_shard=world_size).build("cpu"),
+        blocks=[layers],
+        compute_dtype=torch.bfloat16,
+        keep_fp32=[layers.router_like, layers.moe.router],
+    )
+    model(torch.ones(3, WIDTH)).sum().backward()
+    seen = [m.seen for m in (model[0], layers.router_like, layers.dense, layers.moe.experts)]
+    return seen, {p.grad.dtype for p in model.parameters()}, {p.dtype for p in model.parameters()}
+
+
+def test_bf16_compute_with_fp32_routers_routing_weights_gradients_and_weights():
+    full, half = torch.float32, torch.bfloat16
+    for seen, grads, weights in run_ranks(dtypes, 2):
+        assert seen == [(half, half), (half, full), (full, half), (half, half, full)]
+        assert grads == weights == {full}
+
+
+def collectives(rank, world_size, zero_stage):
+    """What a step of three micro-batches sends, and what is whole between two of them."""
+    model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")
+    apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=zero_stage)
+    whole = []
+    with CommDebugMode() as sent:
+        for m in range(3):
+            set_gradient_sync(model, m == 2)
+            model(torch.ones(2, WIDTH)).sum().backward()
+            weight = model[0].dense.weight
+            whole.append((not isinstance(weight, DTensor), getattr(weight, "grad", None) is None))
+    counts = {str(op).rsplit(".")[-1]: n for op, n in sent.get_comm_counts().items()}
+    return counts, whole
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "gathers", "reductions"), [(1, 5, 5), (2, 5, 15), (3, 27, 15)]
+)
+def test_what_a_stage_gathers_and_keeps_between_micro_batches(zero_stage, gathers, reductions):
+    # Units: two blocks, their experts, and the rest. Stage 3 gathers all but the rest twice.
+    for counts, whole in run_ranks(collectives, 2, zero_stage):
+        assert counts["_allgather_base_"] == gathers
+        assert counts["_reduce_scatter_base_"] == reductions
+        assert [kept for kept, _ in whole] == [zero_stage < 3, zero_stage < 3, False]
+
+
+def test_one_process_is_left_alone():
+    model = build()
+    before = dict(model.named_parameters())
+    apply_data_parallel(model, ParallelDims().build("cpu"), blocks=list(model))
+    set_gradient_sync(model, False)
+    assert type(model) is nn.Sequential
+    assert all(p is before[name] for name, p in model.named_parameters())
+
+
+def test_an_unknown_stage_is_named():
+    with pytest.raises(ValueError, match="zero_stage 1, 2 or 3, got 4"):
+        apply_data_parallel(build(), ParallelDims().build("cpu"), blocks=[], zero_stage=4)

@@ -1,9 +1,12 @@
 """The launch scripts: what they hand to torchrun is a whole run."""
 
+import gzip
 import os
 import subprocess
+import sys
 from pathlib import Path
 
+import mb_data
 import mb_train
 import pytest
 from mb_train.flags import parse, resolve
@@ -11,17 +14,21 @@ from mb_train.flags import parse, resolve
 RUNS = Path(mb_train.__file__).parent / "runs"
 
 
-def handed_over(tmp_path, script, *arguments, gpus=None):
-    """What the script passes to torchrun."""
-    fake = tmp_path / "torchrun"
-    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    fake.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    if gpus is not None:
-        environment["GPUS"] = gpus
+def handed_over(tmp_path, script, *arguments, check=True, **environment):
+    """What the script passes to torchrun, a line for each word."""
+    _stand_in(tmp_path / "torchrun", 'printf "%s\\n" "$@"')
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **environment}
     command = ["bash", str(RUNS / script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if not check:
+        return done
+    assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def _stand_in(path, line):
+    path.write_text(f"#!/bin/bash\n{line}\n")
+    path.chmod(0o755)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +49,57 @@ def test_scripts_describe_the_papers_runs(tmp_path, script, size, micro_batch, e
 
 
 def test_one_gpu_trains_dense_models_at_its_own_rate(tmp_path):
-    words = handed_over(tmp_path, "dense.sh", "125m", "a", gpus="1")
+    words = handed_over(tmp_path, "dense.sh", "125m", "a", GPUS="1")
     config = resolve(parse(words[words.index("mb_train") + 1 :]))
     assert (config.lr, config.min_lr, config.micro_batch_size) == (1.5e-4, 1e-5, 32)
     assert words[2] == "1"
+
+
+@pytest.mark.parametrize("script", ["dense.sh", "dmoe.sh", "moe.sh"])
+def test_scripts_take_part_in_several_nodes(tmp_path, script):
+    nodes = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "first", "MASTER_PORT": "7000"}
+    words = handed_over(tmp_path, script, "46m", "a", GPUS="2", **nodes)
+    assert words[: words.index("-m")] == [
+        "--nnodes", "4", "--node_rank", "3", "--master_addr", "first", "--master_port", "7000",
+        "--nproc_per_node", "2",
+    ]  # fmt: skip
+    del nodes["MASTER_PORT"]
+    assert "29500" in handed_over(tmp_path, script, "46m", "a", **nodes)
+    del nodes["NODE_RANK"]
+    done = handed_over(tmp_path, script, "46m", "a", check=False, NODE_RANK="", **nodes)
+    assert done.returncode == 2
+    assert "expected NODE_RANK with NNODES=4, got none" in done.stderr
+
+
+def test_slurm_starts_a_launcher_on_every_node(tmp_path):
+    _stand_in(tmp_path / "scontrol", "echo a1; echo a2")
+    # As Slurm does it: the same words on every node, each with its number.
+    _stand_in(
+        tmp_path / "srun", 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done'
+    )
+    slurm = {
+        "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_JOB_ID": "123456", "RUNS": str(RUNS),
+    }  # fmt: skip
+    words = handed_over(tmp_path, "slurm.sh", "--recipe", "dmoe-46m", "--save", "a b", **slurm)
+    half = len(words) // 2
+    for rank, node in enumerate((words[:half], words[half:])):
+        assert node == [
+            "--nnodes", "2", "--node_rank", str(rank), "--master_addr", "a1", "--master_port",
+            "23456", "--nproc_per_node", "4", "-m", "mb_train", "--recipe", "dmoe-46m", "--save",
+            "a b",
+        ]  # fmt: skip
+
+
+def test_data_prepares_a_corpus(tmp_path):
+    _stand_in(tmp_path / "mb-data", f'exec {sys.executable} -m mb_data.cli "$@"')
+    corpus = tmp_path / "corpus.jsonl.gz"
+    with gzip.open(corpus, "wt") as file:
+        file.write('{"text": "One."}\n{"text": "Two, three."}\n')
+    prefix = tmp_path / "made" / "tokens"
+    handed_over(tmp_path, "data.sh", str(corpus), str(prefix), "--workers", "1")
+    dataset = mb_data.IndexedDataset(f"{prefix}_text_document")
+    gpt2 = mb_data.load_tokenizer("gpt2")
+    assert [list(document) for document in dataset] == [
+        [*gpt2.encode(text), gpt2.eod] for text in ("One.", "Two, three.")
+    ]

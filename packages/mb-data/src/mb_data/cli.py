@@ -5,15 +5,23 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from mb_data import __version__
 from mb_data.sample_corpus import DEFAULT_MAX_BYTES, write_sample_corpus
+from mb_data.sources import TEXT_UNITS
 from mb_data.tokenizer import Tokenizer, load_tokenizer, megatron_tokenizer
 from mb_data.tokenizer.load import MEGATRON_TYPES, NAMES
 
 INTERRUPTED = 130
+NO_INPUT = """mb-data preprocess: {missing} is missing. For example, on text that is on every machine:
+
+  mb-data sample-corpus corpus.jsonl
+  mb-data preprocess --input corpus.jsonl --output-prefix corpus --tokenizer {tokenizer} --append-eod
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or the flush at exit fails too
+        return 0
     except (ValueError, IndexError, OSError, ModuleNotFoundError, RuntimeError) as error:
         print(f"mb-data {options.command}: {error}", file=sys.stderr)
         return 2
@@ -52,18 +63,22 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> _Parser:
     parser = _Parser(prog="mb-data", description="Text to tokens, in Megatron's file format.")
+    parser.add_argument("--version", action="version", version=f"mb-data {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
 
     command = commands.add_parser("preprocess", help="tokenize JSON Lines")
     command.add_argument(
         "--input",
         nargs="+",
-        required=True,
-        help="files, directories, quoted patterns, or - for stdin; plain, .gz, .xz or .zst",
+        help="JSON Lines, .txt or Parquet: files, directories, quoted patterns, pipes, URLs, or - "
+        "for stdin; plain, .gz, .bz2, .xz or .zst",
     )
-    command.add_argument("--output-prefix", required=True, help="path without _<key>_document.bin")
+    command.add_argument("--output-prefix", help="path without _<key>_document.bin")
     command.add_argument("--json-keys", nargs="+", default=["text"], help="default: text")
     command.add_argument("--append-eod", action="store_true", help="end documents with a token")
+    command.add_argument(
+        "--prepend-bos", action="store_true", default=None, help="begin documents with a token"
+    )
     command.add_argument("--split-sentences", action="store_true", help="a sequence per sentence")
     command.add_argument("--lang", default="english", help="of the sentences (default: english)")
     command.add_argument(
@@ -77,13 +92,28 @@ def _parser() -> _Parser:
         help="at a bad line; skipped ones are listed in <prefix>_skipped.txt (default: stop)",
     )
     command.add_argument(
-        "--max-line-mb", type=float, default=64, help="a longer line is bad (default: 64)"
+        "--restart", action="store_true", help="drop an interrupted run of other settings"
+    )
+    command.add_argument(
+        "--shard",
+        type=_shard,
+        help="I/N: read the I-th of N parts, from 0; slurm: as this task of a Slurm array",
+    )
+    command.add_argument(
+        "--text-unit", choices=TEXT_UNITS, default="line", help="a document of a .txt"
+    )
+    command.add_argument(
+        "--max-line-mb", type=_megabytes, default=64.0, help="a longer line is bad (default: 64)"
     )
     command.add_argument("--dtype", help="of the tokens (default: uint16 if they fit, or int32)")
     command.add_argument(
         "--dataset-impl", choices=["mmap"], default="mmap", help="the one format there is"
     )
     command.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    settled = command.add_argument_group("Megatron's, settled here")
+    settled.add_argument("--log-interval", type=int, help="progress is shown by time")
+    settled.add_argument("--chunk-size", type=int, help="work is cut by bytes")
+    settled.add_argument("--partitions", type=int, help="any number of workers writes one output")
     _add_tokenizer(command)
     command.set_defaults(run=_preprocess, parser=command)
 
@@ -123,6 +153,26 @@ def _parser() -> _Parser:
     return parser
 
 
+def _megabytes(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text}: expected megabytes, more than 0, at most a TB")
+    return value
+
+
+def _shard(text: str) -> tuple[int, int]:
+    if text == "slurm":
+        try:
+            first, count = os.environ["SLURM_ARRAY_TASK_MIN"], os.environ["SLURM_ARRAY_TASK_COUNT"]
+            return int(os.environ["SLURM_ARRAY_TASK_ID"]) - int(first), int(count)
+        except KeyError as error:
+            raise argparse.ArgumentTypeError(f"slurm: {error} is not set; no array job") from None
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text}: expected I/N, I from 0 to N - 1, as in 0/8")
+    return int(index), int(count)
+
+
 def _add_tokenizer(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("tokenizer")
     group.add_argument("--tokenizer", help=f"{', '.join(NAMES)}, or a file (default: gpt2)")
@@ -130,7 +180,11 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
     group.add_argument("--vocab-file", help="for --tokenizer-type")
     group.add_argument("--merge-file", help="for --tokenizer-type")
     group.add_argument("--tokenizer-model", help="for --tokenizer-type")
-    group.add_argument("--vocab-size", type=int, help="of the NullTokenizer")
+    group.add_argument("--vocab-size", type=int, help="of the NullTokenizer, the TikTokenizer")
+    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="of the TikTokenizer")
+    group.add_argument("--tiktoken-num-special-tokens", type=int, help="of the TikTokenizer")
+    group.add_argument("--tiktoken-special-tokens", nargs="+", help="of the TikTokenizer")
+    group.add_argument("--eod-token", help="the special token that ends documents")
     group.add_argument("--vocab-extra-ids", type=int, default=0, help="append <extra_id_0>, ...")
     group.add_argument("--cased", action="store_true", help="a WordPiece --tokenizer file is cased")
     group.add_argument(
@@ -140,8 +194,12 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
 
 def _tokenizer(options: argparse.Namespace) -> Tokenizer:
     files = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+    files += tuple(name for name in vars(options) if name.startswith("tiktoken_"))
     given = {name: getattr(options, name) for name in files if getattr(options, name) is not None}
     shared = {"engine": options.engine, "num_extra_ids": options.vocab_extra_ids}
+    shared["eod_token"] = options.eod_token
+    if given.keys() == {"vocab_file", "merge_file"} and not options.tokenizer:
+        options.tokenizer_type = options.tokenizer_type or "GPT2BPETokenizer"
     if options.tokenizer_type:
         if options.tokenizer or options.cased:
             raise ValueError("--tokenizer-type goes without --tokenizer and --cased")
@@ -153,9 +211,18 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer:
 
 
 def _preprocess(options: argparse.Namespace) -> None:
+    if not (options.input and options.output_prefix):
+        missing = "--input" if not options.input else "--output-prefix"
+        options.parser.exit(
+            2, NO_INPUT.format(missing=missing, tokenizer=options.tokenizer or "gpt2")
+        )
     from mb_data.preprocess import preprocess
     from mb_data.progress import ProgressLine
 
+    for name in ("log_interval", "chunk_size", "partitions"):
+        if getattr(options, name) is not None and not options.quiet:
+            flag = f"--{name.replace('_', '-')}"
+            print(f"mb-data preprocess: {flag} has no effect here", file=sys.stderr)
     show = None if options.quiet else ProgressLine(sys.stderr)
     summary = preprocess(
         options.input,
@@ -163,11 +230,15 @@ def _preprocess(options: argparse.Namespace) -> None:
         tokenizer=_tokenizer(options),
         json_keys=options.json_keys,
         append_eod=options.append_eod,
+        prepend_bos=options.prepend_bos,
         split_sentences=options.split_sentences,
         language=options.lang,
         keep_newlines=options.keep_newlines,
         dtype=options.dtype,
         on_error=options.on_error,
+        restart=options.restart,
+        shard=options.shard,
+        text_unit=options.text_unit,
         workers=options.workers,
         max_line_bytes=int(options.max_line_mb * (1 << 20)),
         on_progress=show,
@@ -180,6 +251,8 @@ def _preprocess(options: argparse.Namespace) -> None:
         f"{summary.text_bytes:,} bytes of text; {summary.empty:,} empty documents left out, "
         f"{summary.bad_lines:,} bad lines skipped"
     )
+    if summary.careful:
+        print(f"{summary.careful:,} documents with letters new to Unicode took the readable way")
     print(f"{summary.seconds:.1f} s, {megabytes / summary.seconds:.1f} MB/s of text", end="")
     if summary.resumed_text_bytes:
         print(f", after {summary.resumed_text_bytes / 1e6:,.1f} MB done before", end="")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.reading import Block, read_lines
+from mb_data.reading import Block, parquet_columns, read_lines
 from mb_data.sentences import SentenceSplitter
 from mb_data.tokenizer import Tokenizer
 
@@ -37,11 +37,13 @@ class Job:
     """What to do with every block.
 
     ``keys`` are the values of each line's object to encode, ``splitter`` cuts them into sentences.
+    ``bos`` is the token that begins each document, if any.
     """
 
     tokenizer: Tokenizer
     keys: tuple[str, ...]
     append_eod: bool
+    bos: int | None
     dtype: np.dtype
     max_line_bytes: int
     splitter: SentenceSplitter | None = None
@@ -62,7 +64,8 @@ class Encoded(NamedTuple):
     """A block's documents by key, its number of lines, and what was wrong with some.
 
     ``errors`` holds (first line, last line, message), lines counted from 0 within the block;
-    ``fatal`` the line and message of a document that two implementations disagree on.
+    ``fatal`` the line and message of a document that two implementations disagree on; ``careful``
+    counts documents that took the tokenizer's readable way.
     """
 
     keys: list[Tokens]
@@ -70,26 +73,20 @@ class Encoded(NamedTuple):
     bad_lines: int
     errors: list[tuple[int, int, str]]
     fatal: tuple[int, str] | None
+    careful: int = 0
 
 
 def encode_block(job: Job, block: Block) -> Encoded:
-    """Parse and encode all lines of a block."""
-    lines = read_lines(block, job.max_line_bytes)
-    if block.start == 0 and lines and lines[0][:3] == b"\xef\xbb\xbf":  # a byte order mark
-        lines[0] = lines[0][3:]
-    number_of_lines = len(lines)
-    numbers: Sequence[int] = range(number_of_lines)
+    """Parse and encode all documents of a block."""
+    careful = job.tokenizer.careful_documents
     problems = Problems()
-    try:
-        columns = _columns(job, lines)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        columns, numbers = _careful_columns(job, lines, problems)
-    del lines
+    columns, numbers, count = _read(job, block, problems)
     try:
         encoded = [_encode(job, texts) for texts in columns]
     except ValueError:
         columns, numbers = _without_refused(job, columns, numbers, problems)
         encoded = [_encode(job, texts) for texts in columns]
+    careful = job.tokenizer.careful_documents - careful
     fatal = None
     for key, texts, (_, unit) in zip(job.keys, columns, encoded, strict=True):
         if texts and not fatal:
@@ -98,7 +95,46 @@ def encode_block(job: Job, block: Block) -> Encoded:
             if difference:
                 fatal = numbers[row], f"{key!r}: {difference}"
     keys = [tokens for tokens, _ in encoded]
-    return Encoded(keys, number_of_lines, problems.count, sorted(problems.errors), fatal)
+    return Encoded(keys, count, problems.count, sorted(problems.errors), fatal, careful)
+
+
+def _read(
+    job: Job, block: Block, problems: Problems
+) -> tuple[list[list[bytes]], Sequence[int], int]:
+    """The good texts of each key, the numbers of their lines, and how many lines there are."""
+    if block.problem:
+        problems.add(0, block.problem)
+        return [[] for _ in job.keys], [], 0
+    if block.unit == "parquet":
+        return _rows(job, block, problems)
+    lines = read_lines(block, job.max_line_bytes)
+    if block.start == 0 and lines and lines[0][:3] == b"\xef\xbb\xbf":  # a byte order mark
+        lines[0] = lines[0][3:]
+    if block.unit == "json":
+        try:
+            return _columns(job, lines), range(len(lines)), len(lines)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass
+    columns, numbers = _careful_columns(job, block, lines, problems)
+    return columns, numbers, len(lines)
+
+
+def _rows(
+    job: Job, block: Block, problems: Problems
+) -> tuple[list[list[bytes]], Sequence[int], int]:
+    rows = list(zip(*parquet_columns(block, job.keys), strict=True))
+    good: list[int] = []
+    for number, row in enumerate(rows):
+        missing = [key for key, value in zip(job.keys, row, strict=True) if value is None]
+        longest = max(len(value) for value in row if value is not None) if not missing else 0
+        if missing:
+            problems.add(number, f"the value of {missing[0]!r} is null")
+        elif longest > job.max_line_bytes:
+            problems.add(number, _too_long(job))
+        else:
+            good.append(number)
+    columns = [[rows[number][key].encode() for number in good] for key in range(len(job.keys))]
+    return columns, good, len(rows)
 
 
 class Problems:
@@ -130,7 +166,7 @@ def _columns(job: Job, lines: list[memoryview]) -> list[list[bytes]]:
 
 
 def _careful_columns(
-    job: Job, lines: list[memoryview], problems: Problems
+    job: Job, block: Block, lines: list[memoryview], problems: Problems
 ) -> tuple[list[list[bytes]], list[int]]:
     """The same line by line, with the numbers of the good lines; the bad become problems."""
     columns: list[list[bytes]] = [[] for _ in job.keys]
@@ -139,7 +175,7 @@ def _careful_columns(
         if not line or bytes(line).isspace():
             continue
         try:
-            values = _values(job, line)
+            values = _values(job, line) if block.unit == "json" else [_plain(job, line)]
         except (ValueError, RecursionError) as error:
             problems.add(number, str(error))
             continue
@@ -166,11 +202,16 @@ def _without_refused(
 
 def _values(job: Job, line: memoryview) -> list[bytes]:
     if len(line) > job.max_line_bytes:
-        raise ValueError(
-            f"longer than {job.max_line_bytes:,} bytes, the limit that bounds memory; "
-            "raise --max-line-mb or cut the document"
-        )
-    record = json.loads(str(line, "utf-8"))
+        raise ValueError(_too_long(job))
+    start = bytes(line[:100]).lstrip()[:1]
+    try:
+        record = json.loads(str(line, "utf-8"))
+    except json.JSONDecodeError as error:
+        if start == b"[":
+            raise ValueError(f"{error}; of a JSON array make lines: jq -c '.[]'") from error
+        if start != b"{":
+            raise ValueError(f"{error}; plain text is read from files named .txt") from error
+        raise
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")
     values = []
@@ -184,6 +225,22 @@ def _values(job: Job, line: memoryview) -> list[bytes]:
     return values
 
 
+def _plain(job: Job, line: memoryview) -> bytes:
+    """A document of plain text as it stands, if it is UTF-8."""
+    if len(line) > job.max_line_bytes:
+        raise ValueError(_too_long(job))
+    text = bytes(line)
+    text.decode()
+    return text.removesuffix(b"\r")
+
+
+def _too_long(job: Job) -> str:
+    return (
+        f"longer than {job.max_line_bytes:,} bytes, the limit that bounds memory; "
+        "raise --max-line-mb or cut the document"
+    )
+
+
 Unit = tuple[bytes, npt.NDArray]
 
 
@@ -191,30 +248,34 @@ def _encode(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int], Unit]
     """Tokens of some documents; and a function giving one document's first text and tokens."""
     text_bytes = sum(map(len, texts))
     if job.splitter is None:
-        tokens, lengths = job.tokenizer.encode_documents(texts, append_eod=job.append_eod)
-        tokens = tokens.astype(job.dtype, copy=False)
-        sizes = lengths[lengths > 0].astype(np.int32)
-        empty = len(texts) - len(sizes)
-        none = np.zeros(0, dtype=np.int32)
+        append = job.append_eod and job.bos is None
+        tokens, lengths = job.tokenizer.encode_documents(texts, append_eod=append)
+        bare = (tokens, lengths) if not append else (tokens, lengths - (lengths > 0))
+        starts = lengths.cumsum() - lengths
 
         def unit(row: int) -> Unit:
-            start = int(lengths[:row].sum())
-            return texts[row], tokens[start : start + int(lengths[row])]
+            start = int(starts[row])
+            return texts[row], bare[0][start : start + int(bare[1][row])]
 
-        return Tokens(tokens, sizes, none, len(sizes), empty, text_bytes), unit
+        sizes = lengths[lengths > 0]
+        empty = len(texts) - len(sizes)
+        if job.bos is not None:
+            tokens, sizes = _framed(job, tokens, sizes, np.ones(len(sizes), dtype=np.int64))
+        none = np.zeros(0, dtype=np.int32)
+        tokens = tokens.astype(job.dtype, copy=False)
+        return Tokens(tokens, sizes.astype(np.int32), none, len(sizes), empty, text_bytes), unit
 
     split = [job.splitter(text.decode()) for text in texts]
     sentences = [sentence.encode() for document in split for sentence in document]
     tokens, lengths = job.tokenizer.encode_documents(sentences)
+    starts = lengths.cumsum() - lengths
     document_of = np.repeat(np.arange(len(texts)), [len(document) for document in split])
     kept = lengths > 0
     counts = np.bincount(document_of[kept], minlength=len(texts))
-    sizes, counts = lengths[kept], counts[counts > 0]
-    if job.append_eod:  # a part of each document's last sentence
-        tokens = np.insert(tokens, sizes.cumsum()[counts.cumsum() - 1], job.tokenizer.eod)
-        sizes[counts.cumsum() - 1] += 1
+    counts = counts[counts > 0]
+    framed, sizes = _framed(job, tokens, lengths[kept], counts)
     done = Tokens(
-        tokens.astype(job.dtype, copy=False),
+        framed.astype(job.dtype, copy=False),
         sizes.astype(np.int32),
         counts.astype(np.int32),
         len(counts),
@@ -226,11 +287,36 @@ def _encode(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int], Unit]
         sentence = int(np.searchsorted(document_of, row))
         if sentence == len(document_of) or document_of[sentence] != row:
             return b"", tokens[:0]
-        index = int(kept[:sentence].sum())
-        start = int(sizes[:index].sum())
-        return sentences[sentence], done.tokens[start : start + int(lengths[sentence])]
+        start = int(starts[sentence])
+        return sentences[sentence], tokens[start : start + int(lengths[sentence])]
 
     return done, first_sentence
+
+
+def _framed(
+    job: Job, tokens: npt.NDArray, sizes: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray, npt.NDArray[np.int64]]:
+    """Tokens with what begins and ends each document: a part of its first and last sequence.
+
+    Args:
+        sizes: of all sequences; counts: sequences of each document.
+    """
+    last = counts.cumsum() - 1
+    first = last + 1 - counts
+    ends = sizes.cumsum()
+    starts = ends - sizes
+    sizes = sizes.copy()
+    where, values = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=tokens.dtype)]
+    # The end of a document before the start of the next one, which is the same place.
+    if job.append_eod:
+        where.append(ends[last])
+        values.append(np.full(len(last), job.tokenizer.eod, dtype=tokens.dtype))
+        sizes[last] += 1
+    if job.bos is not None:
+        where.append(starts[first])
+        values.append(np.full(len(first), job.bos, dtype=tokens.dtype))
+        sizes[first] += 1
+    return np.insert(tokens, np.concatenate(where), np.concatenate(values)), sizes
 
 
 def _compare(job: Job, text: bytes, tokens: npt.NDArray) -> str | None:
@@ -239,9 +325,7 @@ def _compare(job: Job, text: bytes, tokens: npt.NDArray) -> str | None:
     expected = job.tokenizer.reference_start(letters, CHECKED_LETTERS)
     if expected is None:
         return None
-    got = tokens[: len(expected)].tolist()
-    if len(letters) <= CHECKED_LETTERS and not (job.append_eod and job.splitter is None):
-        got = tokens.tolist()
+    got = (tokens if len(letters) <= CHECKED_LETTERS else tokens[: len(expected)]).tolist()
     if got == expected:
         return None
     pairs = zip(got, expected, strict=False)

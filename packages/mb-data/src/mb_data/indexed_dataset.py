@@ -416,8 +416,8 @@ def write_index(
 ) -> None:
     """Write an ``.idx`` from the tokens of each sequence and the sequences of each document.
 
-    Without ``counts`` every sequence is a document; ``modes`` are those of a multimodal dataset. Works through the arrays piece by piece, so
-    that they may be memory maps larger than memory.
+    Without ``counts`` every sequence is a document; ``modes`` are those of a multimodal dataset.
+    Works through the arrays piece by piece, so that they may be memory maps larger than memory.
     """
     documents = len(sizes) if counts is None else len(counts)
     file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], len(sizes), documents + 1))

@@ -5,6 +5,9 @@ become the ``.bin`` file as they are, the sizes of the sequences (i32) and, for 
 split, their numbers of sequences (i32). ``state.json`` says how much of each is safely on disk: it
 is replaced, never edited, and only after the files were synced. Lengths beyond it are of no
 account, so a run may die at any point. The final names appear in ``finish`` alone.
+
+Nothing here is dropped that took work: a run with other settings is refused unless it says
+``restart``, and so is a directory of that name that holds anything else.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import re
 import time
+import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -37,7 +41,8 @@ class State(NamedTuple):
     """Where a run stands after its first ``blocks`` blocks.
 
     ``lines`` counts those of the current input file, ``position`` input bytes, ``reported`` bytes
-    of the list of bad lines; the others are sums over all keys.
+    of the list of bad lines, ``line_limit`` is the longest line that was no bad one; the others are
+    sums over all keys.
     """
 
     places: tuple[Place, ...]
@@ -48,7 +53,9 @@ class State(NamedTuple):
     empty: int = 0
     text_bytes: int = 0
     bad_lines: int = 0
+    careful: int = 0
     reported: int = 0
+    line_limit: int = 0
 
     @property
     def tokens(self) -> int:
@@ -62,11 +69,13 @@ class PartialOutput:
         prefix: of the output; the directory is ``<prefix>.partial``.
         outputs: final prefix of each key's dataset.
         dtype: of the tokens.
-        settings: JSON of all the output depends on; a run with other settings starts afresh.
-        resume: False to start afresh in any case.
+        settings: JSON of all the output depends on.
+        resume: False where the input cannot be read twice: nothing is kept, nor taken up.
+        restart: drop what a run before has left.
 
     Raises:
-        ValueError: another run is writing this prefix.
+        ValueError: another run is writing this prefix; or what lies there is of other settings, or
+            was not made here.
     """
 
     def __init__(
@@ -77,6 +86,7 @@ class PartialOutput:
         settings: dict[str, Any],
         *,
         resume: bool = True,
+        restart: bool = False,
     ) -> None:
         self.directory = Path(f"{prefix}.partial")
         self.report_target = Path(f"{prefix}_skipped.txt")
@@ -84,19 +94,20 @@ class PartialOutput:
         self.dtype = dtype
         self._settings = settings
         self._resume = resume
+        self._restart = restart
         self.state = State(tuple(Place() for _ in outputs))
+        self.kept = 0  # blocks that are safely on disk
 
     def __enter__(self) -> PartialOutput:
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, self._acquire_lock())
-            saved = self._load() if self._resume else None
-            if saved is None:
-                for path in self.directory.iterdir():
-                    if path.name != "lock":
-                        path.unlink()
+            saved = None if self._restart else self._load()
+            if saved is None or not self._resume:
+                self._remove_files()
                 _write_synced(self.directory / "settings.json", self._settings)
             else:
                 self.state = saved
+                self.kept = saved.blocks
             self._files = [stack.enter_context(open(path, "ab")) for path in self._all_files()]
             self._report = self._files[-1]
             self._report.truncate(self.state.reported)
@@ -107,9 +118,11 @@ class PartialOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        # A mistake in the input or the command would meet the same end again: nothing to resume.
-        if kind is None or issubclass(kind, ValueError):
-            shutil.rmtree(self.directory, ignore_errors=True)
+        if kind is None or not self.kept or not self._resume:
+            with contextlib.suppress(OSError):
+                self._remove_files()
+                (self.directory / "lock").unlink(missing_ok=True)
+                self.directory.rmdir()
         with contextlib.suppress(OSError):  # closing a file flushes it, to a disk that may be full
             self._open.close()
 
@@ -129,6 +142,7 @@ class PartialOutput:
         for file in self._files:
             os.fdatasync(file.fileno())
         _write_synced(self.directory / "state.json", _to_json(state))
+        self.kept = state.blocks
 
     def finish(self, state: State) -> None:
         """Write the indices and give everything its final name."""
@@ -157,13 +171,37 @@ class PartialOutput:
         keys = range(len(self.outputs))
         return [*(path for key in keys for path in self.key_files(key)), self.directory / "bad"]
 
+    def _remove_files(self) -> None:
+        """All that a run makes, but for its lock."""
+        for path in self.directory.iterdir():
+            if path.name != "lock" and _OURS.fullmatch(path.name):
+                path.unlink()
+
+    def _refuse_others(self) -> None:
+        """Raise ValueError if this is a directory that something else has made."""
+        others = [p.name for p in self.directory.iterdir() if not _OURS.fullmatch(p.name)]
+        if others:
+            raise ValueError(
+                f"{self.directory} is where unfinished output is kept, and holds {others[0]}, "
+                "which is none; move it or choose another --output-prefix"
+            )
+
     def _load(self) -> State | None:
-        """The saved state, if it is of these settings and the files are as long as it says."""
+        """The saved state, None if there is none or its files are not as long as it says.
+
+        Raises ValueError if it is of other settings.
+        """
         try:
             settings = json.loads((self.directory / "settings.json").read_bytes())
             state = _from_json(json.loads((self.directory / "state.json").read_bytes()))
-            if settings != self._settings:
-                return None
+            if settings != self._settings and self._resume:
+                names = {*settings, *self._settings}
+                other = [n for n in sorted(names) if settings.get(n) != self._settings.get(n)]
+                raise ValueError(
+                    f"{self.directory} keeps {state.documents:,} documents of a run that was "
+                    f"interrupted, with other settings ({', '.join(other)}); give that command "
+                    "again to go on, or --restart to drop them"
+                )
             for key, place in enumerate(state.places):
                 widths = (self.dtype.itemsize, 4, 4)
                 for path, count, width in zip(self.key_files(key), place, widths, strict=True):
@@ -171,13 +209,18 @@ class PartialOutput:
                         return None
             if (self.directory / "bad").stat().st_size < state.reported:
                 return None
-        except (FileNotFoundError, json.JSONDecodeError):
+        except (FileNotFoundError, json.JSONDecodeError, TypeError, KeyError):
             return None
         return state
 
     def _acquire_lock(self) -> int:
         import fcntl  # here: reading datasets needs no locks, which not every system has
 
+        if self.directory.exists():
+            if not self.directory.is_dir():
+                raise ValueError(f"{self.directory} is in the way; choose another --output-prefix")
+            with contextlib.suppress(FileNotFoundError):  # the other run has just finished
+                self._refuse_others()
         give_up = time.monotonic() + LOCK_PATIENCE
         path = self.directory / "lock"
         while True:
@@ -202,7 +245,18 @@ class PartialOutput:
                         "wait for it or choose another --output-prefix"
                     ) from None
                 time.sleep(0.05)
+            except OSError as error:  # as on some network file systems
+                warnings.warn(
+                    f"{self.directory}: this file system has no locks ({error.strerror}); see that "
+                    "no other run writes the same output",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+                return lock
             os.close(lock)
+
+
+_OURS = re.compile(r"lock|bad|(settings|state)\.(json|new)|\d+\.(tokens|sizes|counts|idx)")
 
 
 def _map_int32(path: Path, count: int) -> np.ndarray:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import threading
@@ -54,6 +53,7 @@ class Result(NamedTuple):
     bad_lines: int
     errors: list[tuple[int, int, str]]
     fatal: tuple[int, str] | None
+    careful: int
 
 
 class WorkerDiedError(RuntimeError):
@@ -225,11 +225,16 @@ def _serve(
             reply = "failed", number, error
         except Exception:
             reply = "failed", number, RuntimeError(f"in a worker:\n{traceback.format_exc()}")
-        connection.send(reply)
+        try:
+            connection.send(reply)
+        except BrokenPipeError:  # the parent is gone
+            return
 
 
 def _resident_bytes() -> int:
     """Memory of this process; where the system only tells its peak, that."""
+    import resource  # here: not every system has it
+
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()

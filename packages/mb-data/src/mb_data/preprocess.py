@@ -1,55 +1,38 @@
-"""JSON Lines to token files: ``<prefix>_<key>_document.{bin,idx}``, as Megatron names them.
+"""Text to token files: ``<prefix>_<key>_document.{bin,idx}``, as Megatron names them.
 
-The input is read in blocks of about 4 MB of whole lines, which worker processes parse, encode and
-write to their final place (``pipeline``); the state on disk lets a killed run go on
+The input is read in blocks of about 4 MB of whole documents, which worker processes parse, encode
+and write to their final place (``pipeline``); the state on disk lets a killed run go on
 (``partial``). The output depends on the input and the settings alone, not on the workers.
 
 Memory: a worker holds its tokenizer, up to three blocks with their tokens, and what the engine
-remembers of words, which it drops at 256 MB: together some 0.5 GB at worst, 0.2 GB on common text.
-A line longer than a block takes 12 bytes for each of its own, so up to 0.8 GB more at the limit,
-``max_line_bytes`` = 64 MB. None of this depends on the size of the input.
+remembers of words, which it drops at 256 MB: together some 0.6 GB at worst, 0.2 GB on common text.
+A line longer than a block takes up to 30 bytes for each of its own, so 1.9 GB at the limit,
+``max_line_bytes`` = 64 MB. None of this depends on the size of the input, but for Parquet, whose
+row groups are read as they are.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from mb_data.books import Books, Progress
 from mb_data.indexed_dataset import DTYPE_CODES, best_dtype
-from mb_data.partial import PartialOutput, Place, State
-from mb_data.reading import STDIN, Block, Source, blocks, find_sources
+from mb_data.partial import PartialOutput, State
+from mb_data.reading import blocks
+from mb_data.sources import TEXT_UNITS, Source, find_sources
 from mb_data.tokenizer import Tokenizer, load_tokenizer
 
-if TYPE_CHECKING:
-    from mb_data.pipeline import Result
-
-FORMAT = 1  # of the partial output: raise it when a resumed run would differ
+FORMAT = 2  # of the partial output: raise it when a resumed run would differ
 BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 20
-SAVE_INTERVAL = 1.0  # seconds of work a kill may cost, besides the blocks under way
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is: bytes of input on disk (``total`` 0 if unknown), and what came of them."""
-
-    position: int
-    total: int
-    documents: int
-    text_bytes: int
-    seconds: float
-    resumed_position: int
-    resumed_documents: int
-    resumed_text_bytes: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +40,9 @@ class Summary:
     """What a run did, all keys together.
 
     ``documents`` were written, ``empty`` had no token and were left out, ``bad_lines`` were
-    skipped and are listed in ``bad_lines_file``. ``text_bytes`` is the UTF-8 of the texts.
+    skipped and are listed in ``bad_lines_file``. ``careful`` documents took the tokenizer's slow,
+    readable way, for they have letters that are too new for some library. ``text_bytes`` is the
+    UTF-8 of the texts.
     ``resumed_text_bytes`` of them had been done by a run before, which was interrupted.
     ``outputs`` are the prefixes of the datasets.
     """
@@ -68,6 +53,7 @@ class Summary:
     empty: int
     bad_lines: int
     bad_lines_file: str | None
+    careful: int
     seconds: float
     resumed_text_bytes: int
     outputs: tuple[str, ...]
@@ -80,30 +66,41 @@ def preprocess(
     tokenizer: str | os.PathLike[str] | Tokenizer = "gpt2",
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
+    prepend_bos: bool | None = None,
     split_sentences: bool = False,
     language: str = "english",
     keep_newlines: bool = False,
     dtype: str | None = None,
     on_error: str = "stop",
+    restart: bool = False,
+    shard: tuple[int, int] | None = None,
+    text_unit: str = "line",
     workers: int | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
     block_bytes: int = BLOCK_BYTES,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Summary:
-    """Tokenize JSON Lines into indexed datasets, one per key.
+    """Tokenize JSON Lines, plain text or Parquet into indexed datasets, one per key.
 
     Args:
-        inputs: files, directories, glob patterns or "-" for standard input, plain or compressed
-            with gzip, xz or Zstandard; each line one JSON object.
+        inputs: files, directories, glob patterns, pipes, URLs that fsspec knows, or "-" for
+            standard input, plain or compressed with gzip, bzip2, xz or Zstandard. Each line is
+            one JSON object; ``.txt`` is plain text, Parquet is known by its first bytes.
         output_prefix: ``out/wiki`` gives ``out/wiki_text_document.bin`` and ``.idx``;
             ``out/wiki_text_sentence.*`` with ``split_sentences``.
         tokenizer: name or file for ``load_tokenizer``, or a tokenizer.
         json_keys: which values of the object to tokenize.
         append_eod: end each document with the tokenizer's end-of-document token.
+        prepend_bos: begin each with its beginning-of-sequence token; by default as the tokenizer
+            is used to, see ``Tokenizer``.
         split_sentences: make each sentence a sequence; ``language`` as Megatron's ``--lang``,
             ``keep_newlines`` keeps the white space after sentences.
         dtype: of the tokens; by default uint16 where the vocabulary fits, else int32.
-        on_error: "stop" at the first bad line, or "skip" it and list it.
+        on_error: "stop" at the first bad line or damaged archive, or "skip" it and list it.
+        restart: drop what an interrupted run of other settings has left there.
+        shard: (i, n), from 0: read the i-th of n parts of the input. The parts' outputs, merged in
+            their order, are the bytes of one run over all of it.
+        text_unit: what a document is in a ``.txt`` input, a "line" or the "file".
         workers: processes that encode; by default one for each core.
         max_line_bytes: a longer line is bad; bounds the memory.
         block_bytes: size of the unit of work.
@@ -114,10 +111,12 @@ def preprocess(
 
     Raises:
         ValueError: wrong settings; a bad line, with file and line number; another run writing the
-            same prefix. Nothing is left behind.
+            same prefix, or one of other settings interrupted there.
         FileNotFoundError: an input, or the directory of the output, is missing.
-        WorkerDiedError, OSError: a worker was killed, the disk is full; what is done is kept, and
-            the same call goes on from there.
+        WorkerDiedError, OSError: a worker was killed, the disk is full.
+
+    After an error what is done is kept in ``<prefix>.partial``, and the same call, or one with
+    ``on_error="skip"``, goes on from there. Where nothing is done yet, nothing is left behind.
     """
     started = time.perf_counter()
     if isinstance(inputs, (str, os.PathLike)):
@@ -137,51 +136,103 @@ def preprocess(
         workers = _cores()
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
+    if text_unit not in TEXT_UNITS:
+        raise ValueError(f"text_unit {text_unit!r}: expected {' or '.join(TEXT_UNITS)}")
+    if shard is not None and not 0 <= shard[0] < shard[1]:
+        raise ValueError(f"shard {shard}: expected (i, n) with i from 0 to n - 1")
     prefix = os.fspath(output_prefix)
     if not Path(prefix).name or not Path(prefix).parent.is_dir():
         raise FileNotFoundError(f"{Path(prefix).parent}: no such directory for the output")
-    sources = find_sources(inputs)
+    sources = find_sources(inputs, text_unit=text_unit)
+    if shard is not None and any(source.stream for source in sources):
+        raise ValueError("a pipe cannot be read in shards: give files")
+    texts = [source.path for source in sources if source.unit in TEXT_UNITS]
+    if texts and len(keys) > 1:
+        raise ValueError(f"{texts[0]} is plain text, without keys; give one --json-keys")
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
     if append_eod:
         tokenizer.special_id("eod")
+    bos = None
+    if tokenizer.prepend_bos if prepend_bos is None else prepend_bos:
+        bos = tokenizer.special_id("bos")
 
     from mb_data.encode import Job
     from mb_data.pipeline import run_workers
     from mb_data.sentences import SentenceSplitter
 
     splitter = SentenceSplitter(language, keep_newlines=keep_newlines) if split_sentences else None
-    job = Job(tokenizer, keys, append_eod, _dtype(tokenizer, dtype), max_line_bytes, splitter)
+    job = Job(tokenizer, keys, append_eod, bos, _dtype(tokenizer, dtype), max_line_bytes, splitter)
     level = "sentence" if split_sentences else "document"
     outputs = tuple(f"{prefix}_{key}_{level}" for key in keys)
     settings: dict[str, Any] = {
         "format": FORMAT,
-        "sources": [[s.path, s.size, s.modified_ns] for s in sources],
+        "sources": [[s.path, s.size, s.version, s.unit] for s in sources],
+        "shard": list(shard) if shard else None,
         "tokenizer": [tokenizer.name, tokenizer.fingerprint],
         "keys": list(keys),
         "append_eod": append_eod,
+        "bos": bos,
         "sentences": [splitter.code, keep_newlines] if splitter else None,
         "dtype": job.dtype.str,
-        "on_error": on_error,
-        "max_line_bytes": max_line_bytes,
         "block_bytes": block_bytes,
     }
-    resume = all(source.path != STDIN for source in sources)
-    with PartialOutput(prefix, outputs, job.dtype, settings, resume=resume) as partial:
-        run = _Run(partial, sources, skip=on_error == "skip", on_progress=on_progress)
-        todo = enumerate(blocks(sources, block_bytes, max_line_bytes))
-        with run:
-            run_workers(
-                job,
-                (item for item in todo if item[0] >= partial.state.blocks),
-                workers=min(workers, _count_blocks(sources, block_bytes) or workers),
-                files=[partial.key_files(key) for key in range(len(keys))],
-                place=run.place,
-                written=run.written,
-                tick=run.tick,
+    total = sum(source.size for source in sources)
+
+    def mine(position: int) -> bool:
+        return shard is None or position * shard[1] // total == shard[0]
+
+    skip = on_error == "skip"
+    resume = not any(source.stream for source in sources)
+    with PartialOutput(
+        prefix, outputs, job.dtype, settings, resume=resume, restart=restart
+    ) as partial:
+        before = partial.state
+        if before.bad_lines and not skip:
+            raise ValueError(
+                f"{partial.directory} keeps a run that left out {before.bad_lines:,} bad lines; "
+                "give --on-error skip to go on, or --restart to drop it"
             )
-        state = run.saved
-        _check_complete(state, sources, keys)
+        if before.bad_lines and before.line_limit != max_line_bytes:
+            raise ValueError(
+                f"{partial.directory} keeps a run whose longest line was {before.line_limit:,} "
+                "bytes; give that --max-line-mb again, or --restart to drop it"
+            )
+        run = Books(
+            partial,
+            sources,
+            skip=skip,
+            line_limit=max_line_bytes,
+            first=next(blocks(sources, block_bytes, max_line_bytes, mine=mine), None)
+            if shard
+            else None,
+            on_progress=on_progress,
+        )
+        todo = enumerate(blocks(sources, block_bytes, max_line_bytes, mine=mine))
+        try:
+            with run:
+                run_workers(
+                    job,
+                    (item for item in todo if item[0] >= before.blocks),
+                    workers=min(workers, _count_blocks(sources, block_bytes) or workers),
+                    files=[partial.key_files(key) for key in range(len(keys))],
+                    place=run.place,
+                    written=run.written,
+                    tick=run.tick,
+                )
+            state = run.saved
+            try:
+                _check_complete(state, sources, keys, may_be_empty=shard is not None)
+            except ValueError:
+                partial.kept = 0  # to go on from here would end here again
+                raise
+        except ValueError as error:
+            if not (partial.kept and resume):
+                raise
+            raise ValueError(
+                f"{error}\n{run.saved.documents:,} documents are kept in {partial.directory}: the "
+                "same command goes on from there, --on-error skip leaves bad lines out"
+            ) from error
         partial.finish(state)
     return Summary(
         documents=state.documents,
@@ -190,127 +241,16 @@ def preprocess(
         empty=state.empty,
         bad_lines=state.bad_lines,
         bad_lines_file=str(partial.report_target) if state.bad_lines else None,
+        careful=state.careful,
         seconds=time.perf_counter() - started,
         resumed_text_bytes=partial.state.text_bytes,
         outputs=outputs,
     )
 
 
-class _Run(AbstractContextManager):
-    """Keeps the books of a run: places and line numbers in order, state that is safely written.
-
-    While entered, a thread records that state on disk every ``SAVE_INTERVAL``; syncing early also
-    spreads the writing, so that little is left for the end.
-    """
-
-    def __init__(
-        self,
-        partial: PartialOutput,
-        sources: Sequence[Source],
-        *,
-        skip: bool,
-        on_progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self.partial = partial
-        self.skip = skip
-        self.on_progress = on_progress
-        self.total = 0 if any(s.path == STDIN for s in sources) else sum(s.size for s in sources)
-        self.placed = self.saved = partial.state
-        self.states: dict[int, State] = {}
-        self.done: set[int] = set()
-        self.started = self.shown = time.perf_counter()
-        self.saver: threading.Thread | None = None
-        self.failure: BaseException | None = None
-        self.stopping = threading.Event()
-
-    def place(self, number: int, block: Block, result: Result) -> list[Place]:
-        """Where the data of the next block goes; raises ValueError for what must stop the run."""
-        before = self.placed
-        lines = before.lines if block.start else 0
-        if result.fatal:
-            line, message = result.fatal
-            raise ValueError(f"{block.path}, line {lines + line + 1}, {message}")
-        reported = before.reported
-        for first, last, message in result.errors:
-            numbers = f"line {lines + first + 1}"
-            if last > first:
-                numbers = f"lines {lines + first + 1} to {lines + last + 1}"
-            if not self.skip:
-                raise ValueError(f"{block.path}, {numbers}: {message}")
-            reported = self.partial.report(f"{block.path}, {numbers}: {message}")
-        places = [
-            Place(p.tokens + k.tokens, p.sequences + k.sequences, p.counts + k.counts)
-            for p, k in zip(before.places, result.keys, strict=True)
-        ]
-        self.placed = State(
-            places=tuple(places),
-            blocks=number + 1,
-            lines=lines + result.lines,
-            position=block.position,
-            documents=before.documents + sum(k.documents for k in result.keys),
-            empty=before.empty + sum(k.empty for k in result.keys),
-            text_bytes=before.text_bytes + sum(k.text_bytes for k in result.keys),
-            bad_lines=before.bad_lines + result.bad_lines,
-            reported=reported,
-        )
-        self.states[number] = self.placed
-        return list(before.places)
-
-    def written(self, number: int) -> None:
-        """A block's data is in the files."""
-        self.done.add(number)
-        while self.saved.blocks in self.done:
-            number = self.saved.blocks
-            self.done.remove(number)
-            self.saved = self.states.pop(number)
-
-    def tick(self) -> None:
-        if self.saver is None:  # only now: a process with threads must not fork
-            self.saver = threading.Thread(target=self._save_often, daemon=True)
-            self.saver.start()
-        if self.failure:
-            raise self.failure
-        now = time.perf_counter()
-        if self.on_progress and now - self.shown > 0.2:
-            self.shown = now
-            self.on_progress(self._progress())
-
-    def __exit__(self, *_: object) -> None:
-        self.stopping.set()
-        if self.saver:
-            self.saver.join()
-        if self.on_progress:
-            self.on_progress(self._progress())
-
-    def _progress(self) -> Progress:
-        start, now = self.partial.state, self.placed
-        return Progress(
-            position=now.position,
-            total=self.total,
-            documents=now.documents,
-            text_bytes=now.text_bytes,
-            seconds=time.perf_counter() - self.started,
-            resumed_position=start.position,
-            resumed_documents=start.documents,
-            resumed_text_bytes=start.text_bytes,
-        )
-
-    def _save_often(self) -> None:
-        last = self.saved
-        while not self.stopping.wait(SAVE_INTERVAL):
-            state = self.saved
-            if state is not last:
-                try:
-                    self.partial.save(state)
-                except BaseException as error:
-                    self.failure = error
-                    return
-                last = state
-
-
 def _count_blocks(sources: Sequence[Source], block_bytes: int) -> int:
     """How many blocks there are, 0 if reading alone can tell."""
-    if not all(source.seekable for source in sources):
+    if not all(source.seekable and source.unit != "parquet" for source in sources):
         return 0
     return max(1, sum(-(-source.size // block_bytes) for source in sources))
 
@@ -336,16 +276,18 @@ def _dtype(tokenizer: Tokenizer, name: str | None) -> np.dtype:
     return integers[name]
 
 
-def _check_complete(state: State, sources: Sequence[Source], keys: tuple[str, ...]) -> None:
+def _check_complete(
+    state: State, sources: Sequence[Source], keys: tuple[str, ...], *, may_be_empty: bool
+) -> None:
     names = ", ".join(source.path for source in sources[:3])
     if len(sources) > 3:
         names += f" and {len(sources) - 3} more"
     for key, place in zip(keys, state.places, strict=True):
-        if not place.sequences:
+        if not place.sequences and not may_be_empty:
             found = f"{state.empty} empty, {state.bad_lines} bad lines"
             raise ValueError(f"no document with text under {key!r} in {names} ({found})")
     for source in sources:
-        if source.path != STDIN:
+        if not source.stream and not source.remote:
             status = os.stat(source.path)
-            if (status.st_size, status.st_mtime_ns) != (source.size, source.modified_ns):
+            if (status.st_size, status.st_mtime_ns) != (source.size, source.version):
                 raise ValueError(f"{source.path}: changed while it was being read; run again")

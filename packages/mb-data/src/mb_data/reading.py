@@ -1,49 +1,32 @@
-"""Input files in blocks of whole lines, whatever their number, size or compression.
+"""Input files in blocks of whole documents, whatever their number, size, format or compression.
 
-Plain files are described as byte ranges, which the workers read themselves; compressed files and
-standard input are read here and travel as bytes. A line belongs to the block its first byte lies
+Plain files are described as byte ranges and Parquet files as row groups, which the workers read
+themselves; what only reads from its start to its end (compressed files, pipes, standard input,
+object stores) is read here and travels as bytes. A line belongs to the block its first byte lies
 in, so blocks depend on nothing but the file and ``block_bytes``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
-import gzip
-import importlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, cast
 
-STDIN = "-"
-MAGIC_NUMBERS = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\x00": "xz"}
-KINDS = (".jsonl", ".json", ".ndjson")
-SUFFIXES = tuple(kind + packing for kind in KINDS for packing in ("", ".gz", ".zst", ".xz"))
+from mb_data.compression import decoding_errors, decompress
+from mb_data.sources import STDIN, Source, open_remote
 
-
-@dataclass(frozen=True)
-class Source:
-    """One input: its path ("-" for standard input), bytes on disk, time of change, compression."""
-
-    path: str
-    size: int
-    modified_ns: int
-    compression: str | None
-
-    @property
-    def seekable(self) -> bool:
-        """Workers can read parts of it by themselves."""
-        return self.path != STDIN and self.compression is None
+PIECE = 1 << 18  # bytes of a stream read at a time; what is read when an archive breaks off is kept
 
 
 class Block(NamedTuple):
-    """Whole lines of one source: a byte range of a plain file, or ``data`` itself.
+    """Whole documents of one source: a byte range of a plain file, row groups of a Parquet file
+    (``start`` and ``stop`` count those), or ``data`` itself.
 
     ``position`` counts bytes on disk read so far over all sources, for the progress bar.
+    ``problem`` says why the source has no more to give.
     """
 
     path: str
@@ -51,48 +34,40 @@ class Block(NamedTuple):
     stop: int
     data: bytes | None
     position: int
+    unit: str = "json"
+    problem: str | None = None
 
 
-def find_sources(inputs: Sequence[str | os.PathLike[str]]) -> list[Source]:
-    """Files, patterns, directories and "-" as a list of sources, each group in sorted order.
+def blocks(
+    sources: Sequence[Source],
+    block_bytes: int,
+    max_line_bytes: int,
+    *,
+    mine: Callable[[int], bool] = lambda _: True,
+) -> Iterator[Block]:
+    """All documents of all sources, in order.
 
-    A directory stands for its ``.jsonl``, ``.json`` and ``.ndjson`` files, compressed or not, at
-    any depth. Raises FileNotFoundError for what matches nothing, ValueError for "-" twice.
+    Args:
+        mine: which parts to read, by the position of their first byte in all sources laid end to
+            end; a source that only reads as a whole goes by its own first byte.
     """
-    paths: list[str] = []
-    for path in inputs:
-        item = os.fspath(path)
-        if item == STDIN or os.path.isfile(item):
-            paths.append(item)
-        elif os.path.isdir(item):
-            inside = sorted(str(p) for p in Path(item).rglob("*") if p.name.endswith(SUFFIXES))
-            if not inside:
-                raise FileNotFoundError(f"{item}: no {', '.join(KINDS)} file inside")
-            paths += inside
-        else:
-            matches = sorted(p for p in glob.glob(item, recursive=True) if os.path.isfile(p))
-            if not matches:
-                if os.path.exists(item):
-                    raise ValueError(f"{item}: no regular file; pipe it into standard input (-)")
-                kind = "no file matches" if glob.has_magic(item) else "no such file"
-                raise FileNotFoundError(f"{item}: {kind}")
-            paths += matches
-    if not paths:
-        raise ValueError("no input given")
-    if paths.count(STDIN) > 1:
-        raise ValueError("standard input (-) can be read only once")
-    return [_describe(path) for path in paths]
-
-
-def blocks(sources: Sequence[Source], block_bytes: int, max_line_bytes: int) -> Iterator[Block]:
-    """All lines of all sources, in order."""
     before = 0
     for source in sources:
-        if source.seekable:
+        if source.unit == "parquet":
+            count = _row_groups(source.path)
+            for group in range(count):
+                if mine(before + source.size * group // count):
+                    position = before + source.size * (group + 1) // count
+                    yield Block(source.path, group, group + 1, None, position, source.unit)
+        elif source.seekable and source.unit == "file":
+            if mine(before) and source.size:
+                yield Block(source.path, 0, source.size, None, before + source.size, source.unit)
+        elif source.seekable:
             for start in range(0, source.size, block_bytes):
                 stop = min(start + block_bytes, source.size)
-                yield Block(source.path, start, stop, None, before + stop)
-        else:
+                if mine(before + start):
+                    yield Block(source.path, start, stop, None, before + stop, source.unit)
+        elif mine(before):
             yield from _stream_blocks(source, block_bytes, max_line_bytes, before)
         before += source.size
 
@@ -101,8 +76,10 @@ def read_lines(block: Block, max_line_bytes: int) -> list[memoryview]:
     """The lines of a block, without newlines; one beyond ``max_line_bytes`` may be cut, but is
     longer than that. Views, as copies of all lines would cost as much as parsing them."""
     if block.data is not None:
-        return _split(block.data)
+        return [memoryview(block.data)] if block.unit == "file" else _split(block.data)
     with open(block.path, "rb", buffering=0) as file:
+        if block.unit == "file":
+            return [memoryview(file.read(min(block.stop, max_line_bytes + 1)))]
         data = os.pread(file.fileno(), block.stop - block.start, block.start)
         lines = _split(data)
         if block.start and os.pread(file.fileno(), 1, block.start - 1) != b"\n":
@@ -110,7 +87,7 @@ def read_lines(block: Block, max_line_bytes: int) -> list[memoryview]:
         if not lines or data.endswith(b"\n"):
             return lines
         parts, offset, limit = [lines[-1]], block.stop, block.stop + max_line_bytes
-        while offset <= limit and (part := os.pread(file.fileno(), 1 << 16, offset)):
+        while offset <= limit and (part := os.pread(file.fileno(), PIECE, offset)):
             end = part.find(b"\n")
             parts.append(memoryview(part)[:end] if end >= 0 else memoryview(part))
             if end >= 0:
@@ -118,6 +95,55 @@ def read_lines(block: Block, max_line_bytes: int) -> list[memoryview]:
             offset += len(part)
         lines[-1] = memoryview(b"".join(parts))
         return lines
+
+
+def count_lines(path: str, stop: int) -> int:
+    """Lines that start in the first ``stop`` bytes of a plain file, ``stop`` at least 1."""
+    count = 1
+    stop -= 1  # a newline that is the last of them starts none
+    with open(path, "rb") as file:
+        while stop > 0 and (data := file.read(min(stop, 1 << 24))):
+            count += data.count(b"\n")
+            stop -= len(data)
+    return count
+
+
+def parquet_columns(block: Block, keys: Sequence[str]) -> list[list[Any]]:
+    """The values of some columns in a block's row groups.
+
+    Raises ValueError for a column that is not there, or not of text.
+    """
+    with _parquet(block.path) as file:
+        schema = file.schema_arrow
+        for key in keys:
+            if key not in schema.names:
+                raise ValueError(
+                    f"{block.path}: no column {key!r}; the columns are {', '.join(schema.names)}"
+                )
+            kind = str(schema.field(key).type)
+            if not kind.removeprefix("dictionary<values=").startswith(("string", "large_string")):
+                raise ValueError(f"{block.path}: column {key!r} must hold text, got {kind}")
+        groups = list(range(block.start, block.stop))
+        table = file.read_row_groups(groups, columns=list(keys), use_threads=False)
+        return [table.column(key).to_pylist() for key in keys]
+
+
+def _row_groups(path: str) -> int:
+    with _parquet(path) as file:
+        return file.num_row_groups
+
+
+def _parquet(path: str) -> Any:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{path} is a Parquet file: pip install 'mb-data[parquet]'", name="pyarrow"
+        ) from error
+    try:
+        return parquet.ParquetFile(path)
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{path}: damaged Parquet file: {error}") from error
 
 
 def _split(data: bytes) -> list[memoryview]:
@@ -133,30 +159,46 @@ def _split(data: bytes) -> list[memoryview]:
 def _stream_blocks(
     source: Source, block_bytes: int, max_line_bytes: int, before: int
 ) -> Iterator[Block]:
+    whole_file = source.unit == "file"
+    limit = max_line_bytes + 1 if whole_file else block_bytes
     with contextlib.ExitStack() as stack:
-        if source.path == STDIN:
-            raw = sys.stdin.buffer
-        else:
-            raw = stack.enter_context(open(source.path, "rb"))
-        file = _decompress(cast(BinaryIO, raw), source)
+        raw = _open(source, stack)
+        kind, file = decompress(raw, source.path)
+        errors = (EOFError, *decoding_errors(kind))
         offset = 0
         while True:
+            data, problem = bytearray(), None
             try:
-                data = file.read(block_bytes)
-                if data and not data.endswith(b"\n"):
+                while len(data) < limit and (piece := file.read(min(PIECE, limit - len(data)))):
+                    data += piece
+                if data and not whole_file and not data.endswith(b"\n"):
                     data += _rest_of_line(file, max_line_bytes)
-            except (EOFError, OSError, *_decoding_errors(source)) as error:
+            except (*errors, OSError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
-                raise ValueError(
-                    f"{source.path}: damaged {source.compression} data after "
-                    f"{offset:,} bytes of text: {error}"
-                ) from error
-            if not data:
-                return
-            position = before if source.path == STDIN else before + raw.tell()
-            yield Block(source.path, offset, offset + len(data), data, position)
+                end = 0 if whole_file else data.rfind(b"\n") + 1
+                del data[end:]
+                problem = (
+                    f"damaged {kind} data after {offset + end:,} bytes of text: {error}; "
+                    "the rest of the file is left out"
+                )
+            position = before if not source.size else before + min(raw.tell(), source.size)
+            shared = {"position": position, "unit": source.unit}
+            if data:
+                yield Block(source.path, offset, offset + len(data), bytes(data), **shared)
             offset += len(data)
+            if problem:
+                yield Block(source.path, offset, offset, b"", **shared, problem=problem)
+            if problem or not data or whole_file:
+                return
+
+
+def _open(source: Source, stack: contextlib.ExitStack) -> io.BufferedReader:
+    if source.path == STDIN:
+        return cast(io.BufferedReader, sys.stdin.buffer)
+    if source.remote:
+        return stack.enter_context(open_remote(source.path))
+    return stack.enter_context(open(source.path, "rb"))
 
 
 def _rest_of_line(file: BinaryIO, limit: int) -> bytes:
@@ -167,55 +209,3 @@ def _rest_of_line(file: BinaryIO, limit: int) -> bytes:
             pass
         rest += b"\n"
     return rest
-
-
-def _describe(path: str) -> Source:
-    if path == STDIN:
-        start = cast(io.BufferedReader, sys.stdin.buffer).peek(8)
-        return Source(path, 0, 0, _compression(start))
-    with open(path, "rb") as file:
-        status = os.fstat(file.fileno())
-        return Source(path, status.st_size, status.st_mtime_ns, _compression(file.read(8)))
-
-
-def _compression(start: bytes) -> str | None:
-    return next((kind for magic, kind in MAGIC_NUMBERS.items() if start.startswith(magic)), None)
-
-
-def _decompress(raw: BinaryIO, source: Source) -> BinaryIO:
-    match source.compression:
-        case "gz":
-            return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-        case "xz":
-            import lzma
-
-            return cast(BinaryIO, lzma.LZMAFile(raw))
-        case "zst":
-            return _zstd(source.path).ZstdFile(raw)
-    return raw
-
-
-def _decoding_errors(source: Source) -> tuple[type[Exception], ...]:
-    match source.compression:
-        case "gz":
-            import zlib
-
-            return (zlib.error,)
-        case "xz":
-            import lzma
-
-            return (lzma.LZMAError,)
-        case "zst":
-            return (_zstd(source.path).ZstdError,)
-    return ()
-
-
-def _zstd(path: str) -> Any:
-    """Zstandard is in the standard library from Python 3.14 on; its backport has the same API."""
-    name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{path} is compressed with Zstandard: pip install 'mb-data[zstd]'", name=name
-        ) from error

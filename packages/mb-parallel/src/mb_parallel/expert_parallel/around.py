@@ -28,7 +28,7 @@ from mb_parallel.expert_parallel.collectives import (
 
 
 class GlobalCapacity:
-    """Keeps at most C = ceil(factor n / E) slots per expert, n being the slots of all ranks.
+    """Keeps at most C = ceil(factor K G / E) slots per expert, G being the tokens of all ranks.
 
     Tokens count in the order of ranks. Costs one exchange of ids (and weights), 4 to 8 bytes a
     slot. Without `equal_tokens` ranks tell each other their number of tokens first.
@@ -52,7 +52,7 @@ class GlobalCapacity:
     ) -> None:
         self.inner = inner
         self.num_experts = num_experts
-        self.ratio = as_ratio(capacity_factor)
+        self.capacity_factor = capacity_factor
         self.drop_policy = drop_policy
         self.place = place
         self.equal_tokens = equal_tokens
@@ -78,10 +78,12 @@ class GlobalCapacity:
             per_rank = [theirs for (theirs,) in counts_of_ranks(mine, self.place)]
         padding = (0, 0, 0, max(per_rank) - tokens)
         ids_GK = gathered(F.pad(expert_ids_TK, padding, value=-1), self.place)
-        by_weight_GK = None
-        if self.drop_policy == "probability":
-            by_weight_GK = gathered(F.pad(at_least_fp32(weights_TK), padding), self.place)
-        bins = bin_within_capacity(ids_GK, self.num_experts, self.ratio, by_weight_TK=by_weight_GK)
+        weights_GK = None
+        if self.drop_policy != "position":
+            weights_GK = gathered(F.pad(at_least_fp32(weights_TK), padding), self.place)
+        bins = bin_within_capacity(
+            ids_GK, self.num_experts, as_ratio(self.capacity_factor), by_weight_TK=weights_GK
+        )
         kept_GK = (bins.inverse_N >= 0).view_as(ids_GK)
         return kept_GK.chunk(self.place.size)[self.place.rank][:tokens]
 

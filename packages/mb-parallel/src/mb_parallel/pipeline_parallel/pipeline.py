@@ -2,7 +2,8 @@
 
     indices = stage_indices("1f1b", pp_size=mesh.pp_size, pp_rank=mesh.pp_rank)
     layers = split_layers(24, mesh.pp_size)
-    stages = [cut(build_model(), layers[i], first=i == 0, last=i == len(layers) - 1) for i in indices]
+    stages = [cut(build_model(), layers[i], first=i == 0, last=i == len(layers) - 1)
+              for i in indices]
     ...                                        # parallelize_tensors, ..., apply_data_parallel
     pipeline = Pipeline(stages, mesh, schedule="1f1b", first_input="tokens", hidden_size=1024)
     losses = pipeline.step(micro_batches)      # gradients are in the parameters
@@ -50,7 +51,7 @@ class Pipeline:
         first_input: the entry of a batch that the first stage takes by position: [B, S, ...].
         hidden_size: D; between stages travels [B, S, D].
         dtype: of the hidden states.
-        sequence_parallel: the stages hold runs of the sequence, S / tp tokens: what travels is less.
+        sequence_parallel: the stages hold runs of the sequence, S / tp tokens.
         tied: parameters of the first stage of which the last has a copy, by name there and here:
             {"embedding.tokens.weight": "head.weight"}. The copy gets the first's values now, and
             each step both get the sum of their gradients, so they stay equal.
@@ -192,9 +193,12 @@ class Pipeline:
             )
             for index, module in zip(self.indices, self.stages, strict=True)
         ]
+        for stage in stages:
+            stage.in_halves = self.kind.in_halves
         # The losses are scaled already: the schedule is not to divide gradients.
         loss_fn = (lambda total, number: total) if train else None
-        schedule = self.kind.load()(
+        kind = self.kind.load(micro_batches=micro_batches, num_stages=self.num_stages, train=train)
+        schedule = kind(
             stages if self.kind.many else stages[0],
             n_microbatches=micro_batches,
             loss_fn=loss_fn,

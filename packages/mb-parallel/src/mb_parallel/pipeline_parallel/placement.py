@@ -18,19 +18,26 @@ from typing import Any, NamedTuple
 class Kind(NamedTuple):
     """A schedule: its class in `torch.distributed.pipelining.schedules`, and its stages.
 
-    many: whether a rank may run several stages. v: two of them, in the V above.
+    many: whether a rank may run several stages. v: two of them, in the V above. in_halves: whether
+        gradients of inputs and of weights are computed apart.
     """
 
     name: str
     many: bool
     v: bool = False
+    in_halves: bool = False
 
-    def load(self) -> Any:
-        """The class."""
+    def load(self, *, micro_batches: int, num_stages: int, train: bool) -> Any:
+        """The class to run so many micro-batches with."""
         # Imported late: it brings in much of torch's compiler.
         from torch.distributed.pipelining import schedules
 
-        return getattr(schedules, self.name)
+        name = self.name
+        if not self.many and (not train or micro_batches < num_stages):
+            name = "ScheduleGPipe"  # all forward passes first: what 1F1B comes to, and refuses
+        elif not self.v and not train:
+            name = "ScheduleLoopedBFS"
+        return getattr(schedules, name)
 
 
 SCHEDULES: Mapping[str, Kind] = MappingProxyType(
@@ -38,8 +45,8 @@ SCHEDULES: Mapping[str, Kind] = MappingProxyType(
         "gpipe": Kind("ScheduleGPipe", many=False),
         "1f1b": Kind("Schedule1F1B", many=False),
         "interleaved-1f1b": Kind("ScheduleInterleaved1F1B", many=True),
-        "interleaved-zero-bubble": Kind("ScheduleInterleavedZeroBubble", many=True),
-        "zbv-zero-bubble": Kind("ScheduleZBVZeroBubble", many=True, v=True),
+        "interleaved-zero-bubble": Kind("ScheduleInterleavedZeroBubble", many=True, in_halves=True),
+        "zbv-zero-bubble": Kind("ScheduleZBVZeroBubble", many=True, v=True, in_halves=True),
     }
 )
 

@@ -58,6 +58,7 @@ class Stage(PipelineStage):
 
     passing: Pass
     number: int
+    in_halves: bool
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See the base class; notes which micro-batch it is."""
@@ -77,14 +78,29 @@ class Stage(PipelineStage):
             detached = {name: value.detach() for name, value in output.losses.items()}
             passing.losses.setdefault(self.stage_index, []).append(detached)
             return self._total(output)
-        assert output.x is not None
-        if output.aux_loss is None or not torch.is_grad_enabled():
-            return output.x
-        return attach_aux_loss(output.x, output.aux_loss, passing.loss_scale / batches)
+        x = output.x
+        assert x is not None
+        if not torch.is_grad_enabled():
+            return x
+        if output.aux_loss is not None:
+            x = attach_aux_loss(x, output.aux_loss, passing.loss_scale / batches)
+        # A zero-bubble schedule detaches outputs in place after half of their backward pass.
+        return x.clone() if self.in_halves and x._is_view() else x
+
+    # Torch hands gradients over between the two stages of a V's rank in evaluation too, and fails.
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """See the base class; nothing without a backward pass."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """See the base class; nothing without a backward pass."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _total(self, output: StageOutput) -> Tensor:
         """What to call backward on, [1]."""
         total = torch.stack([loss.reshape(()) for loss in output.losses.values()]).sum()
         if output.aux_loss is not None:
             total = total + output.aux_loss / len(self.passing.batches)
-        return (total * self.passing.loss_scale).reshape(1)
+        return total.reshape(1) * self.passing.loss_scale

@@ -2,7 +2,7 @@
 
 from mb_parallel.tensor_parallel.apply import Plan as Plan
 from mb_parallel.tensor_parallel.apply import parallelize_tensors as parallelize_tensors
-from mb_parallel.tensor_parallel.experts import TokenParallel as TokenParallel
+from mb_parallel.tensor_parallel.experts import ExpertLayer as ExpertLayer
 from mb_parallel.tensor_parallel.plans import block_plan as block_plan
 from mb_parallel.tensor_parallel.plans import gpt_plan as gpt_plan
 from mb_parallel.tensor_parallel.styles import ColumnParallel as ColumnParallel

@@ -50,6 +50,9 @@ def adapt(
 def _read(module: nn.Module, *, name: str, view: View) -> Tensor:
     parameter = module._parameters[name]
     assert parameter is not None
+    # Between forward passes a parameter may be FSDP2's shard of it, which is FSDP2's alone to see.
+    if isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != ("tp",):
+        return parameter
     return view(parameter)
 
 

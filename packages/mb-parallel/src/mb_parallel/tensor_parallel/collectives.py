@@ -1,12 +1,12 @@
 """Six collectives in three pairs, each the other's backward, on plain tensors.
 
     forward                       backward
-    copy      nothing             sum over the ranks        into a region where each rank computes a part
-    reduce    sum over the ranks  nothing                   out of it
-    gather    concatenate         sum, keep one's slice     the same two, with tokens spread over the
-    scatter   sum, keep one's     concatenate               ranks outside of the region
-    split     keep one's slice    concatenate               where all ranks hold the same tensor,
-    join      concatenate         keep one's slice          and compute the same with it
+    copy      nothing             sum over the ranks      into a region, of which each rank
+    reduce    sum over the ranks  nothing                 computes a part, and out of it
+    gather    concatenate         sum, keep one's slice   the same two, tokens being spread over
+    scatter   sum, keep one's     concatenate             the ranks outside of the region
+    split     keep one's slice    concatenate             where all ranks hold the same tensor and
+    join      concatenate         keep one's slice        do the same with it
 
 (Megatron-LM's regions, arXiv 1909.08053 and, with sequence parallelism, 2205.05198.) `dim` is the
 dimension that is spread, which the number of ranks divides.
@@ -21,6 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed them.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Collective = Callable[[Tensor, ProcessGroup, int], Tensor]
 
@@ -60,6 +64,13 @@ def own_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return _slices(x, group, dim)[group.rank()]
 
 
+def stacked(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Every rank's x, [ranks, *x.shape], without a gradient."""
+    everyone = x.new_empty((group.size(), *x.shape))
+    _all_gather(everyone.flatten(0, 1), x.contiguous(), group=group)
+    return everyone
+
+
 class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -84,15 +95,14 @@ def _sum(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def _concatenate(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    slices = x.new_empty((group.size(), *x.shape))
-    dist.all_gather_into_tensor(slices, x.contiguous(), group=group)
+    slices = stacked(x, group)
     return torch.cat(slices.unbind(), dim) if dim else slices.flatten(0, 1)
 
 
 def _sum_of_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     slices = torch.stack(_slices(x, group, dim))
     mine = torch.empty_like(slices[0])
-    dist.reduce_scatter_tensor(mine, slices, group=group)
+    _reduce_scatter(mine, slices.flatten(0, 1), group=group)
     return mine
 
 

@@ -1,8 +1,9 @@
-"""A Mixture-of-Experts layer between tensor-parallel ones: the ranks share out its tokens.
+"""A Mixture-of-Experts layer between tensor-parallel ones.
 
 Experts are no matter of tensor parallelism: `parallelize_experts` spreads them over ep ranks, of
-which tp ranks are some. What is left is that the tp ranks, which hold the same tokens (or, with
-sequence parallelism, different ones already), must not all send them.
+which tp ranks are some, and sees to it that tp ranks share out tokens that they hold alike, that
+load is counted over them and the auxiliary loss is their mean. What is left are the layer's other
+parameters, the padding mask and the metrics where each tp rank has tokens of its own.
 
 Letters: B sequences, S tokens of a sequence, D hidden, E experts.
 """
@@ -11,32 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from mb_layers import MoE, MoEOutput, dMoE
-from mb_layers.dispatch import LocalDispatcher
 from mb_layers.experts import Experts
 from torch import Tensor, nn
 
 from mb_parallel.tensor_parallel import collectives
 from mb_parallel.tensor_parallel.adapt import adapt, summed
-from mb_parallel.tensor_parallel.styles import SEQUENCE, Region, Style
+from mb_parallel.tensor_parallel.styles import Region, Style
 
 
 @dataclass(frozen=True)
-class TokenParallel(Style):
-    """`mb_layers.dMoE` or `MoE`: each tp rank routes its own run of the sequence.
+class ExpertLayer(Style):
+    """`mb_layers.dMoE` or `MoE` in the stream; `parallelize_experts` is to follow, with ep = 1 too.
 
-    Router, shared expert and bias are replicated and their gradients added up. The gradients of the
-    experts are each rank's own part; `apply_data_parallel` adds them up with those of the other
-    ranks that hold the same experts. Load is counted over the tp ranks, so the auxiliary loss and
-    the metrics are those of one process.
+    Without sequence parallelism every tp rank routes all tokens alike. With it each rank routes its
+    own run of the sequence: the gradients of router, shared expert and bias are added up, a mask
+    [B, S] is cut to the rank's run, and metrics are those of all tokens.
 
-    A layer with capacity and its own local dispatcher routes all tokens on every rank, for which of
-    them are dropped depends on all; each rank then keeps its run of the result. That costs tp times
-    the work: spread such experts over ep ranks.
+    The gradients of the experts are each rank's own part in either case; `apply_data_parallel` adds
+    them up with those of the other ranks that hold the same experts.
     """
 
     def apply(self, module: nn.Module, region: Region) -> None:
@@ -45,17 +42,8 @@ class TokenParallel(Style):
                 f"Expected mb_layers.MoE or dMoE, got {type(module).__name__}, whose router and "
                 "losses are not known here."
             )
-        if module.config.balance_over == "sequence":
-            raise ValueError(
-                "Expected balance_over 'micro_batch' or 'global_batch' with tp = "
-                f"{region.size}, got 'sequence': the ranks hold runs of a sequence, whose loads do "
-                "not add up to the sequence's loss."
-            )
-        for child in self.covers(module):
-            names = [name for name, p in child._parameters.items() if p is not None]
-            if names and not isinstance(child, Experts):
-                adapt(child, views=dict.fromkeys(names, summed(region.group)))
-        layer = module
+        if not region.sequence_parallel:
+            return
 
         def forward(
             original: Callable[..., MoEOutput],
@@ -64,57 +52,19 @@ class TokenParallel(Style):
             mask: Tensor | None = None,
             valid_tokens: Tensor | int | None = None,
         ) -> MoEOutput:
-            options = {}
-            if mask is not None and valid_tokens is None:
-                valid_tokens = mask.count_nonzero()
-            if routes_everything(layer):
-                if mask is not None:
-                    options = {"mask": mask, "valid_tokens": valid_tokens}
-                output = original(region.enter(x), **options)
-                y = collectives.own_slice(output.y, region.group, SEQUENCE)
-                metrics = output.metrics
-            else:
-                if not region.sequence_parallel:
-                    x = collectives.split(x, region.group, SEQUENCE)
-                if mask is not None:
-                    options["mask"] = collectives.own_slice(mask, region.group, -1)
-                if valid_tokens is not None:
-                    options["valid_tokens"] = valid_tokens / region.size
-                output = original(x, **options)
-                y, metrics = output.y, _over_ranks(output.metrics, region)
-            if not region.sequence_parallel:
-                y = collectives.join(y, region.group, SEQUENCE)
-            # Each rank's is the mean over its tokens: their mean is the mean over all.
-            aux_loss = collectives.reduce(output.aux_loss / region.size, region.group)
-            return output._replace(y=y, aux_loss=aux_loss, metrics=metrics)
+            if mask is not None:
+                valid_tokens = mask.count_nonzero() if valid_tokens is None else valid_tokens
+                mask = collectives.own_slice(mask, region.group, -1)
+            if valid_tokens is not None:  # the ranks' losses are averaged
+                valid_tokens = valid_tokens / region.size
+            output = original(x, mask=mask, valid_tokens=valid_tokens)
+            return output._replace(metrics=_over_ranks(output.metrics, region))
 
-        def routes_everything(layer: Any) -> bool:
-            dispatcher = layer.dispatcher
-            return (
-                isinstance(dispatcher, LocalDispatcher) and dispatcher.capacity_factor is not None
-            )
-
-        def counts_over_ranks(layer: Any) -> Callable[[Tensor], Tensor] | None:
-            """What the layer calls: its own `reduce_counts`, given the counts of all tp ranks."""
-            own = layer.__dict__.get("reduce_counts")
-            if routes_everything(layer):
-                return own
-
-            def reduced(counts_E: Tensor) -> Tensor:
-                counts_E = counts_E.clone()
-                dist.all_reduce(counts_E, group=region.group)
-                return counts_E if own is None else own(counts_E)
-
-            return reduced
-
-        def set_counts(layer: Any, own: Callable[[Tensor], Tensor] | None) -> None:
-            layer.__dict__["reduce_counts"] = own
-
-        adapt(
-            module,
-            forward=forward,
-            attributes={"reduce_counts": property(counts_over_ranks, set_counts)},
-        )
+        for child in self.covers(module):
+            names = [name for name, p in child._parameters.items() if p is not None]
+            if names and not isinstance(child, Experts):
+                adapt(child, views=dict.fromkeys(names, summed(region.group)))
+        adapt(module, forward=forward)
 
     def covers(self, module: nn.Module) -> list[nn.Module]:
         return list(module.modules())

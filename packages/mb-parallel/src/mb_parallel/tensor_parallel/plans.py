@@ -3,7 +3,7 @@
 blocks.N.{norm_1, norm_cross, norm_2}                   in the residual stream
 blocks.N.{attention, cross}.{qkv | q, kv, norm_q, norm_k, out}
 blocks.N.mlp.{gate, up, down}, or mb_layers' dMoE or MoE as blocks.N.mlp
-embedding.{tokens, positions, token_types}, norm, head
+embedding.{tokens, positions, token_types, norm}, stack.{blocks, norm}, head
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mb_layers import MoE, dMoE
 from torch import nn
 
 from mb_parallel.tensor_parallel.apply import Plan
-from mb_parallel.tensor_parallel.experts import TokenParallel
+from mb_parallel.tensor_parallel.experts import ExpertLayer
 from mb_parallel.tensor_parallel.styles import (
     ColumnParallel,
     ParallelInput,
@@ -25,7 +25,7 @@ from mb_parallel.tensor_parallel.styles import (
 from mb_parallel.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 
 
-def block_plan(num_kv_heads: int, *, blocks: str = "blocks") -> Plan:
+def block_plan(num_kv_heads: int, *, blocks: str = "stack.blocks") -> Plan:
     """Of a stack of transformer blocks.
 
     Args:
@@ -61,12 +61,13 @@ def gpt_plan(num_kv_heads: int) -> Plan:
         "embedding.tokens": VocabParallelEmbedding(),
         "embedding.positions": SplitSequence(),
         "embedding.token_types": SplitSequence(),
+        "embedding.norm": SequenceParallel(),
         **block_plan(num_kv_heads),
-        "norm": SequenceParallel(),
+        "stack.norm": SequenceParallel(),
         "head": ColumnParallel(enter=False, unit="vocabulary"),
         "": VocabParallelLoss(),
     }
 
 
 def _feed_forward(module: nn.Module) -> Style:
-    return TokenParallel() if isinstance(module, (MoE, dMoE)) else ParallelInput()
+    return ExpertLayer() if isinstance(module, (MoE, dMoE)) else ParallelInput()

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mb_kernels
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
+from mb_parallel.tensor_parallel import collectives
 from mb_parallel.tensor_parallel.adapt import adapt, local, shard
 from mb_parallel.tensor_parallel.styles import Region, Style
 
@@ -96,7 +95,9 @@ def vocab_parallel_cross_entropy(
     """
     rows = weight_VD.shape[0]
     shard = mb_kernels.VocabularyShard(
-        rows * region.rank, rows * region.size, functools.partial(_gather, group=region.group)
+        rows * region.rank,
+        rows * region.size,
+        functools.partial(collectives.stacked, group=region.group),
     )
     return mb_kernels.linear_cross_entropy(
         region.enter(x),
@@ -107,9 +108,3 @@ def vocab_parallel_cross_entropy(
         reduction=reduction,
         shard=shard,
     )
-
-
-def _gather(statistics_R3: Tensor, group: ProcessGroup) -> Tensor:
-    everyone_PR3 = statistics_R3.new_empty((group.size(), *statistics_R3.shape))
-    dist.all_gather_into_tensor(everyone_PR3, statistics_R3.contiguous(), group=group)
-    return everyone_PR3

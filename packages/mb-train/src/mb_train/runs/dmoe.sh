@@ -3,8 +3,9 @@
 #
 #   dmoe.sh SIZE DATA [flags]            SIZE 46m, 125m, 356m or 760m; DATA as for --data-path
 #   dmoe.sh 125m my_text_document --moe-num-experts 128 --moe-top-k 2 --moe-loss-weight 0.05
+#
+# GPUS, and several nodes, as launch.sh has it.
 set -euo pipefail
 size=$1 data=$2
 shift 2
-exec torchrun --standalone --nproc_per_node "${GPUS:-8}" -m mb_train \
-    --recipe "dmoe-$size" --data-path $data "$@"
+exec bash "$(dirname "$0")/launch.sh" --recipe "dmoe-$size" --data-path $data "$@"

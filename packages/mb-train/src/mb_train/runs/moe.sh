@@ -3,8 +3,9 @@
 #
 #   moe.sh SIZE DATA [flags]             SIZE 46m, 125m or 356m; DATA as for --data-path
 #   moe.sh 125m my_text_document --moe-capacity-factor 2
+#
+# GPUS, and several nodes, as launch.sh has it.
 set -euo pipefail
 size=$1 data=$2
 shift 2
-exec torchrun --standalone --nproc_per_node "${GPUS:-8}" -m mb_train \
-    --recipe "moe-$size" --data-path $data "$@"
+exec bash "$(dirname "$0")/launch.sh" --recipe "moe-$size" --data-path $data "$@"

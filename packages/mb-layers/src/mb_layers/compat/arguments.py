@@ -1,11 +1,8 @@
-"""For people who come from MegaBlocks: its `Arguments` and its state dicts.
+"""MegaBlocks' `Arguments`, and the layer they describe.
 
-    layer = layer_from_arguments(Arguments(hidden_size=1024, ...))   # or a dict, or a namespace
-    layer.load_state_dict(from_megablocks(checkpoint, layer.config))
-
-Every field of `Arguments` is in `FIELDS`, with what becomes of it. A value that this library does
-not honour is refused by name, with the reason; none is dropped in silence. The page
-`docs/from-megablocks.md` holds the same table and their calls beside ours.
+Every field is in `FIELDS`, with what becomes of it. A value that this library does not honour is
+refused by name, with the reason; none is dropped in silence. The page `docs/from-megablocks.md`
+holds the same table and their calls beside ours.
 
 Letters: E experts, D hidden, F expert ffn width.
 """
@@ -15,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -27,7 +25,6 @@ from torch import Tensor, nn
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import TokenDispatcher
 from mb_layers.moe import MoE, dMoE
-from mb_layers.state_dicts import Rule, translate
 
 Layer = Literal["dMoE", "MoE"]
 
@@ -74,27 +71,87 @@ FIELDS = {
     "moe_zloss_in_fp32": "either: the loss is always in fp32",
 }
 
-# MegaBlocks' defaults where they are not None, False or our own.
-_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 1024,
-    "ffn_hidden_size": 4096,
-    "bias": True,
-    "activation_fn": functools.partial(F.gelu, approximate="tanh"),
-    "moe_num_experts": 1,
-    "moe_top_k": 1,
-    "moe_capacity_factor": 1,
-    "moe_loss_weight": 0.1,
-    "mlp_type": "mlp",
-    "mlp_impl": "grouped",
-    "quantize_inputs_num_bits": -1,
-    "quantize_rematerialize_num_bits": -1,
-    "quantize_scatter_num_bits": -1,
-    "fp16": True,
-    "init_method": functools.partial(nn.init.normal_, mean=0.0, std=0.02),
-    "output_layer_init_method": functools.partial(nn.init.normal_, mean=0.0, std=0.02),
-    "fc_cls": nn.Linear,
-    "moe_zloss_weight": 0,
+# Our name of a field in an error message -> theirs.
+_THEIR_NAMES = {
+    "num_experts": "moe_num_experts",
+    "top_k": "moe_top_k",
+    "capacity_factor": "moe_capacity_factor",
+    "renormalize_p": "moe_normalize_expert_weights",
+    "jitter_eps": "moe_jitter_eps",
+    "load_balancing_loss_weight": "moe_loss_weight",
+    "z_loss_weight": "moe_zloss_weight",
+    "uniform_assignment": "uniform_expert_assignment",
+    "saved_activation_bits": "quantize_rematerialize_num_bits",
 }
+
+
+_GELU_TANH = functools.partial(F.gelu, approximate="tanh")
+
+
+def _normal_init() -> Callable[[Tensor], Any]:
+    return functools.partial(nn.init.normal_, mean=0.0, std=0.02)
+
+
+@dataclasses.dataclass
+class Arguments:
+    """MegaBlocks' `Arguments`: the same fields, defaults and order; what they mean is in `FIELDS`.
+
+    `device` None is torch's default device; MegaBlocks' default needs a GPU to be there.
+    """
+
+    hidden_size: int = 1024
+    ffn_hidden_size: int = 4096
+    num_layers: int = 1
+    bias: bool = True
+    return_bias: bool = True
+    activation_fn: Callable[[Tensor], Tensor] = _GELU_TANH
+    moe_num_experts: int = 1
+    moe_top_k: int = 1
+    moe_capacity_factor: float = 1
+    moe_normalize_expert_weights: int | float | None = None
+    moe_loss_weight: float = 0.1
+    moe_jitter_eps: float | None = None
+    moe_lbl_in_fp32: bool = False
+    moe_expert_model_parallelism: bool = False
+    expert_parallel_group: Any = None
+    moe_weight_parallelism: bool = False
+    weight_parallel_group: Any = None
+    pipeline_model_parallel_size: int = 1
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    memory_optimized_mlp: bool = False
+    mlp_type: str = "mlp"
+    mlp_impl: str = "grouped"
+    quantize_inputs_num_bits: int = -1
+    quantize_rematerialize_num_bits: int = -1
+    quantize_scatter_num_bits: int = -1
+    fp16: bool = True
+    bf16: bool = False
+    device: Any = None
+    init_method: Callable[[Tensor], Any] = dataclasses.field(default_factory=_normal_init)
+    output_layer_init_method: Callable[[Tensor], Any] = dataclasses.field(
+        default_factory=_normal_init
+    )
+    uniform_expert_assignment: bool = False
+    shared_expert: bool = False
+    fc_cls: type = nn.Linear
+    fc_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    remat_act_fn: bool = True
+    shared_expert_hidden_size: int | None = None
+    shared_expert_weighted_sum: bool = False
+    moe_zloss_weight: float = 0
+    moe_zloss_in_fp32: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and value not in (True, False, None):
+                raise ValueError(f"expected {field.name} to be True or False, got {value!r}")
+
+
+def from_megatron(megatron_arguments: object) -> Arguments:
+    """Return `Arguments` with the fields that Megatron's namespace has; the others by default."""
+    names = {name for name in FIELDS if hasattr(megatron_arguments, name)}
+    return Arguments(**{name: getattr(megatron_arguments, name) for name in names})
 
 
 def layer_from_arguments(
@@ -111,7 +168,7 @@ def layer_from_arguments(
     Raises:
         ValueError: a field is unknown, or has a value that is not honoured.
     """
-    values = _read(arguments)
+    values = _values(arguments)
     config = _config(values, layer, dispatcher)
     dtype = torch.float32
     if values["fp16"] or values["bf16"]:
@@ -147,82 +204,34 @@ def config_from_arguments(
     A config holds the std of a normal init alone; another init function is `layer_from_arguments`'
     to apply.
     """
-    return _config(_read(arguments), layer, dispatcher)
+    return _config(_values(arguments), layer, dispatcher)
 
 
-def from_megablocks(state: Mapping[str, Tensor], config: MoEConfig) -> dict[str, Tensor]:
-    """Translate a MegaBlocks state dict to the layout of `dMoE(config)` or `MoE(config)`.
-
-    Takes the layouts of `dMoE` (w1, v1, w2 [E F, D], grouped or sparse) and of `MoE` (w1 [E, D, F],
-    w2 [E, F, D]), and the names of older versions (`mlp.w1` for `experts.mlp.w1`). A checkpoint of
-    one rank under expert parallelism holds E / ranks experts: concatenate the ranks' tensors first.
+def read_arguments(arguments: object) -> Arguments:
+    """Return `Arguments` of an object like it, a mapping, or a namespace with some of its fields.
 
     Raises:
-        ValueError: not every tensor of the source and of the target is used exactly once, or a
-            tensor has the wrong number of elements.
+        ValueError: a mapping or dataclass has a field that `Arguments` does not.
     """
-    num_experts = config.num_experts
-
-    def by_expert(w: Tensor) -> Tensor:  # from [E F, D] or from [E, D, F]
-        return w.view(num_experts, -1, w.shape[1]) if w.dim() == 2 else w.transpose(1, 2)
-
-    def w1(*parts: Tensor) -> Tensor:
-        return torch.cat([by_expert(part) for part in parts], dim=1)
-
-    def w2(w: Tensor) -> Tensor:  # from [E F, D] or from [E, F, D]
-        return w.reshape(num_experts, -1, config.hidden_size).transpose(1, 2).contiguous()
-
-    mlp = "experts.mlp" if "experts.mlp.w1" in state else "mlp"
-    gated = ("v1",) if config.is_glu else ()
-    rules = [
-        Rule("router.weight", ("router.layer.weight",)),
-        Rule("experts.w1", tuple(f"{mlp}.{name}" for name in ("w1", *gated)), w1),
-        Rule("experts.w2", (f"{mlp}.w2",), w2),
-    ]
-    if config.output_bias:
-        bias = "experts.bias" if "experts.bias" in state else "bias"
-        rules.append(Rule("bias", (bias,), torch.flatten))
-    if config.shared_expert_hidden_size is not None:
-        up = ("gate_proj", "up_proj") if config.is_glu else ("up_proj",)
-        for ours, theirs, suffix in (
-            ("w1", up, "weight"),
-            ("w2", ("down_proj",), "weight"),
-            ("b1", up, "bias"),
-            ("b2", ("down_proj",), "bias"),
-        ):
-            if suffix == "weight" or config.shared_expert_bias:
-                names = tuple(f"shared_expert.{name}.{suffix}" for name in theirs)
-                rules.append(Rule(f"shared_expert.{ours}", names, _cat_as_one_expert))
-    with torch.device("meta"):
-        target = (dMoE if config.capacity_factor is None else MoE)(config).state_dict()
-    translated = translate(state, rules, target.keys())
-    for name, tensor in translated.items():
-        if tensor.shape != target[name].shape:
-            raise ValueError(
-                f"expected {name} of shape {tuple(target[name].shape)}, got {tuple(tensor.shape)}; "
-                "the checkpoint has other sizes, or holds one rank's experts alone"
-            )
-    return translated
-
-
-def _cat_as_one_expert(*parts: Tensor) -> Tensor:
-    return torch.cat(parts)[None]
-
-
-def _read(arguments: object) -> dict[str, Any]:
-    """The value of every field, MegaBlocks' default where it is not given."""
+    if isinstance(arguments, Arguments):
+        return arguments
     if isinstance(arguments, Mapping):
         given = dict(arguments)
     elif dataclasses.is_dataclass(arguments):
         given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(arguments)}
     else:
-        given = {name: getattr(arguments, name) for name in FIELDS if hasattr(arguments, name)}
+        return from_megatron(arguments)
     for name in given:
         if name not in FIELDS:
             near = difflib.get_close_matches(str(name), FIELDS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"expected fields of megablocks.Arguments, got {name!r}{hint}")
-    return dict.fromkeys(FIELDS) | _DEFAULTS | given
+    return Arguments(**given)
+
+
+def _values(arguments: object) -> dict[str, Any]:
+    read = read_arguments(arguments)
+    return {field.name: getattr(read, field.name) for field in dataclasses.fields(read)}
 
 
 def _config(values: dict[str, Any], layer: Layer, dispatcher: TokenDispatcher | None) -> MoEConfig:
@@ -251,29 +260,34 @@ def _config(values: dict[str, Any], layer: Layer, dispatcher: TokenDispatcher | 
         std = _normal_std(values[name])
         if std is not None:
             fields[ours] = std
-    return MoEConfig(
-        hidden_size=values["hidden_size"],
-        ffn_hidden_size=values["ffn_hidden_size"],
-        num_experts=values["moe_num_experts"],
-        top_k=values["moe_top_k"],
-        activation=_activation(values["activation_fn"], values["mlp_type"]),
-        capacity_factor=(values["moe_capacity_factor"] or None) if layer == "MoE" else None,
-        renormalize=bool(p),
-        renormalize_p=p or 1,
-        jitter_eps=values["moe_jitter_eps"] or 0.0,
-        uniform_assignment=bool(values["uniform_expert_assignment"]),
-        load_balancing_loss_weight=values["moe_loss_weight"],
-        z_loss_weight=values["moe_zloss_weight"],
-        output_bias=bool(values["bias"]),
-        mlp_impl=values["mlp_impl"],
-        saved_activation_bits=saved_bits if saved_bits != -1 else None,
-        shared_expert_hidden_size=shared_width,
-        shared_expert_bias=shared_width is not None and bool(values["bias"]),
-        shared_expert_weighted_sum=(
+    fields |= {
+        "hidden_size": values["hidden_size"],
+        "ffn_hidden_size": values["ffn_hidden_size"],
+        "num_experts": values["moe_num_experts"],
+        "top_k": values["moe_top_k"],
+        "activation": _activation(values["activation_fn"], values["mlp_type"]),
+        "capacity_factor": (values["moe_capacity_factor"] or None) if layer == "MoE" else None,
+        "renormalize": bool(p),
+        "renormalize_p": p or 1,
+        "jitter_eps": values["moe_jitter_eps"] or 0.0,
+        "uniform_assignment": bool(values["uniform_expert_assignment"]),
+        "load_balancing_loss_weight": values["moe_loss_weight"],
+        "z_loss_weight": values["moe_zloss_weight"],
+        "output_bias": bool(values["bias"]),
+        "mlp_impl": values["mlp_impl"],
+        "saved_activation_bits": saved_bits if saved_bits != -1 else None,
+        "shared_expert_hidden_size": shared_width,
+        "shared_expert_bias": shared_width is not None and bool(values["bias"]),
+        "shared_expert_weighted_sum": (
             shared_width is not None and bool(values["shared_expert_weighted_sum"])
         ),
-        **fields,
-    )
+    }
+    try:
+        return MoEConfig(**fields)
+    except ValueError as error:
+        names = "|".join(_THEIR_NAMES)
+        message = re.sub(rf"\b({names})\b", lambda m: _THEIR_NAMES[m[0]], str(error))
+        raise ValueError(message) from None
 
 
 def _refuse(values: dict[str, Any], dispatcher: TokenDispatcher | None) -> None:

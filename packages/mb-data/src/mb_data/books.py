@@ -1,0 +1,163 @@
+"""The books of a preprocessing run: what goes where, how far it is, what to say of a bad line."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mb_data.partial import PartialOutput, Place, State
+from mb_data.reading import Block, count_lines
+from mb_data.sources import Source
+
+if TYPE_CHECKING:
+    from mb_data.pipeline import Result
+
+SAVE_INTERVAL = 1.0  # seconds of work a kill may cost, besides the blocks under way
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: bytes of input on disk (``total`` 0 if unknown), and what came of them."""
+
+    position: int
+    total: int
+    documents: int
+    text_bytes: int
+    seconds: float
+    resumed_position: int
+    resumed_documents: int
+    resumed_text_bytes: int
+
+
+class Books(AbstractContextManager):
+    """Keeps the books of a run: places and line numbers in order, state that is safely written.
+
+    While entered, a thread records that state on disk every ``SAVE_INTERVAL``; syncing early also
+    spreads the writing, so that little is left for the end.
+    """
+
+    def __init__(
+        self,
+        partial: PartialOutput,
+        sources: Sequence[Source],
+        *,
+        skip: bool,
+        line_limit: int,
+        first: Block | None = None,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.partial = partial
+        self.skip = skip
+        self.line_limit = line_limit
+        self.on_progress = on_progress
+        self.total = 0 if any(s.stream for s in sources) else sum(s.size for s in sources)
+        self.first = first  # of a shard, it may lie in the middle of a file
+        self.placed = self.saved = partial.state
+        self.states: dict[int, State] = {}
+        self.done: set[int] = set()
+        self.started = self.shown = time.perf_counter()
+        self.saver: threading.Thread | None = None
+        self.failure: BaseException | None = None
+        self.stopping = threading.Event()
+
+    def place(self, number: int, block: Block, result: Result) -> list[Place]:
+        """Where the data of the next block goes; raises ValueError for what must stop the run."""
+        before = self.placed
+        lines = before.lines if block.start else 0
+        if result.fatal:
+            line, message = result.fatal
+            raise ValueError(f"{self._where(block, lines, line, line)}, {message}")
+        reported = before.reported
+        for first, last, message in result.errors:
+            message = f"{self._where(block, lines, first, last)}: {message}"
+            if not self.skip:
+                raise ValueError(message)
+            reported = self.partial.report(message)
+        places = [
+            Place(p.tokens + k.tokens, p.sequences + k.sequences, p.counts + k.counts)
+            for p, k in zip(before.places, result.keys, strict=True)
+        ]
+        self.placed = State(
+            places=tuple(places),
+            blocks=number + 1,
+            lines=lines + result.lines,
+            position=block.position,
+            documents=before.documents + sum(k.documents for k in result.keys),
+            empty=before.empty + sum(k.empty for k in result.keys),
+            text_bytes=before.text_bytes + sum(k.text_bytes for k in result.keys),
+            bad_lines=before.bad_lines + result.bad_lines,
+            careful=before.careful + result.careful,
+            reported=reported,
+            line_limit=self.line_limit,
+        )
+        self.states[number] = self.placed
+        return list(before.places)
+
+    def _where(self, block: Block, lines: int, line: int, last: int) -> str:
+        """The place of some lines of a block that comes after ``lines`` of its file."""
+        first = self.first
+        if first and first.path == block.path and first.start and first.unit != "parquet":
+            lines += count_lines(block.path, first.start)
+        noun = "row" if block.unit == "parquet" else "line"
+        if last > line:
+            return f"{block.path}, {noun}s {lines + line + 1} to {lines + last + 1}"
+        return f"{block.path}, {noun} {lines + line + 1}"
+
+    def written(self, number: int) -> None:
+        """A block's data is in the files."""
+        self.done.add(number)
+        while self.saved.blocks in self.done:
+            number = self.saved.blocks
+            self.done.remove(number)
+            self.saved = self.states.pop(number)
+
+    def tick(self) -> None:
+        if self.saver is None:  # only now: a process with threads must not fork
+            self.saver = threading.Thread(target=self._save_often, daemon=True)
+            self.saver.start()
+        if self.failure:
+            raise self.failure
+        now = time.perf_counter()
+        if self.on_progress and now - self.shown > 0.2:
+            self.shown = now
+            self.on_progress(self._progress())
+
+    def __exit__(self, *_: object) -> None:
+        self.stopping.set()
+        if self.saver:
+            self.saver.join()
+        if self.saved.blocks > self.partial.kept and not self.failure:
+            with contextlib.suppress(OSError):  # a full disk: what was saved before must do
+                self.partial.save(self.saved)
+        if self.on_progress:
+            self.on_progress(self._progress())
+
+    def _progress(self) -> Progress:
+        start, now = self.partial.state, self.placed
+        return Progress(
+            position=now.position,
+            total=self.total,
+            documents=now.documents,
+            text_bytes=now.text_bytes,
+            seconds=time.perf_counter() - self.started,
+            resumed_position=start.position,
+            resumed_documents=start.documents,
+            resumed_text_bytes=start.text_bytes,
+        )
+
+    def _save_often(self) -> None:
+        last = self.saved
+        while not self.stopping.wait(SAVE_INTERVAL):
+            state = self.saved
+            if state is not last:
+                try:
+                    self.partial.save(state)
+                except BaseException as error:
+                    self.failure = error
+                    return
+                last = state

@@ -1,0 +1,74 @@
+"""Compressed input, known by its first bytes: gzip, bzip2, xz and Zstandard."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from typing import Any, BinaryIO, cast
+
+MAGIC_NUMBERS = {
+    b"\x1f\x8b": "gz",
+    b"BZh": "bz2",
+    b"\x28\xb5\x2f\xfd": "zst",
+    b"\xfd7zXZ\x00": "xz",
+}
+START = 8  # bytes of a file that tell what it is
+
+
+def compression(start: bytes) -> str | None:
+    """The kind of a file that starts so, None if it is plain."""
+    return next((kind for magic, kind in MAGIC_NUMBERS.items() if start.startswith(magic)), None)
+
+
+def decompress(raw: io.BufferedReader, path: str) -> tuple[str | None, BinaryIO]:
+    """The kind of a stream, and a stream of its plain bytes.
+
+    Raises ModuleNotFoundError where Zstandard's library is missing.
+    """
+    kind = compression(raw.peek(START)[:START])
+    match kind:
+        case "gz":
+            import gzip
+
+            return kind, cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+        case "bz2":
+            import bz2
+
+            return kind, cast(BinaryIO, bz2.BZ2File(raw))
+        case "xz":
+            import lzma
+
+            return kind, cast(BinaryIO, lzma.LZMAFile(raw))
+        case "zst":
+            return kind, _zstd(path).ZstdFile(raw)
+    return kind, cast(BinaryIO, raw)
+
+
+def decoding_errors(kind: str | None) -> tuple[type[Exception], ...]:
+    """What reading damaged data raises, besides EOFError and an OSError without a number."""
+    match kind:
+        case "gz":
+            import zlib
+
+            return (zlib.error,)
+        case "xz":
+            import lzma
+
+            return (lzma.LZMAError,)
+        case "bz2":
+            return (ValueError,)
+        case "zst":
+            return (_zstd("").ZstdError,)
+    return ()
+
+
+def _zstd(path: str) -> Any:
+    """Zstandard is in the standard library from Python 3.14 on; its backport has the same API."""
+    name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{path} is compressed with Zstandard: pip install 'mb-data[zstd]'", name=name
+        ) from error

@@ -1,0 +1,170 @@
+"""What there is to read: files, directories, patterns, pipes, standard input, object stores."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import io
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from mb_data.compression import MAGIC_NUMBERS, START, compression
+
+STDIN = "-"
+JSON_KINDS = (".jsonl", ".json", ".ndjson")
+TEXT_KINDS = (".txt",)
+PACKINGS = ("", *(f".{kind}" for kind in MAGIC_NUMBERS.values()))
+PARQUET = ".parquet"
+RECORDS = (*(kind + packing for kind in JSON_KINDS for packing in PACKINGS), PARQUET)
+TEXTS = (*(kind + packing for kind in TEXT_KINDS for packing in PACKINGS),)
+TEXT_UNITS = ("line", "file")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input.
+
+    Attributes:
+        path: "-" for standard input, a URL for an object store.
+        size: bytes on disk; 0 where that is not known (pipes).
+        version: time of change in ns, or what a store calls a version.
+        seekable: workers can read parts of it by themselves.
+        unit: of documents: "json" lines, text "line"s, a whole "file", or "parquet" rows.
+    """
+
+    path: str
+    size: int
+    version: int | str
+    seekable: bool
+    unit: str
+
+    @property
+    def stream(self) -> bool:
+        """It can be read only once."""
+        return self.path == STDIN or (not self.remote and not self.size and not self.seekable)
+
+    @property
+    def remote(self) -> bool:
+        return "://" in self.path
+
+
+def find_sources(
+    inputs: Sequence[str | os.PathLike[str]], *, text_unit: str = "line"
+) -> list[Source]:
+    """Files, patterns, directories, pipes, URLs and "-" as sources, each group in sorted order.
+
+    A directory stands for its ``.jsonl``, ``.json``, ``.ndjson`` (compressed or not) and
+    ``.parquet`` files, at any depth; where it has none of them, for its ``.txt`` files.
+
+    Raises:
+        FileNotFoundError: for what matches nothing.
+        ValueError: "-" twice, or a file of a format that is not read here.
+    """
+    paths: list[str] = []
+    for path in inputs:
+        item = os.fspath(path)
+        if "://" in item:
+            paths += _find_remote(item)
+        elif item == STDIN or (os.path.exists(item) and not os.path.isdir(item)):
+            paths.append(item)
+        elif os.path.isdir(item):
+            inside = sorted(str(p) for p in Path(item).rglob("*") if p.is_file())
+            found = [p for p in inside if p.endswith(RECORDS)]
+            found = found or [p for p in inside if p.endswith(TEXTS)]
+            if not found:
+                kinds = ", ".join((*JSON_KINDS, *TEXT_KINDS, PARQUET))
+                raise FileNotFoundError(f"{item}: no {kinds} file inside")
+            paths += found
+        else:
+            matches = sorted(p for p in glob.glob(item, recursive=True) if os.path.isfile(p))
+            if not matches:
+                kind = "no file matches" if glob.has_magic(item) else "no such file"
+                raise FileNotFoundError(f"{item}: {kind}")
+            paths += matches
+    if not paths:
+        raise ValueError("no input given")
+    if paths.count(STDIN) > 1:
+        raise ValueError("standard input (-) can be read only once")
+    return [_describe(path, text_unit) for path in paths]
+
+
+def open_remote(url: str) -> io.BufferedReader:
+    """A file of an object store, for reading from its start."""
+    filesystem, path = _filesystem(url)
+    return io.BufferedReader(cast(io.RawIOBase, filesystem.open(path, "rb")), 1 << 20)
+
+
+def _describe(path: str, text_unit: str) -> Source:
+    name = path
+    for packing in PACKINGS:
+        name = name.removesuffix(packing) if packing else name
+    unit = text_unit if name.endswith(TEXT_KINDS) else "json"
+    if path == STDIN:
+        if sys.stdin is None:
+            raise ValueError("standard input (-) is closed; give files, or pipe text into it")
+        return Source(path, 0, 0, False, "json")
+    if "://" in path:
+        filesystem, inner = _filesystem(path)
+        found = filesystem.info(inner)
+        if path.endswith(PARQUET):
+            raise ValueError(f"{path}: copy Parquet files here first, they are not read in one go")
+        with open_remote(path) as file:
+            _refuse_other_formats(path, file.peek(START)[:START])
+        version = (
+            found.get("ETag") or found.get("etag") or found.get("mtime") or found.get("created")
+        )
+        return Source(path, int(found["size"] or 0), str(version), False, unit)
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):  # a pipe, or process substitution's /dev/fd/63
+        return Source(path, 0, 0, False, unit)
+    with open(path, "rb") as file:
+        start = file.read(START)
+    if start.startswith(b"PAR1"):
+        return Source(path, status.st_size, status.st_mtime_ns, True, "parquet")
+    _refuse_other_formats(path, start)
+    plain = compression(start) is None
+    return Source(path, status.st_size, status.st_mtime_ns, plain, unit)
+
+
+def _refuse_other_formats(path: str, start: bytes) -> None:
+    if start.startswith(b"PK\x03\x04"):
+        raise ValueError(
+            f"{path}: a zip archive; unpack it: unzip -p {path} | mb-data ... --input -"
+        )
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(f"{path}: UTF-16; write it anew: iconv -f utf-16 -t utf-8 {path}")
+    if start.startswith(b"ustar") or path.endswith((".tar", ".tar.gz", ".tgz", ".tar.zst")):
+        raise ValueError(f"{path}: a tar archive; unpack it, or tar -xO it into standard input (-)")
+
+
+def _find_remote(url: str) -> list[str]:
+    filesystem, path = _filesystem(url)
+    protocol = url.partition("://")[0]
+    if not glob.has_magic(url):
+        if not filesystem.exists(path):
+            raise FileNotFoundError(f"{url}: no such file")
+        if not filesystem.isdir(path):
+            return [url]
+        path = f"{path.rstrip('/')}/**"
+    matches = [p for p in filesystem.glob(path) if str(p).endswith((*RECORDS, *TEXTS))]
+    if not matches:
+        raise FileNotFoundError(f"{url}: no file matches")
+    return [f"{protocol}://{str(match).lstrip('/')}" for match in sorted(matches)]
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{url}: pip install 'mb-data[remote]', and the package of that store", name="fsspec"
+        ) from error
+    with contextlib.suppress(ImportError):  # a protocol whose package is missing, see below
+        return fsspec.core.url_to_fs(url)
+    protocol = url.partition("://")[0]
+    raise ModuleNotFoundError(f"{url}: install the package that fsspec needs for {protocol}://")

@@ -1,0 +1,172 @@
+"""MegaBlocks' checkpoints in our layout, and ours in theirs.
+
+MegaBlocks keeps a dMoE's experts as w1, v1 and w2 of [E F, D], a MoE's as w1 [E, D, F] and w2
+[E, F, D]. Under expert parallelism each rank writes the experts it holds: rank r of R has the
+experts' slice r mod min(R, E), and where there are more ranks than experts, of those the features'
+slice r div E.
+
+Letters: E experts, D hidden, F expert ffn width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mb_layers.config import MoEConfig
+from mb_layers.moe import MoE, dMoE
+from mb_layers.state_dicts import Rule, translate, translate_back
+
+
+def from_megablocks(
+    state: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+    config: MoEConfig,
+    *,
+    prefix: str = "",
+) -> dict[str, Tensor]:
+    """Translate a MegaBlocks state dict to the layout of `dMoE(config)` or `MoE(config)`.
+
+    Takes the layouts of `dMoE` and of `MoE`, and the names of older versions (`mlp.w1` for
+    `experts.mlp.w1`).
+
+    Args:
+        state: one state dict, or those of all ranks of an expert-parallel group in rank order.
+        config: of the layer.
+        prefix: of the layer's names in the state dict of a model, `blocks.0.ffn.` say; names
+            without it are another layer's.
+
+    Raises:
+        ValueError: not every tensor of the source and of the target is used exactly once, or a
+            tensor has the wrong number of elements.
+    """
+    states = [state] if isinstance(state, Mapping) else list(state)
+    states = [
+        {n.removeprefix(prefix): t for n, t in one.items() if n.startswith(prefix)}
+        for one in states
+    ]
+    merged = states[0] if len(states) == 1 else _merge_ranks(states, config)
+    target = _target(config)
+    translated = translate(merged, rules(merged.keys(), config), target.keys())
+    for name, tensor in translated.items():
+        if tensor.shape != target[name].shape:
+            raise ValueError(
+                f"expected {name} of shape {tuple(target[name].shape)}, got {tuple(tensor.shape)}; "
+                "the checkpoint has other sizes, or holds one rank's experts alone"
+            )
+    return translated
+
+
+def to_megablocks(
+    state: Mapping[str, Tensor], config: MoEConfig, *, prefix: str = ""
+) -> dict[str, Tensor]:
+    """Translate the state dict of `dMoE(config)` or `MoE(config)` to MegaBlocks' names and layout.
+
+    Raises:
+        ValueError: the layer has parameters that MegaBlocks' has not.
+    """
+    names = their_names(config)
+    capped = config.capacity_factor is not None
+    back = translate_back(state, rules(names, config, capped=capped), names)
+    return {prefix + name: tensor.contiguous() for name, tensor in back.items()}
+
+
+def _target(config: MoEConfig) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        return (dMoE if config.capacity_factor is None else MoE)(config).state_dict()
+
+
+def their_names(config: MoEConfig) -> list[str]:
+    """The names of MegaBlocks' parameters."""
+    names = ["router.layer.weight", "experts.mlp.w1", "experts.mlp.w2"]
+    if config.is_glu:
+        names.insert(2, "experts.mlp.v1")
+    if config.output_bias:
+        names.append("experts.bias")
+    if config.shared_expert_hidden_size is not None:
+        linears = (
+            ("gate_proj", "up_proj", "down_proj") if config.is_glu else ("up_proj", "down_proj")
+        )
+        suffixes = ("weight", "bias") if config.shared_expert_bias else ("weight",)
+        names += [f"shared_expert.{linear}.{s}" for linear in linears for s in suffixes]
+    return names
+
+
+def rules(names: Collection[str], config: MoEConfig, *, capped: bool = False) -> list[Rule]:
+    """How tensors of MegaBlocks' `names` make up a layer's; `capped`: in the layout of its MoE."""
+    num_experts, hidden = config.num_experts, config.hidden_size
+
+    def by_expert(w: Tensor) -> Tensor:  # from [E F, D] or from [E, D, F]
+        return w.unflatten(0, (num_experts, -1)) if w.dim() == 2 else w.transpose(1, 2)
+
+    def w1(*parts: Tensor) -> Tensor:
+        return torch.cat([by_expert(part) for part in parts], dim=1)
+
+    def split_w1(w: Tensor) -> Sequence[Tensor]:
+        parts = w.chunk(2 if config.is_glu else 1, dim=1)
+        return [p.transpose(1, 2) if capped else p.flatten(0, 1) for p in parts]
+
+    def w2(w: Tensor) -> Tensor:  # from [E F, D] or from [E, F, D]
+        return w.reshape(num_experts, -1, hidden).transpose(1, 2).contiguous()
+
+    def split_w2(w: Tensor) -> Sequence[Tensor]:
+        return [w.transpose(1, 2) if capped else w.transpose(1, 2).flatten(0, 1)]
+
+    mlp = "experts.mlp" if "experts.mlp.w1" in names else "mlp"
+    gated = ("v1",) if config.is_glu else ()
+    found = [
+        Rule("router.weight", ("router.layer.weight",)),
+        Rule("experts.w1", tuple(f"{mlp}.{name}" for name in ("w1", *gated)), w1, split_w1),
+        Rule("experts.w2", (f"{mlp}.w2",), w2, split_w2),
+    ]
+    if config.output_bias:
+        bias = "experts.bias" if "experts.bias" in names else "bias"
+        found.append(Rule("bias", (bias,), torch.flatten, lambda b: [b]))
+    if config.shared_expert_hidden_size is not None:
+        up = ("gate_proj", "up_proj") if config.is_glu else ("up_proj",)
+        for ours, theirs, suffix in (
+            ("w1", up, "weight"),
+            ("w2", ("down_proj",), "weight"),
+            ("b1", up, "bias"),
+            ("b2", ("down_proj",), "bias"),
+        ):
+            if suffix == "weight" or config.shared_expert_bias:
+                linears = tuple(f"shared_expert.{name}.{suffix}" for name in theirs)
+                parts = len(theirs)
+                found.append(
+                    Rule(
+                        f"shared_expert.{ours}",
+                        linears,
+                        lambda *tensors: torch.cat(tensors)[None],
+                        lambda t, n=parts: t[0].chunk(n),
+                    )
+                )
+    return found
+
+
+def _merge_ranks(states: Sequence[Mapping[str, Tensor]], config: MoEConfig) -> dict[str, Tensor]:
+    """The state dict of one rank that holds all experts."""
+    ranks, experts = len(states), config.num_experts
+    expert_shards = min(ranks, experts)
+    if ranks % expert_shards or experts % expert_shards:
+        raise ValueError(
+            f"expected the state dicts of a number of ranks that divides {experts} experts or is a "
+            f"multiple of them, got {ranks}"
+        )
+    merged = dict(states[0])
+    for name in states[0]:
+        last = name.rpartition(".")[2]
+        if "mlp." not in name or last not in ("w1", "v1", "w2"):
+            continue
+        shards = [state[name] for state in states]
+        if shards[0].dim() == 2:  # dMoE: [E F, D]
+            shards = [s.unflatten(0, (experts // expert_shards, -1)) for s in shards]
+        features = 2 if states[0][name].dim() == 3 and last == "w1" else 1
+        columns = [
+            torch.cat(shards[start : start + expert_shards])  # all experts, some features
+            for start in range(0, ranks, expert_shards)
+        ]
+        whole = torch.cat(columns, dim=features)
+        merged[name] = whole.flatten(0, 1) if states[0][name].dim() == 2 else whole
+    return merged

@@ -1,0 +1,136 @@
+"""Stands in for `megablocks.layers.moe`: layers with its names, and its lists of losses.
+
+A layer here takes MegaBlocks' `Arguments`, has MegaBlocks' parameters (`router.layer.weight`,
+`experts.mlp.w1`, ...) in MegaBlocks' layout, and returns what MegaBlocks returns. Underneath it is
+a `mb_layers` layer, called with these parameters translated, at the price of one copy of the
+experts' weights per pass; `mb_layers.dMoE` itself does without.
+
+The lists belong to the process, as in MegaBlocks, and so do their rules: one entry per layer and
+forward pass in training, to be cleared once per step. A pass that recomputes a checkpoint in the
+backward adds none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from mb_layers.compat.arguments import Arguments, Layer, layer_from_arguments, read_arguments
+from mb_layers.compat.checkpoints import rules, to_megablocks
+from mb_layers.losses import at_least_fp32, load_balancing_loss, z_loss
+from mb_layers.router import RouterOutput
+from mb_layers.state_dicts import translate
+
+_load_balancing: list[tuple[Tensor, Tensor]] = []
+_router_logits: list[Tensor] = []
+
+
+def get_load_balancing_loss() -> list[tuple[Tensor, Tensor]]:
+    """Return (tokens_per_expert [E], scores [T, E]) of each layer's pass since the last clear."""
+    return _load_balancing
+
+
+def clear_load_balancing_loss() -> None:
+    """Forget what was collected; to be called once per step."""
+    _load_balancing.clear()
+
+
+def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
+    """Return moe_loss_weight times the sum of the collected losses over `num_layers`.
+
+    With perfect balance in every layer that is `moe_loss_weight`, summed over pipeline stages.
+
+    Raises:
+        ValueError: not as many entries as this pipeline stage has layers.
+    """
+    if args.moe_loss_weight == 0:
+        return 0.0
+    expected = args.num_layers_per_virtual_pipeline_stage or (
+        args.num_layers // args.pipeline_model_parallel_size
+    )
+    if len(_load_balancing) != expected:
+        raise ValueError(
+            f"expected the losses of {expected} layers, got {len(_load_balancing)}: num_layers "
+            "counts the model's MoE layers, and clear_load_balancing_loss is due once per step"
+        )
+    losses = [
+        load_balancing_loss(scores_TE, counts_E, args.moe_top_k)
+        for counts_E, scores_TE in _load_balancing
+    ]
+    return args.moe_loss_weight * torch.stack(losses).sum() / args.num_layers
+
+
+def clear_router_zloss() -> None:
+    """Forget the collected logits; to be called once per step."""
+    _router_logits.clear()
+
+
+def batched_router_zloss(args: Arguments) -> Tensor | float:
+    """Return moe_zloss_weight times each collected pass's z-loss, a vector."""
+    if args.moe_zloss_weight == 0:
+        return 0.0
+    if not _router_logits:
+        raise ValueError("expected collected logits, got none: run a forward pass in training")
+    return args.moe_zloss_weight * torch.stack([z_loss(logits) for logits in _router_logits])
+
+
+class _Layer(nn.Module):
+    """MegaBlocks' names and returns around a `mb_layers` layer."""
+
+    kind: Layer
+
+    def __init__(self, args: Arguments) -> None:
+        super().__init__()
+        self.args = read_arguments(args)
+        whole = layer_from_arguments(self.args, layer=self.kind)
+        theirs = to_megablocks(whole.state_dict(), whole.config)
+        self._names = tuple(whole.state_dict())
+        self._rules = rules(theirs.keys(), whole.config)
+        for name, tensor in theirs.items():
+            module: nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, nn.Parameter(tensor))
+        # Its weights come with each call: in a tuple it is no submodule.
+        self._whole = (whole.to("meta"),)
+        self._routed: list[RouterOutput] = []
+        whole.router.register_forward_hook(self._keep)
+
+    def _keep(self, router: nn.Module, args: Any, routed: RouterOutput) -> None:
+        self._routed.append(routed)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """x [..., D] to y; with `bias` and `return_bias` to (y, bias), the bias not added."""
+        (whole,) = self._whole
+        weights = translate(dict(self.named_parameters()), self._rules, self._names)
+        bias = None
+        if self.args.bias and self.args.return_bias:
+            bias = weights["bias"]
+            weights["bias"] = torch.zeros_like(bias)
+        y, _, metrics = functional_call(whole.train(self.training), weights, (x,))
+        routed = self._routed.pop()
+        # In the backward pass it is a recomputation, whose entry was made the first time.
+        if self.training and torch._C._current_graph_task_id() == -1:
+            if self.args.moe_loss_weight > 0:
+                _load_balancing.append((metrics["tokens_per_expert"], routed.probs_TE))
+            if self.args.moe_zloss_weight > 0:
+                _router_logits.append(at_least_fp32(routed.logits_TE))
+        return y if bias is None else (y, bias)
+
+
+class dMoE(_Layer):  # noqa: N801, their name
+    """`megablocks.layers.dmoe.dMoE(args)`."""
+
+    kind = "dMoE"
+
+
+class MoE(_Layer):
+    """`megablocks.layers.moe.MoE(args)`, with moe_capacity_factor."""
+
+    kind = "MoE"

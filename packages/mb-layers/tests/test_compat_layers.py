@@ -1,0 +1,162 @@
+"""The stand-ins for megablocks.layers: call sites that change an import alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from layers_oracle import assert_close
+from mb_layers.compat import from_megablocks, layer_from_arguments
+from mb_layers.compat.arguments import Arguments, from_megatron
+from mb_layers.compat.dmoe import dMoE
+from mb_layers.compat.moe import (
+    MoE,
+    batched_load_balancing_loss,
+    batched_router_zloss,
+    clear_load_balancing_loss,
+    clear_router_zloss,
+    get_load_balancing_loss,
+)
+from torch.utils.checkpoint import checkpoint
+
+SIZES = {
+    "hidden_size": 16,
+    "ffn_hidden_size": 32,
+    "moe_num_experts": 4,
+    "moe_top_k": 2,
+    "fp16": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def _clear() -> None:
+    clear_load_balancing_loss()
+    clear_router_zloss()
+
+
+def build(kind: type = dMoE, **changes) -> dMoE:
+    layer = kind(Arguments(**(SIZES | changes)))
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_(std=0.3)
+    return layer
+
+
+@pytest.mark.parametrize("return_bias", [False, True])
+@pytest.mark.parametrize("kind", [dMoE, MoE])
+@pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
+def test_layer_computes_what_ours_does_under_their_names(
+    kind: type, mlp_type: str, return_bias: bool
+) -> None:
+    if kind is MoE and mlp_type == "glu":
+        pytest.skip("MegaBlocks has no gated MoE")
+    changes = {"mlp_type": mlp_type, "return_bias": return_bias, "moe_capacity_factor": 1.25}
+    layer = build(kind, **changes)
+    names = [name for name, _ in layer.named_parameters()]
+    gated = ["experts.mlp.v1"] if mlp_type == "glu" else []
+    assert sorted(names) == sorted(
+        ["router.layer.weight", "experts.mlp.w1", *gated, "experts.mlp.w2", "experts.bias"]
+    )
+    if kind is dMoE:
+        assert layer.experts.mlp.w1.shape == (4 * 32, 16)
+    ours = layer_from_arguments(layer.args, layer=kind.kind)
+    ours.load_state_dict(from_megablocks(layer.state_dict(), ours.config))
+    x = torch.randn(5, 3, 16, requires_grad=True)
+    out = layer(x)
+    y = out
+    if return_bias:
+        y, bias = out
+        assert torch.equal(bias, layer.experts.bias)
+        y = y + bias
+    expected = ours(x)
+    assert_close("y", y, expected.y)
+    grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
+    ours_grads = torch.autograd.grad(expected.y.square().sum(), list(ours.parameters()))
+    named = dict(zip((n for n, _ in ours.named_parameters()), ours_grads, strict=True))
+    translated = from_megablocks(dict(zip(names, grads, strict=True)), ours.config)
+    for name, grad in named.items():
+        assert_close(f"d {name}", translated[name], grad)
+
+
+def test_the_losses_of_a_step() -> None:
+    """Forward, batched losses, backward, clear: as LLM Foundry and the Megatron fork do."""
+    changes = {"num_layers": 2, "moe_zloss_weight": 0.1, "bias": False}
+    layers = [build(**changes) for _ in range(2)]
+    args = layers[0].args
+    ours = []
+    for _ in range(2):  # steps
+        x = torch.randn(7, 2, 16)
+        expected = []
+        for layer in layers:
+            twin = layer_from_arguments(layer.args)
+            twin.load_state_dict(from_megablocks(layer.state_dict(), twin.config))
+            output = twin(x)
+            expected.append((output.metrics["load_balancing_loss"], output.metrics["z_loss"]))
+            y = layer(x)
+            x = (x + y).detach()
+        assert len(get_load_balancing_loss()) == 2
+        counts, scores = get_load_balancing_loss()[0]
+        assert counts.sum() == 28
+        assert scores.shape == (14, 4)
+        loss = batched_load_balancing_loss(args)
+        assert_close("balance", loss, 0.1 * torch.stack([e[0] for e in expected]).mean())
+        z = batched_router_zloss(args)
+        assert_close("z", z, 0.1 * torch.stack([e[1] for e in expected]))
+        (loss + z.mean()).backward()
+        assert layers[0].router.layer.weight.grad.abs().max() > 0
+        clear_load_balancing_loss()
+        clear_router_zloss()
+        ours.append(loss.item())
+    with pytest.raises(ValueError, match="losses of 2 layers, got 0"):
+        batched_load_balancing_loss(args)
+
+
+def test_pipeline_stages_sum_to_the_whole() -> None:
+    whole = build(num_layers=4).args
+    layer = build(num_layers=4, pipeline_model_parallel_size=2)
+    x = torch.randn(6, 16)
+    total = 0.0
+    for _ in range(2):
+        clear_load_balancing_loss()
+        layer(x)
+        layer(x)
+        total = total + batched_load_balancing_loss(layer.args)
+    clear_load_balancing_loss()
+    for _ in range(4):
+        layer(x)
+    assert_close("loss", total, batched_load_balancing_loss(whole))
+
+
+def test_eval_and_recompute_add_nothing() -> None:
+    layer = build(bias=False)
+    x = torch.randn(6, 16, requires_grad=True)
+    layer.eval()(x)
+    assert not get_load_balancing_loss()
+    y = checkpoint(layer.train(), x, use_reentrant=False)
+    (y.sum() + batched_load_balancing_loss(layer.args)).backward()
+    assert len(get_load_balancing_loss()) == 1
+    assert layer.router.layer.weight.grad is not None
+
+
+def test_copies_and_state_dicts_are_their_own() -> None:
+    layer = build(bias=False)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.experts.mlp.w2.mul_(2)
+    x = torch.randn(3, 16)
+    assert_close("y", twin(x), 2 * layer(x))
+    layer.load_state_dict(twin.state_dict())
+    assert_close("y", twin(x), layer(x))
+    assert len(get_load_balancing_loss()) == 4
+
+
+def test_megatrons_namespace() -> None:
+    class Namespace:
+        hidden_size = 48
+        moe_num_experts = 8
+        tensor_model_parallel_size = 2  # not a field: left alone
+
+    arguments = from_megatron(Namespace())
+    assert (arguments.hidden_size, arguments.moe_num_experts) == (48, 8)
+    assert arguments.ffn_hidden_size == 4096

@@ -1,0 +1,107 @@
+"""Random numbers of dropout and jitter: a function of seed, step and sample, not of the ranks.
+
+The default stream is seeded for every micro-batch from its place in the global batch. So
+data-parallel ranks draw different numbers, tensor-parallel ranks and pipeline stages of one sample
+equal ones, a run that is resumed draws what it would have drawn, and so does one on another number
+of ranks. Nothing has to be saved but the step.
+
+Where tensor-parallel ranks hold different parts of one activation (heads of attention, parts of the
+sequence), equal masks would be a defect. There `distinct` switches to numbers of the rank's own. It
+keeps no state: what it draws follows from the default stream, so `torch.utils.checkpoint`, which
+restores that one, gets the same masks the second time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit seed that differs for different numbers (splitmix64, Steele et al. 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seed_micro_batch(seed: int, *, step: int, place: int) -> None:
+    """Seed the default streams of the host and of all devices.
+
+    Args:
+        seed: of the run.
+        step: optimizer steps taken before this one.
+        place: of the micro-batch in the global batch, for instance
+            index * mesh.dp_size + mesh.dp_rank.
+    """
+    torch.manual_seed(mix(seed, step, place))
+
+
+@contextmanager
+def distinct(rank: int, device: torch.device | None = None) -> Generator[None]:
+    """Draw numbers of this rank's own within the context, and go on as before after it.
+
+    Ranks whose default streams are equal, as those of a tensor-parallel group, stay equal outside.
+    The same context twice draws different numbers. No host sync; not for a graph under capture.
+
+    Args:
+        rank: in its group, for instance mesh.tp_rank.
+        device: whose stream to switch besides the host's; None: the host's alone.
+    """
+    # Drawn on the host, whatever the device: it waits for nothing, and the stream moves on.
+    draw = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+    devices = [] if device is None or device.type == "cpu" else [device]
+    kind = devices[0].type if devices else "cuda"
+    with torch.random.fork_rng(devices=devices, device_type=kind):
+        seed = mix(draw, rank)
+        torch.default_generator.manual_seed(seed)
+        for index in devices:
+            with getattr(torch, kind).device(index):
+                getattr(torch, kind).manual_seed(seed)
+        yield
+
+
+def make_distinct(modules: Iterable[nn.Module], rank: int) -> None:
+    """Let `modules` (dropouts, attention cores) draw as in `distinct(rank)`, in place.
+
+    For those that see a part of an activation which other tensor-parallel ranks hold the rest of.
+    In eval mode, where nothing is drawn, they are called as they are.
+    """
+    for module in modules:
+        module.forward = functools.partial(_call_distinct, module, module.forward, rank)
+
+
+def _call_distinct(
+    module: nn.Module, forward: Callable[..., Any], rank: int, *args: Any, **kwargs: Any
+) -> Any:
+    if not module.training:
+        return forward(*args, **kwargs)
+    tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+    first = next(tensors, None)
+    with distinct(rank, None if first is None else first.device):
+        return forward(*args, **kwargs)
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """State of the default streams of the host and of `device`, as CPU tensors, to save."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state[device.type] = getattr(torch, device.type).get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """Go on from `rng_state`; the state of a device that this machine has not is left out."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if device.type in state and device.type != "cpu":
+        getattr(torch, device.type).set_rng_state(state[device.type].cpu(), device)

@@ -1,0 +1,101 @@
+"""Recompute: forget activations in the forward, compute them again in the backward.
+
+Applied to a model from outside, over `torch.utils.checkpoint` (not reentrant), before compilation
+and `apply_data_parallel`. What is kept of a block of hidden size D, per token:
+
+    "full"       the block's input, D
+    "moe"        everything but the inside of its MoE layers: router, dispatched rows, experts
+    "selective"  everything but the inside of the attention core: scores where the backend keeps
+                 them, output and statistics where it does not (Korthikanti et al., arXiv
+                 2205.05198)
+
+The states of the random streams are put back for the second time, so dropout drops the same. The
+exchange of a dispatcher happens again as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from mb_layers import MoE, dMoE
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+Mode = Literal["full", "moe", "selective"]
+
+
+def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) -> int:
+    """Make `blocks` recompute, in place; outputs, gradients and names of parameters stay.
+
+    Args:
+        blocks: in the order they run.
+        mode: "full", "moe" or "selective", see above.
+        every: take blocks 0, every, 2 every, ...; the others keep what they computed.
+
+    Returns:
+        How many modules recompute now.
+
+    Raises:
+        ValueError: another mode, an `every` below 1, or nothing to apply "moe" to.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"Expected mode to be one of {', '.join(get_args(Mode))}, got {mode!r}.")
+    if every < 1:
+        raise ValueError(f"Expected every to be at least 1, got {every}.")
+    chosen = list(blocks)[::every]
+    if mode == "moe":
+        chosen = [m for block in chosen for m in block.modules() if isinstance(m, MoE | dMoE)]
+        if not chosen:
+            raise ValueError(
+                "Expected blocks with an MoE or dMoE layer for mode 'moe', got none. Use 'full' or "
+                "'selective' for a dense model."
+            )
+    call = _call_selective if mode == "selective" else _call_checkpointed
+    for module in chosen:
+        # On the instance: names in the state dict stay, and hooks (FSDP2's) are called around it.
+        module.forward = functools.partial(call, module, module.forward)
+    return len(chosen)
+
+
+def _call_checkpointed(
+    module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kw)
+    return checkpoint(forward, *args, use_reentrant=False, **kw)
+
+
+def _call_selective(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kw)
+    seen: list[bool] = []
+    with _RecomputedAttention(seen):
+        result = forward(*args, **kw)
+    if not seen:
+        raise ValueError(
+            "Expected a block that calls F.scaled_dot_product_attention for mode 'selective', got "
+            f"{type(module).__name__}, which does not. Use mode 'full'."
+        )
+    return result
+
+
+class _RecomputedAttention(TorchFunctionMode):
+    """Within it the attention core is computed again in the backward; `seen` grows per core."""
+
+    def __init__(self, seen: list[bool]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self._seen.append(True)
+            return checkpoint(func, *args, use_reentrant=False, **kwargs)
+        return func(*args, **kwargs)

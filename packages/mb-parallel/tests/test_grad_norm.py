@@ -1,0 +1,133 @@
+"""One norm over every way a parameter can lie on ranks, against that of the whole gradients."""
+
+import pytest
+import torch
+from mb_parallel import ParallelDims
+from mb_parallel.optimizer import (
+    Adafactor,
+    AdamW,
+    Muon,
+    clip_and_step,
+    clip_grad_norm,
+    grad_norm,
+)
+from mb_parallel.testing import run_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+SHAPES = {"plain": (5,), "replicate": (6, 3), "partial": (7,), "shard": (5, 6), "col": (6, 5),
+          "two": (7, 6), "mixed": (4, 5), "expert": (4, 3, 2), "expert_two": (4, 6, 3)}  # fmt: skip
+
+
+def whole(stage):
+    """Weights and gradients of a stage by name."""
+    generator = torch.Generator().manual_seed(30 + stage)
+    return {n: torch.randn(2, *s, generator=generator).unbind(0) for n, s in SHAPES.items()}
+
+
+def laid_out(mesh):
+    """The parameters of this rank's stage over its meshes, gradients set."""
+    dense, expert = mesh.dense, mesh.expert
+    tp, both = dense["tp"], dense["dp_shard", "tp"]
+    layouts = {
+        "replicate": (tp, [Replicate()]),
+        "partial": (tp, [Replicate()]),
+        "shard": (tp, [Shard(0)]),
+        "col": (dense["dp_shard"], [Shard(1)]),
+        "two": (both, [Shard(0), Shard(1)]),
+        "mixed": (both, [Shard(0), Replicate()]),
+        "expert": (expert["ep"], [Shard(0)]),
+        "expert_two": (expert["edp_shard", "ep"], [Shard(1), Shard(0)]),
+    }
+    parameters = {}
+    for name, (weight, grad) in whole(mesh.pp_rank).items():
+        if name == "plain":
+            parameters[name] = nn.Parameter(weight.clone())
+            parameters[name].grad = grad.clone()
+            continue
+        parameters[name] = nn.Parameter(distribute_tensor(weight, *layouts[name]))
+        parameters[name].grad = distribute_tensor(grad, *layouts[name])
+    # As autograd leaves it under sequence parallelism: the sum over tp still to be taken.
+    size = tp.size()
+    share = whole(mesh.pp_rank)["partial"][1] / size
+    parameters["partial"].grad = DTensor.from_local(share, tp, [Partial()], run_check=False)
+    return parameters
+
+
+def norms(rank, world_size, layouts):
+    results = []
+    for sizes in layouts:
+        mesh = ParallelDims(**sizes).build("cpu")
+        parameters = laid_out(mesh)
+        all_, some = list(parameters.values()), [parameters["plain"]]
+        tied = some if mesh.pp_rank else []
+        found = [grad_norm(all_, mesh), grad_norm(all_, mesh, uncounted=tied)]
+        clip_grad_norm(all_, 0.25, mesh)
+        found.append(grad_norm(all_, mesh))
+        del parameters["two"].grad  # never used: counts as nothing, and nobody waits for it
+        found.append(grad_norm(all_, mesh))
+        results.append([float(norm) for norm in found])
+    return results
+
+
+LAYOUTS = [
+    {"dp_shard": 2, "tp": 2, "ep": 2},
+    {"dp_shard": 2, "tp": 2, "ep": 4},
+    {"dp_replicate": 2, "tp": 2, "ep": 2},
+    {"pp": 2, "tp": 2, "ep": 2},
+    {"pp": 2, "dp_shard": 2, "ep": 1},
+    {"pp": 4},
+]
+
+
+def test_norm_counts_everything_once():
+    results = run_ranks(norms, 4, LAYOUTS)
+    for place, sizes in enumerate(LAYOUTS):
+        stages = [whole(stage) for stage in range(sizes.get("pp", 1))]
+        squares = [{n: float(g.square().sum()) for n, (_, g) in stage.items()} for stage in stages]
+        total = sum(sum(stage.values()) for stage in squares)
+        tied = sum(stage["plain"] for stage in squares[1:])
+        without = sum(stage["two"] for stage in squares)
+        expected = [total**0.5, (total - tied) ** 0.5, 0.25, 0.25 * (1 - without / total) ** 0.5]
+        for got in results:
+            assert got[place] == results[0][place]  # bit for bit
+            assert got[place] == pytest.approx(expected, rel=1e-5), sizes
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def skips(rank, world_size):
+    """A NaN on one rank, in one shard or in one copy of what should be equal on all."""
+    mesh = ParallelDims(dp_shard=2, tp=2, ep=2).build("cpu")
+    results = []
+    for name in ("expert_two", "plain"):
+        for make in (AdamW, Adafactor, muon):
+            parameters = laid_out(mesh)
+            before = {n: full(p).clone() for n, p in parameters.items()}
+            optimizer = make(list(parameters.values()))
+            if rank == 3:
+                grad = parameters[name].grad
+                (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[0] = torch.nan
+            bad = clip_and_step(optimizer, max_norm=1.0, mesh=mesh)
+            still = all(torch.equal(full(p), before[n]) for n, p in parameters.items())
+            again = laid_out(mesh)
+            for n, p in parameters.items():
+                p.grad = again[n].grad
+            good = clip_and_step(optimizer, max_norm=1.0, mesh=mesh)
+            finite = all(bool(full(p).isfinite().all()) for p in parameters.values())
+            moved = not torch.equal(full(parameters["shard"]), before["shard"])
+            results.append((float(bad.skipped), float(good.skipped), still, finite, moved))
+    return results
+
+
+def muon(parameters):
+    matrices = [p for p in parameters if p.ndim > 1]
+    rest = [p for p in parameters if p.ndim == 1]
+    return Muon([{"params": matrices, "muon": True}, {"params": rest}])
+
+
+def test_nan_on_one_rank_skips_the_step_on_all():
+    for results in run_ranks(skips, 4):
+        assert results == [(1.0, 0.0, True, True, True)] * 6

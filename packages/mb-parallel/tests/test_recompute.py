@@ -1,0 +1,121 @@
+"""Recompute changes what is kept, not a bit of what comes out, dropout included."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mb_layers import MoEConfig, dMoE
+from mb_parallel.recompute import apply_recompute
+from torch import nn
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.dropout = nn.Linear(WIDTH, 3 * WIDTH), nn.Dropout(0.3)
+        sizes = {"hidden_size": WIDTH, "ffn_hidden_size": 16, "num_experts": 3, "top_k": 2}
+        self.moe = dMoE(MoEConfig(**sizes, jitter_eps=0.2, init_method_std=0.5))
+        self.calls = 0
+
+    def forward(self, x_BSD):
+        self.calls += 1
+        q, k, v = self.qkv(x_BSD).view(*x_BSD.shape[:2], 2, 3, WIDTH // 2).transpose(1, 2).unbind(3)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
+        x_BSD = x_BSD + self.dropout(y.transpose(1, 2).reshape(x_BSD.shape))
+        out = self.moe(x_BSD)
+        return x_BSD + self.dropout(out.y), out.aux_loss
+
+
+def run(model):
+    """Loss, gradients, and bytes kept for the backward."""
+    torch.manual_seed(4)
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    x, loss = torch.randn(3, 16, WIDTH, generator=torch.Generator().manual_seed(1)), 0.0
+    x.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = x
+        for block in model:
+            y, aux = block(y)
+            loss = loss + aux
+        loss = loss + y.square().mean()
+    loss.backward()
+    bytes_kept = sum(n for at, n in kept.items() if at not in parameters)
+    return loss.detach(), [x.grad, *(p.grad for p in model.parameters())], bytes_kept
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.ModuleList(Block() for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "modules"),
+    [("full", 1, 3), ("full", 2, 2), ("moe", 1, 3), ("selective", 1, 3)],
+)
+def test_same_numbers_less_kept(model, mode, every, modules):
+    other = copy.deepcopy(model)
+    names = list(other.state_dict())
+    assert apply_recompute(other, mode, every=every) == modules
+    loss, grads, kept = run(model)
+    got_loss, got_grads, got_kept = run(other)
+    assert torch.equal(got_loss, loss)
+    for a, b in zip(got_grads, grads, strict=True):
+        assert torch.equal(a, b)
+    assert got_kept < 0.95 * kept
+    assert list(other.state_dict()) == names
+    assert sum(block.calls for block in other) == 3 + (modules if mode == "full" else 0)
+    with torch.no_grad():
+        run_nothing = [block(torch.ones(1, 2, WIDTH)) for block in other]
+    assert len(run_nothing) == 3
+
+
+def test_full_keeps_least(model):
+    kept = {}
+    for mode in ("full", "moe", "selective"):
+        other = copy.deepcopy(model)
+        apply_recompute(other, mode)
+        kept[mode] = run(other)[2]
+    assert kept["full"] < min(kept["moe"], kept["selective"])
+
+
+def test_a_compiled_block_recomputes(model):
+    for mode in ("full", "selective"):
+        plain, other = (copy.deepcopy(model[:1]) for _ in "ab")
+        for block in (*plain, *other):  # what is drawn in a graph is drawn otherwise
+            block.dropout.p = 0.0
+            block.moe = nn.Identity()
+            block.forward = lambda x, b=block: (Attention.forward(b, x), x.sum() * 0)
+        apply_recompute(other, mode)
+        other[0].compile(backend="aot_eager", fullgraph=True)
+        for a, b in zip(run(plain)[1], run(other)[1], strict=True):
+            torch.testing.assert_close(a, b)
+
+
+class Attention(nn.Module):
+    def forward(self, x_BSD):
+        q, k, v = self.qkv(x_BSD).view(*x_BSD.shape[:2], 2, 3, WIDTH // 2).transpose(1, 2).unbind(3)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x_BSD + y.transpose(1, 2).reshape(x_BSD.shape)
+
+
+def test_what_cannot_be_is_refused(model):
+    with pytest.raises(ValueError, match="one of full, moe, selective, got 'some'"):
+        apply_recompute(model, "some")
+    with pytest.raises(ValueError, match="every to be at least 1, got 0"):
+        apply_recompute(model, "full", every=0)
+    with pytest.raises(ValueError, match="got none"):
+        apply_recompute([nn.Linear(2, 2)], "moe")
+    linear = nn.Linear(2, 2)
+    apply_recompute([linear], "selective")
+    with pytest.raises(ValueError, match=r"scaled_dot_product_attention.*Linear"):
+        linear(torch.ones(2))

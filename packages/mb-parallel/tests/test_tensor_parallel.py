@@ -1,0 +1,28 @@
+"""Tensor and sequence parallelism: five steps equal to one process, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import tiny_gpt
+from mb_parallel.testing import run_ranks
+from tiny_gpt import Options, compare
+
+CASES = {
+    "dense": Options(),
+    "gated-rms-qknorm-untied": Options(gated=True, rms=True, qk_norm=True, tied=False),
+    "padded": Options(padded=True),
+    "moe": Options(experts=4),
+    "moe-padded-shared": Options(experts=4, padded=True, shared_expert=16),
+    # With sequence parallelism capacity counts tokens rank by rank: as they come for one sequence.
+    "moe-capacity": Options(experts=4, capacity_factor=0.75, batch=1),
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
+def test_equals_one_process(sequence_parallel):
+    cases = [replace(c, tp=2, sequence_parallel=sequence_parallel) for c in CASES.values()]
+    by_rank = run_ranks(tiny_gpt.train_all, 2, *cases)
+    for number, (name, options) in enumerate(CASES.items()):
+        want = tiny_gpt.train(0, 1, options)
+        worst = compare([results[number] for results in by_rank], want)
+        print(f"{name}: largest relative deviation {worst:.1e}")

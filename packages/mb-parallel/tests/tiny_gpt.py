@@ -1,0 +1,338 @@
+"""A GPT of a few thousand parameters, and its training in any layout of ranks.
+
+Letters: B sequences, S tokens of a sequence, D hidden, H heads, G key-value heads, C width of a
+head, R query heads of a group, V vocabulary, L layers.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mb_kernels import linear_cross_entropy
+from mb_layers import MoE, MoEConfig, dMoE
+from mb_layers.experts import Experts
+from mb_parallel import ParallelDims, parallelize_experts
+from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
+from mb_parallel.tensor_parallel import gpt_plan, parallelize_tensors
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+D, H, C, V, L, S = 16, 4, 4, 32, 4, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """A layout, and what is trained in it."""
+
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    kv_heads: int = 2
+    tied: bool = True
+    experts: int = 0  # 0: dense
+    capacity_factor: float | None = None
+    shared_expert: int | None = None
+    gated: bool = False
+    rms: bool = False
+    qk_norm: bool = False
+    padded: bool = False
+    dropout: float = 0.0
+    steps: int = 5
+    micro_batches: int = 4
+    batch: int = 2
+    loss_scale: float = 1.0
+    first_lighter: int = 0
+
+
+class Output(NamedTuple):
+    x: torch.Tensor | None
+    losses: dict
+    aux_loss: torch.Tensor | None
+    metrics: dict
+
+
+def norm(options, width=D):
+    return nn.RMSNorm(width) if options.rms else nn.LayerNorm(width)
+
+
+class Attention(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.per_group = H // options.kv_heads
+        self.qkv = nn.Linear(D, (H + 2 * options.kv_heads) * C)
+        self.norm_q = norm(options, C) if options.qk_norm else None
+        self.norm_k = norm(options, C) if options.qk_norm else None
+        self.out = nn.Linear(H * C, D)
+
+    def forward(self, x_BSD):
+        qkv = self.qkv(x_BSD).unflatten(2, (-1, self.per_group + 2, C))
+        q, k, v = qkv.split([self.per_group, 1, 1], dim=3)
+        if self.norm_q is not None:
+            q, k = self.norm_q(q), self.norm_k(k)
+        q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class DenseMLP(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.gate = nn.Linear(D, 2 * D) if options.gated else None
+        self.up = nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D)
+
+    def forward(self, x):
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x)))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, options, layer):
+        super().__init__()
+        self.norm_1, self.norm_2 = norm(options), norm(options)
+        self.attention = Attention(options)
+        self.dropout = nn.Dropout(options.dropout)
+        if options.experts and layer % 2:
+            config = MoEConfig(
+                hidden_size=D,
+                ffn_hidden_size=D,
+                num_experts=options.experts,
+                top_k=2,
+                capacity_factor=options.capacity_factor,
+                load_balancing_loss_weight=0.1,
+                z_loss_weight=0.01,
+                shared_expert_hidden_size=options.shared_expert,
+                shared_expert_gate=options.shared_expert is not None,
+                output_bias=True,
+                init_method_std=0.3,
+            )
+            self.mlp = (dMoE if options.capacity_factor is None else MoE)(config)
+        else:
+            self.mlp = DenseMLP(options)
+
+    def forward(self, x, mask_BS):
+        x = x + self.dropout(self.attention(self.norm_1(x)))
+        if isinstance(self.mlp, DenseMLP):
+            return x + self.dropout(self.mlp(self.norm_2(x))), None, {}
+        output = self.mlp(self.norm_2(x), mask=mask_BS)
+        return x + self.dropout(output.y), output.aux_loss, output.metrics
+
+
+class Embedding(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(V, D), nn.Embedding(S, D)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, tokens_BS):
+        positions_1S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
+        return self.dropout(self.tokens(tokens_BS) + self.positions(positions_1S))
+
+
+class Stack(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(layer): Block(options, layer) for layer in range(L)})
+        self.norm = norm(options)
+
+
+class GPT(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.embedding = Embedding(options)
+        self.stack = Stack(options)
+        self.head = nn.Linear(D, V, bias=False)
+        if options.tied:
+            self.head.weight = self.embedding.tokens.weight
+        self.moe_layers = L // 2
+        self.cross_entropy = linear_cross_entropy
+
+    def keep(self, layers, *, first, last):
+        for name in list(self.stack.blocks):
+            if int(name) not in layers:
+                del self.stack.blocks[name]
+        if not first:
+            self.embedding = None
+        if not last:
+            self.stack.norm = self.head = None
+
+    def forward(self, x, *, labels, weights, mask=None):
+        if self.embedding is not None:
+            x = self.embedding(x)
+        aux_losses, metrics = [], []
+        for block in self.stack.blocks.values():
+            x, aux_loss, measured = block(x, mask)
+            if aux_loss is not None:
+                aux_losses.append(aux_loss)
+                metrics.append(measured)
+        aux_loss = torch.stack(aux_losses).sum() / self.moe_layers if aux_losses else None
+        stacked = {k: torch.stack([m[k] for m in metrics]) for k in metrics[0]} if metrics else {}
+        if self.head is None:
+            return Output(x, {}, aux_loss, stacked)
+        x = self.stack.norm(x)
+        loss = self.cross_entropy(x, self.head.weight, labels, weights, reduction="sum")
+        return Output(None, {"lm loss": loss}, aux_loss, stacked)
+
+
+def data(options):
+    """The micro-batches of every step; a third of the labels has no weight, if padded."""
+    generator = torch.Generator().manual_seed(7)
+    B = options.batch
+    for _ in range(options.steps):
+        batches = []
+        for _ in range(options.micro_batches):
+            text = torch.randint(V, (B, S + 1), generator=generator)
+            tokens, labels = text[:, :-1], text[:, 1:]
+            weights = torch.ones(B, S)
+            batch = {"tokens": tokens, "labels": labels, "weights": weights}
+            if options.padded:
+                batch["mask"] = torch.rand(B, S, generator=generator) < 0.7
+                batch["weights"] = batch["mask"].float()
+            batches.append(batch)
+        total = sum(batch["weights"].sum() for batch in batches)
+        for batch in batches:
+            batch["weights"] = batch["weights"] / total
+        yield batches
+
+
+def build(options):
+    torch.manual_seed(3)
+    model = GPT(options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # no bias is zero, no norm is one
+        for table in (model.embedding.tokens, model.embedding.positions):
+            table.weight.mul_(0.3)
+    return model
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def train(rank, world_size, options):
+    """Losses per step, all metrics, every step's gradients and the parameters at the end."""
+    mesh = ParallelDims(tp=options.tp, pp=options.pp).build("cpu")
+    count = options.pp * options.stages_per_rank
+    layers = split_layers(L, count, first_lighter=options.first_lighter)
+    indices = [0]
+    if options.pp > 1:
+        indices = stage_indices(
+            options.schedule,
+            pp_size=options.pp,
+            pp_rank=mesh.pp_rank,
+            stages_per_rank=options.stages_per_rank,
+        )
+    stages = [build(options) for _ in indices]
+    for stage, index in zip(stages, indices, strict=True):
+        stage.keep(layers[index], first=index == 0, last=index == count - 1)
+        parallelize_tensors(
+            stage, mesh, gpt_plan(options.kv_heads), sequence_parallel=options.sequence_parallel
+        )
+        parallelize_experts(stage, mesh, sequence_parallel=options.sequence_parallel)
+    parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
+    experts = {
+        id(p) for s in stages for m in s.modules() if isinstance(m, Experts) for p in m.parameters()
+    }
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.02, momentum=0.9, foreach=False)
+    pipeline = None
+    if options.pp > 1:
+        tied = {"embedding.tokens.weight": "head.weight"} if options.tied else None
+        pipeline = Pipeline(
+            stages,
+            mesh,
+            schedule=options.schedule,
+            first_input="tokens",
+            hidden_size=D,
+            sequence_parallel=options.sequence_parallel,
+            tied=tied,
+        )
+    history = {"loss": [], "eval": [], "metrics": [], "grads": []}
+    for batches in data(options):
+        metrics = []
+        if pipeline is not None:
+            losses = pipeline.step(batches, loss_scale=options.loss_scale, measured=metrics.append)
+            loss = losses["lm loss"]
+        else:
+            loss = torch.zeros(())
+            for batch in batches:
+                rest = {k: v for k, v in batch.items() if k != "tokens"}
+                output = stages[0](batch["tokens"], **rest)
+                total = output.losses["lm loss"]
+                if output.aux_loss is not None:
+                    total = total + output.aux_loss / len(batches)
+                (total * options.loss_scale).backward()
+                loss = loss + output.losses["lm loss"].detach()
+                metrics.append(output.metrics)
+        for parameter in parameters.values():
+            parameter.grad /= options.loss_scale
+            if id(parameter) in experts:  # what apply_data_parallel does
+                mesh.all_reduce(parameter.grad, "tp")
+        history["loss"].append(loss.item())
+        history["metrics"] += [{k: v.clone() for k, v in m.items()} for m in metrics]
+        history["grads"].append({name: whole(p.grad) for name, p in parameters.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        for stage in stages:
+            stage.eval()
+        if pipeline is not None:
+            history["eval"].append(pipeline.evaluate(*batches[:2])["lm loss"].item())
+        else:
+            with torch.no_grad():
+                history["eval"].append(
+                    sum(stages[0](b["tokens"], **{k: v for k, v in b.items() if k != "tokens"})
+                        .losses["lm loss"].item() for b in batches[:2])
+                )  # fmt: skip
+        for stage in stages:
+            stage.train()
+    history["parameters"] = {name: whole(p.detach()) for name, p in parameters.items()}
+    if pipeline is not None:
+        history["copies"] = [
+            name for name, p in parameters.items() if any(p is copy for copy in pipeline.copies)
+        ]
+    return history
+
+
+def train_all(rank, world_size, *cases):
+    """Several trainings in one start of the ranks."""
+    return [train(rank, world_size, options) for options in cases]
+
+
+def relative_error(got, want):
+    scale = want.double().norm().item()
+    return (got.double() - want.double()).norm().item() / (scale if scale > 0 else 1.0)
+
+
+def compare(results, want, tolerance=1e-5):
+    """Hold every rank's history against one process; return the largest relative deviation."""
+    worst = 0.0
+    seen = set()
+    for got in results:
+        for key in ("loss", "eval"):
+            for a, b in zip(got[key], want[key], strict=True):
+                worst = max(worst, abs(a - b) / abs(b))
+        pairs = list(zip(got["grads"], want["grads"], strict=True))
+        pairs.append((got["parameters"], want["parameters"]))
+        for mine, whole_model in pairs:
+            for name, value in mine.items():
+                if name == "head.weight" and name not in whole_model:
+                    name = "embedding.tokens.weight"
+                seen.add(name)
+                expected = whole_model[name]
+                assert value.shape == expected.shape, name
+                error = relative_error(value, expected)
+                assert error < tolerance, f"{name}: relative error {error:.1e}"
+                worst = max(worst, error)
+        assert len(got["metrics"]) == len(want["metrics"])
+        for mine, expected in zip(got["metrics"], want["metrics"], strict=True):
+            assert list(mine) == list(expected) or sorted(mine) == sorted(expected)
+            for name, value in expected.items():
+                assert mine[name].dtype == value.dtype, name
+                torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert seen == set(want["parameters"])
+    assert worst < tolerance, worst
+    return worst

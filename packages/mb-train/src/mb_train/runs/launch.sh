@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Starts mb-train on every GPU of this node, and on those of other nodes that do the same.
+#
+#   launch.sh [flags]                    as of mb-train
+#   GPUS=1 launch.sh --recipe dense-125m --data-path my_text_document
+#
+# On several nodes run the same line on each, with
+#   NNODES       how many nodes there are (default 1)
+#   NODE_RANK    which of them this is, counted from 0
+#   MASTER_ADDR  the name or address of node 0, as the others reach it
+#   MASTER_PORT  a free port there (default 29500)
+# GPUS is the number of GPUs on each node (default 8). See docs/several-nodes.md.
+set -euo pipefail
+nodes=${NNODES:-1}
+where=(--standalone)
+if [ "$nodes" != 1 ]; then
+    for name in NODE_RANK MASTER_ADDR; do
+        if [ -z "${!name:-}" ]; then
+            echo "launch.sh: expected $name with NNODES=$nodes, got none" >&2
+            exit 2
+        fi
+    done
+    where=(--nnodes "$nodes" --node_rank "$NODE_RANK"
+        --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
+fi
+exec torchrun "${where[@]}" --nproc_per_node "${GPUS:-8}" -m mb_train "$@"

@@ -1,11 +1,24 @@
-"""The README's example runs as printed."""
+"""The README's example and the example of a test run as printed."""
 
+import importlib.util
 import re
 from pathlib import Path
 
+PACKAGE = Path(__file__).parents[1]
+
 
 def test_readme_example(capsys):
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), flags=re.DOTALL
+    )
     exec(compile(example, "README.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("gradient norm ")
+    assert capsys.readouterr().out.startswith("expert parallelism: ep = 1")
+
+
+def test_example_of_a_test():
+    spec = importlib.util.spec_from_file_location(
+        "test_my_model", PACKAGE / "examples/test_my_model.py"
+    )
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.test_experts_on_two_ranks_give_the_same_output()

@@ -1,0 +1,70 @@
+"""transformers' own expert parallelism with our experts: two processes, one model, one process."""
+
+import pytest
+import torch
+from mb_kernels.testing import assert_close
+from mb_parallel.testing import run_ranks
+from torch.distributed.tensor import DTensor
+
+pytest.importorskip("transformers", minversion="5.17")
+
+
+def _save(folder: str):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(folder)
+    return model
+
+
+def _through(model) -> dict[str, torch.Tensor]:
+    """Logits without and with gradients, and every gradient."""
+    ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        result = {"inference": model(input_ids=ids).logits}
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    result["logits"] = out.logits.detach()
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        result[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return result
+
+
+def _spread(rank: int, ranks: int, folder: str):
+    import mb_layers.transformers  # noqa: F401, registers "mb"
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    spread = DistributedConfig(tp_size=2, tp_plan="auto", enable_expert_parallel=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=spread, dtype=torch.float32
+    )
+    model.set_experts_implementation("mb")
+    weight = model.get_parameter("model.layers.0.mlp.experts.down_proj")
+    assert isinstance(weight, DTensor)
+    assert weight.to_local().shape[0] == 2
+    return _through(model)
+
+
+def test_expert_parallel_model_of_transformers(tmp_path):
+    expected = _through(_save(str(tmp_path)))
+    assert any(name.endswith("mlp.gate.weight") for name in expected)
+    for got in run_ranks(_spread, 2, str(tmp_path)):
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_close(name, got[name], value)

@@ -38,7 +38,11 @@ _PRELOAD = [
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    device_type: str = "cpu",
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` on `world_size` processes joined by gloo.
 
@@ -47,6 +51,7 @@ def run_ranks(
         world_size: number of processes.
         args: picklable; tensors travel by value.
         timeout_s: after this long every rank is ended and the call fails.
+        device_type: "cuda" gives rank r the r-th GPU, and joins the ranks by NCCL as well.
 
     Returns:
         What each rank returned (picklable), in rank order.
@@ -61,9 +66,9 @@ def run_ranks(
     source = (function.__module__, function.__code__.co_filename, function.__qualname__)
     with tempfile.TemporaryDirectory(prefix="mb-ranks-") as folder:
         payload = pickle.dumps(args)
+        common = (world_size, folder, source, payload, device_type)
         ranks = [
-            context.Process(target=_rank_main, args=(rank, world_size, folder, source, payload))
-            for rank in range(world_size)
+            context.Process(target=_rank_main, args=(rank, *common)) for rank in range(world_size)
         ]
         try:
             for process in ranks:
@@ -101,7 +106,12 @@ def _raise_if_failed(ranks: list[Any], folder: Path) -> None:
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: str, source: tuple[str, str, str], payload: bytes
+    rank: int,
+    world_size: int,
+    folder: str,
+    source: tuple[str, str, str],
+    payload: bytes,
+    device_type: str,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -115,7 +125,13 @@ def _rank_main(
         function = _load(*source)
         args = pickle.loads(payload)
         store = dist.FileStore(str(here / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        group = {"store": store, "rank": rank, "world_size": world_size}
+        if device_type == "cuda":
+            torch.cuda.set_device(rank)
+            device = torch.device("cuda", rank)
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **group)
+        else:
+            dist.init_process_group("gloo", **group)
         result = function(rank, world_size, *args)
         dist.barrier()
         dist.destroy_process_group()

@@ -109,8 +109,8 @@ def parallelize_experts(
 
 
 def choose_dispatcher(
-    wanted: DispatcherName, top_k: int, ep: int, peer_problem: str | None
-) -> tuple[DispatcherName, str]:
+    wanted: str, top_k: int, ep: int, peer_problem: str | None
+) -> tuple[str, str]:
     """The dispatcher for top-k routing over `ep` ranks, and the reason in a few words.
 
     Stores into peers' memory are fastest where they are possible, while their worst-case shapes are

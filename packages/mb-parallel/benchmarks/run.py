@@ -1,0 +1,242 @@
+"""Expert parallelism on the GPUs of one host: bandwidth of the exchange, time of a layer.
+
+    torchrun --nproc_per_node=2 packages/mb-parallel/benchmarks/run.py
+    torchrun --nproc_per_node=2 packages/mb-parallel/benchmarks/run.py --only layer --seconds 5
+
+- exchange: every rank sends its tokens of 16, 64 and 256 MiB to uniformly drawn ranks (top-1), and
+  gets them back. "peer" gathers the rows, stores them and waits; the baseline is an
+  `all_to_all_single` of the same bytes in equal parts, without gathering or sorting anything.
+  GB/s are bus bytes: those that leave a rank, (P - 1) / P of all.
+- layer: a dMoE layer, forward and backward, with each dispatcher, against a layer with all experts
+  on this GPU and the same tokens. Routing is uniform or by Zipf's law.
+
+Calls that are compared run in turns, a few at a time, between two events of the GPU; times are
+medians of the slower rank. Prints tables, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mb_kernels import bin_tokens
+from mb_layers import MoEConfig, dMoE
+from mb_parallel import ParallelDims, ParallelMesh, distributed, parallelize_experts
+from mb_parallel.expert_parallel import PeerBuffers, Place
+from torch import Tensor
+
+MIB = 2**20
+HIDDEN = 2048
+# name: tokens of each rank, hidden, ffn, experts, top-k, activation
+LAYERS = {
+    "paper-125m": (32768, 768, 3072, 64, 1, "gelu"),
+    "olmoe": (16384, 2048, 1024, 64, 8, "swiglu"),
+}
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], Any]], seconds: float, repeats: int = 5
+) -> dict[str, float]:
+    """Median milliseconds of each call, over rounds in which all take their turn.
+
+    All ranks run the same number of rounds, decided by rank 0.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    stop = time.monotonic() + seconds
+    going = torch.ones(1)
+    while going.item():
+        for name, call in calls.items():
+            call()  # alone: after a barrier of another kind the first one waits for its peer
+            events = []
+            for _ in range(repeats):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                call()
+                end.record()
+                events.append((start, end))
+            torch.cuda.synchronize()
+            times[name] += [start.elapsed_time(end) for start, end in events]
+        going.fill_(time.monotonic() < stop or len(next(iter(times.values()))) < 4 * repeats)
+        dist.broadcast(going, 0)
+    medians = torch.tensor([statistics.median(values) for values in times.values()])
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    return dict(zip(calls, medians.tolist(), strict=True))
+
+
+def exchange(mesh: ParallelMesh, size: int, seconds: float) -> dict[str, float]:
+    """Times of `size` bytes per rank, there and back."""
+    ep = mesh.axis("ep")
+    assert ep is not None
+    place, ranks = Place(ep.get_group(), "the benchmark"), mesh.ep_size
+    tokens = size // (2 * HIDDEN)
+    x_TD = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    memory = PeerBuffers(place, max_tokens=tokens).memory(x_TD, words=2)
+    peers_T1 = torch.randint(0, ranks, (tokens, 1), device="cuda", dtype=torch.int32)
+    bins = bin_tokens(peers_T1, ranks)
+    routing_TW = torch.ones(tokens, 2, device="cuda")
+    out_TD = torch.empty_like(x_TD)
+    marks: list[list[torch.cuda.Event]] = []
+
+    def peer() -> None:
+        marks.append([torch.cuda.Event(enable_timing=True) for _ in range(3)])
+        marks[-1][0].record()
+        memory.push(
+            "tokens",
+            x_TD,
+            bins.tokens_per_expert_E,
+            order_N=bins.order_N,
+            payload=routing_TW,
+        )
+        counts_P = memory.wait("tokens")
+        marks[-1][1].record()
+        memory.push("home", memory.rows("tokens"), counts_P)
+        memory.wait("home")
+        memory.sum_home(memory.rows("home"), peers_T1, bins.inverse_N, bins.offsets_E1)
+        marks[-1][2].record()
+
+    def all_to_all() -> None:
+        dist.all_to_all_single(out_TD, x_TD, group=place.group)
+
+    def gathered_all_to_all() -> None:
+        order_T = bins.order_N.long()
+        dist.all_to_all_single(out_TD, x_TD[order_T], group=place.group)
+
+    calls = {"all_to_all": all_to_all, "gather + all_to_all": gathered_all_to_all}
+    times = in_turns(calls, seconds)
+    in_turns({"peer": peer}, seconds)
+    torch.cuda.synchronize()
+    ours = torch.tensor(
+        [statistics.median(m[i].elapsed_time(m[i + 1]) for m in marks[5:]) for i in range(2)]
+    )
+    dist.all_reduce(ours, dist.ReduceOp.MAX)
+    times["peer dispatch"], times["peer combine"] = ours.tolist()
+    return times
+
+
+def layer(mesh: ParallelMesh, name: str, routing: str, seconds: float) -> dict[str, float]:
+    """Times of one layer forward and backward with each dispatcher, and on this GPU alone."""
+    tokens, hidden, ffn, experts, top_k, activation = LAYERS[name]
+    config = MoEConfig(
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_experts=experts,
+        top_k=top_k,
+        activation=activation,
+        router_bias=True,
+    )
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+
+    def build(dispatcher: str | None, **options: Any) -> Callable[[], None]:
+        torch.manual_seed(0)
+        moe = dMoE(config, device="cuda", dtype=torch.bfloat16)
+        if routing == "zipf":
+            # Softmax of -log(rank) is Zipf's law; which expert is popular is drawn.
+            popularity = torch.randperm(experts, device="cuda") + 1.0
+            assert moe.router.bias is not None
+            with torch.no_grad():
+                moe.router.weight.normal_(std=1 / hidden**0.5)
+                moe.router.bias.copy_(-popularity.log())
+        if dispatcher is not None:
+            parallelize_experts(moe, mesh, dispatcher=dispatcher, equal_tokens=True, **options)
+
+        def run() -> None:
+            y, aux_loss, _ = moe(x)
+            torch.autograd.backward([y, aux_loss], [dy, torch.ones_like(aux_loss)])
+            x.grad = None
+            for parameter in moe.parameters():
+                parameter.grad = None
+
+        return run
+
+    calls = {
+        "one GPU": build(None),
+        "all_gather": build("all_gather"),
+        "all_to_all": build("all_to_all"),
+        "peer": build("peer"),
+        "peer, rows kept": build("peer", keep_rows=True),
+    }
+    return in_turns(calls, seconds)
+
+
+def memory_of(mesh: ParallelMesh, name: str) -> dict[str, float]:
+    """MiB that a layer holds between forward and backward, with each way of keeping rows."""
+    tokens, hidden, ffn, experts, top_k, activation = LAYERS[name]
+    config = MoEConfig(
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_experts=experts,
+        top_k=top_k,
+        activation=activation,
+    )
+    held = {}
+    ways: dict[str, dict[str, Any]] = {
+        "all_gather": {"dispatcher": "all_gather"},
+        "all_to_all": {"dispatcher": "all_to_all"},
+        "peer": {"dispatcher": "peer"},
+        "peer, rows kept": {"dispatcher": "peer", "keep_rows": True},
+    }
+    for way, options in ways.items():
+        moe = dMoE(config, device="cuda", dtype=torch.bfloat16)
+        parallelize_experts(moe, mesh, equal_tokens=True, **options)
+        x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        moe(x).y.sum().backward()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y: Tensor = moe(x).y
+        torch.cuda.synchronize()
+        held[way] = (torch.cuda.memory_allocated() - before - y.nbytes) / MIB
+        y.sum().backward()
+    return held
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Benchmark expert parallelism.")
+    parser.add_argument("--only", choices=("exchange", "layer", "memory"))
+    parser.add_argument("--seconds", type=float, default=3.0, help="per comparison")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {}
+    with distributed("cuda"):
+        ranks = dist.get_world_size()
+        mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cuda")
+
+        def say(line: str) -> None:
+            if dist.get_rank() == 0:
+                print(line, flush=True)
+
+        if arguments.only in (None, "exchange"):
+            say(f"exchange over {ranks} ranks, bf16 rows of {HIDDEN}: ms, and GB/s of bus bytes")
+            for size in (16, 64, 256):
+                times = exchange(mesh, size * MIB, arguments.seconds)
+                result[f"exchange {size} MiB"] = times
+                bus = size * MIB * (ranks - 1) / ranks
+                told = [f"{n} {ms:.3f} ({bus / ms / 1e6:.0f})" for n, ms in times.items()]
+                ratio = times["all_to_all"] / times["peer dispatch"]
+                say(f"  {size:4d} MiB  {'  '.join(told)}  dispatch x {ratio:.2f}")
+        if arguments.only in (None, "layer"):
+            say("layer, forward and backward, ms (against one GPU with the same tokens)")
+            for name in LAYERS:
+                for routing in ("uniform", "zipf"):
+                    times = layer(mesh, name, routing, arguments.seconds)
+                    result[f"layer {name} {routing}"] = times
+                    base = times["one GPU"]
+                    told = [f"{n} {ms:.2f} (x {ms / base:.2f})" for n, ms in times.items()]
+                    say(f"  {name}, {routing}:  {'  '.join(told)}")
+        if arguments.only in (None, "memory"):
+            say("held between forward and backward, MiB")
+            for name in LAYERS:
+                held = memory_of(mesh, name)
+                result[f"memory {name}"] = held
+                say(f"  {name}:  {'  '.join(f'{n} {m:.0f}' for n, m in held.items())}")
+        if dist.get_rank() == 0:
+            print(json.dumps({"device": torch.cuda.get_device_name(), "ranks": ranks, **result}))
+
+
+if __name__ == "__main__":
+    main()

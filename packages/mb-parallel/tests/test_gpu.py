@@ -1,0 +1,163 @@
+"""Expert parallelism on two GPUs: every dispatcher against one GPU, and what only a GPU shows."""
+
+import os
+import time
+
+import pytest
+import torch
+from mb_kernels.testing import relative_error
+from mb_layers.config import MoEConfig
+from mb_layers.moe import MoE, dMoE
+from mb_parallel import ParallelDims, parallelize_experts
+from mb_parallel.testing import run_ranks
+from torch.distributed.tensor import DTensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+TOKENS, HIDDEN = 777, 256
+DISPATCHERS = ("all_gather", "all_to_all", "peer")
+CASES = {
+    "top-1": {"top_k": 1},
+    "top-4": {"top_k": 4, "renormalize": True},
+    "recompute": {"top_k": 2, "recompute": True},
+    "capacity": {"top_k": 2, "capacity_factor": 1.0},
+    "gelu": {"top_k": 2, "activation": "gelu"},
+}
+
+
+def _layer(dtype: torch.dtype, **overrides) -> MoE | dMoE:
+    torch.manual_seed(5)
+    fields = {"hidden_size": HIDDEN, "ffn_hidden_size": 128, "num_experts": 8} | overrides
+    config = MoEConfig(**fields, init_method_std=0.1, balance_over="global_batch")
+    kind = dMoE if config.capacity_factor is None else MoE
+    return kind(config, device="cuda", dtype=dtype)
+
+
+def _tokens(ranks: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(ranks * TOKENS, HIDDEN, generator=generator).to("cuda", dtype)
+
+
+def _through(layer, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    y = x + layer(x).y
+    (y * torch.cos(3 * x.detach())).sum().backward()
+    assert x.grad is not None
+    result = {"y": y.detach(), "dx": x.grad}
+    for name, parameter in layer.named_parameters():
+        grad = parameter.grad
+        result[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return result
+
+
+def _compare(rank: int, ranks: int, dtype: torch.dtype) -> list[tuple[str, float]]:
+    mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cuda")
+    x = _tokens(ranks, dtype)
+    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    errors = []
+    for case, overrides in CASES.items():
+        expected = _through(_layer(dtype, **overrides), x)
+        for dispatcher in DISPATCHERS:
+            layer = _layer(dtype, **overrides)
+            said = parallelize_experts(layer, mesh, dispatcher=dispatcher)
+            assert f"by {dispatcher}, as asked for" in said, said
+            got = _through(layer, x[mine])
+            again = _through(layer, x[mine])
+            for name, value in got.items():
+                assert torch.equal(value, again[name]), f"{dispatcher}: {name} differs"
+                if name.startswith("router"):
+                    torch.distributed.all_reduce(value)
+                want = expected[name][mine] if name in ("y", "dx") else expected[name]
+                errors.append((f"{case}, {dispatcher}: {name}", relative_error(value, want)))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
+)
+def test_two_gpus_match_one(dtype, bound):
+    for errors in run_ranks(_compare, 2, dtype, device_type="cuda", timeout_s=280):
+        assert not [pair for pair in errors if not pair[1] <= bound]
+
+
+def _without_a_sync(rank: int, ranks: int, keep_rows: bool) -> list[float]:
+    mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cuda")
+    dtype = torch.bfloat16
+    layer = _layer(dtype, top_k=2, balance_over="micro_batch")
+    parallelize_experts(layer, mesh, dispatcher="peer", keep_rows=keep_rows)
+    batches = _tokens(ranks * 3, dtype).view(3, ranks, TOKENS, HIDDEN)[:, rank]
+
+    x = batches[0].clone().requires_grad_()
+
+    def step() -> torch.Tensor:
+        out = layer(x)
+        (out.y.sum() + out.aux_loss).backward()
+        return out.y
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")  # a read back to the host raises
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+
+    for parameter in (x, *layer.parameters()):
+        parameter.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    errors = []
+    for batch in batches:
+        with torch.no_grad():
+            x.copy_(batch)
+        for parameter in (x, *layer.parameters()):
+            parameter.grad.zero_()
+        graph.replay()
+        got = [y.clone(), x.grad.clone(), layer.router.weight.grad.clone()]
+        got.append(layer.experts.w1.grad.to_local().clone())
+        for parameter in (x, *layer.parameters()):
+            parameter.grad.zero_()
+        y_eager = step()
+        want = [y_eager, x.grad, layer.router.weight.grad, layer.experts.w1.grad.to_local()]
+        errors += [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    return errors
+
+
+@pytest.mark.parametrize("keep_rows", [False, True], ids=["sent-again", "kept"])
+def test_peer_layer_in_a_graph_and_without_a_host_sync(keep_rows):
+    for errors in run_ranks(_without_a_sync, 2, keep_rows, device_type="cuda", timeout_s=280):
+        assert max(errors) == 0.0
+
+
+def _absent(rank: int, ranks: int) -> str:
+    mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cuda")
+    layer = _layer(torch.bfloat16)
+    parallelize_experts(layer, mesh, dispatcher="peer", timeout_s=2.0)
+    x = _tokens(1, torch.bfloat16)
+    layer(x)
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        for _ in range(3):
+            layer(x)
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise AssertionError(str(error)) from error
+    return "nobody was missed"
+
+
+def test_a_rank_that_stops_is_named_by_the_kernels_wait():
+    said = r"rank 0 waited 2 s in vain for rank 1 in dispatch of the layer"
+    with pytest.raises(RuntimeError, match=said):
+        run_ranks(_absent, 2, device_type="cuda")

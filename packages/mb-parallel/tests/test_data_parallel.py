@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from mb_layers import MoEConfig, dMoE
+from mb_layers.experts import Experts
 from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts, set_gradient_sync
 from mb_parallel.optimizer import (
     SGD,

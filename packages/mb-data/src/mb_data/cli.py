@@ -17,10 +17,10 @@ from mb_data.tokenizer import Tokenizer, load_tokenizer, megatron_tokenizer
 from mb_data.tokenizer.load import MEGATRON_TYPES, NAMES
 
 INTERRUPTED = 130
-NO_INPUT = """mb-data preprocess: {missing} is missing. For example, on text that is on every machine:
+NO_INPUT = """mb-data preprocess: {missing} is missing. For example, on text that every machine has:
 
   mb-data sample-corpus corpus.jsonl
-  mb-data preprocess --input corpus.jsonl --output-prefix corpus --tokenizer {tokenizer} --append-eod
+  mb-data preprocess --tokenizer {tokenizer} --append-eod --input corpus.jsonl --output-prefix out
 """
 
 
@@ -213,9 +213,8 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer:
 def _preprocess(options: argparse.Namespace) -> None:
     if not (options.input and options.output_prefix):
         missing = "--input" if not options.input else "--output-prefix"
-        options.parser.exit(
-            2, NO_INPUT.format(missing=missing, tokenizer=options.tokenizer or "gpt2")
-        )
+        name = options.tokenizer or "gpt2"
+        options.parser.exit(2, NO_INPUT.format(missing=missing, tokenizer=name))
     from mb_data.preprocess import preprocess
     from mb_data.progress import ProgressLine
 

@@ -26,8 +26,7 @@ from launch_scripts import EARLIER, EXAMPLES, MEGABLOCKS
 # `unsupported.NOT_YET` must leave here: the table in docs/scripts.md then says "runs" in more rows.
 WAITED_FOR = {
     "fp16", "optimizer", "model", "moe_expert_model_parallelism", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "sequence_parallel", "rampup_batch_size", "vocab_extra_ids",
-    "recompute_method",
+    "pipeline_model_parallel_size", "sequence_parallel", "vocab_extra_ids", "recompute_method",
 }  # fmt: skip
 SCRIPTS = (
     [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]

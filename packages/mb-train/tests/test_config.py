@@ -57,7 +57,7 @@ def test_defaults_derive_from_sizes():
         ({"recompute_method": "block"}, "--recompute-granularity full with --recompute-method"),
         ({"pipeline_model_parallel_size": 3}, "of at most --num-layers 2, got 3"),
         ({"num_layers_per_virtual_pipeline_stage": 1}, "of at least 2 stages"),
-        ({"pipeline_schedule": "zero-bubble"}, "--num-layers-per-virtual-pipeline-stage with"),
+        ({"pipeline_schedule": "zbv-zero-bubble"}, "--num-layers-per-virtual-pipeline-stage with"),
         (
             {"moe_expert_model_parallelism": True, "expert_model_parallel_size": 2},
             "one of --moe-expert-model-parallelism",
@@ -184,7 +184,9 @@ REFUSED = [
 SAVED = dataclasses.asdict(TrainConfig(**RUN, moe_num_experts=4, moe_top_k=2, save="old"))
 
 
-@pytest.mark.parametrize(("change", "said"), CHANGES, ids=lambda v: "-".join(v) if v else "")
+@pytest.mark.parametrize(
+    ("change", "said"), CHANGES, ids=lambda v: "-".join(v) if isinstance(v, dict) else ""
+)
 def test_a_change_that_matters_is_said_when_a_run_goes_on(change, said):
     config = TrainConfig(**inherited(SAVED, "run.json") | change)
     lines = check_changes(SAVED, config)
@@ -193,7 +195,9 @@ def test_a_change_that_matters_is_said_when_a_run_goes_on(change, said):
 
 
 @pytest.mark.parametrize(
-    ("change", "says", "new_run_may"), REFUSED, ids=lambda v: "-".join(v) if v is dict else ""
+    ("change", "says", "new_run_may"),
+    REFUSED,
+    ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
 )
 def test_a_change_that_a_run_cannot_survive_is_refused(change, says, new_run_may):
     values = inherited(SAVED, "run.json") | {"max_position_embeddings": 8} | change

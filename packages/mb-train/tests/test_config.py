@@ -164,6 +164,11 @@ def test_what_cannot_be_done_yet_is_refused_in_words():
         check_supported(config, refused)
 
 
+def named(value):
+    """The id of a change: its fields."""
+    return "-".join(value) if isinstance(value, dict) else ""
+
+
 CHANGES = [
     # what is another, what is said of it
     ({"moe_top_k": 1}, "--moe-top-k was 2 until now, and is 1 from here on"),
@@ -184,9 +189,7 @@ REFUSED = [
 SAVED = dataclasses.asdict(TrainConfig(**RUN, moe_num_experts=4, moe_top_k=2, save="old"))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"), CHANGES, ids=lambda v: "-".join(v) if isinstance(v, dict) else ""
-)
+@pytest.mark.parametrize(("change", "said"), CHANGES, ids=named)
 def test_a_change_that_matters_is_said_when_a_run_goes_on(change, said):
     config = TrainConfig(**inherited(SAVED, "run.json") | change)
     lines = check_changes(SAVED, config)
@@ -197,7 +200,7 @@ def test_a_change_that_matters_is_said_when_a_run_goes_on(change, said):
 @pytest.mark.parametrize(
     ("change", "says", "new_run_may"),
     REFUSED,
-    ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
+    ids=named,
 )
 def test_a_change_that_a_run_cannot_survive_is_refused(change, says, new_run_may):
     values = inherited(SAVED, "run.json") | {"max_position_embeddings": 8} | change

@@ -29,6 +29,7 @@ SCRIPTS = (
     [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]
     + [(f"examples/{name}", model, words) for name, (model, words) in EXAMPLES.items()]
 )  # fmt: skip
+ONE_BY_ONE = [words.split() for words in FORK_FLAGS.replace("\n", "|").split("|") if words.strip()]
 
 
 def test_there_are_as_many_as_people_have():
@@ -55,11 +56,7 @@ def test_what_the_scripts_wait_for_is_up_to_date():
     assert set(NOT_YET) >= WAITED_FOR
 
 
-@pytest.mark.parametrize(
-    "words",
-    [part.split() for line in FORK_FLAGS.split("\n") for part in line.split("|") if part.strip()],
-    ids=lambda words: words[0],
-)
+@pytest.mark.parametrize("words", ONE_BY_ONE, ids=lambda words: words[0])
 def test_every_flag_of_the_fork_is_accepted(words):
     command = parse(words)
     assert bool(command.values) != bool(command.notes)

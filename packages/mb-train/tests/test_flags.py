@@ -123,7 +123,7 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
 def test_the_decay_of_a_recipe_is_as_long_as_the_training_asked_for():
     config = resolve(parse(["--train-iters", "1000"]))
     assert config.decay_length == "1000 steps"
-    assert build_schedule(config, 8).warmup == 1000 * 8 // 12
+    assert build_schedule(config, 8).warmup == pytest.approx(1000 * 8 / 12)
 
 
 def test_version(capsys):

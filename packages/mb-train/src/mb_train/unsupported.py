@@ -36,7 +36,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "vocab_extra_ids": ANY,
     # logging
     "log_num_zeros_in_grad": ANY,
-    "wandb_project": ANY,
 }
 
 

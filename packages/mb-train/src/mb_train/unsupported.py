@@ -29,7 +29,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "fp32_residual_connection": ANY,
     # parallelism
     "pipeline_model_parallel_split_rank": ANY,
-    "moe_dispatcher": ("peer",),
     # data
     "train_data_path": ANY,
     "dataloader_type": ANY,

@@ -94,7 +94,8 @@ def random_texts(seed, count):
     rng = random.Random(seed)
     letters = [
         *"etaoin SHRDLU  \n\n\r\t.,'-/#$_(){}<>0123456789", *map(chr, range(0xA0, 0x600)),
-        *"你好世界、。カナ각\u0301\u0308\u00a0\u2028\u3000½②ǅ🙂\U0001d518", "'ll", "'S", "\r\n", "   ",
+        *"你好世界、。カナ각\u0301\u0308\u00a0\u2028\u3000½②ǅ🙂\U0001d518", "'ll", "'S", "\r\n",
+        "   ",
     ]  # fmt: skip
     return ["".join(rng.choices(letters, k=rng.randrange(80))) for _ in range(count)]
 

@@ -1,5 +1,5 @@
-"""The command line: ``mb-data preprocess | inspect | validate | merge | decode | convert |
-sample-corpus``. Wrong input is one line on stderr and exit code 2."""
+"""The command line: ``mb-data preprocess | inspect | validate | merge | shuffle | decode |
+convert | sample-corpus``. Wrong input is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -132,6 +132,12 @@ def _parser() -> _Parser:
     )
     command.add_argument("--output-prefix", required=True)
     command.set_defaults(run=_merge, parser=command)
+
+    command = commands.add_parser("shuffle", help="write the documents in a random order")
+    command.add_argument("--input", required=True, help="path without .bin or .idx")
+    command.add_argument("--output-prefix", required=True)
+    command.add_argument("--seed", type=int, default=1234)
+    command.set_defaults(run=_shuffle, parser=command)
 
     command = commands.add_parser("decode", help="show a document's text")
     command.add_argument("prefix", help="path without .bin or .idx")
@@ -295,6 +301,13 @@ def _merge(options: argparse.Namespace) -> None:
 
     count = merge(options.input, options.output_prefix)
     print(f"{options.output_prefix}: {count} datasets joined")
+
+
+def _shuffle(options: argparse.Namespace) -> None:
+    from mb_data.maintenance import shuffle
+
+    count = shuffle(options.input, options.output_prefix, seed=options.seed)
+    print(f"{options.output_prefix}: {count:,} documents")
 
 
 def _decode(options: argparse.Namespace) -> None:

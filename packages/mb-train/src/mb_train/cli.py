@@ -16,6 +16,7 @@ from mb_train import __version__
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig
 from mb_train.flags import parse
+from mb_train.host import prepare_host
 from mb_train.run_folder import LOG_FILE
 from mb_train.starting import command_line, plan
 from mb_train.toml_file import to_toml
@@ -57,9 +58,7 @@ def _train(arguments: list[str]) -> int:
             print(f"{started.checkpoint} is at iteration {at}, the end of this run.")
         return 0
     check_supported(config)
-    # Read by OpenMP when torch is imported. Threads that spin while they wait made steps 2 to 4
-    # times slower on two cores that ran anything else as well.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    prepare_host()
     if leader:
         print(f"mb-train {__version__}: {_headline(config)}", flush=True)
     from mb_train.run import Start

@@ -112,6 +112,48 @@ def generate(arguments: Sequence[str]) -> int:
     return 0
 
 
+def evaluate(arguments: Sequence[str]) -> int:
+    """Zero-shot tasks on a file."""
+    parser = Parser(prog="mb-train eval", description="Zero-shot tasks on a file.")
+    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser.add_argument("file", nargs="?", help="what to evaluate on; lm_eval's tasks need none")
+    parser.add_argument(
+        "--task", default="perplexity",
+        help="lambada, wikitext, perplexity (default), or lm_eval:NAME,NAME if that is installed",
+    )  # fmt: skip
+    parser.add_argument(
+        "--strict", action="store_true", help="lambada: the whole last word, not the last token"
+    )
+    parser.add_argument(
+        "--stride", type=int, default=32, help="tokens that the window moves by; default 32"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, help="windows at a time; default 8")
+    parser.add_argument("--device", choices=_DEVICES, default="auto")
+    options = parser.parse_args(arguments)
+    import json
+
+    from mb_train.evaluation import EvalOptions, evaluate
+    from mb_train.loading import load_trained
+
+    how = EvalOptions(strict=options.strict, stride=options.stride, batch_size=options.batch_size)
+    harness = options.task.startswith("lm_eval:")
+    if not harness and options.file is None:
+        raise ValueError(f"Expected a file to evaluate on with --task {options.task}, got none.")
+    trained = load_trained(Path(options.run), options.device)
+    if harness:
+        from mb_train import harness
+
+        tasks = options.task.removeprefix("lm_eval:").split(",")
+        found = harness.evaluate(trained, tasks, batch_size=options.batch_size)
+    else:
+        found = evaluate(trained, options.task, Path(options.file), how)
+    print(f"{options.task} at iteration {trained.saved.iteration} of {options.run}")
+    for name, value in found.items():
+        print(f"  {name}: {value:.6g}" if isinstance(value, float) else f"  {name}: {value}")
+    print(json.dumps({"task": options.task, "iteration": trained.saved.iteration, **found}))
+    return 0
+
+
 def serve(arguments: Sequence[str]) -> int:
     """A model behind OpenAI's completions interface."""
     parser = Parser(
@@ -135,6 +177,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": doctor,
     "report": report,
     "generate": generate,
+    "eval": evaluate,
     "serve": serve,
     "convert": convert,
 }

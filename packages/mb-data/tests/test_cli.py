@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import mb_data
 import pytest
 from mb_data import IndexedDataset
 from mb_data.cli import main
@@ -68,6 +69,8 @@ def test_ways_to_say_gpt2(command, tmp_path, flags):
         (["--dtype", "uint8"], "uint8 holds ids up to 255"),
         (["--workers", "two"], "invalid int value: 'two'"),
         (["--dataset-impl", "lazy"], "invalid choice: 'lazy'"),
+        (["--max-line-mb", "inf"], "--max-line-mb: inf: expected megabytes"),
+        (["--split-sentences", "--lang", "xx"], "language 'xx': give an ISO 639 code"),
         (["--max-line-mb", "0"], "--max-line-mb: 0: expected megabytes"),
         (["--json-keys", "body"], "in.jsonl, line 1: no key 'body'; the keys are text"),
     ],
@@ -181,3 +184,82 @@ def test_progress_on_a_terminal_and_in_a_log():
         line.close()
     assert terminal.getvalue() == "\r0.01 GB of text, 5 documents/s, 7.0 MB/s\n"
     assert log.getvalue() == ""
+
+
+def run_cli(*arguments, **options):
+    command = [sys.executable, "-m", "mb_data.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def test_no_input_says_what_to_add():
+    run = run_cli("preprocess", "--tokenizer", "gpt2")
+    assert run.returncode == 2
+    assert "--input is missing" in run.stderr
+    assert "mb-data sample-corpus corpus.jsonl" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_version():
+    assert run_cli("--version").stdout == f"mb-data {mb_data.__version__}\n"
+
+
+def test_standard_input_closed(tmp_path):
+    command = (
+        f"{sys.executable} -m mb_data.cli preprocess --input - --output-prefix {tmp_path}/o <&-"
+    )
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr == (
+        "mb-data preprocess: standard input (-) is closed; give files, or pipe text into it\n"
+    )
+
+
+def test_output_that_nobody_reads(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    command = (
+        f"{sys.executable} -m mb_data.cli preprocess --input {path} --output-prefix {tmp_path}/o"
+    )
+    run = subprocess.run(
+        ["bash", "-c", f"({command}; echo $? >&2) | true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in run.stderr
+    assert (tmp_path / "o_text_document.idx").exists()
+
+
+def test_megatrons_flags_and_the_pair_of_gpt2(tmp_path, capsys):
+    """The command of Megatron's README, and MegaBlocks' --vocab-file and --merge-file."""
+    gpt2 = mb_data.load_tokenizer("gpt2", engine="python")
+    letters = gpt2.readable.letters
+    vocabulary = {"".join(letters[b] for b in t): i for i, t in gpt2.byte_strings.items()}
+    (tmp_path / "gpt2-vocab.json").write_text(json.dumps(vocabulary))
+    merges = "#version: 0.2\r\n" + "\r\n".join(gpt2.readable.merges) + "\r\n"
+    (tmp_path / "gpt2-merges.txt").write_bytes(merges.encode())
+    (tmp_path / "a.jsonl").write_text('{"text": "Hello world"}\n')
+    arguments = ["preprocess", "--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o"]
+    arguments += ["--vocab-file", tmp_path / "gpt2-vocab.json"]
+    arguments += ["--merge-file", tmp_path / "gpt2-merges.txt", "--append-eod", "--workers", "1"]
+    for extra in ([], ["--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap"]):
+        flags = ["--chunk-size", "32", "--log-interval", "1000", "--partitions", "1", *extra]
+        assert main([*map(str, arguments), *flags]) == 0
+        assert "--chunk-size has no effect here" in capsys.readouterr().err
+        dataset = mb_data.IndexedDataset(tmp_path / "o_text_document")
+        assert dataset[0].tolist() == [15496, 995, 50256]
+
+
+def test_shards_by_slurm(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 10)
+    arguments = ["preprocess", "--input", str(tmp_path / "a.jsonl"), "--workers", "1", "--shard"]
+    with pytest.raises(SystemExit):
+        main([*arguments, "slurm", "--output-prefix", f"{tmp_path}/x"])
+    assert "SLURM_ARRAY_TASK_MIN' is not set; no array job" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "1")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
+    for task in ("1", "2"):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
+        assert main([*arguments, "slurm", "--output-prefix", f"{tmp_path}/part{task}"]) == 0
+    lengths = [len(mb_data.IndexedDataset(f"{tmp_path}/part{i}_text_document")) for i in (1, 2)]
+    assert lengths == [10, 0]  # one block is not cut

@@ -21,7 +21,7 @@ QWEN = (
 )
 DEEPSEEK = (
     r"\p{N}{1,3}",
-    r"[一-龥぀-ゟ゠-ヿ]+",
+    "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
     "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
 )
@@ -94,7 +94,8 @@ def random_texts(seed, count):
     rng = random.Random(seed)
     letters = [
         *"etaoin SHRDLU  \n\n\r\t.,'-/#$_(){}<>0123456789", *map(chr, range(0xA0, 0x600)),
-        *"你好世界、。カナ각\u0301\u0308\u00a0\u2028\u3000½②ǅ🙂𝔘", "'ll", "'S", "\r\n", "   ",
+        *"你好世界、。カナ각\u0301\u0308\u00a0\u2028\u3000½②ǅ🙂\U0001d518", "'ll", "'S", "\r\n",
+        "   ",
     ]  # fmt: skip
     return ["".join(rng.choices(letters, k=rng.randrange(80))) for _ in range(count)]
 

@@ -267,3 +267,17 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"d\.bin.*its index needs"):
             build_gpt_datasets(tmp_path / "d", **arguments)
         assert not (tmp_path / "d_index").exists()
+
+
+def test_a_token_beyond_the_vocabulary_is_an_error(tmp_path):
+    """Not an index error, or a fault of the device, somewhere in the model."""
+    with IndexedDatasetBuilder(tmp_path / "a", "i4") as builder:
+        builder.add_document([1, 2, 50_300, 3, 4, 5, 6, 7])
+    options = {"split": "1", "seq_length": 7, "num_samples": (1, 0, 0), "seed": 0}
+    train, _, _ = build_gpt_datasets(str(tmp_path / "a"), vocab_size=50_257, **options)
+    with pytest.raises(
+        ValueError, match=r"a: holds token 50300, the vocabulary has ids 0 to 50,256"
+    ):
+        _ = train[0]
+    train, _, _ = build_gpt_datasets(str(tmp_path / "a"), vocab_size=50_304, **options)
+    assert train[0].max() == 50_300

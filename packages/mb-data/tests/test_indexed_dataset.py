@@ -100,12 +100,11 @@ def test_modes_of_a_multimodal_dataset(tmp_path):
         IndexedDatasetBuilder(tmp_path / "b", "i4") as builder,
     ):
         builder.add_document([1], modes=[0, 1])
-    with (
-        pytest.raises(ValueError, match="modes with all sequences or with none"),
-        IndexedDatasetBuilder(tmp_path / "b", "i4") as builder,
-    ):
-        builder.add_document([1])
+    builder = IndexedDatasetBuilder(tmp_path / "b", "i4")
+    builder.add_document([1])
+    with pytest.raises(ValueError, match="modes with all sequences or with none"):
         builder.add_document([1], modes=[0])
+    builder.discard()
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "plain.bin", "plain.idx"]
 
 

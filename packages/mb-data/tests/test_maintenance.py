@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mb_data import IndexedDataset, IndexedDatasetBuilder, load_tokenizer
 from mb_data.cli import main
-from mb_data.maintenance import convert, decode, inspect, merge, validate
+from mb_data.maintenance import convert, decode, inspect, merge, shuffle, validate
 
 
 @pytest.fixture
@@ -199,3 +199,24 @@ def test_convert_refuses_damage(tmp_path, prefix):
     with pytest.raises(ValueError, match="11 bytes, its index needs 12"):
         convert(tmp_path / "old", tmp_path / "new")
     assert not list(tmp_path.glob("new*"))
+
+
+def test_shuffle(prefix, tmp_path, capsys):
+    out = tmp_path / "b"
+    assert main(["shuffle", "--input", str(prefix), "--output-prefix", str(out)]) == 0
+    assert "b: 3 documents" in capsys.readouterr().out
+
+    def documents(p):
+        dataset = IndexedDataset(p)
+        return [
+            [dataset[s].tolist() for s in dataset.document(d)] for d in range(dataset.num_documents)
+        ]
+
+    assert sorted(documents(out)) == sorted(documents(prefix))
+    orders = set()
+    for seed in range(20):
+        shuffle(prefix, out, seed=seed)
+        orders.add(str(documents(out)))
+    assert len(orders) == 6
+    with pytest.raises(ValueError, match="is the input"):
+        shuffle(prefix, prefix, seed=0)

@@ -593,7 +593,8 @@ def test_parquet(tmp_path):
 
     records = [r["text"] for r in random_records(2, 100)]
     source = write(tmp_path / "in.jsonl", [{"text": t} for t in records])
-    for kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):  # fmt: skip
+    string = pyarrow.string()
+    for kind in (string, pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), string)):
         table = pyarrow.table({"text": pyarrow.array(records).cast(kind), "n": list(range(100))})
         parquet.write_table(table, tmp_path / "a.parquet", row_group_size=17)
         preprocess(tmp_path / "a.parquet", tmp_path / "out", workers=2, append_eod=True)

@@ -206,6 +206,15 @@ def test_bert_vocabulary():
 
 
 @pytest.mark.parametrize("engine", ["auto", "python"])
+def test_a_vocabulary_is_cut_at_line_ends_alone(tmp_path, engine):
+    """U+2028 and the like are letters to Megatron's reader: ids behind them used to shift."""
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a\u2028b", "\x85", "c"]
+    for end in ("\n", "\r\n"):
+        (tmp_path / "vocab.txt").write_bytes(end.join([*pieces, ""]).encode())
+        assert load_tokenizer(tmp_path / "vocab.txt", engine=engine).encode("c") == [7]
+
+
+@pytest.mark.parametrize("engine", ["auto", "python"])
 def test_cased_wordpiece_from_a_file(tmp_path, engine):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Ab", "ab", "##c", "é", "e"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
@@ -309,6 +318,12 @@ def test_pickles_to_an_equal(name, request, tmp_path, small_bpe):
     [
         ("tokenizer.json", b"{", "not a tokenizer.json"),
         ("tokenizer.json", b"[1]", "not a tokenizer.json"),
+        ("tokenizer.json", b'{"model": "BPE"}', 'it has no object "model"'),
+        (
+            "tokenizer.json",
+            b'{"model": {"type": "BPE"}, "added_tokens": [{"id": 1}]}',
+            'lacks its "id" or "content"',
+        ),
         ("tokenizer.model", b"what", "not a SentencePiece model"),
         ("vocab.txt", b"\xff\xfe", "not a vocabulary"),
         ("vocab.bin", b"", r"expected a \.json, \.model, "),

@@ -1,8 +1,11 @@
 """adamw_step on the CPU against torch.optim.AdamW, and what its border refuses."""
 
+import os
+
 import mb_kernels
 import pytest
 import torch
+from mb_kernels.targets import TARGETS
 
 SHAPES = [(5, 7), (3,), (2, 4, 6), (0, 2), ()]
 
@@ -100,6 +103,19 @@ def test_lists_of_unequal_length_are_refused():
             lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0,
             grad_scale=torch.tensor(1.0), found_inf=torch.tensor(0.0),
         )  # fmt: skip
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
+def test_aligned_tensors_move_in_16_bytes():
+    # The compiler knows of an address in a table what it is told in the right place, or nothing.
+    from mb_kernels.adamw import kernels
+    from mb_kernels.targets import gate
+
+    (case,) = [c for c in kernels.gate_cases(TARGETS["sm90"]) if c.name == "adamw_fp32_copy"]
+    ptx = gate._compile(case, TARGETS["sm90"]).asm["ptx"]
+    # Four tensors in, three and a copy of half the bytes out, 8 elements a thread.
+    assert ptx.count("ld.global.v4.b32") == 8
+    assert ptx.count("st.global.v4.b32") == 7
 
 
 @pytest.mark.gpu

@@ -52,6 +52,19 @@ BAD = {
         {"saved_activation_bits": 8, "activation": "reglu"},
         "with activation='reglu', got 8; values that round to 0 would lose their gradient",
     ),
+    "eval capacity alone": ({"eval_capacity_factor": 2.0}, "expected capacity_factor with eval"),
+    "eval capacity 0": (
+        {"capacity_factor": 1.0, "eval_capacity_factor": 0.0},
+        "finite eval_capacity_factor > 0",
+    ),
+    "input weights by probability": (
+        {"weights_on_input": True, "drop_policy": "probability"},
+        "drop_policy='position' with weights_on_input",
+    ),
+    "zero experts in groups": (
+        {"num_zero_experts": 2, "num_expert_groups": 4, "top_k_groups": 2},
+        "num_zero_experts=0 with expert groups",
+    ),
     "half groups": ({"num_expert_groups": 2}, "together"),
     "groups divide": ({"num_expert_groups": 3, "top_k_groups": 1}, "3 groups for 8 experts"),
     "too many groups": ({"num_expert_groups": 2, "top_k_groups": 3}, "num_expert_groups=2, got 3"),

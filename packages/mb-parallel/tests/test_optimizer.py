@@ -348,3 +348,29 @@ def test_sparse_gradients_are_refused():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         AdamW(embedding.parameters()).step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OURS)
+def test_on_a_gpu_as_on_the_cpu_and_without_waiting_for_it(name):
+    parameters = _parameters(((500, 701), (9, 4), (3,)))
+    ours = OURS[name](parameters)
+    on_gpu = [nn.Parameter(p.detach().cuda()) for p in parameters]
+    theirs, scaler = OURS[name](on_gpu), GradScaler.constant(4.0)
+    for step in range(4):
+        _set_grads(parameters, step)
+        if step == 2:
+            parameters[1].grad[0, 0] = torch.nan
+        for p, q in zip(parameters, on_gpu, strict=True):
+            q.grad = p.grad.cuda() * 4.0
+        want = clip_and_step(ours, max_norm=2.0)
+        try:
+            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first may allocate
+            got = clip_and_step(theirs, max_norm=2.0, scaler=scaler)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(got.grad_norm.cpu(), want.grad_norm)
+        assert float(got.skipped) == float(want.skipped) == (step == 2)
+    tolerance = 2e-2 if name == "muon" else 2e-6
+    for p, q in zip(parameters, on_gpu, strict=True):
+        torch.testing.assert_close(q.detach().cpu(), p.detach(), rtol=tolerance, atol=tolerance)

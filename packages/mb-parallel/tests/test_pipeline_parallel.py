@@ -21,6 +21,12 @@ LAYOUTS = {
     4: {
         "pp4": replace(MOE, pp=4),
         "tp2-pp2": replace(MOE, tp=2, pp=2),
+        "tp2-pp2-ep2": replace(MOE, tp=2, pp=2, ep=2),
+        "tp2-sp-pp2-ep2": replace(MOE, tp=2, pp=2, ep=2, sequence_parallel=True),
+        "dp2-pp2": replace(MOE, dp=2, pp=2),
+        "dp2-interleaved": replace(
+            MOE, dp=2, pp=2, schedule="interleaved-1f1b", stages_per_rank=2, micro_batches=8
+        ),
         "tp2-sp-pp2": replace(MOE, tp=2, pp=2, sequence_parallel=True, gated=True),
     },
 }
@@ -30,6 +36,8 @@ LAYOUTS = {
 def test_equals_one_process(ranks):
     by_rank = run_ranks(tiny_gpt.train_all, ranks, *LAYOUTS[ranks].values())
     for number, (name, options) in enumerate(LAYOUTS[ranks].items()):
-        alone = replace(options, tp=1, pp=1, stages_per_rank=1, loss_scale=1.0, first_lighter=0)
+        alone = replace(
+            options, dp=1, tp=1, ep=1, pp=1, stages_per_rank=1, loss_scale=1.0, first_lighter=0
+        )
         worst = compare([results[number] for results in by_rank], tiny_gpt.train(0, 1, alone))
         print(f"{name}: largest relative deviation {worst:.1e}")

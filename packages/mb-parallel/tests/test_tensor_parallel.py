@@ -26,3 +26,20 @@ def test_equals_one_process(sequence_parallel):
         want = tiny_gpt.train(0, 1, options)
         worst = compare([results[number] for results in by_rank], want)
         print(f"{name}: largest relative deviation {worst:.1e}")
+
+
+MIXED = {
+    "dp2-tp2": Options(dp=2, tp=2, experts=4),
+    "dp2-tp2-ep2": Options(dp=2, tp=2, ep=2, experts=4, padded=True),
+    "dp2-tp2-sp-ep4": Options(
+        dp=2, tp=2, ep=4, experts=4, padded=True, sequence_parallel=True, zero_stage=2
+    ),
+}
+
+
+def test_with_data_and_expert_parallelism():
+    by_rank = run_ranks(tiny_gpt.train_all, 4, *MIXED.values())
+    for number, (name, options) in enumerate(MIXED.items()):
+        alone = replace(options, dp=1, tp=1, ep=1)
+        worst = compare([results[number] for results in by_rank], tiny_gpt.train(0, 1, alone))
+        print(f"{name}: largest relative deviation {worst:.1e}")

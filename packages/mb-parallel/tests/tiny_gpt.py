@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from mb_kernels import linear_cross_entropy
 from mb_layers import MoE, MoEConfig, dMoE
-from mb_layers.experts import Experts
-from mb_parallel import ParallelDims, parallelize_experts
+from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts, set_gradient_sync
 from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
 from mb_parallel.tensor_parallel import gpt_plan, parallelize_tensors
 from torch import nn
@@ -25,8 +24,11 @@ D, H, C, V, L, S = 16, 4, 4, 32, 4, 8
 class Options:
     """A layout, and what is trained in it."""
 
+    dp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    zero_stage: int = 3
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     stages_per_rank: int = 1
@@ -214,9 +216,16 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
+def call(model, batch):
+    """A batch through a whole model."""
+    return model(batch["tokens"], **{k: v for k, v in batch.items() if k != "tokens"})
+
+
 def train(rank, world_size, options):
     """Losses per step, all metrics, every step's gradients and the parameters at the end."""
-    mesh = ParallelDims(tp=options.tp, pp=options.pp).build("cpu")
+    mesh = ParallelDims(dp_shard=options.dp, tp=options.tp, pp=options.pp, ep=options.ep).build(
+        "cpu"
+    )
     count = options.pp * options.stages_per_rank
     layers = split_layers(L, count, first_lighter=options.first_lighter)
     indices = [0]
@@ -234,11 +243,10 @@ def train(rank, world_size, options):
             stage, mesh, gpt_plan(options.kv_heads), sequence_parallel=options.sequence_parallel
         )
         parallelize_experts(stage, mesh, sequence_parallel=options.sequence_parallel)
+        blocks = stage.stack.blocks.values()
+        apply_data_parallel(stage, mesh, blocks=blocks, zero_stage=options.zero_stage)
     parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
-    experts = {
-        id(p) for s in stages for m in s.modules() if isinstance(m, Experts) for p in m.parameters()
-    }
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.02, momentum=0.9, foreach=False)
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.01, momentum=0.9, foreach=False)
     pipeline = None
     if options.pp > 1:
         tied = {"embedding.tokens.weight": "head.weight"} if options.tied else None
@@ -251,17 +259,20 @@ def train(rank, world_size, options):
             sequence_parallel=options.sequence_parallel,
             tied=tied,
         )
-    history = {"loss": [], "eval": [], "metrics": [], "grads": []}
+    history = {"dp": (mesh.dp_rank, options.dp), "loss": [], "eval": [], "metrics": [], "grads": []}
     for batches in data(options):
         metrics = []
+        batches = batches[mesh.dp_rank :: options.dp]
+        for batch in batches:  # the mean over dp ranks is the loss
+            batch["weights"] = batch["weights"] * options.dp
         if pipeline is not None:
             losses = pipeline.step(batches, loss_scale=options.loss_scale, measured=metrics.append)
             loss = losses["lm loss"]
         else:
             loss = torch.zeros(())
             for batch in batches:
-                rest = {k: v for k, v in batch.items() if k != "tokens"}
-                output = stages[0](batch["tokens"], **rest)
+                set_gradient_sync(stages[0], batch is batches[-1])
+                output = call(stages[0], batch)
                 total = output.losses["lm loss"]
                 if output.aux_loss is not None:
                     total = total + output.aux_loss / len(batches)
@@ -270,23 +281,19 @@ def train(rank, world_size, options):
                 metrics.append(output.metrics)
         for parameter in parameters.values():
             parameter.grad /= options.loss_scale
-            if id(parameter) in experts:  # what apply_data_parallel does
-                mesh.all_reduce(parameter.grad, "tp")
-        history["loss"].append(loss.item())
-        history["metrics"] += [{k: v.clone() for k, v in m.items()} for m in metrics]
+        history["loss"].append(mesh.all_reduce(loss, "dp").item() / options.dp)
+        history["metrics"].append(metrics)
         history["grads"].append({name: whole(p.grad) for name, p in parameters.items()})
         optimizer.step()
         optimizer.zero_grad()
         for stage in stages:
             stage.eval()
         if pipeline is not None:
-            history["eval"].append(pipeline.evaluate(*batches[:2])["lm loss"].item())
+            loss = pipeline.evaluate(*batches)["lm loss"]
         else:
             with torch.no_grad():
-                history["eval"].append(
-                    sum(stages[0](b["tokens"], **{k: v for k, v in b.items() if k != "tokens"})
-                        .losses["lm loss"].item() for b in batches[:2])
-                )  # fmt: skip
+                loss = sum(call(stages[0], batch).losses["lm loss"] for batch in batches)
+        history["eval"].append(mesh.all_reduce(loss, "dp").item() / options.dp)
         for stage in stages:
             stage.train()
     history["parameters"] = {name: whole(p.detach()) for name, p in parameters.items()}
@@ -327,12 +334,13 @@ def compare(results, want, tolerance=1e-5):
                 error = relative_error(value, expected)
                 assert error < tolerance, f"{name}: relative error {error:.1e}"
                 worst = max(worst, error)
-        assert len(got["metrics"]) == len(want["metrics"])
-        for mine, expected in zip(got["metrics"], want["metrics"], strict=True):
-            assert list(mine) == list(expected) or sorted(mine) == sorted(expected)
-            for name, value in expected.items():
-                assert mine[name].dtype == value.dtype, name
-                torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        dp_rank, dp = got["dp"]
+        for mine, all_ranks in zip(got["metrics"], want["metrics"], strict=True):
+            for measured, expected in zip(mine, all_ranks[dp_rank::dp], strict=True):
+                assert sorted(measured) == sorted(expected)
+                for name, value in expected.items():
+                    assert measured[name].dtype == value.dtype, name
+                    torch.testing.assert_close(measured[name], value, rtol=1e-5, atol=1e-6)
     assert seen == set(want["parameters"])
     assert worst < tolerance, worst
     return worst

@@ -2,6 +2,10 @@
 
     python packages/mb-train/benchmarks/run.py [dense] [dmoe]
 
+    torchrun --nproc_per_node 2 packages/mb-train/benchmarks/run.py scaling
+
+`paper`: GPT-2 125M with 64 GELU experts in every layer, beside its dense counterpart and capacity
+factor 1. `scaling`: under torchrun, tokens of all GPUs; one GPU gives the line to compare with.
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
 (bf16 autocast, fused AdamW), eager and compiled. `dmoe`: 64 top-1 SwiGLU experts of width 2048 in
 every layer, 16 sequences, against transformers' Mixtral of that shape with `grouped_mm` experts.
@@ -11,8 +15,10 @@ steps after the warm-up; the last line is one JSON document.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
@@ -21,13 +27,17 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from mb_parallel import distributed, rank, world_size
+from mb_train.assemble import assemble
 from mb_train.checkpoint import Progress
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, whole
 from mb_train.metrics import Accumulator
-from mb_train.models.gpt import GPT
 from mb_train.optimizer import build_optimizer
 from mb_train.recipes import recipe
-from mb_train.schedule import build_schedule
+from mb_train.run import parallel_dims
+from mb_train.schedule import BatchSizes, build_schedule
+from mb_train.tasks import GPTTask
+from mb_train.timers import Timers
 from mb_train.train import train_step
 from torch import Tensor, nn
 
@@ -58,34 +68,43 @@ def time_steps(step: Callable[[], None], sequences: int) -> dict[str, float]:
     }
 
 
-def random_batches(sequences: int) -> itertools.cycle[tuple[Tensor, Tensor]]:
+def random_batches(sequences: int) -> itertools.cycle[dict[str, Tensor]]:
     made = [torch.randint(50257, (sequences, S + 1), device="cuda") for _ in range(4)]
-    return itertools.cycle([(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in made])
+    ones = torch.ones(sequences, S, device="cuda")
+    return itertools.cycle(
+        {
+            "tokens_BS": b[:, :-1].contiguous(),
+            "labels_BS": b[:, 1:].contiguous(),
+            "weights_BS": ones,
+        }
+        for b in made
+    )
 
 
-def ours(sequences: int, *, compiled: bool, **change: object) -> dict[str, float]:
-    """This package's own step."""
-    same = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "global_batch_size": sequences}
-    fields = recipe("dense-125m") | same | {"micro_batch_size": sequences} | change
-    config = TrainConfig(**fields)
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = GPT(config, V, compute_dtype=torch.bfloat16)
-    if compiled:
-        for block in model.blocks:
-            block.compile()
+def ours(sequences: int, *, compiled: bool, ranks: int = 1, **change: object) -> dict[str, float]:
+    """This package's own step, on all ranks if there are several; `sequences` are a rank's."""
+    same = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "compile": compiled}
+    batch = {"micro_batch_size": sequences, "global_batch_size": sequences * ranks}
+    config = TrainConfig(**(recipe("dense-125m") | same | batch | change))
+    device = torch.device("cuda", torch.cuda.current_device())
+    mesh = parallel_dims(config, ranks).build("cuda")
+    task = GPTTask(config, vocab_size=V, eod=50256)
+    model = assemble(task, config, mesh, device, torch.bfloat16)
     run = SimpleNamespace(
-        config=config, device=torch.device("cuda"), model=model, micro_batches=1,
-        optimizer=build_optimizer(model, config), schedule=build_schedule(config, sequences),
-        progress=Progress(0, 0), batch_size=sequences, iterations=10**6,
-        sign_of_life=lambda _: None,
+        config=config, device=device, mesh=mesh, task=task, model=model,
+        micro_batch_size=whole(config.micro_batch_size),
+        optimizer=build_optimizer(model.parts, config), scaler=None, skipped_samples=0,
+        schedule=build_schedule(config, sequences * ranks),
+        batch_sizes=BatchSizes(config, sequences * ranks),
+        timers=Timers(device, level=0, option="minmax"),
+        progress=Progress(0, 0), iterations=10**6, sign_of_life=lambda _: None,
     )  # fmt: skip
-    stream = random_batches(sequences)
+    stream = random_batches(whole(config.micro_batch_size))
 
     def step() -> None:
-        train_step(run, stream, Accumulator())
+        train_step(run, stream, Accumulator(mesh))
 
-    return time_steps(step, sequences)
+    return {**time_steps(step, sequences * ranks), "chosen": " ".join(model.notes)}
 
 
 class HandBlock(nn.Module):
@@ -133,7 +152,8 @@ def plain(
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            loss = loss_of(*next(stream))
+            batch = next(stream)
+            loss = loss_of(batch["tokens_BS"], batch["labels_BS"])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -166,6 +186,18 @@ MOE = {
     "moe_num_experts": 64, "moe_top_k": 1, "activation": "swiglu", "ffn_hidden_size": 2048,
     "moe_loss_weight": 0.01,
 }  # fmt: skip
+PAPER = {"moe_num_experts": 64, "moe_top_k": 1, "moe_loss_weight": 0.1}  # GELU, F 3072
+
+
+def spread(sequences: int, **change: object) -> dict[str, float]:
+    return ours(sequences, compiled=True, ranks=world_size(), **change)
+
+
+def by_experts(dispatcher: str) -> dict[str, float]:
+    ep = {"expert_model_parallel_size": world_size(), "moe_dispatcher": dispatcher}
+    return spread(64, **PAPER, **ep)
+
+
 CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
     "dense": {
         "by hand, eager": lambda: hand(compiled=False),
@@ -178,14 +210,35 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
         "mb-train": lambda: ours(16, compiled=False, **MOE),
         "mb-train --compile": lambda: ours(16, compiled=True, **MOE),
     },
+    "paper": {
+        "dense --compile, 64 sequences": lambda: ours(64, compiled=True),
+        "dMoE --compile, 64 sequences": lambda: ours(64, compiled=True, **PAPER),
+        "dMoE, bf16 moments": lambda: ours(
+            64, compiled=True, **PAPER, optimizer_state_dtype="bf16"
+        ),
+        "MoE cf 1 --compile": lambda: ours(64, compiled=True, **PAPER, moe_capacity_factor=1.0),
+        "dMoE --compile, 16 sequences": lambda: ours(16, compiled=True, **PAPER),
+    },
+    "scaling": {
+        "dense, 32 sequences a GPU": lambda: spread(32),
+        "dMoE ep, all_to_all": lambda: by_experts("all_to_all"),
+        "dMoE ep, all_gather": lambda: by_experts("all_gather"),
+        "dMoE ep, peer": lambda: by_experts("peer"),
+    },
 }
 
 
 def main() -> None:
+    with distributed("cuda"), open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stdout(sys.stdout if rank() == 0 else nowhere):
+            measure_all()
+
+
+def measure_all() -> None:
     results = []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'case':6} {'what':34} {'k tokens/s':>10} {'spread':>7} {'warm s':>7} {'GiB':>6}")
-    for case in sys.argv[1:] or CASES:
+    for case in sys.argv[1:] or ("dense", "dmoe", "paper"):
         for what, measure in CASES[case].items():
             torch.cuda.reset_peak_memory_stats()
             try:

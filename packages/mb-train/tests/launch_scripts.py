@@ -169,3 +169,77 @@ EXAMPLES: dict[str, tuple[str, list[str]]] = {
         ),
     )
 }  # fmt: skip
+
+
+# Every flag of the fork outside vision, Transformer Engine and inference, and of MegaBlocks' group
+# in it, with a value that it takes. By group, as there.
+FORK_FLAGS = """
+    --num-layers 2 | --encoder-num-layers 2 | --decoder-num-layers 2 | --hidden-size 8
+    --ffn-hidden-size 8 | --num-attention-heads 2 | --kv-channels 4 | --max-position-embeddings 8
+    --make-vocab-size-divisible-by 128 | --layernorm-epsilon 1e-5
+    --apply-residual-connection-post-layernorm | --openai-gelu | --onnx-safe True
+    --bert-no-binary-head | --num-experts 4 | --glu
+
+    --moe-num-experts 4 | --moe-capacity-factor 1 | --moe-top-k 1 | --moe-loss-weight 0.1
+    --moe-lbl-in-fp32 True | --moe-jitter-eps 0.1 | --moe-use-megatron-switch True
+    --moe-expert-model-parallelism
+
+    --log-params-norm | --log-num-zeros-in-grad | --timing-log-level 1 | --timing-log-option max
+    --no-barrier-with-level-1-timing | --tensorboard-log-interval 1 | --tensorboard-queue-size 5
+    --log-timers-to-tensorboard | --log-batch-size-to-tensorboard
+    --no-log-learnig-rate-to-tensorboard | --no-log-loss-scale-to-tensorboard
+    --log-validation-ppl-to-tensorboard | --log-memory-to-tensorboard
+    --log-world-size-to-tensorboard
+
+    --attention-dropout 0.1 | --hidden-dropout 0.1 | --weight-decay 0.01 | --start-weight-decay 0
+    --end-weight-decay 1 | --weight-decay-incr-style cosine | --clip-grad 1 | --adam-beta1 0.9
+    --adam-beta2 0.9 | --adam-eps 1e-8 | --sgd-momentum 0.9
+
+    --micro-batch-size 1 | --global-batch-size 1 | --rampup-batch-size 16 8 300000
+    --recompute-activations | --recompute-granularity selective | --distribute-saved-activations
+    --recompute-method block | --recompute-num-layers 2 | --checkpoint-activations
+    --train-iters 5 | --train-samples 5 | --log-interval 5 | --exit-interval 5
+    --exit-duration-in-mins 5 | --exit-signal-handler | --tensorboard-dir boards
+    --no-masked-softmax-fusion | --no-bias-gelu-fusion | --no-bias-dropout-fusion | --use-flash-attn
+    --optimizer adafactor | --dataloader-type single
+    --no-async-tensor-model-parallel-allreduce | --no-persist-layer-norm | --sequence-parallel
+    --no-gradient-accumulation-fusion
+
+    --seed 1 | --data-parallel-random-init | --init-method-std 0.02 | --init-method-xavier-uniform
+
+    --lr 0.1 | --lr-decay-style inverse-square-root | --lr-decay-iters 5 | --lr-decay-samples 5
+    --lr-warmup-fraction 0.1 | --lr-warmup-iters 5 | --lr-warmup-samples 5 | --min-lr 0.1
+    --override-opt_param-scheduler | --use-checkpoint-opt_param-scheduler
+
+    --save a | --save-interval 5 | --no-save-optim | --no-save-rng | --load a | --no-load-optim
+    --no-load-rng | --finetune | --no-initialization | --use-checkpoint-args
+
+    --fp16 | --bf16 | --loss-scale 128 | --initial-loss-scale 4294967296 | --min-loss-scale 1
+    --loss-scale-window 1000 | --hysteresis 2 | --fp32-residual-connection
+    --no-query-key-layer-scaling | --attention-softmax-in-fp32
+    --accumulate-allreduce-grads-in-fp32 | --fp16-lm-cross-entropy
+
+    --tensor-model-parallel-size 2 | --pipeline-model-parallel-size 2
+    --pipeline-model-parallel-split-rank 1 | --num-layers-per-virtual-pipeline-stage 1
+    --distributed-backend nccl | --DDP-impl torch | --no-contiguous-buffers-in-local-ddp
+    --no-scatter-gather-tensors-in-pipeline | --local_rank 0 | --lazy-mpu-init True
+    --use-cpu-initialization | --empty-unused-memory-level 1 | --standalone-embedding-stage
+    --use-distributed-optimizer
+
+    --eval-iters 5 | --eval-interval 5
+
+    --data-path a | --split 969,30,1 | --train-data-path a | --valid-data-path a
+    --test-data-path a | --vocab-file a | --merge-file a | --vocab-extra-ids 100 | --seq-length 8
+    --encoder-seq-length 8 | --decoder-seq-length 8 | --retriever-seq-length 8 | --sample-rate 1.0
+    --mask-prob 0.15 | --short-seq-prob 0.1 | --mmap-warmup | --num-workers 2
+    --tokenizer-type BertWordPieceCase | --tokenizer-model a | --data-impl infer
+    --reset-position-ids | --reset-attention-mask | --eod-mask-loss
+
+    --adlr-autoresume | --adlr-autoresume-interval 5
+
+    --ict-head-size 8 | --biencoder-projection-dim 8 | --biencoder-shared-query-context-model
+    --ict-load a | --bert-load a | --titles-data-path a | --query-in-block-prob 0.1
+    --use-one-sent-docs | --evidence-data-path a | --retriever-report-topk-accuracies 1 5 20
+    --retriever-score-scaling | --block-data-path a | --embedding-path a | --indexer-batch-size 5
+    --indexer-log-interval 5
+"""

@@ -57,7 +57,7 @@ def test_defaults_derive_from_sizes():
         ({"recompute_method": "block"}, "--recompute-granularity full with --recompute-method"),
         ({"pipeline_model_parallel_size": 3}, "of at most --num-layers 2, got 3"),
         ({"num_layers_per_virtual_pipeline_stage": 1}, "of at least 2 stages"),
-        ({"pipeline_schedule": "zero-bubble"}, "--num-layers-per-virtual-pipeline-stage with"),
+        ({"pipeline_schedule": "zbv-zero-bubble"}, "--num-layers-per-virtual-pipeline-stage with"),
         (
             {"moe_expert_model_parallelism": True, "expert_model_parallel_size": 2},
             "one of --moe-expert-model-parallelism",
@@ -85,6 +85,26 @@ def test_every_recipe_is_a_whole_run(name):
     assert config.num_layers
     assert (config.moe_num_experts is None) == name.startswith("dense")
     assert (config.moe_capacity_factor > 0) == name.startswith("moe-")
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "for_a_token"),
+    [("olmoe-1b-7b", 6.919e9, 1.282e9), ("qwen3-30b-a3b", 30.53e9, 3.35e9)],
+)
+def test_published_models_have_their_size(name, total, for_a_token):
+    config = TrainConfig(**recipe(name))
+    rows = -(-50257 // config.make_vocab_size_divisible_by) * config.make_vocab_size_divisible_by
+    hidden, width = config.hidden_size, config.num_attention_heads * config.head_size
+    attention = 2 * hidden * (width + config.kv_heads * config.head_size)
+    expert = 3 * hidden * config.expert_ffn_size
+    layer = attention + hidden * config.moe_num_experts
+    layers = config.num_layers
+    assert 2 * rows * hidden + layers * (layer + config.moe_num_experts * expert) == (
+        pytest.approx(total, rel=1e-3)
+    )
+    assert 2 * rows * hidden + layers * (layer + config.moe_top_k * expert) == (
+        pytest.approx(for_a_token, rel=1e-2)
+    )
 
 
 def test_an_unknown_recipe_names_the_nearest():
@@ -144,6 +164,11 @@ def test_what_cannot_be_done_yet_is_refused_in_words():
         check_supported(config, refused)
 
 
+def named(value):
+    """The id of a change: its fields."""
+    return "-".join(value) if isinstance(value, dict) else ""
+
+
 CHANGES = [
     # what is another, what is said of it
     ({"moe_top_k": 1}, "--moe-top-k was 2 until now, and is 1 from here on"),
@@ -164,7 +189,7 @@ REFUSED = [
 SAVED = dataclasses.asdict(TrainConfig(**RUN, moe_num_experts=4, moe_top_k=2, save="old"))
 
 
-@pytest.mark.parametrize(("change", "said"), CHANGES, ids=lambda v: "-".join(v) if v else "")
+@pytest.mark.parametrize(("change", "said"), CHANGES, ids=named)
 def test_a_change_that_matters_is_said_when_a_run_goes_on(change, said):
     config = TrainConfig(**inherited(SAVED, "run.json") | change)
     lines = check_changes(SAVED, config)
@@ -173,7 +198,9 @@ def test_a_change_that_matters_is_said_when_a_run_goes_on(change, said):
 
 
 @pytest.mark.parametrize(
-    ("change", "says", "new_run_may"), REFUSED, ids=lambda v: "-".join(v) if v is dict else ""
+    ("change", "says", "new_run_may"),
+    REFUSED,
+    ids=named,
 )
 def test_a_change_that_a_run_cannot_survive_is_refused(change, says, new_run_may):
     values = inherited(SAVED, "run.json") | {"max_position_embeddings": 8} | change

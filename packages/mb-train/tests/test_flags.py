@@ -123,7 +123,33 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
 def test_the_decay_of_a_recipe_is_as_long_as_the_training_asked_for():
     config = resolve(parse(["--train-iters", "1000"]))
     assert config.decay_length == "1000 steps"
-    assert build_schedule(config, 8).warmup == 1000 * 8 // 12
+    assert build_schedule(config, 8).warmup == pytest.approx(1000 * 8 / 12)
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("--lr-warmup-iters 7", {"lr_warmup_iters": 7, "lr_warmup_fraction": None}),
+        ("--fp16", {"fp16": True, "bf16": None}),
+        ("--no-fp16", {"fp16": False, "bf16": True}),
+        ("--train-samples 5120", {"train_samples": 5120, "train_iters": None}),
+        (
+            "--vocab-file a --merge-file b",
+            {"vocab_file": "a", "merge_file": "b", "tokenizer": None},
+        ),
+        ("--tokenizer a", {"tokenizer": "a", "vocab_file": None}),
+        ("--swiglu", {"swiglu": True, "activation": None}),
+        ("--train-data-path a", {"train_data_path": ["a"], "data_path": None}),
+    ],
+)
+def test_the_other_way_to_say_it_takes_the_place_of_the_recipes(tmp_path, typed, wanted):
+    file = tmp_path / "run.toml"
+    extra = "" if "--tokenizer" in typed else 'tokenizer = "gpt2"'
+    file.write_text(f'recipe = "dense-46m"\n{extra}\n')
+    loaded = {"activation": "relu", "data_path": ["b"]}
+    command = parse(["--config", str(file)])
+    config = resolve(parse(typed.split()), loaded | recipe("dense-46m") | command.values)
+    assert {name: getattr(config, name) for name in wanted} == wanted
 
 
 def test_version(capsys):

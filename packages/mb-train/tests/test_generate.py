@@ -6,7 +6,7 @@ import pytest
 import torch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.generate import Sampling, choose, continue_tokens
+from mb_train.generate import Generator, Sampling, choose, continue_tokens
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
 
@@ -51,21 +51,53 @@ def test_wrong_sampling_is_refused(wrong):
         Sampling(**wrong)
 
 
-def test_greedy_tokens_are_the_likeliest_and_padding_is_never_chosen():
+def small_model(**fields):
     torch.manual_seed(0)
     config = TrainConfig(
         num_layers=1, hidden_size=16, num_attention_heads=1, seq_length=4, micro_batch_size=1,
-        train_iters=1, lr=1.0, moe_num_experts=2,
+        train_iters=1, lr=1.0, moe_num_experts=2, attention_dropout=0.0, hidden_dropout=0.0,
+        **fields,
     )  # fmt: skip
-    model = GPT(transformer_config(config, 32))
+    return GPT(transformer_config(config, 32)).eval()
+
+
+def first(steps, count):
+    return [step for _, step in zip(range(count), steps, strict=False)]
+
+
+def test_greedy_tokens_are_the_likeliest_and_padding_is_never_chosen():
+    model = small_model()
     with torch.no_grad():
         model.embedding.tokens.weight[20:] *= 100  # the padded rows would win
-    stream = continue_tokens(model, [3, 1], Sampling(temperature=0), vocab_size=20, context=4)
+    stream = continue_tokens(model, [[3, 1]], Sampling(temperature=0), vocab_size=20, context=4)
     tokens = [3, 1]
-    for token, _ in zip(stream, range(6), strict=False):
+    for (token,) in first(stream, 6):
         logits = model.logits(torch.tensor([tokens[-4:]]))[0, -1, :20]
         assert token == logits.argmax()
         tokens.append(token)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope"])
+def test_a_prompt_does_not_depend_on_its_neighbours(positions):
+    model = small_model(position_embedding_type=positions)
+    prompts = [[3], [5, 6, 7, 8, 9], [1, 2]]
+    options = {"vocab_size": 30, "context": 4}
+    sampling = Sampling(seed=5)
+    together = first(continue_tokens(model, prompts, sampling, **options), 7)
+    for row, prompt in enumerate(prompts):
+        alone = first(continue_tokens(model, [prompt], sampling, **options), 7)
+        assert [step[row] for step in together] == [step[0] for step in alone]
+
+
+def test_the_end_of_a_document_ends_its_prompt_alone():
+    model, prompts = small_model(), [[token] for token in range(6)]
+    options = {"vocab_size": 4, "context": 4}  # few: the end comes soon
+    endless = first(continue_tokens(model, prompts, Sampling(), **options), 40)
+    ended = list(continue_tokens(model, prompts, Sampling(), eod=2, **options))
+    for row in range(len(prompts)):
+        tokens = [step[row] for step in endless]
+        until = tokens[: tokens.index(2) + 1]
+        assert [step[row] for step in ended if step[row] is not None] == until
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +118,62 @@ def test_text_from_a_run(run, capsys):
     assert len(first) > len("def f(")
     assert main([*words, "--top-k", "5", "--seed", "3"]) == 0
     assert capsys.readouterr().out == first
+
+
+def test_several_prompts_print_what_each_would(run, capsys):
+    words = ["--max-new-tokens", "4", "--device", "cpu", "--seed", "2"]
+    alone = []
+    for prompt in ("def f(", "x"):
+        capsys.readouterr()
+        assert main(["generate", str(run), "--prompt", prompt, *words]) == 0
+        alone.append(capsys.readouterr().out)
+    assert main(["generate", str(run), "--prompt", "def f(", "--prompt", "x", *words]) == 0
+    assert capsys.readouterr().out == f"{alone[0]}\n{alone[1]}\n"
+
+
+class Letters:
+    """A tokenizer of letters; 31 ends a document."""
+
+    eod, vocab_size = 31, 32
+
+    def encode(self, text):
+        return [ord(letter) - 96 for letter in text]
+
+    def decode(self, tokens):
+        return "".join(chr(token + 96) for token in tokens)
+
+
+@pytest.fixture
+def spelling(monkeypatch):
+    """A generator that goes on through the alphabet, and ends a document after "z"."""
+    import mb_train.generate as module
+
+    generator = Generator.__new__(Generator)
+    generator.model, generator.tokenizer, generator.context = None, Letters(), 8
+    generator._together = True
+
+    def alphabet(model, prompts, sampling, *, eod, **_):
+        last = [prompt[-1] for prompt in prompts]
+        while any(token is not None for token in last):
+            last = [
+                None if token in (None, eod) else token + 1 if token < 26 else eod for token in last
+            ]
+            yield last
+
+    monkeypatch.setattr(module, "continue_tokens", alphabet)
+    return generator
+
+
+def test_why_a_completion_ends(spelling):
+    ends = spelling.complete(["a", "x"], Sampling(), max_new_tokens=4)
+    assert [(c.text, c.finish_reason) for c in ends] == [("bcde", "length"), ("yz", "stop")]
+    ends = spelling.complete(["a", "c"], Sampling(), max_new_tokens=9, stop=["ef", "k"])
+    assert [(c.text, c.finish_reason) for c in ends] == [("bcd", "stop"), ("d", "stop")]
+
+
+def test_what_may_begin_a_stop_word_is_held_back(spelling):
+    steps = spelling.stream(["a"], Sampling(), max_new_tokens=5, stop=["cdx", "dez"])
+    assert [step[0].text for step in steps] == ["b", "b", "b", "bc", "bcdef"]
 
 
 def test_wrong_input_is_one_line(run, tmp_path, capsys):

@@ -20,19 +20,16 @@ from mb_train.tokenizers import load_tokenizer
 from mb_train.unsupported import NOT_YET, not_supported
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch_scripts import EARLIER, EXAMPLES, MEGABLOCKS
+from launch_scripts import EARLIER, EXAMPLES, FORK_FLAGS, MEGABLOCKS
 
 # What some of these scripts ask for and the program cannot do yet. A word that leaves
 # `unsupported.NOT_YET` must leave here: the table in docs/scripts.md then says "runs" in more rows.
-WAITED_FOR = {
-    "fp16", "optimizer", "model", "moe_expert_model_parallelism", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "sequence_parallel", "rampup_batch_size", "vocab_extra_ids",
-    "recompute_method",
-}  # fmt: skip
+WAITED_FOR = {"model", "vocab_extra_ids", "recompute_method"}
 SCRIPTS = (
     [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]
     + [(f"examples/{name}", model, words) for name, (model, words) in EXAMPLES.items()]
 )  # fmt: skip
+ONE_BY_ONE = [words.split() for words in FORK_FLAGS.replace("\n", "|").split("|") if words.strip()]
 
 
 def test_there_are_as_many_as_people_have():
@@ -57,6 +54,12 @@ def test_a_script_is_accepted_verbatim(name, model, words):
 
 def test_what_the_scripts_wait_for_is_up_to_date():
     assert set(NOT_YET) >= WAITED_FOR
+
+
+@pytest.mark.parametrize("words", ONE_BY_ONE, ids=lambda words: words[0])
+def test_every_flag_of_the_fork_is_accepted(words):
+    command = parse(words)
+    assert bool(command.values) != bool(command.notes)
 
 
 @pytest.mark.parametrize("name", MEGABLOCKS)

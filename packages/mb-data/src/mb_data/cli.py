@@ -1,5 +1,5 @@
-"""The command line: ``mb-data preprocess | inspect | validate | merge | decode | convert |
-sample-corpus``. Wrong input is one line on stderr and exit code 2."""
+"""The command line: ``mb-data preprocess | inspect | validate | merge | shuffle | decode |
+convert | sample-corpus``. Wrong input is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mb_data.tokenizer import Tokenizer, load_tokenizer, megatron_tokenizer
 from mb_data.tokenizer.load import MEGATRON_TYPES, NAMES
 
 INTERRUPTED = 130
-NO_INPUT = """mb-data preprocess: {missing} is missing. For example, on text that is on every machine:
+NO_INPUT = """mb-data preprocess: {missing} is missing. For example, on text that every machine has:
 
   mb-data sample-corpus corpus.jsonl
-  mb-data preprocess --input corpus.jsonl --output-prefix corpus --tokenizer {tokenizer} --append-eod
+  mb-data preprocess --tokenizer {tokenizer} --append-eod --input corpus.jsonl --output-prefix out
 """
 
 
@@ -133,6 +133,12 @@ def _parser() -> _Parser:
     command.add_argument("--output-prefix", required=True)
     command.set_defaults(run=_merge, parser=command)
 
+    command = commands.add_parser("shuffle", help="write the documents in a random order")
+    command.add_argument("--input", required=True, help="path without .bin or .idx")
+    command.add_argument("--output-prefix", required=True)
+    command.add_argument("--seed", type=int, default=1234)
+    command.set_defaults(run=_shuffle, parser=command)
+
     command = commands.add_parser("decode", help="show a document's text")
     command.add_argument("prefix", help="path without .bin or .idx")
     command.add_argument("document", type=int, nargs="+", help="counted from 0")
@@ -213,9 +219,8 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer:
 def _preprocess(options: argparse.Namespace) -> None:
     if not (options.input and options.output_prefix):
         missing = "--input" if not options.input else "--output-prefix"
-        options.parser.exit(
-            2, NO_INPUT.format(missing=missing, tokenizer=options.tokenizer or "gpt2")
-        )
+        name = options.tokenizer or "gpt2"
+        options.parser.exit(2, NO_INPUT.format(missing=missing, tokenizer=name))
     from mb_data.preprocess import preprocess
     from mb_data.progress import ProgressLine
 
@@ -296,6 +301,13 @@ def _merge(options: argparse.Namespace) -> None:
 
     count = merge(options.input, options.output_prefix)
     print(f"{options.output_prefix}: {count} datasets joined")
+
+
+def _shuffle(options: argparse.Namespace) -> None:
+    from mb_data.maintenance import shuffle
+
+    count = shuffle(options.input, options.output_prefix, seed=options.seed)
+    print(f"{options.output_prefix}: {count:,} documents")
 
 
 def _decode(options: argparse.Namespace) -> None:

@@ -47,6 +47,7 @@ class GPTDataset:
         seq_length: S.
         num_samples: how many samples must be there at least; decides the number of epochs.
         seed: of the shuffles, 0 to 2**32 - 1.
+        vocab_size: rows of the model's embedding; a sample with a token beyond them is an error.
         cache_dir: where the index is kept; ``<prefix>_index/`` if None.
 
     Attributes:
@@ -65,9 +66,11 @@ class GPTDataset:
         seq_length: int,
         num_samples: int,
         seed: int,
+        vocab_size: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self.indexed = indexed
+        self.vocab_size = vocab_size
         self.documents = documents
         self.seq_length = seq_length = operator.index(seq_length)
         num_samples, seed = operator.index(num_samples), operator.index(seed)
@@ -89,6 +92,7 @@ class GPTDataset:
                 f"{indexed.prefix}: documents {documents.start:,} to {documents.stop - 1:,} hold "
                 "no tokens; give this part of the split a larger share, or more text"
             )
+        indexed.expect_random_access()
         self.num_epochs = count_epochs(tokens, seq_length, num_samples)
         self._index = load_or_build(
             {
@@ -140,12 +144,25 @@ class GPTDataset:
             filled += len(piece)
             offset = 0
         assert filled == len(sample)
+        if self.vocab_size is not None:
+            check_tokens(sample, self.vocab_size, self.indexed.prefix)
         return sample
 
     def __repr__(self) -> str:
         return (
             f"GPTDataset({self.indexed.prefix!r}, {self.documents}: {len(self):,} samples of "
             f"{self.seq_length} + 1 tokens, {self.num_epochs} epochs)"
+        )
+
+
+def check_tokens(sample: npt.NDArray[np.int64], vocab_size: int, prefix: str) -> None:
+    """Raise ValueError for a token that is no row of the embedding."""
+    low, high = int(sample.min()), int(sample.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{prefix}: holds token {low if low < 0 else high}, the vocabulary has ids 0 to "
+            f"{vocab_size - 1:,}; was it made with another tokenizer? See `mb-data validate "
+            f"{prefix} --vocab-size {vocab_size}`"
         )
 
 
@@ -157,6 +174,7 @@ def build_gpt_datasets(
     num_samples: Sequence[int],
     seed: int,
     split_rounding: str = "shares",
+    vocab_size: int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Parts[GPTDataset]:
     """Train, validation and test datasets; a part without documents is None.
@@ -166,7 +184,7 @@ def build_gpt_datasets(
             prefixes by turns; or a mapping from ``train``, ``valid``, ``test`` to one of these.
         split, split_rounding: shares of documents, and the Megatron whose ranges they make, see
             ``parse_split``; not used with a mapping.
-        seq_length, seed, cache_dir: see ``GPTDataset``.
+        seq_length, seed, vocab_size, cache_dir: see ``GPTDataset``.
         num_samples: wanted for training, validation and test.
 
     Raises:
@@ -180,6 +198,7 @@ def build_gpt_datasets(
             seq_length=seq_length,
             num_samples=wanted,
             seed=seed,
+            vocab_size=vocab_size,
             cache_dir=cache_dir,
         )
 

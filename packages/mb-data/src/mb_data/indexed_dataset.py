@@ -153,6 +153,12 @@ class IndexedDataset:
         start = first + offset * self.dtype.itemsize
         return np.frombuffer(self._buffer, dtype=self.dtype, count=length, offset=start)
 
+    def expect_random_access(self) -> None:
+        """Tell the system that neighbours of what is read are not wanted: shuffled samples of a
+        dataset that is not in memory would read hundreds of times what they need."""
+        if isinstance(self._buffer.obj, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+            self._buffer.obj.madvise(mmap.MADV_RANDOM)
+
     def document(self, index: int) -> range:
         """The sequences of one document; IndexError outside, ValueError for a damaged index."""
         if not 0 <= index < self.num_documents:

@@ -149,6 +149,38 @@ def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.Path
     return len(prefixes)
 
 
+def shuffle(
+    prefix: str | os.PathLike[str], output_prefix: str | os.PathLike[str], *, seed: int
+) -> int:
+    """Write a dataset's documents in a random order; returns their number.
+
+    Splits into train, validation and test are ranges of documents: shuffled first, they are alike
+    where the input was sorted, by source or by date.
+
+    Raises:
+        ValueError: a dataset that is not whole, or the output would replace the input.
+    """
+    if idx_path(prefix).resolve() == idx_path(output_prefix).resolve():
+        raise ValueError(f"{output_prefix} is the input; give the result another name")
+    problems = validate(prefix)
+    if problems:
+        raise ValueError(f"{problems[0]}; nothing was written")
+    dataset = IndexedDataset(prefix)
+    dataset.expect_random_access()
+    order = np.random.default_rng(seed).permutation(dataset.num_documents)
+    with IndexedDatasetBuilder(output_prefix, dataset.dtype) as builder:
+        for document in order.tolist():
+            sequences = dataset.document(document)
+            lengths = dataset.sizes[sequences.start : sequences.stop]
+            modes = None
+            if dataset.modes is not None:
+                modes = dataset.modes[sequences.start : sequences.stop]
+            parts = [dataset.get(i) for i in sequences]
+            tokens = np.concatenate([np.zeros(0, dataset.dtype), *parts])
+            builder.add_documents(tokens, lengths, [len(lengths)], modes)
+    return dataset.num_documents
+
+
 def decode(prefix: str | os.PathLike[str], document: int, tokenizer: Tokenizer) -> str:
     """The text of one document, its sentences joined; IndexError outside the dataset."""
     dataset = IndexedDataset(prefix)

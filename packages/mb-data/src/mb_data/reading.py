@@ -183,12 +183,12 @@ def _stream_blocks(
                     "the rest of the file is left out"
                 )
             position = before if not source.size else before + min(raw.tell(), source.size)
-            shared = {"position": position, "unit": source.unit}
+            path, unit = source.path, source.unit
             if data:
-                yield Block(source.path, offset, offset + len(data), bytes(data), **shared)
+                yield Block(path, offset, offset + len(data), bytes(data), position, unit)
             offset += len(data)
             if problem:
-                yield Block(source.path, offset, offset, b"", **shared, problem=problem)
+                yield Block(path, offset, offset, b"", position, unit, problem)
             if problem or not data or whole_file:
                 return
 

@@ -112,7 +112,7 @@ def _describe(path: str, text_unit: str) -> Source:
         filesystem, inner = _filesystem(path)
         found = filesystem.info(inner)
         if path.endswith(PARQUET):
-            raise ValueError(f"{path}: copy Parquet files here first, they are not read in one go")
+            raise ValueError(f"{path}: Parquet is read from several places; copy it here first")
         with open_remote(path) as file:
             _refuse_other_formats(path, file.peek(START)[:START])
         version = (

@@ -6,15 +6,25 @@ from mb_layers.dispatch import LocalDispatcher as LocalDispatcher
 from mb_layers.dispatch import TokenDispatcher as TokenDispatcher
 from mb_layers.dispatch import capacity as capacity
 from mb_layers.experts import Experts as Experts
+from mb_layers.factored import add_lora as add_lora
+from mb_layers.factored import freeze_in_bits as freeze_in_bits
+from mb_layers.factored import merge_lora as merge_lora
 from mb_layers.losses import attach_aux_loss as attach_aux_loss
 from mb_layers.losses import load_balancing_loss as load_balancing_loss
 from mb_layers.losses import sequence_load_balancing_loss as sequence_load_balancing_loss
 from mb_layers.losses import z_loss as z_loss
+from mb_layers.model import AsMLP as AsMLP
+from mb_layers.model import Collected as Collected
+from mb_layers.model import collect as collect
+from mb_layers.model import update_balancing_biases as update_balancing_biases
 from mb_layers.moe import MoE as MoE
 from mb_layers.moe import MoEOutput as MoEOutput
 from mb_layers.moe import dMoE as dMoE
 from mb_layers.router import Router as Router
 from mb_layers.router import RouterOutput as RouterOutput
 from mb_layers.router import update_balancing_bias as update_balancing_bias
+from mb_layers.routers import ExpertChoiceRouter as ExpertChoiceRouter
+from mb_layers.routers import NoisyTopKRouter as NoisyTopKRouter
+from mb_layers.routers import SinkhornRouter as SinkhornRouter
 
 __version__ = "0.1.0"

@@ -56,6 +56,8 @@ def router_losses(
         and config.balance_over != "sequence"
         and ids_are_experts
         and num_tokens is None
+        and routed.probs_TE is not None
+        and routed.logits_TE is not None
     ):
         return mb_kernels.router_losses(
             routed.logits_TE,
@@ -67,20 +69,30 @@ def router_losses(
             balance_counts_E=balance_counts_E,
         )
     over = {"mask_T": mask_T, "num_tokens": num_tokens}
-    with without_autocast(routed.logits_TE):
-        if config.balance_over == "sequence":
-            balance = sequence_load_balancing_loss(
-                _by_sequence(routed.probs_TE, shape, config.sequence_dim),
-                _by_sequence(routed.expert_ids_TK, shape, config.sequence_dim),
-                mask_BS=None
-                if mask_T is None
-                else _by_sequence(mask_T[:, None], shape, config.sequence_dim)[..., 0],
-                num_tokens=num_tokens,
-            )
-        else:
-            balance = load_balancing_loss(routed.probs_TE, balance_counts_E, config.top_k, **over)
-        z = z_loss(routed.logits_TE, **over)
-        counts_E = dispatched.tokens_per_expert_E
+    counts_E, probs_TE = dispatched.tokens_per_expert_E, routed.probs_TE
+    balance = z = mean_entropy = torch.zeros((), device=counts_E.device)
+    with without_autocast(routed.weights_TK):
+        if probs_TE is not None:
+            mean_entropy = entropy(probs_TE.detach(), **over)
+            if config.balance_over != "sequence":
+                balance = load_balancing_loss(probs_TE, balance_counts_E, config.top_k, **over)
+            elif routed.token_ids_N is not None:
+                raise ValueError(
+                    "expected a router that chooses experts for tokens with "
+                    "balance_over='sequence', got one that chooses tokens for experts"
+                )
+            else:
+                mask_BS = None
+                if mask_T is not None:
+                    mask_BS = _by_sequence(mask_T[:, None], shape, config.sequence_dim)[..., 0]
+                balance = sequence_load_balancing_loss(
+                    _by_sequence(probs_TE, shape, config.sequence_dim),
+                    _by_sequence(routed.expert_ids_TK, shape, config.sequence_dim),
+                    mask_BS=mask_BS,
+                    num_tokens=num_tokens,
+                )
+        if routed.logits_TE is not None:
+            z = z_loss(routed.logits_TE, **over)
         # An id of no expert, but for -1, was meant for one: its slot is dropped.
         slots = counts_E.sum() if ids_are_experts else (routed.expert_ids_TK != -1).sum()
         slots = slots.to(balance.dtype)
@@ -88,8 +100,8 @@ def router_losses(
             aux_loss=config.load_balancing_loss_weight * balance + config.z_loss_weight * z,
             load_balancing_loss=balance,
             z_loss=z,
-            router_entropy=entropy(routed.probs_TE.detach(), **over),
-            load_imbalance=counts_E.max() * config.num_experts / slots.clamp(min=1),
+            router_entropy=mean_entropy,
+            load_imbalance=counts_E.max() * counts_E.shape[0] / slots.clamp(min=1),
             dropped_fraction=(slots - dispatched.kept_slots) / slots.clamp(min=1),
         )
 

@@ -49,6 +49,9 @@ class MoEConfig:
             choice of experts alone (arXiv 2408.15664). `update_balancing_bias` moves it.
         jitter_eps: in training the router sees x times uniform noise in [1 - eps, 1 + eps].
         uniform_assignment: for benchmarks: slot s goes to expert s mod E, whatever the scores.
+        num_zero_experts: Z experts more to choose from, of ids E to E + Z - 1, that return their
+            token (LongCat-Flash). The router, its bias and the counts then have E + Z entries.
+        weights_on_input: the routing weights scale the experts' input, not their output (Llama-4).
         router_fp32: compute the logits in fp32. False: in the dtype of the tokens.
         router_bias: a learned bias [E] on the logits.
 
@@ -71,6 +74,8 @@ class MoEConfig:
 
     Capacity, for `MoE` (None for `dMoE`, which drops nothing):
         capacity_factor: an expert takes at most ceil(factor * K * T / E) slots.
+        eval_capacity_factor: the factor in eval mode; None: the same.
+        min_capacity: but never fewer slots than this.
         drop_policy: who is kept when there are more: the first by "position", or the ones with
             the largest weight ("probability").
 
@@ -102,6 +107,8 @@ class MoEConfig:
     balancing_bias: bool = False
     jitter_eps: float = 0.0
     uniform_assignment: bool = False
+    num_zero_experts: int = 0
+    weights_on_input: bool = False
     router_fp32: bool = True
     router_bias: bool = False
 
@@ -118,6 +125,8 @@ class MoEConfig:
     sequence_dim: int = -2
 
     capacity_factor: float | None = None
+    eval_capacity_factor: float | None = None
+    min_capacity: int = 0
     drop_policy: DropPolicy = "position"
 
     init_method_std: float = 0.02
@@ -131,7 +140,7 @@ class MoEConfig:
             _check_type(field.name, getattr(self, field.name), str(field.type))
         for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
             _check_positive_int(name, getattr(self, name))
-        if self.top_k > self.num_experts:
+        if self.top_k > self.num_choices:
             raise ValueError(
                 f"expected top_k <= num_experts, got top_k={self.top_k} with "
                 f"num_experts={self.num_experts}; a token can choose an expert only once"
@@ -161,7 +170,13 @@ class MoEConfig:
             raise ValueError(
                 f"expected 0 <= jitter_eps < 1, got {self.jitter_eps}; 0 turns jitter off"
             )
-        for name in ("load_balancing_loss_weight", "z_loss_weight", "init_method_std"):
+        for name in (
+            "load_balancing_loss_weight",
+            "z_loss_weight",
+            "init_method_std",
+            "num_zero_experts",
+            "min_capacity",
+        ):
             _check_not_negative(name, getattr(self, name))
         if self.output_init_std is not None:
             _check_not_negative("output_init_std", self.output_init_std)
@@ -169,13 +184,8 @@ class MoEConfig:
             raise ValueError(
                 f"expected a finite routed_scaling_factor > 0, got {self.routed_scaling_factor}"
             )
-        if self.capacity_factor is not None and not (
-            math.isfinite(self.capacity_factor) and self.capacity_factor > 0
-        ):
-            raise ValueError(
-                f"expected a finite capacity_factor > 0, got {self.capacity_factor}; for a layer "
-                "that drops no token use dMoE with capacity_factor=None"
-            )
+        self._check_capacity()
+        self._check_weights_on_input()
         if self.top_k == 1 and self.renormalize:
             warnings.warn(
                 "top_k=1 with renormalize=True makes every routing weight exactly 1: the model's "
@@ -188,6 +198,30 @@ class MoEConfig:
     def is_glu(self) -> bool:
         """Whether the activation is gated, so that w1 holds two matrices per expert."""
         return mb_kernels.is_glu(self.activation)
+
+    @property
+    def num_choices(self) -> int:
+        """How many experts a token chooses among: E, and the zero experts."""
+        return self.num_experts + self.num_zero_experts
+
+    def _check_capacity(self) -> None:
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            factor = getattr(self, name)
+            if factor is not None and not (math.isfinite(factor) and factor > 0):
+                raise ValueError(
+                    f"expected a finite {name} > 0, got {factor}; for a layer that drops no token "
+                    "use dMoE with capacity_factor=None"
+                )
+        if self.capacity_factor is None and (self.eval_capacity_factor or self.min_capacity):
+            raise ValueError(
+                "expected capacity_factor with eval_capacity_factor or min_capacity, got None"
+            )
+
+    def _check_weights_on_input(self) -> None:
+        if self.weights_on_input and self.drop_policy == "probability":
+            raise ValueError("expected drop_policy='position' with weights_on_input=True")
+        if self.weights_on_input and self.shared_expert_weighted_sum:
+            raise ValueError("expected shared_expert_weighted_sum=False with weights_on_input=True")
 
     def _check_shared_expert(self) -> None:
         if self.shared_expert_hidden_size is not None:
@@ -241,6 +275,8 @@ class MoEConfig:
     def _check_groups(self) -> None:
         if self.num_expert_groups is None and self.top_k_groups is None:
             return
+        if self.num_zero_experts:
+            raise ValueError("expected num_zero_experts=0 with expert groups")
         if self.num_expert_groups is None or self.top_k_groups is None:
             raise ValueError(
                 "expected num_expert_groups and top_k_groups together, got "

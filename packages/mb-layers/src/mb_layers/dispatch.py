@@ -59,6 +59,7 @@ class LocalDispatcher:
         num_experts: E.
         capacity_factor: None drops nothing. Otherwise an expert keeps at most
             `capacity(T, K, E, capacity_factor)` slots; the others add nothing to the output.
+        min_capacity: but at least this many slots.
         drop_policy: "position" keeps the first slots of an expert in token order, "probability"
             the ones with the largest weight, equal weights in token order.
     """
@@ -68,11 +69,13 @@ class LocalDispatcher:
         num_experts: int,
         capacity_factor: float | None = None,
         *,
+        min_capacity: int = 0,
         drop_policy: DropPolicy = "position",
     ) -> None:
         self.num_experts = num_experts
         self.capacity_factor = capacity_factor
         self._ratio = None if capacity_factor is None else as_ratio(capacity_factor)
+        self.min_capacity = min_capacity
         self.drop_policy = drop_policy
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
@@ -84,6 +87,7 @@ class LocalDispatcher:
                 expert_ids_TK,
                 self.num_experts,
                 self._ratio,
+                min_capacity=self.min_capacity,
                 by_weight_TK=weights_TK if self.drop_policy == "probability" else None,
             )
         return Dispatched(
@@ -118,6 +122,7 @@ def bin_within_capacity(
     num_experts: int,
     factor: tuple[int, int],
     *,
+    min_capacity: int = 0,
     by_weight_TK: Tensor | None = None,
 ) -> Bins:
     """Bin slots as `mb_kernels.bin_tokens`, keeping at most ceil(factor n / E) for each expert.
@@ -128,6 +133,7 @@ def bin_within_capacity(
 
     Args:
         factor: the capacity factor, from `as_ratio`.
+        min_capacity: keep at least so many slots.
         by_weight_TK: keep each expert's largest weights, equal ones in slot order; None: its first
             slots. The kept slots of an expert stay in slot order.
     """
@@ -142,7 +148,7 @@ def bin_within_capacity(
     rows_N = all_bins.inverse_N  # a slot's place among all, or -1
     if order_N is not None:
         rows_N = torch.empty_like(rows_N).scatter(0, order_N, rows_N)
-    limit = _capacity(all_bins.offsets_E1[-1].long(), num_experts, factor)
+    limit = _capacity(all_bins.offsets_E1[-1].long(), num_experts, factor).clamp(min=min_capacity)
     first_row_N = all_bins.offsets_E1[ids_N.clamp(0, num_experts - 1).long()]
     ids_N = torch.where(rows_N - first_row_N < limit, ids_N, -1)
     bins = mb_kernels.bin_tokens(ids_N.view_as(expert_ids_TK), num_experts)

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched
+from mb_layers.factored import Factored, grouped_linear, map_weight, weight_of
 from mb_layers.losses import at_least_fp32
 
 
@@ -71,6 +72,9 @@ class _StackedMLP(nn.Module):
         config = self.config
         num_experts = bins.offsets_E1.shape[0] - 1
         hidden = x_RD.shape[1]
+        parts = self._parts(num_experts)
+        if parts is not None:
+            return self._run_in_steps(x_RD, parts, bins, weights_RK)
         weights = self.local_parameters(num_experts)
         x_RD, (w1, w2, b1, b2) = pad_widths(x_RD, weights, gated=config.is_glu)
         x_RD, w1, w2 = cast_alike(x_RD, w1, w2)
@@ -80,15 +84,7 @@ class _StackedMLP(nn.Module):
             "recompute": config.recompute,
         }
         if b1 is not None and b2 is not None:
-            _, b1, b2 = cast_alike(x_RD, b1, b2)
-            if config.recompute:
-                y_RD = checkpoint(
-                    expert_mlp_in_steps,
-                    *(*arguments, self._activate),
-                    **{"b1": b1, "b2": b2, "use_reentrant": False},
-                )
-            else:
-                y_RD = expert_mlp_in_steps(*arguments, self._activate, b1=b1, b2=b2)
+            y_RD = self._run_in_steps(x_RD, (w1, w2, b1, b2), bins, weights_RK)
         elif config.mlp_impl == "sparse":
             y_RD = mb_kernels.sparse_expert_mlp(*arguments, **options)
         else:
@@ -102,6 +98,34 @@ class _StackedMLP(nn.Module):
             None if weight is None else to_plain(weight, num_experts)
             for weight in (self.w1, self.w2, self.b1, self.b2)
         ]
+
+    def _parts(self, num_experts: int) -> tuple[Any, ...] | None:
+        """The weights with their adapters apart, if they have some and the kernels take the widths.
+
+        Otherwise the adapters are merged, as whoever asks for `self.w1` gets them.
+        """
+        config = self.config
+        w1, w2 = weight_of(self, "w1"), weight_of(self, "w2")
+        if isinstance(w1, Tensor) and isinstance(w2, Tensor):
+            return None
+        odd = config.hidden_size % 16 or config.ffn_hidden_size % 16
+        if odd or config.mlp_impl == "sparse" or config.saved_activation_bits is not None:
+            return None
+        plain = [None if b is None else to_plain(b, num_experts) for b in (self.b1, self.b2)]
+        return (*(map_weight(w, lambda t: to_plain(t, num_experts)) for w in (w1, w2)), *plain)
+
+    def _run_in_steps(
+        self, x_RD: Tensor, weights: tuple[Any, ...], bins: Bins, weights_RK: Tensor
+    ) -> Tensor:
+        (x_RD,) = cast_alike(x_RD)
+        w1, w2, b1, b2 = (
+            None if w is None else map_weight(w, lambda t: t.to(x_RD.dtype)) for w in weights
+        )
+        arguments: tuple[Any, ...] = (x_RD, w1, w2, bins, weights_RK, self._activate)
+        options: dict[str, Any] = {"b1": b1, "b2": b2}
+        if not self.config.recompute:
+            return expert_mlp_in_steps(*arguments, **options)
+        return checkpoint(expert_mlp_in_steps, *arguments, **options, use_reentrant=False)
 
     def _activate(self, h_NF: Tensor) -> Tensor:
         return activate(at_least_fp32(h_NF), self.config.activation).to(h_NF.dtype)
@@ -192,8 +216,8 @@ class SharedExpert(_StackedMLP):
 
 def expert_mlp_in_steps(
     x_TD: Tensor,
-    w1: Tensor,
-    w2: Tensor,
+    w1: Tensor | Factored,
+    w2: Tensor | Factored,
     bins: Bins,
     weights_TK: Tensor,
     activate: Callable[[Tensor], Tensor],
@@ -213,12 +237,10 @@ def expert_mlp_in_steps(
         after: applied to each expert's output [N, D] before it is weighted.
     """
     rows_ND = mb_kernels.gather(x_TD, bins, weights_TK.shape[1])
-    h = mb_kernels.grouped_gemm(rows_ND, w1, bins.offsets_E1, transpose_weight=transpose_weight)
+    h = grouped_linear(rows_ND, w1, bins.offsets_E1, transpose_weight=transpose_weight)
     if b1 is not None:
         h = h + _bias_rows(b1, bins)
-    y_ND = mb_kernels.grouped_gemm(
-        activate(h), w2, bins.offsets_E1, transpose_weight=transpose_weight
-    )
+    y_ND = grouped_linear(activate(h), w2, bins.offsets_E1, transpose_weight=transpose_weight)
     if b2 is not None:
         y_ND = y_ND + _bias_rows(b2, bins)
     if after is not None:

@@ -23,6 +23,7 @@ from mb_layers.balance import router_losses
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
 from mb_layers.experts import Experts, SharedExpert, to_plain
+from mb_layers.routed import run_routed
 from mb_layers.router import Router, RouterOutput
 
 
@@ -60,6 +61,7 @@ class _MoELayer(nn.Module):
         config: MoEConfig,
         dispatcher: TokenDispatcher,
         *,
+        router: nn.Module | None,
         reduce_counts: Callable[[Tensor], Tensor] | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -72,8 +74,9 @@ class _MoELayer(nn.Module):
             )
         self.config = config
         self.dispatcher = dispatcher
+        self.eval_dispatcher: TokenDispatcher | None = None
         self.reduce_counts = reduce_counts
-        self.router = Router(config, device=device, dtype=dtype)
+        self.router = Router(config, device=device, dtype=dtype) if router is None else router
         self.experts = Experts(config, device=device, dtype=dtype)
         self.shared_expert = None
         if config.shared_expert_hidden_size is not None:
@@ -84,7 +87,10 @@ class _MoELayer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise every parameter, as after `to_empty` of a layer built on the meta device."""
-        self.router.reset_parameters()
+        for module in self.router.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
         self.experts.reset_parameters()
         if self.shared_expert is not None:
             self.shared_expert.reset_parameters()
@@ -94,12 +100,22 @@ class _MoELayer(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def extra_repr(self) -> str:
+        config = self.config
+        parts = [f"{config.hidden_size} -> {config.ffn_hidden_size} -> {config.hidden_size}"]
+        if config.capacity_factor is not None:
+            parts.append(f"capacity_factor={config.capacity_factor}")
+            parts.append(f"drop_policy={config.drop_policy!r}")
+        parts.append(f"load_balancing_loss_weight={config.load_balancing_loss_weight}")
+        return ", ".join(parts)
+
     def forward(
         self,
         x: Tensor,
         *,
         mask: Tensor | None = None,
         valid_tokens: Tensor | int | None = None,
+        routing: Tensor | RouterOutput | None = None,
     ) -> MoEOutput:
         """Run x [..., D] through the layer; leading dimensions are tokens, zero of them is fine.
 
@@ -114,6 +130,9 @@ class _MoELayer(nn.Module):
             valid_tokens: divide the losses by this number of tokens, a number or a scalar tensor.
                 Ranks, or micro-batches, with uneven numbers of real tokens pass the mean of these
                 numbers: then the mean of their losses is the loss of all tokens together.
+            routing: integer expert ids [..., K] chosen elsewhere, -1 for none, to which the router
+                gives the weights (replaying a rollout's routing, hashing). Or a whole
+                `RouterOutput`: then the router does not run.
         """
         if x.dim() == 0 or x.shape[-1] != self.config.hidden_size or not x.is_floating_point():
             raise ValueError(
@@ -122,33 +141,54 @@ class _MoELayer(nn.Module):
             )
         x_TD = x.reshape(-1, self.config.hidden_size)
         mask_T = None if mask is None else _flat_mask(mask, x)
-        routed = self.router(x_TD)
-        if mask_T is not None:
-            ids_TK = torch.where(mask_T[:, None], routed.expert_ids_TK, -1)
-            routed = routed._replace(expert_ids_TK=ids_TK)
-        y_TD, dispatched = self._run_experts(x_TD, routed)
-        if mask_T is not None and (self.shared_expert is not None or self.bias is not None):
-            y_TD = torch.where(mask_T[:, None], y_TD, 0)
-        aux_loss, metrics = self._report(routed, dispatched, x.shape, mask_T, valid_tokens)
+        if isinstance(routing, Tensor):
+            routing = _flat_ids(routing, x, self.config.top_k)
+        routed = self._route(x_TD, mask_T, routing)
+        dispatcher = self.dispatcher
+        if not self.training and self.eval_dispatcher is not None:
+            dispatcher = self.eval_dispatcher
+        y_TD, dispatched = run_routed(x_TD, routed, self.config, dispatcher, self.experts)
+        y_TD = self._add_unrouted(x_TD, y_TD, mask_T)
+        own_ids = routing is None and getattr(type(self.router), "forward", None) is Router.forward
+        aux_loss, metrics = self._report(
+            routed,
+            dispatched,
+            x.shape,
+            mask_T,
+            valid_tokens,
+            ids_are_experts=own_ids and mask_T is None,
+        )
         return MoEOutput(y_TD.view(x.shape), aux_loss, metrics)
 
-    def _run_experts(self, x_TD: Tensor, routed: RouterOutput) -> tuple[Tensor, Dispatched]:
-        """Return y_TD, shared expert and bias included, and what was dispatched."""
+    def _route(
+        self, x_TD: Tensor, mask_T: Tensor | None, routing: Tensor | RouterOutput | None
+    ) -> RouterOutput:
+        if isinstance(routing, RouterOutput):
+            routed = routing
+        else:
+            options = {} if mask_T is None else {"mask_T": mask_T}
+            if routing is not None:
+                options["expert_ids_TK"] = routing
+            routed = self.router(x_TD, **options)
+        if mask_T is None:
+            return routed
+        real_T = mask_T if routed.token_ids_N is None else mask_T[routed.token_ids_N]
+        ids_TK = torch.where(real_T[:, None], routed.expert_ids_TK, -1)
+        return routed._replace(expert_ids_TK=ids_TK)
+
+    def _add_unrouted(self, x_TD: Tensor, y_TD: Tensor, mask_T: Tensor | None) -> Tensor:
+        """Add what every token gets, the output bias and the shared expert; padding stays 0."""
         config = self.config
-        weights_TK, bias = routed.weights_TK, self.bias
-        if bias is not None:
-            bias = to_plain(bias, config.hidden_size)
-        if config.shared_expert_weighted_sum:
-            share = config.top_k / (config.top_k + 1)
-            weights_TK = weights_TK * share
-            bias = None if bias is None else bias * share
-        dispatched = self.dispatcher.dispatch(x_TD, weights_TK, routed.expert_ids_TK)
-        y_TD = self.dispatcher.combine(self.experts(dispatched), dispatched)
-        if bias is not None:
+        if self.bias is not None:
+            bias = to_plain(self.bias, config.hidden_size)
+            if config.shared_expert_weighted_sum:
+                bias = bias * (config.top_k / (config.top_k + 1))
             y_TD = y_TD + bias.to(y_TD.dtype)
         if self.shared_expert is not None:
             y_TD = y_TD + self.shared_expert(x_TD)
-        return y_TD, dispatched
+        if mask_T is not None and (self.shared_expert is not None or self.bias is not None):
+            y_TD = torch.where(mask_T[:, None], y_TD, 0)
+        return y_TD
 
     def _report(
         self,
@@ -157,6 +197,8 @@ class _MoELayer(nn.Module):
         shape: torch.Size,
         mask_T: Tensor | None,
         valid_tokens: Tensor | int | None,
+        *,
+        ids_are_experts: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted auxiliary loss, 0 in eval mode, and the metrics."""
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
@@ -176,7 +218,7 @@ class _MoELayer(nn.Module):
             balance_counts_E=balance_counts_E,
             mask_T=mask_T,
             num_tokens=valid_tokens,
-            ids_are_experts=mask_T is None and type(self.router) is Router,
+            ids_are_experts=ids_are_experts,
         )
         aux_loss = losses.aux_loss if self.training else torch.zeros_like(losses.aux_loss.detach())
         metrics = {name: value.detach() for name, value in losses._asdict().items()}
@@ -195,6 +237,17 @@ def _flat_mask(mask: Tensor, x: Tensor) -> Tensor:
     return mask.reshape(-1).bool()
 
 
+def _flat_ids(expert_ids: Tensor, x: Tensor, top_k: int) -> Tensor:
+    """Expert ids from elsewhere as [T, K]."""
+    shape = (*x.shape[:-1], top_k)
+    if expert_ids.shape != shape or expert_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"expected routing of int32 or int64 {shape}, the experts of each token, got "
+            f"{expert_ids.dtype} of shape {tuple(expert_ids.shape)}"
+        )
+    return expert_ids.reshape(-1, top_k)
+
+
 class dMoE(_MoELayer):  # noqa: N801, the paper's name
     """Dropless MoE: every token reaches its K experts, whatever the load.
 
@@ -202,6 +255,9 @@ class dMoE(_MoELayer):  # noqa: N801, the paper's name
         config: with `capacity_factor=None`.
         dispatcher: None computes in this process; a dispatcher of a parallel library spreads the
             experts over ranks.
+        router: any module that maps x_TD to a `RouterOutput`, called with `mask_T` and
+            `expert_ids_TK` besides where the caller gives them; `mb_layers.routers` has some. None
+            makes a `Router` of the config.
         reduce_counts: for `balance_over="global_batch"`: takes this micro-batch's tokens per expert
             [E] and returns those of the global batch, for instance by an all-reduce over the
             data-parallel ranks, plus the counts of the step's earlier micro-batches. Without it
@@ -214,6 +270,7 @@ class dMoE(_MoELayer):  # noqa: N801, the paper's name
         config: MoEConfig,
         *,
         dispatcher: TokenDispatcher | None = None,
+        router: nn.Module | None = None,
         reduce_counts: Callable[[Tensor], Tensor] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -225,7 +282,12 @@ class dMoE(_MoELayer):  # noqa: N801, the paper's name
             )
         dispatcher = dispatcher or LocalDispatcher(config.num_experts)
         super().__init__(
-            config, dispatcher, reduce_counts=reduce_counts, device=device, dtype=dtype
+            config,
+            dispatcher,
+            router=router,
+            reduce_counts=reduce_counts,
+            device=device,
+            dtype=dtype,
         )
 
 
@@ -243,6 +305,7 @@ class MoE(_MoELayer):
         config: MoEConfig,
         *,
         dispatcher: TokenDispatcher | None = None,
+        router: nn.Module | None = None,
         reduce_counts: Callable[[Tensor], Tensor] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -252,9 +315,23 @@ class MoE(_MoELayer):
                 "expected a capacity_factor > 0, got None; 1.0 gives every expert its even share, "
                 "and a layer that drops no token is dMoE"
             )
-        dispatcher = dispatcher or LocalDispatcher(
-            config.num_experts, config.capacity_factor, drop_policy=config.drop_policy
-        )
+        dispatcher = dispatcher or _local(config, config.capacity_factor)
         super().__init__(
-            config, dispatcher, reduce_counts=reduce_counts, device=device, dtype=dtype
+            config,
+            dispatcher,
+            router=router,
+            reduce_counts=reduce_counts,
+            device=device,
+            dtype=dtype,
         )
+        if config.eval_capacity_factor is not None:
+            self.eval_dispatcher = _local(config, config.eval_capacity_factor)
+
+
+def _local(config: MoEConfig, capacity_factor: float) -> LocalDispatcher:
+    return LocalDispatcher(
+        config.num_experts,
+        capacity_factor,
+        min_capacity=config.min_capacity,
+        drop_policy=config.drop_policy,
+    )

@@ -31,15 +31,19 @@ class RouterOutput(NamedTuple):
     """What the router decided, sorted by descending score within a token.
 
     weights_TK: fp32, with gradient.
-    expert_ids_TK: int32.
-    probs_TE: fp32 [T, E], rows sum to 1, with gradient: the load-balancing loss reads them.
-    logits_TE: fp32, with gradient: the z-loss reads them.
+    expert_ids_TK: int32; -1 is no expert.
+    probs_TE: fp32 [T, E], rows sum to 1, with gradient: the load-balancing loss reads them. A
+        routing without probabilities, None, has no load-balancing loss.
+    logits_TE: fp32, with gradient: the z-loss reads them. None: there is no z-loss.
+    token_ids_N: for routers that choose tokens for experts: weights and ids are then [N, 1], and
+        their row n is of token token_ids_N[n]. None: row t is of token t.
     """
 
     weights_TK: Tensor
     expert_ids_TK: Tensor
-    probs_TE: Tensor
-    logits_TE: Tensor
+    probs_TE: Tensor | None
+    logits_TE: Tensor | None
+    token_ids_N: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -61,12 +65,13 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        choices = config.num_choices
         self.weight = nn.Parameter(
-            torch.empty(config.num_experts, config.hidden_size, device=device, dtype=dtype)
+            torch.empty(choices, config.hidden_size, device=device, dtype=dtype)
         )
-        bias = torch.empty(config.num_experts, device=device, dtype=dtype)
+        bias = torch.empty(choices, device=device, dtype=dtype)
         self.register_parameter("bias", nn.Parameter(bias) if config.router_bias else None)
-        balancing_bias = torch.empty(config.num_experts, device=device, dtype=torch.float32)
+        balancing_bias = torch.empty(choices, device=device, dtype=torch.float32)
         self.register_buffer("balancing_bias", balancing_bias if config.balancing_bias else None)
         self.reset_parameters()
 
@@ -90,27 +95,44 @@ class Router(nn.Module):
             self.balancing_bias = before.to(after.device)
         return self
 
-    def forward(self, x_TD: Tensor) -> RouterOutput:
-        """Route x_TD [T, D] of any floating dtype."""
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        mask_T: Tensor | None = None,
+        expert_ids_TK: Tensor | None = None,
+    ) -> RouterOutput:
+        """Route x_TD [T, D] of any floating dtype.
+
+        Args:
+            mask_T: bool [T], False for padding; the layer sees to it that padding visits no expert.
+            expert_ids_TK: the experts to visit, chosen elsewhere (replay, hashing): this router
+                gives the weights. An id of no expert has weight 0.
+        """
         config = self.config
         if self.training and config.jitter_eps > 0:
             noise_TD = torch.empty_like(x_TD).uniform_(1 - config.jitter_eps, 1 + config.jitter_eps)
             x_TD = x_TD * noise_TD
         # Autocast would take the product back to low precision.
         with without_autocast(x_TD):
-            logits_TE = self._logits(x_TD)
-            if self._is_plain_softmax:
+            logits_TE = self.logits(x_TD)
+            if expert_ids_TK is None and self._is_plain_softmax:
                 weights_TK, ids_TK, probs_TE = mb_kernels.topk_softmax(
                     logits_TE, config.top_k, renormalize=config.renormalize
                 )
             else:
-                weights_TK, ids_TK, probs_TE = self._choose(logits_TE)
+                scores_TE, probs_TE = self.scores(logits_TE)
+                ids_TK = expert_ids_TK
+                if ids_TK is None:
+                    choice_TE = self.choice(scores_TE.detach(), logits_TE.detach(), mask_T)
+                    ids_TK = _top_ids(choice_TE, config.top_k)
+                weights_TK = self.weights(scores_TE, ids_TK.long())
             if config.routed_scaling_factor != 1.0:
                 weights_TK = weights_TK * config.routed_scaling_factor
-        if config.uniform_assignment:
+        if config.uniform_assignment and expert_ids_TK is None:
             slots_N = torch.arange(ids_TK.numel(), device=ids_TK.device, dtype=torch.int32)
             ids_TK = (slots_N % config.num_experts).view_as(ids_TK)
-        return RouterOutput(weights_TK, ids_TK, probs_TE, logits_TE)
+        return RouterOutput(weights_TK, ids_TK.int(), probs_TE, logits_TE)
 
     @property
     def _is_plain_softmax(self) -> bool:
@@ -122,38 +144,46 @@ class Router(nn.Module):
             and not (config.renormalize and config.renormalize_p != 1)
         )
 
-    def _logits(self, x_TD: Tensor) -> Tensor:
-        num_experts = self.config.num_experts
-        weight_ED = to_plain(self.weight, num_experts)
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Return the logits [T, E] of x_TD, at least fp32."""
+        choices = self.config.num_choices
+        weight_ED = to_plain(self.weight, choices)
         if self.config.router_fp32:
             logits_TE = _LinearFP32.apply(x_TD, weight_ED)
         else:
             logits_TE = at_least_fp32(F.linear(x_TD, weight_ED.to(x_TD.dtype)))
         if self.bias is None:
             return logits_TE
-        return logits_TE + at_least_fp32(to_plain(self.bias, num_experts))
+        return logits_TE + at_least_fp32(to_plain(self.bias, choices))
 
-    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
-        if config.score_function == "softmax":
-            scores_TE = probs_TE = torch.softmax(logits_TE, dim=-1)
-        else:
-            scores_TE = torch.sigmoid(logits_TE)
-            probs_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
-        choice_TE = scores_TE.detach()
+    def scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores that weights are taken from, and the probabilities of the losses."""
+        if self.config.score_function == "softmax":
+            probs_TE = torch.softmax(logits_TE, dim=-1)
+            return probs_TE, probs_TE
+        scores_TE = torch.sigmoid(logits_TE)
+        return scores_TE, scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+
+    def choice(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
+        """Return what the best K are chosen by, [T, E]: the scores, the bias added."""
         if self.balancing_bias is not None:
-            choice_TE = choice_TE + at_least_fp32(self.balancing_bias)
-        if config.num_expert_groups is not None:
-            choice_TE = self._mask_groups(choice_TE)
-        ids_TK = _top_ids(choice_TE, config.top_k)
-        weights_TK = scores_TE.gather(1, ids_TK)
+            scores_TE = scores_TE + at_least_fp32(self.balancing_bias)
+        if self.config.num_expert_groups is not None:
+            scores_TE = self._mask_groups(scores_TE)
+        return scores_TE
+
+    def weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """Return the weights [T, K] of the chosen ids."""
+        config = self.config
+        known_TK = (ids_TK >= 0) & (ids_TK < config.num_choices)
+        weights_TK = scores_TE.gather(1, torch.where(known_TK, ids_TK, 0)) * known_TK
         if config.renormalize:
             norm_T1 = torch.linalg.vector_norm(
                 weights_TK, ord=config.renormalize_p, dim=-1, keepdim=True
             )
             # K sigmoids can all underflow to 0; a softmax's largest cannot.
             weights_TK = weights_TK / norm_T1.clamp(min=torch.finfo(torch.float32).tiny)
-        return weights_TK, ids_TK.int(), probs_TE
+        return weights_TK
 
     def _mask_groups(self, choice_TE: Tensor) -> Tensor:
         """Set the scores outside each token's best groups to -inf."""
@@ -170,7 +200,7 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         config = self.config
         return (
-            f"{config.hidden_size} -> {config.num_experts}, top_k={config.top_k}, "
+            f"{config.hidden_size} -> {config.num_choices}, top_k={config.top_k}, "
             f"score_function={config.score_function!r}, renormalize={config.renormalize}"
         )
 

@@ -118,7 +118,14 @@ def _spread(
         )
     notes = []
     if config.moe_num_experts is not None:
-        notes.append(parallelize_experts(model, mesh, dispatcher=config.moe_dispatcher))
+        chosen = parallelize_experts(
+            model,
+            mesh,
+            dispatcher=config.moe_dispatcher,
+            sequence_parallel=config.sequence_parallel,
+            equal_tokens=True,
+        )
+        notes.append(chosen)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     if config.compile and device.type == "cuda":
         for block in blocks:

@@ -100,7 +100,7 @@ def load_checkpoint(path: Path, model: Modules, optimizer: Optimizers) -> None:
         _make_optimizer_state(model, optimizer, shapes)
     state = tensors_of(model, optimizer)
     _compare(path, _over_ranks({n: tuple(t.shape) for n, t in state.items()}), shapes)
-    with _quiet():
+    with quiet():
         try:
             dcp.load(state, storage_reader=reader, no_dist=world_size() == 1)
         except CheckpointException as error:
@@ -253,7 +253,8 @@ def _offer(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Generator[None]:
+def quiet() -> Generator[None]:
+    """Without two warnings of torch's checkpoints about what is meant."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         # Stages of a pipeline hold other tensors than their neighbours: `_compare` has seen to it.

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mb_train import __version__
+from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig
-from mb_train.flags import Parser, parse
+from mb_train.flags import parse
+from mb_train.host import prepare_host
 from mb_train.run_folder import LOG_FILE
 from mb_train.starting import command_line, plan
 from mb_train.toml_file import to_toml
@@ -27,10 +29,9 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 if the run diverged, 2 for bad input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"doctor": _doctor, "report": _report, "generate": _generate}
     try:
-        if arguments and arguments[0] in commands:
-            return commands[arguments[0]](arguments[1:])
+        if arguments and arguments[0] in COMMANDS:
+            return COMMANDS[arguments[0]](arguments[1:])
         return _train(arguments)
     except (ValueError, OSError) as error:
         if os.environ.get("MB_TRACEBACK"):
@@ -57,9 +58,7 @@ def _train(arguments: list[str]) -> int:
             print(f"{started.checkpoint} is at iteration {at}, the end of this run.")
         return 0
     check_supported(config)
-    # Read by OpenMP when torch is imported. Threads that spin while they wait made steps 2 to 4
-    # times slower on two cores that ran anything else as well.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    prepare_host()
     if leader:
         print(f"mb-train {__version__}: {_headline(config)}", flush=True)
     from mb_train.run import Start
@@ -101,65 +100,6 @@ def _close(config: TrainConfig, result: Result) -> None:
     print(f" picture              {draw(folder)}")
     print(f" log                  {folder / LOG_FILE}")
     print(f" go on with           {command_line('--load', str(folder))}")
-
-
-def _doctor(arguments: list[str]) -> int:
-    parser = Parser(prog="mb-train doctor", description="What is this machine?")
-    parser.add_argument("--save", default="runs", help="folder that runs would be written to")
-    options = parser.parse_args(arguments)
-    from mb_train.doctor import diagnose
-
-    facts, problems = diagnose(Path(options.save))
-    print("\n".join(facts))
-    for problem in problems:
-        print(f"problem: {problem}")
-    print(f"{len(problems)} problems found" if problems else "no problem found")
-    return 1 if problems else 0
-
-
-def _report(arguments: list[str]) -> int:
-    parser = Parser(prog="mb-train report", description="Draw the curves of one run or several.")
-    parser.add_argument("run", nargs="+", help="run folder; several are drawn side by side")
-    parser.add_argument("--output", help="folder for picture and page; default the run's")
-    options = parser.parse_args(arguments)
-    from mb_train.report import report
-
-    output = None if options.output is None else Path(options.output)
-    text, picture, page = report([Path(run) for run in options.run], output)
-    print(f"{text}\npicture: {picture}\npage: {page}")
-    return 0
-
-
-def _generate(arguments: list[str]) -> int:
-    parser = Parser(prog="mb-train generate", description="Text from a checkpoint.")
-    parser.add_argument("run", help="run folder, or one of its iteration folders")
-    parser.add_argument("--prompt", default="", help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="default 64")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy; default 1")
-    parser.add_argument("--top-k", type=int, default=0, help="choose among this many; 0 among all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="choose among this probability")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice; default 0")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    options = parser.parse_args(arguments)
-    import torch
-
-    from mb_train.generate import Generator, Sampling
-
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = Generator(Path(options.run), device)
-    print(options.prompt, end="", flush=True)
-    for piece in generator.text(options.prompt, sampling, max_new_tokens=options.max_new_tokens):
-        print(piece, end="", flush=True)
-    print()
-    return 0
 
 
 if __name__ == "__main__":

@@ -151,12 +151,14 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
     if named is None and loaded is None and not any(size in said for size in sizes):
         named = "quickstart"
     base = recipe(named) if named else {}
-    values: dict[str, Any] = {**(loaded or {}), **base, **said}
+    values: dict[str, Any] = {}
+    for layer in (loaded or {}, base, said):
+        for f in fields(TrainConfig):
+            unsaid = layer.get(f.name) is None or layer[f.name] is False
+            for other in () if unsaid else spec(f).instead_of:
+                if other not in layer:
+                    values.pop(other, None)
+        values |= layer
     if loaded is not None and values.get("use_checkpoint_opt_param_scheduler"):
         values |= {f.name: loaded.get(f.name, f.default) for f in fields(RateFields)}
-    # The other way to say how long overrules a recipe or an earlier run.
-    if "train_samples" in said and "train_iters" not in said:
-        values["train_iters"] = None
-    if "train_iters" in said and "train_samples" not in said:
-        values["train_samples"] = None
     return TrainConfig(**values)

@@ -1,25 +1,23 @@
 """Text from a checkpoint: greedy, top-k or top-p sampling, several prompts at once.
 
-The choice of a token needs no key-value cache to be right, and a model of this package sees at most
-its training context: each step runs the last `positions` tokens through the model. Prompts of one
-call need not be equally long: each is continued for itself.
+A model of this package sees at most its training context, and the choice of a token needs no
+key-value cache to be right: each step runs the last `positions` tokens of every prompt through the
+model, and computes scores for the last of them alone. Prompts of one call need not be equally long:
+they are padded behind, where a causal model does not look. Each draws with a generator of its own,
+so what a prompt is continued with does not depend on its neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mb_train.checkpoint import load_checkpoint
-from mb_train.config import TrainConfig
+from mb_train.loading import Trained, load_trained
 from mb_train.models.gpt import GPT
-from mb_train.run_folder import find_checkpoint, read_saved_run
-from mb_train.tasks.architecture import transformer_config
-from mb_train.tokenizers import load_tokenizer
 
 _NO_NUMBERS = (
     "The model's scores are not numbers: the run has diverged. Give an earlier checkpoint, "
@@ -44,7 +42,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"Expected a temperature of at least 0, got {self.temperature}.")
         if self.top_k < 0:
             raise ValueError(f"Expected top-k of at least 0, got {self.top_k}.")
@@ -53,7 +51,11 @@ class Sampling:
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw one token from scores [V]; top-k is applied before top-p, as in Megatron-LM."""
+    """Draw one token from scores [V]; top-k is applied before top-p, as in Megatron-LM.
+
+    Raises:
+        ValueError: scores that are not numbers.
+    """
     if sampling.temperature == 0:
         if not bool(logits_V.isfinite().all()):
             raise ValueError(_NO_NUMBERS)
@@ -72,69 +74,156 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 @torch.no_grad()
 def continue_tokens(
-    model: GPT, prompt: list[int], sampling: Sampling, *, vocab_size: int, context: int
-) -> Iterator[int]:
-    """Endless tokens after `prompt` (at least one token).
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    vocab_size: int,
+    context: int,
+    eod: int | None = None,
+) -> Iterator[list[int | None]]:
+    """The next token of every prompt, step by step, until all have ended.
 
     Args:
+        prompts: at least one token each.
         vocab_size: ids from here on are padding of the head and never chosen.
         context: longest input of the model.
+        eod: ends a prompt; None never does.
+
+    Yields:
+        A token for each prompt, `eod` as its last one, None once it has ended.
+
+    Raises:
+        ValueError: scores that are not numbers.
     """
-    generator = torch.Generator().manual_seed(sampling.seed)
+    generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
     device = next(model.parameters()).device
-    tokens = list(prompt)
-    model.eval()
-    while True:
-        window_BS = torch.tensor([tokens[-context:]], device=device)
-        logits_V = model.logits(window_BS, last_only=True)[0, :vocab_size]
-        tokens.append(choose(logits_V, sampling, generator))
-        yield tokens[-1]
+    texts = [list(prompt) for prompt in prompts]
+    running = list(range(len(texts)))
+    while running:
+        windows = [texts[row][-context:] for row in running]
+        lengths = [len(window) for window in windows]
+        padded = [window + [0] * (max(lengths) - len(window)) for window in windows]
+        at_B = torch.tensor(lengths, device=device) - 1
+        logits_BV = model.logits(torch.tensor(padded, device=device), at_B=at_B)[:, :vocab_size]
+        step: list[int | None] = [None] * len(texts)
+        for row, logits_V in zip(running, logits_BV, strict=True):
+            token = choose(logits_V, sampling, generators[row])
+            texts[row].append(token)
+            step[row] = token
+        running = [row for row in running if step[row] != eod or eod is None]
+        yield step
+
+
+@dataclass
+class Completion:
+    """What a prompt was continued with.
+
+    Attributes:
+        text: as far as it is decided: a character may take several tokens.
+        tokens: new ones.
+        finish_reason: None while it goes on, then "stop" (the end of a document, or a stop word)
+            or "length".
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
 
 
 class Generator:
-    """A model and its tokenizer from a run.
+    """A model and its tokenizer.
 
     Args:
-        run: a run folder or an iteration folder.
-        device: "cpu" or "cuda".
+        trained: from `load_trained`.
 
     Raises:
-        ValueError: no checkpoint there, or one that does not load.
+        ValueError, OSError: the tokenizer's files are gone or damaged.
     """
 
-    def __init__(self, run: Path, device: str) -> None:
-        checkpoint = find_checkpoint(run)
-        if checkpoint is None:
-            raise ValueError(f"Expected a checkpoint in {run}, found none.")
-        saved = read_saved_run(checkpoint)
-        config = TrainConfig(**saved.inherited())
-        self.tokenizer = load_tokenizer(config)
-        self.context = config.positions
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        vocab_size = saved.identity["padded_vocab_size"]
-        with torch.device(device):
-            self.model = GPT(transformer_config(config, vocab_size), compute_dtype=dtype)
-        load_checkpoint(checkpoint, self.model, None)
+    def __init__(self, trained: Trained) -> None:
+        self.model = trained.model
+        self.tokenizer = trained.tokenizer
+        self.context = trained.config.positions
+        # With a capacity, padding would take the experts' places: one prompt at a time.
+        self._together = not trained.config.moe_capacity_factor
 
-    def text(self, prompt: str, sampling: Sampling, *, max_new_tokens: int) -> Iterator[str]:
-        """Pieces of text after `prompt`, until the end-of-document token or `max_new_tokens`."""
+    @classmethod
+    def of_run(cls, run: Path, device: str) -> Generator:
+        """From a run folder or an iteration folder; as `load_trained`."""
+        return cls(load_trained(run, device))
+
+    def stream(
+        self,
+        prompts: Sequence[str],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+    ) -> Iterator[list[Completion]]:
+        """The completions of the prompts so far, after every token.
+
+        Args:
+            max_new_tokens: of each prompt.
+            stop: words that end a completion and are not part of it.
+        """
+        if not self._together and len(prompts) > 1:
+            done: list[Completion] = []
+            for prompt in prompts:
+                last: list[Completion] = []
+                for last in self.stream(
+                    [prompt], sampling, max_new_tokens=max_new_tokens, stop=stop
+                ):
+                    rest = [Completion() for _ in prompts[len(done) + 1 :]]
+                    yield [*done, *last, *rest]
+                done += last
+            return
         eod = self.tokenizer.eod
-        tokens = self.tokenizer.encode(prompt) or [eod]
-        stream = continue_tokens(
-            self.model,
-            tokens,
-            sampling,
-            vocab_size=self.tokenizer.vocab_size,
-            context=self.context,
-        )
-        # A character may take several tokens: say only what is decided.
-        said, new = "", []
-        for token, _ in zip(stream, range(max_new_tokens), strict=False):
-            if token == eod:
-                break
-            new.append(token)
-            whole = self.tokenizer.decode(new)
-            if not whole.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield whole[len(said) :]
-                said = whole
-        yield self.tokenizer.decode(new)[len(said) :]
+        completions = [Completion() for _ in prompts]
+        encoded = [self.tokenizer.encode(prompt) or [eod] for prompt in prompts]
+        steps = continue_tokens(
+            self.model, encoded, sampling, vocab_size=self.tokenizer.vocab_size,
+            context=self.context, eod=eod,
+        )  # fmt: skip
+        for _, step in zip(range(max_new_tokens), steps, strict=False):
+            for completion, token in zip(completions, step, strict=True):
+                if token is not None and completion.finish_reason is None:
+                    self._add(completion, token, max_new_tokens, stop)
+            yield completions
+            if all(completion.finish_reason for completion in completions):
+                return
+
+    def complete(
+        self,
+        prompts: Sequence[str],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+    ) -> list[Completion]:
+        """Continue every prompt to its end."""
+        last = [Completion(finish_reason="length") for _ in prompts]
+        for step in self.stream(prompts, sampling, max_new_tokens=max_new_tokens, stop=stop):
+            last = step
+        return last
+
+    def _add(
+        self, completion: Completion, token: int, max_new_tokens: int, stop: Sequence[str]
+    ) -> None:
+        if token == self.tokenizer.eod:
+            completion.text = self.tokenizer.decode(completion.tokens)
+            completion.finish_reason = "stop"
+            return
+        completion.tokens.append(token)
+        text = self.tokenizer.decode(completion.tokens)
+        ended = len(completion.tokens) == max_new_tokens
+        found = min((at for word in stop if (at := text.find(word)) >= 0), default=None)
+        if found is not None:
+            completion.text, completion.finish_reason = text[:found], "stop"
+        elif ended:
+            completion.text, completion.finish_reason = text, "length"
+        elif not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            # What may be the beginning of a stop word is not decided either.
+            held = max((n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])),
+                       default=0)  # fmt: skip
+            completion.text = text[: len(text) - held]

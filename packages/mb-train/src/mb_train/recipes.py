@@ -6,6 +6,10 @@ MegaBlocks paper (Gale et al., arXiv 2211.15841) as its launch scripts train the
 sequences of 1024, 512 of them per step, cosine decay; `dmoe-` and `moe-` have 64 top-1 experts in
 every layer, dropless or with capacity 1. Where a script says fp16, or Adafactor, the recipe says
 bf16 and Adam.
+
+`olmoe-1b-7b` and `qwen3-30b-a3b` have the shapes of the published models (Muennighoff et al., arXiv
+2409.02060; Yang et al., arXiv 2505.09388), the former its rates as well; Qwen's are not published.
+`--num-layers 2` makes either fit on one GPU.
 """
 
 from __future__ import annotations
@@ -77,6 +81,42 @@ def _experts(size: str, batch: tuple[int, float], name: str, capacity: float) ->
     }  # fmt: skip
 
 
+def olmoe() -> Recipe:
+    """OLMoE-1B-7B: 6.9 B parameters, 1.3 B of them for a token."""
+    return _modern("olmoe-1b-7b") | {
+        "num_layers": 16, "num_attention_heads": 16, "ffn_hidden_size": 1024,
+        "qk_layernorm_over": "width", "layernorm_epsilon": 1e-5, "rotary_base": 1e4,
+        "moe_num_experts": 64, "moe_top_k": 8, "moe_loss_weight": 0.01, "moe_z_loss_weight": 0.001,
+        "micro_batch_size": 4, "global_batch_size": 1024, "train_iters": 1_200_000,
+        "lr": 4e-4, "min_lr": 4e-5, "lr_warmup_iters": 2500,
+    }  # fmt: skip
+
+
+def qwen3() -> Recipe:
+    """Qwen3-30B-A3B: 30.5 B parameters, 3.3 B of them for a token."""
+    return _modern("qwen3-30b-a3b") | {
+        "num_layers": 48, "num_attention_heads": 32, "kv_channels": 128,
+        "group_query_attention": True, "num_query_groups": 4, "ffn_hidden_size": 768,
+        "qk_layernorm_over": "head", "layernorm_epsilon": 1e-6, "rotary_base": 1e6,
+        # As many rows as Qwen's own vocabulary has, whatever the tokenizer.
+        "make_vocab_size_divisible_by": 151_936,
+        "moe_num_experts": 128, "moe_top_k": 8, "moe_renormalize": True, "moe_loss_weight": 0.001,
+        "micro_batch_size": 1, "global_batch_size": 1024, "train_iters": 100_000,
+        "lr": 3e-4, "min_lr": 3e-5, "lr_warmup_iters": 2000,
+    }  # fmt: skip
+
+
+def _modern(name: str) -> Recipe:
+    return {
+        "hidden_size": 2048, "seq_length": 4096, "position_embedding_type": "rope",
+        "normalization": "RMSNorm", "swiglu": True, "qk_layernorm": True, "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True, "attention_dropout": 0.0,
+        "hidden_dropout": 0.0, "lr_decay_style": "cosine", "adam_beta2": 0.95, "weight_decay": 0.1,
+        "clip_grad": 1.0, "bf16": True, "compile": True, "log_interval": 10, "eval_interval": 1000,
+        "eval_iters": 20, "save_interval": 1000, "save": f"runs/{name}",
+    }  # fmt: skip
+
+
 def _registry() -> dict[str, Callable[[], Recipe]]:
     named: dict[str, Callable[[], Recipe]] = {"quickstart": quickstart}
     for size, model in _SIZES.items():
@@ -87,7 +127,7 @@ def _registry() -> dict[str, Callable[[], Recipe]]:
             if batch is not None:
                 name = f"{kind}-{size}"
                 named[name] = partial(_experts, size, batch, name, capacity)
-    return named
+    return named | {"olmoe-1b-7b": olmoe, "qwen3-30b-a3b": qwen3}
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = _registry()

@@ -103,6 +103,11 @@ class Run:
             divisible_by=config.make_vocab_size_divisible_by,
             tensor_parallel=self.mesh.tp_size,
         )
+        if start is not None:
+            # A model keeps its size on any number of tensor-parallel ranks that divides it.
+            saved = start.saved.identity.get("padded_vocab_size", 0)
+            if saved >= tokenizer.vocab_size and saved % self.mesh.tp_size == 0:
+                vocab_size = saved
         self.identity = {
             **config.model_identity(),
             "padded_vocab_size": vocab_size,

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from mb_train.checkpoint import Modules, Optimizers, Progress, as_list, cause_of, tensors_of
+from mb_train.checkpoint import Modules, Optimizers, Progress, as_list, cause_of, quiet, tensors_of
 from mb_train.checksums import SUMS_FILE, format_sums, sum_of
 from mb_train.health import all_finite
 from mb_train.reporting import saved_line, saving_line
@@ -190,12 +190,13 @@ class Saver:
 
     def _write(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
         """Write this rank's shards; the coordinator writes the metadata and the checksums."""
-        dcp.save(
-            dict(tensors),
-            storage_writer=_Writer(self._draft(iteration)),
-            process_group=self._group,
-            no_dist=world_size() == 1,
-        )
+        with quiet():
+            dcp.save(
+                dict(tensors),
+                storage_writer=_Writer(self._draft(iteration)),
+                process_group=self._group,
+                no_dist=world_size() == 1,
+            )
 
     def _finish(self, iteration: int, problem: str | None) -> bool:
         """Rank 0 makes a written draft the latest checkpoint; the others wait for that."""

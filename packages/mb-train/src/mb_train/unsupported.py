@@ -29,14 +29,12 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "fp32_residual_connection": ANY,
     # parallelism
     "pipeline_model_parallel_split_rank": ANY,
-    "moe_dispatcher": ("peer",),
     # data
     "train_data_path": ANY,
     "dataloader_type": ANY,
     "vocab_extra_ids": ANY,
     # logging
     "log_num_zeros_in_grad": ANY,
-    "wandb_project": ANY,
 }
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from mb_data.tokenizer.base import Tokenizer
 from mb_data.tokenizer.byte_bpe import ByteLevelBPE
@@ -188,15 +188,12 @@ def _byte_level_words(description: dict[str, Any]) -> tuple[tuple[str, ...], For
             )
         )
     )
-    normalizer = description.get("normalizer") or {"type": None, "normalizers": []}
-    if normalizer.get("type") == "Sequence" and len(normalizer.get("normalizers", ())) == 1:
-        (normalizer,) = normalizer["normalizers"]
-    form = normalizer.get("type")
-    if (
-        not plain
-        or form not in (None, *get_args(Form))
-        or (form is None and normalizer.get("normalizers"))
-    ):
+    normalizer = description.get("normalizer")
+    if isinstance(normalizer, dict) and normalizer.get("type") == "Sequence":
+        parts = normalizer.get("normalizers") or [None]
+        normalizer = parts[0] if len(parts) == 1 else {}
+    form = normalizer.get("type", "") if isinstance(normalizer, dict) else None
+    if not plain or form not in (None, *get_args(Form)):
         return None
     stage = description.get("pre_tokenizer") or {}
     stages = stage.get("pretokenizers", []) if stage.get("type") == "Sequence" else [stage]
@@ -216,7 +213,7 @@ def _byte_level_words(description: dict[str, Any]) -> tuple[tuple[str, ...], For
         return None
     if last.get("use_regex", True):
         patterns.append(GPT2_PATTERN)
-    return (tuple(patterns), form) if patterns else None
+    return (tuple(patterns), cast("Form | None", form)) if patterns else None
 
 
 def _special_ids(config: Path, known: Mapping[str, int]) -> dict[str, int]:

@@ -32,8 +32,8 @@ class DisputedLetters:
         for first in range(0xC2, 0xF5):
             for second in range(0x80, 0xC0):
                 low, high = _letters(first, second)
-                self._starts[first << 6 | second & 0x3F] = points[low:high].any()
-        self._leads = self._starts.reshape(256, 64).any(axis=1)
+                self._starts[first << 6 | second & 0x3F] = bool(points[low:high].any())
+        self._leads: npt.NDArray[np.bool_] = np.any(self._starts.reshape(256, 64), axis=1)
 
     def find(self, texts: Sequence[bytes]) -> list[int]:
         """Numbers of the texts with such a letter, ascending."""

@@ -23,7 +23,7 @@ NORMAL, UNKNOWN, USER_DEFINED = 1, 2, 4  # kinds of pieces in a SentencePiece mo
 PROBES = (
     "Hello world, it's  2026!\n\n  x = y[12345] ** 2\t# ok",
     " a", "  a ", "a  b   c    d     e", "\n", "\n\n\n\n a", "\t\tif x:\n\t\t\treturn", "",
-    "Grüße, 你好世界, привет мир, e\u0301 é ½ ② ﬁ Ａ\u3000\u00a0\u200b\ufeff", "\x00\x01\x7f",
+    "Grüße, 你好世界, привет мир, e\u0301 é ½ ② ﬁ \uff21\u3000\u00a0\u200b\ufeff", "\x00\x01\x7f",
     "<s> </s> <unk> <0x0A> <pad> [INST] <mask> ▁ ▁▁", "🙂👩‍👩‍👧 \U0002f800 \U0010fffd",
     "unbelievably " * 20, "12345678901234567890", "</s>a<s>", "<h1>x</h1><table>",
     f"x{' ' * 100}y{' ' * 33}", "\n" * 70 + "\t" * 70, f"{' ' * 31}z{' ' * 32}",

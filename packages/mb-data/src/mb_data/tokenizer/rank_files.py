@@ -79,7 +79,7 @@ def from_tekken(
         listed = description.get("special_tokens") or [
             {"rank": rank, "token_str": text} for rank, text in enumerate(("<unk>", "<s>", "</s>"))
         ]
-        special = {entry["token_str"]: int(entry["rank"]) for entry in listed}
+        special = {str(entry["token_str"]): int(entry["rank"]) for entry in listed}
         pattern = str(config["pattern"])
     except (ValueError, KeyError, TypeError, binascii.Error) as error:
         raise ValueError(f"{path}: not a tekken.json: {error!r}") from error

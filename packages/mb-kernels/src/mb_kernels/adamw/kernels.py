@@ -82,10 +82,11 @@ def adamw_kernel(
     if ALIGNED:
         todo = (todo >> 4) * 16
     end = start + todo
-    scale = tl.load(grad_scale_ptr)
+    # Of three divisions an element two are by numbers of the step: products with their inverse.
+    grad_factor = 1.0 / tl.load(grad_scale_ptr)
     rates_ptr += 3 * tl.load(table_ptr + 6 * N + tensor)
     size = tl.load(rates_ptr)
-    root = tl.load(rates_ptr + 1)
+    root_factor = 1.0 / tl.load(rates_ptr + 1)
     t = tl.load(rates_ptr + 2).to(tl.int32)
 
     weights = _pointer(table_ptr, 0, tensor, N, tl.float32, ALIGNED)
@@ -96,12 +97,12 @@ def adamw_kernel(
         i = at + tl.arange(0, BLOCK)
         inside = i < end
         weight = tl.load(weights + i, mask=inside)
-        grad = tl.load(grads + i, mask=inside).to(tl.float32) / scale
+        grad = tl.load(grads + i, mask=inside).to(tl.float32) * grad_factor
         first = tl.load(firsts + i, mask=inside).to(tl.float32)
         second = tl.load(seconds + i, mask=inside).to(tl.float32)
         first += (grad - first) * one_minus_beta1
         second = second * beta2 + grad * grad * one_minus_beta2
-        update = size * (first / (tl.sqrt(second) / root + eps))
+        update = size * (first / (tl.sqrt(second) * root_factor + eps))
         if tl.bfloat16 == MOMENT:
             dither = _dither(weight, t)
             first = _round(first, dither & 0xFFFF)

@@ -187,7 +187,7 @@ def layer_from_arguments(
     experts = built.experts
     halves = experts.w1.detach().chunk(2 if config.is_glu else 1, dim=1)
     for name, weights in (
-        ("init_method", (built.router.weight.detach(), *halves)),
+        ("init_method", (built.router.get_parameter("weight").detach(), *halves)),
         ("output_layer_init_method", (experts.w2.detach().transpose(1, 2),)),
     ):
         if _normal_std(values[name]) is None:

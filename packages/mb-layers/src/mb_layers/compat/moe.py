@@ -117,6 +117,8 @@ class _Layer(nn.Module):
         routed = self._routed.pop()
         # In the backward pass it is a recomputation, whose entry was made the first time.
         if self.training and torch._C._current_graph_task_id() == -1:
+            assert routed.probs_TE is not None
+            assert routed.logits_TE is not None
             if self.args.moe_loss_weight > 0:
                 _load_balancing.append((metrics["tokens_per_expert"], routed.probs_TE))
             if self.args.moe_zloss_weight > 0:

@@ -16,6 +16,7 @@ from mb_kernels.activation import GLU_ACTIVATIONS
 from torch import Tensor, nn
 
 from mb_layers.experts import cast_alike, expert_mlp_in_steps, to_plain
+from mb_layers.factored import map_weight, weight_of
 
 try:
     from transformers import activations
@@ -56,29 +57,33 @@ def experts_forward(
     """
     num_experts = self.num_experts
     name_of_w1 = "gate_up_proj" if self.has_gate else "up_proj"
-    weights = [
-        to_plain(getattr(self, name), num_experts)
-        for name in (
-            name_of_w1,
-            "down_proj",
-            *((f"{name_of_w1}_bias", "down_proj_bias") if self.has_bias else ()),
-        )
+    names = (
+        name_of_w1,
+        "down_proj",
+        *((f"{name_of_w1}_bias", "down_proj_bias") if self.has_bias else ()),
+    )
+    (x_TD,) = cast_alike(hidden_states)
+    # Adapters that PEFT puts on stay apart from the weights: no merged copy of all experts.
+    weights: list[Any] = [
+        map_weight(weight_of(self, name), lambda w: to_plain(w, num_experts).to(x_TD.dtype))
+        for name in names
     ]
-    x_TD, w1, w2, *biases = cast_alike(hidden_states, *weights)
+    w1, w2, *biases = weights
     bins = mb_kernels.bin_tokens(top_k_index, num_experts)
     weights_TK = top_k_weights.float()
     activation = fused_activation(self)
-    if activation is not None:
+    b1, b2 = biases or (None, None)
+    gate = self._apply_gate if self.has_gate else self.act_fn
+    if activation is not None and isinstance(w1, Tensor) and isinstance(w2, Tensor):
         y_TD = mb_kernels.expert_mlp(x_TD, w1, w2, bins, weights_TK, activation=activation)
     else:
-        b1, b2 = biases or (None, None)
         y_TD = expert_mlp_in_steps(
             x_TD,
             w1,
             w2,
             bins,
             weights_TK,
-            self._apply_gate if self.has_gate else self.act_fn,
+            gate,
             b1=b1,
             b2=b2,
             transpose_weight=not self.is_transposed,

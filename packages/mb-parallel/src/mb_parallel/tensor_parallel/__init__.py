@@ -6,12 +6,13 @@ from mb_parallel.tensor_parallel.experts import ExpertLayer as ExpertLayer
 from mb_parallel.tensor_parallel.plans import block_plan as block_plan
 from mb_parallel.tensor_parallel.plans import gpt_plan as gpt_plan
 from mb_parallel.tensor_parallel.styles import ColumnParallel as ColumnParallel
-from mb_parallel.tensor_parallel.styles import JoinSequence as JoinSequence
+from mb_parallel.tensor_parallel.styles import JoinOutput as JoinOutput
 from mb_parallel.tensor_parallel.styles import ParallelInput as ParallelInput
 from mb_parallel.tensor_parallel.styles import PartialGradients as PartialGradients
 from mb_parallel.tensor_parallel.styles import Replicated as Replicated
 from mb_parallel.tensor_parallel.styles import RowParallel as RowParallel
 from mb_parallel.tensor_parallel.styles import SequenceParallel as SequenceParallel
+from mb_parallel.tensor_parallel.styles import Sharded as Sharded
 from mb_parallel.tensor_parallel.styles import SplitSequence as SplitSequence
 from mb_parallel.tensor_parallel.styles import Style as Style
 from mb_parallel.tensor_parallel.vocabulary import (

@@ -1,10 +1,10 @@
 """How a style changes a module: its class gets a subclass, its parameters stay where they are.
 
-Forward sees a parameter through a view (this rank's shard as a plain tensor, or the parameter with
-its gradient summed over the ranks) while `parameters()`, `state_dict()`, FSDP2 and the optimizer
-see the parameter itself, a DTensor where it is sharded. So the model's text needs no case for
-DTensors, its own casts and functions work on plain tensors, and an op costs the host what it costs
-without tensor parallelism; DTensor's dispatch takes some 50 to 100 us an op.
+While the module's forward runs it sees a parameter through a view: this rank's shard as a plain
+tensor, or the parameter with its gradient summed over the ranks. At all other times, and for
+`parameters()`, `state_dict()`, FSDP2 and the optimizer, it is the parameter itself, a DTensor where
+it is sharded. So the model's text needs no case for DTensors, its own casts and functions work on
+plain tensors, and an op costs the host what it costs without tensor parallelism.
 """
 
 from __future__ import annotations
@@ -29,38 +29,36 @@ def adapt(
     *,
     views: Mapping[str, View] | None = None,
     forward: Callable[..., Any] | None = None,
-    attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Give one module views of its parameters, and another forward.
+    """Give one module views of its own parameters, by name, and another forward.
 
     Args:
-        views: by name of a parameter of the module itself, what reading it returns.
+        views: what reading a parameter within the module's forward returns.
         forward: called as `forward(original, *args, **kwargs)`, `original` being the module's own.
-        attributes: further class attributes.
     """
     parent = type(module)
-    body: dict[str, Any] = dict(attributes or {})
-    for name, view in (views or {}).items():
-        body[name] = property(functools.partial(_read, name=name, view=view))
-    if forward is not None:
-        body["forward"] = _calling(parent.forward, forward)
-    module.__class__ = type(parent.__name__, (parent,), {"__module__": parent.__module__, **body})
+
+    def adapted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = self.inside_forward
+        self.inside_forward = True
+        try:
+            if forward is None:
+                return parent.forward(self, *args, **kwargs)
+            return forward(functools.partial(parent.forward, self), *args, **kwargs)
+        finally:
+            self.inside_forward = outer
+
+    body = {name: _viewed(name, view) for name, view in (views or {}).items()}
+    body |= {"__module__": parent.__module__, "forward": adapted, "inside_forward": False}
+    module.__class__ = type(parent.__name__, (parent,), body)
 
 
-def _read(module: nn.Module, *, name: str, view: View) -> Tensor:
-    parameter = module._parameters[name]
-    assert parameter is not None
-    # Between forward passes a parameter may be FSDP2's shard of it, which is FSDP2's alone to see.
-    if isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != ("tp",):
-        return parameter
-    return view(parameter)
+def _viewed(name: str, view: View) -> property:
+    def read(module: Any) -> Tensor:
+        parameter = module._parameters[name]
+        return view(parameter) if module.inside_forward else parameter
 
-
-def _calling(original: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    def adapted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(functools.partial(original, self), *args, **kwargs)
-
-    return adapted
+    return property(read)
 
 
 def shard(module: nn.Module, name: str, dim: int, mesh: Any, *, what: str) -> None:

@@ -13,7 +13,7 @@ Letters: B sequences, S tokens of a sequence, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,20 +179,41 @@ class SplitSequence(Style):
 
 
 @dataclass(frozen=True)
-class JoinSequence(Style):
-    """A replicated module that needs whole sequences: a pooler. All ranks compute the same."""
+class JoinOutput(Style):
+    """A module at the end of the stream, before what needs whole sequences: a pooler, a gather.
+
+    Its output, or the first of several, is joined; all ranks go on alike with it.
+    """
 
     def apply(self, module: nn.Module, region: Region) -> None:
         if not region.sequence_parallel:
             return
 
-        def forward(original: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return original(collectives.join(x, region.group, SEQUENCE), *args, **kwargs)
+        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            if isinstance(output, Tensor):
+                return collectives.join(output, region.group, SEQUENCE)
+            x, *rest = output
+            return collectives.join(x, region.group, SEQUENCE), *rest
 
         adapt(module, forward=forward)
 
-    def covers(self, module: nn.Module) -> list[nn.Module]:
-        return list(module.modules())
+
+@dataclass(frozen=True)
+class Sharded(Style):
+    """Parameters of which each rank has a run and computes with it alone, without a collective.
+
+    Args:
+        dims: dimension to share out, by name: {"weight": 1} of a table [buckets, heads] whose
+            output is added to the scores of a rank's own heads.
+    """
+
+    dims: Mapping[str, int]
+
+    def apply(self, module: nn.Module, region: Region) -> None:
+        for name in _own(module, *self.dims):
+            shard(module, name, self.dims[name], region.mesh, what=f"dimension of {name}")
+        adapt(module, views=dict.fromkeys(_own(module, *self.dims), local))
 
 
 @dataclass(frozen=True)

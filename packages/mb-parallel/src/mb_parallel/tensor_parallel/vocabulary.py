@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mb_kernels
@@ -22,8 +22,7 @@ from mb_parallel.tensor_parallel.styles import Region, Style
 class VocabParallelEmbedding(Style):
     """An `nn.Embedding` of tokens: each rank looks up its own rows, and the ranks add up.
 
-    A head tied to it reads `embedding.weight` and gets this rank's rows, as `VocabParallelLoss`
-    takes them.
+    A head tied to it passes `embedding.weight` to its loss, as `VocabParallelLoss` says.
     """
 
     def apply(self, module: nn.Module, region: Region) -> None:
@@ -51,13 +50,18 @@ class VocabParallelLoss(Style):
 
     The module keeps `mb_kernels.linear_cross_entropy` in an attribute and calls it there as
     `self.cross_entropy(x_BSD, weight, labels_BS, weights_BS, ...)`: the stream, unflattened, and
-    the weight as the embedding or the head gives it. Every rank gets the whole loss.
+    the embedding's or the head's weight. Every rank gets the whole loss.
 
     Args:
-        attribute: the name.
+        attribute: its name.
+        bias: a parameter of the module itself that is added to the scores, [V].
+        whole: the hidden states are no stream: all of them are on every rank, also with sequence
+            parallelism (after a `JoinOutput`).
     """
 
     attribute: str = "cross_entropy"
+    bias: str | None = None
+    whole: bool = False
 
     def apply(self, module: nn.Module, region: Region) -> None:
         if getattr(module, self.attribute, None) is not mb_kernels.linear_cross_entropy:
@@ -66,11 +70,15 @@ class VocabParallelLoss(Style):
                 f"mb_kernels.linear_cross_entropy, got {getattr(module, self.attribute, None)!r}. "
                 "The module keeps it in an attribute and calls it there."
             )
+        if self.bias is not None and module._parameters[self.bias] is not None:
+            shard(module, self.bias, 0, region.mesh, what="vocabulary")
+        if self.whole:
+            region = replace(region, sequence_parallel=False)
         loss = functools.partial(vocab_parallel_cross_entropy, region=region)
         setattr(module, self.attribute, loss)
 
     def covers(self, module: nn.Module) -> list[nn.Module]:
-        return []
+        return [module] if self.bias is not None else []
 
 
 def vocab_parallel_cross_entropy(
@@ -90,15 +98,14 @@ def vocab_parallel_cross_entropy(
 
     Args:
         x: the stream, [..., S, D] or, with sequence parallelism, this rank's run of S.
-        weight_VD, bias_V: this rank's rows.
+        weight_VD, bias_V: DTensors sharded by rows, or this rank's rows.
         labels, weights: [..., S], all of them on every rank.
     """
+    weight_VD = local(weight_VD)
+    bias_V = None if bias_V is None else local(bias_V)
     rows = weight_VD.shape[0]
-    shard = mb_kernels.VocabularyShard(
-        rows * region.rank,
-        rows * region.size,
-        functools.partial(collectives.stacked, group=region.group),
-    )
+    gather = functools.partial(collectives.stacked, group=region.group)
+    place = mb_kernels.VocabularyShard(rows * region.rank, rows * region.size, gather)
     return mb_kernels.linear_cross_entropy(
         region.enter(x),
         weight_VD,
@@ -106,5 +113,5 @@ def vocab_parallel_cross_entropy(
         weights,
         bias_V=bias_V,
         reduction=reduction,
-        shard=shard,
+        shard=place,
     )

@@ -13,12 +13,13 @@ class DataFields:
     """Token files, sequences, tokenizer."""
 
     data_path: list[str] | None = flag(  # noqa: RUF009, a field like the others
-        "prefix of .bin and .idx files, or weights and prefixes by turns; default: Python's library"
+        "prefix of .bin and .idx files, or weights and prefixes by turns; default: Python's library",
+        instead_of=("train_data_path", "valid_data_path", "test_data_path"),
     )
     split: str = flag(
         "shares of documents for training, validation and test", "969,30,1", on_load="fixed"
     )
-    train_data_path: list[str] | None = flag("training data of its own")  # noqa: RUF009
+    train_data_path: list[str] | None = flag("training data of its own", instead_of=("data_path",))  # noqa: RUF009
     valid_data_path: list[str] | None = flag("validation data of its own")  # noqa: RUF009
     test_data_path: list[str] | None = flag("test data of its own")  # noqa: RUF009
     seq_length: int | None = flag(
@@ -44,18 +45,21 @@ class DataFields:
     data_cache_path: str | None = flag("folder for sample indices; default beside the data")
     # Another tokenizer is refused by its content, wherever its files lie: see `Run.identity`.
     tokenizer: str | None = flag(
-        "tokenizer by name or file; default gpt2, or bert-base-uncased for the other models (ours)"
+        "tokenizer by name or file; default gpt2, or bert-base-uncased for the other models (ours)",
+        instead_of=("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model"),
     )
     tokenizer_type: str | None = flag(
         "Megatron's kind of tokenizer, with its files below",
         choices=(
             "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase",
             "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer",
-        ),
+        ), instead_of=("tokenizer",),
     )  # fmt: skip
-    vocab_file: str | None = flag("vocab.json of a byte-level BPE, or vocab.txt")
+    vocab_file: str | None = flag(
+        "vocab.json of a byte-level BPE, or vocab.txt", instead_of=("tokenizer",)
+    )
     merge_file: str | None = flag("merges.txt of a byte-level BPE")
-    tokenizer_model: str | None = flag("model file of SentencePiece")
+    tokenizer_model: str | None = flag("model file of SentencePiece", instead_of=("tokenizer",))
     vocab_extra_ids: int = flag(
         "sentinel tokens to append, as T5 needs them", 0, bounds=AT_LEAST_0, on_load="fixed"
     )

@@ -55,6 +55,8 @@ class Spec:
         count: number of values of a list, where that is fixed.
         layer: the argument of `mb_layers.MoEConfig` that it is.
         required: a run must say it; there is no default.
+        instead_of: fields that say the same another way: said later than them, it takes their
+            place.
     """
 
     help: str
@@ -67,6 +69,7 @@ class Spec:
     count: int | None = None
     layer: str | None = None
     required: bool = False
+    instead_of: tuple[str, ...] = ()
 
 
 def flag(text: str, default: Any = None, **about: Any) -> Any:

@@ -100,14 +100,22 @@ class ModelFields:
         in_force="activation_name",
     )  # fmt: skip
     swiglu: bool = flag(
-        "gate the feed-forward with SiLU", False, on_load="model", in_force="activation_name"
+        "gate the feed-forward with SiLU",
+        False,
+        on_load="model",
+        in_force="activation_name",
+        instead_of=("activation", "squared_relu"),
     )
     squared_relu: bool = flag(
-        "squared ReLU in the feed-forward", False, on_load="model", in_force="activation_name"
+        "squared ReLU in the feed-forward",
+        False,
+        on_load="model",
+        in_force="activation_name",
+        instead_of=("activation", "swiglu", "glu"),
     )
     activation: str | None = flag(
         "feed-forward activation by mb_kernels' name; default gelu_tanh, or geglu_tanh (ours)",
-        on_load="model", in_force="activation_name",
+        on_load="model", in_force="activation_name", instead_of=("glu", "swiglu", "squared_relu"),
     )  # fmt: skip
     apply_residual_connection_post_layernorm: bool = flag(
         "take the residual from behind the norm", False, on_load="said"

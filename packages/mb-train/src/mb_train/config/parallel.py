@@ -35,11 +35,14 @@ class ParallelFields:
         ),
     )  # fmt: skip
     expert_model_parallel_size: int = flag(
-        "ranks that share the experts of a layer", 1, bounds=POSITIVE
+        "ranks that share the experts of a layer",
+        1,
+        bounds=POSITIVE,
+        instead_of=("moe_expert_model_parallelism",),
     )
     moe_expert_model_parallelism: bool = flag(
         "all data-parallel ranks share the experts of a layer", False,
-        also=("--expert-model-parallelism",),
+        also=("--expert-model-parallelism",), instead_of=("expert_model_parallel_size",),
     )  # fmt: skip
     moe_dispatcher: str = flag(
         "how tokens reach experts of other ranks (ours)", "auto",

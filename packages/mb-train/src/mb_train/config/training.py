@@ -72,9 +72,15 @@ class TrainingFields:
         "START INCREMENT SAMPLES: let the global batch grow from START by INCREMENT to its size "
         "over the first SAMPLES", bounds=AT_LEAST_0, count=3, on_load="said",
     )  # fmt: skip
-    train_iters: int | None = flag("steps to train; this or --train-samples", bounds=POSITIVE)
+    train_iters: int | None = flag(
+        "steps to train; this or --train-samples",
+        bounds=POSITIVE,
+        instead_of=("train_samples", "lr_decay_samples", "lr_warmup_samples", "rampup_batch_size"),
+    )
     train_samples: int | None = flag(
-        "sequences to train on; this or --train-iters", bounds=POSITIVE
+        "sequences to train on; this or --train-iters",
+        bounds=POSITIVE,
+        instead_of=("train_iters", "lr_decay_iters", "lr_warmup_iters"),
     )
     optimizer: str = flag(
         "optimizer", "adam", choices=("adam", "sgd", "adafactor", "muon"), on_load="fixed"
@@ -193,10 +199,21 @@ class RateFields:
         bounds=FRACTION,
         on_load="said",
         also=("--warmup",),
+        instead_of=("lr_warmup_iters", "lr_warmup_samples"),
     )
-    lr_warmup_iters: int = flag("steps of linear warm-up", 0, bounds=AT_LEAST_0, on_load="said")
+    lr_warmup_iters: int = flag(
+        "steps of linear warm-up",
+        0,
+        bounds=AT_LEAST_0,
+        on_load="said",
+        instead_of=("lr_warmup_fraction", "lr_warmup_samples"),
+    )
     lr_warmup_samples: int = flag(
-        "sequences of linear warm-up, with --train-samples", 0, bounds=AT_LEAST_0, on_load="said"
+        "sequences of linear warm-up, with --train-samples",
+        0,
+        bounds=AT_LEAST_0,
+        on_load="said",
+        instead_of=("lr_warmup_fraction", "lr_warmup_iters"),
     )
 
     def check_rates(self, *, by_samples: bool) -> None:
@@ -224,10 +241,13 @@ class PrecisionFields:
     )  # fmt: skip
     bf16: bool | None = flag(
         "compute in bf16 over fp32 master weights; default on a GPU yes, on a CPU no",
-        on_load="said",
+        on_load="said", instead_of=("fp16", "loss_scale"),
     )  # fmt: skip
     fp16: bool = flag(
-        "compute in fp16 over fp32 master weights, with a loss scale", False, on_load="said"
+        "compute in fp16 over fp32 master weights, with a loss scale",
+        False,
+        on_load="said",
+        instead_of=("bf16",),
     )
     loss_scale: float | None = flag(
         "a constant loss scale for fp16; default one that adapts", bounds=POSITIVE, on_load="said"

@@ -103,10 +103,19 @@ class GPT(nn.Module):
         )
         return reports.output(None, {"lm loss": loss})
 
-    def logits(self, tokens_BS: Tensor, *, last_only: bool = False) -> Tensor:
-        """Scores of the next token, [B, S, V] fp32, or [B, V] after each last token."""
+    def logits(
+        self, tokens_BS: Tensor, *, last_only: bool = False, at_B: Tensor | None = None
+    ) -> Tensor:
+        """Scores of the next token, [B, S, V] fp32; [B, V] after each last token, or after `at_B`.
+
+        Args:
+            at_B: int64, a place in each sequence; or [B, N] for several, and scores [B, N, V].
+        """
         x_BSD, _ = self._hidden(tokens_BS, running_positions(tokens_BS), None)
-        if last_only:
+        if at_B is not None:
+            rows_B = torch.arange(len(at_B), device=at_B.device)
+            x_BSD = x_BSD[rows_B[:, None] if at_B.ndim == 2 else rows_B, at_B]
+        elif last_only:
             x_BSD = x_BSD[:, -1]
         return F.linear(x_BSD, self._head_weight().to(x_BSD.dtype)).float()
 

@@ -1,0 +1,131 @@
+"""Best-fit packing against the rule placed piece by piece; fill-in-the-middle by its marks."""
+
+import numpy as np
+import pytest
+from mb_data import (
+    FillInTheMiddle,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    MiddleTokens,
+    PackedDataset,
+    build_packed_datasets,
+)
+from mb_data.packing import best_fit
+
+EOD = 999
+
+
+def one_by_one(lengths, room):
+    """The room left in each bin, sorted: which of equal bins takes a piece does not matter."""
+    free = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [i for i, left in enumerate(free) if left >= length]
+        if fitting:
+            best = min(fitting, key=lambda i: free[i])
+            free[best] -= length
+        else:
+            free.append(room - length)
+    return sorted(free)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_best_fit_is_the_rule(seed):
+    rng = np.random.default_rng(seed)
+    room = int(rng.integers(1, 40))
+    lengths = rng.integers(1, room + 1, size=int(rng.integers(1, 200)))
+    if seed % 3 == 0:
+        lengths = np.minimum(lengths, 1 + room // 3)
+    bins = best_fit(lengths, room)
+    used = np.bincount(bins, weights=lengths).astype(int)
+    assert sorted((room - used).tolist()) == one_by_one(lengths.tolist(), room)
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    rng = np.random.default_rng(0)
+    with IndexedDatasetBuilder(tmp_path / "a", "u2") as builder:
+        for size in [0, 1, 2, 9, 10, 11, 40, *rng.integers(0, 30, size=80).tolist()]:
+            builder.add_document([*range(1, size), EOD][-size or 1 :] if size else [])
+    return tmp_path / "a"
+
+
+def test_every_token_is_predicted_once_an_epoch(prefix):
+    indexed = IndexedDataset(prefix)
+    documents = range(2, len(indexed))
+    dataset = PackedDataset(indexed, documents, seq_length=9, num_samples=10_000, eod=EOD, seed=1)
+    epoch = len(dataset.starts) - 1
+    assert len(dataset) == 10_000
+    covered = {d: np.zeros(int(indexed.sizes[d]), dtype=int) for d in documents}
+    for sequence, first, length in dataset.pieces.tolist():
+        assert 1 <= length <= 10
+        covered[sequence][first + (first > 0) : first + length] += 1
+    assert all((seen == 1).all() for seen in covered.values())
+
+    def content(i):
+        return tuple(dataset[i].tolist())
+
+    first = [content(i) for i in range(epoch)]
+    second = [content(i) for i in range(epoch, 2 * epoch)]
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert content(-1) == content(len(dataset) - 1)
+    used = dataset.pieces[:, 2].sum()
+    assert sum(row.count(EOD) for row in first) >= epoch * 10 - used
+
+
+def test_build_packed_datasets(prefix):
+    options = {"seq_length": 9, "eod": EOD, "seed": 1, "num_samples": (5, 2, 0)}
+    train, valid, test = build_packed_datasets(str(prefix), split="80,20,0", **options)
+    assert test is None
+    assert train.pieces[:, 0].max() < valid.pieces[:, 0].min()
+    with pytest.raises(ValueError, match="seq_length of at least 1"):
+        build_packed_datasets(str(prefix), split="1", **(options | {"seq_length": 0}))
+
+
+MARKS = MiddleTokens(prefix=1001, middle=1002, suffix=1003)
+
+
+def undo(text):
+    """The document that a rearranged one was, None if it was cut off."""
+    prefix, middle, suffix = (text.index(mark) if mark in text else -1 for mark in MARKS)
+    if prefix < 0:
+        return text
+    if min(middle, suffix) < 0:
+        return None
+    if suffix == prefix + 1:  # suffix first
+        return text[middle + 1 :] + text[suffix + 1 : middle]
+    return text[1:suffix] + text[middle + 1 :] + text[suffix + 1 : middle]
+
+
+def test_fill_in_the_middle_loses_nothing():
+    rng = np.random.default_rng(0)
+    samples = [rng.integers(1, 900, size=200) for _ in range(50)]
+    for sample in samples:
+        sample[rng.integers(0, 200, size=6)] = EOD
+    everything = FillInTheMiddle(samples, MARKS, eod=EOD, rate=1.0, suffix_first_rate=0.0, seed=3)
+    for i, sample in enumerate(samples):
+        changed = everything[i].tolist()
+        assert len(changed) == len(sample)
+        assert changed == everything[i].tolist()  # a function of index and seed
+        before = " ".join(map(str, sample.tolist())).split(f"{EOD}")
+        after = " ".join(map(str, changed)).split(f"{EOD}")
+        for old, new in zip(before[:3], after[:3], strict=True):  # the last ones may be cut off
+            if new.split():
+                assert list(map(str, undo(list(map(int, new.split()))))) == old.split()
+    nothing = FillInTheMiddle(samples, MARKS, eod=EOD, rate=0.0, seed=3)
+    assert all((nothing[i] == sample).all() for i, sample in enumerate(samples))
+    swapped = FillInTheMiddle(samples, MARKS, eod=EOD, rate=1.0, suffix_first_rate=1.0, seed=3)
+    first = swapped[0].tolist()
+    assert first[first.index(1001) + 1] == 1003
+    half = FillInTheMiddle(samples, MARKS, eod=EOD, seed=3)
+    share = sum((half[i] == 1001).sum() for i in range(50)) / sum(
+        (everything[i] == 1001).sum() for i in range(50)
+    )
+    assert 0.35 < share < 0.65
+
+
+def test_fill_in_the_middle_refuses():
+    with pytest.raises(ValueError, match="rate must lie between 0 and 1"):
+        FillInTheMiddle([], MARKS, eod=EOD, rate=2, seed=0)
+    with pytest.raises(ValueError, match="four different tokens"):
+        FillInTheMiddle([], MARKS, eod=1001, seed=0)

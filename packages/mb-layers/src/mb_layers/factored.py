@@ -1,0 +1,227 @@
+"""Experts' weights that are more than a tensor: low-rank adapters, frozen weights in few bits.
+
+A weight W + s B A is never formed: its product with the rows is x W^T + s (x A^T) B^T, two grouped
+products of rank r beside the frozen one. A frozen weight in 4 or 8 bits is decoded for a product
+and let go of, again in the backward pass. Both are torch parametrizations of the stacked weights,
+so that everything else (state dicts, copies, code that asks for `experts.w1`) sees what it expects;
+adapters that PEFT puts on with `target_parameters` are recognised by the same attributes.
+
+    add_lora(layer.experts, rank=8, alpha=16)      # freezes w1 and w2, trains the adapters
+    merge_lora(layer.experts)                      # adds them to the weights
+
+Letters: E experts, N rows, r rank, R rows and C columns of a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mb_kernels
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+
+class LowRank(NamedTuple):
+    """scaling * lhs @ rhs, lhs [E, R, r] and rhs [E, r, C]."""
+
+    lhs: Tensor
+    rhs: Tensor
+    scaling: float
+
+
+class Frozen(NamedTuple):
+    """A weight [E, R, C] in codes and scales of `mb_kernels.quantize`."""
+
+    codes: Tensor
+    scales: Tensor
+    bits: int
+
+
+class Factored(NamedTuple):
+    """A weight [E, R, C]: the base and what is added to it."""
+
+    base: Tensor | Frozen
+    added: tuple[LowRank, ...]
+
+
+class LoRA(nn.Module):
+    """Parametrization W -> W + alpha / r * b @ a, with `a` [E, r, C] and `b` [E, R, r], b zero."""
+
+    def __init__(self, weight: Tensor, *, rank: int, alpha: float) -> None:
+        super().__init__()
+        num_experts, rows, columns = weight.shape
+        options: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        self.a = nn.Parameter(torch.empty(num_experts, rank, columns, **options))
+        self.b = nn.Parameter(torch.zeros(num_experts, rows, rank, **options))
+        self.scaling = alpha / rank
+        nn.init.uniform_(self.a, -1 / math.sqrt(columns), 1 / math.sqrt(columns))
+
+    @property
+    def lhs(self) -> Tensor:
+        return self.b
+
+    @property
+    def rhs(self) -> Tensor:
+        return self.a
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The merged weight, for those who ask for it."""
+        return weight + self.scaling * (self.b @ self.a).to(weight.dtype)
+
+
+class FrozenBits(nn.Module):
+    """Parametrization that keeps a frozen weight [E, R, C] in 4 or 8 bits (`quantize`'s bound)."""
+
+    def __init__(self, bits: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.bits, self.dtype = bits, dtype
+
+    def forward(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The decoded weight."""
+        return mb_kernels.dequantize(codes, scales.float(), bits=self.bits, dtype=self.dtype)
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = mb_kernels.quantize(weight, self.bits)
+        return codes, scales
+
+
+def add_lora(
+    experts: nn.Module, *, rank: int, alpha: float, names: tuple[str, ...] = ("w1", "w2")
+) -> None:
+    """Freeze the stacked weights of `Experts` and put trainable low-rank adapters on them.
+
+    Args:
+        experts: `layer.experts`, its weights plain or frozen in bits.
+        rank: of each expert's adapter; the kernels pad it to a multiple of 16.
+        alpha: the adapter's product is scaled by alpha / rank.
+        names: which weights.
+
+    Raises:
+        ValueError: rank < 1, or experts whose options need the fused op.
+    """
+    config: Any = experts.config
+    if rank < 1:
+        raise ValueError(f"expected rank >= 1, got {rank}")
+    if config.mlp_impl != "grouped" or config.saved_activation_bits is not None:
+        raise ValueError(
+            "expected mlp_impl='grouped' and saved_activation_bits=None for adapters, got "
+            f"{config.mlp_impl!r} and {config.saved_activation_bits}; recompute=True saves memory"
+        )
+    for name in names:
+        weight = getattr(experts, name)
+        for parameter in _originals(experts, name):
+            parameter.requires_grad_(False)
+        adapter = LoRA(weight.detach(), rank=rank, alpha=alpha)
+        parametrize.register_parametrization(experts, name, adapter, unsafe=True)
+
+
+def merge_lora(experts: nn.Module) -> None:
+    """Add the adapters to the weights, which are plain parameters again and trainable.
+
+    Weights frozen in bits are decoded for it.
+    """
+    for name in ("w1", "w2"):
+        if not parametrize.is_parametrized(experts, name):
+            continue
+        with torch.no_grad():
+            parametrize.remove_parametrizations(experts, name, leave_parametrized=True)
+        merged = getattr(experts, name).detach()
+        if name not in experts._parameters:  # a weight frozen in bits had no parameter to return to
+            delattr(experts, name)
+        experts.register_parameter(name, nn.Parameter(merged))
+
+
+def freeze_in_bits(experts: nn.Module, bits: int) -> None:
+    """Keep the frozen weights w1 and w2 of `Experts` in 4 or 8 bits; do it before `add_lora`."""
+    for name in ("w1", "w2"):
+        weight = getattr(experts, name).requires_grad_(False)
+        frozen = FrozenBits(bits, weight.dtype)
+        parametrize.register_parametrization(experts, name, frozen, unsafe=True)
+
+
+def weight_of(module: nn.Module, name: str) -> Tensor | Factored:
+    """Return a module's weight, its parts unmerged where it is made of parts known here."""
+    if not parametrize.is_parametrized(module, name):
+        return getattr(module, name)
+    parametrizations: Any = module.parametrizations
+    kinds = list(parametrizations[name])
+    base: Any = None
+    if isinstance(kinds[0], FrozenBits):
+        originals = parametrizations[name]
+        base = Frozen(originals.original0, originals.original1, kinds.pop(0).bits)
+    if not all(hasattr(k, "lhs") and hasattr(k, "rhs") and hasattr(k, "scaling") for k in kinds):
+        return getattr(module, name)
+    if base is None:
+        base = parametrizations[name].original
+    return Factored(base, tuple(LowRank(k.lhs, k.rhs, k.scaling) for k in kinds))
+
+
+def map_weight(weight: Tensor | Factored, fn: Callable[[Tensor], Tensor]) -> Tensor | Factored:
+    """Apply fn to the tensors of a weight; the codes of a frozen one stay as they are."""
+    if isinstance(weight, Tensor):
+        return fn(weight)
+    base = weight.base if isinstance(weight.base, Frozen) else fn(weight.base)
+    added = (LowRank(fn(lhs), fn(rhs), scaling) for lhs, rhs, scaling in weight.added)
+    return Factored(base, tuple(added))
+
+
+def grouped_linear(
+    x_NC: Tensor, weight: Tensor | Factored, offsets_E1: Tensor, *, transpose_weight: bool = True
+) -> Tensor:
+    """`mb_kernels.grouped_gemm` with a weight in parts, all of x's dtype but the codes."""
+    if isinstance(weight, Tensor):
+        return mb_kernels.grouped_gemm(x_NC, weight, offsets_E1, transpose_weight=transpose_weight)
+    if isinstance(weight.base, Frozen):
+        y_NR = _FrozenProduct.apply(x_NC, *weight.base, offsets_E1, transpose_weight)
+    else:
+        y_NR = grouped_linear(x_NC, weight.base, offsets_E1, transpose_weight=transpose_weight)
+    for lhs, rhs, scaling in weight.added:
+        more = -lhs.shape[2] % 16  # the kernels take ranks that are multiples of 16
+        if more:
+            lhs, rhs = F.pad(lhs, (0, more)), F.pad(rhs, (0, 0, 0, more))
+        first, second = (rhs, lhs) if transpose_weight else (lhs, rhs)
+        u_Nr = grouped_linear(x_NC, first, offsets_E1, transpose_weight=transpose_weight)
+        y_NR = y_NR + scaling * grouped_linear(
+            u_Nr, second, offsets_E1, transpose_weight=transpose_weight
+        )
+    return y_NR
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Rows times a weight in codes, which alone are kept for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NC: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        bits: int,
+        offsets_E1: Tensor,
+        transpose_weight: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scales, offsets_E1)
+        ctx.bits, ctx.transpose_weight = bits, transpose_weight
+        weight = mb_kernels.dequantize(codes, scales.float(), bits=bits, dtype=x_NC.dtype)
+        return mb_kernels.grouped_gemm(x_NC, weight, offsets_E1, transpose_weight=transpose_weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NR: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # ty: ignore[incompatible-method-override]
+        codes, scales, offsets_E1 = ctx.saved_tensors
+        weight = mb_kernels.dequantize(codes, scales.float(), bits=ctx.bits, dtype=grad_NR.dtype)
+        grad_NC = mb_kernels.grouped_gemm(
+            grad_NR.contiguous(), weight, offsets_E1, transpose_weight=not ctx.transpose_weight
+        )
+        return grad_NC, None, None, None, None, None
+
+
+def _originals(module: nn.Module, name: str) -> list[Tensor]:
+    if not parametrize.is_parametrized(module, name):
+        return [getattr(module, name)]
+    parametrizations: Any = module.parametrizations
+    held = parametrizations[name]
+    return [held.original] if hasattr(held, "original") else []

@@ -1,0 +1,149 @@
+"""What a model of several MoE layers needs around its forward pass.
+
+    with collect(model) as moe:
+        logits = model(tokens)
+    loss = cross_entropy(logits, targets) + moe.aux_loss()
+
+Nothing stays on the model: hooks live as long as the `with`, so a recomputation in the backward
+pass, which comes later, is not collected again.
+
+Letters: L layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mb_layers.losses import attach_aux_loss
+from mb_layers.moe import MoEOutput, _MoELayer
+from mb_layers.router import Router, update_balancing_bias
+
+
+class Collected:
+    """Auxiliary losses and metrics of the passes through a model's MoE layers, by layer name."""
+
+    def __init__(self, layers: dict[str, _MoELayer]) -> None:
+        self.layers = layers
+        self.passes: list[tuple[str, Tensor, dict[str, Tensor]]] = []
+
+    def aux_loss(self) -> Tensor:
+        """Return the mean auxiliary loss over the layers' passes, a scalar with gradient.
+
+        Raises:
+            ValueError: no layer ran, or reentrant checkpointing ran them without gradients.
+        """
+        losses = [aux_loss for _, aux_loss, _ in self.passes]
+        if not losses:
+            raise ValueError("expected MoE layers to run inside collect(model), none did")
+        mean = torch.stack(losses).mean()
+        wanted = any(
+            layer.training and any(p.requires_grad for p in layer.router.parameters())
+            for layer in self.layers.values()
+        )
+        if wanted and torch.is_grad_enabled() and not mean.requires_grad:
+            raise ValueError(
+                "expected auxiliary losses with gradients, got none: run the layers with gradients "
+                "enabled, and checkpoint them with use_reentrant=False"
+            )
+        return mean
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return each metric of all passes, stacked in their order: [L] or [L, E]."""
+        if not self.passes:
+            return {}
+        by_pass = [metrics for _, _, metrics in self.passes]
+        return {key: torch.stack([m[key] for m in by_pass]) for key in by_pass[0]}
+
+    def tokens_per_expert(self) -> dict[str, Tensor]:
+        """Return each layer's counts [E], summed over its passes."""
+        counts: dict[str, Tensor] = {}
+        for name, _, metrics in self.passes:
+            counts[name] = counts.get(name, 0) + metrics["tokens_per_expert"]
+        return counts
+
+
+@contextmanager
+def collect(model: nn.Module) -> Generator[Collected]:
+    """Collect what every `dMoE` and `MoE` in `model` returns while the context is open.
+
+    For models called as they are: a compiled model has its hooks compiled in, or not.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, _MoELayer)}
+    if not layers:
+        raise ValueError("expected a model with dMoE or MoE layers, found none")
+    collected = Collected(layers)
+    names = {id(layer): name for name, layer in layers.items()}
+
+    def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
+        collected.passes.append((names[id(layer)], output.aux_loss, output.metrics))
+
+    hooks = [layer.register_forward_hook(keep) for layer in layers.values()]
+    try:
+        yield collected
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def update_balancing_biases(
+    passes: Iterable[Collected],
+    *,
+    rate: float,
+    reduce_counts: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Move every layer's balancing bias by one step; once per optimizer step.
+
+    Args:
+        passes: what was collected from each of the step's micro-batches.
+        rate: the step of `update_balancing_bias`.
+        reduce_counts: sums counts [L, E] over the ranks that hold copies of these routers, for
+            instance by an all-reduce; one call for all layers.
+    """
+    passes = list(passes)
+    routers = {
+        name: layer.router
+        for name, layer in (passes[0].layers if passes else {}).items()
+        if isinstance(layer.router, Router) and layer.router.balancing_bias is not None
+    }
+    if not routers:
+        raise ValueError(
+            "expected collected passes of layers with MoEConfig(balancing_bias=True), got none"
+        )
+    by_pass = [collected.tokens_per_expert() for collected in passes]
+    counts_LE = torch.stack(
+        [torch.stack([counts[name] for counts in by_pass]).sum(dim=0) for name in routers]
+    )
+    if reduce_counts is not None:
+        counts_LE = reduce_counts(counts_LE)
+    for router, counts_E in zip(routers.values(), counts_LE, strict=True):
+        update_balancing_bias(router, counts_E, rate=rate)
+
+
+class AsMLP(nn.Module):
+    """A layer that returns y alone, for `nn.Sequential` or in the place of a dense MLP.
+
+    Args:
+        layer: a `dMoE` or `MoE`.
+        aux_scale: in training the gradients are those of loss + aux_scale * aux_loss
+            (`attach_aux_loss`). None: the auxiliary loss is left to `collect`.
+    """
+
+    def __init__(self, layer: _MoELayer, *, aux_scale: float | Tensor | None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.aux_scale = aux_scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] to y of the same shape."""
+        y, aux_loss, _ = self.layer(x)
+        if self.aux_scale is None or not (self.training and torch.is_grad_enabled()):
+            return y
+        return attach_aux_loss(y, aux_loss, self.aux_scale)
+
+    def extra_repr(self) -> str:
+        return f"aux_scale={self.aux_scale}"

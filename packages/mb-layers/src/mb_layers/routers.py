@@ -1,0 +1,136 @@
+"""Other ways to choose: expert choice, Sinkhorn balance, noisy top-k.
+
+Each is a `Router` to give to a layer: `dMoE(config, router=SinkhornRouter(config))`. They differ
+from it by what the choice is made by; the weights have their gradient as ever.
+
+Letters: T tokens, D hidden, E experts, K top-k, C tokens an expert takes, N = E C.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mb_layers.config import MoEConfig
+from mb_layers.experts import to_plain
+from mb_layers.losses import at_least_fp32, without_autocast
+from mb_layers.router import Router, RouterOutput
+
+
+class ExpertChoiceRouter(Router):
+    """Each expert takes its best C = ceil(K T / E) tokens (arXiv 2202.09368).
+
+    Load is balanced by construction, a token visits any number of experts, K on average. What a
+    token gets depends on the other tokens of the batch, later ones too: not for causal models whose
+    loss must not see the future.
+    """
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        *,
+        mask_T: Tensor | None = None,
+        expert_ids_TK: Tensor | None = None,
+    ) -> RouterOutput:
+        """Route x_TD [T, D]; see `Router.forward`."""
+        if expert_ids_TK is not None:
+            return super().forward(x_TD, mask_T=mask_T, expert_ids_TK=expert_ids_TK)
+        config = self.config
+        with without_autocast(x_TD):
+            logits_TE = self.logits(x_TD)
+            scores_TE, probs_TE = self.scores(logits_TE)
+            choice_TE = self.choice(scores_TE.detach(), logits_TE.detach(), mask_T)
+            if mask_T is not None:
+                choice_TE = choice_TE.masked_fill(~mask_T[:, None], float("-inf"))
+            num_tokens, experts = x_TD.shape[0], config.num_experts
+            limit = -(-config.top_k * num_tokens // experts)  # all experts' C is the same
+            order_TE = torch.sort(choice_TE, dim=0, descending=True, stable=True).indices
+            tokens_EC = order_TE[:limit].T
+            weights_EC = scores_TE.T.gather(1, tokens_EC) * config.routed_scaling_factor
+        ids_EC = torch.arange(experts, device=x_TD.device, dtype=torch.int32)[:, None]
+        ids_EC = ids_EC.expand(tokens_EC.shape)
+        if mask_T is not None:
+            real_limit = -(-config.top_k * mask_T.sum() // experts)
+            place_C = torch.arange(limit, device=x_TD.device)
+            ids_EC = torch.where(mask_T[tokens_EC] & (place_C < real_limit), ids_EC, -1)
+        return RouterOutput(
+            weights_EC.reshape(-1, 1),
+            ids_EC.reshape(-1, 1),
+            probs_TE,
+            logits_TE,
+            tokens_EC.reshape(-1),
+        )
+
+
+class SinkhornRouter(Router):
+    """In training the choice is by logits balanced over the batch (S-BASE, arXiv 2202.01169).
+
+    exp(logits) is scaled by rows and columns, in turn, until tokens have equal mass and experts
+    too. In eval mode the choice is by the scores.
+
+    Args:
+        iterations: how often rows and columns are scaled; a fixed number, for the device need not
+            be asked then whether it was enough.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        iterations: int = 8,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        self.iterations = iterations
+
+    @property
+    def _is_plain_softmax(self) -> bool:
+        return super()._is_plain_softmax and not self.training
+
+    def choice(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
+        """Return the balanced masses in training."""
+        if not self.training:
+            return super().choice(scores_TE, logits_TE, mask_T)
+        log_TE = logits_TE
+        if mask_T is not None:
+            log_TE = log_TE.masked_fill(~mask_T[:, None], float("-inf"))
+        column_E = log_TE.new_zeros(log_TE.shape[1])
+        for _ in range(self.iterations if log_TE.shape[0] else 0):
+            row_T = torch.logsumexp(log_TE - column_E, dim=1, keepdim=True)
+            row_T = row_T.masked_fill(row_T == float("-inf"), 0)
+            column_E = torch.logsumexp(log_TE - row_T, dim=0)
+        return log_TE - column_E  # a row's own scale changes no choice
+
+
+class NoisyTopKRouter(Router):
+    """Noise on the logits in training, as wide as a learned map says (arXiv 1701.06538, eq. 4).
+
+    logits = x W^T + N(0, 1) softplus(x W_noise^T). Parameter `noise_weight` [E, D], zero at first.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        self.noise_weight = nn.Parameter(torch.zeros_like(self.weight))
+
+    def reset_parameters(self) -> None:
+        """As for the router; the noise's weight is zero."""
+        super().reset_parameters()
+        if hasattr(self, "noise_weight"):
+            nn.init.zeros_(self.noise_weight)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Return the logits, with noise in training."""
+        logits_TE = super().logits(x_TD)
+        if not self.training:
+            return logits_TE
+        weight_ED = to_plain(self.noise_weight, self.config.num_choices)
+        width_TE = F.softplus(at_least_fp32(x_TD) @ at_least_fp32(weight_ED).T)
+        return logits_TE + torch.randn_like(logits_TE) * width_TE

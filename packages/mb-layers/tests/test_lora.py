@@ -1,0 +1,207 @@
+"""Adapters on experts: equal to the merged weights, and never merged on the way."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import mb_kernels
+import pytest
+import torch
+from layers_oracle import assert_close
+from mb_layers import MoEConfig, add_lora, dMoE, freeze_in_bits, merge_lora
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+
+def build(dtype: torch.dtype = torch.float64, **overrides) -> dMoE:
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 48, "num_experts": 5, "top_k": 2}
+    return dMoE(MoEConfig(**(sizes | {"init_method_std": 0.3} | overrides)), dtype=dtype)
+
+
+def with_adapters(layer: dMoE, rank: int = 3) -> dMoE:
+    add_lora(layer.experts, rank=rank, alpha=6.0)
+    with torch.no_grad():
+        for name, p in layer.named_parameters():
+            if name.endswith(".b"):
+                p.normal_(std=0.3)
+    return layer
+
+
+def merged_twin(layer: dMoE) -> dMoE:
+    """A layer with plain weights, their values functions of the adapters."""
+    twin = build(layer.experts.w1.dtype, **{"activation": layer.config.activation})
+    twin.router = layer.router
+    for name in ("w1", "w2"):
+        delattr(twin.experts, name)
+        setattr(twin.experts, name, getattr(layer.experts, name))
+    return twin
+
+
+@pytest.mark.parametrize("overrides", [{}, {"activation": "gelu"}, {"recompute": True}], ids=str)
+@pytest.mark.parametrize("rank", [1, 3, 16])
+def test_adapters_equal_merged_weights(overrides: dict, rank: int) -> None:
+    layer = with_adapters(build(**overrides), rank)
+    adapters = {n: p for n, p in layer.named_parameters() if n.endswith((".a", ".b"))}
+    assert len(adapters) == 4
+    assert not any(p.requires_grad for n, p in layer.named_parameters() if "original" in n)
+    x = torch.randn(9, 32, dtype=torch.float64, requires_grad=True)
+    twin = merged_twin(layer)
+    results = []
+    for run in (layer, twin):
+        y = run(x).y
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, *adapters.values()))))
+    for name, got, expected in zip(("y", "x", *adapters), *results, strict=True):
+        assert_close(name, got, expected)
+
+
+def test_no_copy_of_the_weights_is_kept_or_made() -> None:
+    layer = with_adapters(build(torch.float32, hidden_size=256, ffn_hidden_size=256), rank=4)
+    x = torch.randn(4, 256)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x).y
+    for p in layer.parameters():
+        kept.pop(p.untyped_storage().data_ptr(), None)
+    assert sum(kept.values()) < layer.experts.w2.numel() * 4
+    y.sum().backward()
+
+
+def test_merging_gives_plain_weights_with_the_same_output() -> None:
+    layer = with_adapters(build())
+    x = torch.randn(6, 32, dtype=torch.float64)
+    expected = layer(x).y
+    merge_lora(layer.experts)
+    assert [name for name, _ in layer.experts.named_parameters()] == ["w1", "w2"]
+    assert all(p.requires_grad for p in layer.experts.parameters())
+    assert_close("y", layer(x).y, expected)
+
+
+def test_fresh_adapters_change_nothing_and_travel_with_the_state() -> None:
+    layer = build()
+    x = torch.randn(6, 32, dtype=torch.float64)
+    before = layer(x).y
+    add_lora(layer.experts, rank=4, alpha=6.0)
+    assert_close("y", layer(x).y, before)
+    trained = with_adapters(build(), rank=4)
+    layer.load_state_dict(trained.state_dict())
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.experts.parametrizations.w1[0].b.zero_()
+    assert_close("y", twin(x).y, trained(x).y)
+    assert not torch.allclose(layer(x).y, trained(x).y)
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(8, 0.02), (4, 0.3)])
+def test_adapters_over_frozen_bits(bits: int, bound: float) -> None:
+    layer = build()
+    x = torch.randn(9, 32, dtype=torch.float64, requires_grad=True)
+    exact = layer(x).y
+    bytes_before = sum(t.numel() * t.element_size() for t in layer.experts.state_dict().values())
+    freeze_in_bits(layer.experts, bits)
+    bytes_after = sum(t.numel() * t.element_size() for t in layer.experts.state_dict().values())
+    assert bytes_after < bytes_before * (bits + 2) / 64
+    assert (layer(x).y - exact).norm() < bound * exact.norm()
+    layer = with_adapters(layer)
+    adapters = {n: p for n, p in layer.named_parameters() if n.endswith((".a", ".b"))}
+    twin = merged_twin(layer)
+    results = []
+    for run in (layer, twin):
+        y = run(x).y
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, *adapters.values()))))
+    for name, got, expected in zip(("y", "x", *adapters), *results, strict=True):
+        assert_close(name, got, expected)
+    merge_lora(layer.experts)
+    assert_close("merged", layer(x).y, results[0][0])
+    assert isinstance(layer.experts.w1, nn.Parameter)
+
+
+def test_bf16_and_autocast() -> None:
+    layer = with_adapters(build(torch.float32))
+    x = torch.randn(9, 32)
+    expected = layer(x).y
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x).y
+    assert y.dtype == torch.bfloat16
+    assert (y.float() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_what_needs_the_fused_op_is_refused() -> None:
+    with pytest.raises(ValueError, match="saved_activation_bits=None for adapters"):
+        add_lora(build(saved_activation_bits=8).experts, rank=2, alpha=1.0)
+    with pytest.raises(ValueError, match="rank >= 1, got 0"):
+        add_lora(build().experts, rank=0, alpha=1.0)
+
+
+def test_odd_widths_merge() -> None:
+    layer = with_adapters(build(ffn_hidden_size=20))
+    x = torch.randn(5, 32, dtype=torch.float64)
+    twin = merged_twin(layer)
+    twin.config = layer.config
+    expected = layer.experts.w1 is not None and layer(x).y
+    merge_lora(layer.experts)
+    assert_close("y", layer(x).y, expected)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["transformers", "dMoE"])
+def test_pefts_adapters_stay_apart(
+    native: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """PEFT's own target_parameters: its result, without its merged copy; merge and save are its."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    import mb_layers.transformers as mb
+    from tiny_models import build as tiny
+    from tiny_models import outputs_and_gradients
+
+    if native:
+        model: nn.Module = nn.Sequential(build(torch.float32))
+        parameters = ["0.experts.w1", "0.experts.w2"]
+    else:
+        model = tiny("qwen3_moe")
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=[], target_parameters=parameters, init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(copy.deepcopy(model), config)
+
+    def results() -> dict[str, Tensor]:
+        if not native:
+            return outputs_and_gradients(adapted)
+        adapted.zero_grad()
+        y = adapted.base_model.model[0](torch.randn(9, 32, generator=torch.manual_seed(2))).y
+        y.square().sum().backward()
+        return {"y": y} | {n: p.grad for n, p in adapted.named_parameters() if p.requires_grad}
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mb_layers.experts.weight_of", getattr)  # merged
+        expected = results()
+    if not native:
+        assert mb.use(adapted)
+    seen = []
+    real = mb_kernels.grouped_gemm
+    monkeypatch.setattr(
+        mb_kernels,
+        "grouped_gemm",
+        lambda x, w, *a, **k: seen.append(w.shape) or real(x, w, *a, **k),
+    )
+    got = results()
+    assert any(16 in shape[1:] for shape in seen)  # rank 4, padded
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    if not native:
+        adapted.save_pretrained(tmp_path)
+        again = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path)
+        tokens = torch.arange(3, 12)[None]
+        with torch.no_grad():
+            logits = adapted(input_ids=tokens).logits
+            assert_close("logits", again(input_ids=tokens).logits, logits, torch.float32)
+            merged = adapted.merge_and_unload()
+            torch.testing.assert_close(
+                merged(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5
+            )

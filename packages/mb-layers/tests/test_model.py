@@ -1,0 +1,117 @@
+"""Around a model of several layers: losses, metrics, one bias update per step, y alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layers_oracle import assert_close
+from mb_layers import AsMLP, MoE, MoEConfig, collect, dMoE, update_balancing_biases
+from mb_layers.router import update_balancing_bias
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+def config(**overrides) -> MoEConfig:
+    sizes = {"hidden_size": 16, "ffn_hidden_size": 16, "num_experts": 4, "top_k": 2}
+    return MoEConfig(**(sizes | {"z_loss_weight": 0.1, "init_method_std": 0.3} | overrides))
+
+
+def sequential(*, aux_scale: float | None = None, **overrides) -> nn.Sequential:
+    layers = [AsMLP(dMoE(config(**overrides)), aux_scale=aux_scale) for _ in range(3)]
+    return nn.Sequential(layers[0], nn.LayerNorm(16), *layers[1:])
+
+
+def test_collected_loss_is_the_mean_and_has_its_gradient() -> None:
+    model = sequential()
+    x = torch.randn(5, 16)
+    with collect(model) as moe:
+        y = model(x)
+    h, losses = x, []
+    for module in model:
+        if isinstance(module, AsMLP):
+            h, aux, _ = module.layer(h)
+            losses.append(aux)
+        else:
+            h = module(h)
+    assert_close("y", y, h)
+    expected = torch.stack(losses).mean()
+    assert_close("aux_loss", moe.aux_loss(), expected)
+    weight = model[0].layer.router.weight
+    grads = [torch.autograd.grad(loss, weight)[0] for loss in (moe.aux_loss(), expected)]
+    assert_close("d router", *grads)
+    assert moe.metrics()["tokens_per_expert"].shape == (3, 4)
+    assert moe.metrics()["z_loss"].shape == (3,)
+    model(x)  # outside: not collected
+    assert len(moe.passes) == 3
+    assert list(moe.tokens_per_expert()) == ["0.layer", "2.layer", "3.layer"]
+
+
+def test_recomputation_is_not_collected_again() -> None:
+    model = sequential()
+    x = torch.randn(5, 16, requires_grad=True)
+    with collect(model) as moe:
+        y = checkpoint(model, x, use_reentrant=False)
+    (y.sum() + moe.aux_loss()).backward()
+    assert len(moe.passes) == 3
+    assert model[0].layer.router.weight.grad is not None
+    with collect(model) as lost:
+        checkpoint(model, x, use_reentrant=True)
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        lost.aux_loss()
+    with torch.no_grad(), collect(model) as quiet:
+        model(x)
+    with torch.no_grad():
+        assert not quiet.aux_loss().requires_grad
+
+
+def test_one_bias_update_for_a_step_of_micro_batches() -> None:
+    model = sequential(balancing_bias=True)
+    twin = sequential(balancing_bias=True)
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(2, 40, 16)
+    passes = []
+    for part in x:
+        with collect(model) as moe:
+            model(part)
+        passes.append(moe)
+    update_balancing_biases(passes, rate=0.1, reduce_counts=lambda counts_LE: 2 * counts_LE)
+    with collect(twin) as moe:
+        twin(x)
+    for name, counts in moe.tokens_per_expert().items():
+        router = twin.get_submodule(name).router
+        update_balancing_bias(router, counts, rate=0.1)
+        assert_close(name, model.get_submodule(name).router.balancing_bias, router.balancing_bias)
+        assert router.balancing_bias.abs().max() > 0.01
+
+
+def test_what_cannot_be_collected_is_an_error() -> None:
+    with pytest.raises(ValueError, match="found none"), collect(nn.Linear(2, 2)):
+        pass
+    model = sequential()
+    with collect(model) as moe:
+        pass
+    assert moe.metrics() == {}
+    with pytest.raises(ValueError, match="none did"):
+        moe.aux_loss()
+    with pytest.raises(ValueError, match="balancing_bias=True"):
+        update_balancing_biases([moe], rate=0.1)
+
+
+@pytest.mark.parametrize("aux_scale", [None, 0.5])
+def test_y_alone_carries_the_loss_or_leaves_it(aux_scale: float | None) -> None:
+    mlp = AsMLP(dMoE(config(), dtype=torch.float64), aux_scale=aux_scale)
+    x = torch.randn(7, 16, dtype=torch.float64)
+    y, aux, _ = mlp.layer(x)
+    loss = y.square().sum() + (0.5 * aux if aux_scale else 0)
+    expected = torch.autograd.grad(loss, mlp.layer.router.weight)
+    got: Tensor = mlp(x)
+    assert torch.equal(got, y)
+    assert_close(
+        "d router", *torch.autograd.grad(got.square().sum(), mlp.layer.router.weight), *expected
+    )
+    assert torch.equal(mlp.eval()(x), y)
+
+
+def test_repr_names_widths_and_capacity() -> None:
+    text = repr(MoE(config(capacity_factor=1.25)))
+    assert "16 -> 16 -> 16, capacity_factor=1.25, drop_policy='position'" in text

@@ -1,0 +1,291 @@
+"""Routing from outside, other routers, and the other forms of routing, against slow loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from layers_oracle import assert_close, run_one_expert
+from mb_layers import (
+    ExpertChoiceRouter,
+    MoE,
+    MoEConfig,
+    NoisyTopKRouter,
+    RouterOutput,
+    SinkhornRouter,
+    dMoE,
+)
+from torch import Tensor, nn
+
+SIZES = {
+    "hidden_size": 16,
+    "ffn_hidden_size": 16,
+    "num_experts": 5,
+    "top_k": 2,
+    "init_method_std": 0.3,
+    "z_loss_weight": 0.1,
+}
+
+
+def build(router: type | None = None, **overrides) -> dMoE:
+    config = MoEConfig(**(SIZES | overrides))
+    cls = dMoE if config.capacity_factor is None else MoE
+    own = None if router is None else router(config, dtype=torch.float64)
+    return cls(config, router=own, dtype=torch.float64)
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape, 16, dtype=torch.float64)
+
+
+def expert(layer: dMoE, x: Tensor, e: int) -> Tensor:
+    if e >= layer.config.num_experts:
+        return x
+    return run_one_expert(layer.config, x, dict(layer.named_parameters()), "experts", e)
+
+
+def compare(layer: dMoE, y: Tensor, expected: Tensor) -> None:
+    """Outputs, and the gradients of every parameter."""
+    assert_close("y", y, expected)
+    grad_y = torch.randn_like(y)
+    named = dict(layer.named_parameters())
+    got, want = (
+        torch.autograd.grad((out * grad_y).sum(), named.values(), materialize_grads=True)
+        for out in (y, expected)
+    )
+    for name, a, b in zip(named, got, want, strict=True):
+        assert_close(f"d {name}", a, b)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"renormalize": True},
+        {"score_function": "sigmoid", "renormalize": True, "routed_scaling_factor": 2.5},
+        {"balancing_bias": True},
+    ],
+    ids=str,
+)
+def test_replayed_routing_is_the_routing(overrides: dict) -> None:
+    layer = build(**overrides)
+    x = tokens(3, 4)
+    free = layer(x)
+    ids = layer.router(x.view(-1, 16)).expert_ids_TK.view(3, 4, 2)
+    replayed = layer(x, routing=ids.long())
+    assert_close("aux_loss", replayed.aux_loss, free.aux_loss, dtype=torch.float64)
+    compare(layer, replayed.y, free.y)
+    for name, value in free.metrics.items():
+        assert_close(name, replayed.metrics[name], value, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_forced_experts_get_the_routers_weights(renormalize: bool) -> None:
+    layer = build(renormalize=renormalize)
+    x = tokens(6)
+    ids = torch.tensor([[0, 1], [4, 3], [-1, 2], [2, 0], [-1, -1], [1, 7]])
+    y, aux, metrics = layer(x, routing=ids)
+    probs = torch.softmax(x @ layer.router.weight.T, dim=-1)
+    rows = []
+    for t, chosen in enumerate(ids.tolist()):
+        known = [e for e in chosen if 0 <= e < 5]
+        norm = sum(probs[t, e] for e in known) if renormalize else 1.0
+        rows.append(sum((probs[t, e] / norm * expert(layer, x[t], e) for e in known), 0 * x[t]))
+    assert metrics["tokens_per_expert"].tolist() == [2, 2, 2, 1, 1]
+    assert metrics["dropped_fraction"].item() == pytest.approx(1 / 9)  # id 7
+    assert aux.requires_grad
+    compare(layer, y, torch.stack(rows))
+
+
+def test_a_whole_routing_from_outside() -> None:
+    layer = build()
+    layer.router.weight.requires_grad_(False)
+    x = tokens(3)
+    weights = torch.rand(3, 2, dtype=torch.float64)
+    ids = torch.tensor([[0, 3], [1, 4], [2, 2]], dtype=torch.int32)
+    y, aux, metrics = layer(x, routing=RouterOutput(weights, ids, None, None))
+    rows = [
+        sum(w * expert(layer, x[t], e) for w, e in zip(weights[t], ids[t].tolist(), strict=True))
+        for t in range(3)
+    ]
+    assert_close("y", y, torch.stack(rows))
+    assert aux.item() == 0
+    assert metrics["load_balancing_loss"].item() == 0
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (4, 2), (6,)], ids=str)
+def test_routing_of_the_wrong_shape_is_named(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"routing of int32 or int64 \(3, 2\).*got torch.int64"):
+        build()(tokens(3), routing=torch.zeros(shape, dtype=torch.int64))
+
+
+class _Hash(nn.Module):
+    """A router of one's own: by position, equal weights."""
+
+    def forward(self, x_TD: Tensor) -> RouterOutput:
+        ids = (torch.arange(len(x_TD))[:, None] + torch.arange(2)).int() % 5
+        return RouterOutput(x_TD.new_full((len(x_TD), 2), 0.5), ids, None, None)
+
+
+def test_a_router_of_ones_own() -> None:
+    config = MoEConfig(**SIZES)
+    layer = dMoE(config, router=_Hash(), dtype=torch.float64)
+    x = tokens(7)
+    rows = [(expert(layer, x[t], t % 5) + expert(layer, x[t], (t + 1) % 5)) / 2 for t in range(7)]
+    compare(layer, layer(x).y, torch.stack(rows))
+    layer.reset_parameters()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 9])
+def test_expert_choice_is_each_experts_best_tokens(num_tokens: int) -> None:
+    layer = build(ExpertChoiceRouter)
+    x = tokens(num_tokens)
+    y, aux, metrics = layer(x)
+    probs = torch.softmax(x @ layer.router.weight.T, dim=-1)
+    limit = math.ceil(2 * num_tokens / 5)
+    expected = torch.zeros_like(x) + 0 * probs.sum()
+    for e in range(5):
+        best = sorted(range(num_tokens), key=lambda t: -probs[t, e].item())[:limit]
+        for t in best:
+            row = torch.zeros_like(x)
+            row[t] = 1
+            expected = expected + row * (probs[t, e] * expert(layer, x[t], e))
+    assert metrics["tokens_per_expert"].tolist() == [limit] * 5
+    assert metrics["dropped_fraction"].item() == 0
+    assert aux.requires_grad
+    compare(layer, y, expected)
+
+
+@pytest.mark.parametrize("router", [ExpertChoiceRouter, SinkhornRouter])
+@pytest.mark.parametrize("kept", [0.6, 0.0])
+def test_routers_that_look_at_all_tokens_do_not_see_padding(router: type, kept: float) -> None:
+    layer = build(router)
+    x = tokens(3, 8)
+    mask = torch.rand(3, 8) < kept
+    x[~mask] += 3
+    masked, alone = layer(x, mask=mask), layer(x[mask])
+    assert not masked.y[~mask].any()
+    assert_close("aux_loss", masked.aux_loss, alone.aux_loss, dtype=torch.float64)
+    assert_close(
+        "counts",
+        masked.metrics["tokens_per_expert"].double(),
+        alone.metrics["tokens_per_expert"].double(),
+    )
+    compare(layer, masked.y[mask], alone.y)
+
+
+def test_expert_choice_refuses_balance_over_sequences() -> None:
+    with pytest.raises(ValueError, match="chooses tokens for experts"):
+        build(ExpertChoiceRouter, balance_over="sequence")(tokens(2, 5))
+
+
+def test_sinkhorn_balances_in_training_alone() -> None:
+    layer = build(SinkhornRouter, top_k=1)
+    with torch.no_grad():
+        layer.router.weight[3] += 0.5  # everyone's favourite for positive tokens
+    x = tokens(400).abs()
+    balanced = layer(x)
+    plain = layer.eval()(x)
+    counts = balanced.metrics["tokens_per_expert"]
+    assert plain.metrics["load_imbalance"] > 3
+    assert counts.max() < 1.5 * counts.double().mean()
+    ids = layer.train().router(x).expert_ids_TK.long()
+    probs = torch.softmax(x @ layer.router.weight.T, dim=-1)
+    assert_close("weights", layer.router(x).weights_TK, probs.gather(1, ids))
+
+
+def test_sinkhorn_is_rows_and_columns_scaled_in_turn() -> None:
+    router = SinkhornRouter(MoEConfig(**SIZES), iterations=30, dtype=torch.float64)
+    logits = torch.randn(12, 5, dtype=torch.float64)
+    mass = logits.exp()
+    for _ in range(200):
+        mass = mass / mass.sum(dim=1, keepdim=True)
+        mass = mass / mass.sum(dim=0, keepdim=True)
+    got = torch.softmax(router.choice(logits, logits, None), dim=-1)
+    assert_close("mass", got, mass / mass.sum(dim=1, keepdim=True), dtype=torch.float32)
+
+
+def test_noise_widens_with_its_weight_and_learns() -> None:
+    layer = build(NoisyTopKRouter)
+    x = tokens(5000)
+    plain = x @ layer.router.weight.T
+    noise = layer.router.logits(x) - plain
+    assert abs(noise.std() - math.log(2)) < 0.02  # softplus(0)
+    with torch.no_grad():
+        layer.router.noise_weight.normal_()
+    wide = layer.router.logits(x) - plain
+    width = torch.nn.functional.softplus(x @ layer.router.noise_weight.T)
+    assert abs((wide / width).std() - 1) < 0.02
+    output = layer(x[:9])
+    (output.y.sum() + output.aux_loss).backward()
+    assert layer.router.noise_weight.grad.abs().max() > 0
+    assert_close("eval", layer.eval().router.logits(x), plain)
+    layer.reset_parameters()
+    assert not layer.router.noise_weight.any()
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_weights_on_the_input(top_k: int) -> None:
+    layer = build(weights_on_input=True, top_k=top_k, shared_expert_hidden_size=16)
+    x = tokens(7)
+    routed = layer.router(x)
+    rows = []
+    for t in range(7):
+        y = run_one_expert(layer.config, x[t], dict(layer.named_parameters()), "shared_expert", 0)
+        for w, e in zip(routed.weights_TK[t], routed.expert_ids_TK[t].tolist(), strict=True):
+            y = y + expert(layer, x[t] * w, e)
+        rows.append(y)
+    compare(layer, layer(x).y, torch.stack(rows))
+
+
+@pytest.mark.parametrize("capacity", [None, 0.5])
+def test_zero_experts_return_their_token(capacity: float | None) -> None:
+    layer = build(num_zero_experts=3, top_k=3, balancing_bias=True, capacity_factor=capacity)
+    assert layer.router.weight.shape == (8, 16)
+    x = tokens(11)
+    routed = layer.router(x)
+    ids = routed.expert_ids_TK.tolist()
+    assert any(e >= 5 for row in ids for e in row)
+    real = sum(e < 5 for row in ids for e in row)
+    limit = math.inf if capacity is None else math.ceil(capacity * real / 5)
+    load, rows = [0] * 8, []
+    dropped = 0
+    for t, chosen in enumerate(ids):
+        y = 0 * x[t]
+        for w, e in zip(routed.weights_TK[t], chosen, strict=True):
+            if e >= 5 or load[e] < limit:
+                y = y + w * expert(layer, x[t], e)
+            else:
+                dropped += 1
+            load[e] += 1
+        rows.append(y)
+    output = layer(x)
+    assert output.metrics["tokens_per_expert"].tolist() == load
+    assert output.metrics["dropped_fraction"].item() == pytest.approx(dropped / 33)
+    compare(layer, output.y, torch.stack(rows))
+    mask = torch.arange(11) < 6
+    assert_close("masked", layer(x, mask=mask).y[:6], layer(x[:6]).y)
+
+
+def test_minimum_and_evaluation_capacity() -> None:
+    layer = build(top_k=1, capacity_factor=0.5, eval_capacity_factor=5.0, min_capacity=3)
+    with torch.no_grad():
+        layer.router.weight.zero_()  # all to expert 0
+    x = tokens(10)
+    assert (layer(x).y != 0).any(dim=1).sum() == 3  # ceil(0.5 * 10 / 5) is 1
+    assert (layer.eval()(x).y != 0).any(dim=1).sum() == 10
+    x = tokens(40)
+    assert (layer.train()(x).y != 0).any(dim=1).sum() == 4
+
+
+@pytest.mark.parametrize("router", [ExpertChoiceRouter, SinkhornRouter, NoisyTopKRouter])
+def test_routers_compile_without_graph_breaks(router: type) -> None:
+    layer = build(router)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    x = tokens(6)
+    y, aux, _ = compiled(x)
+    (y.sum() + aux).backward()
+    if router is not NoisyTopKRouter:  # the generator is consumed in another order
+        assert_close("y", y, layer(x).y)
+    torch._dynamo.reset()

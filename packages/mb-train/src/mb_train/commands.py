@@ -1,0 +1,183 @@
+"""Commands beside training: each takes its arguments and returns an exit code.
+
+torch is imported only by those that need it, once their arguments make sense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mb_train.flags import Parser
+
+_DEVICES = ("auto", "cpu", "cuda")
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """What is this machine, and what is wrong with it?"""
+    parser = Parser(prog="mb-train doctor", description="What is this machine?")
+    parser.add_argument("--save", default="runs", help="folder that runs would be written to")
+    options = parser.parse_args(arguments)
+    from mb_train.doctor import diagnose
+
+    facts, problems = diagnose(Path(options.save))
+    print("\n".join(facts))
+    for problem in problems:
+        print(f"problem: {problem}")
+    print(f"{len(problems)} problems found" if problems else "no problem found")
+    return 1 if problems else 0
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Draw the curves of one run or several."""
+    parser = Parser(prog="mb-train report", description="Draw the curves of one run or several.")
+    parser.add_argument("run", nargs="+", help="run folder; several are drawn side by side")
+    parser.add_argument("--output", help="folder for picture and page; default the run's")
+    options = parser.parse_args(arguments)
+    from mb_train.report import report
+
+    output = None if options.output is None else Path(options.output)
+    text, picture, page = report([Path(run) for run in options.run], output)
+    print(f"{text}\npicture: {picture}\npage: {page}")
+    return 0
+
+
+def convert(arguments: Sequence[str]) -> int:
+    """Hugging Face or Megatron folders to a run folder, and back to Hugging Face."""
+    parser = Parser(
+        prog="mb-train convert",
+        description="A Hugging Face folder (GPT-2, Mixtral, OLMoE, Qwen3-MoE) or a checkpoint of "
+        "Megatron's MegaBlocks fork to a run folder; a run folder to Hugging Face's format.",
+    )
+    parser.add_argument("source", help="Hugging Face folder, Megatron checkpoint, or run folder")
+    parser.add_argument("target", help="folder to write, new or empty")
+    parser.add_argument("--tokenizer", help="of the source, if it brings none: name or file")
+    parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of weights to export")
+    options = parser.parse_args(arguments)
+    source, target = Path(options.source), Path(options.target)
+    import torch
+
+    from mb_train.convert import export_model, import_megatron, import_model, is_megatron
+    from mb_train.run_folder import find_checkpoint
+
+    if is_megatron(source):
+        import_megatron(source, target, tokenizer=options.tokenizer)
+    elif (source / "config.json").is_file():
+        import_model(source, target, tokenizer=options.tokenizer)
+    elif source.is_dir() and find_checkpoint(source) is not None:
+        export_model(source, target, dtype=getattr(torch, _DTYPES[options.dtype]))
+    else:
+        raise ValueError(
+            f"Expected a Hugging Face folder, a Megatron checkpoint or a run folder, got {source}."
+        )
+    return 0
+
+
+def generate(arguments: Sequence[str]) -> int:
+    """Text from a checkpoint."""
+    parser = Parser(prog="mb-train generate", description="Text from a checkpoint.")
+    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser.add_argument(
+        "--prompt", action="append", help="text to continue; several times for several texts"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="default 64")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy; default 1")
+    parser.add_argument("--top-k", type=int, default=0, help="choose among this many; 0 among all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="choose among this probability")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice; default 0")
+    parser.add_argument("--device", choices=_DEVICES, default="auto")
+    options = parser.parse_args(arguments)
+    from mb_train.generate import Generator, Sampling
+
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    generator = Generator.of_run(Path(options.run), options.device)
+    prompts, limit = options.prompt or [""], options.max_new_tokens
+    if len(prompts) > 1:
+        found = generator.complete(prompts, sampling, max_new_tokens=limit)
+        for prompt, completion in zip(prompts, found, strict=True):
+            print(f"{prompt}{completion.text}\n")
+        return 0
+    print(prompts[0], end="", flush=True)
+    said = 0
+    for (completion,) in generator.stream(prompts, sampling, max_new_tokens=limit):
+        print(completion.text[said:], end="", flush=True)
+        said = len(completion.text)
+    print()
+    return 0
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Zero-shot tasks on a file."""
+    parser = Parser(prog="mb-train eval", description="Zero-shot tasks on a file.")
+    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser.add_argument("file", nargs="?", help="what to evaluate on; lm_eval's tasks need none")
+    parser.add_argument(
+        "--task", default="perplexity",
+        help="lambada, wikitext, perplexity (default), or lm_eval:NAME,NAME if that is installed",
+    )  # fmt: skip
+    parser.add_argument(
+        "--strict", action="store_true", help="lambada: the whole last word, not the last token"
+    )
+    parser.add_argument(
+        "--stride", type=int, default=32, help="tokens that the window moves by; default 32"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, help="windows at a time; default 8")
+    parser.add_argument("--device", choices=_DEVICES, default="auto")
+    options = parser.parse_args(arguments)
+    import json
+
+    from mb_train.evaluation import EvalOptions, evaluate
+    from mb_train.loading import load_trained
+
+    how = EvalOptions(strict=options.strict, stride=options.stride, batch_size=options.batch_size)
+    harness = options.task.startswith("lm_eval:")
+    if not harness and options.file is None:
+        raise ValueError(f"Expected a file to evaluate on with --task {options.task}, got none.")
+    trained = load_trained(Path(options.run), options.device)
+    if harness:
+        from mb_train import harness
+
+        tasks = options.task.removeprefix("lm_eval:").split(",")
+        found = harness.evaluate(trained, tasks, batch_size=options.batch_size)
+    else:
+        found = evaluate(trained, options.task, Path(options.file), how)
+    print(f"{options.task} at iteration {trained.saved.iteration} of {options.run}")
+    for name, value in found.items():
+        print(f"  {name}: {value:.6g}" if isinstance(value, float) else f"  {name}: {value}")
+    print(json.dumps({"task": options.task, "iteration": trained.saved.iteration, **found}))
+    return 0
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """A model behind OpenAI's completions interface."""
+    parser = Parser(
+        prog="mb-train serve", description="A model behind OpenAI's completions interface."
+    )
+    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1, this machine alone")
+    parser.add_argument("--port", type=int, default=8000, help="default 8000")
+    parser.add_argument("--device", choices=_DEVICES, default="auto")
+    options = parser.parse_args(arguments)
+    from mb_train.generate import Generator
+    from mb_train.serve import serve
+
+    run = Path(options.run)
+    generator = Generator.of_run(run, options.device)
+    serve(generator, run.resolve().name, host=options.host, port=options.port)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "doctor": doctor,
+    "report": report,
+    "generate": generate,
+    "eval": evaluate,
+    "serve": serve,
+    "convert": convert,
+}

@@ -1,0 +1,17 @@
+"""Models in and out: Hugging Face folders, and checkpoints of the Megatron fork.
+
+    mb-train convert SOURCE TARGET
+
+SOURCE may be a Hugging Face folder (config.json and safetensors), a Megatron checkpoint
+(iter_*/mp_rank_*), or a run folder of ours. The first two become a run folder, the last a Hugging
+Face folder. Every tensor of the source is used exactly once and every tensor of the target is
+filled, or nothing is written.
+"""
+
+from mb_train.convert.hugging_face import export_model as export_model
+from mb_train.convert.hugging_face import import_model as import_model
+from mb_train.convert.hugging_face import read_model as read_model
+from mb_train.convert.hugging_face import write_run as write_run
+from mb_train.convert.megatron import import_megatron as import_megatron
+from mb_train.convert.megatron import is_megatron as is_megatron
+from mb_train.convert.megatron import read_megatron as read_megatron

@@ -1,0 +1,212 @@
+"""Hugging Face folders to run folders and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from mb_layers.state_dicts import translate, translate_back
+from torch import Tensor, nn
+
+from mb_train.checkpoint import Progress
+from mb_train.config import TrainConfig
+from mb_train.convert.architectures import (
+    architecture_for,
+    architecture_of,
+    imported_config,
+)
+from mb_train.convert.safetensors_files import TensorFolder, write_tensors
+from mb_train.loading import load_trained
+from mb_train.models.gpt import GPT
+from mb_train.run_folder import checkpoints, write_text
+from mb_train.saver import Saver
+from mb_train.tasks.architecture import transformer_config
+from mb_train.tokenizers import load_tokenizer
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model",
+    "special_tokens_map.json", "generation_config.json",
+)  # fmt: skip
+
+
+def read_model(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tensor]]:
+    """The configuration and the weights of a Hugging Face folder, by our names.
+
+    Args:
+        fields: of the configuration, over what the folder says.
+
+    Raises:
+        ValueError: an architecture or a setting that we have not; tensors that are missing, left
+            over, or of the wrong shape.
+    """
+    path = folder / "config.json"
+    try:
+        theirs = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"Cannot read {path}: {error}.") from None
+    found = architecture_of(theirs)
+    try:
+        model_fields = found.fields(theirs)
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}.") from None
+    vocab_size = theirs["vocab_size"]
+    config = imported_config(model_fields, vocab_size, **fields)
+    source = TensorFolder(folder, prefix="transformer.")
+    # Causal masks, which old files of GPT-2 hold as if they were weights.
+    source.leave_out(r"h\.\d+\.attn\.(masked_)?bias")
+    shapes = _shapes(config, vocab_size)
+    rules = found.rules(transformer_config(config, vocab_size))
+    if "lm_head.weight" in source and "head.weight" not in shapes:
+        # A tied head may be stored as well; it must be what it is tied to.
+        tied = next(r.sources[0] for r in rules if r.target == "embedding.tokens.weight")
+        if not torch.equal(source["lm_head.weight"], source[tied]):
+            raise ValueError(f"{folder} has a head that differs from the embedding it is tied to.")
+        source.leave_out("lm_head.weight")
+    weights = translate(source, rules, shapes)
+    for name, shape in shapes.items():
+        if weights[name].shape != shape:
+            raise ValueError(
+                f"Expected {name} of {folder} to be {list(shape)}, got {list(weights[name].shape)}."
+            )
+    return config, {name: tensor.float().contiguous() for name, tensor in weights.items()}
+
+
+def import_model(
+    source: Path, target: Path, *, tokenizer: str | None = None, say: Callable[[str], None] = print
+) -> None:
+    """Make a run folder of a Hugging Face folder: to evaluate, generate from, or `--finetune`.
+
+    Args:
+        tokenizer: by name or file; None takes the one in the folder.
+
+    Raises:
+        ValueError: as `read_model`; no tokenizer; a target that holds a run.
+        OSError: files that cannot be read or written.
+    """
+    refuse_run(target)
+    if tokenizer is None:
+        kept = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+        main = next(
+            (n for n in ("tokenizer.json", "tokenizer.model", "vocab.json") if n in kept), None
+        )
+        if main is None:
+            raise ValueError(f"Expected a tokenizer in {source}, found none. Give --tokenizer.")
+        tokenizer = str((target / "tokenizer" / main).absolute())
+        config, weights = read_model(source, tokenizer=str(source / main))
+        (target / "tokenizer").mkdir(parents=True, exist_ok=True)
+        for name in kept:
+            shutil.copyfile(source / name, target / "tokenizer" / name)
+        config = dataclasses.replace(config, tokenizer=tokenizer)
+    else:
+        config, weights = read_model(source, tokenizer=tokenizer)
+    write_run(target, config, weights, say=say)
+
+
+def write_run(
+    target: Path, config: TrainConfig, weights: Mapping[str, Tensor], *, say: Callable[[str], None]
+) -> None:
+    """Write weights by our names as the checkpoint of a run at iteration 0."""
+    vocab_size = weights["embedding.tokens.weight"].shape[0]
+    with torch.device("meta"):
+        model: nn.Module = GPT(transformer_config(config, vocab_size))
+    model.load_state_dict(dict(weights), strict=True, assign=True)
+    identity = {
+        **config.model_identity(),
+        "padded_vocab_size": vocab_size,
+        "tokenizer": load_tokenizer(config).fingerprint,
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    saver = Saver(target, say=say)
+    if not saver.save(
+        model, None, Progress(0, 0), config=dataclasses.asdict(config), identity=identity, data={}
+    ):
+        raise OSError(f"Cannot write {target}.")
+
+
+def export_model(
+    run: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Write the model of a run as a Hugging Face folder.
+
+    Args:
+        dtype: of the weights written.
+
+    Raises:
+        ValueError: no checkpoint, a model that Hugging Face has no architecture for, or a target
+            that is there already.
+        OSError: files that cannot be read or written.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise ValueError(f"Expected an empty or new folder to write to, got {target}.")
+    trained = load_trained(run)
+    config, state = trained.config, trained.model.state_dict()
+    found = architecture_for(config)
+    rules = found.rules(trained.model.config)
+    names = [name for rule in rules for name in rule.sources]
+    weights = {name: t.to(dtype) for name, t in translate_back(state, rules, names).items()}
+    if found.model_type == "gpt2":
+        weights = {f"transformer.{name}": tensor for name, tensor in weights.items()}
+    tokenizer = trained.tokenizer
+    about = {
+        "architectures": [found.name],
+        "model_type": found.model_type,
+        "vocab_size": trained.saved.identity["padded_vocab_size"],
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "eos_token_id": tokenizer.eod,
+        "bos_token_id": tokenizer.eod if found.model_type == "gpt2" else None,
+        "initializer_range": config.init_method_std,
+        **found.config(config),
+    }
+    draft = target.with_name(target.name + ".partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        write_tensors(draft, weights)
+        write_text(draft / "config.json", json.dumps(about, indent=2) + "\n")
+        copied = _copy_tokenizer(config, draft)
+        if target.exists():
+            target.rmdir()
+        os.rename(draft, target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    say(f"{found.name} with {sum(t.numel() for t in weights.values()):,} weights: {target}")
+    if not copied:
+        say(f"its tokenizer is {config.tokenizer or config.tokenizer_type or 'gpt2'}")
+
+
+def refuse_run(target: Path) -> None:
+    """Raise ValueError if a folder holds checkpoints already."""
+    if checkpoints(target):
+        raise ValueError(f"Expected a new folder, but {target} holds a run. Give another.")
+
+
+def _copy_tokenizer(config: TrainConfig, target: Path) -> bool:
+    """Copy the files of the tokenizer, if it has any."""
+    named = [config.tokenizer, config.vocab_file, config.merge_file, config.tokenizer_model]
+    files = [Path(name) for name in named if name and Path(name).is_file()]
+    if config.tokenizer and files:
+        beside = files[0].parent
+        files += [beside / name for name in TOKENIZER_FILES if (beside / name).is_file()]
+    for path in dict.fromkeys(files):
+        known = path.name in TOKENIZER_FILES
+        suffix = {".json": "vocab.json", ".txt": "merges.txt"}.get(path.suffix, path.name)
+        shutil.copyfile(path, target / (path.name if known else suffix))
+    return bool(files)
+
+
+def _shapes(config: TrainConfig, vocab_size: int) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        model = GPT(transformer_config(config, vocab_size))
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -1,0 +1,249 @@
+"""Checkpoints of Megatron-LM (2023) and its MegaBlocks fork: `iter_*/mp_rank_*`.
+
+    mp_rank_TT, mp_rank_TT_PPP             tensor and pipeline ranks
+    mp_rank_TT_DDD, mp_rank_TT_DDD_PPP     with expert parallelism: a data-parallel rank's experts
+
+Each holds model_optim_rng.pt, or model_rng.pt beside a distributed optimizer: pickled arguments and
+the rank's share of the model. The shares are joined and renamed; the optimizer's are left out. Rows
+of the fused projection are [heads][q, k, v][head size], as ours are.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from mb_layers.compat import from_megablocks
+from mb_layers.state_dicts import Rule, translate
+from torch import Tensor
+
+from mb_train.config import TrainConfig
+from mb_train.convert import safe_pickle
+from mb_train.convert.architectures import imported_config
+from mb_train.convert.hugging_face import refuse_run, write_run
+from mb_train.run_folder import LATEST
+from mb_train.tasks.architecture import transformer_config
+
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+# How the shares of tensor-parallel ranks join: rows (0) or columns (1); all else is held by all.
+_JOINED = (
+    (r"word_embeddings(_for_head)?\.weight", 0),
+    (r"query_key_value\.(weight|bias)", 0),
+    (r"dense_h_to_4h\.(weight|bias)", 0),
+    (r"(attention|mlp)\.(dense|dense_4h_to_h)\.weight", 1),
+)
+_LAYER = {
+    "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
+    "attention.qkv": "self_attention.query_key_value", "attention.out": "self_attention.dense",
+}  # fmt: skip
+_MLP = {"mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
+
+
+def is_megatron(folder: Path) -> bool:
+    """Whether a folder is such a checkpoint, or a save folder with one."""
+    return any(folder.glob("mp_rank_*")) or any(folder.glob("*/mp_rank_*"))
+
+
+def read_megatron(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tensor]]:
+    """The configuration and the weights of a GPT, by our names.
+
+    Args:
+        folder: iter_XXXXXXX, or the folder that it is in.
+        fields: of the configuration, over what the checkpoint says.
+
+    Raises:
+        ValueError: another model, ranks that are missing, a damaged file, tensors left over or
+            missing.
+    """
+    folder = _iteration(folder)
+    ranks = _read_ranks(folder)
+    first = next(iter(ranks.values()))
+    args, version = first["args"], first.get("checkpoint_version", 0)
+    if version < 2:
+        raise ValueError(f"Expected {folder} of checkpoint version 2 or later, got {version}.")
+    config = imported_config(_fields(args), args.padded_vocab_size, **fields)
+    source = _whole_model(ranks, args, folder)
+    layers = {name.split(".")[1] for name in source if name.startswith("layers.")}
+    if len(layers) != args.num_layers:
+        raise ValueError(f"Expected {args.num_layers} layers in {folder}, got {len(layers)}.")
+    return config, _renamed(source, config, args.padded_vocab_size)
+
+
+def import_megatron(
+    source: Path, target: Path, *, tokenizer: str | None = None, say: Callable[[str], None] = print
+) -> None:
+    """Make a run folder of such a checkpoint: to evaluate, generate from, or `--finetune`.
+
+    Raises:
+        ValueError: as `read_megatron`; a target that holds a run.
+    """
+    refuse_run(target)
+    config, weights = read_megatron(source, tokenizer=tokenizer or "gpt2")
+    write_run(target, config, weights, say=say)
+
+
+def _iteration(folder: Path) -> Path:
+    if any(folder.glob("mp_rank_*")):
+        return folder
+    latest = folder / LATEST
+    name = latest.read_text().strip() if latest.is_file() else ""
+    found = folder / (f"iter_{int(name):07d}" if name.isdigit() else name)
+    if not name or not any(found.glob("mp_rank_*")):
+        raise ValueError(f"Expected {latest} to name a checkpoint, got {name!r}.")
+    return found
+
+
+def _read_ranks(folder: Path) -> dict[tuple[int, int, int], Any]:
+    """Contents by (tensor, data, pipeline) rank."""
+    contents, parallel = {}, None
+    for path in sorted(folder.glob("mp_rank_*")):
+        file = next((path / name for name in _FILES if (path / name).is_file()), None)
+        if file is None:  # a data-parallel rank's share of a distributed optimizer
+            continue
+        content = safe_pickle.load(file)
+        args = content.get("args") if isinstance(content, dict) else None
+        if not isinstance(args, Namespace):
+            raise ValueError(f"Expected {file} to hold Megatron's arguments, found none.")
+        tensor, *rest = map(int, path.name.removeprefix("mp_rank_").split("_"))
+        experts = bool(getattr(args, "moe_expert_model_parallelism", False))
+        data = rest.pop(0) if experts and rest else 0
+        contents[tensor, data, rest[0] if rest else 0] = content
+        parallel = (
+            args.tensor_model_parallel_size,
+            args.data_parallel_size if experts else 1,
+            args.pipeline_model_parallel_size,
+        )
+    if parallel is None:
+        raise ValueError(f"Expected mp_rank_* with {' or '.join(_FILES)} in {folder}, found none.")
+    for tensor in range(parallel[0]):
+        for data in range(parallel[1]):
+            for stage in range(parallel[2]):
+                if (tensor, data, stage) not in contents:
+                    raise ValueError(
+                        f"Expected tensor, data and pipeline ranks {parallel} in {folder}, but "
+                        f"rank {(tensor, data, stage)} is missing."
+                    )
+    return contents
+
+
+def _fields(args: Namespace) -> dict[str, Any]:
+    if getattr(args, "glu", False):
+        raise ValueError("Expected a model without --glu, got one: its dense layers ignore it.")
+    if getattr(args, "moe_use_megatron_switch", False):
+        raise ValueError("Expected MegaBlocks' experts, got Megatron's SwitchMLP.")
+    tanh = getattr(args, "bias_gelu_fusion", True) or getattr(args, "openai_gelu", False)
+    experts = getattr(args, "moe_num_experts", None)
+    return {
+        "num_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "kv_channels": args.kv_channels,
+        "ffn_hidden_size": args.ffn_hidden_size,
+        "max_position_embeddings": args.max_position_embeddings,
+        "layernorm_epsilon": args.layernorm_epsilon,
+        # MegaBlocks' experts have the tanh form whatever the dense layers are told.
+        "activation": "gelu_tanh" if experts is not None or tanh else "gelu",
+        "attention_dropout": args.attention_dropout,
+        "hidden_dropout": args.hidden_dropout,
+        "apply_residual_connection_post_layernorm": getattr(
+            args, "apply_residual_connection_post_layernorm", False
+        ),
+        "moe_num_experts": experts,
+        "moe_top_k": getattr(args, "moe_top_k", None) or 1,
+        "moe_capacity_factor": float(getattr(args, "moe_capacity_factor", None) or 0),
+        "moe_loss_weight": getattr(args, "moe_loss_weight", None) or 0.0,
+        "moe_jitter_eps": getattr(args, "moe_jitter_eps", None) or 0.0,
+        "moe_output_bias": experts is not None,
+    }
+
+
+def _whole_model(
+    ranks: Mapping[tuple[int, int, int], Any], args: Namespace, folder: Path
+) -> dict[str, Tensor]:
+    """One flat state dict, layers by their number in the model: embedding.*, layers.N.*, ..."""
+    tensors, datas, stages = (range(max(rank[i] for rank in ranks) + 1) for i in range(3))
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    per_chunk = args.num_layers // (len(stages) * chunks)
+    whole: dict[str, Tensor] = {}
+    for stage in stages:
+        for chunk in range(chunks):
+            key = "model" if chunks == 1 else f"model{chunk}"
+            shares = {
+                (tensor, data): _flat(ranks[tensor, data, stage][key], folder)
+                for tensor in tensors
+                for data in datas
+            }
+            first_layer = (chunk * len(stages) + stage) * per_chunk
+            for name in shares[0, 0]:
+                joined = _join(name, shares, len(tensors), len(datas))
+                whole[_numbered(name, first_layer)] = joined
+    tied = whole.pop("word_embeddings_for_head.weight", None)
+    if tied is not None and not torch.equal(tied, whole["embedding.word_embeddings.weight"]):
+        raise ValueError(f"The head of {folder} differs from the embedding it is tied to.")
+    return whole
+
+
+def _join(
+    name: str, shares: Mapping[tuple[int, int], Mapping[str, Tensor]], tensors: int, datas: int
+) -> Tensor:
+    if ".experts.mlp." in name:  # each data-parallel rank has some experts
+        return torch.cat([shares[0, data][name] for data in range(datas)])
+    for pattern, dim in _JOINED:
+        if re.search(pattern + "$", name):
+            return torch.cat([shares[tensor, 0][name] for tensor in range(tensors)], dim=dim)
+    return shares[0, 0][name]
+
+
+def _numbered(name: str, first_layer: int) -> str:
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    return f"layers.{int(match[1]) + first_layer}.{match[2]}" if match else name
+
+
+def _flat(model: Any, folder: Path) -> dict[str, Tensor]:
+    """Nested dicts as dotted names, without the parts that only say where a layer is."""
+    if not isinstance(model, dict) or "language_model" not in model:
+        raise ValueError(f"Expected a GPT's language_model in {folder}, found none.")
+    found: dict[str, Tensor] = {}
+
+    def walk(value: Any, prefix: str) -> None:
+        for key, item in value.items():
+            if isinstance(item, Tensor):
+                found[f"{prefix}{key}"] = item
+            elif isinstance(item, dict):
+                walk(item, prefix if key in _CONTAINERS else f"{prefix}{key}.")
+
+    walk(model, "")
+    renamed = {name.replace(".attention.", ".self_attention."): t for name, t in found.items()}
+    return {name: t for name, t in renamed.items() if not name.endswith("_extra_state")}
+
+
+_CONTAINERS = ("language_model", "encoder", "transformer")
+
+
+def _renamed(source: dict[str, Tensor], config: TrainConfig, vocab_size: int) -> dict[str, Tensor]:
+    built = transformer_config(config, vocab_size)
+    rules = [
+        Rule("embedding.tokens.weight", ("embedding.word_embeddings.weight",)),
+        Rule("embedding.positions.weight", ("embedding.position_embeddings.weight",)),
+    ]
+    names = {"stack.norm": "final_layernorm"}
+    experts: dict[str, Tensor] = {}
+    for layer in range(built.num_layers):
+        of_layer = _LAYER if built.moe is not None else _LAYER | _MLP
+        names |= {f"stack.blocks.{layer}.{o}": f"layers.{layer}.{t}" for o, t in of_layer.items()}
+        if built.moe is not None:
+            prefix = f"layers.{layer}.mlp.moe."
+            mine = {n.removeprefix(prefix): source.pop(n) for n in list(source) if prefix in n}
+            for name, tensor in from_megablocks(mine, built.moe).items():
+                experts[f"stack.blocks.{layer}.mlp.{name}"] = tensor
+    rules += [
+        Rule(f"{ours}.{kind}", (f"{theirs}.{kind}",))
+        for ours, theirs in names.items()
+        for kind in ("weight", "bias")
+    ]
+    plain = translate(source, rules, [rule.target for rule in rules])
+    return {name: t.float().contiguous() for name, t in (plain | experts).items()}

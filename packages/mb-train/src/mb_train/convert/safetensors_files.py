@@ -1,0 +1,109 @@
+"""Folders of safetensors: tensors read one at a time when asked for, written in shards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from mb_train.run_folder import write_text
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_SHARD_BYTES = 5_000_000_000
+
+
+class TensorFolder(Mapping[str, Tensor]):
+    """The tensors of a folder by name, each read from its file when it is asked for.
+
+    Args:
+        folder: holds model.safetensors, or shards with their index.
+        prefix: left off names that begin with it.
+
+    Raises:
+        ValueError: neither is there, or a file is damaged.
+    """
+
+    def __init__(self, folder: Path, *, prefix: str = "") -> None:
+        safe_open = _safetensors()
+        files = [folder / SINGLE]
+        if (folder / INDEX).is_file():
+            try:
+                shards = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+            except (ValueError, KeyError, AttributeError) as error:
+                raise ValueError(f"{folder / INDEX} is damaged: {error}.") from None
+            if any(Path(name).name != name for name in shards):
+                raise ValueError(f"{folder / INDEX} points outside its folder.")
+            files = [folder / name for name in sorted(shards)]
+        self._where: dict[str, tuple[Path, str]] = {}
+        for path in files:
+            if not path.is_file():
+                raise ValueError(
+                    f"Expected {path}, found none. Pickled weights (pytorch_model.bin) are not "
+                    "read: save the model as safetensors."
+                )
+            try:
+                with safe_open(path, "pt") as file:
+                    for name in file.keys():  # noqa: SIM118, no mapping
+                        self._where[name.removeprefix(prefix)] = path, name
+            except Exception as error:  # the library has an exception of its own
+                raise ValueError(f"{path} is damaged: {error}.") from None
+
+    def leave_out(self, pattern: str) -> None:
+        """Forget the tensors whose whole name matches a pattern."""
+        self._where = {
+            name: where for name, where in self._where.items() if not re.fullmatch(pattern, name)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        path, there = self._where[name]
+        with _safetensors()(path, "pt") as file:
+            return file.get_tensor(there)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], *, shard_bytes: int = _SHARD_BYTES
+) -> None:
+    """Write model.safetensors, or shards with their index where that would be too large."""
+    _safetensors()
+    from safetensors.torch import save_file
+
+    shards: list[dict[str, Tensor]] = [{}]
+    size = total = 0
+    for name, tensor in tensors.items():
+        here = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + here > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.contiguous()
+        size, total = size + here, total + here
+    if len(shards) == 1:
+        save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
+        return
+    where = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        where |= dict.fromkeys(shard, name)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    write_text(folder / INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
+
+
+def _safetensors():
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise ValueError(
+            "Expected the safetensors package, found none. Install it with "
+            "pip install 'mb-train[convert]'."
+        ) from None
+    return safe_open

@@ -1,0 +1,169 @@
+"""The tensors of a GPT by our names and by Hugging Face's, as rules that work both ways.
+
+Ours, of layer N:
+
+    embedding.tokens.weight, embedding.positions.weight, stack.norm.*, head.weight
+    stack.blocks.N.norm_1.*, norm_2.*
+    stack.blocks.N.attention.qkv.*      rows by key-value group: its query heads, key, value
+    stack.blocks.N.attention.out.*, norm_q.weight, norm_k.weight
+    stack.blocks.N.mlp.up.*, gate.*, down.*                            a dense layer
+    stack.blocks.N.mlp.router.weight, experts.w1 [E, 2F, D], experts.w2 [E, D, F]
+
+Letters: D hidden, H query heads, G key-value heads, R query heads of a group, C width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from mb_layers.state_dicts import Rule
+from torch import Tensor
+
+from mb_train.models.config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Where an architecture keeps its experts: names within a layer."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+MIXTRAL = ExpertNames(
+    "block_sparse_moe.gate",
+    "block_sparse_moe.experts.{}.w1",
+    "block_sparse_moe.experts.{}.w3",
+    "block_sparse_moe.experts.{}.w2",
+)
+OLMOE = ExpertNames(
+    "mlp.gate",
+    "mlp.experts.{}.gate_proj",
+    "mlp.experts.{}.up_proj",
+    "mlp.experts.{}.down_proj",
+)
+
+
+def gpt2_rules(config: TransformerConfig) -> list[Rule]:
+    """GPT-2: fused projections, stored [inputs, outputs]; names without "transformer."."""
+    rules = [
+        Rule("embedding.tokens.weight", ("wte.weight",)),
+        Rule("embedding.positions.weight", ("wpe.weight",)),
+        *_both("stack.norm", "ln_f"),
+    ]
+    H = config.num_heads
+    for layer in range(config.num_layers):
+        ours, theirs = f"stack.blocks.{layer}.", f"h.{layer}."
+        rules += _both(f"{ours}norm_1", f"{theirs}ln_1") + _both(f"{ours}norm_2", f"{theirs}ln_2")
+        for kind in ("weight", "bias"):
+            rules.append(
+                Rule(
+                    f"{ours}attention.qkv.{kind}",
+                    (f"{theirs}attn.c_attn.{kind}",),
+                    lambda t: _interleaved(*_turned(t).chunk(3), H),
+                    lambda t: [_turned(torch.cat(_apart(t, H, H)))],
+                )
+            )
+            for our, their in (
+                ("attention.out", "attn.c_proj"), ("mlp.up", "mlp.c_fc"),
+                ("mlp.down", "mlp.c_proj"),
+            ):  # fmt: skip
+                rules.append(
+                    Rule(
+                        f"{ours}{our}.{kind}", (f"{theirs}{their}.{kind}",),
+                        _turned, lambda t: [_turned(t)],
+                    )
+                )  # fmt: skip
+    return rules
+
+
+def llama_like_rules(config: TransformerConfig, experts: ExpertNames) -> list[Rule]:
+    """Mixtral, OLMoE, Qwen3-MoE: separate projections, one matrix per expert."""
+    rules = [
+        Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
+        Rule("stack.norm.weight", ("model.norm.weight",)),
+    ]
+    if not config.tie_embeddings:
+        rules.append(Rule("head.weight", ("lm_head.weight",)))
+    H, G = config.num_heads, config.num_kv_heads
+    for layer in range(config.num_layers):
+        ours, theirs = f"stack.blocks.{layer}.", f"model.layers.{layer}."
+        names = {
+            "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
+            "attention.out": "self_attn.o_proj",
+        }  # fmt: skip
+        if config.qk_norm != "none":
+            names |= {
+                "attention.norm_q": "self_attn.q_norm",
+                "attention.norm_k": "self_attn.k_norm",
+            }
+        for our, their in names.items():
+            rules.append(Rule(f"{ours}{our}.weight", (f"{theirs}{their}.weight",)))
+        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+            rules.append(
+                Rule(
+                    f"{ours}attention.qkv.{kind}",
+                    tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"),
+                    lambda q, k, v: _interleaved(q, k, v, G),
+                    lambda t: _apart(t, H, G),
+                )
+            )
+        if config.has_experts(layer):
+            rules += _expert_rules(config, experts, ours, theirs)
+        else:
+            for part in ("gate", "up", "down"):
+                their = f"{theirs}mlp.{part}_proj.weight"
+                rules.append(Rule(f"{ours}mlp.{part}.weight", (their,)))
+    return rules
+
+
+def _expert_rules(
+    config: TransformerConfig, names: ExpertNames, ours: str, theirs: str
+) -> list[Rule]:
+    assert config.moe is not None
+    count = config.moe.num_experts
+    gate_and_up = tuple(
+        f"{theirs}{name.format(expert)}.weight"
+        for expert in range(count)
+        for name in (names.gate, names.up)
+    )
+    down = tuple(f"{theirs}{names.down.format(expert)}.weight" for expert in range(count))
+    return [
+        Rule(f"{ours}mlp.router.weight", (f"{theirs}{names.router}.weight",)),
+        Rule(
+            f"{ours}mlp.experts.w1",
+            gate_and_up,
+            lambda *parts: torch.stack(parts).unflatten(0, (count, 2)).flatten(1, 2),
+            lambda w1: w1.unflatten(1, (2, -1)).flatten(0, 1).unbind(),
+        ),
+        Rule(
+            f"{ours}mlp.experts.w2", down, lambda *parts: torch.stack(parts), lambda w2: w2.unbind()
+        ),
+    ]
+
+
+def _both(ours: str, theirs: str) -> list[Rule]:
+    return [Rule(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for kind in ("weight", "bias")]
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    """A matrix the other way round; a vector as it is."""
+    return tensor.t() if tensor.ndim == 2 else tensor
+
+
+def _interleaved(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
+    """Rows of q [H C], k and v [G C] as [G][R q heads, k, v][C]."""
+    parts = [part.unflatten(0, (groups, -1)) for part in (q, k, v)]
+    return torch.cat(parts, dim=1).flatten(0, 1)
+
+
+def _apart(qkv: Tensor, heads: int, groups: int) -> Sequence[Tensor]:
+    """The inverse of `_interleaved`."""
+    per_group = heads // groups
+    head = qkv.shape[0] // (heads + 2 * groups)
+    parts = qkv.unflatten(0, (groups, -1)).split([per_group * head, head, head], dim=1)
+    return [part.flatten(0, 1) for part in parts]

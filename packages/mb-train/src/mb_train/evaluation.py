@@ -1,0 +1,178 @@
+"""`mb-train eval RUN --task NAME FILE`: Megatron-LM's zero-shot tasks, on a file the user names.
+
+lambada      the last word of each text: accuracy. JSON Lines with a "text" each. With `strict` the
+             last word is the last of the text's words, and all its tokens must be right; else it is
+             the last token (Megatron's default).
+wikitext     WikiText-103's test file, its spaces around punctuation taken back: loss per token of
+             ours, PPL, and PPL adjusted to the tokens that the file itself is made of.
+perplexity   any text, or JSON Lines with a "text" each: loss per token, PPL, bits per byte.
+
+The last two move a window over the text by `stride` tokens and score what is new in it, each token
+once, the first of a text never.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mb_train.loading import Trained
+from mb_train.scoring import continuation, rolling, score
+
+TASKS = ("lambada", "wikitext", "perplexity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """How to evaluate.
+
+    Args:
+        strict: see the module, on lambada.
+        stride: by how many tokens the window moves (Megatron's --overlapping-eval).
+        batch_size: windows at a time.
+    """
+
+    strict: bool = False
+    stride: int = 32
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"Expected a batch of at least 1, got {self.batch_size}.")
+
+
+def evaluate(trained: Trained, task: str, path: Path, options: EvalOptions) -> dict[str, float]:
+    """Results of a task by name.
+
+    Raises:
+        ValueError: an unknown task, a file that is not what the task reads, a model that has
+            diverged.
+        OSError: no such file.
+    """
+    if task == "lambada":
+        return lambada(trained, path, options)
+    if task == "wikitext":
+        return wikitext(trained, path, options)
+    if task == "perplexity":
+        return perplexity(trained, path, options)
+    raise ValueError(f"Expected a task of {', '.join(TASKS)}, got {task!r}.")
+
+
+def lambada(trained: Trained, path: Path, options: EvalOptions) -> dict[str, float]:
+    """Share of texts whose last word is predicted: `accuracy`, `examples`, `correct`."""
+    tokenizer, context = trained.tokenizer, trained.config.positions
+    windows = []
+    for number, text in _texts_of_lines(path):
+        if options.strict:
+            word = text.split()[-1]
+            before = tokenizer.encode(text[: text.rfind(word)].strip())
+            tokens = tokenizer.encode(f" {word}")
+        else:
+            *before, last = tokenizer.encode(text)
+            tokens = [last]
+        if not before:
+            raise ValueError(f"{path}, line {number}: expected a word and text before it.")
+        windows.append(continuation(before, tokens, context))
+    if not windows:
+        raise ValueError(f"{path} holds no text.")
+    scores = score(trained.model, windows, batch_size=options.batch_size)
+    correct = sum(found.greedy for found in scores)
+    return {
+        "accuracy": correct / len(scores),
+        "correct": correct,
+        "examples": len(scores),
+        "loss": -sum(found.log_prob for found in scores) / sum(w.scored for w in windows),
+    }
+
+
+def wikitext(trained: Trained, path: Path, options: EvalOptions) -> dict[str, float]:
+    """Loss per token, `ppl`, and `adjusted_ppl` per token of the file's own (its words)."""
+    text = path.read_text(encoding="utf-8")
+    original = len(text.strip().split(" "))
+    tokens = trained.tokenizer.encode(detokenized(text))
+    if original < 2 or len(tokens) < 2:
+        raise ValueError(f"Expected at least two words in {path}, got {original}.")
+    loss = _loss(trained, [tokens], options) / (len(tokens) - 1)
+    ratio = (len(tokens) - 1) / (original - 1)
+    return {
+        "loss": loss,
+        "ppl": math.exp(min(20.0, loss)),
+        "adjusted_ppl": math.exp(min(20.0, loss * ratio)),
+        "token_ratio": ratio,
+        "tokens": len(tokens),
+        "original_tokens": original,
+    }
+
+
+def perplexity(trained: Trained, path: Path, options: EvalOptions) -> dict[str, float]:
+    """Loss per token, `ppl`, `bits_per_byte` over all texts of a file."""
+    lines = path.suffix in (".jsonl", ".json")
+    texts = [t for _, t in _texts_of_lines(path)] if lines else [path.read_text(encoding="utf-8")]
+    encoded = [trained.tokenizer.encode(text) for text in texts]
+    scored = sum(max(len(tokens) - 1, 0) for tokens in encoded)
+    if scored == 0:
+        raise ValueError(f"Expected a text of at least two tokens in {path}, found none.")
+    total = _loss(trained, encoded, options)
+    size = sum(
+        len(text.encode()) for text, tokens in zip(texts, encoded, strict=True) if len(tokens) > 1
+    )
+    loss = total / scored
+    return {
+        "loss": loss,
+        "ppl": math.exp(min(20.0, loss)),
+        "bits_per_byte": total / math.log(2) / size,
+        "tokens": sum(map(len, encoded)),
+        "bytes": size,
+        "texts": len(texts),
+    }
+
+
+def _loss(trained: Trained, texts: Sequence[Sequence[int]], options: EvalOptions) -> float:
+    """Sum over the tokens of all texts, each text for itself, in nats."""
+    context = trained.config.positions
+    stride = min(options.stride, context)
+    windows = [window for tokens in texts for window in rolling(tokens, context, stride)]
+    scores = score(trained.model, windows, batch_size=options.batch_size)
+    return -sum(found.log_prob for found in scores)
+
+
+def _texts_of_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Line number and "text" of every line that is not empty."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                text = None
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError(
+                    f'{path}, line {number}: expected JSON with a "text", got {line[:60]!r}.'
+                )
+            yield number, text
+
+
+# WikiText writes spaces around punctuation, and @ around what joins numbers and words.
+_JOINERS = re.compile(r" @([-,.])@ ")
+_CLOSING = re.compile(r" ([.,:;!?]) ")
+_BRACKETS = re.compile(r"([(\[{]) ([^()\[\]{}]*?) ([)\]}])")
+_QUOTED = re.compile(r'" ([^"]*?) "')
+_HEADING = re.compile(r"=(?: =)+")
+
+
+def detokenized(text: str) -> str:
+    """WikiText as it was before it was cut into words."""
+    text = text.replace("s '", "s'").replace(" 's", "'s")
+    text = _JOINERS.sub(r"\1", text)
+    text = _CLOSING.sub(r"\1 ", text)
+    text = _BRACKETS.sub(r"\1\2\3", text)
+    text = _QUOTED.sub(r'"\1"', text)
+    text = _HEADING.sub(lambda match: match[0].replace(" ", ""), text)
+    text = text.replace(" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}")
+    text = re.sub(r"(?<=/)' (?=\d)", "'", text)
+    return text.replace(" \n", "\n").replace("\n ", "\n").replace(" N ", " 1 ")

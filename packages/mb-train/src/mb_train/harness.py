@@ -1,0 +1,102 @@
+"""A trained run as a model of EleutherAI's lm-evaluation-harness, if that is installed.
+
+    mb-train eval RUN --task lm_eval:hellaswag,arc_easy
+
+The harness knows hundreds of tasks and fetches their data by itself; what it asks of a model are
+the three methods here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mb_train.generate import Generator, Sampling
+from mb_train.loading import Trained
+from mb_train.scoring import continuation, rolling, score
+
+
+def harness_model(trained: Trained, *, batch_size: int = 8) -> Any:
+    """An `lm_eval.api.model.LM` around a trained run.
+
+    Raises:
+        ValueError: lm_eval is not installed.
+    """
+    return _class()(trained, batch_size)
+
+
+def evaluate(trained: Trained, tasks: Sequence[str], *, batch_size: int = 8) -> dict[str, Any]:
+    """Results of the harness's tasks, by task and metric.
+
+    Raises:
+        ValueError: lm_eval is not installed, or does not know a task.
+    """
+    model = harness_model(trained, batch_size=batch_size)
+    import lm_eval
+
+    try:
+        found = lm_eval.simple_evaluate(model=model, tasks=list(tasks))
+    except KeyError as error:
+        raise ValueError(f"Expected tasks that lm_eval knows, got {error}.") from None
+    return {} if found is None else found["results"]
+
+
+def _class() -> type:
+    try:
+        from lm_eval.api.model import LM
+    except ImportError:
+        raise ValueError(
+            "Expected lm_eval for this task, found none. Install it with pip install lm_eval."
+        ) from None
+
+    class MBTrainLM(LM):
+        """Log-likelihoods and continuations by a GPT of this package."""
+
+        def __init__(self, trained: Trained, batch_size: int) -> None:
+            super().__init__()
+            self._trained, self._batch_size = trained, batch_size
+            self._tokenizer, self._context = trained.tokenizer, trained.config.positions
+
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            """Of each continuation after its context; whether greedy decoding gives it."""
+            windows = []
+            for request in requests:
+                before, after = request.args
+                # Spaces belong to the word that follows them, in byte-level vocabularies.
+                stripped = before.rstrip()
+                before, after = stripped, before[len(stripped) :] + after
+                whole = self._tokenizer.encode(before + after)
+                prefix = self._tokenizer.encode(before) if before else []
+                tokens = whole[len(prefix) :] or self._tokenizer.encode(after)
+                start = prefix or [self._tokenizer.eod]
+                windows.append(continuation(start, tokens[-self._context :], self._context))
+            scores = score(self._trained.model, windows, batch_size=self._batch_size)
+            return [(found.log_prob, found.greedy) for found in scores]
+
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            """Of each whole text, from the end-of-document token on."""
+            totals = []
+            for request in requests:
+                tokens = [self._tokenizer.eod, *self._tokenizer.encode(request.args[0])]
+                windows = rolling(tokens, self._context, self._context)
+                scores = score(self._trained.model, windows, batch_size=self._batch_size)
+                totals.append(sum(found.log_prob for found in scores))
+            return totals
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            """A continuation of each context, until one of its stop words."""
+            generator, texts = Generator(self._trained), []
+            for request in requests:
+                before, options = request.args
+                stop = options.get("until") or []
+                sampling = Sampling(
+                    temperature=options.get("temperature", 0.0) if options.get("do_sample") else 0.0
+                )
+                (found,) = generator.complete(
+                    [before], sampling, max_new_tokens=options.get("max_gen_toks", 256),
+                    stop=[stop] if isinstance(stop, str) else stop,
+                )  # fmt: skip
+                texts.append(found.text)
+            return texts
+
+    return MBTrainLM

@@ -1,0 +1,210 @@
+"""Zero-shot tasks against a slow reference: one token at a time, the whole context each time."""
+
+import json
+import math
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mb_train.config import TrainConfig
+from mb_train.evaluation import EvalOptions, detokenized, evaluate
+from mb_train.harness import harness_model
+from mb_train.models.gpt import GPT
+from mb_train.scoring import Window, continuation, rolling, score
+from mb_train.tasks.architecture import transformer_config
+
+CONTEXT = 8
+
+
+class Words:
+    """A tokenizer of words: each a number by its letters; a space before changes it."""
+
+    eod = 0
+
+    def encode(self, text):
+        return [1 + sum(map(ord, piece)) % 30 for piece in text.split()]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    torch.manual_seed(0)
+    config = TrainConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=CONTEXT, micro_batch_size=1,
+        train_iters=1, lr=1.0, init_method_std=0.5, attention_dropout=0.0, hidden_dropout=0.0,
+    )  # fmt: skip
+    model = GPT(transformer_config(config, 32)).eval()
+    return SimpleNamespace(model=model, config=config, tokenizer=Words())
+
+
+def log_prob(trained, before, token):
+    with torch.no_grad():
+        logits = trained.model.logits(torch.tensor([before[-CONTEXT:]]))[0, -1]
+    return float(logits.double().log_softmax(0)[token]), int(logits.argmax()) == token
+
+
+def test_windows_score_every_token_but_the_first_once():
+    for length in range(30):
+        tokens = list(range(100, 100 + length))
+        for stride in range(1, CONTEXT + 1):
+            windows = rolling(tokens, CONTEXT, stride)
+            assert all(len(w.tokens) <= CONTEXT + 1 and w.scored >= 1 for w in windows)
+            assert [t for w in windows for t in w.tokens[-w.scored :]] == tokens[1:]
+            assert all(w.scored <= stride for w in windows[1:])
+    for wrong in (0, CONTEXT + 1):
+        with pytest.raises(ValueError, match="Expected a stride of 1 to"):
+            rolling([1, 2], CONTEXT, wrong)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 50])
+def test_scores_are_those_of_one_token_at_a_time(trained, batch_size):
+    generator = torch.Generator().manual_seed(3)
+    windows = []
+    for length in (2, 9, 5, 9, 3, 7):
+        tokens = torch.randint(0, 32, (length,), generator=generator).tolist()
+        windows.append(Window(tokens, min(length - 1, 3)))
+    greedy = list(windows[1].tokens[:4])
+    for _ in range(2):  # one that greedy decoding gives
+        greedy.append(int(trained.model.logits(torch.tensor([greedy]))[0, -1].argmax()))
+    windows.append(Window(greedy, 2))
+    found = score(trained.model, windows, batch_size=batch_size)
+    for window, one in zip(windows, found, strict=True):
+        steps = [
+            log_prob(trained, window.tokens[:at], window.tokens[at])
+            for at in range(len(window.tokens) - window.scored, len(window.tokens))
+        ]
+        assert one.log_prob == pytest.approx(sum(p for p, _ in steps), abs=1e-4)
+        assert one.greedy == all(hit for _, hit in steps)
+    assert found[-1].greedy
+
+
+def test_a_continuation_keeps_what_fits_before_it():
+    assert continuation(range(20), [5, 6], CONTEXT) == Window([*range(13, 20), 5, 6], 2)
+    assert continuation([1], [5], CONTEXT) == Window([1, 5], 1)
+    for before, tokens in (([], [1]), ([1], []), ([1], range(9))):
+        with pytest.raises(ValueError, match="Expected"):
+            continuation(before, tokens, CONTEXT)
+
+
+def lines(path, *texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_lambada_counts_last_words_that_are_right(trained, tmp_path, strict):
+    letters = [chr(letter) for letter in range(97, 122)]
+    words = {Words().encode(letter)[0]: letter for letter in letters}
+    texts = ["a b c d e", "x y", " ".join("abcdefghijk")]
+    for start in ("b c", "m n o"):  # go on with what the model thinks, if a word of ours says it
+        likeliest = int(trained.model.logits(torch.tensor([Words().encode(start)]))[0, -1].argmax())
+        texts.append(f"{start} {words.get(likeliest, 'q')}")
+    right = 0
+    for text in texts:
+        *before, last = Words().encode(text)
+        right += log_prob(trained, before, last)[1]
+    path = lines(tmp_path / "lambada.jsonl", *texts)
+    found = evaluate(trained, "lambada", path, EvalOptions(strict=strict, batch_size=2))
+    assert found["correct"] == right >= 1
+    assert found["accuracy"] == right / len(texts)
+    assert found["examples"] == len(texts)
+
+
+def test_wikitext_by_megatrons_formula(trained, tmp_path):
+    text = " = A heading = \n some words , and more words @-@ of it . \n the end " * 4
+    path = tmp_path / "wiki.test.tokens"
+    path.write_text(text)
+    tokens = Words().encode(detokenized(text))
+    loss = -log_prob(trained, tokens[:1], tokens[1])[0]
+    for at in range(2, len(tokens)):  # windows move by 1: each token sees all that fits
+        loss -= log_prob(trained, tokens[max(0, at - CONTEXT) : at], tokens[at])[0]
+    found = evaluate(trained, "wikitext", path, EvalOptions(stride=1))
+    mean = loss / (len(tokens) - 1)
+    words = len(text.strip().split(" "))
+    assert found["loss"] == pytest.approx(mean, abs=1e-4)
+    assert found["ppl"] == pytest.approx(math.exp(mean), rel=1e-3)
+    adjusted = math.exp(loss / (words - 1))
+    assert found["adjusted_ppl"] == pytest.approx(adjusted, rel=1e-3)
+
+
+def test_words_are_joined_again():
+    cut = ' = = Title = = \n He ( a " b @-@ c " ) had 3 @,@ 000 of it , it \'s 5 @.@ 2 ; yes . \n'
+    whole = ' == Title ==\nHe (a "b-c") had 3,000 of it, it\'s 5.2; yes.\n'
+    assert detokenized(cut) == whole
+
+
+def test_perplexity_of_texts_each_for_itself(trained, tmp_path):
+    texts = ["a b c d e f g h i j k", "one", "x y"]
+    total, scored = 0.0, 0
+    for text in texts:
+        tokens = Words().encode(text)
+        for at in range(1, len(tokens)):
+            total -= log_prob(trained, tokens[max(0, at - CONTEXT) : at], tokens[at])[0]
+            scored += 1
+    path = lines(tmp_path / "texts.jsonl", *texts)
+    found = evaluate(trained, "perplexity", path, EvalOptions(stride=1))
+    assert found["loss"] == pytest.approx(total / scored, abs=1e-4)
+    size = len(texts[0]) + len(texts[2])
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, abs=1e-4)
+    plain = tmp_path / "text.txt"
+    plain.write_text(texts[0])
+    first = evaluate(trained, "perplexity", lines(tmp_path / "one.jsonl", texts[0]), EvalOptions())
+    assert evaluate(trained, "perplexity", plain, EvalOptions()) == first
+
+
+def test_wrong_input_is_said(trained, tmp_path):
+    path = tmp_path / "wrong.jsonl"
+    path.write_text('{"text": "a b"}\n{"words": 3}\n')
+    with pytest.raises(ValueError, match=r'line 2: expected JSON with a "text"'):
+        evaluate(trained, "lambada", path, EvalOptions())
+    with pytest.raises(ValueError, match="line 1: expected a word and text before it"):
+        evaluate(trained, "lambada", lines(path, "alone"), EvalOptions())
+    with pytest.raises(ValueError, match="Expected a task of lambada, wikitext, perplexity"):
+        evaluate(trained, "hellaswag", path, EvalOptions())
+    path.write_text("")
+    for task in ("lambada", "wikitext", "perplexity"):
+        with pytest.raises(ValueError, match=r"holds no text|at least two"):
+            evaluate(trained, task, path, EvalOptions())
+
+
+def test_a_model_that_has_diverged_is_said(trained, tmp_path):
+    model = GPT(trained.model.config).eval()
+    with torch.no_grad():
+        model.stack.norm.weight.fill_(torch.nan)
+    broken = SimpleNamespace(model=model, config=trained.config, tokenizer=Words())
+    with pytest.raises(ValueError, match="not numbers"):
+        evaluate(broken, "lambada", lines(tmp_path / "a.jsonl", "a b"), EvalOptions())
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    """The one class of lm_eval that is subclassed, as it is there."""
+    module = types.ModuleType("lm_eval.api.model")
+    module.LM = type("LM", (), {"__init__": lambda self: None})
+    for name in ("lm_eval", "lm_eval.api"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", module)
+
+
+def test_the_harness_gets_its_log_likelihoods(trained, harness):
+    model = harness_model(trained, batch_size=2)
+    pairs = [("a b", " c d"), ("", "x y"), ("m n ", "o")]
+    found = model.loglikelihood([SimpleNamespace(args=pair) for pair in pairs])
+    for (before, after), (total, greedy) in zip(pairs, found, strict=True):
+        tokens = Words().encode(before) or [0]
+        expected = []
+        for token in Words().encode(after):
+            expected.append(log_prob(trained, tokens, token))
+            tokens.append(token)
+        assert total == pytest.approx(sum(p for p, _ in expected), abs=1e-4)
+        assert greedy == all(hit for _, hit in expected)
+    (rolled,) = model.loglikelihood_rolling([SimpleNamespace(args=("x y",))])
+    assert rolled == pytest.approx(found[1][0], abs=1e-4)
+
+
+def test_without_the_harness_it_is_said(trained, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    with pytest.raises(ValueError, match="pip install lm_eval"):
+        harness_model(trained)

@@ -1,0 +1,225 @@
+"""Checkpoints of Megatron's fork, of any number of ranks, read without running their pickles."""
+
+import argparse
+import os
+import pickle
+import sys
+import types
+import zipfile
+
+import pytest
+import torch
+from mb_train.config import TrainConfig
+from mb_train.convert import is_megatron, read_megatron, safe_pickle
+from mb_train.loading import load_trained
+from mb_train.models.gpt import GPT
+from mb_train.tasks.architecture import transformer_config
+
+LAYERS, HIDDEN, HEADS, VOCAB, EXPERTS = 4, 32, 4, 96, 4
+
+
+def our_model(experts):
+    config = TrainConfig(
+        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=48,
+        seq_length=16, micro_batch_size=1, train_iters=1, lr=1.0, moe_num_experts=experts,
+        moe_output_bias=experts is not None, attention_dropout=0.0, hidden_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GPT(transformer_config(config, VOCAB)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def their_share(state, tensor, data, stage, *, tp, dp, pp, old):
+    """What one rank of Megatron would hold of our weights."""
+
+    def rows(t):
+        return t.chunk(tp)[tensor].clone()
+
+    def columns(t):
+        return t.chunk(tp, dim=1)[tensor].clone()
+
+    embedding = {
+        "word_embeddings": {"weight": rows(state["embedding.tokens.weight"])},
+        "position_embeddings": {"weight": state["embedding.positions.weight"]},
+    }
+    layers = {}
+    for local in range(LAYERS // pp):
+        ours = f"stack.blocks.{stage * LAYERS // pp + local}."
+        attention = "attention" if old else "self_attention"
+        cuts = {
+            "norm_1": ("input_layernorm", None, None),
+            "norm_2": ("post_attention_layernorm", None, None),
+            "attention.qkv": (f"{attention}.query_key_value", rows, rows),
+            "attention.out": (f"{attention}.dense", columns, None),
+            "mlp.up": ("mlp.dense_h_to_4h", rows, rows),
+            "mlp.down": ("mlp.dense_4h_to_h", columns, None),
+        }
+        for our, (their, weight, bias) in cuts.items():
+            for kind, cut in (("weight", weight), ("bias", bias)):
+                if f"{ours}{our}.{kind}" in state:
+                    t = state[f"{ours}{our}.{kind}"]
+                    layers[f"layers.{local}.{their}.{kind}"] = cut(t) if cut else t
+        if f"{ours}mlp.router.weight" in state:
+            moe = f"layers.{local}.mlp.moe."
+            layers[f"{moe}router.layer.weight"] = state[f"{ours}mlp.router.weight"]
+            layers[f"{moe}experts.bias"] = state[f"{ours}mlp.bias"]
+            w1 = state[f"{ours}mlp.experts.w1"].chunk(dp)[data]  # [E, F, D] as [E F, D]
+            w2 = state[f"{ours}mlp.experts.w2"].chunk(dp)[data].transpose(1, 2)
+            layers[f"{moe}experts.mlp.w1"] = w1.flatten(0, 1).clone()
+            layers[f"{moe}experts.mlp.w2"] = w2.flatten(0, 1).clone()
+    model = {"language_model": {"transformer" if old else "encoder": layers}}
+    if stage == 0:
+        model["language_model"]["embedding"] = embedding
+    if stage == pp - 1:
+        layers |= {f"final_layernorm.{k}": state[f"stack.norm.{k}"] for k in ("weight", "bias")}
+        if pp > 1:
+            model["word_embeddings_for_head"] = embedding["word_embeddings"]
+    return model
+
+
+def write(folder, model, *, tp=1, dp=1, pp=1, old=False, distributed=False, **also):
+    """A checkpoint as the fork's `save_checkpoint` leaves it."""
+    moe = model.config.moe is not None
+    args = argparse.Namespace(
+        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, kv_channels=8,
+        ffn_hidden_size=48, max_position_embeddings=16, layernorm_epsilon=1e-5,
+        padded_vocab_size=VOCAB, attention_dropout=0.0, hidden_dropout=0.0, bias_gelu_fusion=True,
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,
+        virtual_pipeline_model_parallel_size=None, moe_num_experts=EXPERTS if moe else None,
+        moe_top_k=1, moe_capacity_factor=0, moe_loss_weight=0.1, moe_jitter_eps=None,
+        moe_expert_model_parallelism=dp > 1, params_dtype=torch.float16, kind=_enum(),
+        **also,
+    )  # fmt: skip
+    folder.mkdir()
+    (folder / "latest_checkpointed_iteration.txt").write_text("50")
+    state = model.state_dict()
+    for t in range(tp):
+        for d in range(dp):
+            for p in range(pp):
+                name = f"mp_rank_{t:02d}" + f"_{d:03d}" * (dp > 1) + f"_{p:03d}" * (pp > 1)
+                path = folder / "iter_0000050" / name
+                path.mkdir(parents=True)
+                content = {
+                    "args": args, "checkpoint_version": 3.0, "iteration": 50,
+                    "model": their_share(state, t, d, p, tp=tp, dp=dp, pp=pp, old=old),
+                    "rng_state": [{"random": (3, (1, 2), None), "torch": torch.get_rng_state()}],
+                    "optimizer": {"exp": _enum()},
+                }  # fmt: skip
+                torch.save(content, path / f"model_{'' if distributed else 'optim_'}rng.pt")
+    return folder
+
+
+def _enum():
+    """An object of a class that is gone when it is read."""
+    if "megatron_enums_of_long_ago" in sys.modules:
+        return sys.modules["megatron_enums_of_long_ago"].Kind()
+    module = types.ModuleType("megatron_enums_of_long_ago")
+    module.Kind = type("Kind", (), {"__module__": module.__name__, "__qualname__": "Kind"})
+    sys.modules[module.__name__] = module
+    return module.Kind()
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks"),
+    [
+        (None, {}),
+        (None, {"tp": 2, "pp": 2}),
+        (None, {"pp": 4, "old": True}),
+        (EXPERTS, {}),
+        (EXPERTS, {"dp": 2}),
+        (EXPERTS, {"dp": 2, "pp": 2, "tp": 2, "distributed": True}),
+    ],
+    ids=str,
+)
+def test_ranks_are_joined(tmp_path, experts, ranks):
+    model = our_model(experts)
+    folder = write(tmp_path / "checkpoints", model, **ranks)
+    del sys.modules["megatron_enums_of_long_ago"]
+    assert is_megatron(folder)
+    assert is_megatron(folder / "iter_0000050")
+    config, weights = read_megatron(folder)
+    expected = model.state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    assert transformer_config(config, VOCAB) == model.config
+
+
+def test_the_command_makes_a_run(tmp_path):
+    from mb_train.cli import main
+
+    model = our_model(EXPERTS)
+    folder = write(tmp_path / "checkpoints", model, dp=2)
+    assert main(["convert", str(folder), str(tmp_path / "run")]) == 0
+    tokens_BS = torch.randint(0, VOCAB, (2, 9))
+    with torch.no_grad():
+        ours, theirs = (
+            load_trained(tmp_path / "run").model.logits(tokens_BS),
+            model.logits(tokens_BS),
+        )
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_missing_rank_is_named(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model(None), tp=2)
+    (folder / "iter_0000050" / "mp_rank_01" / "model_optim_rng.pt").unlink()
+    with pytest.raises(ValueError, match=r"rank \(1, 0, 0\) is missing"):
+        read_megatron(folder)
+
+
+def test_tensors_are_accounted_for(tmp_path):
+    model = our_model(None)
+    folder = write(tmp_path / "checkpoints", model)
+    file = folder / "iter_0000050" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["model"]["language_model"]["encoder"]["layers.1.wings.weight"] = torch.ones(2)
+    torch.save(content, file)
+    with pytest.raises(ValueError, match=r"that nothing uses: layers\.1\.wings\.weight"):
+        read_megatron(folder)
+
+
+@pytest.mark.parametrize("option", ["glu", "moe_use_megatron_switch"])
+def test_what_we_have_not_is_refused(tmp_path, option):
+    folder = write(tmp_path / "checkpoints", our_model(None), **{option: True})
+    with pytest.raises(ValueError, match="Expected"):
+        read_megatron(folder)
+
+
+class _Attack:
+    def __init__(self, call, *arguments):
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self):
+        return self.call, self.arguments
+
+
+def test_a_pickle_runs_nothing(tmp_path):
+    proof = tmp_path / "ran"
+    path = tmp_path / "model_optim_rng.pt"
+    for attack in (
+        _Attack(os.system, f"touch {proof}"),
+        _Attack(eval, f"open({str(proof)!r}, 'w')"),
+        _Attack(getattr, "text", "upper"),
+        _Attack(pickle.loads, pickle.dumps(_Attack(os.mkdir, str(proof)))),
+    ):
+        torch.save({"args": attack, "x": torch.ones(3)}, path)
+        content = safe_pickle.load(path)
+        assert isinstance(content["args"], safe_pickle.Opaque)
+        assert torch.equal(content["x"], torch.ones(3))
+        assert not proof.exists()
+
+
+@pytest.mark.parametrize("damage", ["text", "empty", "cut", "no-pickle"])
+def test_other_files_are_refused(tmp_path, damage):
+    path = tmp_path / "model_optim_rng.pt"
+    torch.save({"x": torch.ones(300)}, path)
+    if damage == "no-pickle":
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("a/b", "c")
+    else:
+        content = path.read_bytes()
+        path.write_bytes({"text": b"hello", "empty": b"", "cut": content[:400]}[damage])
+    with pytest.raises(ValueError, match="Cannot read"):
+        safe_pickle.load(path)

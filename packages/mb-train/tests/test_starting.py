@@ -1,0 +1,146 @@
+"""What a command line starts: what is said before the first step, and when a run goes on."""
+
+import json
+import re
+import sys
+
+import mb_data
+import numpy as np
+import pytest
+from mb_train import run_log
+from mb_train.cli import main
+from mb_train.flags import parse
+from mb_train.starting import command_line, plan
+
+TINY = [
+    "--recipe=quickstart", "--num-layers=1", "--hidden-size=16", "--ffn-hidden-size=16",
+    "--seq-length=16", "--num-attention-heads=1", "--micro-batch-size=2", "--moe-num-experts=2",
+    "--moe-top-k=2", "--eval-iters=1", "--eval-interval=0", "--log-interval=1", "--num-workers=0",
+    "--device=cpu", "--split=90,10,0", "--tokenizer=null:500", "--make-vocab-size-divisible-by=128",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two steps in a folder whose name needs quotes; its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("runs") / "a b"
+    prefix = tmp_path_factory.mktemp("data") / "text"
+    rng = np.random.default_rng(0)
+    with mb_data.IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(40):
+            builder.add_document(rng.integers(0, 500, 64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["/bin/mb-train"])
+        patch.setenv("UV_RUN_RECURSION_DEPTH", "1")
+        printed = []
+        patch.setattr(
+            "builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words)))
+        )
+        words = ["--train-iters", "2", "--data-path", str(prefix), "--save", str(folder)]
+        assert main([*TINY, *words, "--timing-log-level", "1", "--use-flash-attn"]) == 0
+    return folder, "\n".join(printed)
+
+
+def test_the_start_says_what_megatron_says(finished):
+    _, out = finished
+    in_order = [
+        "note: accepted without effect, the matter being settled here: --use-flash-attn (",
+        "using world size: 1, data-parallel-size: 1, tensor-model-parallel size: 1, ",
+        "------------------------ arguments ------------------------",
+        "  hidden_size ..................................... 16\n",
+        "-------------------- end of arguments ---------------------",
+        " > padded vocab (size: 501) with 11 dummy tokens (new size: 512)",
+        " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): ",
+        "[after model, optimizer, and learning rate scheduler are built] datetime: ",
+        "[after dataloaders are built] datetime: ",
+        "done with setup ...\n(min, max) time across ranks (ms):\n"
+        "    model-and-optimizer-setup ......................: (",
+        "    train/valid/test-data-iterators-setup ..........: (",
+        "training ...\n[before the start of training step] datetime: ",
+        " iteration        1/       2 | consumed samples:            2 | ",
+        "    forward-backward ...............................: (",
+        "    optimizer ......................................: (",
+        "[after training is done] datetime: ",
+        "saving checkpoint at iteration       2 to ",
+        "  successfully saved checkpoint at iteration       2 to ",
+        "    save-checkpoint ................................: (",
+    ]
+    place = 0
+    for text in in_order:
+        assert text in out[place:], text
+        place = out.index(text, place)
+
+
+def test_the_advice_can_be_typed(finished, monkeypatch):
+    folder, out = finished
+    assert f"go on with           uv run mb-train --load '{folder}'" in out
+    monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
+    monkeypatch.setattr(sys, "argv", ["/x/mb_train/__main__.py"])
+    assert command_line("--load", "a") == "python -m mb_train --load a"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert command_line() == "torchrun --nproc_per_node 8 -m mb_train"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--moe-top-k", "1"], "--moe-top-k was 2 until now, and is 1 from here on"),
+        (["--seed", "5"], "--seed was 1234 until now, and is 5 from here on"),
+        (["--train-iters", "9"], "was 2 steps until now, and is 9 steps from here on"),
+        (["--save-interval", "9"], None),
+        ([], None),
+    ],
+)
+def test_going_on_otherwise_is_said(finished, words, says):
+    notes = plan(parse(["--load", str(finished[0]), *words])).notes
+    assert notes == (() if says is None else notes[:1])
+    assert says is None or says in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--split", "50,50,0"], "Expected --split 90,10,0, with which the run to go on from"),
+        (["--optimizer", "sgd"], "Expected --optimizer adam, with which"),
+        (["--tokenizer", "null:505"], "another model: its tokenizer is null:500"),
+        (["--hidden-size", "32"], "another model: its --hidden-size is 16, this run's is 32"),
+    ],
+)
+def test_going_on_with_another_is_refused(finished, capsys, words, says):
+    folder, _ = finished
+    before = sorted(folder.rglob("*"))
+    assert main(["--load", str(folder), "--device", "cpu", *words]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_key_of_another_version_is_named(finished, tmp_path):
+    folder, _ = finished
+    checkpoint = tmp_path / "iter_0000002"
+    checkpoint.mkdir()
+    saved = json.loads((folder / "iter_0000002" / "run.json").read_text())
+    saved["config"]["moe_topk"] = 3
+    (checkpoint / "run.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"'moe_topk', which this version does not know"):
+        plan(parse(["--load", str(checkpoint)]))
+
+
+def test_the_batch_grows_and_the_run_goes_on_to_the_bit(finished, tmp_path, capsys):
+    prefix = json.loads((finished[0] / "iter_0000002" / "run.json").read_text())["config"]
+    words = ["--data-path", *prefix["data_path"], "--micro-batch-size", "1", "--rampup-batch-size"]
+    words += ["2", "2", "8", "--global-batch-size", "6", "--train-samples", "30"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*TINY, *words, "--save", str(whole)]) == 0
+    assert main([*TINY, *words, "--save", str(parts), "--exit-interval", "3"]) == 0
+    assert main(["--load", str(parts), "--device", "cpu"]) == 0
+
+    def steps(folder):
+        events = [e for e in run_log.read_log(folder / "log.jsonl") if e["event"] == "train"]
+        return [(e["consumed_samples"], e["batch_size"], e["lr"], e["lm_loss"]) for e in events]
+
+    # 2 for the first 4 samples, 4 for the next 4, then 6.
+    assert [samples for samples, *_ in steps(whole)] == [2, 4, 8, 14, 20, 26]
+    assert [size for _, size, *_ in steps(whole)] == [2, 2, 4, 6, 6, 6]
+    assert steps(parts) == steps(whole)
+    assert re.search(r"global batch size:     4 \| lm loss", capsys.readouterr().out)

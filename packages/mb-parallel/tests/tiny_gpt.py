@@ -13,7 +13,14 @@ from mb_kernels import linear_cross_entropy
 from mb_layers import MoE, MoEConfig, dMoE
 from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts, set_gradient_sync
 from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
-from mb_parallel.tensor_parallel import gpt_plan, parallelize_tensors
+from mb_parallel.tensor_parallel import (
+    ColumnParallel,
+    SequenceParallel,
+    VocabParallelLoss,
+    block_plan,
+    embedding_plan,
+    parallelize_tensors,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -180,6 +187,16 @@ class GPT(nn.Module):
         return Output(None, {"lm loss": loss}, aux_loss, stacked)
 
 
+def plan(options):
+    return {
+        **embedding_plan(),
+        **block_plan(options.kv_heads, blocks="stack.blocks"),
+        "stack.norm": SequenceParallel(),
+        "head": ColumnParallel(enter=False, unit="vocabulary"),
+        "": VocabParallelLoss(),
+    }
+
+
 def data(options):
     """The micro-batches of every step; a third of the labels has no weight, if padded."""
     generator = torch.Generator().manual_seed(7)
@@ -239,9 +256,7 @@ def train(rank, world_size, options):
     stages = [build(options) for _ in indices]
     for stage, index in zip(stages, indices, strict=True):
         stage.keep(layers[index], first=index == 0, last=index == count - 1)
-        parallelize_tensors(
-            stage, mesh, gpt_plan(options.kv_heads), sequence_parallel=options.sequence_parallel
-        )
+        parallelize_tensors(stage, mesh, plan(options), sequence_parallel=options.sequence_parallel)
         parallelize_experts(stage, mesh, sequence_parallel=options.sequence_parallel)
         blocks = stage.stack.blocks.values()
         apply_data_parallel(stage, mesh, blocks=blocks, zero_stage=options.zero_stage)

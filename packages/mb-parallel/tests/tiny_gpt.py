@@ -359,3 +359,30 @@ def compare(results, want, tolerance=1e-5):
     assert seen == set(want["parameters"])
     assert worst < tolerance, worst
     return worst
+
+
+def slope(rank, world_size, options):
+    """Of the loss along its gradient, in fp64 and with dropout: measured, and as it should be.
+
+    The masks are drawn anew from the same seed for every evaluation, on each rank its own.
+    """
+    mesh = ParallelDims(tp=options.tp).build("cpu")
+    model = build(options).double()
+    parallelize_tensors(model, mesh, plan(options), sequence_parallel=options.sequence_parallel)
+    (batch, *_), *_ = data(options)
+
+    def loss():
+        torch.manual_seed(11)
+        return call(model, batch).losses["lm loss"]
+
+    loss().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    expected = sum(whole(grad).square().sum() for grad in grads).item()
+    values, step = [], 1e-4 / expected**0.5
+    with torch.no_grad():
+        for sign in (1, -2):
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                parameter += sign * step * grad
+            values.append(loss().item())
+    replicated = torch.cat([g.flatten() for g in grads if not isinstance(g, DTensor)])
+    return (values[0] - values[1]) / (2 * step), expected, replicated, values[0]

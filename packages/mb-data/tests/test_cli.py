@@ -186,6 +186,9 @@ def test_progress_on_a_terminal_and_in_a_log():
     assert log.getvalue() == ""
 
 
+PREPROCESS = f"{sys.executable} -m mb_data.cli preprocess"
+
+
 def run_cli(*arguments, **options):
     command = [sys.executable, "-m", "mb_data.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import mb_train
 import pytest
+from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig, flag_name
 from mb_train.flags import build_parser, parse, resolve
 from mb_train.recipes import recipe
@@ -150,6 +151,10 @@ def test_the_other_way_to_say_it_takes_the_place_of_the_recipes(tmp_path, typed,
     command = parse(["--config", str(file)])
     config = resolve(parse(typed.split()), loaded | recipe("dense-46m") | command.values)
     assert {name: getattr(config, name) for name in wanted} == wanted
+
+
+def test_the_help_names_the_commands():
+    assert all(name in build_parser().epilog.split("--help")[0] for name in COMMANDS)
 
 
 def test_version(capsys):

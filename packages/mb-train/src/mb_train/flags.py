@@ -50,9 +50,8 @@ def build_parser(prog: str = "mb-train") -> argparse.ArgumentParser:
         prog=prog,
         description="Train a transformer, dense or Mixture-of-Experts. With no flag: a small "
         "dropless MoE GPT on Python's own library.",
-        epilog="Also: mb-train generate RUN (text from it), mb-train report RUN (draw its curves), "
-        "mb-train doctor (what is this machine?). Accepted from Megatron scripts without effect, "
-        "the matter being settled here: "
+        epilog="Also: mb-train doctor, report, generate, serve, convert; mb-train COMMAND --help "
+        "says more. Accepted from Megatron scripts without effect, the matter being settled here: "
         + ", ".join(SETTLED) + ".",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

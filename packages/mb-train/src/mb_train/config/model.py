@@ -207,6 +207,14 @@ class MoEFields:
         "slots per expert over the even share; 0 drops no token (dMoE)", 0.0, bounds=AT_LEAST_0,
         on_load="said",
     )  # fmt: skip
+    moe_eval_capacity_factor: float | None = flag(
+        "the same in evaluation; default no other (ours)", bounds=POSITIVE, on_load="said",
+        layer="eval_capacity_factor",
+    )  # fmt: skip
+    moe_min_capacity: int = flag(
+        "but never fewer slots than this (ours)", 0, bounds=AT_LEAST_0, on_load="said",
+        layer="min_capacity",
+    )  # fmt: skip
     moe_drop_policy: str = flag(
         "who is kept of an expert's tokens beyond its slots: the first, or the surest (ours)",
         "position", choices=("position", "probability"), on_load="said", layer="drop_policy",
@@ -249,6 +257,14 @@ class MoEFields:
     moe_router_topk_scaling_factor: float = flag(
         "multiply the routing weights by this", 1.0, bounds=POSITIVE, on_load="said",
         layer="routed_scaling_factor",
+    )  # fmt: skip
+    moe_weights_on_input: bool = flag(
+        "scale the experts' input by the routing weights, not their output (ours)", False,
+        on_load="said", layer="weights_on_input",
+    )  # fmt: skip
+    moe_num_zero_experts: int = flag(
+        "experts more to choose from, which return their token (ours)", 0, bounds=AT_LEAST_0,
+        on_load="model", layer="num_zero_experts",
     )  # fmt: skip
     moe_router_num_groups: int | None = flag(
         "split the experts into groups, of which a token chooses some", bounds=POSITIVE,

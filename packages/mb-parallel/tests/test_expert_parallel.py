@@ -14,7 +14,7 @@ from mb_kernels.testing import assert_close
 from mb_layers.config import MoEConfig
 from mb_layers.experts import Experts
 from mb_layers.moe import dMoE
-from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts
+from mb_parallel import ParallelDims, ParallelMesh, apply_data_parallel, parallelize_experts
 from mb_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -114,6 +114,13 @@ def _build(overrides: dict[str, Any]) -> Model:
     return model
 
 
+def _alone(overrides: dict[str, Any]) -> Model:
+    """The same model for one process: what the ranks are compared with."""
+    model = _build(overrides)
+    parallelize_experts(model, ParallelDims().build("cpu"))
+    return model
+
+
 def _lengths(lengths: tuple[int, ...], ranks: int) -> list[int]:
     return [lengths[rank % len(lengths)] for rank in range(ranks)]
 
@@ -135,7 +142,7 @@ def _check(ranks: int, sizes: dict[str, int], cases: list[str]) -> None:
     for number, case in enumerate(cases):
         _, overrides, lengths = CASES[case]
         total = sum(_lengths(lengths, ranks))
-        expected = _train(_build(overrides), ParallelDims().build("cpu"), [total])
+        expected = _train(_alone(overrides), ParallelDims().build("cpu"), [total])
         assert "layers.1.moe.router.weight" in expected[0]
         for one in results:
             for step, (got, want) in enumerate(zip(one[number], expected, strict=True)):
@@ -192,6 +199,34 @@ def test_sequence_parallel_ranks_bring_their_own_tokens():
                 assert_close(name, got[name], value)
 
 
+def _sharded(rank, ranks, cases):
+    mesh = ParallelDims(dp_shard=4, ep=2).build("cpu")
+    results = []
+    for overrides in cases:
+        model = _build(overrides)
+        parallelize_experts(model, mesh)
+        apply_data_parallel(model, mesh, blocks=[layer["moe"] for layer in model.layers])
+        mine = slice(3 * rank, 3 * rank + 3)
+        x, labels = (t[0, 0, mine] for t in _data(12))
+        ce, aux = model(x, labels)
+        (ce / 3 + aux).backward()
+        results.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    return results
+
+
+def test_experts_sharded_further_by_data_parallelism():
+    cases = [{"mlp_bias": True}, {"num_experts": 1, "top_k": 1, "mlp_bias": True}]
+    results = run_ranks(_sharded, 4, cases)
+    for number, overrides in enumerate(cases):
+        model = _alone(overrides)
+        x, labels = (t[0, 0] for t in _data(12))
+        ce, aux = model(x, labels)
+        (ce / 12 + aux).backward()
+        for result in results:
+            for name, parameter in model.named_parameters():
+                assert_close(f"{overrides}: {name}", result[number][name], parameter.grad)
+
+
 def _compiled(rank, ranks):
     model = _build({})
     mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
@@ -202,7 +237,7 @@ def _compiled(rank, ranks):
 
 
 def test_compiled_layers():
-    expected = _train(_build({}), ParallelDims().build("cpu"), [8])
+    expected = _train(_alone({}), ParallelDims().build("cpu"), [8])
     for result in run_ranks(_compiled, 2):
         for got, want in zip(result, expected, strict=True):
             for name, value in want.items():

@@ -31,7 +31,7 @@ CASES = {
 def _layer(dtype: torch.dtype, **overrides) -> MoE | dMoE:
     torch.manual_seed(5)
     fields = {"hidden_size": HIDDEN, "ffn_hidden_size": 128, "num_experts": 8} | overrides
-    config = MoEConfig(**fields, init_method_std=0.1, balance_over="global_batch")
+    config = MoEConfig(**fields, init_method_std=0.1)
     kind = dMoE if config.capacity_factor is None else MoE
     return kind(config, device="cuda", dtype=dtype)
 
@@ -87,7 +87,7 @@ def test_two_gpus_match_one(dtype, bound):
 def _without_a_sync(rank: int, ranks: int, keep_rows: bool) -> list[float]:
     mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cuda")
     dtype = torch.bfloat16
-    layer = _layer(dtype, top_k=2, balance_over="micro_batch")
+    layer = _layer(dtype, top_k=2)
     parallelize_experts(layer, mesh, dispatcher="peer", keep_rows=keep_rows)
     batches = _tokens(ranks * 3, dtype).view(3, ranks, TOKENS, HIDDEN)[:, rank]
 

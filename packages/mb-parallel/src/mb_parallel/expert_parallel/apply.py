@@ -202,7 +202,6 @@ def _surround(
     if tp is not None and sequence_parallel:
         axes.append("tp")
         layer.register_forward_hook(_mean_losses(Place(tp.get_group(), name)))
-    axes = [axis for axis in axes if mesh.axis(axis) is not None]
     if axes and layer.reduce_counts is None:
         layer.reduce_counts = _sum_counts(mesh, axes)
 

@@ -60,7 +60,7 @@ def _checked(key: str, value: Any, path: str) -> Any:
         check_kind(key, value, kind)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
-    return float(value) if kind is float else value
+    return float(value) if kind is float and isinstance(value, int) else value
 
 
 def to_toml(config: TrainConfig) -> str:

@@ -21,7 +21,8 @@ from mb_train.config.field import (
     value_types,
     whole,
 )
-from mb_train.config.model import ModelFields, MoEFields
+from mb_train.config.model import ModelFields
+from mb_train.config.moe import MoEFields
 from mb_train.config.outputs import CheckpointingFields, LoggingFields, ValidationFields
 from mb_train.config.parallel import ParallelFields
 from mb_train.config.training import (

@@ -186,6 +186,9 @@ def test_progress_on_a_terminal_and_in_a_log():
     assert log.getvalue() == ""
 
 
+PREPROCESS = f"{sys.executable} -m mb_data.cli preprocess"
+
+
 def run_cli(*arguments, **options):
     command = [sys.executable, "-m", "mb_data.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
@@ -243,7 +246,8 @@ def test_megatrons_flags_and_the_pair_of_gpt2(tmp_path, capsys):
     arguments += ["--vocab-file", tmp_path / "gpt2-vocab.json"]
     arguments += ["--merge-file", tmp_path / "gpt2-merges.txt", "--append-eod", "--workers", "1"]
     for extra in ([], ["--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap"]):
-        flags = ["--chunk-size", "32", "--log-interval", "1000", "--partitions", "1", *extra]
+        flags = ["--chunk-size", "32", "--log-interval", "1000", "--partitions", "1"]
+        flags += ["--keep-sequential-samples", *extra]
         assert main([*map(str, arguments), *flags]) == 0
         assert "--chunk-size has no effect here" in capsys.readouterr().err
         dataset = mb_data.IndexedDataset(tmp_path / "o_text_document")

@@ -32,11 +32,11 @@ def test_swapped_transformers_model_keeps_its_logits() -> None:
     assert max(run("swap_transformers.py")) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["run.py", "qwen3.py"])
+@pytest.mark.parametrize("name", ["run.py", "qwen3.py", "families.py"])
 def test_benchmarks_run_tiny_on_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if name == "qwen3.py":
+    if name != "run.py":
         pytest.importorskip("transformers")
     monkeypatch.setattr("sys.argv", [name, "--smoke"])
     runpy.run_path(str(EXAMPLES.parent / "benchmarks" / name))["main"]()
@@ -44,3 +44,22 @@ def test_benchmarks_run_tiny_on_cpu(
     assert len(rows) == 2
     if name == "qwen3.py":  # two experts implementations, one model
         assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)
+    if name == "families.py":
+        assert [row["family"] for row in rows] == ["olmoe", "gpt_oss"]
+        assert max(row[what] for row in rows for what in ("logits", "gradients")) < 1e-5
+        assert rows[0]["round trip"]
+
+
+def test_memory_by_option_is_what_the_page_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["memory.py", "--smoke"])
+    runpy.run_path(str(EXAMPLES.parent / "benchmarks" / "memory.py"))["main"]()
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    bytes_of = {row["option"]: row["bytes per token"] for row in printed["rows"]}
+    theory = 2 * 512 + 4 * 192 * 8  # x, and the pre-activations of K gated experts
+    assert bytes_of["dMoE"] < 1.2 * theory
+    assert bytes_of["recompute"] < bytes_of["saved_activation_bits=4"] < bytes_of["dMoE"]
+    for row in printed["errors"]:
+        assert row["dx, 8 bits"] < 0.01
+        assert row["dx, 4 bits"] < 0.2

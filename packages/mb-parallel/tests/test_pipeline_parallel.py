@@ -4,6 +4,9 @@ from dataclasses import replace
 
 import pytest
 import tiny_gpt
+import torch
+from mb_parallel import ParallelDims
+from mb_parallel.pipeline_parallel import SCHEDULES, Pipeline, split_layers, stage_indices
 from mb_parallel.testing import run_ranks
 from tiny_gpt import Options, compare
 
@@ -41,3 +44,97 @@ def test_equals_one_process(ranks):
         )
         worst = compare([results[number] for results in by_rank], tiny_gpt.train(0, 1, alone))
         print(f"{name}: largest relative deviation {worst:.1e}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lighter", "sizes"),
+    [
+        ((8, 4), {}, [2, 2, 2, 2]),
+        ((10, 4), {}, [3, 3, 2, 2]),
+        ((12, 4), {"last_lighter": 2}, [4, 4, 3, 1]),
+        ((14, 4), {"first_lighter": 1, "last_lighter": 1}, [3, 4, 4, 3]),
+        ((3, 1), {}, [3]),
+    ],
+)
+def test_layers_are_split(arguments, lighter, sizes):
+    runs = split_layers(*arguments, **lighter)
+    assert [len(run) for run in runs] == sizes
+    assert [layer for run in runs for layer in run] == list(range(arguments[0]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_stage_has_one_rank(schedule, ranks):
+    per_rank = 2 if SCHEDULES[schedule].many else 1
+    held = [
+        stage_indices(schedule, pp_size=ranks, pp_rank=rank, stages_per_rank=per_rank)
+        for rank in range(ranks)
+    ]
+    assert sorted(stage for stages in held for stage in stages) == list(range(ranks * per_rank))
+    assert held[0][0] == 0
+    assert ranks * per_rank - 1 in held[0 if SCHEDULES[schedule].v else -1]
+
+
+def test_bad_places_are_named():
+    with pytest.raises(ValueError, match=r"have a layer, got \[1, 1, 0\] for 2 layers"):
+        split_layers(2, 3)
+    with pytest.raises(ValueError, match=r"have a layer, got \[3, 0\] .* the last by 2"):
+        split_layers(3, 2, last_lighter=2)
+    with pytest.raises(ValueError, match="0 or more layers, got 2 stages, -1"):
+        split_layers(3, 2, first_lighter=-1)
+    with pytest.raises(ValueError, match=r"schedule of gpipe, 1f1b, .* got '2f2b'"):
+        stage_indices("2f2b", pp_size=2, pp_rank=0)
+    with pytest.raises(ValueError, match="one stage per rank with 1f1b, got 2"):
+        stage_indices("1f1b", pp_size=2, pp_rank=0, stages_per_rank=2)
+    with pytest.raises(ValueError, match="2 stages per rank with zbv-zero-bubble, got 1"):
+        stage_indices("zbv-zero-bubble", pp_size=2, pp_rank=0)
+    with pytest.raises(ValueError, match="mesh with pp > 1"):
+        Pipeline([torch.nn.Linear(1, 1)], ParallelDims().build("cpu"), schedule="1f1b",
+                 first_input="tokens", hidden_size=4)  # fmt: skip
+
+
+def _pieces(rank, world_size):
+    """What a pipeline says and does besides training, on two ranks with a tied head."""
+    options = Options(pp=2, micro_batches=3, steps=1)
+    mesh = ParallelDims(pp=2).build("cpu")
+    stage = tiny_gpt.build(options)
+    stage.keep(split_layers(tiny_gpt.L, 2)[rank], first=rank == 0, last=rank == 1)
+    tied = "embedding.tokens.weight" if rank == 0 else "head.weight"
+    parameter = stage.get_parameter(tied)
+    with torch.no_grad():
+        parameter.add_(rank)  # the copies differ until the pipeline is made
+    arguments = {"schedule": "1f1b", "first_input": "tokens", "hidden_size": tiny_gpt.D}
+    names = {"embedding.tokens.weight": "head.weight"}
+    pipeline = Pipeline([stage], mesh, tied=names, **arguments)
+    (batches,) = tiny_gpt.data(options)
+    seen, said = [], []
+    pipeline.step(batches, before=seen.append)
+    once = parameter.grad.clone()
+    pipeline.step(batches)  # gradients add up over steps
+    for bad in ([batches[0], {k: v[:1] for k, v in batches[1].items()}], []):
+        try:
+            pipeline.step(bad)
+        except ValueError as error:
+            said.append(str(error))
+    try:
+        Pipeline([stage], mesh, tied={"embedding.words": "head.words"}, **arguments)
+    except ValueError as error:
+        said.append(str(error))
+    copies = [parameter is copy for copy in pipeline.copies]
+    return parameter.detach(), once, parameter.grad, seen, said, copies
+
+
+def test_tied_parameters_hooks_and_errors():
+    first, last = run_ranks(_pieces, 2)
+    for one, other in zip(first[:3], last[:3], strict=True):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(first[2], 2 * first[1])
+    assert first[3] == [0, 1, 2]
+    assert last[3] == [3, 4, 5]
+    for said, name in ((first[4], "embedding.words"), (last[4], "head.words")):
+        assert "micro-batches of one shape" in said[0]
+        assert "(1, 8), (2, 8)" in said[0]
+        assert "got none" in said[1]
+        assert f"tied parameter '{name}' in the stage, which has" in said[2]
+    assert first[5] == []
+    assert last[5] == [True]

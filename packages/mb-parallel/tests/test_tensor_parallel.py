@@ -1,11 +1,26 @@
 """Tensor and sequence parallelism: five steps equal to one process, and what is refused."""
 
+import copy
+import re
 from dataclasses import replace
 
 import pytest
 import tiny_gpt
+import torch
+from mb_parallel import ParallelDims
+from mb_parallel.tensor_parallel import (
+    ColumnParallel,
+    DistinctRandom,
+    ExpertLayer,
+    RowParallel,
+    SequenceParallel,
+    VocabParallelEmbedding,
+    VocabParallelLoss,
+    parallelize_tensors,
+)
 from mb_parallel.testing import run_ranks
 from tiny_gpt import Options, compare
+from torch.distributed.tensor import DTensor
 
 CASES = {
     "dense": Options(),
@@ -43,3 +58,123 @@ def test_with_data_and_expert_parallelism():
         alone = replace(options, dp=1, tp=1, ep=1)
         worst = compare([results[number] for results in by_rank], tiny_gpt.train(0, 1, alone))
         print(f"{name}: largest relative deviation {worst:.1e}")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
+def test_dropout_has_its_gradient(sequence_parallel):
+    options = Options(tp=2, sequence_parallel=sequence_parallel, dropout=0.3)
+    (measured, expected, replicated, loss), other = run_ranks(tiny_gpt.slope, 2, options)
+    assert measured == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(replicated, other[2], rtol=1e-12, atol=0)
+    assert loss == other[3]
+    alone = tiny_gpt.slope(0, 1, replace(options, tp=1, sequence_parallel=False))
+    if sequence_parallel:  # each rank drops its own tokens' channels: not what one process drops
+        assert abs(loss - alone[3]) > 1e-3
+    else:
+        assert loss == pytest.approx(alone[3], rel=1e-12)
+
+
+def _masks(rank, world_size, sequence_parallel):
+    mesh = ParallelDims(tp=world_size).build("cpu")
+    parts = {name: torch.nn.Dropout(0.5) for name in ("stream", "heads")}
+    model = torch.nn.ModuleDict(parts)
+    plan = {"stream": DistinctRandom(), "heads": DistinctRandom(stream=False)}
+    parallelize_tensors(model, mesh, plan, sequence_parallel=sequence_parallel)
+    torch.manual_seed(1)
+    return {name: part(torch.ones(64)) for name, part in model.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ranks_drop_alike_what_they_hold_alike(sequence_parallel):
+    first, second = run_ranks(_masks, 2, sequence_parallel)
+    assert torch.equal(first["stream"], second["stream"]) != sequence_parallel
+    assert not torch.equal(first["heads"], second["heads"])
+    again, _ = run_ranks(_masks, 2, sequence_parallel)
+    assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+REFUSED = {
+    "key-value heads": (lambda: tiny_gpt.build(Options(kv_heads=1)), {"kv_heads": 1},
+        r"stack.blocks.0.attention.qkv: Expected tp = 2 to divide the 1 key-value heads"),
+    "vocabulary": (lambda: torch.nn.ModuleDict({"tokens": torch.nn.Embedding(5, 4)}),
+        {"tokens": VocabParallelEmbedding()},
+        r"tokens: Expected tp = 2 to divide the vocabulary, got 5 in weight of shape \(5, 4\)"),
+    "width": (lambda: torch.nn.ModuleDict({"down": torch.nn.Linear(3, 4)}),
+        {"down": RowParallel()}, r"down: Expected tp = 2 to divide the inputs of a row-parallel"),
+    "padding": (lambda: torch.nn.Embedding(4, 4, padding_idx=0), {"": VocabParallelEmbedding()},
+        r"the model: Expected an embedding with padding_idx=None, got 0"),
+    "loss": (lambda: torch.nn.Linear(4, 4), {"": VocabParallelLoss()},
+        r"Linear.cross_entropy to be mb_kernels.linear_cross_entropy, got None"),
+    "experts": (lambda: torch.nn.Linear(4, 4), {"": ExpertLayer()},
+        r"Expected mb_layers.MoE or dMoE, got Linear"),
+    "uncovered": (lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)),
+        {"0": ColumnParallel(), "norm": SequenceParallel()},
+        r"cover every parameter, got none for 1.weight, 1.bias"),
+}  # fmt: skip
+
+
+def _refused(rank, world_size, name):
+    build, plan, _ = REFUSED[name]
+    if "kv_heads" in plan:
+        plan = tiny_gpt.plan(Options(**plan))
+    try:
+        parallelize_tensors(build(), ParallelDims(tp=world_size).build("cpu"), plan)
+    except ValueError as error:
+        return str(error)
+
+
+def _all_refused(rank, world_size):
+    return {name: _refused(rank, world_size, name) for name in REFUSED}
+
+
+def test_what_does_not_divide_is_named():
+    for said in run_ranks(_all_refused, 2):
+        for name, (_, _, expected) in REFUSED.items():
+            assert said[name] is not None, name
+            assert re.search(expected, said[name]), said[name]
+
+
+def _odd_sequence(rank, world_size):
+    mesh = ParallelDims(tp=world_size).build("cpu")
+    model = tiny_gpt.build(Options())
+    parallelize_tensors(model, mesh, tiny_gpt.plan(Options()))
+    tokens = torch.zeros(1, 7, dtype=torch.int64)
+    try:
+        model(tokens, labels=tokens, weights=tokens.float())
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_sequence_that_ranks_do_not_divide_is_named():
+    for said in run_ranks(_odd_sequence, 2):
+        assert "tp = 2 to divide dimension -2 of (1, 7, 16)" in said
+
+
+def _saved(rank, world_size):
+    """Names, shapes and sharing of what a checkpoint sees, and that parameters stay themselves."""
+    mesh = ParallelDims(tp=world_size).build("cpu")
+    model = tiny_gpt.build(Options(experts=4))
+    before = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    parallelize_tensors(model, mesh, tiny_gpt.plan(Options()))
+    assert {name: tuple(p.shape) for name, p in model.state_dict().items()} == before
+    assert model.head.weight is model.embedding.tokens.weight
+    assert isinstance(model.get_parameter("stack.blocks.0.attention.qkv.weight"), DTensor)
+    copied = copy.deepcopy(model)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    outputs = [m(tokens, labels=tokens, weights=tokens + 1.0).losses["lm loss"]
+               for m in (model, copied)]  # fmt: skip
+    assert outputs[0] == outputs[1]
+    return sorted(name for name, p in model.named_parameters() if isinstance(p, DTensor))
+
+
+def test_parameters_keep_names_shapes_and_ties():
+    sharded, other = run_ranks(_saved, 2)
+    assert sharded == other
+    kinds = {name.rsplit(".", 2)[-2] for name in sharded}
+    assert kinds == {"tokens", "qkv", "out", "up", "down"}
+
+
+def test_one_process_is_left_alone():
+    model = tiny_gpt.build(Options())
+    parallelize_tensors(model, ParallelDims().build("cpu"), {})
+    assert type(model) is tiny_gpt.GPT

@@ -13,7 +13,14 @@ from mb_kernels import linear_cross_entropy
 from mb_layers import MoE, MoEConfig, dMoE
 from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts, set_gradient_sync
 from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
-from mb_parallel.tensor_parallel import gpt_plan, parallelize_tensors
+from mb_parallel.tensor_parallel import (
+    ColumnParallel,
+    SequenceParallel,
+    VocabParallelLoss,
+    block_plan,
+    embedding_plan,
+    parallelize_tensors,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -180,6 +187,16 @@ class GPT(nn.Module):
         return Output(None, {"lm loss": loss}, aux_loss, stacked)
 
 
+def plan(options):
+    return {
+        **embedding_plan(),
+        **block_plan(options.kv_heads, blocks="stack.blocks"),
+        "stack.norm": SequenceParallel(),
+        "head": ColumnParallel(enter=False, unit="vocabulary"),
+        "": VocabParallelLoss(),
+    }
+
+
 def data(options):
     """The micro-batches of every step; a third of the labels has no weight, if padded."""
     generator = torch.Generator().manual_seed(7)
@@ -239,9 +256,7 @@ def train(rank, world_size, options):
     stages = [build(options) for _ in indices]
     for stage, index in zip(stages, indices, strict=True):
         stage.keep(layers[index], first=index == 0, last=index == count - 1)
-        parallelize_tensors(
-            stage, mesh, gpt_plan(options.kv_heads), sequence_parallel=options.sequence_parallel
-        )
+        parallelize_tensors(stage, mesh, plan(options), sequence_parallel=options.sequence_parallel)
         parallelize_experts(stage, mesh, sequence_parallel=options.sequence_parallel)
         blocks = stage.stack.blocks.values()
         apply_data_parallel(stage, mesh, blocks=blocks, zero_stage=options.zero_stage)
@@ -344,3 +359,30 @@ def compare(results, want, tolerance=1e-5):
     assert seen == set(want["parameters"])
     assert worst < tolerance, worst
     return worst
+
+
+def slope(rank, world_size, options):
+    """Of the loss along its gradient, in fp64 and with dropout: measured, and as it should be.
+
+    The masks are drawn anew from the same seed for every evaluation, on each rank its own.
+    """
+    mesh = ParallelDims(tp=options.tp).build("cpu")
+    model = build(options).double()
+    parallelize_tensors(model, mesh, plan(options), sequence_parallel=options.sequence_parallel)
+    (batch, *_), *_ = data(options)
+
+    def loss():
+        torch.manual_seed(11)
+        return call(model, batch).losses["lm loss"]
+
+    loss().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    expected = sum(whole(grad).square().sum() for grad in grads).item()
+    values, step = [], 1e-4 / expected**0.5
+    with torch.no_grad():
+        for sign in (1, -2):
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                parameter += sign * step * grad
+            values.append(loss().item())
+    replicated = torch.cat([g.flatten() for g in grads if not isinstance(g, DTensor)])
+    return (values[0] - values[1]) / (2 * step), expected, replicated, values[0]

@@ -1,11 +1,15 @@
 """The command line: every field is a flag, layers win in order, mistakes name the nearest flag."""
 
+import json
 import re
+import typing
 from dataclasses import fields
 
 import mb_train
 import pytest
+from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig, flag_name
+from mb_train.config.field import spec, value_types
 from mb_train.flags import build_parser, parse, resolve
 from mb_train.recipes import recipe
 from mb_train.schedule import build_schedule
@@ -72,8 +76,8 @@ def test_mistakes_are_named(arguments, says):
     ("text", "says"),
     [
         ("hiden_size = 3", "Unknown key 'hiden_size' in .* The nearest is hidden_size"),
-        ("hidden_size = 'x'", "Expected hidden_size in .* to be int, got 'x'"),
-        ("bf16 = 1", "Expected bf16 in .* to be bool, got 1"),
+        ("hidden_size = 'x'", "run.toml: Expected --hidden-size to be int, got 'x'"),
+        ("bf16 = 1", "run.toml: Expected --bf16 to be bool, got 1"),
         ("hidden_size = = 3", "is not TOML"),
         ("[a]\nlr = 1\n[b]\nlr = 2", "Expected lr once in .*, got it twice"),
         ("rampup_batch_size = ['a']", "to be a list of int, got"),
@@ -152,6 +156,11 @@ def test_the_other_way_to_say_it_takes_the_place_of_the_recipes(tmp_path, typed,
     assert {name: getattr(config, name) for name in wanted} == wanted
 
 
+def test_the_help_names_the_commands():
+    text = " ".join(build_parser(COMMANDS).format_help().split())
+    assert f"each with a --help: {', '.join(COMMANDS)}. " in text
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         parse(["--version"])
@@ -172,3 +181,33 @@ def test_any_text_reads_back_from_toml(tmp_path, text):
     file = tmp_path / "run.toml"
     file.write_text(to_toml(config), encoding="utf-8")
     assert resolve(parse(["--config", str(file)])) == config
+
+
+def sample(f, kind):
+    """A value of a field that is not its default, and the words that say it."""
+    about = spec(f)
+    if kind is bool:
+        return not f.default, []
+    if about.choices:
+        value = next(choice for choice in reversed(about.choices) if choice != f.default)
+        return value, [str(value)]
+    if typing.get_origin(kind) is list:
+        (kind,) = typing.get_args(kind)
+        values = [kind(n) for n in range(1, 1 + (about.count or 2))]
+        return values, list(map(str, values))
+    value = kind("0.5") if kind is float else kind("7")
+    return value, [str(value)]
+
+
+@pytest.mark.parametrize("f", fields(TrainConfig), ids=lambda f: f.name)
+def test_every_field_can_be_typed_and_written_to_a_file(tmp_path, f):
+    value, words = sample(f, value_types(TrainConfig)[f.name])
+    for flag in (flag_name(f.name), *spec(f).also):
+        if value is False:
+            flag = "--no-" + flag[2:]
+        assert parse([flag, *words]).values == {f.name: value}
+    for flag in spec(f).off:
+        assert parse([flag]).values == {f.name: False}
+    file = tmp_path / "run.toml"
+    file.write_text(f"{f.name} = {json.dumps(value)}\n")
+    assert read_toml(str(file))[0] == {f.name: value}

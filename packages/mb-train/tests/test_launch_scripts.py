@@ -17,6 +17,7 @@ from mb_train.flags import build_parser, parse, resolve
 from mb_train.recipes import recipe
 from mb_train.settled import TRANSLATED
 from mb_train.tokenizers import load_tokenizer
+from mb_train.toml_file import to_toml
 from mb_train.unsupported import NOT_YET, not_supported
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,7 +38,7 @@ def test_there_are_as_many_as_people_have():
 
 
 @pytest.mark.parametrize(("name", "model", "words"), SCRIPTS, ids=[name for name, *_ in SCRIPTS])
-def test_a_script_is_accepted_verbatim(name, model, words):
+def test_a_script_is_accepted_verbatim(tmp_path, name, model, words):
     command = parse([*words, "--model", model] if model != "gpt" else words)
     config = resolve(command)
     typed = {word.split("=")[0] for word in words if word.startswith("--")}
@@ -48,6 +49,9 @@ def test_a_script_is_accepted_verbatim(name, model, words):
     assert len(command.notes) == bool(settled)
     assert all(flag in command.notes[0] for flag in settled)
     assert all(fields_of[flag] in command.values for flag in typed - settled - set(TRANSLATED))
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config))
+    assert resolve(parse(["--config", str(file)])) == config
     blocked = set(not_supported(config))
     assert blocked <= WAITED_FOR, name
 

@@ -17,6 +17,8 @@ from mb_data.tokenizer import Tokenizer, load_tokenizer, megatron_tokenizer
 from mb_data.tokenizer.load import MEGATRON_TYPES, NAMES
 
 INTERRUPTED = 130
+SETTLED = ("log_interval", "chunk_size", "partitions", "find_optimal_num_workers")
+SETTLED += ("workers_to_check", "max_documents", "performance_dir", "keep_sequential_samples")
 NO_INPUT = """mb-data preprocess: {missing} is missing. For example, on text that every machine has:
 
   mb-data sample-corpus corpus.jsonl
@@ -114,6 +116,11 @@ def _parser() -> _Parser:
     settled.add_argument("--log-interval", type=int, help="progress is shown by time")
     settled.add_argument("--chunk-size", type=int, help="work is cut by bytes")
     settled.add_argument("--partitions", type=int, help="any number of workers writes one output")
+    settled.add_argument("--keep-sequential-samples", action="store_true", help="always")
+    settled.add_argument("--find-optimal-num-workers", action="store_true", help="one per core is")
+    settled.add_argument("--workers-to-check", nargs="+", type=int)
+    settled.add_argument("--max-documents", type=int)
+    settled.add_argument("--performance-dir")
     _add_tokenizer(command)
     command.set_defaults(run=_preprocess, parser=command)
 
@@ -224,8 +231,8 @@ def _preprocess(options: argparse.Namespace) -> None:
     from mb_data.preprocess import preprocess
     from mb_data.progress import ProgressLine
 
-    for name in ("log_interval", "chunk_size", "partitions"):
-        if getattr(options, name) is not None and not options.quiet:
+    for name in SETTLED:
+        if getattr(options, name) not in (None, False) and not options.quiet:
             flag = f"--{name.replace('_', '-')}"
             print(f"mb-data preprocess: {flag} has no effect here", file=sys.stderr)
     show = None if options.quiet else ProgressLine(sys.stderr)

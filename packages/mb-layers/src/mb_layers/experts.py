@@ -19,7 +19,7 @@ import mb_kernels
 import torch
 import torch.nn.functional as F
 from mb_kernels import Bins
-from mb_kernels.activation import activate
+from mb_kernels.activation import activate, activate_backward
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -128,7 +128,23 @@ class _StackedMLP(nn.Module):
         return checkpoint(expert_mlp_in_steps, *arguments, **options, use_reentrant=False)
 
     def _activate(self, h_NF: Tensor) -> Tensor:
-        return activate(at_least_fp32(h_NF), self.config.activation).to(h_NF.dtype)
+        return _Activation.apply(h_NF, self.config.activation)
+
+
+class _Activation(torch.autograd.Function):
+    """An activation in fp32 that keeps just the pre-activations, in the dtype they have."""
+
+    @staticmethod
+    def forward(ctx: Any, h_NF: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(h_NF)
+        ctx.activation = activation
+        return activate(at_least_fp32(h_NF), activation).to(h_NF.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NF: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
+        (h_NF,) = ctx.saved_tensors
+        grad_h = activate_backward(at_least_fp32(grad_NF), at_least_fp32(h_NF), ctx.activation)
+        return grad_h.to(h_NF.dtype), None
 
 
 class Experts(_StackedMLP):

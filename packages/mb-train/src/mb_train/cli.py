@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    command = parse(arguments)
+    command = parse(arguments, COMMANDS)
     started = plan(command)
     config = started.config
     if command.print_config:

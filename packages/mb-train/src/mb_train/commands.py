@@ -43,6 +43,39 @@ def report(arguments: Sequence[str]) -> int:
     return 0
 
 
+def plan(arguments: Sequence[str]) -> int:
+    """What a run will need."""
+    parser = Parser(
+        prog="mb-train plan",
+        description="What a run will need: parameters, memory per GPU, FLOPs, time of a step. "
+        "Takes the flags of a run beside its own.",
+    )
+    parser.add_argument("--gpus", type=int, help="ranks; default as many GPUs as there are, or 1")
+    parser.add_argument("--gpu", help="name of the GPU (H200, MI300X, ...); default the one here")
+    options, rest = parser.parse_known_args(arguments)
+    from mb_train.flags import parse
+    from mb_train.starting import plan
+
+    config = plan(parse(rest)).config
+    import mb_data
+    import torch
+
+    from mb_train.sizing import describe, sizes
+    from mb_train.tokenizers import load_tokenizer
+
+    there = torch.cuda.device_count()
+    ranks = options.gpus or there or 1
+    device = options.gpu or (torch.cuda.get_device_name(0) if there else "CPU")
+    vocab_size = mb_data.padded_vocab_size(
+        load_tokenizer(config).vocab_size,
+        divisible_by=config.make_vocab_size_divisible_by,
+        tensor_parallel=config.tensor_model_parallel_size,
+    )
+    found = sizes(config, vocab_size, ranks, device)
+    print("\n".join(describe(config, found, ranks=ranks, device=device)))
+    return 0
+
+
 def convert(arguments: Sequence[str]) -> int:
     """Hugging Face or Megatron folders to a run folder, and back to Hugging Face."""
     parser = Parser(
@@ -175,6 +208,7 @@ def serve(arguments: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": doctor,
+    "plan": plan,
     "report": report,
     "generate": generate,
     "eval": evaluate,

@@ -12,8 +12,13 @@ import shutil
 import sys
 from pathlib import Path
 
+from mb_train.environment import explain
+
 _MIN_TORCH = (2, 11)
-_MIN_DISK_GIB = 2.0
+# A run of the published size: 3.7 B parameters, 51 GB a checkpoint, two of them kept.
+_MIN_DISK_GB, _ENOUGH_DISK_GB = 2.0, 100.0
+# Asynchronous saves of it, and token files in the page cache.
+_ENOUGH_RAM_GB = 32.0
 
 
 def diagnose(folder: Path) -> tuple[list[str], list[str]]:
@@ -30,8 +35,11 @@ def diagnose(folder: Path) -> tuple[list[str], list[str]]:
             facts.append(f"{name:11} not installed, imported from the path")
     _check_torch(facts, problems)
     _check_optional(facts, problems)
+    _check_memory(facts)
     _check_disk(folder, facts, problems)
-    return facts, problems
+    _check_amd(facts, problems)
+    said, wrong = explain(os.environ, _vendor())
+    return facts + said, problems + wrong
 
 
 def _cores() -> int:
@@ -55,11 +63,12 @@ def _check_torch(facts: list[str], problems: list[str]) -> None:
     facts.append(f"torch       {torch.__version__}, {build}, {torch.get_num_threads()} threads")
     if (int(major), int(minor)) < _MIN_TORCH:
         problems.append(f"torch {torch.__version__} is too old: expected 2.11 or later.")
+    collectives = "RCCL" if torch.version.hip else "NCCL"
     backends = [
         name
         for name, there in (
             ("gloo", torch.distributed.is_gloo_available()),
-            ("nccl", torch.distributed.is_nccl_available()),
+            (f"nccl ({collectives} {_nccl_version()})", torch.distributed.is_nccl_available()),
         )
         if there
     ]
@@ -116,6 +125,8 @@ def _check_optional(facts: list[str], problems: list[str]) -> None:
         ("matplotlib", "the picture of the loss"),
         ("gigatoken", "fast tokenization; a slow one replaces it"),
         ("tensorboard", "--tensorboard-dir"),
+        ("safetensors", "mb-train convert"),
+        ("uvicorn", "mb-train serve"),
     ):
         try:
             facts.append(f"{name:11} {importlib.metadata.version(name)}")
@@ -125,15 +136,65 @@ def _check_optional(facts: list[str], problems: list[str]) -> None:
                 problems.append("matplotlib is missing: runs draw no picture. Install matplotlib.")
 
 
+def _nccl_version() -> str:
+    import torch
+
+    try:
+        version = torch.cuda.nccl.version()
+    except (AttributeError, RuntimeError):  # a build without it
+        return "none"
+    return ".".join(map(str, version)) if isinstance(version, tuple) else f"{version}"
+
+
+def _vendor() -> str | None:
+    try:
+        import torch
+    except ImportError:
+        return None
+    if torch.version.hip or Path("/dev/kfd").exists():
+        return "amd"
+    return "nvidia" if torch.version.cuda else None
+
+
+def _check_memory(facts: list[str]) -> None:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    except (ValueError, OSError):
+        return
+    enough = "" if size >= _ENOUGH_RAM_GB else f": small runs (the large want {_ENOUGH_RAM_GB:g})"
+    facts.append(f"memory      {size:.1f} GB of RAM{enough}")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        size = shutil.disk_usage(shared).total / 1e9
+        facts.append(f"shared      {size:.1f} GB in /dev/shm")
+
+
+def _check_amd(facts: list[str], problems: list[str]) -> None:
+    """What keeps ROCm from a GPU that is there."""
+    device = Path("/dev/kfd")
+    if not device.exists():
+        return
+    if not os.access(device, os.R_OK | os.W_OK):
+        problems.append(
+            "/dev/kfd cannot be opened: add the user to the groups render and video, or start "
+            "the container with --device=/dev/kfd --device=/dev/dri --group-add render."
+        )
+    balancing = Path("/proc/sys/kernel/numa_balancing")
+    if balancing.is_file() and balancing.read_text().strip() != "0":
+        facts.append(
+            "numa        automatic balancing is on; AMD advises to turn it off: "
+            "echo 0 > /proc/sys/kernel/numa_balancing as root"
+        )
+
+
 def _check_disk(folder: Path, facts: list[str], problems: list[str]) -> None:
     existing = next(
         path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
     )
-    free = shutil.disk_usage(existing).free / 2**30
-    facts.append(f"disk        {free:.1f} GiB free for {folder}")
-    if free < _MIN_DISK_GIB:
-        problems.append(
-            f"Less than {_MIN_DISK_GIB:g} GiB free at {existing}: checkpoints may fail."
-        )
+    free = shutil.disk_usage(existing).free / 1e9
+    enough = "" if free >= _ENOUGH_DISK_GB else f": small runs (the large want {_ENOUGH_DISK_GB:g})"
+    facts.append(f"disk        {free:.1f} GB free for {folder}{enough}")
+    if free < _MIN_DISK_GB:
+        problems.append(f"Less than {_MIN_DISK_GB:g} GB free at {existing}: checkpoints may fail.")
     if not os.access(existing, os.W_OK):
         problems.append(f"{existing} is not writable. Give another --save folder.")

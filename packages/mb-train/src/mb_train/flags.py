@@ -42,17 +42,20 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message[:1].upper() + message[1:])
 
 
-def build_parser(prog: str = "mb-train") -> argparse.ArgumentParser:
-    """The parser of a training run; its result holds only what was typed."""
+def build_parser(commands: Iterable[str] = ()) -> argparse.ArgumentParser:
+    """The parser of a training run; its result holds only what was typed.
+
+    Args:
+        commands: what else the program does, for the help.
+    """
     from mb_train import __version__
 
     parser = Parser(
-        prog=prog,
+        prog="mb-train",
         description="Train a transformer, dense or Mixture-of-Experts. With no flag: a small "
         "dropless MoE GPT on Python's own library.",
-        epilog="Also: mb-train generate RUN (text from it), mb-train report RUN (draw its curves), "
-        "mb-train doctor (what is this machine?). Accepted from Megatron scripts without effect, "
-        "the matter being settled here: "
+        epilog=f"Other commands, each with a --help: {', '.join(commands)}. "
+        "Accepted from Megatron scripts without effect, the matter being settled here: "
         + ", ".join(SETTLED) + ".",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -100,14 +103,14 @@ def _add_field(group: Any, f: Field[Any]) -> None:
     group.add_argument(*names, type=kind, dest=f.name, help=text, **extra)
 
 
-def parse(argv: Sequence[str], prog: str = "mb-train") -> CommandLine:
-    """Read the command line.
+def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> CommandLine:
+    """Read the command line; `commands` as for `build_parser`.
 
     Raises:
         UsageError: a flag that does not exist (the nearest is named) or a value of the wrong kind.
         SystemExit: for --help and --version, with code 0.
     """
-    parser = build_parser(prog)
+    parser = build_parser(commands)
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
         known = [o for action in parser._actions for o in action.option_strings]

@@ -27,6 +27,7 @@ Panel = Callable[["Figure", "Axes", Sequence[Curves]], None]
 # More points than this are drawn as the mean of as many stretches, in the band of their extremes:
 # a picture has no more columns, and a page of every step of a long run would take minutes to load.
 _POINTS = 1000
+_MARKED = 60  # beyond this many the dots run into each other
 
 
 def draw(folder: Path) -> Path:
@@ -141,8 +142,11 @@ def _loss(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
     low, high = axis.get_ylim()
     nice = [p for e in range(-1, 9) for p in (10.0**e, 2 * 10.0**e, 5 * 10.0**e)]
     ticks = [p for p in nice if p > 0 and low <= math.log(p) <= high] or [math.exp(min(low, 20))]
-    perplexity.set_yticks([math.log(p) for p in ticks], [f"{p:,.4g}" for p in ticks])
+    perplexity.set_yticks([math.log(p) for p in ticks], [_plain(p) for p in ticks])
     perplexity.set_ylabel("perplexity")
+    # The heat maps' colour bars leave it room; it must not push them further out.
+    heat_maps = any(curves.load_imbalance for curves in runs)
+    perplexity.set_in_layout(len(figure.axes) == 1 or not heat_maps)
     axis.legend()
     _finish(axis)
 
@@ -160,6 +164,10 @@ def _grad_norm(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
         _line(axis, curves.grad_norm, label=_label(curves, runs, ""), marker=".")
     axis.set_ylabel("gradient norm")
     axis.set_yscale("log")
+    from matplotlib.ticker import LogFormatter
+
+    axis.yaxis.set_major_formatter(LogFormatter())
+    axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     _finish(axis, legend=len(runs) > 1)
 
 
@@ -205,12 +213,13 @@ def _centred(top: float) -> Any:
 def _line(axis: Axes, series: Mapping[int, float | None], **style: Any) -> list[Any]:
     at = sorted(series)
     values = [_number(series[i]) for i in at]
+    if len(at) > _MARKED:
+        style.pop("marker", None)
     if len(at) <= _POINTS:
         return axis.plot(at, values, linewidth=1, **style)
     step = -(-len(at) // _POINTS)
     chunks = [values[i : i + step] for i in range(0, len(at), step)]
     places = [at[min(i + step, len(at)) - 1] for i in range(0, len(at), step)]
-    style.pop("marker", None)
     lines = axis.plot(places, [sum(c) / len(c) for c in chunks], linewidth=1, **style)
     axis.fill_between(
         places, [min(c) for c in chunks], [max(c) for c in chunks],
@@ -249,6 +258,10 @@ def _darker(color: str) -> Any:
     from matplotlib.colors import to_rgb
 
     return tuple(0.6 * part for part in to_rgb(color))
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
 def _number(value: float | None) -> float:

@@ -44,6 +44,7 @@ from mb_train.schedule import (
     train_iterations,
     train_samples,
 )
+from mb_train.sizing import memory_warning
 from mb_train.tasks import GPTTask, Task
 from mb_train.timers import Timers
 from mb_train.tokenizers import load_tokenizer
@@ -118,6 +119,9 @@ class Run:
 
         self.task: Task = GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod)
         self.say(vocabulary_line(tokenizer.vocab_size, vocab_size))
+        warning = memory_warning(config, vocab_size, world_size(), device, device_name(device))
+        if warning is not None:
+            self.say(warning)
         self.progress = Progress(0, 0)
         with self.timers("model-and-optimizer-setup"):
             self.model: Assembled = assemble(

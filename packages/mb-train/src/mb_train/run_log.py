@@ -152,7 +152,7 @@ def open_boards(config: TrainConfig) -> list[Board]:
         boards.append(_TensorBoard(SummaryWriter(config.tensorboard_dir, max_queue=queue)))
     if config.wandb_project is not None:
         try:
-            import wandb
+            import wandb  # ty: ignore[import-not-found]  # only if it is asked for
         except ImportError:
             raise ValueError(
                 "Expected the wandb package for --wandb-project, found none. Install it with "

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
+import typing
 from dataclasses import fields
 from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig
-from mb_train.config.field import value_types
+from mb_train.config.field import check_kind, value_types
 
 _TYPES = value_types(TrainConfig)
 
@@ -53,17 +54,13 @@ def read_toml(path: str) -> tuple[dict[str, Any], str | None]:
 
 def _checked(key: str, value: Any, path: str) -> Any:
     kind = _TYPES[key]
-    items = value if isinstance(value, list) else [value]
-    if kind in (list[str], list[int]):
-        value, item_kind = items, kind.__args__[0]
-        name = f"a list of {item_kind.__name__}"
-    else:
-        items, item_kind, name = [value], kind, kind.__name__
-    if item_kind is float and type(value) is int:
-        return float(value)
-    if any(type(item) is not item_kind for item in items):
-        raise UsageError(f"Expected {key} in {path} to be {name}, got {value!r}.")
-    return value
+    if typing.get_origin(kind) is list and not isinstance(value, list):
+        value = [value]
+    try:
+        check_kind(key, value, kind)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return float(value) if kind is float and isinstance(value, int) else value
 
 
 def to_toml(config: TrainConfig) -> str:

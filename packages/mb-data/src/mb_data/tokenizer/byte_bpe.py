@@ -127,6 +127,7 @@ class ByteLevelBPE(Tokenizer):
             if found is not None:
                 return found
             careful = [i for i, text in enumerate(texts) if SEPARATOR.encode() in text]
+            careful = careful or list(range(len(texts)))
         self.careful_documents += len(careful)
         chosen = set(careful)
         fast = self._encode_terminated([t for i, t in enumerate(texts) if i not in chosen])

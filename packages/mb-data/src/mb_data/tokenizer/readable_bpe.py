@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
-from typing import Literal
+from typing import Any, Literal
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -46,18 +46,21 @@ class ReadableBPE:
         ignore_merges: bool = False,
         form: Form | None = None,
     ) -> None:
-        import regex  # here: its tables take a fifth of the package's import time
-
         self.ids = ids
         self.merges = merges
         self.ranks = ids if merges is None else dict(zip(merges, range(len(merges)), strict=True))
         self.between = "" if merges is None else " "
         self.patterns = tuple(patterns)
-        self.expressions = [regex.compile(pattern) for pattern in patterns]
         self.ignore_merges = ignore_merges
         self.form: Form | None = form
         self.letters = byte_to_letter()
         self.encode_word = lru_cache(maxsize=1 << 16)(self._encode_word)
+
+    @cached_property
+    def expressions(self) -> list[Any]:
+        import regex  # here: a run that only loads a tokenizer need not wait for its tables
+
+        return [regex.compile(pattern) for pattern in self.patterns]
 
     def encode(self, text: str) -> list[int]:
         return [token for word in self.words(text) for token in self.encode_word(word)]

@@ -18,7 +18,8 @@ def advance(
     """
     if not steps:
         return torch.empty(0, 3)
-    torch._foreach_add_(list(steps), 1.0 - found_inf)
+    # One tensor for all would be read back by the host.
+    torch._foreach_add_(list(steps), [1.0 - found_inf] * len(steps))
     t = torch.stack(list(steps)).double()
     first, second = (1.0 - beta**t for beta in betas)
     started = t > 0

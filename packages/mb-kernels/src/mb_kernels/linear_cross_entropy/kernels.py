@@ -27,19 +27,21 @@ _WARPS = 16
 def _read_row(logits_ptr, label, columns, BLOCK: tl.constexpr):
     """Highest score, sum of exponentials relative to it, score of column `label` (0 if none)."""
     offsets = tl.arange(0, BLOCK)
-    peak = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    # The label's score is picked up here: when the gradient is written it is no longer there.
-    score = tl.full((), 0.0, tl.float32)
+    # By lane: nothing is summed over the program until the row is read, so loads run ahead.
+    peaks = tl.full((BLOCK,), float("-3.4e38"), tl.float32)
+    totals = tl.zeros((BLOCK,), tl.float32)
+    # Read first: when the gradient is written the label's score is no longer there.
+    own = (label >= 0) & (label < columns)
+    score = tl.load(logits_ptr + label, mask=own, other=0.0).to(tl.float32)
     for first in range(0, columns, BLOCK):
         column = first + offsets
-        inside = column < columns
-        x = tl.load(logits_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(peak, tl.max(x, 0))
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), 0)
-        peak = higher
-        score += tl.sum(tl.where(inside & (column == label), x, 0.0), 0)
-    return peak, total, score
+        x = tl.load(logits_ptr + column, mask=column < columns, other=float("-inf"))
+        x = x.to(tl.float32)
+        higher = tl.maximum(peaks, x)
+        totals = totals * tl.exp(peaks - higher) + tl.exp(x - higher)
+        peaks = higher
+    peak = tl.max(peaks, 0)
+    return peak, tl.sum(totals * tl.exp(peaks - peak), 0), score
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def use(model: nn.Module) -> list[str]:
         kinds = sorted({type(m).__name__ for m in model.modules() if _looks_like_experts(m)})
         raise ValueError(
             "expected a model with experts in stacked weights, found none"
-            + (f"; of {', '.join(kinds)} each expert is a module of its own" if kinds else "")
+            + (f"; {', '.join(kinds)} are of a form unknown here" if kinds else "")
         )
     if hooked:
         model.set_experts_implementation(IMPLEMENTATION)  # ty: ignore[not-callable]

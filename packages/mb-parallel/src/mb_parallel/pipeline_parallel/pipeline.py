@@ -122,6 +122,7 @@ class Pipeline:
         Returns:
             The losses by name, summed over the micro-batches, on every rank, detached.
         """
+        self._shape(batches)  # refuses them before a gradient is touched
         waiting = [tied.set_aside() for tied in self.tied]
         passing = self._run(batches, loss_scale, before, train=True)
         for tied, earlier in zip(self.tied, waiting, strict=True):
@@ -142,13 +143,7 @@ class Pipeline:
         *,
         train: bool,
     ) -> Pass:
-        shapes = {tuple(batch[self.first_input].shape) for batch in batches}
-        if len(shapes) != 1:
-            raise ValueError(
-                "Expected micro-batches of one shape, for hidden states travel in buffers of it; "
-                f"got {sorted(shapes) or 'none'}."
-            )
-        (shape,) = shapes
+        shape = self._shape(batches)
         key = (train, len(batches), shape)
         if key not in self._schedules:
             self._schedules[key] = self._build(batches[0], len(batches), shape, train=train)
@@ -163,17 +158,27 @@ class Pipeline:
         schedule.step(*inputs, target=target, return_outputs=False)
         return passing
 
+    def _shape(self, batches: Sequence[Batch]) -> tuple[int, ...]:
+        shapes = {tuple(batch[self.first_input].shape) for batch in batches}
+        if len(shapes) != 1:
+            raise ValueError(
+                "Expected micro-batches of one shape, for hidden states travel in buffers of it; "
+                f"got {', '.join(map(str, sorted(shapes))) or 'none'}."
+            )
+        (shape,) = shapes
+        if shape[1] % self.shards:
+            raise ValueError(
+                f"Expected tp = {self.shards} to divide the {shape[1]} tokens of a sequence, which "
+                "sequence parallelism spreads over the tp ranks."
+            )
+        return shape
+
     def _build(
         self, batch: Batch, micro_batches: int, shape: tuple[int, ...], *, train: bool
     ) -> tuple[Any, list[Stage]]:
         """Torch's schedule and stages for such batches; it asks no stage for its shapes."""
         device = batch[self.first_input].device
         sequences, tokens = shape[:2]
-        if tokens % self.shards:
-            raise ValueError(
-                f"Expected tp = {self.shards} to divide the {tokens} tokens of a sequence, which "
-                "sequence parallelism spreads over the tp ranks."
-            )
 
         def example(*size: int, dtype: torch.dtype) -> Tensor:
             differentiable = train and dtype.is_floating_point

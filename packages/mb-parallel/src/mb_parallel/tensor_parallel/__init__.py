@@ -4,11 +4,13 @@ from mb_parallel.tensor_parallel.apply import Plan as Plan
 from mb_parallel.tensor_parallel.apply import parallelize_tensors as parallelize_tensors
 from mb_parallel.tensor_parallel.experts import ExpertLayer as ExpertLayer
 from mb_parallel.tensor_parallel.plans import block_plan as block_plan
-from mb_parallel.tensor_parallel.plans import gpt_plan as gpt_plan
+from mb_parallel.tensor_parallel.plans import embedding_plan as embedding_plan
 from mb_parallel.tensor_parallel.styles import ColumnParallel as ColumnParallel
+from mb_parallel.tensor_parallel.styles import DistinctRandom as DistinctRandom
 from mb_parallel.tensor_parallel.styles import JoinOutput as JoinOutput
 from mb_parallel.tensor_parallel.styles import ParallelInput as ParallelInput
 from mb_parallel.tensor_parallel.styles import PartialGradients as PartialGradients
+from mb_parallel.tensor_parallel.styles import Region as Region
 from mb_parallel.tensor_parallel.styles import Replicated as Replicated
 from mb_parallel.tensor_parallel.styles import RowParallel as RowParallel
 from mb_parallel.tensor_parallel.styles import SequenceParallel as SequenceParallel

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mb_parallel.tensor_parallel import collectives
@@ -48,7 +49,7 @@ def adapt(
         finally:
             self.inside_forward = outer
 
-    body = {name: _viewed(name, view) for name, view in (views or {}).items()}
+    body: dict[str, Any] = {name: _viewed(name, view) for name, view in (views or {}).items()}
     body |= {"__module__": parent.__module__, "forward": adapted, "inside_forward": False}
     module.__class__ = type(parent.__name__, (parent,), body)
 
@@ -61,7 +62,7 @@ def _viewed(name: str, view: View) -> property:
     return property(read)
 
 
-def shard(module: nn.Module, name: str, dim: int, mesh: Any, *, what: str) -> None:
+def shard(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, *, what: str) -> None:
     """Make a parameter of `module` a DTensor, of which each rank keeps a run along `dim`.
 
     All ranks hold the same values before; nothing is sent.

@@ -19,6 +19,7 @@ from mb_layers import MoE, MoEOutput, dMoE
 from mb_layers.experts import Experts
 from torch import Tensor, nn
 
+from mb_parallel.random import make_distinct
 from mb_parallel.tensor_parallel import collectives
 from mb_parallel.tensor_parallel.adapt import adapt, summed
 from mb_parallel.tensor_parallel.styles import Region, Style
@@ -50,7 +51,7 @@ class ExpertLayer(Style):
             x: Tensor,
             *,
             mask: Tensor | None = None,
-            valid_tokens: Tensor | int | None = None,
+            valid_tokens: Tensor | float | None = None,
         ) -> MoEOutput:
             if mask is not None:
                 valid_tokens = mask.count_nonzero() if valid_tokens is None else valid_tokens
@@ -65,6 +66,8 @@ class ExpertLayer(Style):
             if names and not isinstance(child, Experts):
                 adapt(child, views=dict.fromkeys(names, summed(region.group)))
         adapt(module, forward=forward)
+        if module.config.jitter_eps:
+            make_distinct([module.router], region.rank)
 
     def covers(self, module: nn.Module) -> list[nn.Module]:
         return list(module.modules())

@@ -1,9 +1,11 @@
-"""Plans for transformer blocks in this library's names, for GPT, BERT and T5 alike.
+"""Plans for the parts of a transformer in this library's names, for GPT, BERT and T5 alike.
 
-blocks.N.{norm_1, norm_cross, norm_2}                   in the residual stream
-blocks.N.{attention, cross}.{qkv | q, kv, norm_q, norm_k, out}
-blocks.N.mlp.{gate, up, down}, or mb_layers' dMoE or MoE as blocks.N.mlp
-embedding.{tokens, positions, token_types, norm}, stack.{blocks, norm}, head
+    blocks.N.{norm_1, norm_cross, norm_2, dropout}                 in the stream
+    blocks.N.{attention, cross}.{qkv | q, kv, norm_q, norm_k, core, out}
+    blocks.N.mlp.{gate, up, down}, or mb_layers' dMoE or MoE as blocks.N.mlp
+    embedding.{tokens, positions, token_types, norm, dropout}
+
+`core` is softmax(q k^T) v, with its dropout. Of these, a model has what it has.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from mb_parallel.tensor_parallel.apply import Plan
 from mb_parallel.tensor_parallel.experts import ExpertLayer
 from mb_parallel.tensor_parallel.styles import (
     ColumnParallel,
+    DistinctRandom,
     ParallelInput,
     PartialGradients,
     RowParallel,
@@ -22,10 +25,10 @@ from mb_parallel.tensor_parallel.styles import (
     SplitSequence,
     Style,
 )
-from mb_parallel.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
+from mb_parallel.tensor_parallel.vocabulary import VocabParallelEmbedding
 
 
-def block_plan(num_kv_heads: int, *, blocks: str = "stack.blocks") -> Plan:
+def block_plan(num_kv_heads: int, *, blocks: str = "blocks") -> Plan:
     """Of a stack of transformer blocks.
 
     Args:
@@ -38,12 +41,14 @@ def block_plan(num_kv_heads: int, *, blocks: str = "stack.blocks") -> Plan:
         "q": heads,
         "kv": heads,
         "norm_[qk]": PartialGradients(),
+        "core": DistinctRandom(stream=False),
         "out": RowParallel(),
     }
     return {
         f"{blocks}.*.norm_*": SequenceParallel(),
         **{f"{blocks}.*.{kind}.{name}": style for kind in ("attention", "cross")
            for name, style in attention.items()},
+        f"{blocks}.*.dropout": DistinctRandom(),
         f"{blocks}.*.mlp": _feed_forward,
         f"{blocks}.*.mlp.gate": ColumnParallel(enter=False),
         f"{blocks}.*.mlp.up": ColumnParallel(enter=False),
@@ -51,21 +56,18 @@ def block_plan(num_kv_heads: int, *, blocks: str = "stack.blocks") -> Plan:
     }  # fmt: skip
 
 
-def gpt_plan(num_kv_heads: int) -> Plan:
-    """Of a whole GPT, or a pipeline stage of one: ends and blocks.
+def embedding_plan(embedding: str = "embedding") -> Plan:
+    """Of token embeddings and what is added to them, where the stream begins.
 
-    The head is tied to the embedding or a linear map `head` without bias; the model calls its loss
-    as `VocabParallelLoss` says.
+    Args:
+        embedding: path of the module.
     """
     return {
-        "embedding.tokens": VocabParallelEmbedding(),
-        "embedding.positions": SplitSequence(),
-        "embedding.token_types": SplitSequence(),
-        "embedding.norm": SequenceParallel(),
-        **block_plan(num_kv_heads),
-        "stack.norm": SequenceParallel(),
-        "head": ColumnParallel(enter=False, unit="vocabulary"),
-        "": VocabParallelLoss(),
+        f"{embedding}.tokens": VocabParallelEmbedding(),
+        f"{embedding}.positions": SplitSequence(),
+        f"{embedding}.token_types": SplitSequence(),
+        f"{embedding}.norm": SequenceParallel(),
+        f"{embedding}.dropout": DistinctRandom(),
     }
 
 

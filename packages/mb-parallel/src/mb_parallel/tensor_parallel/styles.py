@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from mb_parallel.random import make_distinct
 from mb_parallel.tensor_parallel import collectives
 from mb_parallel.tensor_parallel.adapt import adapt, local, once, shard, summed
 
@@ -214,6 +215,27 @@ class Sharded(Style):
         for name in _own(module, *self.dims):
             shard(module, name, self.dims[name], region.mesh, what=f"dimension of {name}")
         adapt(module, views=dict.fromkeys(_own(module, *self.dims), local))
+
+
+@dataclass(frozen=True)
+class DistinctRandom(Style):
+    """A dropout, or whatever draws random numbers: each rank its own, see `mb_parallel.random`.
+
+    In the stream that is wanted with sequence parallelism alone: without it ranks hold the same
+    tokens, and must drop the same.
+
+    Args:
+        stream: False within a region, where ranks hold different heads or channels: always.
+    """
+
+    stream: bool = True
+
+    def apply(self, module: nn.Module, region: Region) -> None:
+        if region.sequence_parallel or not self.stream:
+            make_distinct([module], region.rank)
+
+    def covers(self, module: nn.Module) -> list[nn.Module]:
+        return []
 
 
 @dataclass(frozen=True)

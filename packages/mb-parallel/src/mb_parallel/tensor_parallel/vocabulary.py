@@ -32,7 +32,7 @@ class VocabParallelEmbedding(Style):
                 "is one rank's alone: mask padded tokens in the loss instead."
             )
         shard(module, "weight", 0, region.mesh, what="vocabulary")
-        rows = local(module._parameters["weight"]).shape[0]
+        rows = module.get_parameter("weight").shape[0] // region.size
         start = rows * region.rank
 
         def forward(original: Callable[..., Any], tokens_BS: Tensor) -> Tensor:

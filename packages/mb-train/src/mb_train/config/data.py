@@ -13,7 +13,7 @@ class DataFields:
     """Token files, sequences, tokenizer."""
 
     data_path: list[str] | None = flag(  # noqa: RUF009, a field like the others
-        "prefix of .bin and .idx files, or weights and prefixes by turns; default: Python's library",
+        "prefix of .bin and .idx, or weights and prefixes by turns; default: Python's own library",
         instead_of=("train_data_path", "valid_data_path", "test_data_path"),
     )
     split: str = flag(

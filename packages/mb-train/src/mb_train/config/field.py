@@ -92,11 +92,21 @@ def value_types(config_class: type) -> dict[str, Any]:
     return found
 
 
+def check_kind(name: str, value: Any, kind: Any) -> None:
+    """Raise ValueError if a value is not of its field's type; an int may stand for a float."""
+    if typing.get_origin(kind) is list:
+        (kind,) = typing.get_args(kind)
+        items, wanted = value if isinstance(value, list) else None, f"a list of {kind.__name__}"
+    else:
+        items, wanted = [value], kind.__name__
+    taken = (int, float) if kind is float else (kind,)  # a bool is an int, but no number here
+    if items is None or any(type(item) not in taken for item in items):
+        raise ValueError(f"Expected {flag_name(name)} to be {wanted}, got {value!r}.")
+
+
 def check_field(field: dataclasses.Field[Any], value: Any) -> None:
-    """Raise ValueError if a field's own bounds or choices exclude a value."""
+    """Raise ValueError if a field's own bounds or choices exclude a value of its kind."""
     about = spec(field)
-    if value is None:
-        return
     if about.count is not None and len(value) != about.count:
         raise ValueError(
             f"Expected {about.count} values of {flag_name(field.name)}, got {len(value)}."

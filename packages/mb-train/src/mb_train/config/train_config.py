@@ -9,11 +9,20 @@ quick.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 from mb_train.config.data import DataFields, MaskingFields
-from mb_train.config.field import check_field, flag_name, spec, whole
-from mb_train.config.model import ModelFields, MoEFields
+from mb_train.config.field import (
+    check_field,
+    check_kind,
+    flag_name,
+    spec,
+    value_types,
+    whole,
+)
+from mb_train.config.model import ModelFields
+from mb_train.config.moe import MoEFields
 from mb_train.config.outputs import CheckpointingFields, LoggingFields, ValidationFields
 from mb_train.config.parallel import ParallelFields
 from mb_train.config.training import (
@@ -65,8 +74,12 @@ class TrainConfig(
                 f"Expected a whole model and run, missing {', '.join(missing)}. "
                 "Give them, or start from a --recipe."
             )
+        kinds = _kinds()
         for f in fields(self):
-            check_field(f, getattr(self, f.name))
+            value = getattr(self, f.name)
+            if value is not None:
+                check_kind(f.name, value, kinds[f.name])
+                check_field(f, value)
         self.check_model()
         self.check_moe()
         self.check_training()
@@ -122,3 +135,8 @@ class TrainConfig(
             raise ValueError("Expected --decoder-seq-length with --model t5, got none.")
         if self.model == "ict" and self.titles_data_path is None:
             raise ValueError("Expected --titles-data-path with --model ict, got none.")
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    return value_types(TrainConfig)

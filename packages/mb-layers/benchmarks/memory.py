@@ -1,0 +1,128 @@
+"""What a layer keeps for the backward pass, by option, and what fewer bits do to gradients.
+
+    python packages/mb-layers/benchmarks/memory.py              # on a GPU if there is one
+
+Bytes per token are those of the tensors that autograd saves, each storage once, parameters apart.
+Errors are relative to exact gradients, in fp32 on random weights and tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import torch
+from mb_kernels.activation import GLU_ACTIVATIONS
+from mb_layers import MoE, MoEConfig, add_lora, dMoE, freeze_in_bits
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+SHAPE = {"hidden_size": 512, "ffn_hidden_size": 192, "num_experts": 32, "top_k": 8}
+OPTIONS: dict[str, dict] = {
+    "dMoE": {},
+    "recompute": {"recompute": True},
+    "saved_activation_bits=8": {"saved_activation_bits": 8},
+    "saved_activation_bits=4": {"saved_activation_bits": 4},
+    "gelu": {"activation": "gelu"},
+    "capacity 1.25": {"capacity_factor": 1.25},
+    "mask": {},
+    "shared expert": {"shared_expert_hidden_size": 192},
+    "mlp_bias": {"mlp_bias": True},
+    "mlp_bias, recompute": {"mlp_bias": True, "recompute": True},
+    "LoRA, rank 16": {},
+    "LoRA, rank 16, recompute": {"recompute": True},
+    "LoRA over 4 bits": {},
+}
+ACTIVATIONS = (*GLU_ACTIVATIONS, "gelu", "gelu_tanh", "silu", "squared_relu")
+
+
+def saved_bytes(layer: dMoE, x: Tensor, **arguments: Tensor) -> int:
+    """Bytes of the storages that one forward pass keeps, without the layer's own."""
+    own = {t.untyped_storage().data_ptr() for t in layer.state_dict().values()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(x, **arguments)
+    del output
+    return sum(kept.values())
+
+
+def memory(tokens: int, device: str) -> list[dict]:
+    """One row per option."""
+    rows = []
+    for name, overrides in OPTIONS.items():
+        config = MoEConfig(**(SHAPE | overrides))
+        cls = dMoE if config.capacity_factor is None else MoE
+        layer = cls(config, device=device, dtype=torch.bfloat16)
+        if "4 bits" in name:
+            freeze_in_bits(layer.experts, 4)
+        if "LoRA" in name:
+            add_lora(layer.experts, rank=16, alpha=16.0)
+        x = torch.randn(tokens, config.hidden_size, device=device, dtype=torch.bfloat16)
+        arguments = {}
+        if name == "mask":
+            arguments = {"mask": torch.arange(tokens, device=device) % 4 > 0}
+        per_token = saved_bytes(layer, x.requires_grad_(), **arguments) / tokens
+        rows.append({"option": name, "bytes per token": round(per_token)})
+    return rows
+
+
+def errors(tokens: int, device: str) -> list[dict]:
+    """Relative error of dx and of the weights' gradients for each activation and number of bits."""
+    rows = []
+    for activation in ACTIVATIONS:
+        if activation == "reglu":
+            continue  # refused
+        row: dict = {"activation": activation}
+        for bits in (None, 8, 4):
+            torch.manual_seed(0)
+            config = MoEConfig(
+                **SHAPE, activation=activation, saved_activation_bits=bits, init_method_std=0.05
+            )
+            layer = dMoE(config, device=device)
+            x = torch.randn(tokens, config.hidden_size, device=device).requires_grad_()
+            grad_y = torch.randn(tokens, config.hidden_size, device=device)
+            grads = torch.autograd.grad(
+                (layer(x).y * grad_y).sum(), (x, layer.experts.w1, layer.experts.w2)
+            )
+            if bits is None:
+                exact = grads
+                continue
+            for name, got, expected in zip(("dx", "dw1", "dw2"), grads, exact, strict=True):
+                row[f"{name}, {bits} bits"] = ((got - expected).norm() / expected.norm()).item()
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[dict]) -> None:
+    """Print rows as Markdown."""
+    names = list(rows[0])
+    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+    for row in rows:
+        cells = (f"{row[n]:.2%}" if isinstance(row[n], float) else f"{row[n]}" for n in names)
+        print("| " + " | ".join(cells) + " |")
+    print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="few tokens, for the tests")
+    smoke = parser.parse_args().smoke
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = ", ".join(f"{name} {size}" for name, size in SHAPE.items())
+    print(f"{shape}; bf16 on {device}; x itself is {2 * SHAPE['hidden_size']} bytes per token\n")
+    rows = memory(64 if smoke else 1024, device)
+    table(rows)
+    rounded = errors(64 if smoke else 512, device)
+    table(rounded)
+    print(json.dumps({"rows": rows, "errors": rounded}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Fields of the Mixture-of-Experts: everything that a layer of mb_layers can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mb_train.config.field import AT_LEAST_0, FRACTION, POSITIVE, flag, spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEFields:
+    """The Mixture-of-Experts; everything that a layer of mb_layers can do."""
+
+    moe_num_experts: int | None = flag(
+        "experts of a feed-forward; default a dense model", bounds=POSITIVE, on_load="model",
+        layer="num_experts", also=("--num-experts",),
+    )  # fmt: skip
+    moe_top_k: int = flag(
+        "experts per token", 1, bounds=POSITIVE, on_load="said", layer="top_k",
+        also=("--moe-router-topk",),
+    )  # fmt: skip
+    moe_capacity_factor: float = flag(
+        "slots per expert over the even share; 0 drops no token (dMoE)", 0.0, bounds=AT_LEAST_0,
+        on_load="said",
+    )  # fmt: skip
+    moe_eval_capacity_factor: float | None = flag(
+        "the same in evaluation; default no other (ours)", bounds=POSITIVE, on_load="said",
+        layer="eval_capacity_factor",
+    )  # fmt: skip
+    moe_min_capacity: int = flag(
+        "but never fewer slots than this (ours)", 0, bounds=AT_LEAST_0, on_load="said",
+        layer="min_capacity",
+    )  # fmt: skip
+    moe_drop_policy: str = flag(
+        "who is kept of an expert's tokens beyond its slots: the first, or the surest (ours)",
+        "position", choices=("position", "probability"), on_load="said", layer="drop_policy",
+    )  # fmt: skip
+    moe_ffn_hidden_size: int | None = flag(
+        "width inside an expert; default --ffn-hidden-size", bounds=POSITIVE, on_load="model",
+        in_force="expert_ffn_size",
+    )  # fmt: skip
+    moe_layer_freq: int = flag(
+        "every n-th layer has experts, the first of them too", 1, bounds=POSITIVE,
+        on_load="model",
+    )  # fmt: skip
+    moe_first_k_dense: int = flag(
+        "the first k layers have none (ours)", 0, bounds=AT_LEAST_0, on_load="model"
+    )
+    moe_loss_weight: float = flag(
+        "weight of the load-balancing loss", 0.1, bounds=AT_LEAST_0, on_load="said",
+        layer="load_balancing_loss_weight", also=("--moe-aux-loss-coeff",),
+    )  # fmt: skip
+    moe_balance_over: str = flag(
+        "balance the load over each micro-batch, each sequence or the global batch (ours)",
+        "micro_batch", choices=("micro_batch", "sequence", "global_batch"), on_load="said",
+        layer="balance_over",
+    )  # fmt: skip
+    moe_z_loss_weight: float = flag(
+        "weight of the router's z-loss (ours)", 0.0, bounds=AT_LEAST_0, on_load="said",
+        layer="z_loss_weight", also=("--moe-z-loss-coeff",),
+    )  # fmt: skip
+    moe_router_score_function: str = flag(
+        "scores of the router", "softmax", choices=("softmax", "sigmoid"), on_load="said",
+        layer="score_function",
+    )  # fmt: skip
+    moe_renormalize: bool = flag(
+        "divide the routing weights of a token by their norm (ours)", False, on_load="said",
+        layer="renormalize",
+    )  # fmt: skip
+    moe_renormalize_p: float = flag(
+        "p of that norm (ours)", 1.0, choices=(1.0, 2.0), on_load="said", layer="renormalize_p"
+    )
+    moe_router_topk_scaling_factor: float = flag(
+        "multiply the routing weights by this", 1.0, bounds=POSITIVE, on_load="said",
+        layer="routed_scaling_factor",
+    )  # fmt: skip
+    moe_weights_on_input: bool = flag(
+        "scale the experts' input by the routing weights, not their output (ours)", False,
+        on_load="said", layer="weights_on_input",
+    )  # fmt: skip
+    moe_num_zero_experts: int = flag(
+        "experts more to choose from, which return their token (ours)", 0, bounds=AT_LEAST_0,
+        on_load="model", layer="num_zero_experts",
+    )  # fmt: skip
+    moe_router_num_groups: int | None = flag(
+        "split the experts into groups, of which a token chooses some", bounds=POSITIVE,
+        on_load="said", layer="num_expert_groups",
+    )  # fmt: skip
+    moe_router_group_topk: int | None = flag(
+        "groups that a token chooses", bounds=POSITIVE, on_load="said", layer="top_k_groups"
+    )
+    moe_router_group_score_top: int = flag(
+        "a group's score is the sum of this many of its best experts' (ours)", 2, bounds=POSITIVE,
+        on_load="said", layer="group_score_top",
+    )  # fmt: skip
+    moe_router_enable_expert_bias: bool = flag(
+        "balance the load by a bias on the choice of experts instead of a loss", False,
+        on_load="model", layer="balancing_bias",
+    )  # fmt: skip
+    moe_router_bias_update_rate: float = flag(
+        "how far a step moves that bias", 1e-3, bounds=AT_LEAST_0, on_load="said"
+    )
+    moe_jitter_eps: float = flag(
+        "noise on the router's input in training, uniform in 1 +- eps", 0.0, bounds=FRACTION,
+        on_load="said", layer="jitter_eps",
+    )  # fmt: skip
+    moe_uniform_expert_assignment: bool = flag(
+        "for benchmarks: deal the tokens out evenly, whatever the scores (ours)", False,
+        on_load="said", layer="uniform_assignment",
+    )  # fmt: skip
+    moe_router_fp32: bool = flag(
+        "compute the router's scores in fp32 (ours)", True, on_load="said", layer="router_fp32"
+    )
+    moe_router_bias: bool = flag(
+        "a learned bias on the router's scores (ours)", False, on_load="model",
+        layer="router_bias",
+    )  # fmt: skip
+    moe_mlp_bias: bool = flag(
+        "biases inside every expert (ours)", False, on_load="model", layer="mlp_bias"
+    )
+    moe_output_bias: bool = flag(
+        "one bias on the output of the experts, as MegaBlocks has it (ours)", False,
+        on_load="model", layer="output_bias",
+    )  # fmt: skip
+    moe_shared_expert_intermediate_size: int | None = flag(
+        "width of an expert that every token visits; default none", bounds=POSITIVE,
+        on_load="model", layer="shared_expert_hidden_size",
+    )  # fmt: skip
+    moe_shared_expert_gate: bool = flag(
+        "weight the shared expert by a learned gate", False, on_load="model",
+        layer="shared_expert_gate",
+    )  # fmt: skip
+    moe_shared_expert_weighted_sum: bool = flag(
+        "average the shared expert with the k routed ones instead of adding it (ours)", False,
+        on_load="said", layer="shared_expert_weighted_sum",
+    )  # fmt: skip
+    moe_shared_expert_bias: bool = flag(
+        "biases inside the shared expert (ours)", False, on_load="model",
+        layer="shared_expert_bias",
+    )  # fmt: skip
+    moe_mlp_impl: str = flag(
+        "grouped matrix products, or MegaBlocks' block-sparse ones, over the same weights (ours)",
+        "grouped", choices=("grouped", "sparse"), layer="mlp_impl",
+    )  # fmt: skip
+    moe_recompute: bool = flag(
+        "recompute the experts' activations in the backward pass (ours)", False,
+        layer="recompute",
+    )  # fmt: skip
+    moe_saved_activation_bits: int | None = flag(
+        "keep the experts' activations for the backward pass in this many bits (ours)",
+        choices=(4, 8), on_load="said", layer="saved_activation_bits",
+    )  # fmt: skip
+
+    def moe_arguments(self) -> dict[str, Any]:
+        """Arguments of `mb_layers.MoEConfig` that have a field of their own here.
+
+        The sizes, the activation and the init are the model's; see `TrainConfig`.
+        """
+        return {
+            layer: getattr(self, f.name)
+            for f in fields(MoEFields)
+            if (layer := spec(f).layer) is not None
+        } | {"capacity_factor": self.moe_capacity_factor or None}
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer `layer`, counted from 0, has experts."""
+        late = layer >= self.moe_first_k_dense
+        return self.moe_num_experts is not None and late and layer % self.moe_layer_freq == 0
+
+    def check_moe(self) -> None:
+        """Raise ValueError for a choice of experts that does not work."""
+        experts = self.moe_num_experts
+        if experts is not None and self.moe_top_k > experts:
+            raise ValueError(
+                f"Expected --moe-top-k of at most --moe-num-experts, got {self.moe_top_k} and "
+                f"{experts}: a token can choose an expert only once."
+            )

@@ -1,0 +1,229 @@
+"""`mb-train plan`: what a run will need, before it is started: parameters, memory, time of a step.
+
+Memory is counted from what our text keeps: fp32 weights, gradients and optimizer state, the weights
+in the dtype of the arithmetic, and of every layer the tensors that its backward pass reads. Time is
+arithmetic at the share of the device's peak that a dense model reaches, and traffic of the weights
+at its memory bandwidth; what ranks tell each other is not counted.
+
+Letters: T tokens of a micro-batch, D hidden, F ffn width, H query heads, G key-value heads, C width
+of a head, K experts per token, L layers, E experts.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from mb_parallel import ParallelDims
+from torch import nn
+
+from mb_train.config import TrainConfig, whole
+from mb_train.flops import flops_per_token, peak_flops
+from mb_train.models.gpt import GPT
+from mb_train.tasks.architecture import transformer_config
+
+GIB = 2**30
+# GPT-2 125M, compiled, on one H200: 534 k tokens/s of 0.86 GFLOP each are 0.46 of 989 TFLOP/s.
+_SHARE_OF_PEAK = 0.46
+# Passes over all weights (optimizer, casts) reach about this much of the bandwidth.
+_SHARE_OF_BANDWIDTH = 0.8
+# TB/s by a part of the device's name, the more particular first: the makers' data sheets.
+_BANDWIDTH_TB = {
+    "GB200": 8.0, "B200": 8.0, "H200": 4.8, "H100 PCIe": 2.0, "H100": 3.35, "A100": 2.04,
+    "L40S": 0.86, "MI355X": 8.0, "MI350X": 8.0, "MI325X": 6.0, "MI300X": 5.3, "MI300A": 5.3,
+    "MI250": 1.64, "MI210": 1.64, "7900 XTX": 0.96,
+}  # fmt: skip
+# Fragmentation, workspaces of the matrix products, tensors that live for one layer's backward.
+_SLACK = 1.05
+_STATE_BYTES = {"adam": 8, "sgd": 4, "adafactor": 0, "muon": 4}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a rank of a run needs; of a pipeline the first stage, which holds most.
+
+    Attributes:
+        parameters: of the whole model; active: of those, what a token meets.
+        weights, gradients, optimizer, activations: bytes of a rank.
+        step_flops: of all ranks together.
+        step_s: seconds; None for a device whose peak is not known.
+    """
+
+    parameters: int
+    active: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    step_flops: float
+    step_s: float | None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a rank, all in all."""
+        kept = self.weights + self.gradients + self.optimizer + self.activations
+        return int(kept * _SLACK)
+
+
+def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Sizes:
+    """Sizes of a run of a GPT.
+
+    Args:
+        vocab_size: padded.
+        ranks: of the job.
+        device: name of the GPU, or "CPU".
+
+    Raises:
+        ValueError: parallel sizes that do not divide the ranks, or another model than a GPT.
+    """
+    if config.model != "gpt":
+        raise ValueError(f"Expected a GPT to plan for, got {config.model}.")
+    dims = ParallelDims.for_world(
+        ranks,
+        tp=config.tensor_model_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        ep=config.expert_parallel_size(ranks),
+        dp_replicate=config.data_parallel_replicas,
+    )
+    with torch.device("meta"):
+        model = GPT(transformer_config(config, vocab_size))
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    total = sum(p.numel() for p in model.parameters())
+    share = config.moe_top_k / config.moe_num_experts if config.moe_num_experts else 0.0
+    dense_rank = (total - experts) / (dims.tp * dims.pp)
+    experts_rank = experts / (dims.ep * dims.pp)
+    here = dense_rank + experts_rank
+    expert_shards = max(dims.dp * dims.tp // dims.ep // dims.dp_replicate, 1)
+    sharded = dense_rank / dims.dp_shard + experts_rank / expert_shards
+    narrow = 2 if device != "CPU" or config.fp16 or config.bf16 else 0
+    # Casts to 16 bit live until the backward pass; ZeRO 3 gathers a layer at a time instead.
+    cast = narrow * (here / whole(config.num_layers) if config.zero_stage == 3 else here)
+    gradients = 4 * (sharded if config.zero_stage >= 2 else here)
+    batch = config.batch_size(dims.dp)
+    flops = flops_per_token(config, vocab_size) * batch * whole(config.seq_length)
+    micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
+    return Sizes(
+        parameters=total,
+        active=int(total - experts + experts * share),
+        weights=int(4 * sharded + cast),
+        gradients=int(gradients),
+        optimizer=int(_STATE_BYTES.get(config.optimizer, 8) * sharded),
+        activations=int(_activations(model, config, dims, narrow or 4)),
+        step_flops=flops,
+        step_s=_seconds(flops / ranks, here, sharded, micro_batches, device),
+    )
+
+
+def _activations(model: nn.Module, config: TrainConfig, dims: ParallelDims, width: int) -> float:
+    """Bytes that a micro-batch's forward pass leaves for its backward pass."""
+    hidden, tokens = whole(config.hidden_size), whole(config.micro_batch_size)
+    tokens *= whole(config.seq_length)
+    heads = whole(config.num_attention_heads) * config.head_size
+    kv = config.kv_heads * config.head_size
+    rotated = heads + kv if config.position_embedding_type == "rope" else 0
+    around = 4 * hidden  # the inputs of both norms, and what comes out of them
+    if config.hidden_dropout:
+        around += 2 * hidden // width  # masks of a byte
+    inside = heads + 2 * kv + rotated + heads  # q, k, v, what attention returns
+    gated = 2 if config.is_glu else 1
+    dense = (4 if config.is_glu else 2) * config.ffn_size
+    experts = config.moe_top_k * gated * config.expert_ffn_size
+    experts += (4 * (config.moe_num_experts or 0) * 3) // width  # logits and scores in fp32
+    split = dims.tp if config.sequence_parallel else 1
+    layers = whole(config.num_layers)
+    first = -(-layers // dims.pp)
+    per_layer = []
+    for layer in range(first):
+        ffn = experts / split if config.has_experts(layer) else dense / dims.tp
+        per_layer.append(around / split + inside / dims.tp + ffn)
+    kept = sum(per_layer)
+    if config.recompute_granularity == "full":
+        kept = first * hidden / split + max(per_layer)
+    # A pipeline's first stage keeps as many micro-batches as there are stages (1F1B).
+    in_flight = dims.pp
+    ends = 4 * tokens * hidden * 2  # fp32 embeddings; hidden states and their gradient at the head
+    return width * tokens * kept * in_flight + ends
+
+
+def _seconds(
+    flops: float, here: float, sharded: float, micro_batches: int, device: str
+) -> float | None:
+    """Seconds of a step on one rank."""
+    peak = peak_flops(device)
+    bandwidth = next(
+        (1e12 * tb for part, tb in _BANDWIDTH_TB.items() if part.lower() in device.lower()), None
+    )
+    if peak is None or bandwidth is None:
+        return None
+    # AdamW reads weight, gradient and two moments, and writes all but the gradient: 28 bytes.
+    # Every micro-batch casts the weights (6 bytes) and adds to the gradients (8).
+    traffic = 28 * sharded + 14 * here * micro_batches
+    return flops / (_SHARE_OF_PEAK * peak) + traffic / (_SHARE_OF_BANDWIDTH * bandwidth)
+
+
+def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> list[str]:
+    """The sizes as lines."""
+    tokens = config.batch_size(config.data_parallel_size(ranks)) * whole(config.seq_length)
+    lines = [
+        f"parameters    {found.parameters:,} ({found.active:,} of them meet a token)",
+        f"memory        {found.memory / GIB:.1f} GiB per rank: weights {found.weights / GIB:.1f}, "
+        f"gradients {found.gradients / GIB:.1f}, optimizer {found.optimizer / GIB:.1f}, "
+        f"activations {found.activations / GIB:.1f}",
+        f"checkpoint    {checkpoint_bytes(config, found.parameters) / GIB:.1f} GiB",
+        f"step          {tokens:,} tokens, {found.step_flops / 1e12:,.1f} TFLOP on {ranks} ranks",
+    ]
+    if found.step_s is not None:
+        lines.append(
+            f"time          {1000 * found.step_s:,.0f} ms a step on {device}, "
+            f"{tokens / found.step_s:,.0f} tokens/s, communication not counted"
+        )
+        if config.train_iters is not None:
+            hours = config.train_iters * found.step_s / 3600
+            lines.append(f"training      {config.train_iters:,} steps, {hours:,.1f} hours")
+    return lines
+
+
+def checkpoint_bytes(config: TrainConfig, parameters: int) -> int:
+    """Bytes of one checkpoint on disk."""
+    state = 0 if config.no_save_optim else _STATE_BYTES.get(config.optimizer, 8)
+    return (4 + state) * parameters
+
+
+def memory_warning(
+    config: TrainConfig, vocab_size: int, ranks: int, device: torch.device, name: str
+) -> str | None:
+    """A line to say at the start if the run will not fit into this rank's memory, else None."""
+    if config.model != "gpt":
+        return None
+    needed = sizes(config, vocab_size, ranks, name).memory
+    if device.type == "cuda":
+        there, what = torch.cuda.mem_get_info(device)[0], "free GPU memory"
+    else:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        there, what = host_memory() // here, "available memory"
+    if needed <= there:
+        return None
+    return (
+        f" warning: this run needs about {needed / GIB:.1f} GiB per rank, and there are "
+        f"{there / GIB:.1f} GiB of {what}. Lower --micro-batch-size, add "
+        "--recompute-granularity full, or take more ranks; mb-train plan shows what takes how much."
+    )
+
+
+def host_memory() -> int:
+    """Bytes that a process can still take on this host, by the kernel and by its control group."""
+    there = 1 << 62
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                there = 1024 * int(line.split()[1])
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text())
+            there = min(there, max(int(limit) - used, 0))
+    except (OSError, ValueError):
+        pass
+    return there

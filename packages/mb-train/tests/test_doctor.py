@@ -1,0 +1,40 @@
+"""What the machine is, and the variables that are set on it."""
+
+import pytest
+from mb_train.doctor import diagnose
+from mb_train.environment import VARIABLES, explain
+
+
+def test_this_machine(tmp_path, monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    facts, _ = diagnose(tmp_path / "not" / "there")
+    named = {line.split()[0] for line in facts}
+    assert {"python", "system", "torch", "distributed", "memory", "disk", "GPU"} <= named
+    assert not any(line.startswith("variable") for line in facts)
+
+
+@pytest.mark.parametrize(
+    ("setting", "vendor", "fact", "problem"),
+    [
+        ({"NCCL_P2P_DISABLE": "1"}, "amd", "through host memory", "NCCL_P2P_DISABLE='1'"),
+        ({"NCCL_P2P_DISABLE": "0"}, "amd", "through host memory", None),
+        ({"HSA_ENABLE_SDMA": "0"}, "amd", "folklore, 0 was a cure", None),
+        ({"HSA_ENABLE_SDMA": "0"}, "nvidia", "no effect here, it is for amd", None),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "amd", "ROCm obeys it too", "CUDA_VISIBLE_DEVICES=''"),
+        ({"MIOPEN_FIND_MODE": "3"}, "amd", "a transformer has none", None),
+        ({"TRITON_INTERPRET": "1"}, None, "in Python", "TRITON_INTERPRET='1'"),
+        ({"HIP_FORCE_DEV_KERNARG": "1"}, "amd", "kernel arguments", None),
+    ],
+    ids=str,
+)
+def test_a_variable_that_is_set(setting, vendor, fact, problem):
+    facts, problems = explain({"PATH": "x", **setting}, vendor)
+    (name,) = setting
+    assert len(facts) == 1
+    assert facts[0].startswith(f"variable    {name}=")
+    assert fact in facts[0]
+    assert len(problems) == (problem is not None)
+    if problem is not None:
+        assert problems[0].startswith(problem)
+        assert problems[0].endswith("Unset it.")

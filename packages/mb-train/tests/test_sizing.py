@@ -1,0 +1,127 @@
+"""What a run is said to need, against what its text keeps."""
+
+import dataclasses
+
+import pytest
+import torch
+from mb_parallel import ParallelDims
+from mb_train.cli import main
+from mb_train.config import TrainConfig
+from mb_train.models.gpt import GPT
+from mb_train.recipes import recipe
+from mb_train.sizing import GIB, _activations, host_memory, memory_warning, sizes
+from mb_train.tasks.architecture import transformer_config
+
+KINDS = {
+    "dense": {},
+    "dropout": {"hidden_dropout": 0.1},
+    "modern": {
+        "position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm",
+        "group_query_attention": True, "num_query_groups": 2, "add_bias_linear": False,
+    },
+    "experts": {"moe_num_experts": 8, "moe_top_k": 2},
+    "gated-experts": {"moe_num_experts": 4, "moe_top_k": 1, "swiglu": True},
+    "recompute": {"recompute_granularity": "full"},
+}  # fmt: skip
+
+
+def config_of(**fields):
+    base = {
+        "num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 192,
+        "seq_length": 128, "micro_batch_size": 2, "train_iters": 10, "lr": 1.0,
+        "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    }  # fmt: skip
+    return TrainConfig(**base | fields)
+
+
+def kept_bytes(model, config):
+    """Bytes that autograd holds after a forward pass, parameters apart."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens_BS = torch.randint(0, 50, (config.micro_batch_size, config.seq_length))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(tokens_BS, labels_BS=tokens_BS)
+        assert output.losses
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_are_what_autograd_keeps(kind):
+    config = config_of(**KINDS[kind])
+    model = GPT(transformer_config(config, 64)).train()
+    model.stack.recompute = config.recompute_granularity == "full"
+    counted = _activations(model, config, ParallelDims(), 4)
+    kept = kept_bytes(model, config)
+    if kind == "recompute":  # and one layer again in the backward pass
+        alone = config_of(num_layers=1)
+        kept += kept_bytes(GPT(transformer_config(alone, 64)).train(), alone)
+    assert counted == pytest.approx(kept, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["dense", "modern", "experts"])
+def test_parameters_and_state(kind):
+    config = config_of(**KINDS[kind])
+    model = GPT(transformer_config(config, 64))
+    total = sum(p.numel() for p in model.parameters())
+    found = sizes(config, 64, 1, "CPU")
+    assert found.parameters == total
+    assert (found.weights, found.gradients, found.optimizer) == (4 * total, 4 * total, 8 * total)
+    if kind == "experts":
+        idle = 3 * (8 - 2) * 2 * 64 * 192
+        assert found.active == total - idle
+    else:
+        assert found.active == total
+
+
+def test_ranks_share_the_state():
+    config = config_of(moe_num_experts=8, global_batch_size=32)
+    alone = sizes(config, 64, 1, "H200")
+    shared = sizes(config, 64, 4, "H200")
+    assert shared.optimizer == pytest.approx(alone.optimizer / 4, abs=8)
+    assert shared.gradients == pytest.approx(alone.gradients / 4, abs=8)
+    experts = dataclasses.replace(config, expert_model_parallel_size=4)
+    assert sizes(experts, 64, 4, "H200").weights < shared.weights
+    third = dataclasses.replace(config, zero_stage=3)
+    assert sizes(third, 64, 4, "H200").weights < shared.weights
+    stages = dataclasses.replace(config, pipeline_model_parallel_size=2)
+    assert sizes(stages, 64, 2, "H200").optimizer == pytest.approx(alone.optimizer / 2, rel=0.01)
+
+
+def test_the_times_that_the_constants_are_from():
+    """GPT-2 125M and dMoE-125M on one H200: 534 k and 380 k tokens/s (65,536 tokens a step)."""
+    for name, also, measured in (
+        ("dense-125m-1gpu", {"micro_batch_size": 32}, 534e3),
+        ("dmoe-125m", {"micro_batch_size": 64}, 380e3),
+    ):
+        fields = recipe(name) | also | {"global_batch_size": 64}
+        config = TrainConfig(**fields)
+        found = sizes(config, 51200, 1, "NVIDIA H200")
+        assert found.step_s is not None
+        assert 65536 / found.step_s == pytest.approx(measured, rel=0.15)
+    assert sizes(config, 51200, 1, "Some GPU").step_s is None
+
+
+def test_a_run_that_will_not_fit_is_warned_of():
+    assert memory_warning(config_of(), 64, 1, torch.device("cpu"), "CPU") is None
+    huge = config_of(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048,
+                     ffn_hidden_size=None)  # fmt: skip
+    said = memory_warning(huge, 50304, 1, torch.device("cpu"), "CPU")
+    assert "warning: this run needs about" in said
+    assert f"there are {host_memory() / GIB:.1f} GiB" in said or "available memory" in said
+
+
+def test_the_command(capsys):
+    assert main(["plan", "--recipe", "dmoe-125m", "--gpus", "8", "--gpu", "H100"]) == 0
+    out = capsys.readouterr().out
+    for word in ("parameters", "GiB per rank", "checkpoint", "TFLOP on 8 ranks", "hours"):
+        assert word in out
+    assert main(["plan", "--recipe", "dmoe-125m", "--gpus", "3"]) == 2
+    assert main(["plan", "--wings", "3"]) == 2
+    assert "--wings" in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""GPT, BERT and T5 shared out over two ranks: losses and every gradient equal to one process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mb_layers import MoEConfig
+from mb_parallel import ParallelDims, parallelize_experts
+from mb_parallel.tensor_parallel import parallelize_tensors
+from mb_parallel.testing import run_ranks
+from mb_train.models.bert import Bert
+from mb_train.models.config import TransformerConfig
+from mb_train.models.gpt import GPT
+from mb_train.models.plans import bert_plan, gpt_plan, t5_plan
+from mb_train.models.t5 import T5
+from torch.distributed.tensor import DTensor
+
+B, S, R, M, V = 2, 8, 6, 3, 32
+SMALL = TransformerConfig(
+    num_layers=2,
+    hidden_size=16,
+    ffn_size=32,
+    vocab_size=V,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=4,
+    max_positions=S,
+    init_std=0.2,
+    output_init_std=0.2,
+)
+MOE = MoEConfig(hidden_size=16, ffn_hidden_size=16, num_experts=4, top_k=2, init_method_std=0.2)
+
+
+def ints(high, *shape):
+    return torch.randint(high, shape)
+
+
+def gpt_batch():
+    segments = torch.arange(S).ge(5).int().expand(B, S)
+    return ints(V, B, S), {"labels_BS": ints(V, B, S), "segments_BS": segments}
+
+
+def bert_batch():
+    valid = torch.arange(S).lt(6).int().expand(B, S)
+    return ints(V, B, S), {
+        "token_types_BS": ints(2, B, S),
+        "segments_BS": valid,
+        "valid_BS": valid,
+        "masked_BM": ints(6, B, M),
+        "labels_BM": ints(V, B, M),
+        "weights_BM": torch.rand(B, M),
+        "order_B": ints(2, B),
+        "order_weights_B": torch.rand(B),
+    }
+
+
+def t5_batch():
+    valid, decoder_valid = (torch.ones(B, size, dtype=torch.int64) for size in (S, R))
+    valid[:, 6:] = 0
+    return ints(V, B, S), {
+        "segments_BS": valid,
+        "valid_BS": valid,
+        "decoder_tokens_BR": ints(V, B, R),
+        "decoder_segments_BR": decoder_valid,
+        "decoder_valid_BR": decoder_valid,
+        "labels_BR": ints(V, B, R),
+        "weights_BR": torch.rand(B, R),
+    }
+
+
+CASES = {
+    "gpt-rope-swiglu": (
+        lambda: GPT(_GPT),
+        lambda: gpt_plan(_GPT),
+        gpt_batch,
+    ),
+    "bert": (lambda: Bert(SMALL), lambda: bert_plan(SMALL), bert_batch),
+    "bert-post-norm-moe": (lambda: Bert(_BERT), lambda: bert_plan(_BERT), bert_batch),
+    "t5": (
+        lambda: T5(_T5, decoder_layers=2, head_bias=True, scale_head=True),
+        lambda: t5_plan(_T5),
+        t5_batch,
+    ),
+}
+_GPT = replace(
+    SMALL, positions="rope", norm="rmsnorm", activation="swiglu", qk_norm="head",
+    bias=False, tie_embeddings=False,
+)  # fmt: skip
+_BERT = replace(SMALL, post_norm=True, moe=MOE)
+_T5 = replace(SMALL, positions="relative", num_kv_heads=4)
+
+
+def gradients(rank, world_size, sequence_parallel):
+    """Loss and gradients of each case, whole."""
+    mesh = ParallelDims(tp=world_size).build("cpu")
+    results = {}
+    for name, (build, plan, batch) in CASES.items():
+        torch.manual_seed(5)
+        model = build()
+        parallelize_tensors(model, mesh, plan(), sequence_parallel=sequence_parallel)
+        parallelize_experts(model, mesh, sequence_parallel=sequence_parallel)
+        x, rest = batch()
+        loss = model(x, **rest).total()
+        loss.backward()
+        grads = {}
+        for parameter_name, parameter in model.named_parameters():
+            grad = parameter.grad
+            if ".experts." in parameter_name:  # what apply_data_parallel does
+                mesh.all_reduce(grad, "tp")
+            grads[parameter_name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        results[name] = (loss.item(), grads)
+    return results
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
+def test_two_ranks_equal_one_process(sequence_parallel):
+    want = gradients(0, 1, sequence_parallel)
+    for got in run_ranks(gradients, 2, sequence_parallel):
+        for name, (loss, grads) in want.items():
+            assert got[name][0] == pytest.approx(loss, rel=1e-5), name
+            for parameter, grad in grads.items():
+                error = (got[name][1][parameter] - grad).norm() / grad.norm().clamp(min=1e-3)
+                assert error < 1e-5, f"{name} {parameter}: {error:.1e}"
+
+
+def test_a_norm_over_the_width_of_all_heads_is_refused():
+    for plan in (gpt_plan, bert_plan, t5_plan):
+        with pytest.raises(ValueError, match="normed by head"):
+            plan(replace(SMALL, qk_norm="width"))

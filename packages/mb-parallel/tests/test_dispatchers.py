@@ -53,6 +53,7 @@ CASES = {
     "capacity-by-probability": Case(
         (6, 3), "zipf", config={"capacity_factor": 0.75, "drop_policy": "probability"}
     ),
+    "capacity-at-least": Case(routing="zipf", config={"capacity_factor": 0.25, "min_capacity": 2}),
     "capacity-masked": Case(routing="masked", config={"capacity_factor": 0.25}),
 }
 
@@ -216,6 +217,25 @@ def test_a_dead_rank_leaves_a_message_that_names_the_place():
     said = r"rank 0 could not exchange counts in the layer with ranks \[0, 1\]"
     with pytest.raises(RuntimeError, match=said):
         run_ranks(_dies, 2)
+
+
+def _evaluated(rank, ranks):
+    case = Case(routing="zipf", config={"capacity_factor": 0.25, "eval_capacity_factor": 0.75})
+    layer = _layer(case).eval()
+    parallelize_experts(layer, ParallelDims(dp_shard=2, ep=2).build("cpu"))
+    out = layer(_inputs(case, 2)[0][6 * rank : 6 * rank + 6 - rank])
+    return out.y.detach(), out.metrics["dropped_fraction"]
+
+
+def test_capacity_of_evaluation():
+    case = Case(routing="zipf", config={"capacity_factor": 0.25, "eval_capacity_factor": 0.75})
+    expected = _layer(case).eval()(_inputs(case, 2)[0])
+    (first, dropped), (second, more) = run_ranks(_evaluated, 2)
+    assert_close("y", torch.cat((first, second)), expected.y.detach())
+    assert 0 < float(expected.metrics["dropped_fraction"]) < 0.5
+    assert float(6 * dropped + 5 * more) / 11 == pytest.approx(
+        float(expected.metrics["dropped_fraction"])
+    )
 
 
 def _replicated(rank, ranks):

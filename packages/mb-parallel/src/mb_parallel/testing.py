@@ -125,7 +125,7 @@ def _rank_main(
         function = _load(*source)
         args = pickle.loads(payload)
         store = dist.FileStore(str(here / "store"), world_size)
-        group = {"store": store, "rank": rank, "world_size": world_size}
+        group: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
         if device_type == "cuda":
             torch.cuda.set_device(rank)
             device = torch.device("cuda", rank)

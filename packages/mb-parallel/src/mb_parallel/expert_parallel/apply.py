@@ -182,22 +182,31 @@ def _surround(
 ) -> None:
     """Capacity over all ranks that share the experts or the tokens; tokens that tp ranks share."""
     config, tp = layer.config, mesh.axis("tp")
-    inner: TokenDispatcher = layer.dispatcher
-    if config.capacity_factor is not None and (mesh.ep_size > 1 or tp is not None):
-        if isinstance(inner, LocalDispatcher):
-            inner = LocalDispatcher(config.num_experts)
-        group = _capacity_group(mesh)
-        inner = GlobalCapacity(
-            inner,
-            config.num_experts,
-            config.capacity_factor,
-            config.drop_policy,
-            Place(group, name),
-            equal_tokens=equal_tokens,
-        )
-    if tp is not None and not sequence_parallel:
-        inner = SharedTokens(inner, Place(tp.get_group(), name))
-    layer.dispatcher = inner
+    moves: TokenDispatcher = layer.dispatcher
+    shared = mesh.ep_size > 1 or tp is not None
+    if isinstance(moves, LocalDispatcher) and shared:
+        moves = LocalDispatcher(config.num_experts)  # capacity is the business of all ranks
+
+    def around(capacity_factor: float | None) -> TokenDispatcher:
+        inner = moves
+        if capacity_factor is not None:
+            inner = GlobalCapacity(
+                inner,
+                config.num_experts,
+                capacity_factor,
+                Place(_capacity_group(mesh), name),
+                min_capacity=config.min_capacity,
+                drop_policy=config.drop_policy,
+                equal_tokens=equal_tokens,
+            )
+        if tp is not None and not sequence_parallel:
+            inner = SharedTokens(inner, Place(tp.get_group(), name))
+        return inner
+
+    if shared:
+        layer.dispatcher = around(config.capacity_factor)
+        if layer.eval_dispatcher is not None:
+            layer.eval_dispatcher = around(config.eval_capacity_factor)
     axes = ["dp"] if config.balance_over == "global_batch" else []
     if tp is not None and sequence_parallel:
         axes.append("tp")

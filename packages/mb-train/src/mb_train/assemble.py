@@ -143,7 +143,7 @@ def _spread(
     return notes
 
 
-def _recompute(blocks: list[nn.Module], config: TrainConfig) -> None:
+def _recompute(blocks: list[Block], config: TrainConfig) -> None:
     """Megatron's choices; of "uniform" chunks each layer keeps its own input."""
     if config.recompute_granularity == "selective":
         apply_recompute(blocks, "selective")

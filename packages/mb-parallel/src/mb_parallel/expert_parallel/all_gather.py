@@ -50,7 +50,9 @@ class AllGatherDispatcher:
         routing_GK = gather_rows(routing, self.place)
         weights_GJ, ids_GJ = unpack_routing(routing_GK, self.placement, top_k)
         bins = mb_kernels.bin_tokens(ids_GJ, self.placement.experts_per_rank)
-        return Dispatched(x_GD, weights_GJ, bins, counts_E, counts_E.sum(), state=tokens)
+        return Dispatched(
+            x_GD, weights_GJ, bins, counts_E, counts_E.sum(dtype=torch.int32), state=tokens
+        )
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Sum over the ranks what their experts made of this rank's tokens."""

@@ -66,7 +66,9 @@ class AllToAllDispatcher:
         routing_RK = exchange_rows(routing_SK, sent.to, sent.from_, self.place)
         weights_RJ, ids_RJ = unpack_routing(routing_RK, self.placement, top_k)
         local_bins = mb_kernels.bin_tokens(ids_RJ, self.placement.experts_per_rank)
-        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, counts_E.sum(), state=sent)
+        return Dispatched(
+            x_RD, weights_RJ, local_bins, counts_E, counts_E.sum(dtype=torch.int32), state=sent
+        )
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the rows back, and sum each token's in the order of ranks."""

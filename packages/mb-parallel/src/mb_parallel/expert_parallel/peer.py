@@ -195,7 +195,9 @@ class PeerDispatcher:
         weights_RJ, ids_RJ = unpack_routing(routing_RW, self.placement, top_k)
         local_bins = mb_kernels.bin_tokens(ids_RJ, self.placement.experts_per_rank)
         state = (route, x_TD.detach())
-        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, counts_E.sum(), state=state)
+        return Dispatched(
+            x_RD, weights_RJ, local_bins, counts_E, counts_E.sum(dtype=torch.int32), state=state
+        )
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Store the experts' rows into the memory of where their tokens belong, and sum there."""

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from layer import SHAPES, Shape, make_inputs
 from mb_kernels import bin_tokens, topk_softmax
-from mb_kernels.expert_mlp.dact import dact, dact_tile
-from mb_kernels.expert_mlp.up import up, up_tile
-from mb_kernels.grouped_gemm.forward import rows_tile, rows_times_weights
+from mb_kernels.expert_mlp.dact import dact
+from mb_kernels.expert_mlp.plan import expert_plan
+from mb_kernels.expert_mlp.up import up
+from mb_kernels.grouped_gemm.forward import rows_times_weights
 from mb_kernels.grouped_gemm.weight_grad import outer
 from mb_kernels.language.memory import schedule
 from mb_kernels.permute.kernels import combine, spread, sum_partials
-from mb_kernels.runtime.launch import tile_of, uses_hopper_kernels
+from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets import Tile
 from timing import eight_of_ten, in_turns, median
 
@@ -47,7 +48,7 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
     rows = x.new_empty((n, shape.hidden)).normal_()
     h = x.new_empty((n, shape.columns)).normal_()
     a = x.new_empty((n, shape.ffn)).normal_()
-    in_rows = top_k == 1 or uses_hopper_kernels(x)
+    plan = expert_plan(plan_of(x), activation, n, shape.experts, keep_rows=top_k == 1)
     single = {"fill_dropped": top_k == 1, "scatter_order": order if top_k == 1 else None}
     scale = {"scale": weights if top_k == 1 else None}
     partials = torch.rand(shape.ffn // 256, n, device=x.device)
@@ -58,7 +59,7 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
 
     def run_up(tile: Tile) -> object:
         tiles = of_height(tile.block_m)
-        source, source_order = (rows, None) if in_rows else (x, order)
+        source, source_order = (rows, None) if plan.in_rows else (x, order)
         options = {"order": source_order, "top_k": top_k, "save_h": True, "tile": tile}
         return up(source, w1, tiles, activation, **options)
 
@@ -74,7 +75,6 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
         options = {"transpose_weight": False, "tile": tile, **single}
         return rows_times_weights(h, w1, of_height(tile.block_m), **options)
 
-    outer_tile = tile_of("outer", x)
     return {
         "bmm (cuBLAS)": Kernel(lambda _: torch.bmm(batch, w1.transpose(1, 2)), up_flops),
         "topk_softmax": Kernel(
@@ -82,19 +82,19 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
         ),
         "bin_tokens": Kernel(lambda _: bin_tokens(ids, shape.experts), moved=3 * order.nbytes),
         "schedule": Kernel(lambda _: schedule(offsets, n, 128)),
-        "up": Kernel(run_up, up_flops, tile=up_tile(x, activation, in_rows=in_rows)),
-        "down": Kernel(run_down, down_flops, tile=rows_tile(a, w2, transpose_weight=True)),
+        "up": Kernel(run_up, up_flops, tile=plan.up),
+        "down": Kernel(run_down, down_flops, tile=plan.down),
         "combine": Kernel(
             lambda _: combine(rows, *indices, weights, top_k), moved=rows.nbytes + x.nbytes
         ),
-        "spread": Kernel(lambda _: spread(x, inverse, top_k), moved=rows.nbytes + x.nbytes),
-        "dact": Kernel(run_dact, down_flops, tile=dact_tile(x, activation)),
+        "spread": Kernel(lambda _: spread(x, inverse, top_k, n), moved=rows.nbytes + x.nbytes),
+        "dact": Kernel(run_dact, down_flops, tile=plan.dact),
         "sum_partials": Kernel(
             lambda _: sum_partials(partials, order, offsets, weights), moved=partials.nbytes
         ),
-        "dw2": Kernel(lambda tile: outer(rows, a, offsets, tile), down_flops, tile=outer_tile),
-        "dx": Kernel(run_dx, up_flops, tile=rows_tile(h, w1, transpose_weight=False)),
-        "dw1": Kernel(lambda tile: outer(h, rows, offsets, tile), up_flops, tile=outer_tile),
+        "dw2": Kernel(lambda tile: outer(rows, a, offsets, tile), down_flops, tile=plan.outer),
+        "dx": Kernel(run_dx, up_flops, tile=plan.dx),
+        "dw1": Kernel(lambda tile: outer(h, rows, offsets, tile), up_flops, tile=plan.outer),
     }
 
 

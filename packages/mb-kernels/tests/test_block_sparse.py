@@ -1,15 +1,16 @@
 """Block-sparse products against whole dense matrices: every transpose, any topology, gradients."""
 
 import itertools
+import sys
 
 import pytest
 import torch
-from mb_kernels import dds, dsd, reference, sdd
+from mb_kernels import bin_tokens, dds, dsd, pad_bins, reference, sdd, topology
 from mb_kernels.block_sparse.op import BLOCK
 from mb_kernels.block_sparse.reference import to_dense
 from mb_kernels.testing import assert_close
 
-stk = pytest.importorskip("stk")  # installed with mb-kernels on Linux
+stk = pytest.importorskip("stk")  # the extra block-sparse
 
 # Which blocks are nonzero.
 MASKS = {
@@ -299,3 +300,10 @@ def test_more_than_2_to_31_elements():
     assert_close("last row of blocks", last_row, want)
     assert_close("dsd", dsd(got, x)[-BLOCK:], want @ x)
     assert_close("dsd transposed", dsd(got.t(), x)[-BLOCK:], want @ x)
+
+
+def test_without_stk_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "stk", None)
+    bins = pad_bins(bin_tokens(torch.zeros(4, 1, dtype=torch.int32), 1))
+    with pytest.raises(ImportError, match=r"pip install 'mb-kernels\[block-sparse\]'"):
+        topology(bins, 128, dtype=torch.float32)

@@ -105,6 +105,39 @@ def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts
         )
         tensors = {"x": rows, "w": w, "offsets": made.offsets_E1}
         return Op(call, tensors, ("x", "w"), twin, True)
+    if name in ("gmm", "gmm_trans_b", "gmm_trans_a"):
+        options = {name.removeprefix("gmm_"): True} if name != "gmm" else {}
+        b = {"gmm": w1.transpose(1, 2).contiguous(), "gmm_trans_b": w1}.get(name)
+        b = normal(tokens * top_k, 2 * F) if b is None else b
+        call, twin = (
+            lambda a, b, batch_sizes, m=m: m.gmm(a, b, batch_sizes, **options)
+            for m in (mb_kernels, reference)
+        )
+        tensors = {"a": rows, "b": b, "batch_sizes": made.tokens_per_expert_E.long()}
+        return Op(call, tensors, ("a", "b"), twin, True)
+    if name in ("grouped_experts", "grouped_experts_w3", "grouped_experts_plain"):
+        activation = "silu" if name.endswith("plain") else "swigluoai"
+        tensors = {"x": rows, "tokens": made.tokens_per_expert_E, "w1": w1, "w2": w2}
+        if name != "grouped_experts":
+            tensors["w1"] = w1[:, :F].contiguous()
+        if name.endswith("w3"):
+            tensors["w3"] = w1[:, F:].contiguous()
+        call, twin = (
+            lambda x, tokens, w1, w2, w3=None, m=m: m.grouped_experts(
+                *(x, tokens, w1, w2, w3), activation=activation
+            )
+            for m in (mb_kernels, reference)
+        )
+        return Op(call, tensors, tuple(n for n in tensors if n != "tokens"), twin)
+    if name == "expert_mlp_bias":
+        call, twin = twins(
+            lambda m, bins, x, w1, w2, weights, b1, b2: m.expert_mlp(
+                *(x, w1, w2, bins, weights), b1_EF=b1, b2_ED=b2
+            )
+        )
+        tensors = {"x": normal(tokens, hidden), "w1": w1, "w2": w2, "weights": weights, **bins}
+        tensors |= {"b1": normal(experts, 2 * F), "b2": normal(experts, hidden)}
+        return Op(call, tensors, ("x", "w1", "w2", "weights", "b1", "b2"), twin)
     if name in ("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit"):
         options = {"expert_mlp_recompute": {"recompute": True},
                    "expert_mlp_8bit": {"saved_activation_bits": 8}}.get(name, {})  # fmt: skip
@@ -131,7 +164,9 @@ def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts
 
 OPS = (
     *("topk_softmax", "bin_tokens", "router_losses", "gather", "combine", "padded"),
-    *("grouped_gemm", "grouped_gemm_EKM", "expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit"),
+    *("grouped_gemm", "grouped_gemm_EKM", "gmm", "gmm_trans_b", "gmm_trans_a"),
+    *("grouped_experts", "grouped_experts_w3", "grouped_experts_plain"),
+    *("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit", "expert_mlp_bias"),
     *("quantize", "dequantize"),
 )
 ARGUMENTS = [
@@ -184,6 +219,8 @@ def test_another_device_is_an_error(name, argument):
         pytest.skip("no other tensor to differ from, or one that the op does not read")
     if argument == "counts" and name != "router_losses":
         pytest.skip("the op does not read the counts")
+    if argument in ("a", "b") and name.startswith("gmm"):
+        pytest.skip("batch sizes on the CPU may belong to rows elsewhere")
     moved = op.tensors | {argument: op.tensors[argument].to("meta")}
     with pytest.raises(ValueError, match=r"expected it on (cpu|meta), where .* is; got (cpu|meta)"):
         op.call(**moved)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from mb_kernels import bin_tokens, expert_mlp, is_glu, reference
-from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, activate
+from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, activate, activate_backward
+from mb_kernels.runtime import registration
 from mb_kernels.testing import assert_close, make_expert_ids, relative_error
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -250,3 +251,52 @@ def test_quantised_activations_refuse(options):
     x, w1, w2, bins, weights = make_case(CASES[0])
     with pytest.raises(ValueError, match="saved_activation_bits: expected 4, 8 or None"):
         expert_mlp(x, w1, w2, bins, weights, **({"saved_activation_bits": 8} | options))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_max_rows_bounds_what_is_kept_and_changes_nothing(top_k, bias):
+    case = (21, 4, 4, 3, top_k, "skewed", 4)  # at most 12 of 21 or 42 slots are computed
+    x, w1, w2, bins, weights = make_case(case, dtype=torch.float32)
+    biases = {"b1_EF": torch.randn(3, 8), "b2_ED": torch.randn(3, 4)} if bias else {}
+
+    def run(**options):
+        sizes = []
+
+        def pack(tensor):
+            sizes.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = expert_mlp(x, w1, w2, bins, weights, **biases, **options)
+        return sizes, y, torch.autograd.grad(y.square().sum(), (x, w1, w2, weights))
+
+    _, want_y, want = run()
+    sizes, y, grads = run(max_rows=12)
+    assert_close("y", y, want_y)
+    for name, g, w in zip(("dx", "dw1", "dw2", "dweights"), grads, want, strict=True):
+        assert_close(name, g, w)
+    assert (12, 8) in sizes  # the pre-activations of a GLU, F = 4
+    assert (21 * top_k, 8) not in sizes
+
+
+def test_more_rows_than_max_rows_are_nan_and_an_error_to_debug(monkeypatch):
+    x, w1, w2, bins, weights = make_case((9, 4, 4, 3, 2, "uniform", None))
+    for op in (expert_mlp, reference.expert_mlp):
+        y = op(x, w1, w2, bins, weights, max_rows=5)
+        assert y.isnan().any()
+    monkeypatch.setattr(registration, "_debug", True)
+    with pytest.raises(ValueError, match="to end at most at 5"):
+        expert_mlp(x, w1, w2, bins, weights, max_rows=5)
+
+
+def test_gpt_oss_s_gate_is_its_definition():
+    h = torch.linspace(-20, 20, 4 * 6, dtype=torch.float64).view(4, 6)[torch.randperm(4)]
+    h = h.flip(1).contiguous().requires_grad_()
+    gate, up = h[:, :3].clamp(max=7), h[:, 3:].clamp(-7, 7)
+    want = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    got = activate(h, "swigluoai")
+    assert_close("a", got, want)
+    d_a = torch.randn(4, 3, dtype=torch.float64)
+    (d_h,) = torch.autograd.grad(want, h, d_a)
+    assert_close("d_h", activate_backward(d_a, h.detach(), "swigluoai"), d_h)

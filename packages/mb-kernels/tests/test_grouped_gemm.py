@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mb_kernels import grouped_gemm
+from mb_kernels import gmm, grouped_gemm
 from mb_kernels.runtime import checks, registration
 from mb_kernels.testing import assert_close
 
@@ -70,3 +70,28 @@ def test_a_matrix_beyond_32_bit_offsets_is_refused(monkeypatch):
     huge = torch.zeros(1, 1, 1).expand(1, 2**16, 2**15)
     with pytest.raises(ValueError, match=r"fewer than 2\*\*31 elements"):
         grouped_gemm(torch.zeros(1, 1).expand(4, 2**15), huge, torch.tensor([0, 4]))
+
+
+def test_gmm_takes_calls_as_frameworks_write_them():
+    """OLMo-core's and Automodel's dropless experts: trans_b by keyword, or fourth."""
+    x, w, offsets = make_case("ragged", True)
+    batch_size_per_expert = offsets.diff().long()  # on the CPU, as grouped_gemm asks
+    want = grouped_gemm(x, w, offsets, transpose_weight=True)
+    assert_close("by keyword", gmm(x, w, batch_size_per_expert, trans_b=True), want)
+    assert_close("fourth", gmm(x, w, batch_size_per_expert, True), want)
+    fewer = gmm(x, w.transpose(1, 2), batch_size_per_expert)
+    assert_close("b as it is", fewer, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "message"),
+    [
+        ({"trans_a": True, "trans_b": True}, [4], "expected one of them at most"),
+        ({"trans_a": True}, [4], r"b: expected \[N, M\]"),
+        ({}, [2, 3], "at most 4 rows, those of a; got 5"),
+        ({}, [0.5], "batch_sizes: expected int32 or int64"),
+    ],
+)
+def test_gmm_refuses(options, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        gmm(torch.zeros(4, 16), torch.zeros(1, 16, 16), torch.tensor(sizes), **options)

@@ -24,7 +24,8 @@ triton = pytest.importorskip("triton")
 hopper = pytest.importorskip("mb_kernels.expert_mlp.hopper.core")
 from mb_kernels.expert_mlp.hopper import dact as hopper_dact  # noqa: E402
 from mb_kernels.expert_mlp.hopper import up as hopper_up  # noqa: E402
-from mb_kernels.targets import TILES  # noqa: E402
+from mb_kernels.runtime.plan import Plan, assume  # noqa: E402
+from mb_kernels.targets import TARGETS, TILES  # noqa: E402
 
 PATIENCE = 20  # seconds at a barrier before it counts as a deadlock
 
@@ -301,8 +302,9 @@ def value_and_slope(z, base, ptx):
 def simulated(request, monkeypatch):
     for module in (hopper_up, hopper_dact):
         monkeypatch.setattr(module, "launch", simulate)
-        monkeypatch.setattr(module, "programs", lambda x: request.param)
         monkeypatch.setattr(module, "descriptor", Descriptor)
+    with assume(lambda dtype: Plan(TARGETS["sm90"], dtype, request.param, True, True)):
+        yield
 
 
 def tile_list(offsets, block_m):

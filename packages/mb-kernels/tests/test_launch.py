@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 from mb_kernels.runtime import launch as launching
+from mb_kernels.runtime.descriptors import matrices
 from mb_kernels.targets.gate import kernel_modules
 from triton import knobs
 from triton.runtime.jit import JITFunction
@@ -90,7 +91,7 @@ def test_the_second_launch_is_not_triton_s(launches):
         (X, 1, {"E": 4}),
         (X, 32, {"E": 4}),
         (X, 2**31 + 1, {"E": 4}),
-        (launching.matrices(X.view(1, 8, 8), (1, 8, 8)), 17, {"E": 4}),
+        (matrices(X.view(1, 8, 8), (1, 8, 8)), 17, {"E": 4}),
     ],
     ids=["constexpr", "option", "dtype", "none", "one", "multiple-of-16", "64-bit", "descriptor"],
 )
@@ -101,7 +102,7 @@ def test_what_triton_compiles_for_is_told_apart(x, n, constants, launches):
 
 def test_descriptors_of_other_blocks_are_told_apart(launches):
     def call(*block):
-        return launching.matrices(X.view(1, 8, 8), block), 17, {"E": 4}
+        return matrices(X.view(1, 8, 8), block), 17, {"E": 4}
 
     log = launches(call(1, 8, 8), call(1, 4, 8), call(1, 8, 8))
     assert who(log) == ["triton", "triton", "kept"]

@@ -187,7 +187,7 @@ def test_a_second_derivative_is_refused(parts):
     x.requires_grad_()
     shard = None if parts is None else VocabularyShard(0, V, lambda s: s[None])
     loss = linear_cross_entropy(x, w, labels, shard=shard)
-    with pytest.raises(RuntimeError, match="no second derivative"):
+    with pytest.raises(RuntimeError, match="second derivative"):
         torch.autograd.grad(loss, x, create_graph=True)
 
 

@@ -8,7 +8,7 @@ from mb_kernels.block_sparse.mlp_reference import padded_rows
 from mb_kernels.block_sparse.reference import BLOCK, make_matrix, to_dense, topology_of
 from mb_kernels.testing import ROUTINGS, assert_close, make_expert_ids
 
-pytest.importorskip("stk")  # installed with mb-kernels on Linux
+pytest.importorskip("stk")  # the extra block-sparse
 
 SIZES = [(7, 3, 2), (1, 4, 1), (0, 2, 1), (150, 5, 3)]  # tokens, experts, top_k
 

@@ -7,7 +7,16 @@ import copy
 import pytest
 import torch
 from layers_oracle import ACTIVATIONS, GATES
-from mb_layers import MoE, MoEConfig, dMoE
+from mb_layers import (
+    ExpertChoiceRouter,
+    MoE,
+    MoEConfig,
+    NoisyTopKRouter,
+    SinkhornRouter,
+    add_lora,
+    dMoE,
+    freeze_in_bits,
+)
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +41,9 @@ KINDS = {
     "8-bit": {"saved_activation_bits": 8},
     "4-bit": {"saved_activation_bits": 4},
     "sparse": {"mlp_impl": "sparse", "ffn_hidden_size": 256},
+    "odd-widths": {"hidden_size": 64, "ffn_hidden_size": 83},
+    "zero-experts": {"num_zero_experts": 2, "top_k": 3},
+    "weights-on-input": {"weights_on_input": True},
     **{name: {"activation": name} for name in (*GATES, *ACTIVATIONS)},
 }
 # Largest error of a tensor over its largest entry.
@@ -77,6 +89,64 @@ def test_no_host_sync(kind: str) -> None:
         run(layer, x, dy)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", ["dMoE", "MoE", "MoE-probability", "deepseek-v3"])
+def test_masked_layer_is_the_layer_of_the_real_tokens(kind: str) -> None:
+    layer = build(torch.float32, **KINDS[kind] | {"balance_over": "micro_batch"}).cuda()
+    x, dy = torch.randn(4, 50, 64, device="cuda"), torch.randn(4, 50, 64, device="cuda")
+    mask = torch.arange(50, device="cuda") < torch.tensor([50, 31, 1, 0], device="cuda")[:, None]
+    real, real_dy = x[mask], dy[mask]
+    expected = run(layer, real, real_dy)
+    layer(x, mask=mask)  # compiles what the mask adds
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y, aux, metrics = layer(x, mask=mask)
+        grads = torch.autograd.grad(
+            [y, aux], list(layer.parameters()), [dy, torch.ones_like(aux)], allow_unused=True
+        )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not y[~mask].any()
+    got = {"y": y[mask], "aux": aux} | metrics
+    got |= {f"d {n}": g for (n, _), g in zip(layer.named_parameters(), grads, strict=True)}
+    for name, tensor in got.items():
+        scale = expected[name].abs().max().clamp(min=1e-6)
+        assert (tensor - expected[name]).abs().max() <= 1e-3 * scale, name
+
+
+@pytest.mark.parametrize("router", [ExpertChoiceRouter, SinkhornRouter, NoisyTopKRouter])
+def test_routers_wait_for_no_one(router: type) -> None:
+    config = MoEConfig(**SIZES)
+    layer = dMoE(config, router=router(config)).cuda()
+    x = torch.randn(200, 64, device="cuda", requires_grad=True)
+    mask = torch.arange(200, device="cuda") < 150
+    (layer(x, mask=mask).y.sum()).backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y, aux, _ = layer(x, mask=mask)
+        (y.sum() + aux).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not y[150:].any()
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_adapters_keep_no_copy_of_the_weights(bits: int | None) -> None:
+    layer = build(torch.bfloat16, num_experts=64, hidden_size=1024, ffn_hidden_size=1024).cuda()
+    if bits is not None:
+        freeze_in_bits(layer.experts, bits)
+    add_lora(layer.experts, rank=16, alpha=16.0)
+    x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
+    layer(x).y.sum().backward()
+    weights = 64 * 3 * 1024 * 1024 * 2
+    before = torch.cuda.memory_allocated()
+    y = layer(x).y
+    assert torch.cuda.memory_allocated() - before < weights / 20
+    y.sum().backward()
+    assert layer.experts.parametrizations.w1[-1].b.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["dMoE", "deepseek-v3"])

@@ -49,7 +49,7 @@ def start(words: list[str], output: str) -> None:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    from mb_train.reporting import read_log
+    from mb_train.run_log import read_log
 
     found = {}
     for event in read_log(folder / "log.jsonl"):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from mb_parallel.testing import run_ranks
+from mb_train import saver as saver_module
 from mb_train.checkpoint import CheckpointError, Progress, load_checkpoint
 from mb_train.checksums import format_sums, sum_of
 from mb_train.run_folder import checkpoints, find_checkpoint, read_saved_run
@@ -413,3 +414,29 @@ def test_names_do_not_change_by_what_is_wrapped_around_a_module(tmp_path):
     assert any("_orig_mod" in name for name, _ in wrapped.named_parameters())
     load_checkpoint(save(tmp_path, model, None), wrapped, None)
     assert torch.equal(wrapped[0].weight, model[0].weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("room", [True, False], ids=["device", "host"])
+def test_a_snapshot_of_a_gpu_keeps_the_state_of_its_moment(tmp_path, monkeypatch, room):
+    model, optimizer = make(width=1000)
+    model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    x = torch.ones(2, 3, device="cuda")
+    model(x).square().sum().backward()
+    optimizer.step()
+    if not room:
+        monkeypatch.setattr(saver_module, "_fits_on_device", lambda tensors: False)
+    saver = Saver(tmp_path, asynchronous=True)
+    for iteration in (1, 2):  # the second reuses what the first has allocated
+        before = [p.detach().clone() for p in model.parameters()]
+        begin(saver, model, optimizer, iteration)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        assert saver.wait()
+        other = make(width=1000, seed=1)[0].cuda()
+        load_checkpoint(tmp_path / f"iter_{iteration:07d}", other, None)
+        assert all(map(torch.equal, before, other.parameters()))
+    assert (saver._stager is None) == room
+    saver.close()

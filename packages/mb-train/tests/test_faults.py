@@ -164,7 +164,7 @@ def diverging(monkeypatch):
     def poisoned(a_run, *arguments):
         if a_run.progress.iteration == 3:
             with torch.no_grad():
-                next(a_run.model.parameters()).fill_(torch.nan)
+                next(a_run.model.parts[0].parameters()).fill_(torch.nan)
         return step(a_run, *arguments)
 
     monkeypatch.setattr(loop, "train_step", poisoned)

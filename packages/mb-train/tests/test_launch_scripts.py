@@ -25,7 +25,7 @@ from launch_scripts import EARLIER, EXAMPLES, FORK_FLAGS, MEGABLOCKS
 
 # What some of these scripts ask for and the program cannot do yet. A word that leaves
 # `unsupported.NOT_YET` must leave here: the table in docs/scripts.md then says "runs" in more rows.
-WAITED_FOR = {"model", "vocab_extra_ids", "recompute_method"}
+WAITED_FOR = {"model", "recompute_method"}
 SCRIPTS = (
     [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]
     + [(f"examples/{name}", model, words) for name, (model, words) in EXAMPLES.items()]

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import mb_data
 import numpy as np
@@ -144,3 +145,21 @@ def test_the_batch_grows_and_the_run_goes_on_to_the_bit(finished, tmp_path, caps
     assert [size for _, size, *_ in steps(whole)] == [2, 2, 4, 6, 6, 6]
     assert steps(parts) == steps(whole)
     assert re.search(r"global batch size:     4 \| lm loss", capsys.readouterr().out)
+
+
+def test_separate_data_for_each_part(finished, tmp_path, capsys):
+    (whole,) = json.loads((finished[0] / "iter_0000002" / "run.json").read_text())["config"][
+        "data_path"
+    ]
+    other = tmp_path / "other"
+    with mb_data.IndexedDatasetBuilder(other, np.uint16) as builder:
+        builder.add_document(np.arange(200) % 500)
+    words = ["--train-data-path", "1", whole, "2", str(other), "--valid-data-path", str(other)]
+    assert main([*TINY, *words, "--train-iters", "2", "--save", str(tmp_path / "run")]) == 0
+    assert "validation loss at the end of training for val data" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "run" / "iter_0000002" / "run.json").read_text())
+    sizes = [Path(f"{prefix}.bin").stat().st_size for prefix in (whole, other, other)]
+    assert saved["data"]["bin_bytes"] == sizes
+    missing = ["--train-data-path", whole, "--test-data-path", "nowhere"]
+    assert main([*TINY, *missing, "--train-iters", "2"]) == 2
+    assert "Expected nowhere.bin to be a file" in capsys.readouterr().err

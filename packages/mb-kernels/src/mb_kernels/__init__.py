@@ -10,6 +10,8 @@ from mb_kernels.block_sparse import sdd as sdd
 from mb_kernels.block_sparse import sparse_expert_mlp as sparse_expert_mlp
 from mb_kernels.block_sparse import topology as topology
 from mb_kernels.expert_mlp import expert_mlp as expert_mlp
+from mb_kernels.expert_mlp import grouped_experts as grouped_experts
+from mb_kernels.grouped_gemm import gmm as gmm
 from mb_kernels.grouped_gemm import grouped_gemm as grouped_gemm
 from mb_kernels.linear_cross_entropy import VocabularyShard as VocabularyShard
 from mb_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy

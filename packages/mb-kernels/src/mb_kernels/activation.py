@@ -3,7 +3,8 @@
 A gated activation (GLU) takes ``h_N2F``, gate over up, and returns ``act(gate) * up``; a plain one
 maps ``h_NF`` elementwise. "gelu" and "geglu" are the exact erf GELU of Hendrycks & Gimpel
 (arXiv:1606.08415), "gelu_tanh" and "geglu_tanh" its tanh approximation; the GLU family is Shazeer's
-(arXiv:2002.05202), squared ReLU is Primer's (arXiv:2109.08668).
+(arXiv:2002.05202), squared ReLU is Primer's (arXiv:2109.08668). "swigluoai" is GPT-OSS's: with
+gate at most 7 and up within ±7, ``gate · sigmoid(1.702 gate) · (up + 1)``.
 
 Letters: N rows, F expert ffn width.
 """
@@ -21,8 +22,11 @@ GLU_ACTIVATIONS = {
     "geglu": "gelu",
     "geglu_tanh": "gelu_tanh",
     "reglu": "relu",
+    "swigluoai": "clamped_swish",
 }
 PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "squared_relu")
+
+_LIMIT, _SHARPNESS = 7.0, 1.702  # of swigluoai
 
 
 def is_glu(name: str) -> bool:
@@ -45,7 +49,7 @@ def activate(h: Tensor, name: str) -> Tensor:
     """Apply activation ``name`` to h [..., F], or [..., 2F] for a GLU: a [..., F]."""
     if is_glu(name):
         gate, up = h.chunk(2, dim=-1)
-        return _plain(gate, GLU_ACTIVATIONS[name]) * up
+        return _plain(gate, GLU_ACTIVATIONS[name]) * _factor(up, name)
     return _plain(h, name)
 
 
@@ -54,11 +58,21 @@ def activate_backward(d_a: Tensor, h: Tensor, name: str) -> Tensor:
     if is_glu(name):
         gate, up = h.chunk(2, dim=-1)
         base = GLU_ACTIVATIONS[name]
-        return torch.cat([d_a * up * _derivative(gate, base), d_a * _plain(gate, base)], dim=-1)
+        d_up = d_a * _plain(gate, base)
+        if name == "swigluoai":
+            d_up = torch.where(up.abs() <= _LIMIT, d_up, 0)
+        return torch.cat([d_a * _factor(up, name) * _derivative(gate, base), d_up], dim=-1)
     return d_a * _derivative(h, name)
 
 
+def _factor(up: Tensor, name: str) -> Tensor:
+    return up.clamp(-_LIMIT, _LIMIT) + 1 if name == "swigluoai" else up
+
+
 def _plain(z: Tensor, base: str) -> Tensor:
+    if base == "clamped_swish":
+        z = z.clamp(max=_LIMIT)
+        return z * torch.sigmoid(_SHARPNESS * z)
     if base == "silu":
         return F.silu(z)
     if base == "gelu":
@@ -70,6 +84,10 @@ def _plain(z: Tensor, base: str) -> Tensor:
 
 
 def _derivative(z: Tensor, base: str) -> Tensor:
+    if base == "clamped_swish":
+        sigmoid = torch.sigmoid(_SHARPNESS * z)
+        slope = sigmoid * (1 + _SHARPNESS * z * (1 - sigmoid))
+        return torch.where(z <= _LIMIT, slope, 0)
     if base == "silu":
         sigmoid = torch.sigmoid(z)
         return sigmoid * (1 + z * (1 - sigmoid))

@@ -3,8 +3,8 @@
 from mb_kernels.adamw.reference import adamw_step
 from mb_kernels.block_sparse.mlp_reference import pad_bins, sparse_expert_mlp, topology
 from mb_kernels.block_sparse.reference import dds, dsd, sdd
-from mb_kernels.expert_mlp.reference import expert_mlp
-from mb_kernels.grouped_gemm.reference import grouped_gemm
+from mb_kernels.expert_mlp.reference import expert_mlp, grouped_experts
+from mb_kernels.grouped_gemm.reference import gmm, grouped_gemm
 from mb_kernels.linear_cross_entropy.reference import linear_cross_entropy
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.reference import dequantize, quantize
@@ -20,6 +20,8 @@ __all__ = [
     "dsd",
     "expert_mlp",
     "gather",
+    "gmm",
+    "grouped_experts",
     "grouped_gemm",
     "linear_cross_entropy",
     "pad_bins",

@@ -5,6 +5,8 @@ import torch
 from mb_kernels import bin_tokens, dds, dsd, pad_bins, reference, sdd, topology
 from mb_kernels.block_sparse import kernels as sparse_kernels
 from mb_kernels.block_sparse.reference import make_matrix, topology_of
+from mb_kernels.runtime.plan import Plan, assume
+from mb_kernels.targets import TARGETS
 from mb_kernels.testing import assert_close, make_expert_ids
 
 stk = pytest.importorskip("stk")
@@ -130,9 +132,13 @@ def launched(monkeypatch):
         launch(kernel, grid, *args, **kwargs)
 
     monkeypatch.setattr(sparse_kernels, "launch", record)
-    monkeypatch.setattr(sparse_kernels, "programs", lambda x, per_unit: 2)
-    monkeypatch.setattr(sparse_kernels, "uses_descriptors", lambda x: x.dtype is torch.float16)
-    return kernels
+
+    def plan(dtype):
+        on_tma = dtype is torch.float16
+        return Plan(TARGETS["sm90"], dtype, 1, on_tma, False, interpreted=True)
+
+    with assume(plan):
+        yield kernels
 
 
 @pytest.mark.parametrize("trans_dense", [False, True], ids=["b", "bt"])

@@ -13,9 +13,9 @@ from mb_kernels import (
     reference,
     topk_softmax,
 )
-from mb_kernels.expert_mlp import dact, up
-from mb_kernels.grouped_gemm import forward, weight_grad
-from mb_kernels.runtime.launch import matrices, precision, ragged
+from mb_kernels.runtime.descriptors import matrices, ragged
+from mb_kernels.runtime.plan import Plan, assume, plan_of
+from mb_kernels.targets import TARGETS
 from mb_kernels.testing import (
     TOLERANCES,
     Case,
@@ -36,6 +36,7 @@ CASES = [
     Case(20, 16, 16, 1, 1, "uniform", None, "squared_relu"),
     Case(40, 16, 16, 4, 2, "one_expert", None, "geglu"),
     Case(0, 16, 16, 4, 2),
+    Case(40, 32, 16, 3, 2, activation="swigluoai"),
 ]
 
 
@@ -47,13 +48,14 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["pointers", "descriptors"])
-def operands(request, monkeypatch):
-    """Both ways of loading operands: AMD's and sm80's, and Hopper's."""
-    for module in (up, dact, forward, weight_grad):
-        monkeypatch.setattr(module, "uses_descriptors", lambda x: request.param == "descriptors")
-        if hasattr(module, "wide"):
-            monkeypatch.setattr(module, "wide", lambda x, tile: request.param == "descriptors")
+@pytest.fixture(params=["pointers", "descriptors", "chiplets"])
+def operands(request):
+    """Ways of loading operands and dealing tiles: sm80's, Hopper's, and AMD's with XCDs."""
+    target = {"descriptors": "sm90", "chiplets": "gfx942"}.get(request.param, "sm80")
+    units = 16 if request.param == "chiplets" else 3
+    on_tma = request.param == "descriptors"
+    with assume(lambda d: Plan(TARGETS[target], d, units, on_tma, False, interpreted=True)):
+        yield
 
 
 @pytest.mark.usefixtures("operands")
@@ -97,10 +99,24 @@ def test_tf32_by_torch_s_own_switch(mode):
     before = matmul.fp32_precision
     matmul.fp32_precision = mode
     try:
-        assert precision(torch.zeros(1)) == mode
-        assert precision(torch.zeros(1, dtype=torch.bfloat16)) == "ieee"
+        assert plan_of(torch.zeros(1)).precision == mode
+        assert plan_of(torch.zeros(1, dtype=torch.bfloat16)).precision == "ieee"
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_max_rows_changes_nothing(top_k, bias):
+    case = Case(21, 16, 16, 3, top_k, "skewed", 4, "swigluoai")
+    inputs = make_inputs(case, dtype=torch.float32)
+    options = {"activation": case.activation}
+    if bias:
+        options |= {"b1_EF": torch.randn(3, 32), "b2_ED": torch.randn(3, 16)}
+    want = run_expert_mlp(expert_mlp, inputs, **options)
+    got = run_expert_mlp(expert_mlp, inputs, max_rows=12, **options)
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
 
 
 def test_recompute_changes_nothing():

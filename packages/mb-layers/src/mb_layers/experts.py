@@ -128,6 +128,8 @@ class _StackedMLP(nn.Module):
         return checkpoint(expert_mlp_in_steps, *arguments, **options, use_reentrant=False)
 
     def _activate(self, h_NF: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():  # a saved program holds no function of ours
+            return activate(at_least_fp32(h_NF), self.config.activation).to(h_NF.dtype)
         return _Activation.apply(h_NF, self.config.activation)
 
 

@@ -67,8 +67,10 @@ def prepare_data(
         ValueError: no training documents, or a damaged file.
         OSError: no such file.
     """
-    paths = config.data_path or [_sample_corpus(config, folder, say)]
-    prefixes = [path for path in paths if not _is_number(path)]
+    parts = config.data_by_part()
+    paths = parts or config.data_path or [_sample_corpus(config, folder, say)]
+    given = paths.values() if isinstance(paths, dict) else [paths]
+    prefixes = [path for words in given for path in words or () if not _is_number(path)]
     _check_files(prefixes)
     evaluated = config.eval_iters * batch_size
     train, valid, test = _on_rank_zero_first(
@@ -76,8 +78,8 @@ def prepare_data(
     )
     if train is None:
         raise ValueError(
-            f"Expected documents to train on, got none from {' '.join(prefixes)} with --split "
-            f"{config.split}."
+            f"Expected documents to train on, got none from {' '.join(prefixes)}"
+            + ("." if parts else f" with --split {config.split}.")
         )
     sources = train.datasets if isinstance(train, mb_data.BlendedDataset) else [train]
     identity = {

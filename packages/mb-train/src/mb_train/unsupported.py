@@ -30,9 +30,7 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     # parallelism
     "pipeline_model_parallel_split_rank": ANY,
     # data
-    "train_data_path": ANY,
     "dataloader_type": ANY,
-    "vocab_extra_ids": ANY,
     # logging
     "log_num_zeros_in_grad": ANY,
 }

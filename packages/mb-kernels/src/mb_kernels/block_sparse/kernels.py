@@ -12,19 +12,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mb_kernels.block_sparse.descriptors import dsd_tma_kernel, sdd_tma_kernel
 from mb_kernels.block_sparse.pointers import dsd_kernel, sdd_kernel
 from mb_kernels.block_sparse.reference import BLOCK, Topology
-from mb_kernels.runtime.launch import cdiv, launch, matrices, precision, programs, uses_descriptors
-from mb_kernels.targets.table import TILES, GateCase, Target, Tile, current_target
+from mb_kernels.runtime.descriptors import matrices
+from mb_kernels.runtime.launch import cdiv, launch
+from mb_kernels.runtime.plan import plan_of
+from mb_kernels.targets.table import TILES, Tile
 
 # Blocks in a row of S, on average, from which the stores of a tile weigh less than its loads.
 _LONG_ROW = 8
 
-# Pointer arguments of the kernels that hold elements, not indices.
-_VALUES = ("a_ptr", "b_ptr", "data_ptr", "out_ptr")
-
 
 def sdd(a: Tensor, b: Tensor, *topology: Tensor) -> Tensor:
     """Launch for stacks a [G, M/G, K] and b [G, K, N/G]: data [C, 128, 128]."""
-    t = Topology(*topology)
+    t = Topology(*(index.contiguous() for index in topology))
     a, b = _addressable(a), _addressable(b)
     data = a.new_empty((t.row_indices.numel(), BLOCK, BLOCK))
     if data.numel() == 0:
@@ -49,11 +48,11 @@ def sdd(a: Tensor, b: Tensor, *topology: Tensor) -> Tensor:
 
 
 def _sdd_tma(data: Tensor, a: Tensor, b: Tensor, *indices: Tensor, column_order: bool) -> None:
-    tile = TILES["sdd"]["sm90"]
+    tile = TILES["sdd"][plan_of(a).target.name]
     blocks, block_rows = data.shape[0], indices[-1].numel() - 1
     launch(
         sdd_tma_kernel,
-        (min(blocks, programs(a, tile.programs_per_unit)),),
+        (min(blocks, plan_of(a).programs(tile.programs_per_unit)),),
         _described(a, BLOCK, tile.block_k),
         _described(b, tile.block_k, BLOCK),
         _described(data, BLOCK, BLOCK // 2),
@@ -64,7 +63,7 @@ def _sdd_tma(data: Tensor, a: Tensor, b: Tensor, *indices: Tensor, column_order:
         A_ROW_MAJOR=_row_major(a),
         B_ROW_MAJOR=_row_major(b),
         COLUMN_ORDER=column_order,
-        PRECISION=precision(a),
+        PRECISION=plan_of(a).precision,
         **tile.launch_options,
     )
 
@@ -72,7 +71,7 @@ def _sdd_tma(data: Tensor, a: Tensor, b: Tensor, *indices: Tensor, column_order:
 def dsd(data: Tensor, b: Tensor, *topology_and_layout: Any) -> Tensor:
     """Launch for data [C, 128, 128] and a stack b [G, K/G, N]; see ``block_sparse``'s op."""
     *topology, transposed, groups, column_major = topology_and_layout
-    t = Topology(*topology)
+    t = Topology(*(index.contiguous() for index in topology))
     data, b = data.contiguous(), _addressable(b)
     indices = (t.offsets, t.column_indices, t.block_offsets_t)
     if transposed:
@@ -88,7 +87,7 @@ def dsd(data: Tensor, b: Tensor, *topology_and_layout: Any) -> Tensor:
     tiles = block_rows * (BLOCK // tile.block_m) * cdiv(b.shape[2], tile.block_n)
     launch(
         dsd_kernel,
-        (min(tiles, programs(data, tile.programs_per_unit)),),
+        (min(tiles, plan_of(data).programs(tile.programs_per_unit)),),
         *(data, b, out, *indices, block_rows, b.shape[2]),
         *((1, BLOCK) if transposed else (BLOCK, 1)),
         *(b.shape[1] // BLOCK, *b.stride()),
@@ -103,11 +102,11 @@ def dsd(data: Tensor, b: Tensor, *topology_and_layout: Any) -> Tensor:
 def _dsd_tma(out: Tensor, data: Tensor, b: Tensor, *indices: Tensor, transposed: bool) -> None:
     block_rows = indices[0].numel() - 1
     long = data.shape[0] >= _LONG_ROW * block_rows
-    tile = TILES["dsd" if long and _row_major(out) else "dsd_narrow"]["sm90"]
+    tile = TILES["dsd" if long and _row_major(out) else "dsd_narrow"][plan_of(data).target.name]
     tiles = block_rows * cdiv(b.shape[2], tile.block_n)
     launch(
         dsd_tma_kernel,
-        (min(tiles, programs(data, tile.programs_per_unit)),),
+        (min(tiles, plan_of(data).programs(tile.programs_per_unit)),),
         _described(data, *((tile.block_k, BLOCK) if transposed else (BLOCK, tile.block_k))),
         _described(b, tile.block_k, tile.block_n),
         _described(out, BLOCK, tile.block_n // 2),
@@ -118,7 +117,7 @@ def _dsd_tma(out: Tensor, data: Tensor, b: Tensor, *indices: Tensor, transposed:
         B_ROW_MAJOR=_row_major(b),
         TRANSPOSED=transposed,
         OUT_ROW_MAJOR=_row_major(out),
-        PRECISION=precision(data),
+        PRECISION=plan_of(data).precision,
         **tile.launch_options,
     )
 
@@ -148,7 +147,7 @@ def _row_major(x: Tensor) -> bool:
 
 def _describable(x: Tensor) -> bool:
     """Whether Hopper's tensor memory accelerator can load tiles of this stack."""
-    if not uses_descriptors(x) or x.numel() == 0:
+    if not plan_of(x).descriptors or x.numel() == 0:
         return False
     strides = [stride for stride in x.stride() if stride != 1]
     return x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in strides)
@@ -163,10 +162,11 @@ def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 def _tile(op: str, x: Tensor) -> Tile:
     """The tile of the kernels that load through pointers."""
-    target = current_target(x.device).name
+    plan = plan_of(x)
+    target = plan.target.name
     if x.dtype is torch.float32:
         op += "_fp32"
-    elif target == "sm90":
+    elif plan.descriptors:
         target = "sm80"  # an odd size or an odd address: rare
     return TILES[op][target]
 
@@ -177,105 +177,7 @@ def _tile_arguments(tile: Tile, x: Tensor) -> dict[str, Any]:
         "TM": tile.block_m,
         "TN": tile.block_n,
         "TK": tile.block_k,
-        "PRECISION": precision(x),
-        "XCDS": current_target(x.device).xcds,
+        "PRECISION": plan_of(x).precision,
+        "XCDS": plan_of(x).target.xcds,
         **tile.launch_options,
     }
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    """Both products in each memory order that a forward or backward meets, and once in fp32."""
-    cases = [
-        _case("sdd_fp32", target, stride_ak=1, stride_bk=1),
-        _case("dsd_fp32", target, stride_sk=1, stride_bn=1, stride_on=1, TRANSPOSED=False),
-    ]
-    # Row-major a, b: x @ w1^T for w1 [E, F, D], dy @ w2 for w2 [E, D, F], and a transposed x.
-    for name, a, b in (
-        ("sdd_forward", True, False),
-        ("sdd_gradient", True, True),
-        ("sdd_transposed", False, True),
-    ):
-        if target.name == "sm90":
-            order = {"A_ROW_MAJOR": a, "B_ROW_MAJOR": b, "COLUMN_ORDER": True}
-            cases.append(_tma_case(name, "sdd", **order))
-        else:
-            order = {"stride_ak" if a else "stride_am": 1, "stride_bn" if b else "stride_bk": 1}
-            cases.append(_case(name, target, **order))
-    # Transposed S, row-major b and out: a @ w2^T; dh @ w1; dh^T @ x; a^T @ dy as w2's gradient.
-    for name, transposed, b, out in (
-        ("dsd_forward", False, False, True),
-        ("dsd_input_gradient", False, True, True),
-        ("dsd_w1_gradient", True, True, True),
-        ("dsd_w2_gradient", True, True, False),
-    ):
-        if target.name == "sm90":
-            order = {"TRANSPOSED": transposed, "B_ROW_MAJOR": b, "OUT_ROW_MAJOR": out}
-            cases.append(_tma_case(f"{name}_narrow", "dsd_narrow", **order))
-            if out:
-                cases.append(_tma_case(name, "dsd", **order))
-        else:
-            order = {"TRANSPOSED": transposed, "stride_sm" if transposed else "stride_sk": 1}
-            order |= {"stride_bn" if b else "stride_bk": 1, "stride_on" if out else "stride_om": 1}
-            cases.append(_case(name, target, **order))
-    return cases
-
-
-def _case(name: str, target: Target, **constexprs: Any) -> GateCase:
-    """A case of the kernels that load through pointers, on the target's tile."""
-    op, kind = name.split("_", 1)
-    kernel = sdd_kernel if op == "sdd" else dsd_kernel
-    dtype = "fp32" if kind == "fp32" else "bf16"
-    tile = TILES[name if dtype == "fp32" else op][target.name]
-    constexprs |= {"B": BLOCK, "TM": tile.block_m, "TN": tile.block_n, "TK": tile.block_k}
-    constexprs |= {"PRECISION": "ieee", "XCDS": target.xcds}
-    if op == "sdd":
-        constexprs |= {"EVEN_K": True, "COLUMN_ORDER": True}
-    else:
-        constexprs["EVEN_N"] = True
-    pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
-    kinds = {name: f"*{dtype}" if name in _VALUES else "*i32" for name in pointers}
-    integers = [name for name in kernel.arg_names if name not in {*kinds, *constexprs}]
-    return GateCase(
-        name=name,
-        kernel=kernel,
-        signature=kinds | dict.fromkeys(integers, "i32"),
-        constexprs=constexprs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        options=tile.options,
-        multiples_of_16=[name for name in integers if not name.endswith(("blocks", "block_rows"))],
-        beyond_2gib=("b_ptr",),
-        is_gemm=dtype == "bf16",  # fp32 products use no matrix unit on most targets
-    )
-
-
-def _tma_case(name: str, op: str, **order: bool) -> GateCase:
-    """A case of the kernels that load through descriptors, on Hopper's tile of ``op``."""
-    tile = TILES[op]["sm90"]
-    n, k = tile.block_n, tile.block_k
-    b_box = (k, n) if order["B_ROW_MAJOR"] else (n, k)
-    if op == "sdd":
-        kernel = sdd_tma_kernel
-        boxes = {"a": (BLOCK, k) if order["A_ROW_MAJOR"] else (k, BLOCK), "b": b_box}
-        boxes["data"] = (BLOCK, n // 2)
-        constexprs = {"B": BLOCK, "TK": k, "PRECISION": "ieee", **order}
-    else:
-        kernel = dsd_tma_kernel
-        boxes = {"data": (k, BLOCK) if order["TRANSPOSED"] else (BLOCK, k), "b": b_box}
-        boxes["out"] = (BLOCK, n // 2) if order["OUT_ROW_MAJOR"] else (n // 2, BLOCK)
-        constexprs = {"B": BLOCK, "TN": n, "TK": k, "PRECISION": "ieee", **order}
-    kinds = {
-        name: f"tensordesc<bf16[1, {rows}, {columns}]>" for name, (rows, columns) in boxes.items()
-    }
-    kinds |= {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")}
-    integers = [name for name in kernel.arg_names if name not in {*kinds, *constexprs}]
-    return GateCase(
-        name=name,
-        kernel=kernel,
-        signature=kinds | dict.fromkeys(integers, "i32"),
-        constexprs=constexprs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        options=tile.options,
-        is_gemm=True,
-    )

@@ -12,13 +12,13 @@ size of the bound, the device knows how much of them is in use, and the host nev
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows, R padded rows.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mb_kernels.activation import activate, activate_backward, is_glu
+from mb_kernels.activation import is_glu
 from mb_kernels.bins import Bins
 from mb_kernels.block_sparse.mlp_reference import (
     make_pattern,
@@ -27,6 +27,7 @@ from mb_kernels.block_sparse.mlp_reference import (
     topology_indices,
 )
 from mb_kernels.block_sparse.reference import BLOCK, Topology
+from mb_kernels.elementwise import op as elementwise  # noqa: F401  (registers the activation)
 from mb_kernels.runtime import checks, registration
 
 if TYPE_CHECKING:
@@ -154,31 +155,10 @@ def _sparse_expert_mlp(
     h_CBB = torch.ops.mb.sdd(x_RD[None], w1_EFD.transpose(1, 2), *up)
     # A row of blocks lies together in memory, for a GLU all of the gate's before the others.
     h_rows = h_CBB.view(block_rows, w1_EFD.shape[1] * BLOCK)
-    a_rows = torch.ops.mb.block_activation(h_rows, activation)
+    a_rows = torch.ops.mb.activation(h_rows, activation)
     a_CBB = a_rows.view(block_rows * ffn // BLOCK, BLOCK, BLOCK)
     y_RD = torch.ops.mb.dsd(a_CBB, w2_EDF.transpose(1, 2), *down, False, 1, False)[0]
     return torch.ops.mb.combine(y_RD, *slots, weights_TK, top_k)
-
-
-def _activation_reference(h: Tensor, activation: str) -> Tensor:
-    """In fp32 (fp64 for fp64), rounded once."""
-    accumulator = torch.float64 if h.dtype is torch.float64 else torch.float32
-    return activate(h.to(accumulator), activation).to(h.dtype)
-
-
-def _activation_backward_reference(d_a: Tensor, h: Tensor, activation: str) -> Tensor:
-    accumulator = torch.float64 if h.dtype is torch.float64 else torch.float32
-    return activate_backward(d_a.to(accumulator), h.to(accumulator), activation).to(h.dtype)
-
-
-def _activation_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, ctx.activation = inputs
-    ctx.save_for_backward(h)
-
-
-def _activation_backward(ctx: Any, d_a: Tensor) -> tuple[Tensor, None]:
-    (h,) = ctx.saved_tensors
-    return torch.ops.mb.block_activation_backward(d_a, h, ctx.activation), None
 
 
 def _check_width(name: str, size: int) -> None:
@@ -213,20 +193,4 @@ registration.register(
     reference=lambda *arguments: tuple(topology_indices(*arguments)),
     kernels="mb_kernels.block_sparse.mlp_kernels",
     fake=_topology_fake,
-)
-registration.register(
-    "block_activation(Tensor h, str activation) -> Tensor",
-    reference=_activation_reference,
-    kernels="mb_kernels.block_sparse.mlp_kernels",
-    fake=lambda h, activation: h.new_empty(
-        (h.shape[0], h.shape[1] // (2 if is_glu(activation) else 1))
-    ),
-    setup_context=_activation_setup,
-    backward=_activation_backward,
-)
-registration.register(
-    "block_activation_backward(Tensor d_a, Tensor h, str activation) -> Tensor",
-    reference=_activation_backward_reference,
-    kernels="mb_kernels.block_sparse.mlp_kernels",
-    fake=lambda d_a, h, activation: torch.empty_like(h),
 )

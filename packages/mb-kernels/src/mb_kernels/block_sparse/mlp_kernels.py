@@ -1,6 +1,6 @@
-"""Triton kernels of ``block_sparse.mlp``: indices of the sparse matrix, and its activation.
+"""Triton kernels of ``block_sparse.mlp``: indices of the sparse matrix.
 
-Letters: B = 128, E experts, R block rows, N routed rows, L elements of a block row.
+Letters: B = 128, E experts, R block rows, N routed rows.
 """
 
 import torch
@@ -8,14 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.activation import base_function, is_glu
 from mb_kernels.block_sparse.reference import BLOCK
-from mb_kernels.language.activation import activate, activate_with_derivative
-from mb_kernels.runtime.launch import cdiv, launch, power_of_two
-from mb_kernels.targets.table import GateCase, Target
-
-# Of a program: 32 per thread of 4 warps, in 16-byte loads.
-_ELEMENTS = 4096
+from mb_kernels.runtime.launch import launch, power_of_two
 
 
 @triton.jit
@@ -107,36 +101,6 @@ def topology_indices_kernel(
         tl.store(offsets_t_ptr + E * WIDTH, used * WIDTH)
 
 
-@triton.jit
-def activate_kernel(
-    h_ptr,  # [R, L], or [R, 2L] gate before up
-    d_a_ptr,  # [R, L], with BACKWARD
-    out_ptr,  # a [R, L], or the gradient of h
-    L,
-    GLU: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    BASE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < L
-    h_row = row * (2 * L if GLU else L)
-    gate = tl.load(h_ptr + h_row + i, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(h_ptr + h_row + L + i, mask=inside, other=0.0).to(tl.float32) if GLU else 1.0
-    if not BACKWARD:
-        a = activate(gate, BASE) * up
-        tl.store(out_ptr + row * L + i, a.to(out_ptr.dtype.element_ty), mask=inside)
-    else:
-        d_a = tl.load(d_a_ptr + row * L + i, mask=inside, other=0.0).to(tl.float32)
-        value, slope = activate_with_derivative(gate, BASE)
-        d_gate = (d_a * up * slope).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + h_row + i, d_gate, mask=inside)
-        if GLU:
-            d_up = (d_a * value).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + h_row + L + i, d_up, mask=inside)
-
-
 def pad_indices(
     order: Tensor, inverse: Tensor, offsets: Tensor, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,58 +137,3 @@ def topology_indices(padded_offsets: Tensor, block_rows: int, width: int) -> tup
         B=BLOCK,
     )
     return out
-
-
-def block_activation(h: Tensor, activation: str) -> Tensor:
-    """Launch for h [R, L], or [R, 2L] for a GLU."""
-    out = h.new_empty((h.shape[0], h.shape[1] // (2 if is_glu(activation) else 1)))
-    _launch_activation(h, None, out, activation)
-    return out
-
-
-def block_activation_backward(d_a: Tensor, h: Tensor, activation: str) -> Tensor:
-    """Launch: the gradient of h, given that of the activation [R, L]."""
-    d_h = torch.empty_like(h)
-    _launch_activation(h, d_a, d_h, activation)
-    return d_h
-
-
-def _launch_activation(h: Tensor, d_a: Tensor | None, out: Tensor, activation: str) -> None:
-    elements = h.shape[1] // (2 if is_glu(activation) else 1)
-    if out.numel():
-        sizes = {"GLU": is_glu(activation), "BACKWARD": d_a is not None}
-        base = base_function(activation)
-        grid = (h.shape[0], cdiv(elements, _ELEMENTS))
-        launch(activate_kernel, grid, h, d_a, out, elements, **sizes, BASE=base, BLOCK=_ELEMENTS)
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    """The index kernels at 64 experts, and the heaviest activation both ways."""
-    indices = ("row_indices", "column_indices", "offsets", "offsets_t", "column_indices_t")
-    bins = ("order", "inverse", "offsets", "order_out", "inverse_out", "offsets_out")
-    return [
-        GateCase(
-            name="topology_indices",
-            kernel=topology_indices_kernel,
-            signature={"starts_ptr": "*i32", **{f"{name}_ptr": "*i32" for name in indices}}
-            | {"block_offsets_t_ptr": "*i32", "block_rows": "i32"},
-            constexprs={"E": 64, "EXPERTS": 64, "WIDTH": 12, "COLUMNS": 16, "B": BLOCK},
-        ),
-        GateCase(
-            name="pad_indices",
-            kernel=pad_indices_kernel,
-            signature={**{f"{name}_ptr": "*i32" for name in bins}, "N": "i32"},
-            constexprs={"E": 64, "EXPERTS": 64, "B": BLOCK},
-        ),
-        *(
-            GateCase(
-                name=f"activate_{name}",
-                kernel=activate_kernel,
-                signature={"h_ptr": "*bf16", "d_a_ptr": "*bf16", "out_ptr": "*bf16", "L": "i32"},
-                constexprs={"GLU": True, "BACKWARD": name == "backward", "BASE": "gelu"}
-                | {"BLOCK": _ELEMENTS},
-                multiples_of_16=("L",),
-            )
-            for name in ("forward", "backward")
-        ),
-    ]

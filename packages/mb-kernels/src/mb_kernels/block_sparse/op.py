@@ -148,7 +148,11 @@ def _check_size(
 
 def _check_indices(name: str, matrix: "stk.Matrix", what: str, x: Tensor) -> None:
     indices = topology_of(matrix)._asdict()
-    checks.require_indices(what, x, **{f"{name}.{field}": t for field, t in indices.items()})
+    named = {f"{name}.{field}": t for field, t in indices.items()}
+    checks.require_device(what, x, **named)
+    for field, t in named.items():
+        if t.dtype not in (torch.int16, torch.int32, torch.int64):  # stk's are of 16 bits
+            raise ValueError(f"{field}: expected int16, int32 or int64; got {t.dtype}.")
 
 
 def _column_major(x_GMN: Tensor) -> bool:

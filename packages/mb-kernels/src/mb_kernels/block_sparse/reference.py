@@ -88,8 +88,13 @@ def topology_of(matrix: "stk.Matrix") -> Topology:
 
 def make_matrix(size: tuple[int, int], data: Tensor, topology: Topology) -> "stk.Matrix":
     """An ``stk.Matrix`` of these blocks, without reading the device."""
-    import stk
-
+    try:
+        import stk
+    except ImportError as missing:
+        raise ImportError(
+            "stk.Matrix, the container of block-sparse matrices, is not installed. "
+            "Get it with: pip install 'mb-kernels[block-sparse]'"
+        ) from missing
     t = topology
     indices = (t.row_indices, t.column_indices, t.offsets)
     transposed = (t.column_indices_t, t.offsets_t, t.block_offsets_t)

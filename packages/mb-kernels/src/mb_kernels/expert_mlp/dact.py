@@ -15,24 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.activation import base_function, is_glu
-from mb_kernels.language.activation import activate_with_derivative
+from mb_kernels.language.activation import activate_with_derivative, up_factor, up_gradient
 from mb_kernels.language.memory import load_rows, load_weight, store_rows
 from mb_kernels.language.tiles import first_item, locate, piece
-from mb_kernels.runtime.launch import (
-    cdiv,
-    launch,
-    matrices,
-    matrix_case,
-    precision,
-    programs,
-    ptx,
-    ragged,
-    tile_of,
-    uses_descriptors,
-    uses_hopper_kernels,
-    xcds,
-)
-from mb_kernels.targets.table import TILES, GateCase, Target, Tile
+from mb_kernels.runtime.descriptors import matrices, ragged
+from mb_kernels.runtime.launch import cdiv, launch
+from mb_kernels.runtime.plan import plan_of
+from mb_kernels.targets.table import Tile
 
 # Column pieces of the epilogue: fewer spill registers, more were slower (2.30 to 2.65 ms, OLMoE).
 _PIECES = 4
@@ -106,24 +95,19 @@ def dact_kernel(
             value, slope = activate_with_derivative(z, ACTIVATION, PTX)
             if GLU:
                 up = _load_h(h, 1, PARTS, row, clamped, col, F, BLOCK_N, W)
-                partial += tl.sum(q * (value * up), 1)
+                factor = up_factor(up, ACTIVATION)
+                partial += tl.sum(q * (value * factor), 1)
                 q *= s
-                store_rows(a, value * up * s, 0, 1, row, count, col, F, BLOCK_N, DESCRIPTORS)
-                store_rows(dh, q * value, 1, PARTS, row, count, col, F, BLOCK_N, DESCRIPTORS)
-                slope *= up
+                store_rows(a, value * factor * s, 0, 1, row, count, col, F, BLOCK_N, DESCRIPTORS)
+                d_up = up_gradient(q * value, up, ACTIVATION)
+                store_rows(dh, d_up, 1, PARTS, row, count, col, F, BLOCK_N, DESCRIPTORS)
+                slope *= factor
             else:
                 partial += tl.sum(q * value, 1)
                 q *= s
                 store_rows(a, value * s, 0, 1, row, count, col, F, BLOCK_N, DESCRIPTORS)
             store_rows(dh, q * slope, 0, PARTS, row, count, col, F, BLOCK_N, DESCRIPTORS)
         tl.store(partials_ptr + column.to(tl.int64) * rows + row + r, partial, mask=m)
-
-
-def dact_tile(x: Tensor, activation: str) -> Tile:
-    """The tile of ``dact`` for the device and dtype of ``x``."""
-    if uses_hopper_kernels(x):
-        return tile_of("dact_hopper", x)
-    return tile_of("dact_glu" if is_glu(activation) else "dact", x)
 
 
 def dact(
@@ -147,14 +131,15 @@ def dact(
     a = h.new_empty((rows, ffn))
     columns = cdiv(ffn, tile.block_n)
     partials = h.new_empty((columns, rows), dtype=torch.float32)
-    if uses_hopper_kernels(do):
+    plan = plan_of(do)
+    if plan.specialized:
         from mb_kernels.expert_mlp.hopper import dact as hopper
 
         hopper.dact(do, w2, order, weights, tiles, h, dh, a, partials, activation, tile=tile)
         return dh, a, partials
     glu = is_glu(activation)
     operands = do, w2, h, dh, a
-    if uses_descriptors(do):
+    if plan.descriptors:
         block = (tile.block_m, 1, tile.block_n // _PIECES)
         operands = (
             ragged(do, (tile.block_m, tile.block_k)),
@@ -165,7 +150,7 @@ def dact(
         )
     launch(
         dact_kernel,
-        (programs(do, tile.programs_per_unit),),
+        (plan.programs(tile.programs_per_unit),),
         *operands[:2],
         order,
         weights,
@@ -178,49 +163,11 @@ def dact(
         GLU=glu,
         ACTIVATION=base_function(activation),
         PIECES=_PIECES,
-        PTX=ptx(do),
-        DESCRIPTORS=uses_descriptors(do),
-        PRECISION=precision(do),
-        XCDS=xcds(do),
+        PTX=plan.ptx,
+        DESCRIPTORS=plan.descriptors,
+        PRECISION=plan.precision,
+        XCDS=plan.xcds,
         **tile.blocks,
         **tile.launch_options,
     )
     return dh, a, partials
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    cases = []
-    for op, activation in (("dact_glu", "swiglu"), ("dact", "gelu")):
-        tile = TILES[op][target.name]
-        block = (tile.block_m, 1, tile.block_n // _PIECES)
-        cases.append(
-            matrix_case(
-                f"{op}_bf16",
-                dact_kernel,
-                target,
-                op,
-                pointers={
-                    "order_ptr": "*i32",
-                    "weights_ptr": "*fp32",
-                    "tiles_ptr": "*i32",
-                    "partials_ptr": "*fp32",
-                    "h": "*bf16",
-                },
-                operands={
-                    "do": (1, 1, tile.block_m, tile.block_k),
-                    "w": (1, tile.block_k, tile.block_n),
-                    "dh": (1, 1, *block),
-                    "a": (1, 1, *block),
-                },
-                integers=("rows",),
-                constexprs={
-                    "D": 2048,
-                    "F": 1024,
-                    "GLU": is_glu(activation),
-                    "ACTIVATION": base_function(activation),
-                    "PIECES": _PIECES,
-                    "PTX": target.backend == "cuda",
-                },
-            )
-        )
-    return cases

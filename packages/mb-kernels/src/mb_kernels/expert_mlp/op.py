@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mb_kernels.activation import is_glu
 from mb_kernels.bins import Bins, row_tiles
+from mb_kernels.elementwise import op as elementwise  # noqa: F401  (registers its ops)
 from mb_kernels.expert_mlp.reference import expert_mlp_backward, expert_mlp_forward
 from mb_kernels.permute.op import bins_of
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.op import dequantize, quantize
 from mb_kernels.runtime import checks, registration
+from mb_kernels.runtime.registration import debugging
 
 _WHOLE = 16  # bits that stand for "in the dtype they have"
 
@@ -34,6 +37,9 @@ def expert_mlp(
     weights_TK: Tensor,
     *,
     activation: str = "swiglu",
+    b1_EF: Tensor | None = None,
+    b2_ED: Tensor | None = None,
+    max_rows: int | None = None,
     recompute: bool = False,
     saved_activation_bits: int | None = None,
 ) -> Tensor:
@@ -46,6 +52,13 @@ def expert_mlp(
         bins: from ``bin_tokens`` on expert ids [T, K] with E experts.
         weights_TK: [T, K] routing weights, normally fp32.
         activation: a name from ``mb_kernels.activation``.
+        b1_EF: [E, F], or [E, 2F] as w1: added to the pre-activations. With a bias the computation
+            is put together from its parts, and keeps rows and activations too.
+        b2_ED: [E, D], added to each expert's output before it is weighted.
+        max_rows: the most rows that all experts together compute, at least ``bins.offsets_E1[-1]``;
+            tensors of rows get this size instead of T·K, and so does what is kept. The caller knows
+            it from a capacity or another bound. If there are more, which the host cannot know, the
+            result is NaN; with ``MB_DEBUG=1`` it is an error.
         recompute: keep only x and the index maps for the backward, and compute the
             pre-activations again there.
         saved_activation_bits: keep the pre-activations in 8 or 4 bits, by ``quantize``. The output
@@ -53,7 +66,7 @@ def expert_mlp(
             they are.
 
     Returns:
-        y_TD [T, D] in the dtype of x_TD. Differentiable in x_TD, w1_EFD, w2_EDF and weights_TK.
+        y_TD [T, D] in the dtype of x_TD. Differentiable in x_TD, weights, biases and weights_TK.
 
     Raises:
         ValueError: unknown activation; shapes, dtypes or devices that do not match; a size the
@@ -65,6 +78,16 @@ def expert_mlp(
             "saved_activation_bits: expected 4, 8 or None, and None with recompute=True, which "
             f"keeps no activations; got {saved_activation_bits} with recompute={recompute}."
         )
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"max_rows: expected None or at least 1; got {max_rows}.")
+    if max_rows is not None and max_rows < bins.order_N.shape[0]:
+        bins, weights_TK = _bounded(bins, weights_TK, max_rows)
+    if b1_EF is not None or b2_ED is not None:
+        _check_biases(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED, saved_activation_bits)
+        arguments = (x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation, b1_EF, b2_ED)
+        if recompute:
+            return checkpoint(_from_parts, *arguments, use_reentrant=False)
+        return _from_parts(*arguments)
     differentiable = torch.is_grad_enabled() and any(
         t.requires_grad for t in (x_TD, w1_EFD, w2_EDF, weights_TK)
     )
@@ -74,6 +97,72 @@ def expert_mlp(
     return torch.ops.mb.expert_mlp(
         x_TD, w1_EFD, w2_EDF, *indices, weights_TK, activation, saved_bits, keep_rows
     )[0]
+
+
+def _bounded(bins: Bins, weights_TK: Tensor, max_rows: int) -> tuple[Bins, Tensor]:
+    """Bins of ``max_rows`` rows; weights that are NaN if an expert had more."""
+    if debugging():
+        checks.debug_offsets(bins.offsets_E1, max_rows)
+    weights_TK = torch.where(bins.offsets_E1[-1] > max_rows, torch.nan, weights_TK)
+    bounded = Bins(
+        bins.order_N[:max_rows],
+        torch.where(bins.inverse_N < max_rows, bins.inverse_N, -1),
+        bins.tokens_per_expert_E,
+        bins.offsets_E1.clamp(max=max_rows),
+    )
+    return bounded, weights_TK
+
+
+def _from_parts(
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    bins: Bins,
+    weights_TK: Tensor,
+    activation: str,
+    b1_EF: Tensor | None,
+    b2_ED: Tensor | None,
+) -> Tensor:
+    """The computation of experts with biases, which the fused products do not add."""
+    rows_ND = torch.ops.mb.gather(
+        x_TD, bins.order_N, bins.inverse_N, bins.offsets_E1, weights_TK.shape[1]
+    )
+    h_NF = torch.ops.mb.grouped_gemm(rows_ND, w1_EFD, bins.offsets_E1, True)
+    if b1_EF is not None:
+        h_NF = torch.ops.mb.add_bias(h_NF, b1_EF, bins.offsets_E1)
+    a_NF = torch.ops.mb.activation(h_NF, activation)
+    y_ND = torch.ops.mb.grouped_gemm(a_NF, w2_EDF, bins.offsets_E1, True)
+    if b2_ED is not None:
+        y_ND = torch.ops.mb.add_bias(y_ND, b2_ED, bins.offsets_E1)
+    indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
+    return torch.ops.mb.combine(y_ND, *indices, weights_TK, weights_TK.shape[1])
+
+
+def _check_biases(
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    b1_EF: Tensor | None,
+    b2_ED: Tensor | None,
+    saved_activation_bits: int | None,
+) -> None:
+    if saved_activation_bits is not None:
+        raise ValueError(
+            "saved_activation_bits: expected None for experts with biases; got "
+            f"{saved_activation_bits}. Use recompute=True, which keeps less."
+        )
+    for name, bias, shape in (
+        ("b1_EF", b1_EF, tuple(w1_EFD.shape[:2])),
+        ("b2_ED", b2_ED, tuple(w2_EDF.shape[:2])),
+    ):
+        if bias is not None and tuple(bias.shape) != shape:
+            raise ValueError(
+                f"{name}: expected {shape}, a bias for each row of every expert's weight; got "
+                f"{tuple(bias.shape)}."
+            )
+        if bias is not None:
+            checks.require_floating(name, bias)
+            checks.require_device("x_TD", x_TD, **{name: bias})
 
 
 def _check(
@@ -102,9 +191,11 @@ def _check(
             f"weights_TK: expected [{x_TD.shape[0]}, top_k], a row per token; "
             f"got {tuple(weights_TK.shape)}."
         )
-    if bins.order_N.shape[0] != weights_TK.numel() or bins.offsets_E1.shape[0] != experts + 1:
+    slots = weights_TK.numel()
+    sizes = (bins.order_N.shape, bins.inverse_N.shape, bins.offsets_E1.shape)
+    if sizes != ((slots,), (slots,), (experts + 1,)):
         raise ValueError(
-            f"bins: expected {weights_TK.numel()} slots and {experts} experts; got "
+            f"bins: expected {slots} slots and {experts} experts; got "
             f"{bins.order_N.shape[0]} and {bins.offsets_E1.shape[0] - 1}. "
             "Build them with bin_tokens(expert_ids_TK, num_experts)."
         )

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mb_kernels.activation import activate, activate_backward
+from mb_kernels.activation import activate_backward
 from mb_kernels.bins import Bins
-from mb_kernels.grouped_gemm.reference import grouped_gemm, grouped_outer
+from mb_kernels.elementwise.reference import activation as _activate
+from mb_kernels.elementwise.reference import add_bias
+from mb_kernels.grouped_gemm.reference import gmm, grouped_gemm, grouped_outer
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.reference import dequantize, quantize
 
@@ -30,18 +32,34 @@ def expert_mlp(
     weights_TK: Tensor,
     *,
     activation: str = "swiglu",
+    b1_EF: Tensor | None = None,
+    b2_ED: Tensor | None = None,
+    max_rows: int | None = None,
     recompute: bool = False,
     saved_activation_bits: int | None = None,
 ) -> Tensor:
-    """Twin of ``mb_kernels.expert_mlp``, differentiable by plain autograd."""
+    """Twin of ``mb_kernels.expert_mlp``, differentiable by plain autograd.
+
+    ``max_rows`` saves nothing here; more rows give NaN all the same.
+    """
     if recompute:
         return checkpoint(
             expert_mlp,
             *(x_TD, w1_EFD, w2_EDF, bins, weights_TK),
             activation=activation,
+            b1_EF=b1_EF,
+            b2_ED=b2_ED,
+            max_rows=max_rows,
             use_reentrant=False,
         )
+    if max_rows is not None and bins.offsets_E1[-1] > max_rows:
+        weights_TK = weights_TK * torch.nan
     h_NF = grouped_gemm(gather(x_TD, bins, weights_TK.shape[1]), w1_EFD, bins.offsets_E1)
+    if b1_EF is not None:
+        h_NF = add_bias(h_NF, b1_EF, bins.offsets_E1)
+    if b2_ED is not None:
+        y_ND = grouped_gemm(_activate(h_NF, activation), w2_EDF, bins.offsets_E1)
+        return combine(add_bias(y_ND, b2_ED, bins.offsets_E1), bins, weights_TK)
     y_TD = _down(h_NF, w2_EDF, bins, weights_TK, activation)
     if saved_activation_bits is None:
         return y_TD
@@ -84,7 +102,7 @@ def expert_mlp_backward(
     a_NF = _activate(h_NF, activation)
     q_NF = grouped_gemm(do_ND, w2_EDF, bins.offsets_E1, transpose_weight=False).to(s_N1.dtype)
 
-    d_weights_N = torch.empty_like(s_N1[:, 0])
+    d_weights_N = s_N1.new_zeros(weights_TK.numel())
     d_weights_N[order_N] = (q_NF * a_NF.to(s_N1.dtype)).sum(dim=1)
     dh_NF = activate_backward(s_N1 * q_NF, h_NF.to(s_N1.dtype), activation).to(h_NF.dtype)
     d_w2_EDF = grouped_outer(do_ND, (s_N1 * a_NF).to(do_ND.dtype), bins.offsets_E1)
@@ -94,7 +112,16 @@ def expert_mlp_backward(
     return dx_TD, d_w1_EFD, d_w2_EDF, d_weights_N.view_as(weights_TK)
 
 
-def _activate(h_NF: Tensor, activation: str) -> Tensor:
-    """The activation in fp32 (fp64 for fp64), rounded once to the dtype of h, as the kernels do."""
-    accumulator = torch.float64 if h_NF.dtype is torch.float64 else torch.float32
-    return activate(h_NF.to(accumulator), activation).to(h_NF.dtype)
+def grouped_experts(
+    x_RD: Tensor,
+    tokens_per_expert_E: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+) -> Tensor:
+    """Twin of ``mb_kernels.grouped_experts``, differentiable by plain autograd."""
+    w1 = w1 if w3 is None else torch.cat([w1, w3], dim=1)
+    a_RF = _activate(gmm(x_RD, w1, tokens_per_expert_E, trans_b=True), activation)
+    return gmm(a_RF, w2, tokens_per_expert_E, trans_b=True)

@@ -18,13 +18,15 @@ Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k,
 import torch
 from torch import Tensor
 
-from mb_kernels.expert_mlp.dact import dact, dact_tile
-from mb_kernels.expert_mlp.up import up, up_tile
-from mb_kernels.grouped_gemm.forward import rows_tile, rows_times_weights
+from mb_kernels.expert_mlp.dact import dact
+from mb_kernels.expert_mlp.plan import ExpertPlan, expert_plan
+from mb_kernels.expert_mlp.up import up
+from mb_kernels.grouped_gemm.forward import rows_times_weights
 from mb_kernels.grouped_gemm.schedule import schedule
 from mb_kernels.grouped_gemm.weight_grad import outer
 from mb_kernels.permute.kernels import combine, spread, sum_partials
-from mb_kernels.runtime.launch import operand, uses_hopper_kernels
+from mb_kernels.runtime.descriptors import operand
+from mb_kernels.runtime.plan import plan_of
 
 
 def expert_mlp(
@@ -41,28 +43,27 @@ def expert_mlp(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, w1, w2, weights = operand(x), operand(w1), operand(w2), operand(weights)
     rows, top_k, save_h = order.shape[0], weights.shape[1], saved_bits > 0
-    in_rows = keep_rows or uses_hopper_kernels(x)
-    tile = up_tile(x, activation, in_rows=in_rows)
-    row_tiles = schedule(offsets, rows, tile.block_m)
+    plan = expert_plan(plan_of(x), activation, rows, w1.shape[0], keep_rows=keep_rows)
+    row_tiles = schedule(offsets, rows, plan.up.block_m)
     if rows == 0 or x.shape[1] == 0:
         h = x.new_empty((rows, w1.shape[1]) if save_h else (0,))
         kept = x.new_empty((rows, x.shape[1]) if keep_rows else (0,))
         return torch.zeros_like(x), h, row_tiles, kept
-    tiles = _Tiles(offsets, rows, tile.block_m, row_tiles)
-    source = spread(x, inverse, top_k) if in_rows else x
+    tiles = _Tiles(offsets, rows, plan.up.block_m, row_tiles)
+    source = spread(x, inverse, top_k, rows) if plan.in_rows else x
     h, a = up(
         source,
         w1,
         row_tiles,
         activation,
-        order=None if in_rows else order,
+        order=None if plan.in_rows else order,
         top_k=top_k,
         save_h=save_h,
-        tile=tile,
+        tile=plan.up,
     )
     kept = source if keep_rows else _nothing(x)
     del source
-    y = _to_tokens(a, w2, tiles, (order, inverse, offsets), top_k, weights)
+    y = _to_tokens(a, w2, plan, tiles, (order, inverse, offsets), top_k, weights)
     return y, h, row_tiles, kept
 
 
@@ -90,37 +91,36 @@ def expert_mlp_backward(
             for t, need in zip((x, w1, w2, weights), needs, strict=True)
         )
         return dx, d_w1, d_w2, d_weights
-    copied = in_rows or uses_hopper_kernels(x)
-    tile = up_tile(x, activation, in_rows=copied)
-    tiles = _Tiles(offsets, rows, tile.block_m, row_tiles)
+    plan = expert_plan(plan_of(x), activation, rows, w1.shape[0], keep_rows=in_rows)
+    tiles = _Tiles(offsets, rows, plan.up.block_m, row_tiles)
     if h.numel() == 0:
-        source = spread(x, inverse, top_k) if copied and not in_rows else x
+        source = spread(x, inverse, top_k, rows) if plan.in_rows and not in_rows else x
         h, _ = up(
             source,
             w1,
             row_tiles,
             activation,
-            order=None if copied else order,
+            order=None if plan.in_rows else order,
             top_k=top_k,
             save_h=True,
-            tile=tile,
+            tile=plan.up,
         )
         del source
 
-    tile = dact_tile(x, activation)
-    do_rows = spread(do, inverse, top_k)
+    tile = plan.dact
+    do_rows = spread(do, inverse, top_k, rows)
     dh, a, partials = dact(
         do_rows, w2, order, weights, tiles(tile.block_m), h, activation, tile=tile
     )
     d_weights = sum_partials(partials, order, offsets, weights) if need_weights else _nothing(x)
     del partials, h
-    d_w2 = outer(do_rows, a, offsets) if need_w2 else _nothing(x)
+    d_w2 = outer(do_rows, a, offsets, plan.outer) if need_w2 else _nothing(x)
     del a, do_rows
     indices = (order, inverse, offsets)
-    dx = _to_tokens(dh, w1, tiles, indices, top_k, None) if need_x else _nothing(x)
+    dx = _to_tokens(dh, w1, plan, tiles, indices, top_k, None) if need_x else _nothing(x)
     d_w1 = _nothing(x)
     if need_w1:
-        d_w1 = outer(dh, x if in_rows else spread(x, inverse, top_k), offsets)
+        d_w1 = outer(dh, x if in_rows else spread(x, inverse, top_k, rows), offsets, plan.outer)
     return dx, d_w1, d_w2, d_weights
 
 
@@ -132,6 +132,7 @@ def _nothing(x: Tensor) -> Tensor:
 def _to_tokens(
     rows: Tensor,
     w: Tensor,
+    plan: ExpertPlan,
     tiles: "_Tiles",
     indices: tuple[Tensor, Tensor, Tensor],
     top_k: int,
@@ -140,7 +141,7 @@ def _to_tokens(
     """Each row times its expert's weight, summed per token: down with routing weights, else dX."""
     order = indices[0]
     down = weights is not None
-    tile = rows_tile(rows, w, transpose_weight=down)
+    tile = plan.down if down else plan.dx
     single = top_k == 1
     y = rows_times_weights(
         rows,
@@ -149,6 +150,7 @@ def _to_tokens(
         transpose_weight=down,
         tile=tile,
         scatter_order=order if single else None,
+        scatter_rows=indices[1].shape[0],
         scale=weights if single else None,
         fill_dropped=single,
     )

@@ -13,24 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.activation import base_function, is_glu
-from mb_kernels.language.activation import activate
+from mb_kernels.language.activation import activate, up_factor
 from mb_kernels.language.memory import load_weight, store_rows, token_rows
 from mb_kernels.language.tiles import first_item, halves, locate, piece
-from mb_kernels.runtime.launch import (
-    launch,
-    matrices,
-    matrix_case,
-    precision,
-    programs,
-    ptx,
-    ragged,
-    tile_of,
-    uses_descriptors,
-    uses_hopper_kernels,
-    wide,
-    xcds,
-)
-from mb_kernels.targets.table import TILES, GateCase, Target, Tile
+from mb_kernels.runtime.descriptors import matrices, ragged
+from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.plan import plan_of
+from mb_kernels.targets.table import Tile
 
 
 @triton.jit
@@ -91,7 +80,7 @@ def up_kernel(
             if SAVE_H:
                 store_rows(h, gate, 0, 2, row, rows, col, F, BLOCK_N, DESCRIPTORS)
                 store_rows(h, up, 1, 2, row, rows, col, F, BLOCK_N, DESCRIPTORS)
-            value = activate(gate, ACTIVATION, PTX) * up
+            value = activate(gate, ACTIVATION, PTX) * up_factor(up, ACTIVATION)
             store_rows(a, value, 0, 1, row, rows, col, F, BLOCK_N, DESCRIPTORS)
         else:
             for i in tl.static_range(PIECES):
@@ -108,13 +97,6 @@ def _pieces(activation: str) -> int:
     return 1 if is_glu(activation) else 2
 
 
-def up_tile(x: Tensor, activation: str, *, in_rows: bool) -> Tile:
-    """The tile of ``up`` for the device and dtype of ``x``, tokens or tokens copied to rows."""
-    if in_rows and uses_hopper_kernels(x):
-        return tile_of("up_hopper", x)
-    return tile_of("up_glu" if is_glu(activation) else "up", x)
-
-
 def up(
     x: Tensor,
     w1: Tensor,
@@ -128,7 +110,7 @@ def up(
 ) -> tuple[Tensor, Tensor]:
     """Pre-activations [N, F or 2F] (empty unless ``save_h``) and activations [N, F].
 
-    x holds tokens [T, D] if there is an ``order``, else rows [N, D]; ``tile`` is ``up_tile``'s.
+    x holds tokens [T, D] if there is an ``order``, else rows [N, D]; ``tile`` is the plan's.
     """
     experts, columns, hidden = w1.shape
     glu = is_glu(activation)
@@ -136,16 +118,16 @@ def up(
     rows = x.shape[0] if order is None else order.shape[0]
     h = x.new_empty((rows, columns) if save_h else (0,))
     a = x.new_empty((rows, ffn))
-    if order is None and uses_hopper_kernels(x):
+    plan = plan_of(x)
+    if order is None and plan.specialized:
         from mb_kernels.expert_mlp.hopper import up as hopper
 
         hopper.up(x, w1, tiles, h, a, activation, save_h=save_h, tile=tile)
         return h, a
-    descriptors = uses_descriptors(x)
     stack = 2 if glu else 1
     h_arg, a_arg, w = h, a, w1
     pieces = _pieces(activation)
-    if descriptors:
+    if plan.descriptors:
         out = (tile.block_m, 1, tile.block_n // pieces)
         h_arg = ragged(h, out, parts=stack) if save_h else None
         a_arg = ragged(a, out, parts=1)
@@ -153,7 +135,7 @@ def up(
         w = matrices(w1.view(experts * stack, ffn, hidden), block)
     launch(
         up_kernel,
-        (programs(x, tile.programs_per_unit),),
+        (plan.programs(tile.programs_per_unit),),
         x,
         w,
         order,
@@ -167,56 +149,12 @@ def up(
         ACTIVATION=base_function(activation),
         SAVE_H=save_h,
         PIECES=pieces,
-        PTX=ptx(x),
-        WIDE=wide(x, tile),
-        DESCRIPTORS=descriptors,
-        PRECISION=precision(x),
-        XCDS=xcds(x),
+        PTX=plan.ptx,
+        WIDE=plan.wide(x, tile),
+        DESCRIPTORS=plan.descriptors,
+        PRECISION=plan.precision,
+        XCDS=plan.xcds,
         **tile.blocks,
         **tile.launch_options,
     )
     return h, a
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    cases = []
-    for op, activation, in_rows in (
-        ("up_glu", "swiglu", False),
-        ("up", "gelu", False),
-        ("up_glu", "swiglu", True),
-        ("up", "gelu", True),
-    ):
-        glu = is_glu(activation)
-        tile = TILES[op][target.name]
-        out = (tile.block_m, 1, tile.block_n // _pieces(activation))
-        cases.append(
-            matrix_case(
-                f"{op}{'_rows' if in_rows else ''}_bf16",
-                up_kernel,
-                target,
-                op,
-                pointers={
-                    "x_ptr": "*bf16",
-                    **({} if in_rows else {"order_ptr": "*i32"}),
-                    "tiles_ptr": "*i32",
-                },
-                operands={
-                    "w": (2 if glu else 1, tile.block_n, tile.block_k),
-                    "h": (1, 1, *out),
-                    "a": (1, 1, *out),
-                },
-                constexprs={
-                    **({"order_ptr": None} if in_rows else {}),
-                    "D": 2048,
-                    "F": 1024,
-                    "TOP_K": 1 if in_rows else 8,
-                    "GLU": glu,
-                    "ACTIVATION": base_function(activation),
-                    "SAVE_H": True,
-                    "PIECES": _pieces(activation),
-                    "PTX": target.backend == "cuda",
-                    "WIDE": target.backend == "cuda" and tile.flatten,
-                },
-            )
-        )
-    return cases

@@ -12,18 +12,10 @@ from torch import Tensor
 
 from mb_kernels.language.memory import load_rows, load_weight, store_rows
 from mb_kernels.language.tiles import first_item, halves, locate
-from mb_kernels.runtime.launch import (
-    launch,
-    matrices,
-    matrix_case,
-    precision,
-    programs,
-    ragged,
-    tile_of,
-    uses_descriptors,
-    xcds,
-)
-from mb_kernels.targets.table import FEW_ROWS, TILES, GateCase, Target, Tile
+from mb_kernels.runtime.descriptors import matrices, ragged
+from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.plan import Plan, plan_of
+from mb_kernels.targets.table import FEW_ROWS, Tile
 
 
 @triton.jit
@@ -94,11 +86,11 @@ def rows_kernel(
             store_rows(y, right, 0, 1, row, count, col + BLOCK_N // 2, M, BLOCK_N, DESCRIPTORS)
 
 
-def rows_tile(x: Tensor, w: Tensor, *, transpose_weight: bool) -> Tile:
-    """The tile of ``rows_times_weights`` for the device, dtype and rows per expert of ``x``."""
+def rows_tile(plan: Plan, rows: int, experts: int, *, transpose_weight: bool) -> Tile:
+    """The tile of ``rows_times_weights`` for that many rows."""
     op = "down" if transpose_weight else "dx"
-    few = uses_descriptors(x) and x.shape[0] <= FEW_ROWS * w.shape[0]
-    return tile_of(f"{op}_few_rows" if few else op, x)
+    few = rows <= FEW_ROWS * experts and plan.has(f"{op}_few_rows")
+    return plan.tile(f"{op}_few_rows" if few else op)
 
 
 def rows_times_weights(
@@ -109,21 +101,25 @@ def rows_times_weights(
     transpose_weight: bool,
     tile: Tile,
     scatter_order: Tensor | None = None,
+    scatter_rows: int = 0,
     scale: Tensor | None = None,
     fill_dropped: bool,
 ) -> Tensor:
     """[N, M]: row r times its expert's weight.
 
-    ``scatter_order`` sends row r to output row scatter_order[r], scaled by ``scale`` there.
+    ``scatter_order`` sends row r to row scatter_order[r] of ``scatter_rows``, scaled by ``scale``
+    there; rows that none is sent to are zero.
     ``fill_dropped`` writes zeros to the rows of no expert, which are left unwritten otherwise.
     """
     experts = w.shape[0]
     columns = w.shape[1 if transpose_weight else 2]
     depth = x.shape[1]
     y = x.new_empty((x.shape[0], columns))
-    descriptors = uses_descriptors(x)
+    if scatter_order is not None and scatter_rows > x.shape[0]:
+        y = x.new_zeros((scatter_rows, columns))
+    plan = plan_of(x)
     x_arg, w_arg, y_arg = x, w, y
-    if descriptors:
+    if plan.descriptors:
         if scatter_order is None:
             y_arg = ragged(y, (tile.block_m, 1, tile.block_n // 2), parts=1)
         x_arg = ragged(x, (tile.block_m, tile.block_k))
@@ -131,7 +127,7 @@ def rows_times_weights(
         w_arg = matrices(w, (1, *block))
     launch(
         rows_kernel,
-        (programs(x, tile.programs_per_unit),),
+        (plan.programs(tile.programs_per_unit),),
         x_arg,
         w_arg,
         scatter_order,
@@ -145,57 +141,10 @@ def rows_times_weights(
         SCATTER=scatter_order is not None,
         SCALE=scale is not None,
         ALL=fill_dropped,
-        DESCRIPTORS=descriptors,
-        PRECISION=precision(x),
-        XCDS=xcds(x),
+        DESCRIPTORS=plan.descriptors,
+        PRECISION=plan.precision,
+        XCDS=plan.xcds,
         **tile.blocks,
         **tile.launch_options,
     )
     return y
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    cases = []
-    for op, scatter in (
-        ("down", False),
-        ("down", True),
-        ("dx", False),
-        ("down_few_rows", False),
-        ("down_few_rows", True),
-        ("dx_few_rows", False),
-        ("dx_few_rows", True),
-    ):
-        tile = TILES[op].get(target.name)
-        if tile is None:
-            continue
-        down = op.startswith("down")
-        block = (tile.block_n, tile.block_k) if down else (tile.block_k, tile.block_n)
-        cases.append(
-            matrix_case(
-                f"{op}{'_scatter' if scatter else ''}_bf16",
-                rows_kernel,
-                target,
-                op,
-                pointers={
-                    "order_ptr": "*i32",
-                    "weights_ptr": "*fp32",
-                    "tiles_ptr": "*i32",
-                    **({"y": "*bf16"} if scatter else {}),
-                },
-                operands={
-                    "x": (1, 1, tile.block_m, tile.block_k),
-                    "w": (1, *block),
-                    **({} if scatter else {"y": (1, 1, tile.block_m, 1, tile.block_n // 2)}),
-                },
-                constexprs={
-                    "E": 64,
-                    "K": 1024,
-                    "M": 2048,
-                    "TRANSPOSE": down,
-                    "SCATTER": scatter,
-                    "SCALE": scatter and down,
-                    "ALL": scatter,
-                },
-            )
-        )
-    return cases

@@ -5,14 +5,15 @@ from torch import Tensor
 from mb_kernels.grouped_gemm.forward import rows_tile, rows_times_weights
 from mb_kernels.grouped_gemm.schedule import schedule
 from mb_kernels.grouped_gemm.weight_grad import outer
-from mb_kernels.runtime.launch import operand
+from mb_kernels.runtime.descriptors import operand
+from mb_kernels.runtime.plan import plan_of
 
 
 def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, transpose_weight: bool) -> Tensor:
     columns = w.shape[1 if transpose_weight else 2]
     if x.shape[0] == 0 or x.shape[1] == 0 or columns == 0:
         return x.new_zeros((x.shape[0], columns))
-    tile = rows_tile(x, w, transpose_weight=transpose_weight)
+    tile = rows_tile(plan_of(x), x.shape[0], w.shape[0], transpose_weight=transpose_weight)
     return rows_times_weights(
         operand(x),
         operand(w),

@@ -30,3 +30,21 @@ def grouped_outer(a_NM: Tensor, b_NK: Tensor, offsets_E1: Tensor) -> Tensor:
         if end > start:
             out_EMK[e] = a_NM[start:end].T @ b_NK[start:end]
     return out_EMK
+
+
+def gmm(
+    a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False, *, trans_a: bool = False
+) -> Tensor:
+    """Twin of ``mb_kernels.gmm``, differentiable by plain autograd."""
+    parts, start = [], 0
+    for e, size in enumerate(batch_sizes.tolist()):
+        rows = a[start : start + size]
+        if trans_a:
+            parts.append(rows.T @ b[start : start + size])
+        else:
+            parts.append(rows @ (b[e].T if trans_b else b[e]))
+        start += size
+    if trans_a:
+        return torch.stack(parts)
+    parts.append(a.new_zeros(a.shape[0] - start, b.shape[1 if trans_b else 2]))
+    return torch.cat(parts)

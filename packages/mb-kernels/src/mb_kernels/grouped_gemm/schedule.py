@@ -7,15 +7,12 @@ has static sizes and a CUDA graph can hold it.
 Letters: N rows, E experts, E1 = E + 1.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.bins import SMALLEST_BLOCK_M, row_tiles
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
-from mb_kernels.targets.table import GateCase, Target
 
 _BLOCK = 16  # row tiles listed by one program
 
@@ -77,11 +74,3 @@ def schedule(offsets: Tensor, rows: int, block_m: int) -> Tensor:
         BLOCK=_BLOCK,
     )
     return tiles
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    constants: dict[str, Any] = {"E": 64, "GROUPS": 128, "BLOCK_M": 128, "BLOCK": _BLOCK}
-    signature = {"offsets_ptr": "*i32", "tiles_ptr": "*i32", "rows": "i32"}
-    return [
-        GateCase(name="schedule", kernel=schedule_kernel, signature=signature, constexprs=constants)
-    ]

@@ -12,18 +12,10 @@ from torch import Tensor
 from triton.tools.ragged_tma import load_ragged
 
 from mb_kernels.language.tiles import first_item, halves
-from mb_kernels.runtime.launch import (
-    launch,
-    matrices,
-    matrix_case,
-    precision,
-    programs,
-    ragged,
-    tile_of,
-    uses_descriptors,
-    xcds,
-)
-from mb_kernels.targets.table import TILES, GateCase, Target, Tile
+from mb_kernels.runtime.descriptors import matrices, ragged
+from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.plan import plan_of
+from mb_kernels.targets.table import Tile
 
 # Tiles whose rows a program adds up at a time.
 _CHUNK = tl.constexpr(128)
@@ -179,9 +171,10 @@ def outer(a: Tensor, b: Tensor, offsets: Tensor, tile: Tile | None = None) -> Te
     """[E, P, Q] with a_e^T b_e over each expert's rows of a [N, P] and b [N, Q]."""
     experts = offsets.shape[0] - 1
     out = a.new_empty((experts, a.shape[1], b.shape[1]))
-    tile = tile or tile_of("outer", a)
+    plan = plan_of(a)
+    tile = tile or plan.tile("outer")
     operands = a, b, out
-    if uses_descriptors(a):
+    if plan.descriptors:
         operands = (
             ragged(a, (tile.block_k, tile.block_m)),
             ragged(b, (tile.block_k, tile.block_n)),
@@ -189,36 +182,17 @@ def outer(a: Tensor, b: Tensor, offsets: Tensor, tile: Tile | None = None) -> Te
         )
     launch(
         outer_kernel,
-        (programs(a, tile.programs_per_unit),),
+        (plan.programs(tile.programs_per_unit),),
         *operands[:2],
         offsets,
         operands[2],
         E=experts,
         P=a.shape[1],
         Q=b.shape[1],
-        DESCRIPTORS=uses_descriptors(a),
-        PRECISION=precision(a),
-        XCDS=xcds(a),
+        DESCRIPTORS=plan.descriptors,
+        PRECISION=plan.precision,
+        XCDS=plan.xcds,
         **tile.blocks,
         **tile.launch_options,
     )
     return out
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    tile = TILES["outer"][target.name]
-    return [
-        matrix_case(
-            "outer_bf16",
-            outer_kernel,
-            target,
-            "outer",
-            pointers={"offsets_ptr": "*i32"},
-            operands={
-                "a": (1, 1, tile.block_k, tile.block_m),
-                "b": (1, 1, tile.block_k, tile.block_n),
-                "out": (1, tile.block_m, tile.block_n // 2),
-            },
-            constexprs={"E": 64, "P": 2048, "Q": 2048},
-        )
-    ]

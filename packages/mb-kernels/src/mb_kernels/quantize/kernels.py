@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mb_kernels.quantize.reference import GROUP_SIZE, largest_code
 from mb_kernels.runtime.launch import cdiv, launch
-from mb_kernels.targets.table import GateCase, Target
 
 # 4096 elements, 32 per thread of 4 warps: eight 16-byte loads in flight each.
 _BLOCK_R = 32
@@ -124,26 +123,3 @@ def dequantize(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> 
 
 def _sizes(bits: int, columns: int) -> dict[str, Any]:
     return {"C": columns, "BITS": bits, "GROUP": GROUP_SIZE, "BLOCK_R": _BLOCK_R}
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    """Both widths, at one ffn size that fills its groups and one that does not."""
-    cases = []
-    for bits, columns in ((8, 1024), (4, 1024), (4, 720)):
-        sizes = _sizes(bits, columns)
-        codes = "*i8" if bits == 8 else "*u8"
-        cases += [
-            GateCase(
-                name=f"quantize_{bits}bit_{columns}",
-                kernel=quantize_kernel,
-                signature={"x_ptr": "*bf16", "codes_ptr": codes, "scales_ptr": "*fp32", "R": "i32"},
-                constexprs={**sizes, "LARGEST": largest_code(bits)},
-            ),
-            GateCase(
-                name=f"dequantize_{bits}bit_{columns}",
-                kernel=dequantize_kernel,
-                signature={"codes_ptr": codes, "scales_ptr": "*fp32", "x_ptr": "*bf16", "R": "i32"},
-                constexprs=sizes,
-            ),
-        ]
-    return cases

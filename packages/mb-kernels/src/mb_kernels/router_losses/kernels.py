@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.runtime.launch import cdiv, launch, power_of_two, programs
-from mb_kernels.targets.table import GateCase, Target
+from mb_kernels.runtime.launch import cdiv, launch, power_of_two
+from mb_kernels.runtime.plan import plan_of
 
 _BLOCK = 4096  # logits a program holds at once: 32 per thread of 4 warps
 
@@ -142,7 +142,7 @@ def router_losses(
 ) -> tuple[Tensor, ...]:
     tokens, experts = logits.shape
     block_t, block_e = _blocks(experts)
-    parts = min(cdiv(tokens, block_t), programs(logits))
+    parts = min(cdiv(tokens, block_t), plan_of(logits).programs())
     sums = probs.new_empty((parts, block_e))
     scalars = probs.new_empty((parts, 2))
     lse = probs.new_empty(tokens)
@@ -207,58 +207,3 @@ def router_losses_backward(
             BLOCK_E=block_e,
         )
     return d_logits
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    block_t, block_e = _blocks(128)
-    return [
-        GateCase(
-            name="router_sums",
-            kernel=router_sums_kernel,
-            signature={
-                "logits_ptr": "*fp32",
-                "sums_ptr": "*fp32",
-                "scalars_ptr": "*fp32",
-                "lse_ptr": "*fp32",
-                "tokens": "i32",
-            },
-            constexprs={"E": 128, "BLOCK_T": block_t, "BLOCK_E": block_e},
-        ),
-        GateCase(
-            name="router_scalars",
-            kernel=router_scalars_kernel,
-            signature={
-                "sums_ptr": "*fp32",
-                "scalars_ptr": "*fp32",
-                "balance_counts_ptr": "*i32",
-                "counts_ptr": "*i32",
-                "kept_ptr": "*i32",
-                "aux_ptr": "*fp32",
-                "balance_ptr": "*fp32",
-                "z_ptr": "*fp32",
-                "entropy_ptr": "*fp32",
-                "imbalance_ptr": "*fp32",
-                "dropped_ptr": "*fp32",
-                "parts": "i32",
-                "tokens": "i32",
-                "balance_weight": "fp32",
-                "z_weight": "fp32",
-            },
-            constexprs={"E": 128, "BLOCK_E": block_e},
-        ),
-        GateCase(
-            name="router_losses_backward",
-            kernel=router_losses_backward_kernel,
-            signature={
-                "d_aux_ptr": "*fp32",
-                "probs_ptr": "*fp32",
-                "balance_counts_ptr": "*i32",
-                "lse_ptr": "*fp32",
-                "d_logits_ptr": "*fp32",
-                "tokens": "i32",
-                "balance_scale": "fp32",
-                "z_scale": "fp32",
-            },
-            constexprs={"E": 128, "BLOCK_T": block_t, "BLOCK_E": block_e},
-        ),
-    ]

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.runtime.launch import cdiv, launch, power_of_two, programs
-from mb_kernels.targets.table import GateCase, Target
+from mb_kernels.runtime.launch import cdiv, launch, power_of_two
+from mb_kernels.runtime.plan import plan_of
 
 # Slots sorted at once: 5.1 us against 10.7 with 1024 (16384 slots), 16.5 against 23.5 (262144).
 _BLOCK = 512
@@ -273,7 +273,7 @@ def bin_tokens(
     if slots == 0:
         return order, inverse, counts.zero_(), offsets.zero_()
     block = _BLOCK if ids.is_cuda else 64  # the interpreter sorts slowly
-    blocks = cdiv(cdiv(slots, block), programs(ids))  # per program
+    blocks = cdiv(cdiv(slots, block), plan_of(ids).programs())  # per program
     grid = (cdiv(slots, block * blocks),)
     groups = max(power_of_two(num_experts + 1), 16)
     histograms = order.new_empty(grid[0] * groups)
@@ -295,63 +295,3 @@ def bin_tokens(
         **sizes,
     )
     return order, inverse, counts, offsets
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    softmax = {"E": 128, "K": 8, "RENORMALIZE": True, "BLOCK_T": 8, "BLOCK_E": 128}
-    sort = {"E": 128, "GROUPS": 256, "BLOCK": _BLOCK}
-    return [
-        GateCase(
-            name="topk_softmax",
-            kernel=topk_softmax_kernel,
-            signature={
-                "logits_ptr": "*fp32",
-                "weights_ptr": "*fp32",
-                "ids_ptr": "*i32",
-                "probs_ptr": "*fp32",
-                "tokens": "i32",
-            },
-            constexprs={**softmax, "BLOCK_K": 8},
-        ),
-        GateCase(
-            name="topk_softmax_backward",
-            kernel=topk_softmax_backward_kernel,
-            signature={
-                "d_weights_ptr": "*fp32",
-                "d_probs_ptr": "*fp32",
-                "probs_ptr": "*fp32",
-                "weights_ptr": "*fp32",
-                "ids_ptr": "*i32",
-                "d_logits_ptr": "*fp32",
-                "tokens": "i32",
-            },
-            constexprs={**softmax, "HAS_D_PROBS": True},
-        ),
-        GateCase(
-            name="histogram",
-            kernel=histogram_kernel,
-            signature={
-                "ids_ptr": "*i32",
-                "counts_ptr": "*i32",
-                "slots": "i32",
-                "blocks": "i32",
-            },
-            constexprs=sort,
-        ),
-        GateCase(
-            name="scatter",
-            kernel=scatter_kernel,
-            signature={
-                "ids_ptr": "*i32",
-                "histograms_ptr": "*i32",
-                "order_ptr": "*i32",
-                "inverse_ptr": "*i32",
-                "counts_ptr": "*i32",
-                "offsets_ptr": "*i32",
-                "slots": "i32",
-                "capacity": "i32",
-                "blocks": "i32",
-            },
-            constexprs={**sort, "STEP": _COUNTS // 256},
-        ),
-    ]

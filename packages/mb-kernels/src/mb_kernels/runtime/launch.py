@@ -1,21 +1,18 @@
-"""What the host decides about a launch: tile, number of programs, how operands are loaded."""
+"""Launches of Triton kernels: a compiled kernel is looked up and called, not found out about."""
 
-import functools
-import importlib
+import contextlib
 import os
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Generator
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mb_kernels.runtime import registration
-from mb_kernels.targets.table import TILES, GateCase, Target, Tile, current_target
 
 
 def cdiv(a: int, b: int) -> int:
@@ -54,6 +51,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     and calls its chains of hooks. Here what is to run is looked up by what a kernel is compiled for
     and tensors are passed as their addresses: 5 and 6 us less of 26 (hosts of an H200).
     """
+    if _recorded is not None:
+        _recorded.append(Launch(kernel, grid, args, constants))
+        return
     known = _specialize(kernel, args, constants) if _direct and not _watched(kernel) else None
     if known is None:
         kernel[grid](*args, **constants)
@@ -88,6 +88,29 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     except (TypeError, AttributeError) as changed:  # raised before anything is launched
         _give_up(changed)
         kernel[grid](*args, **constants)
+
+
+class Launch(NamedTuple):
+    """What ``launch`` was given."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+_recorded: list[Launch] | None = None
+
+
+@contextlib.contextmanager
+def record() -> Generator[list[Launch]]:
+    """Within: launches are listed and nothing runs, so that meta tensors will do."""
+    global _recorded
+    before, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
 
 
 def _give_up(changed: Exception) -> None:
@@ -154,168 +177,3 @@ def _specialize(
         addresses.append(given)
     key.append(device)
     return device, tuple(key), addresses
-
-
-def tile_of(op: str, x: Tensor) -> Tile:
-    """The tile of ``op`` for the device and dtype of ``x``."""
-    if not x.is_cuda:
-        return INTERPRETER_TILE
-    return TILES["fp32" if x.dtype is torch.float32 else op][_target(x.device).name]
-
-
-# Small, so that the interpreter's small tensors still span several tiles.
-INTERPRETER_TILE = Tile(32, 32, 32, num_warps=4, num_stages=2, group_m=3)
-
-
-def uses_descriptors(x: Tensor) -> bool:
-    """Whether operands are loaded through tensor descriptors (TMA)."""
-    return x.is_cuda and x.dtype is not torch.float32 and _target(x.device).name == "sm90"
-
-
-def uses_hopper_kernels(x: Tensor) -> bool:
-    """Whether ``expert_mlp.hopper`` has the kernel: sm90 and no later, 16-bit operands."""
-    return x.is_cuda and x.dtype is not torch.float32 and _is_hopper(x.device)
-
-
-def wide(x: Tensor, tile: Tile) -> bool:
-    """Whether rows of ``x`` are addressed by 64-bit pointers, see ``memory.token_rows``."""
-    return x.numel() >= 2**31 or (tile.flatten and torch.version.hip is None)
-
-
-def ptx(x: Tensor) -> bool:
-    """Whether kernels may hold PTX instructions that the portable operations do not reach."""
-    return x.is_cuda and torch.version.hip is None
-
-
-def programs(x: Tensor, per_unit: int = 1) -> int:
-    """How many programs a persistent kernel is launched with."""
-    return _units(x.device) * per_unit if x.is_cuda else 3
-
-
-@functools.cache
-def _target(device: torch.device) -> Target:
-    return current_target(device)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    try:
-        importlib.import_module("mb_kernels.expert_mlp.hopper.core")
-    except ImportError:  # Gluon is experimental: without the names it needs, the portable kernels
-        return False
-    return True
-
-
-@functools.cache
-def _units(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def xcds(x: Tensor) -> int:
-    """Chiplets with an L2 of their own, if the programs divide evenly among them."""
-    if not x.is_cuda:
-        return 1
-    count = _target(x.device).xcds
-    return count if programs(x) % count == 0 else 1
-
-
-def operand(x: Tensor) -> Tensor:
-    """``x``, or a copy if it is not contiguous or not aligned as 16-byte loads need."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def matrices(w: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """Descriptor of a stack of matrices [count, rows, columns], bounds-checked in each.
-
-    The stride of a dimension of one element may be any number, and the hardware looks at it.
-    """
-    count, rows, columns = w.shape
-    strides = [
-        w.stride(0) if count > 1 else rows * columns,
-        w.stride(1) if rows > 1 else columns,
-        1,
-    ]
-    return _descriptor(w, [count, rows, columns], strides, list(block))
-
-
-def ragged(x: Tensor, block: Sequence[int], parts: int | None = None) -> TensorDescriptor:
-    """``create_ragged_descriptor`` of x [N, columns], or of x as [N, parts, columns / parts].
-
-    The same descriptor, from numbers instead of views of x.
-    """
-    columns = x.shape[1]
-    tail = [columns] if parts is None else [parts, columns // parts]
-    strides = [columns, 1] if parts is None else [columns, columns // parts, 1]
-    return _descriptor(
-        x,
-        [0x7FFF0000, 0x7FFF0000, 0x40000000, *tail],
-        [2**34 - columns, columns, *strides],
-        [1, 1, *block],
-    )
-
-
-def _descriptor(
-    base: Tensor, shape: list[int], strides: list[int], block: list[int]
-) -> TensorDescriptor:
-    """A TensorDescriptor without its checks, which take the host twice as long as the rest.
-
-    ``operand`` and sizes that are multiples of 16 see to what they ask; the driver asks again.
-    """
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.base = base
-    descriptor.shape = shape
-    descriptor.strides = strides
-    descriptor.block_shape = block
-    return descriptor
-
-
-def precision(x: Tensor) -> str:
-    """``input_precision`` of tl.dot: fp32 is exact unless torch allows TF32.
-
-    The attribute is the one that torch's older switches write too; their getters raise once it has
-    been set by name.
-    """
-    allowed = x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if allowed else "ieee"
-
-
-def matrix_case(
-    name: str,
-    kernel: Any,
-    target: Target,
-    op: str,
-    *,
-    pointers: dict[str, str],
-    constexprs: dict[str, Any],
-    operands: dict[str, Sequence[int]],
-    integers: Sequence[str] = (),
-) -> GateCase:
-    """A gate case of a persistent kernel in bf16 with the tile of ``op``.
-
-    operands: those loaded through descriptors where the target has them, with their block shape.
-    """
-    tile = TILES[op][target.name]
-    descriptors = target.name == "sm90"
-    blocks = {
-        n: f"tensordesc<bf16[{', '.join(map(str, shape))}]>" if descriptors else "*bf16"
-        for n, shape in operands.items()
-    }
-    return GateCase(
-        name=name,
-        kernel=kernel,
-        signature={**pointers, **blocks, **dict.fromkeys(integers, "i32")},
-        constexprs={
-            **constexprs,
-            **tile.blocks,
-            "DESCRIPTORS": descriptors,
-            "PRECISION": "ieee",
-            "XCDS": target.xcds,
-        },
-        is_gemm=True,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        options=tile.options,
-    )

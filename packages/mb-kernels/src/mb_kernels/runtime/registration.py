@@ -28,6 +28,11 @@ _debug = os.environ.get("MB_DEBUG") == "1"
 _has_triton = importlib.util.find_spec("triton") is not None
 
 
+def debugging() -> bool:
+    """Whether ``MB_DEBUG=1``: values may be looked at, and the host may wait."""
+    return _debug
+
+
 def use_triton(x: Tensor) -> bool:
     """True if ops on ``x`` run Triton kernels, False if they run the reference.
 

@@ -12,6 +12,7 @@ Run it as `python -m mb_kernels.targets`. Triton's cache makes a second run take
 """
 
 import argparse
+import functools
 import importlib
 import json
 import multiprocessing
@@ -31,8 +32,9 @@ from typing import Any
 
 from mb_kernels.targets.table import TARGETS, GateCase, Target
 
+_NOT_KERNELS = ("mb_kernels.targets.gate", "mb_kernels.targets.__main__", "mb_kernels.testing")
 _MATRIX_INSTRUCTION = re.compile(
-    r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)|mma\.sync\.aligned\.(m\d+n\d+k\d+)"
+    r"(tcgen05\.mma)|wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)|mma\.sync\.aligned\.(m\d+n\d+k\d+)"
     r"|v_(mfma_\w+|smfmac_\w+|wmma_\w+)"
 )
 _CUOBJDUMP_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
@@ -59,7 +61,7 @@ def kernel_modules(names: Sequence[str] = ()) -> list[ModuleType]:
     found = names or [
         entry.name
         for entry in pkgutil.walk_packages(mb_kernels.__path__, "mb_kernels.")
-        if not entry.name.startswith("mb_kernels.targets")
+        if entry.name not in _NOT_KERNELS
     ]
     modules = [importlib.import_module(name) for name in found]
     for module in modules:
@@ -93,6 +95,15 @@ def uncovered(modules: Sequence[ModuleType]) -> list[str]:
     return [".".join(kernel) for kernel in sorted(kernels - covered)]
 
 
+@functools.cache
+def _every_case(module: ModuleType, target: Target) -> list[GateCase]:
+    """What ``--all`` compiles too: ``every_case(target)``, where a module has it."""
+    known = {case.name for case in _cases(module, target)}
+    every = module.every_case(target) if hasattr(module, "every_case") else []
+    return [*_cases(module, target), *(case for case in every if case.name not in known)]
+
+
+@functools.cache
 def _cases(module: ModuleType, target: Target) -> list[GateCase]:
     return list(module.gate_cases(target)) if hasattr(module, "gate_cases") else []
 
@@ -101,7 +112,8 @@ def build(module_name: str, case_name: str, target_name: str) -> Build:
     """Compile one case for one target and examine the binary. Never raises for a bad kernel."""
     target = TARGETS[target_name]
     module = importlib.import_module(module_name)
-    case = next(case for case in _cases(module, target) if case.name == case_name)
+    found = (case for cases in (_cases, _every_case) for case in cases(module, target))
+    case = next(case for case in found if case.name == case_name)
     identity = (module_name, case_name, target_name)
     try:
         compiled = _compile(case, target)
@@ -253,6 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
     parser.add_argument("--module", action="append", default=[], help="default: all of mb_kernels")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--all", action="store_true", help="every dtype, activation and size: hours"
+    )
     parser.add_argument("--json", action="store_true", help="print builds as JSON, not a table")
     arguments = parser.parse_args(argv)
 
@@ -266,7 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     targets = [TARGETS[name] for name in arguments.target or TARGETS]
     jobs = [
-        (m.__name__, case.name, t.name) for m in modules for t in targets for case in _cases(m, t)
+        (m.__name__, case.name, t.name)
+        for m in modules
+        for t in targets
+        for case in (_every_case if arguments.all else _cases)(m, t)
     ]
     order = {job: position for position, job in enumerate(jobs)}
     assert len(order) == len(jobs), "two gate cases of one module share a name"

@@ -26,7 +26,8 @@ class Target:
 
     name: as in `TARGETS`; backend: Triton's, "cuda" or "hip"; arch: Triton's, 90 or "gfx942";
     wave_size: threads of one warp or wavefront; shared_bytes: shared memory (LDS) one program may
-    use; xcds: chiplets with an L2 cache of their own, over which programs are dealt round-robin.
+    use; xcds: chiplets with an L2 cache of their own, over which programs are dealt round-robin;
+    descriptors: operands pass through tensor descriptors (TMA).
     """
 
     name: str
@@ -35,19 +36,25 @@ class Target:
     wave_size: int
     shared_bytes: int
     xcds: int = 1
+    descriptors: bool = False
 
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
     {
         target.name: target
         for target in (
-            # An A100 has 163 KiB; 99 KiB is what sm86, sm89 and sm120 have, which use this entry.
-            Target("sm80", "cuda", 80, wave_size=32, shared_bytes=101_376),
-            Target("sm90", "cuda", 90, wave_size=32, shared_bytes=232_448),
+            # A100; then RTX 40, L40 and, as a neighbour, RTX 30 (sm86); H100; B200; RTX 50.
+            Target("sm80", "cuda", 80, wave_size=32, shared_bytes=166_912),
+            Target("sm89", "cuda", 89, wave_size=32, shared_bytes=101_376),
+            Target("sm90", "cuda", 90, wave_size=32, shared_bytes=232_448, descriptors=True),
+            Target("sm100", "cuda", 100, wave_size=32, shared_bytes=232_448, descriptors=True),
+            Target("sm120", "cuda", 120, wave_size=32, shared_bytes=101_376),
+            # MI300; MI200; MI350; RX 7900; RX 7800 XT.
             Target("gfx942", "hip", "gfx942", wave_size=64, shared_bytes=65_536, xcds=8),
             Target("gfx90a", "hip", "gfx90a", wave_size=64, shared_bytes=65_536),
             Target("gfx950", "hip", "gfx950", wave_size=64, shared_bytes=163_840, xcds=8),
             Target("gfx1100", "hip", "gfx1100", wave_size=32, shared_bytes=65_536),
+            Target("gfx1101", "hip", "gfx1101", wave_size=32, shared_bytes=65_536),
         )
     }
 )
@@ -64,12 +71,14 @@ def current_target(device: torch.device | None = None) -> Target:
         return TARGETS["sm80"]
     if torch.version.hip is not None:
         return _amd_target(torch.cuda.get_device_properties(device).gcnArchName)
-    return _nvidia_target(torch.cuda.get_device_capability(device)[0])
+    return _nvidia_target(*torch.cuda.get_device_capability(device))
 
 
-def _nvidia_target(major: int) -> Target:
-    # sm100 has Hopper's shared memory; sm120, though newer, has Ada's.
-    return TARGETS["sm90"] if 9 <= major <= 11 else TARGETS["sm80"]
+def _nvidia_target(major: int, minor: int) -> Target:
+    if major == 8:
+        return TARGETS["sm89" if minor in (6, 7, 9) else "sm80"]  # sm87 has more shared memory
+    # sm103 and sm110 are as sm100; what comes after sm120 gets the tiles that ask for least.
+    return TARGETS.get(f"sm{major}0", TARGETS["sm100" if major == 11 else "sm120"])
 
 
 def _amd_target(arch_name: str) -> Target:
@@ -118,6 +127,7 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
 
 
+_RDNA3 = ("gfx1100", "gfx1101")
 # 16x16 MFMA, the size Triton's own ragged matmul uses on CDNA3 and CDNA4.
 _MFMA = {"matrix_instr_nonkdim": 16}
 
@@ -142,17 +152,18 @@ FEW_ROWS = 512
 # Why these. sm90 is measured, on one H200: python packages/mb-kernels/benchmarks/run.py kernels
 # Of the others we have none. There a product of the expert MLP gets the first of 128 x 256 x 64,
 # 128 x 128 x 64, 128 x 128 x 32 and 64 x 128 x 32 (half the columns in up_glu, whose accumulator
-# holds two parts) that the gate finds without spills and within shared memory, on each Triton from
-# 3.6 to 3.9: the larger a tile, the less it reads. 8 warps; three stages on sm80, two on AMD (three
+# holds two parts) that the gate finds without spills and within shared memory: the larger a tile,
+# the less it reads. 8 warps; three stages on sm80, two on AMD (three
 # exceed the 64 KiB of LDS of all but gfx950).
 TILES: dict[str, dict[str, Tile]] = {
     # Gather, up-projection, GLU: block_n gate columns and block_n up columns in one accumulator.
     "up_glu": {
         "sm80": Tile(128, 64, 64, num_warps=8, num_stages=3),
         "sm90": Tile(128, 128, 64, num_warps=8, num_stages=3),
-        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
-        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "sm100": Tile(128, 128, 64, num_warps=8, num_stages=3),
+        "gfx942": Tile(128, 64, 64, num_warps=8, num_stages=2, options=_MFMA),
+        "gfx90a": Tile(128, 64, 64, num_warps=8, num_stages=2),
+        "gfx950": Tile(128, 64, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(64, 64, 32, num_warps=8, num_stages=2),
     },
     # Both in Gluon, of tokens copied to their rows; block_n counts gate and up. In turns with
@@ -166,6 +177,7 @@ TILES: dict[str, dict[str, Tile]] = {
     "up": {
         "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "sm90": _TWO_PROGRAMS,
+        "sm100": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
@@ -176,6 +188,7 @@ TILES: dict[str, dict[str, Tile]] = {
     "dact_glu": {
         "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False),
+        "sm100": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx90a": Tile(64, 128, 32, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
@@ -185,6 +198,7 @@ TILES: dict[str, dict[str, Tile]] = {
     "dact": {
         "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "sm90": _TWO_PROGRAMS,
+        "sm100": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx90a": Tile(64, 128, 32, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
@@ -203,6 +217,7 @@ TILES: dict[str, dict[str, Tile]] = {
     "down": {
         "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
+        "sm100": Tile(128, 256, 64, num_warps=8, num_stages=3),
         "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
@@ -212,6 +227,7 @@ TILES: dict[str, dict[str, Tile]] = {
     "dx": {
         "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
+        "sm100": Tile(128, 256, 64, num_warps=8, num_stages=3),
         "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
@@ -225,13 +241,16 @@ TILES: dict[str, dict[str, Tile]] = {
     "outer": {
         "sm80": Tile(128, 256, 64, num_warps=8, num_stages=3),
         "sm90": Tile(128, 256, 64, num_warps=8, num_stages=4),
+        "sm100": Tile(128, 256, 64, num_warps=8, num_stages=3),
         "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 256, 64, num_warps=8, num_stages=2),
+        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
     },
     # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
-    "fp32": dict.fromkeys(TARGETS, Tile(64, 32, 32, num_warps=4, num_stages=2)),
+    # On gfx1100 64 x 32 x 32 spills up to 1344 bytes, and 64 x 32 x 16 44.
+    "fp32": dict.fromkeys(TARGETS, Tile(64, 32, 32, num_warps=4, num_stages=2))
+    | dict.fromkeys(_RDNA3, Tile(32, 32, 32, num_warps=4, num_stages=2)),
     # Block-sparse products. A tile is one 128 x 128 block of the sparse matrix or a part of it, so
     # block_m (and for sdd block_n) divide 128. sm90: persistent, the loads of a tile behind the
     # stores of the one before, two programs per SM. TFLOP/s of sdd at four shapes (46m, 125m, 356m,
@@ -240,6 +259,7 @@ TILES: dict[str, dict[str, Tile]] = {
     "sdd": {
         "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
         "sm90": Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2),
+        "sm100": Tile(128, 128, 64, num_warps=8, num_stages=3),
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2),
@@ -248,6 +268,7 @@ TILES: dict[str, dict[str, Tile]] = {
     "dsd": {
         "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3, programs_per_unit=2),
         "sm90": Tile(128, 256, 64, num_warps=8, num_stages=4),
+        "sm100": Tile(128, 256, 64, num_warps=8, num_stages=3),
         "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, programs_per_unit=2),
         "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2, programs_per_unit=2),
         "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, programs_per_unit=2),
@@ -257,11 +278,21 @@ TILES: dict[str, dict[str, Tile]] = {
     # TFLOP/s of x^T @ h at the four shapes: 590, 568, 410, 592; with "dsd" 512, 499, 348, 558.
     "dsd_narrow": {
         "sm90": Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2),
+        "sm100": Tile(128, 128, 64, num_warps=8, num_stages=3),
     },
     # fp32 products run on the ordinary units, which want registers more than reuse.
     "sdd_fp32": dict.fromkeys(TARGETS, Tile(128, 64, 16, num_warps=8, num_stages=2)),
-    "dsd_fp32": dict.fromkeys(TARGETS, Tile(128, 64, 16, num_warps=8, num_stages=2)),
+    "dsd_fp32": dict.fromkeys(TARGETS, Tile(128, 64, 16, num_warps=8, num_stages=2))
+    | dict.fromkeys(_RDNA3, Tile(128, 32, 16, num_warps=8, num_stages=2)),
 }
+
+# Chips whose tiles are a neighbour's but where the table above says otherwise: the matrix
+# instructions are the same, and so is what the gate finds.
+_NEIGHBOURS = {"sm89": "sm80", "sm120": "sm80", "gfx1101": "gfx1100"}
+for _tiles in TILES.values():
+    for _name, _neighbour in _NEIGHBOURS.items():
+        if _neighbour in _tiles:
+            _tiles.setdefault(_name, _tiles[_neighbour])
 
 
 @dataclass(frozen=True, kw_only=True)

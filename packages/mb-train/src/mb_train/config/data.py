@@ -64,6 +64,13 @@ class DataFields:
         "sentinel tokens to append, as T5 needs them", 0, bounds=AT_LEAST_0, on_load="fixed"
     )
 
+    def data_by_part(self) -> dict[str, list[str] | None] | None:
+        """Separate data of "train", "valid" and "test"; None where one `--data-path` is split."""
+        if self.train_data_path is None:
+            return None
+        parts = self.train_data_path, self.valid_data_path, self.test_data_path
+        return dict(zip(("train", "valid", "test"), parts, strict=True))
+
     def check_data(self) -> None:
         """Raise ValueError for files that exclude each other."""
         own = [n for n in ("train", "valid", "test") if getattr(self, f"{n}_data_path") is not None]

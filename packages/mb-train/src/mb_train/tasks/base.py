@@ -9,7 +9,7 @@ however they are spread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -18,6 +18,7 @@ from mb_parallel.tensor_parallel import Plan
 from torch import Tensor
 
 Batch: TypeAlias = dict[str, Tensor]
+DataPaths: TypeAlias = Sequence[str] | Mapping[str, Sequence[str] | None]
 
 
 class Dataset(Protocol):
@@ -61,11 +62,12 @@ class Task(Protocol):
         """
         ...
 
-    def build_datasets(self, paths: Sequence[str], num_samples: tuple[int, int, int]) -> Datasets:
+    def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
         """Training, validation and test set over token files.
 
         Args:
-            paths: one prefix, or weights and prefixes by turns.
+            paths: one prefix, or weights and prefixes by turns; or either for each of "train",
+                "valid" and "test".
             num_samples: how many samples each must have.
         """
         ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mb_data
@@ -14,7 +13,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.gpt import GPT
 from mb_train.models.plans import gpt_plan
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import Datasets
+from mb_train.tasks.base import DataPaths, Datasets
 
 
 class GPTTask:
@@ -49,11 +48,11 @@ class GPTTask:
         """See `models.plans`."""
         return gpt_plan(self.model_config)
 
-    def build_datasets(self, paths: Sequence[str], num_samples: tuple[int, int, int]) -> Datasets:
+    def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
         """Megatron's packing: samples of S + 1 tokens, neighbours share one."""
         config = self._config
         return mb_data.build_gpt_datasets(
-            paths[0] if len(paths) == 1 else list(paths),
+            paths,
             split=config.split,
             seq_length=self.sequence_length,
             num_samples=num_samples,

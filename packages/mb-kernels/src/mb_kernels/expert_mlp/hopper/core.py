@@ -17,7 +17,6 @@ Letters: N rows, K contraction, M columns of the product, E experts.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triton.experimental import gluon
@@ -34,7 +33,7 @@ from triton.tools.ragged_tma import to_ragged_indices
 from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
 from mb_kernels.language.tiles import locate, piece
-from mb_kernels.targets.table import TILES, GateCase, Tile
+from mb_kernels.targets.table import Tile
 
 # The name from Triton 3.8 on, and the one before.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -163,6 +162,19 @@ def shared(x, w, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.conste
     return x_ring, w_ring, tile, ready, full, drained
 
 
+def serves() -> bool:
+    """Whether this Triton has what the kernels name; `AttributeError` where a module is gone.
+
+    Gluon is experimental: a name may move with any release. Compiled with Triton 3.6 to 3.9.
+    """
+    asked = {
+        mbarrier: ("MBarrierLayout", "init", "expect", "wait", "arrive"),
+        gl: ("warp_specialize", "allocate_shared_memory", "NVMMASharedLayout",
+             "NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "static_range"),
+    }  # fmt: skip
+    return all(hasattr(module, name) for module, names in asked.items() for name in names)
+
+
 def constants(tile: Tile) -> dict[str, Any]:
     """The keyword arguments of a launch that follow from the tile."""
     return {**_blocks(tile), "num_warps": tile.num_warps, **tile.options}
@@ -190,30 +202,3 @@ def descriptor(plain: PlainDescriptor) -> TensorDescriptor:
     dtype = str(plain.base.dtype).removeprefix("torch.")
     gluon_descriptor.layout = _layout(tuple(plain.block_shape), dtype)
     return gluon_descriptor
-
-
-def gate_case(
-    name: str,
-    kernel: Any,
-    op: str,
-    *,
-    pointers: Mapping[str, str],
-    operands: Mapping[str, Sequence[int]],
-    constexprs: Mapping[str, Any],
-) -> GateCase:
-    """A gate case in bf16 with the tile of ``op``; operands: descriptors with their block shape."""
-    tile = TILES[op]["sm90"]
-    blocks = {
-        n: f"tensordesc<bf16[{', '.join(map(str, b))}],{_layout(tuple(b), 'bfloat16')!r}>"
-        for n, b in operands.items()
-    }
-    return GateCase(
-        name=f"{name}_bf16",
-        kernel=kernel,
-        signature={**pointers, **blocks},
-        constexprs={**constexprs, **_blocks(tile)},
-        is_gemm=True,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        options=tile.options,
-    )

@@ -15,14 +15,15 @@ from mb_kernels.expert_mlp.hopper.core import (
     PIECES,
     constants,
     descriptor,
-    gate_case,
     multiply,
     shared,
 )
-from mb_kernels.language.activation import activate_with_derivative
+from mb_kernels.language.activation import activate_with_derivative, up_factor, up_gradient
 from mb_kernels.language.tiles import locate
-from mb_kernels.runtime.launch import launch, matrices, programs, ragged
-from mb_kernels.targets.table import TILES, GateCase, Target, Tile
+from mb_kernels.runtime.descriptors import matrices, ragged
+from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.plan import plan_of
+from mb_kernels.targets.table import Tile
 
 
 @gluon.jit
@@ -46,12 +47,14 @@ def _finish_piece(
     value, slope = activate_with_derivative(z.to(gl.float32), ACTIVATION, True)
     if GLU:
         up = _load_h(h + F, near[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N).to(gl.float32)
-        product = value * up
+        factor = up_factor(up, ACTIVATION)
+        product = value * factor
         partial = gl.sum(q * product, 1)
         q *= s[:, None]
         gl.store(to_a, (product * s[:, None]).to(kind), mask=mask)
-        gl.store(dh + F + to_h, (q * value).to(kind), mask=mask)
-        slope *= up
+        d_up = up_gradient(q * value, up, ACTIVATION)
+        gl.store(dh + F + to_h, d_up.to(kind), mask=mask)
+        slope *= factor
     else:
         partial = gl.sum(q * value, 1)
         q *= s[:, None]
@@ -199,7 +202,7 @@ def dact(
     _, hidden, ffn = w2.shape
     launch(
         dact_kernel,
-        (programs(do),),
+        (plan_of(do).programs(),),
         descriptor(ragged(do, (tile.block_m, tile.block_k))),
         descriptor(matrices(w2, (1, tile.block_k, tile.block_n))),
         order,
@@ -216,37 +219,3 @@ def dact(
         ACTIVATION=base_function(activation),
         **constants(tile),
     )
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    if target.name != "sm90":
-        return []
-    tile = TILES["dact_hopper"]["sm90"]
-    return [
-        gate_case(
-            f"dact_{activation}",
-            dact_kernel,
-            "dact_hopper",
-            pointers={
-                "order_ptr": "*i32",
-                "weights_ptr": "*fp32",
-                "tiles_ptr": "*i32",
-                "h_ptr": "*bf16",
-                "dh_ptr": "*bf16",
-                "a_ptr": "*bf16",
-                "partials_ptr": "*fp32",
-                "rows": "i32",
-            },
-            operands={
-                "do": (1, 1, tile.block_m, tile.block_k),
-                "w": (1, tile.block_k, tile.block_n),
-            },
-            constexprs={
-                "D": 2048,
-                "F": ffn,
-                "GLU": is_glu(activation),
-                "ACTIVATION": base_function(activation),
-            },
-        )
-        for activation, ffn in (("swiglu", 1024), ("gelu", 3072), ("geglu", 720))
-    ]

@@ -15,14 +15,15 @@ from mb_kernels.expert_mlp.hopper.core import (
     PIECES,
     constants,
     descriptor,
-    gate_case,
     multiply,
     shared,
 )
-from mb_kernels.language.activation import activate
+from mb_kernels.language.activation import activate, up_factor
 from mb_kernels.language.tiles import locate
-from mb_kernels.runtime.launch import launch, matrices, programs, ragged
-from mb_kernels.targets.table import TILES, GateCase, Target, Tile
+from mb_kernels.runtime.descriptors import matrices, ragged
+from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.plan import plan_of
+from mb_kernels.targets.table import Tile
 
 
 @gluon.jit
@@ -69,7 +70,7 @@ def _finish_up(
                         gl.store(h + (at * (PARTS * F) + cols), z, mask=mask)
                     if GLU:
                         up = tile.index(i + PIECES // 2).slice(half * HALF, HALF).load(BLOCK)
-                        value *= up.to(gl.float32)
+                        value *= up_factor(up.to(gl.float32), ACTIVATION)
                         if SAVE_H:
                             gl.store(h + F + (at * (PARTS * F) + cols), up, mask=mask)
                     gl.store(a + (at * F + cols), value.to(tile.dtype), mask=mask)
@@ -135,7 +136,7 @@ def up(
     block = (parts, tile.block_n // parts, tile.block_k)
     launch(
         up_kernel,
-        (programs(rows),),
+        (plan_of(rows).programs(),),
         descriptor(ragged(rows, (tile.block_m, tile.block_k))),
         descriptor(matrices(w1.view(experts * parts, ffn, hidden), block)),
         tiles,
@@ -148,29 +149,3 @@ def up(
         SAVE_H=save_h,
         **constants(tile),
     )
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    if target.name != "sm90":
-        return []
-    tile = TILES["up_hopper"]["sm90"]
-    return [
-        gate_case(
-            f"up_{activation}",
-            up_kernel,
-            "up_hopper",
-            pointers={"tiles_ptr": "*i32", "h_ptr": "*bf16", "a_ptr": "*bf16"},
-            operands={
-                "x": (1, 1, tile.block_m, tile.block_k),
-                "w": (parts, tile.block_n // parts, tile.block_k),
-            },
-            constexprs={
-                "D": 2048,
-                "F": 4096,
-                "GLU": parts == 2,
-                "ACTIVATION": base_function(activation),
-                "SAVE_H": True,
-            },
-        )
-        for activation, parts in (("swiglu", 2), ("gelu", 1))
-    ]

@@ -1,0 +1,154 @@
+"""Kernels of ``mb_kernels.elementwise``: a program takes a stretch of one row.
+
+Letters: R rows, L columns, E experts.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mb_kernels.activation import base_function, is_glu
+from mb_kernels.language.activation import (
+    activate,
+    activate_with_derivative,
+    up_factor,
+    up_gradient,
+)
+from mb_kernels.runtime.launch import cdiv, launch, power_of_two
+
+# Of a program: 32 per thread of 4 warps, in 16-byte loads.
+_ELEMENTS = 4096
+
+
+@triton.jit
+def activate_kernel(
+    gate_ptr,  # [R, L], rows ``stride`` apart
+    up_ptr,  # likewise, or None
+    d_a_ptr,  # [R, L] with BACKWARD, or None
+    out_ptr,  # a [R, L]; with BACKWARD the gradient of gate, rows ``stride`` apart
+    d_up_ptr,  # like the gradient of gate, or None
+    stride,
+    L,
+    BASE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < L
+    at = row * stride + i
+    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    kind = out_ptr.dtype.element_ty
+    if d_a_ptr is None:
+        a = activate(gate, BASE)
+        if up_ptr is not None:
+            a *= up_factor(tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32), BASE)
+        tl.store(out_ptr + row * L + i, a.to(kind), mask=inside)
+    else:
+        d_a = tl.load(d_a_ptr + row * L + i, mask=inside, other=0.0).to(tl.float32)
+        value, slope = activate_with_derivative(gate, BASE)
+        if up_ptr is not None:
+            up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            d_up = up_gradient(d_a * value, up, BASE)
+            tl.store(d_up_ptr + at, d_up.to(kind), mask=inside)
+            d_a *= up_factor(up, BASE)
+        tl.store(out_ptr + at, (d_a * slope).to(kind), mask=inside)
+
+
+@triton.jit
+def add_bias_kernel(
+    rows_ptr,  # [R, L]
+    bias_ptr,  # [E, L]
+    offsets_ptr,  # [E + 1]
+    out_ptr,  # [R, L]
+    L,
+    E: tl.constexpr,
+    EXPERTS: tl.constexpr,  # a power of two from E on
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    e = tl.arange(0, EXPERTS)
+    ends = tl.load(offsets_ptr + 1 + e, mask=e < E, other=2147483647)
+    expert = tl.sum((ends <= row).to(tl.int32))
+    at = row.to(tl.int64) * L + i
+    x = tl.load(rows_ptr + at, mask=i < L, other=0.0).to(tl.float32)
+    bias_at = bias_ptr + expert.to(tl.int64) * L + i
+    x += tl.load(bias_at, mask=(i < L) & (expert < E), other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=i < L)
+
+
+def activation(h: Tensor, activation: str) -> Tensor:
+    columns = _columns(h, activation)
+    out = h.new_empty((h.shape[0], columns))
+    _launch(*_parts(h, columns), None, out, None, activation)
+    return out
+
+
+def activation_backward(d_a: Tensor, h: Tensor, activation: str) -> Tensor:
+    columns = _columns(h, activation)
+    d_h = h.new_empty(h.shape)
+    _launch(*_parts(h, columns), d_a, *_parts(d_h, columns), activation)
+    return d_h
+
+
+def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    out = gate.new_empty(gate.shape)
+    _launch(gate, up, None, out, None, activation)
+    return out
+
+
+def gated_activation_backward(
+    d_a: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    _launch(gate, up, d_a, d_gate, d_up, activation)
+    return d_gate, d_up
+
+
+def add_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    out = rows.new_empty(rows.shape)
+    if out.numel():
+        experts, columns = bias.shape
+        block = min(power_of_two(columns), _ELEMENTS)
+        launch(
+            add_bias_kernel,
+            (rows.shape[0], cdiv(columns, block)),
+            rows,
+            bias,
+            offsets,
+            out,
+            columns,
+            E=experts,
+            EXPERTS=power_of_two(experts),
+            BLOCK=block,
+        )
+    return out
+
+
+def _columns(h: Tensor, activation: str) -> int:
+    return h.shape[1] // (2 if is_glu(activation) else 1)
+
+
+def _parts(h: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
+    """Gate and up of [R, 2L], or all of [R, L]."""
+    return h[:, :columns], h[:, columns:] if h.shape[1] > columns else None
+
+
+def _launch(
+    gate: Tensor,
+    up: Tensor | None,
+    d_a: Tensor | None,
+    out: Tensor,
+    d_up: Tensor | None,
+    activation: str,
+) -> None:
+    rows, columns = gate.shape
+    if gate.numel():
+        block = min(power_of_two(columns), _ELEMENTS)
+        launch(
+            activate_kernel,
+            (rows, cdiv(columns, block)),
+            *(gate, up, d_a, out, d_up, gate.stride(0), columns),
+            BASE=base_function(activation),
+            BLOCK=block,
+        )

@@ -1,0 +1,45 @@
+"""Which kernels and tiles an expert MLP of given sizes takes, and where its rows come from.
+
+Letters: N rows, E experts.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from mb_kernels.activation import is_glu
+from mb_kernels.grouped_gemm.forward import rows_tile
+from mb_kernels.runtime.plan import Plan
+from mb_kernels.targets.table import Tile
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """Tiles of the products, and whether tokens are copied to their rows before the first.
+
+    ``up`` is the tile of the kernel that gathers, or of the one that reads rows: ``in_rows`` says
+    which. Its height is that of the row tiles that forward and backward share.
+    """
+
+    up: Tile
+    down: Tile
+    dact: Tile
+    dx: Tile
+    outer: Tile
+    in_rows: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def expert_plan(
+    plan: Plan, activation: str, rows: int, experts: int, *, keep_rows: bool
+) -> ExpertPlan:
+    """The plan for ``rows`` rows; ``keep_rows``: the backward is to have tokens as rows."""
+    kind = "_glu" if is_glu(activation) else ""
+    in_rows = keep_rows or plan.specialized
+    return ExpertPlan(
+        up=plan.tile("up_hopper" if plan.specialized else f"up{kind}"),
+        down=rows_tile(plan, rows, experts, transpose_weight=True),
+        dact=plan.tile("dact_hopper" if plan.specialized else f"dact{kind}"),
+        dx=rows_tile(plan, rows, experts, transpose_weight=False),
+        outer=plan.tile("outer"),
+        in_rows=in_rows,
+    )

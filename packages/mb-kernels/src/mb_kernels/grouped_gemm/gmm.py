@@ -1,0 +1,70 @@
+"""``gmm``: grouped products by the name and arguments of the package grouped_gemm.
+
+For frameworks that route by themselves and call ``grouped_gemm.ops.gmm`` (OLMo-core, NeMo
+Automodel, MegaBlocks): ``from mb_kernels import gmm`` in its place.
+
+Letters: N rows, K contraction, M output columns, E experts.
+"""
+
+import torch
+from torch import Tensor
+
+from mb_kernels.grouped_gemm.op import grouped_gemm
+from mb_kernels.runtime import checks
+
+
+def gmm(
+    a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False, *, trans_a: bool = False
+) -> Tensor:
+    """Products of runs of rows, one run and one product per expert.
+
+    Args:
+        a: [N, K]; fp32, bf16 or fp16; K and M multiples of 16 on a GPU.
+        b: [E, K, M]; [E, M, K] with ``trans_b``; [N, M] with ``trans_a``. Dtype of a.
+        batch_sizes: [E] int32 or int64, rows of each expert, in order. On the device of a nothing
+            waits for the host; from the CPU, where grouped_gemm wants it, it is copied there.
+        trans_b: multiply by the transposes of the matrices in b. Fourth, as in ``ops.gmm``.
+        trans_a: contract over rows instead: a_e^T b_e for each expert.
+
+    Returns:
+        [N, M]; [E, K, M] with ``trans_a``, zeros for an expert without rows. Differentiable in a
+        and b, twice too. Rows that ``batch_sizes`` does not count give and get zeros.
+
+    Raises:
+        ValueError: sizes, dtypes or devices do not match, both transposes at once, or more rows
+            in a ``batch_sizes`` on the CPU than a has.
+    """
+    if trans_a and trans_b:
+        raise ValueError("trans_a, trans_b: expected one of them at most; got both.")
+    if a.ndim != 2 or b.ndim != (2 if trans_a else 3):
+        raise ValueError(
+            f"b: expected {'[N, M]' if trans_a else '[E, K, M], or [E, M, K] with trans_b'} beside "
+            f"a [N, K]; got a {tuple(a.shape)} and b {tuple(b.shape)}."
+        )
+    if batch_sizes.ndim != 1 or batch_sizes.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "batch_sizes: expected int32 or int64 [E], the rows of each expert; got "
+            f"{batch_sizes.dtype} {tuple(batch_sizes.shape)}."
+        )
+    if batch_sizes.device.type == "cpu":
+        if int(batch_sizes.sum()) > a.shape[0]:
+            raise ValueError(
+                f"batch_sizes: expected at most {a.shape[0]} rows, those of a; got "
+                f"{int(batch_sizes.sum())}."
+            )
+        batch_sizes = batch_sizes.to(a.device, non_blocking=True)
+    checks.require_device("a", a, batch_sizes=batch_sizes)
+    offsets_E1 = offsets_of(batch_sizes)
+    if not trans_a:
+        return grouped_gemm(a, b, offsets_E1, transpose_weight=trans_b)
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"b: expected {a.shape[0]} rows, those of a; got {b.shape[0]}.")
+    checks.require_same("a", a, b=b)
+    checks.require_multiple_of_16(a, K=a.shape[1], M=b.shape[1])
+    return torch.ops.mb.grouped_outer(a, b, offsets_E1)
+
+
+def offsets_of(batch_sizes: Tensor) -> Tensor:
+    """[E + 1] int32: expert e owns rows offsets[e] to offsets[e + 1]."""
+    ends = torch.cumsum(batch_sizes, 0, dtype=torch.int32)
+    return torch.nn.functional.pad(ends, (1, 0))

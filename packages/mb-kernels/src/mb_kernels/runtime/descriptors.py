@@ -1,0 +1,57 @@
+"""Operands of the matrix kernels: aligned tensors, and descriptors from numbers, unchecked."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def operand(x: Tensor) -> Tensor:
+    """``x``, or a copy if it is not contiguous or not aligned as 16-byte loads need."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def matrices(w: Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """Descriptor of a stack of matrices [count, rows, columns], bounds-checked in each.
+
+    The stride of a dimension of one element may be any number, and the hardware looks at it.
+    """
+    count, rows, columns = w.shape
+    strides = [
+        w.stride(0) if count > 1 else rows * columns,
+        w.stride(1) if rows > 1 else columns,
+        1,
+    ]
+    return _descriptor(w, [count, rows, columns], strides, list(block))
+
+
+def ragged(x: Tensor, block: Sequence[int], parts: int | None = None) -> TensorDescriptor:
+    """``create_ragged_descriptor`` of x [N, columns], or of x as [N, parts, columns / parts].
+
+    The same descriptor, from numbers instead of views of x.
+    """
+    columns = x.shape[1]
+    tail = [columns] if parts is None else [parts, columns // parts]
+    strides = [columns, 1] if parts is None else [columns, columns // parts, 1]
+    return _descriptor(
+        x,
+        [0x7FFF0000, 0x7FFF0000, 0x40000000, *tail],
+        [2**34 - columns, columns, *strides],
+        [1, 1, *block],
+    )
+
+
+def _descriptor(
+    base: Tensor, shape: list[int], strides: list[int], block: list[int]
+) -> TensorDescriptor:
+    """A TensorDescriptor without its checks, which take the host twice as long as the rest.
+
+    ``operand`` and sizes that are multiples of 16 see to what they ask; the driver asks again.
+    """
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base = base
+    descriptor.shape = shape
+    descriptor.strides = strides
+    descriptor.block_shape = block
+    return descriptor

@@ -1,0 +1,124 @@
+"""``Plan``: how kernels run on one device in one dtype, decided once and asked everywhere.
+
+A chip is a plan: what the kernels do on it follows from its fields, and a test or the compile gate
+puts another in its place with ``assume``.
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mb_kernels.targets.table import TARGETS, TILES, Target, Tile, current_target
+
+# Small, so that the interpreter's small tensors still span several tiles.
+INTERPRETER_TILE = Tile(32, 32, 32, num_warps=4, num_stages=2, group_m=3)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the host decides about launches, but for the sizes at hand.
+
+    target: the chip, or the neighbour whose tiles serve it; units: its compute units, over which
+    persistent programs are dealt; descriptors: operands pass through tensor descriptors (TMA);
+    specialized: the expert MLP's kernels in Gluon, warps for the epilogue apart, see
+    ``expert_mlp.hopper``; interpreted: on the CPU by Triton's interpreter.
+    """
+
+    target: Target
+    dtype: torch.dtype
+    units: int
+    descriptors: bool
+    specialized: bool
+    interpreted: bool = False
+
+    def tile(self, op: str) -> Tile:
+        """The tile of ``op``, a key of ``TILES``."""
+        if self.interpreted and not op.endswith("_hopper"):
+            return INTERPRETER_TILE
+        return TILES["fp32" if self.dtype is torch.float32 else op][self.target.name]
+
+    def has(self, op: str) -> bool:
+        """Whether the chip has a tile for ``op`` in this dtype."""
+        return self.dtype is not torch.float32 and self.target.name in TILES[op]
+
+    def programs(self, per_unit: int = 1) -> int:
+        """How many programs a persistent kernel is launched with."""
+        return self.units * per_unit
+
+    @property
+    def xcds(self) -> int:
+        """Chiplets with an L2 of their own, if the programs divide evenly among them."""
+        return self.target.xcds if self.units % self.target.xcds == 0 else 1
+
+    @property
+    def ptx(self) -> bool:
+        """Whether kernels may hold PTX instructions that the portable operations do not reach."""
+        return self.target.backend == "cuda" and not self.interpreted
+
+    @property
+    def precision(self) -> str:
+        """``input_precision`` of tl.dot: fp32 is exact unless torch allows TF32.
+
+        The attribute is the one that torch's older switches write too; their getters raise once it
+        has been set by name.
+        """
+        if self.dtype is not torch.float32:
+            return "ieee"
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+    def wide(self, x: Tensor, tile: Tile) -> bool:
+        """Whether rows of ``x`` are addressed by 64-bit pointers, see ``memory.token_rows``."""
+        return x.numel() >= 2**31 or (tile.flatten and self.target.backend == "cuda")
+
+
+_assumed: Callable[[torch.dtype], Plan] | None = None
+
+
+def plan_of(x: Tensor) -> Plan:
+    """The plan for the device and dtype of ``x``."""
+    return _plan_of(x.device, x.dtype) if _assumed is None else _assumed(x.dtype)
+
+
+@contextlib.contextmanager
+def assume(plan: Callable[[torch.dtype], Plan]) -> Generator[None]:
+    """Within: the plan of a dtype, whatever device a tensor is on. For tests and the gate."""
+    global _assumed
+    before, _assumed = _assumed, plan
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+@functools.cache
+def _plan_of(device: torch.device, dtype: torch.dtype) -> Plan:
+    if device.type == "cpu":
+        return Plan(TARGETS["sm80"], dtype, 3, False, False, interpreted=True)
+    units = torch.cuda.get_device_properties(device).multi_processor_count
+    return plan_for(current_target(device), dtype, units, _hopper(device))
+
+
+def plan_for(target: Target, dtype: torch.dtype, units: int, hopper: bool) -> Plan:
+    """The plan for a chip; ``hopper``: the Gluon kernels are to be had and its very own."""
+    wide_enough = dtype is not torch.float32
+    return Plan(target, dtype, units, wide_enough and target.descriptors, wide_enough and hopper)
+
+
+def _hopper(device: torch.device) -> bool:
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return gluon_serves()
+
+
+@functools.cache
+def gluon_serves() -> bool:
+    """Whether Gluon, which is experimental, has the names that ``expert_mlp.hopper`` needs."""
+    try:
+        return importlib.import_module("mb_kernels.expert_mlp.hopper.core").serves()
+    except (ImportError, AttributeError):
+        return False

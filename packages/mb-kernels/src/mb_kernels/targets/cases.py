@@ -1,0 +1,204 @@
+"""What the gate compiles: the launches of every op, on meta tensors of sizes that differ in kind.
+
+A kernel is another for each dtype, activation, and for sizes that do or do not divide its tile. All
+of them together are thousands of builds, which ``every_case`` (``--all``) has. ``gate_cases`` takes
+those in which each dtype, the heaviest activations and each kind of size meet each product, in full
+for one chip of each maker and briefly for the rest: on two cores the gate takes three minutes.
+
+Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows.
+"""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, is_glu
+from mb_kernels.block_sparse import kernels as block_sparse
+from mb_kernels.block_sparse import mlp_kernels
+from mb_kernels.block_sparse.reference import BLOCK
+from mb_kernels.elementwise import kernels as elementwise
+from mb_kernels.expert_mlp import steps as expert_mlp
+from mb_kernels.grouped_gemm import kernels as grouped_gemm
+from mb_kernels.permute import kernels as permute
+from mb_kernels.quantize import kernels as quantize
+from mb_kernels.router_losses import kernels as router_losses
+from mb_kernels.routing import kernels as routing
+from mb_kernels.targets.record import record
+from mb_kernels.targets.table import GateCase, Target
+
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Layer(NamedTuple):
+    """Sizes of an expert MLP."""
+
+    dtype: torch.dtype
+    activation: str
+    hidden: int = 2048
+    ffn: int = 1024
+    top_k: int = 8
+    tokens: int = 16384
+    experts: int = 64
+
+    @property
+    def label(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        tokens = "" if self.tokens == 16384 else f" T{self.tokens}"
+        return f"{self.activation} {dtype} D{self.hidden} F{self.ffn} K{self.top_k}{tokens}"
+
+
+# 720 divides no tile. With K = 1 rows go straight to their tokens; 256 rows per expert are few.
+LAYERS = (
+    Layer(_BF16, "swiglu"),
+    Layer(_BF16, "gelu", 768, 3072, 1),
+    Layer(_BF16, "geglu", 720, 720, 8),
+    Layer(_BF16, "gelu", 720, 720, 1, tokens=65536),
+    Layer(_FP16, "geglu_tanh", 2048, 720, 1),
+    Layer(_FP16, "squared_relu", 720, 1024, 8),
+    Layer(_FP32, "geglu", 720, 720, 8),
+    Layer(_FP32, "gelu", 768, 3072, 1),
+    Layer(_BF16, "swiglu", tokens=2**20),  # 2**31 elements of x
+)
+_IN_FULL = ("sm90", "gfx942")
+_NOT_BRIEFLY = {
+    *(layer.label for layer in (LAYERS[3], LAYERS[4], LAYERS[5], LAYERS[7])),
+    *("E60 K4", "D720 fp32", "gelu", "sparse bfloat16 D720"),
+}
+_WIDTHS = ((2048, 1024), (720, 720))
+ALL_LAYERS = tuple(
+    Layer(dtype, activation, hidden, ffn, top_k)
+    for dtype, activation, (hidden, ffn), top_k in itertools.product(
+        (_BF16, _FP16, _FP32), (*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS), _WIDTHS, (1, 8)
+    )
+)
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    """Every kernel of the package, in each dtype and kind of size, not all at once."""
+    calls = {**_small_ops(), **_products(), **_layers(LAYERS)}
+    if target.name not in _IN_FULL:
+        calls = {label: call for label, call in calls.items() if label not in _NOT_BRIEFLY}
+    return record(target, calls)
+
+
+def every_case(target: Target) -> list[GateCase]:
+    """Every dtype with every activation and every kind of size."""
+    return record(target, _layers(ALL_LAYERS))
+
+
+def _empty(*shape: int, dtype: torch.dtype = _BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _int32(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.int32)
+
+
+def _layers(layers: tuple[Layer, ...]) -> dict[str, Callable[[], object]]:
+    return {layer.label: partial(_run_layer, layer) for layer in layers}
+
+
+def _run_layer(layer: Layer) -> None:
+    """Forward and backward, once with the rows kept for it and once with x alone."""
+    tokens, hidden, ffn, experts = layer.tokens, layer.hidden, layer.ffn, layer.experts
+    rows, columns = tokens * layer.top_k, ffn * (2 if is_glu(layer.activation) else 1)
+    indices = (_int32(rows), _int32(rows), _int32(experts + 1))
+    weights = _empty(tokens, layer.top_k, dtype=_FP32)
+    empty = partial(_empty, dtype=layer.dtype)
+    x, w1, w2 = empty(tokens, hidden), empty(experts, columns, hidden), empty(experts, hidden, ffn)
+    inputs = (w1, w2, *indices, weights)
+    for keep in (False, True) if layer.top_k == 1 else (False,):
+        *_, h, tiles, kept = expert_mlp.expert_mlp(x, *inputs, layer.activation, 16, keep)
+        expert_mlp.expert_mlp_backward(
+            empty(tokens, hidden),
+            kept if keep else x,
+            *(*inputs, h, tiles, layer.activation, keep, [True] * 4),
+        )
+
+
+def _products() -> dict[str, Callable[[], object]]:
+    """The products that stand alone: grouped, and block-sparse in each order a layer meets."""
+
+    def grouped() -> None:
+        x, w, offsets = _empty(4096, 720), _empty(8, 1024, 720), _int32(9)
+        grouped_gemm.grouped_gemm(x, w, offsets, True)
+        grouped_gemm.grouped_gemm(x, w.transpose(1, 2).contiguous(), offsets, False)
+        grouped_gemm.grouped_outer(_empty(4096, 1024), x, offsets)
+
+    def sparse(dtype: torch.dtype, hidden: int) -> None:
+        experts, ffn, block_rows = 8, 1024, 80
+        blocks = block_rows * ffn // BLOCK
+        sizes = (blocks, blocks, block_rows + 1, experts * ffn // BLOCK + 1, blocks, blocks)
+        topology = [_int32(size) for size in sizes]
+        empty = partial(_empty, dtype=dtype)
+        x, dy = empty(1, block_rows * BLOCK, hidden), empty(1, block_rows * BLOCK, hidden)
+        w1, w2 = empty(experts, ffn, hidden), empty(experts, hidden, ffn)
+        data = empty(blocks, BLOCK, BLOCK)
+        block_sparse.sdd(x, w1.transpose(1, 2), *topology)
+        block_sparse.sdd(dy, w2, *topology)
+        block_sparse.sdd(x.transpose(1, 2).contiguous().transpose(1, 2), w2, *topology)
+        block_sparse.dsd(data, w2.transpose(1, 2), *topology, False, 1, False)
+        block_sparse.dsd(data, w1, *topology, False, 1, False)
+        block_sparse.dsd(data, x, *topology, True, experts, False)
+        block_sparse.dsd(data, dy, *topology, True, experts, True)
+
+    calls: dict[str, Callable[[], object]] = {"grouped": grouped}
+    for dtype, hidden in ((_BF16, 2048), (_BF16, 720), (_FP32, 720)):
+        label = f"{str(dtype).removeprefix('torch.')} D{hidden}"
+        calls[f"sparse {label}"] = partial(sparse, dtype, hidden)
+    return calls
+
+
+def _small_ops() -> dict[str, Callable[[], object]]:
+    """Routing, permutation, losses, quantisation: bound by memory or by launches."""
+
+    def route(tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
+        logits = _empty(tokens, experts, dtype=dtype)
+        probs, weights = _empty(tokens, experts, dtype=_FP32), _empty(tokens, top_k, dtype=_FP32)
+        ids = _int32(tokens, top_k)
+        routing.topk_softmax(logits, top_k, True)
+        routing.topk_softmax_backward(weights, probs, probs, weights, ids, True)
+        routing.bin_tokens(ids, experts, None)
+        counts = _int32(experts)
+        router_losses.router_losses(logits, probs, counts, counts, _int32(), 0.1, 0.1)
+        router_losses.router_losses_backward(
+            *(_empty(dtype=_FP32), probs, counts, _empty(tokens, dtype=_FP32), 0.1, 0.1)
+        )
+
+    def permuted(dtype: torch.dtype, hidden: int) -> None:
+        indices = (_int32(131072), _int32(131072), _int32(65))
+        x, rows = _empty(16384, hidden, dtype=dtype), _empty(131072, hidden, dtype=dtype)
+        weights = _empty(16384, 8, dtype=_FP32)
+        permute.gather(x, *indices, 8)
+        permute.combine(rows, *indices, weights, 8)
+        permute.combine(rows, *indices, None, 8)
+        permute.combine_backward(x, rows, *indices, weights)
+
+    def quantised(bits: int, columns: int) -> None:
+        quantize.dequantize(*quantize.quantize(_empty(4096, columns), bits), bits, _BF16)
+
+    def indices(width: int) -> None:
+        mlp_kernels.pad_indices(_int32(65536), _int32(65536), _int32(65), 73728)
+        mlp_kernels.topology_indices(_int32(65), 576, width)
+
+    def activations(activation: str) -> None:
+        h, d_a = _empty(64, 2048 * (2 if is_glu(activation) else 1)), _empty(64, 2048)
+        elementwise.activation(h, activation)
+        elementwise.activation_backward(d_a, h, activation)
+        elementwise.add_bias(d_a, _empty(8, 2048), _int32(9))
+
+    return {
+        "E128 K8": partial(route, 16384, 128, 8, _BF16),
+        "E60 K4": partial(route, 16383, 60, 4, _FP32),
+        "D2048": partial(permuted, _BF16, 2048),
+        "D720 fp32": partial(permuted, _FP32, 720),
+        "8 bits": partial(quantised, 8, 1024),
+        "4 bits, C720": partial(quantised, 4, 720),
+        "F1536": partial(indices, 12),
+        "geglu": partial(activations, "geglu"),
+        "gelu": partial(activations, "gelu"),
+    }

@@ -1,0 +1,80 @@
+"""How long a checkpoint holds the training up, and what it costs the steps after it.
+
+    python packages/mb-train/benchmarks/checkpoint.py [--recipe dmoe-125m] [--folder DIR] [FLAGS]
+
+Trains 40 steps of a recipe (3.7 B parameters) and saves in the middle: at once, beside the training
+from a copy on the device, and beside it from a copy in host memory. The stall is the time the loop
+spends in saving; the loss is the time of the ten steps after it over that of the ten before.
+Prints a table, then one line of JSON. Further flags go to the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from mb_train import saver
+from mb_train.cli import main as train
+from mb_train.run_log import read_log
+
+STEPS, AT = 40, 20
+
+
+def measure(folder: Path, flags: list[str]) -> dict[str, float]:
+    """Seconds of stall, and mean ms of the steps before and after."""
+    words = [*flags, f"--save={folder}", f"--train-iters={STEPS}", f"--save-interval={AT}",
+             "--log-interval=1", "--eval-iters=0", "--keep-checkpoints=1"]  # fmt: skip
+    if train(words) != 0:
+        raise SystemExit(f"mb-train {' '.join(words)} failed")
+    times, stall = {}, None
+    for event in read_log(folder / "log.jsonl"):
+        if event["event"] == "train":
+            times[event["iteration"]] = event["ms_per_iteration"]
+        elif event["event"] == "save" and event["iteration"] == AT:
+            stall = event["seconds"]
+    assert stall is not None
+    before = statistics.mean(times[i] for i in range(AT - 9, AT + 1))
+    after = statistics.mean(times[i] for i in range(AT + 1, AT + 11))
+    size = sum(p.stat().st_size for p in folder.glob("iter_*/*")) / 1e9
+    return {"stall_s": stall, "before_ms": before, "after_ms": after, "gb": size}
+
+
+def main() -> None:
+    """Measure the three ways and print them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--recipe", default="dmoe-125m")
+    parser.add_argument("--folder", help="where to write; a temporary folder by default")
+    options, rest = parser.parse_known_args()
+    fits = saver._fits_on_device
+    rows = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for name, flags, on_device in (
+            ("at once", [], True),
+            ("beside, from the device", ["--async-save"], True),
+            ("beside, from host memory", ["--async-save"], False),
+        ):
+            saver._fits_on_device = fits if on_device else lambda tensors: False
+            run = Path(folder) / name.replace(" ", "-")
+            rows.append(
+                {"name": name, **measure(run, [f"--recipe={options.recipe}", *flags, *rest])}
+            )
+            shutil.rmtree(run)
+    print(f"\n{'':26}{'stall s':>9}{'before ms':>11}{'after ms':>10}{'lost':>8}{'GB':>8}")
+    for row in rows:
+        lost = 1 - row["before_ms"] / row["after_ms"]
+        print(
+            f"{row['name']:26}{row['stall_s']:9.2f}{row['before_ms']:11.1f}{row['after_ms']:10.1f}"
+            f"{lost:8.1%}{row['gb']:8.1f}"
+        )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(json.dumps({"device": device, "recipe": options.recipe, "rows": rows}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

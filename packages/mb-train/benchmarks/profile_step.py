@@ -1,19 +1,24 @@
 """Where the GPU time of a training step goes: the largest kernels, their calls and milliseconds.
 
     python packages/mb-train/benchmarks/profile_step.py [dense] [dmoe]
+    torchrun --nproc_per_node 2 packages/mb-train/benchmarks/profile_step.py peer all_gather
 
 Shapes as in run.py: GPT-2 125M, 64 sequences of 1024, compiled; `dmoe` has 64 top-1 experts in every
-layer. One step after a warm-up, by torch's profiler.
+layer. One step after a warm-up, by torch's profiler; under torchrun the experts are spread over the GPUs by
+the dispatcher that is named, and rank 0 prints.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable
 
 import run as benchmark
 import torch
+from mb_parallel import distributed, rank, world_size
 from torch.profiler import ProfilerActivity, profile
 
 WARM_UP, ROWS = 4, 34
@@ -41,9 +46,14 @@ def print_profile(step: Callable[[], None], sequences: int) -> dict[str, float]:
 
 def main() -> None:
     benchmark.time_steps = print_profile
-    for case in sys.argv[1:] or ("dense", "dmoe"):
-        print(f"\n{case}")
-        benchmark.ours(64, compiled=True, **(benchmark.PAPER if case == "dmoe" else {}))
+    with distributed("cuda"), open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stdout(sys.stdout if rank() == 0 else nowhere):
+            for case in sys.argv[1:] or ("dense", "dmoe"):
+                print(f"\n{case}")
+                change = {} if case == "dense" else dict(benchmark.PAPER)
+                if world_size() > 1 and case != "dense":
+                    change |= {"expert_model_parallel_size": world_size(), "moe_dispatcher": case}
+                benchmark.ours(64, compiled=True, ranks=world_size(), **change)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from mb_parallel.recompute import apply_recompute
 from mb_train.config import TrainConfig
 from mb_train.tasks import GPTTask
 
@@ -63,14 +64,17 @@ def test_experts_report_their_load_and_their_loss():
 @pytest.mark.parametrize("change", [{}, MOE], ids=["dense", "dmoe"])
 def test_recompute_changes_no_gradient(change):
     grads = []
-    for granularity in (None, "full"):
-        model = make(**change, recompute_granularity=granularity, hidden_dropout=0.2)
+    for granularity in (None, "full", "selective"):
+        model = make(**change, hidden_dropout=0.2)
+        if granularity:
+            apply_recompute(model.stack.blocks.values(), granularity)
         torch.manual_seed(7)
         output = model(tokens(), labels_BS=tokens(1))
         output.total().backward()
         grads.append([p.grad for p in model.parameters()])
-    for a, b in zip(*grads, strict=True):
+    for a, b, c in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, c)
 
 
 def test_bf16_activations_leave_fp32_gradients():

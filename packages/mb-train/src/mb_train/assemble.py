@@ -12,6 +12,7 @@ import torch
 from mb_layers.router import Router
 from mb_parallel import ParallelMesh, apply_data_parallel, parallelize_experts
 from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
+from mb_parallel.recompute import apply_recompute
 from mb_parallel.tensor_parallel import parallelize_tensors
 from torch import nn
 
@@ -127,6 +128,7 @@ def _spread(
         )
         notes.append(chosen)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
+    _recompute(blocks, config)
     if config.compile and device.type == "cuda":
         for block in blocks:
             block.compile()
@@ -139,3 +141,12 @@ def _spread(
         zero_stage=config.zero_stage,
     )
     return notes
+
+
+def _recompute(blocks: list[Block], config: TrainConfig) -> None:
+    """Megatron's choices; of "uniform" chunks each layer keeps its own input."""
+    if config.recompute_granularity == "selective":
+        apply_recompute(blocks, "selective")
+    elif config.recompute_granularity == "full":
+        first = config.recompute_num_layers if config.recompute_method == "block" else len(blocks)
+        apply_recompute(blocks[:first], "full")

@@ -1,7 +1,7 @@
 """What a run measures: losses and the load of its experts, added up on the device.
 
 Once per log interval the sums travel to the host in one transfer, after they were added up over the
-ranks of a pipeline stage; the stages then tell each other of their layers. No step waits for the
+data-parallel ranks of a pipeline stage; the stages then tell each other of their layers. No step waits for the
 device.
 
 Letters: L layers, E experts.
@@ -118,8 +118,8 @@ class Accumulator:
         if self._counts_LE is not None:
             shared.append(self._counts_LE.flatten())
         summed = torch.cat(shared)
-        for axis in ("dp", "tp"):
-            self._mesh.all_reduce(summed, axis)
+        # Tensor-parallel ranks have the same numbers: a layer reports of all their tokens.
+        self._mesh.all_reduce(summed, "dp")
         alike = [grad_norm] if params_norm is None else [grad_norm, params_norm]
         alike += self._skipped
         alike = [value.double().reshape(1).to(summed.device) for value in alike]
@@ -130,7 +130,7 @@ class Accumulator:
         return stats
 
     def _unpack(self, values: list[float], *, has_params_norm: bool) -> IntervalStats:
-        ranks, place = self._mesh.dp_size * self._mesh.tp_size, 0
+        ranks, place = self._mesh.dp_size, 0
 
         def take(count: int) -> list[float]:
             nonlocal place

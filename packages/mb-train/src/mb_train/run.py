@@ -45,7 +45,7 @@ from mb_train.schedule import (
     train_samples,
 )
 from mb_train.sizing import memory_warning
-from mb_train.tasks import GPTTask, Task
+from mb_train.tasks import Task, make_task
 from mb_train.timers import Timers
 from mb_train.tokenizers import load_tokenizer
 from mb_train.toml_file import to_toml
@@ -117,7 +117,7 @@ class Run:
         if start is not None:
             start.saved.check_model(self.identity)
 
-        self.task: Task = GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod)
+        self.task: Task = make_task(config, tokenizer, vocab_size=vocab_size, mesh=self.mesh)
         self.say(vocabulary_line(tokenizer.vocab_size, vocab_size))
         warning = memory_warning(config, vocab_size, world_size(), device, device_name(device))
         if warning is not None:

@@ -163,11 +163,9 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> T
     with run.timers("batch-generator", level=2):
         batches = list(itertools.islice(stream, size // (run.micro_batch_size * mesh.dp_size)))
     weigh(run.task, mesh, batches)
-    # With sequence parallelism each tensor-parallel rank drops out of its own part of the sequence.
-    part = mesh.tp_rank if config.sequence_parallel else 0
 
     def before(index: int) -> None:
-        seed_micro_batch(config, iteration, index * mesh.dp_size + mesh.dp_rank, part)
+        seed_micro_batch(config, iteration, index * mesh.dp_size + mesh.dp_rank)
         run.sign_of_life(f"iteration {iteration + 1} of {run.iterations} is under way")
 
     run.model.train()
@@ -192,15 +190,13 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> T
     return done.grad_norm
 
 
-def seed_micro_batch(config: TrainConfig, iteration: int, place: int, part: int = 0) -> None:
+def seed_micro_batch(config: TrainConfig, iteration: int, place: int) -> None:
     """Dropout and jitter depend on (seed, step, place of the micro-batch in the global batch).
-
-    `part` tells ranks apart that hold different parts of the same sequences.
 
     So no state of a generator has to be saved, and any number of ranks draws the same.
     """
     if config.attention_dropout or config.hidden_dropout or config.moe_jitter_eps:
-        torch.manual_seed(mix(config.seed, iteration, place, *([part] if part else [])))
+        torch.manual_seed(mix(config.seed, iteration, place))
 
 
 @torch.no_grad()

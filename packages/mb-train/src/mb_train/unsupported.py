@@ -16,14 +16,11 @@ ANY: tuple[Any, ...] = ()
 
 NOT_YET: Mapping[str, tuple[Any, ...]] = {
     # models
-    "model": ANY,
     "apply_residual_connection_post_layernorm": ANY,
     # experts
     "moe_router_enable_expert_bias": ANY,
     "moe_balance_over": ("global_batch",),
     # training
-    "recompute_granularity": ("selective",),
-    "recompute_method": ANY,
     "deterministic_mode": ANY,
     "cuda_graph": ANY,
     "fp32_residual_connection": ANY,

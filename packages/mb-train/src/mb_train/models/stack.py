@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mb_train.models.attention import BlockContext
 from mb_train.models.config import TransformerConfig
@@ -23,7 +21,6 @@ class Stack(nn.Module):
     Attributes:
         blocks: by number ("0" to "L-1") in the whole stack, each a unit of sharding.
         norm: None on all stages but the last, and for post-LN blocks.
-        recompute: keep only each block's input for the backward pass.
     """
 
     def __init__(self, config: TransformerConfig, *, cross: bool = False) -> None:
@@ -33,7 +30,6 @@ class Stack(nn.Module):
             {str(layer): Block(config, layer, cross=cross) for layer in layers}
         )
         self.norm: Norm | None = None if config.post_norm else Norm(config)
-        self.recompute = False
         self.num_moe_layers = sum(map(config.has_experts, layers))
 
     def keep(self, layers: range, *, last: bool) -> None:
@@ -50,11 +46,7 @@ class Stack(nn.Module):
         """Hidden states in x's shape, normed if this is the end; what the experts report."""
         reports = ExpertReports(self.num_moe_layers)
         for block in self.blocks.values():
-            output: BlockOutput
-            if self.recompute and torch.is_grad_enabled():
-                output = checkpoint(block, x_BSD, context, cross_context, use_reentrant=False)
-            else:
-                output = block(x_BSD, context, cross_context)
+            output: BlockOutput = block(x_BSD, context, cross_context)
             x_BSD = output.x_BSD
             reports.add(output.aux_loss, output.metrics)
         return x_BSD if self.norm is None else self.norm(x_BSD), reports

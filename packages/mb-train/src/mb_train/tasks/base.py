@@ -39,12 +39,14 @@ class Task(Protocol):
         first_input: the entry of a batch that the model takes by position.
         loss_weights: for each loss by name, the entry of a batch with the weights of its terms.
         sequence_length: tokens per sample that count for throughput.
+        sentences: whether it reads files that were split into sentences.
         tied_parameters: of a pipeline's last stage by their names on the first, {} if none is tied.
     """
 
     first_input: str
     loss_weights: dict[str, str]
     sequence_length: int
+    sentences: bool
     tied_parameters: dict[str, str]
 
     def build_model(self, *, compute_dtype: torch.dtype) -> Any:

@@ -29,6 +29,7 @@ class GPTTask:
     """
 
     first_input = "tokens_BS"
+    sentences = False
 
     def __init__(self, config: TrainConfig, *, vocab_size: int, eod: int) -> None:
         self.loss_weights = {"lm loss": "weights_BS"}
@@ -40,9 +41,7 @@ class GPTTask:
 
     def build_model(self, *, compute_dtype: torch.dtype) -> GPT:
         """A GPT with fresh weights."""
-        model = GPT(self.model_config, compute_dtype=compute_dtype)
-        model.stack.recompute = self._config.recompute_granularity == "full"
-        return model
+        return GPT(self.model_config, compute_dtype=compute_dtype)
 
     def tensor_plan(self) -> Plan:
         """See `models.plans`."""

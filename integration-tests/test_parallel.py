@@ -1,0 +1,181 @@
+"""Every layout takes the steps of one process: losses, gradient norms, weights and moments.
+
+    python integration-tests/test_parallel.py      # prints the matrix with the largest deviations
+
+fp32 on gloo, five steps with accumulation, the same global batch. Ranks of one world size are
+started once and train one layout after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import tiny_run
+import torch
+import torch.distributed.checkpoint as dcp
+from mb_parallel.testing import run_ranks
+from mb_train.checkpoint import _SafeReader
+from mb_train.cli import main
+
+# Micro-batches of one sequence everywhere: the balance of load is a matter of the micro-batch.
+SAME = (
+    "--num-layers 4 --micro-batch-size 1 --global-batch-size 8 --train-iters 5 --log-interval 1 "
+    "--eval-interval 5 --eval-iters 1 --attention-dropout 0 --hidden-dropout 0 "
+    "--make-vocab-size-divisible-by 1024 --adam-eps 1e-3"
+)
+TP, PP, EP = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
+SP, A2A, GATHER = (
+    "--sequence-parallel",
+    "--moe-dispatcher all_to_all",
+    "--moe-dispatcher all_gather",
+)
+# Name: ranks, flags, whether with experts.
+LAYOUTS: dict[str, tuple[int, str, bool]] = {
+    "dp2 zero1": (2, "--zero-stage 1", True),
+    "dp2 zero2": (2, "--zero-stage 2", True),
+    "dp2 zero3": (2, "--zero-stage 3", True),
+    "dp2 dense": (2, "", False),
+    "tp2 dense": (2, f"{TP} 2", False),
+    "tp2 sp dense": (2, f"{TP} 2 {SP}", False),
+    "tp2": (2, f"{TP} 2", True),
+    "tp2 sp": (2, f"{TP} 2 {SP}", True),
+    "pp2 dense": (2, f"{PP} 2", False),
+    "pp2": (2, f"{PP} 2", True),
+    "pp2 gpipe": (2, f"{PP} 2 --pipeline-schedule gpipe", True),
+    "pp2 interleaved": (2, f"{PP} 2 --num-layers-per-virtual-pipeline-stage 1", True),
+    "ep2 exchange": (2, f"{EP} 2 {A2A}", True),
+    "ep2 gather": (2, f"{EP} 2 {GATHER}", True),
+    "ep2 capacity, none dropped": (2, f"{EP} 2 --moe-capacity-factor 4", True),
+    "recompute full": (2, f"{EP} 2 --recompute-granularity full", True),
+    "recompute selective": (2, "--recompute-granularity selective", True),
+    "dp4": (4, "", True),
+    "hybrid 2 x 2": (4, f"--data-parallel-replicas 2 {EP} 2", True),
+    "ep4": (4, f"{EP} 4", True),
+    "dp2 ep2": (4, f"{EP} 2 --zero-stage 3", True),
+    "pp4": (4, f"{PP} 4", True),
+    "tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),
+    "tp2 ep4": (4, f"{TP} 2 {EP} 4", True),
+    "tp2 sp ep2 zero3": (4, f"{TP} 2 {SP} {EP} 2 --zero-stage 3", True),
+    "dp2 tp2 pp2 ep2": (8, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),
+    "ep8 on 4 experts": (8, f"{EP} 8", True),
+}
+
+
+def _train(rank: int, world_size: int, lines: list[list[str]]) -> list[str]:
+    """Standard error of each run that failed, "" for the others."""
+    said = []
+    for arguments in lines:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(arguments)
+        said.append(err.getvalue() if code else "")
+    return said
+
+
+def _numbers(run: Path) -> dict[str, list[float]]:
+    return {
+        "loss": tiny_run.losses(run),
+        "grad norm": [event["grad_norm"] for event in tiny_run.events(run, "train")],
+        "balance": [e.get("load_balancing_loss", 0.0) for e in tiny_run.events(run, "train")],
+        "validation": [event["lm_loss"] for event in tiny_run.events(run, "eval")],
+    }
+
+
+def _tensors(run: Path) -> dict[str, torch.Tensor]:
+    """Weights and moments of a run's last checkpoint, whole."""
+    folder = max(run.glob("iter_*"))
+    entries = _SafeReader(folder).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size) for name, entry in entries.items()}
+    dcp.load(state, storage_reader=_SafeReader(folder), no_dist=True)
+    return state
+
+
+def _deviations(run: Path, expected: Path) -> dict[str, float]:
+    """Largest relative difference by kind."""
+    found = {}
+    for name, values in _numbers(run).items():
+        wanted = _numbers(expected)[name]
+        assert len(values) == len(wanted)
+        found[name] = max(
+            abs(a - b) / max(abs(b), 1e-12) for a, b in zip(values, wanted, strict=True)
+        )
+    got, wanted = _tensors(run), _tensors(expected)
+    assert got.keys() == wanted.keys()
+    for kind in ("model.", "optimizer.exp_avg."):
+        names = [name for name in wanted if name.startswith(kind)]
+        found[kind.rstrip(".")] = max(
+            float((got[n] - wanted[n]).norm() / wanted[n].norm().clamp(min=1e-12)) for n in names
+        )
+    return found
+
+
+def _all_runs(folder: Path) -> dict[str, Path]:
+    """Train every layout, and one process with and without experts."""
+    tokens = tiny_run.write_tokens(folder)
+    runs = {name: folder / name.replace(" ", "-") for name in LAYOUTS}
+    for moe in (True, False):
+        runs[f"one {moe}"] = run = folder / f"one-{moe}"
+        assert main(tiny_run.flags(tokens, run, SAME, moe=moe)) == 0
+    for ranks in (2, 4, 8):
+        names = [name for name in LAYOUTS if LAYOUTS[name][0] == ranks]
+        lines = [
+            tiny_run.flags(tokens, runs[name], SAME, LAYOUTS[name][1], moe=LAYOUTS[name][2])
+            for name in names
+        ]
+        for said in run_ranks(_train, ranks, lines, timeout_s=900.0):
+            for name, error in zip(names, said, strict=True):
+                assert not error, f"{name}: {error}"
+    return runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    return _all_runs(tmp_path_factory.mktemp("layouts"))
+
+
+def _expected(name: str) -> str:
+    return f"one {LAYOUTS[name][2]}"
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_takes_the_steps_of_one_process(layout, runs):
+    deviations = _deviations(runs[layout], runs[_expected(layout)])
+    assert all(value < 1e-5 for value in deviations.values()), deviations
+
+
+@pytest.mark.timeout(1200)
+def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
+    """Written with tensor, pipeline, expert and data parallelism at once, and read by others."""
+    lines = []
+    for name, flags in {"one": "", "ep": f"{EP} 2", "tp": f"{TP} 2 {SP}"}.items():
+        go_on = ["--load", str(runs["dp2 tp2 pp2 ep2"]), "--save", str(tmp_path / name)]
+        plain = f"--train-iters 7 {TP} 1 {PP} 1 {EP} 1 --no-sequence-parallel {flags}"
+        lines.append([*go_on, *plain.split()])
+    assert main(lines[0]) == 0
+    for said in run_ranks(_train, 2, lines[1:], timeout_s=300.0):
+        assert said == ["", ""]
+    wanted = tiny_run.losses(tmp_path / "one")
+    assert len(wanted) == 2
+    for name in ("ep", "tp"):
+        assert tiny_run.losses(tmp_path / name) == pytest.approx(wanted, rel=1e-5)
+    whole = tmp_path / "whole"
+    assert main(["--load", str(runs["one True"]), "--save", str(whole), "--train-iters", "7"]) == 0
+    assert wanted == pytest.approx(tiny_run.losses(whole), rel=1e-5)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.redirect_stdout(io.StringIO()):
+            made = _all_runs(Path(folder))
+        for number, layout in enumerate(LAYOUTS):
+            measured = _deviations(made[layout], made[_expected(layout)])
+            if not number:
+                print(f"{'layout':27}" + "".join(f"{name:>19}" for name in measured))
+            print(f"{layout:27}" + "".join(f"{value:19.1e}" for value in measured.values()))
+            sys.stdout.flush()

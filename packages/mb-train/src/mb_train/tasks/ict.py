@@ -1,0 +1,104 @@
+"""Finding the block that a sentence was taken from: ICT, for retrieval."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mb_data
+import numpy as np
+import torch
+from mb_parallel import ParallelMesh
+from mb_parallel.tensor_parallel import Plan
+from torch import Tensor
+
+from mb_train.config import TrainConfig, whole
+from mb_train.models.ict import ICT, LOSS
+from mb_train.tasks.architecture import transformer_config
+from mb_train.tasks.base import DataPaths, Datasets
+from mb_train.tasks.bert import stacked
+
+
+class ICTTask:
+    """See `base.Task`.
+
+    Args:
+        config: the run.
+        tokenizer: with [CLS], [SEP] and [PAD].
+        vocab_size: padded.
+        mesh: over whose data-parallel ranks blocks are gathered.
+
+    Raises:
+        ValueError: tensor or pipeline parallelism, or experts that mb_layers refuses.
+    """
+
+    first_input = "tokens_BS"
+    sentences = True
+
+    def __init__(
+        self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: ParallelMesh
+    ) -> None:
+        if mesh.tp_size > 1 or mesh.pp_size > 1:
+            raise ValueError(
+                "Expected data and expert parallelism alone for --model ict, got tensor-parallel "
+                f"size {mesh.tp_size} and {mesh.pp_size} pipeline stages."
+            )
+        self.loss_weights = {LOSS: "weights_B"}
+        self.sequence_length = 2 * whole(config.seq_length)
+        self.model_config = transformer_config(config, vocab_size)
+        self.tied_parameters: dict[str, str] = {}
+        self._config, self._tokenizer, self._mesh = config, tokenizer, mesh
+
+    def build_model(self, *, compute_dtype: torch.dtype) -> ICT:
+        """Two towers, or one, with fresh weights."""
+        config = self._config
+        return ICT(
+            self.model_config,
+            shared=config.biencoder_shared_query_context_model,
+            projection=config.biencoder_projection_dim,
+            scale_scores=config.retriever_score_scaling,
+            gather=self._gather,
+            rank=self._mesh.dp_rank,
+            compute_dtype=compute_dtype,
+        )
+
+    def tensor_plan(self) -> Plan:
+        """Not reached: see the class."""
+        raise ValueError("Expected no tensor parallelism for --model ict.")
+
+    def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
+        """Megatron's samples over files that were split into sentences, and their titles."""
+        config = self._config
+        if not isinstance(paths, (list, tuple)) or len(paths) != 1:
+            raise ValueError("Expected one --data-path for --model ict, got a blend.")
+        return mb_data.build_ict_datasets(
+            paths[0],
+            titles_prefix=config.titles_data_path,
+            tokenizer=self._tokenizer,
+            split=config.split,
+            seq_length=whole(config.seq_length),
+            num_samples=num_samples,
+            seed=config.seed,
+            query_in_block_prob=config.query_in_block_prob,
+            use_one_sent_docs=config.use_one_sent_docs,
+            cache_dir=config.data_cache_path,
+        )
+
+    def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
+        """See `ICT.forward`."""
+        return {
+            "tokens_BS": stacked(samples, "query_tokens"),
+            "query_valid_BS": stacked(samples, "query_pad_mask"),
+            "block_BS": stacked(samples, "block_tokens"),
+            "block_valid_BS": stacked(samples, "block_pad_mask"),
+            "weights_B": np.ones(len(samples), np.float32),
+        }
+
+    def _gather(self, x_BD: Tensor) -> Tensor:
+        axis = self._mesh.axis("dp")
+        if axis is None:
+            return x_BD
+        from torch.distributed.nn.functional import all_gather
+
+        # Every rank's loss counts for 1 / dp in the gradient: what the others' losses say of these
+        # blocks comes back summed, so nothing is divided here.
+        return torch.cat(all_gather(x_BD, group=axis.get_group()))

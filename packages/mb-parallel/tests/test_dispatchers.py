@@ -53,6 +53,7 @@ CASES = {
     "capacity-by-probability": Case(
         (6, 3), "zipf", config={"capacity_factor": 0.75, "drop_policy": "probability"}
     ),
+    "capacity-at-least": Case(config={"capacity_factor": 0.25, "min_capacity": 3}),
     "capacity-masked": Case(routing="masked", config={"capacity_factor": 0.25}),
 }
 

@@ -183,26 +183,36 @@ def _surround(
     """Capacity over all ranks that share the experts or the tokens; tokens that tp ranks share."""
     config, tp = layer.config, mesh.axis("tp")
     inner: TokenDispatcher = layer.dispatcher
+    eval_inner = layer.eval_dispatcher
     if config.capacity_factor is not None and (mesh.ep_size > 1 or tp is not None):
         if isinstance(inner, LocalDispatcher):
             inner = LocalDispatcher(config.num_experts)
-        group = _capacity_group(mesh)
-        inner = GlobalCapacity(
-            inner,
-            config.num_experts,
-            config.capacity_factor,
-            config.drop_policy,
-            Place(group, name),
-            equal_tokens=equal_tokens,
-        )
+        place, exchange = Place(_capacity_group(mesh), name), inner
+
+        def within(capacity_factor: float) -> TokenDispatcher:
+            return GlobalCapacity(
+                exchange,
+                config.num_experts,
+                capacity_factor,
+                config.drop_policy,
+                place,
+                min_capacity=config.min_capacity,
+                equal_tokens=equal_tokens,
+            )
+
+        inner = within(config.capacity_factor)
+        if config.eval_capacity_factor is not None:
+            eval_inner = within(config.eval_capacity_factor)
     if tp is not None and not sequence_parallel:
         inner = SharedTokens(inner, Place(tp.get_group(), name))
-    layer.dispatcher = inner
+        if eval_inner is not None:
+            eval_inner = SharedTokens(eval_inner, Place(tp.get_group(), name))
+    layer.dispatcher, layer.eval_dispatcher = inner, eval_inner
     axes = ["dp"] if config.balance_over == "global_batch" else []
     if tp is not None and sequence_parallel:
         axes.append("tp")
         layer.register_forward_hook(_mean_losses(Place(tp.get_group(), name)))
-    if axes and layer.reduce_counts is None:
+    if (axes or config.balance_over == "global_batch") and layer.reduce_counts is None:
         layer.reduce_counts = _sum_counts(mesh, axes)
 
 

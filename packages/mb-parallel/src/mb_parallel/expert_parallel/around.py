@@ -35,7 +35,7 @@ class GlobalCapacity:
 
     Args:
         inner: moves the slots that are left.
-        num_experts, capacity_factor, drop_policy: as for `LocalDispatcher`.
+        num_experts, capacity_factor, drop_policy, min_capacity: as for `LocalDispatcher`.
         place: the ranks that share the capacity.
         equal_tokens: every rank always brings as many tokens.
     """
@@ -48,11 +48,13 @@ class GlobalCapacity:
         drop_policy: DropPolicy,
         place: Place,
         *,
+        min_capacity: int = 0,
         equal_tokens: bool = False,
     ) -> None:
         self.inner = inner
         self.num_experts = num_experts
         self.capacity_factor = capacity_factor
+        self.min_capacity = min_capacity
         self.drop_policy = drop_policy
         self.place = place
         self.equal_tokens = equal_tokens
@@ -82,7 +84,11 @@ class GlobalCapacity:
         if self.drop_policy != "position":
             weights_GK = gathered(F.pad(at_least_fp32(weights_TK), padding), self.place)
         bins = bin_within_capacity(
-            ids_GK, self.num_experts, as_ratio(self.capacity_factor), by_weight_TK=weights_GK
+            ids_GK,
+            self.num_experts,
+            as_ratio(self.capacity_factor),
+            min_capacity=self.min_capacity,
+            by_weight_TK=weights_GK,
         )
         kept_GK = (bins.inverse_N >= 0).view_as(ids_GK)
         return kept_GK.chunk(self.place.size)[self.place.rank][:tokens]

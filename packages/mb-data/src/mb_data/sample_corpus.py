@@ -6,12 +6,15 @@ path, always in the same order for one Python version.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import sysconfig
 import zlib
+from collections.abc import Generator
 from pathlib import Path
+from typing import BinaryIO
 
 DEFAULT_MAX_BYTES = 8 << 20
 
@@ -27,32 +30,39 @@ def write_sample_corpus(
     Raises ValueError if not one module fits, or this Python came without its sources.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    target = Path(path)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     written = 0
-    try:
-        with open(temporary, "xb") as file:
-            for source in _modules(library):
-                try:
-                    text = source.read_text("utf-8")
-                except UnicodeDecodeError:  # test data in other encodings
-                    continue
-                if not text.strip():
-                    continue
-                record = {"text": text, "path": source.relative_to(library).as_posix()}
-                line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-                if written + len(line) > max_bytes:
-                    continue
-                file.write(line)
-                written += len(line)
-            file.flush()
-            os.fsync(file.fileno())
+    with written_whole(path) as file:
+        for source in _modules(library):
+            try:
+                text = source.read_text("utf-8")
+            except UnicodeDecodeError:  # test data in other encodings
+                continue
+            if not text.strip():
+                continue
+            record = {"text": text, "path": source.relative_to(library).as_posix()}
+            line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+            if written + len(line) > max_bytes:
+                continue
+            file.write(line)
+            written += len(line)
         if not written:
             raise ValueError(f"no Python source of at most {max_bytes} bytes in {library}")
+    return Path(path)
+
+
+@contextlib.contextmanager
+def written_whole(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
+    """A file to write that gets its name at the end, synced; after an error there is none."""
+    target = Path(path)
+    temporary = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
-    return target
 
 
 def _modules(library: Path) -> list[Path]:

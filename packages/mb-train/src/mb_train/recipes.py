@@ -5,7 +5,7 @@ learns the sample corpus on two CPU cores in about a minute. The others are the 
 MegaBlocks paper (Gale et al., arXiv 2211.15841) as its launch scripts train them: GPT-2 tokens,
 sequences of 1024, 512 of them per step, cosine decay; `dmoe-` and `moe-` have 64 top-1 experts in
 every layer, dropless or with capacity 1. Where a script says fp16, or Adafactor, the recipe says
-bf16 and Adam.
+bf16 and Adam. `17m` is a size below theirs, for frontiers of a few minutes (`runs/frontier.sh`).
 
 `olmoe-1b-7b` and `qwen3-30b-a3b` have the shapes of the published models (Muennighoff et al., arXiv
 2409.02060; Yang et al., arXiv 2505.09388), the former its rates as well; Qwen's are not published.
@@ -51,6 +51,8 @@ class _Size:
 
 
 _SIZES = {
+    # Ours: half the width of the least, heads of the same size, and its rates.
+    "17m": _Size(4, 256, 4, (64, 6e-4), (64, 1.5e-4), dmoe=(64, 6e-4), moe=(64, 1.5e-4)),
     "46m": _Size(6, 512, 8, (64, 6e-4), (64, 1.5e-4), dmoe=(64, 6e-4), moe=(64, 1.5e-4)),
     "125m": _Size(12, 768, 12, (64, 6e-4), (32, 1.5e-4), dmoe=(32, 6e-4), moe=(32, 1.5e-4)),
     "356m": _Size(24, 1024, 16, (32, 6e-4), (16, 1.5e-4), dmoe=(16, 6e-4), moe=(8, 1.5e-4)),

@@ -19,6 +19,7 @@ from mb_data.packing import PackedDataset as PackedDataset
 from mb_data.packing import build_packed_datasets as build_packed_datasets
 from mb_data.preprocess import Summary as Summary
 from mb_data.preprocess import preprocess as preprocess
+from mb_data.sample_corpus import write_documentation_corpus as write_documentation_corpus
 from mb_data.sample_corpus import write_sample_corpus as write_sample_corpus
 from mb_data.sampler import BatchRampup as BatchRampup
 from mb_data.sampler import CyclicSampler as CyclicSampler

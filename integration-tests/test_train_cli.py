@@ -210,3 +210,27 @@ def test_a_run_on_a_gpu_learns_in_bf16(tokens, tmp_path, capsys):
     assert "torch.bfloat16" in capsys.readouterr().out
     losses = tiny_run.losses(tmp_path / "run")
     assert losses[-1] < losses[0] - 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+        "--reset-position-ids --reset-attention-mask --eod-mask-loss",
+        "--moe-balance-over global_batch --deterministic-mode --dataloader-type cyclic "
+        "--moe-layer-freq 2 --moe-shared-expert-intermediate-size 32",
+        "--fp16 --initial-loss-scale 1024 --optimizer adafactor",
+        "--optimizer muon --optimizer-state-dtype bf16 --recompute-granularity selective "
+        "--position-embedding-type rope --normalization RMSNorm --qk-layernorm "
+        "--group-query-attention --num-query-groups 1 --untie-embeddings-and-output-weights",
+    ],
+)
+def test_options_train_and_resume_to_the_bit(tokens, tmp_path, options):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(tiny_run.flags(tokens, whole, options, "--train-iters 6")) == 0
+    assert main(tiny_run.flags(tokens, parts, options, "--train-iters 6 --exit-interval 4")) == 0
+    assert main(["--load", str(parts), "--train-iters", "6"]) == 0
+    expected = tiny_run.losses(whole)
+    assert tiny_run.losses(parts) == expected
+    assert len(expected) == 6
+    assert expected[-1] < expected[0] + 0.1

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from mb_parallel import distributed, rank, world_size
 from mb_train.assemble import assemble
+from mb_train.balance import BalancingBias
 from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig, whole
 from mb_train.metrics import Accumulator
@@ -94,6 +95,7 @@ def ours(sequences: int, *, compiled: bool, ranks: int = 1, **change: object) ->
         config=config, device=device, mesh=mesh, task=task, model=model,
         micro_batch_size=whole(config.micro_batch_size),
         optimizer=build_optimizer(model.parts, config), scaler=None, skipped_samples=0,
+        balancing_bias=BalancingBias(model.parts, config, mesh),
         schedule=build_schedule(config, sequences * ranks),
         batch_sizes=BatchSizes(config, sequences * ranks),
         timers=Timers(device, level=0, option="minmax"),

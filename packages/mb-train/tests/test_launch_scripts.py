@@ -20,14 +20,11 @@ from mb_train.recipes import recipe
 from mb_train.settled import TRANSLATED
 from mb_train.tokenizers import load_tokenizer
 from mb_train.toml_file import to_toml
-from mb_train.unsupported import NOT_YET, not_supported
+from mb_train.unsupported import not_supported
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch_scripts import EARLIER, EXAMPLES, FORK_FLAGS, MEGABLOCKS
 
-# What some of these scripts ask for and the program cannot do yet. A word that leaves
-# `unsupported.NOT_YET` must leave here: the table in docs/scripts.md then says "runs" in more rows.
-WAITED_FOR = {"model", "recompute_method"}
 SCRIPTS = (
     [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]
     + [(f"examples/{name}", model, words) for name, (model, words) in EXAMPLES.items()]
@@ -54,12 +51,7 @@ def test_a_script_is_accepted_verbatim(tmp_path, name, model, words):
     file = tmp_path / "run.toml"
     file.write_text(to_toml(config))
     assert resolve(parse(["--config", str(file)])) == config
-    blocked = set(not_supported(config))
-    assert blocked <= WAITED_FOR, name
-
-
-def test_what_the_scripts_wait_for_is_up_to_date():
-    assert set(NOT_YET) >= WAITED_FOR
+    assert not not_supported(config)
 
 
 @pytest.mark.parametrize("words", ONE_BY_ONE, ids=lambda words: words[0])

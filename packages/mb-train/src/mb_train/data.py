@@ -176,12 +176,15 @@ def batches(
     consumed_samples: int,
     micro_batch_size: int,
     workers: int,
+    cyclic: bool = False,
 ) -> Generator[Batch]:
     """This data-parallel rank's micro-batches from `consumed_samples` on, on the device.
 
-    Ranks that share a model (tensor and pipeline parallel) each read the same samples.
+    Ranks that share a model (tensor and pipeline parallel) each read the same samples. `cyclic`
+    goes through the samples again and again, each time in another order.
     """
-    sampler = mb_data.SequentialSampler(
+    order = mb_data.CyclicSampler if cyclic else mb_data.SequentialSampler
+    sampler = order(
         len(dataset),
         consumed_samples=consumed_samples,
         micro_batch_size=micro_batch_size,

@@ -21,6 +21,7 @@ from mb_parallel.optimizer import describe
 
 from mb_train import run_folder
 from mb_train.assemble import Assembled, assemble
+from mb_train.balance import BalancingBias
 from mb_train.checkpoint import Progress, load_checkpoint
 from mb_train.config import TrainConfig, whole
 from mb_train.data import Data, prepare_data
@@ -129,6 +130,7 @@ class Run:
             )
             self.optimizer = build_optimizer(self.model.parts, config)
             self.scaler = build_scaler(config)
+            self.balancing_bias = BalancingBias(self.model.parts, config, self.mesh)
             # Of steps that an overflow skipped: Megatron's schedule does not count them.
             self.skipped_samples = 0
             if start is not None:

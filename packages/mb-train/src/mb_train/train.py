@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import time
 import warnings
 from collections.abc import Generator, Iterator
@@ -72,6 +73,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         distributed(device_type(config)) as device,
         only_writer(config.save) as recovered,
         stop_signals() as stop,
+        _deterministic(config.deterministic_mode),
     ):
         # torch's checkpoint writer, in whatever thread: one process is what was asked for.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -168,11 +170,15 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> T
         seed_micro_batch(config, iteration, index * mesh.dp_size + mesh.dp_rank)
         run.sign_of_life(f"iteration {iteration + 1} of {run.iterations} is under way")
 
+    def measured(metrics: dict[str, Tensor]) -> None:
+        accumulator.add_pass(metrics)
+        run.balancing_bias.see(metrics)
+
     run.model.train()
     scale = 1.0 if run.scaler is None else run.scaler.scale_on(run.device)
     with run.timers("forward-backward", level=1):
         losses = run.model.executor.step(
-            batches, loss_scale=scale, before=before, measured=accumulator.add_pass
+            batches, loss_scale=scale, before=before, measured=measured
         )
     with run.timers("optimizer", level=1):
         done = clip_and_step(
@@ -183,6 +189,7 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> T
             uncounted=run.model.copies,
         )
         run.optimizer.zero_grad(set_to_none=True)
+        run.balancing_bias.update()
     if run.scaler is not None and done.skipped.item():
         run.skipped_samples += size
     accumulator.add_iteration(losses, done.skipped)
@@ -286,6 +293,7 @@ def _stream(run: Run, dataset: Dataset, *, consumed_samples: int) -> Generator[B
         consumed_samples=consumed_samples,
         micro_batch_size=run.micro_batch_size,
         workers=run.config.num_workers,
+        cyclic=run.config.dataloader_type == "cyclic",
     )
 
 
@@ -344,3 +352,16 @@ def mix(*numbers: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
     return state >> 1
+
+
+@contextlib.contextmanager
+def _deterministic(asked: bool) -> Generator[None]:
+    """torch's own switch, for as long as the context lasts; our kernels add up in a fixed order."""
+    if asked:  # cuBLAS reads it when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(asked or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -17,17 +17,11 @@ ANY: tuple[Any, ...] = ()
 NOT_YET: Mapping[str, tuple[Any, ...]] = {
     # models
     "apply_residual_connection_post_layernorm": ANY,
-    # experts
-    "moe_router_enable_expert_bias": ANY,
-    "moe_balance_over": ("global_batch",),
     # training
-    "deterministic_mode": ANY,
     "cuda_graph": ANY,
     "fp32_residual_connection": ANY,
     # parallelism
     "pipeline_model_parallel_split_rank": ANY,
-    # data
-    "dataloader_type": ANY,
     # logging
     "log_num_zeros_in_grad": ANY,
 }

@@ -73,7 +73,7 @@ class BertTask:
         )
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
-        """See `Bert.forward`; the places to restore come first in a row, then places of weight 0."""
+        """See `Bert.forward`; a row has the places to restore first, then places of weight 0."""
         labels_BS = stacked(samples, "labels")
         places_BM = np.argsort(labels_BS < 0, axis=1, kind="stable")[:, : self._places]
         labels_BM = np.take_along_axis(labels_BS, places_BM, axis=1)

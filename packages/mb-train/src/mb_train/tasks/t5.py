@@ -77,7 +77,7 @@ class T5Task:
             "segments_BS": encoder_BS,
             "valid_BS": encoder_BS,
             "decoder_tokens_BR": stacked(samples, "text_dec"),
-            # Padding of the decoder attends to the encoder's padding, or to itself where it has none.
+            # Padding attends to padding.
             "decoder_segments_BR": decoder_BR,
             "decoder_valid_BR": decoder_BR,
             "labels_BR": np.maximum(labels_BR, 0),

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import warnings
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest

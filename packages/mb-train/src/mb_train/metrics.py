@@ -1,8 +1,8 @@
 """What a run measures: losses and the load of its experts, added up on the device.
 
 Once per log interval the sums travel to the host in one transfer, after they were added up over the
-data-parallel ranks of a pipeline stage; the stages then tell each other of their layers. No step waits for the
-device.
+data-parallel ranks of a pipeline stage; the stages then tell each other of their layers. No step
+waits for the device.
 
 Letters: L layers, E experts.
 """

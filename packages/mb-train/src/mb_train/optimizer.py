@@ -1,4 +1,4 @@
-"""The optimizer of a run and its rates: weights that are matrices decay, biases and norms do not."""
+"""The optimizer of a run and its rates: matrices decay, biases and norms do not."""
 
 from __future__ import annotations
 

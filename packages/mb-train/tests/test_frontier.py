@@ -177,7 +177,7 @@ def test_report_draws_and_says(tmp_path, capsys):
     command = ["report", "--frontier", *map(str, folders), "--output", str(tmp_path / "out")]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "dMoE 3.1M over MoE cf 1.5: at least 0.83 x sooner" in said
+    assert "dMoE 3.1M over MoE cf 1.5: below all of it, whose end took 0.83 x the time" in said
     assert "not at their end: going" in said
     numbers = json.loads((tmp_path / "out" / "frontier.json").read_text())
     over = {(c["point"], c["over"]): c for c in numbers["speed_ups"]}

@@ -113,6 +113,16 @@ def test_a_point_that_stopped_goes_on(frontier, tmp_path):
     assert len(calls["train"]) == 2
 
 
+def test_a_point_killed_after_its_end_is_not_trained_twice(frontier, tmp_path):
+    frontier("dense-17m", "--keep")
+    (tmp_path / "out" / "dense-17m" / "finished").unlink()
+    done, calls = frontier("dense-17m")
+    assert done.returncode == 0
+    assert not calls["train"]
+    assert len(calls["report"]) == 1
+    assert (tmp_path / "out" / "dense-17m" / "finished").exists()
+
+
 def test_no_time_left_starts_nothing(frontier):
     done, calls = frontier("dense-17m", "--minutes", "0")
     assert done.returncode == 0

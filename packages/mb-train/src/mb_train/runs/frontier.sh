@@ -82,6 +82,11 @@ flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
         --eval-interval "$every" --eval-iters 16 --save-interval "$steps"
 }
 
+reached() { # step of the last checkpoint of the point
+    local file=$folder/latest_checkpointed_iteration.txt
+    if [ -e "$file" ]; then cat "$file"; else echo 0; fi
+}
+
 draw() {
     local folder runs=()
     for folder in "$out"/*/; do
@@ -106,17 +111,18 @@ for point in "${points[@]}"; do
         echo "$point: finished before"
         continue
     fi
-    if [ -n "$minutes" ]; then
-        left=$(awk -v m="$minutes" -v s="$SECONDS" 'BEGIN { printf "%.2f", m - s / 60 }')
-        if [[ $left == -* || $left == 0.00 ]]; then echo "$point: no time left"; break; fi
-        flags+=(--exit-duration-in-mins "$left")
+    if [ "$(reached)" != "$steps" ]; then # a finished run that is loaded would go on for its length again
+        if [ -n "$minutes" ]; then
+            left=$(awk -v m="$minutes" -v s="$SECONDS" 'BEGIN { printf "%.2f", m - s / 60 }')
+            if [[ $left == -* || $left == 0.00 ]]; then echo "$point: no time left"; break; fi
+            flags+=(--exit-duration-in-mins "$left")
+        fi
+        if [ "$(reached)" != 0 ]; then flags+=(--load "$folder"); fi
+        echo "$point: $steps steps of $sequences x $length tokens"
+        mb-train "${flags[@]}"
     fi
-    if [ -e "$folder/latest_checkpointed_iteration.txt" ]; then flags+=(--load "$folder"); fi
-    echo "$point: $steps steps of $sequences x $length tokens"
-    mb-train "${flags[@]}"
-    reached=$(cat "$folder/latest_checkpointed_iteration.txt")
-    if [ "$reached" != "$steps" ]; then
-        echo "$point: stopped at step $reached of $steps; the same command goes on"
+    if [ "$(reached)" != "$steps" ]; then
+        echo "$point: stopped at step $(reached) of $steps; the same command goes on"
         break
     fi
     touch "$folder/finished"

@@ -24,6 +24,7 @@
 # A point that finished is not run again. One that was stopped goes on from its checkpoint, to the step.
 # At the end, and after every point, mb-train report --frontier draws what there is.
 set -euo pipefail
+if ! command -v mb-train >/dev/null; then mb-train() { python -m mb_train "$@"; }; fi # not installed: PYTHONPATH
 data= out= tokens=65536000 sequences=64 minutes= keep= dry= gpu=() length=1024
 points=()
 while [ $# -gt 0 ]; do

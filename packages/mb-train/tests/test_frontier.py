@@ -156,8 +156,12 @@ def test_same_size_speed_up_reads_the_curve(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "other", [{"device": "H100"}, {"iters": 200}, {"data_path": ["more"]}, {"seq_length": 32}]
-)
+    "other",
+    [
+        {"device": "H100"}, {"iters": 200}, {"data_path": ["more"]}, {"seq_length": 32},
+        {"eval_iters": 4},
+    ],
+)  # fmt: skip
 def test_runs_that_do_not_belong_together_are_refused(tmp_path, other):
     folders = [finished(tmp_path / "a", 1.0, 3.0), finished(tmp_path / "b", 1.0, 3.0, **other)]
     with pytest.raises(ValueError, match=r"Expected runs of one .* Draw them apart"):

@@ -58,13 +58,13 @@ def test_the_default_points_are_the_papers_families_small_first(frontier):
     found = configs(calls["train"])
     names = [Path(config.save).name for config in found]
     assert names[:5] == ["dense-17m", "dmoe-17m", "moe1-17m", "moe1.5-17m", "moe2-17m"]
-    assert names[-3:] == ["moe2-125m", "dense-46m@2", "dmoe-46m@2"]
-    assert len(names) == 17
+    assert names[-4:] == ["moe2-125m", "dense-46m@2", "dmoe-46m@2", "dense-356m"]
+    assert len(names) == 18
     hidden = [config.hidden_size for config in found[:15]]
     assert hidden == 5 * [256] + 5 * [512] + 5 * [768]
     capacities = [(c.moe_num_experts, c.moe_capacity_factor) for c in found[:5]]
     assert capacities == [(None, 0.0), (64, 0.0), (64, 1.0), (64, 1.5), (64, 2.0)]
-    assert [config.seed for config in found] == 15 * [1234] + 2 * [2]
+    assert [config.seed for config in found] == 15 * [1234] + 2 * [2] + [1234]
     for config in found:
         assert config.global_batch_size * config.seq_length * config.train_iters <= 1_000_000
         assert config.train_iters % config.eval_interval == 0  # the last loss is the end's
@@ -74,7 +74,6 @@ def test_the_default_points_are_the_papers_families_small_first(frontier):
         assert config.lr_warmup_fraction == 0.01
         assert config.lr_decay_style == "cosine"
     assert [config.lr for config in found[::5][:3]] == [2e-3, 1.5e-3, 1e-3]
-    assert len(calls["plan"]) == 17
     assert calls["report"][-1].count("--frontier") == 1
 
 
@@ -114,6 +113,16 @@ def test_a_point_that_stopped_goes_on(frontier, tmp_path):
     assert len(calls["train"]) == 2
 
 
+def test_a_point_killed_after_its_end_is_not_trained_twice(frontier, tmp_path):
+    frontier("dense-17m", "--keep")
+    (tmp_path / "out" / "dense-17m" / "finished").unlink()
+    done, calls = frontier("dense-17m")
+    assert done.returncode == 0
+    assert not calls["train"]
+    assert len(calls["report"]) == 1
+    assert (tmp_path / "out" / "dense-17m" / "finished").exists()
+
+
 def test_no_time_left_starts_nothing(frontier):
     done, calls = frontier("dense-17m", "--minutes", "0")
     assert done.returncode == 0
@@ -122,9 +131,10 @@ def test_no_time_left_starts_nothing(frontier):
 
 
 def test_dry_run_writes_nothing(frontier, tmp_path):
-    done, calls = frontier("--dry-run", "moe1.5-46m@7")
+    done, calls = frontier("--dry-run", "moe1.5-46m@7", "--gpu", "H200")
     assert not calls["train"]
-    assert len(calls["plan"]) == 1
+    (planned,) = calls["plan"]
+    assert planned.startswith("--gpus 1 --gpu H200 --recipe moe-46m")
     assert "--moe-capacity-factor 1.5" in done.stdout
     assert "--seed 7" in done.stdout
     assert not (tmp_path / "out").exists()

@@ -32,7 +32,7 @@ _PROGRAMS = {".py", ".pyi", ".pm", ".pl", ".tcl", ".rb", ".el", ".c", ".cc", ".c
 SUFFIXES = _PROGRAMS | {".h", ".hpp", ".md", ".rst", ".txt", ".pod"}
 NAMES = ("changelog", "README", "NEWS")  # documentation without a suffix
 SKIPPED_FOLDERS = frozenset(("__pycache__", ".git", "encodings", "pydoc_data", "locale", "i18n"))
-MAX_FILE_BYTES = 1 << 20  # beyond it are tables and generated code
+MAX_FILE_BYTES = 1 << 18  # beyond it are tables and generated code
 MIN_FILE_BYTES = 200
 SKETCH, SHINGLE_LINES = 32, 3
 

@@ -32,6 +32,7 @@ from mb_train.run_log import read_log
 _DRAWS = 4000
 # Runs of one picture must agree in these, or their points answer different questions.
 _SHARED = ("train_iters", "global_batch_size", "seq_length", "data_path", "split", "tokenizer")
+_SHARED += ("eval_iters",)  # the validation set is its first so many batches
 
 
 @dataclass(frozen=True)

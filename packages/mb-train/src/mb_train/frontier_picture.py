@@ -39,7 +39,7 @@ def report_frontier(folders: Sequence[Path], output: Path) -> tuple[str, Path, P
         ValueError: folders without a log, runs that do not belong together, or none that finished.
     """
     runs = [read_run(folder) for folder in folders]
-    points = points_of(runs)
+    points = sorted(points_of(runs), key=lambda point: _rank(point.family))
     if not points:
         raise ValueError("Expected a run that came to the end of its schedule, found none.")
     found = _numbers(runs, points)
@@ -113,9 +113,11 @@ def _words(found: dict[str, Any]) -> str:
     for c in found["speed_ups"]:
         if c["speed_up"] is None:
             said = "its curve begins below that loss"
+        elif c["lower_bound"]:
+            said = f"below all of it, whose end took {c['speed_up']:.2f} x the time"
         else:
-            said = f"{'at least ' if c['lower_bound'] else ''}{c['speed_up']:.2f} x sooner"
-        if c["interval_95"] is not None:
+            said = f"{c['speed_up']:.2f} x sooner"
+        if c["interval_95"] is not None and any(c["interval_95"]):
             low, high = ("beyond" if x is None else f"{x:.2f}" for x in c["interval_95"])
             said += f" (95 %: {low} to {high})"
         if c["same_size_speed_up"] is not None:
@@ -129,6 +131,7 @@ def _words(found: dict[str, Any]) -> str:
 def _draw(runs: Sequence[FrontierRun], points: Sequence[Point], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -142,7 +145,7 @@ def _draw(runs: Sequence[FrontierRun], points: Sequence[Point], path: Path) -> N
         }  # fmt: skip
         by_time.plot(run.seconds, run.losses, alpha=0.45, **style)
         by_tokens.plot([t / 1e6 for t in run.tokens], run.losses, **style)
-    for family in dict.fromkeys(run.family for run in runs):
+    for family in sorted({run.family for run in runs}, key=_rank):
         of_family = [p for p in points if p.family == family]
         by_time.plot(
             [p.seconds for p in of_family], [p.loss for p in of_family], "o-",
@@ -150,17 +153,20 @@ def _draw(runs: Sequence[FrontierRun], points: Sequence[Point], path: Path) -> N
         )  # fmt: skip
         for run in (run for p in of_family if len(p.runs) > 1 for run in p.runs):
             by_time.plot(run.seconds[-1], run.losses[-1], "x", color=colors[family], markersize=5)
-        _name_sizes(by_time, of_family, points)
+        if family in _FIXED:  # the others lie between
+            _name_sizes(by_time, of_family, points)
     for shape, dashes in zip(shapes, _DASHES * len(shapes), strict=False):
         by_tokens.plot([], [], color="gray", linestyle=dashes, label=label_of(shape, points))
     # The first losses of a run are far above all that matters.
     low = min(p.loss for p in points)
     high = max(p.loss for p in points)
     margin = max(high - low, 0.02)
-    by_time.set_ylim(low - 0.25 * margin, high + 1.5 * margin)
+    by_time.set_ylim(low - 0.25 * margin, high + 0.8 * margin)
     by_time.set_xscale("log")
     shortest = min(p.seconds for p in points)
     by_time.set_xlim(shortest / 3, 1.6 * max(p.seconds for p in points))
+    for which in (by_time.xaxis.set_major_formatter, by_time.xaxis.set_minor_formatter):
+        which(LogFormatter(minor_thresholds=(2, 0.5)))
     by_time.set_xlabel("seconds of training")
     by_time.set_ylabel("validation loss (nats per token)")
     by_tokens.set_xlabel("million tokens")
@@ -175,9 +181,15 @@ def _draw(runs: Sequence[FrontierRun], points: Sequence[Point], path: Path) -> N
 def _name_sizes(axis: Axes, of_family: Sequence[Point], points: Sequence[Point]) -> None:
     for point in of_family:
         axis.annotate(
-            label_of(point.shape, points), (point.seconds, point.loss), fontsize=7,
-            textcoords="offset points", xytext=(4, 5 if point.family == "dense" else -10),
+            label_of(point.shape, points), (point.seconds, point.loss), fontsize=8,
+            textcoords="offset points", color=_FIXED[point.family],
+            xytext=(5, 5) if point.family == "dense" else (-5, -12),
         )  # fmt: skip
+
+
+def _rank(family: str) -> tuple[int, str]:
+    """Dense, then experts by capacity, then those without one."""
+    return ({"dense": 0, "dMoE": 2}.get(family, 1), family)
 
 
 def _colors(runs: Sequence[FrontierRun]) -> dict[str, str]:

@@ -181,7 +181,8 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
         )
         if config.train_iters is not None:
             hours = config.train_iters * found.step_s / 3600
-            lines.append(f"training      {config.train_iters:,} steps, {hours:,.1f} hours")
+            long = f"{hours:,.1f} hours" if hours >= 0.1 else f"{3600 * hours:,.0f} seconds"
+            lines.append(f"training      {config.train_iters:,} steps, {long}")
     return lines
 
 

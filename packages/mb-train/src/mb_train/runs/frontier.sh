@@ -10,20 +10,22 @@
 #   --length N      tokens of a sequence (1024)
 #   --minutes M     stop after so many: the point under way saves, and the same line goes on with it
 #   --keep          keep the checkpoints of finished points; a dmoe-125m is 44 GB
-#   --dry-run       say what would be run, and mb-train plan's word on it
+#   --dry-run       say what would be run, and what mb-train plan says of it
+#   --gpu NAME      the GPU to plan for (H200, ...), if it is not the one here
 #   POINT           FAMILY-SIZE, of families dense, moe1, moe1.5, moe2, dmoe and the recipes' sizes, with
-#                   @SEED for another seed; default 17m, 46m, 125m of all, then dense-46m and dmoe-46m again
-#                   with a second seed
+#                   @SEED for another seed; default 17m, 46m, 125m of all, dense-46m and dmoe-46m with a
+#                   second seed, and dense-356m, so that the dense curve reaches the losses of experts
 #
 # All points see the same sequences in the same order. The schedule is the paper's, scaled: cosine to a
 # tenth, 1 % warm-up, clipping at 1. No dropout, for nothing is seen twice. Peak rates by size, since the
 # paper's 6e-4 is for steps of 512 sequences and 20 times as many of them: LR_17M, LR_46M, LR_125M
-# (2e-3, 1.5e-3, 1e-3) for dense models, times LR_EXPERTS (1) for those with experts.
+# and LR_356M (2e-3, 1.5e-3, 1e-3, 6e-4) for dense models, times LR_EXPERTS (1) for those with experts.
 #
 # A point that finished is not run again. One that was stopped goes on from its checkpoint, to the step.
 # At the end, and after every point, mb-train report --frontier draws what there is.
 set -euo pipefail
-data= out= tokens=65536000 sequences=64 minutes= keep= dry= length=1024
+if ! command -v mb-train >/dev/null; then mb-train() { python -m mb_train "$@"; }; fi # not installed: PYTHONPATH
+data= out= tokens=65536000 sequences=64 minutes= keep= dry= gpu=() length=1024
 points=()
 while [ $# -gt 0 ]; do
     case $1 in
@@ -35,6 +37,7 @@ while [ $# -gt 0 ]; do
         --minutes) minutes=$2; shift ;;
         --keep) keep=1 ;;
         --dry-run) dry=1 ;;
+        --gpu) gpu=(--gpu "$2"); shift ;;
         --) shift; break ;;
         -*) echo "frontier.sh: expected one of the options at the top of $0, got $1" >&2; exit 2 ;;
         *) points+=("$1") ;;
@@ -54,7 +57,7 @@ if [ "$steps" -lt 1 ]; then
 fi
 if [ ${#points[@]} = 0 ]; then
     for size in 17m 46m 125m; do points+=({dense,dmoe,moe1,moe1.5,moe2}-$size); done
-    points+=(dense-46m@2 dmoe-46m@2)
+    points+=(dense-46m@2 dmoe-46m@2 dense-356m)
 fi
 
 flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
@@ -80,6 +83,11 @@ flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
         --eval-interval "$every" --eval-iters 16 --save-interval "$steps"
 }
 
+reached() { # step of the last checkpoint of the point
+    local file=$folder/latest_checkpointed_iteration.txt
+    if [ -e "$file" ]; then cat "$file"; else echo 0; fi
+}
+
 draw() {
     local folder runs=()
     for folder in "$out"/*/; do
@@ -97,25 +105,25 @@ for point in "${points[@]}"; do
     flags+=("$@" --save "$folder")
     if [ -n "$dry" ]; then
         echo "mb-train ${flags[*]}"
-        mb-train plan --gpus 1 "${flags[@]}" | sed 's/^/    /'
+        mb-train plan --gpus 1 "${gpu[@]}" "${flags[@]}" | sed 's/^/    /'
         continue
     fi
     if [ -e "$folder/finished" ]; then
         echo "$point: finished before"
         continue
     fi
-    if [ -n "$minutes" ]; then
-        left=$(awk -v m="$minutes" -v s="$SECONDS" 'BEGIN { printf "%.2f", m - s / 60 }')
-        if [[ $left == -* || $left == 0.00 ]]; then echo "$point: no time left"; break; fi
-        flags+=(--exit-duration-in-mins "$left")
+    if [ "$(reached)" != "$steps" ]; then # a finished run that is loaded would go on for its length again
+        if [ -n "$minutes" ]; then
+            left=$(awk -v m="$minutes" -v s="$SECONDS" 'BEGIN { printf "%.2f", m - s / 60 }')
+            if [[ $left == -* || $left == 0.00 ]]; then echo "$point: no time left"; break; fi
+            flags+=(--exit-duration-in-mins "$left")
+        fi
+        if [ "$(reached)" != 0 ]; then flags+=(--load "$folder"); fi
+        echo "$point: $steps steps of $sequences x $length tokens"
+        mb-train "${flags[@]}"
     fi
-    if [ -e "$folder/latest_checkpointed_iteration.txt" ]; then flags+=(--load "$folder"); fi
-    echo "$point: $steps steps of $sequences x $length tokens"
-    mb-train plan --gpus 1 "${flags[@]}" | sed 's/^/    /'
-    mb-train "${flags[@]}"
-    reached=$(cat "$folder/latest_checkpointed_iteration.txt")
-    if [ "$reached" != "$steps" ]; then
-        echo "$point: stopped at step $reached of $steps; the same command goes on"
+    if [ "$(reached)" != "$steps" ]; then
+        echo "$point: stopped at step $(reached) of $steps; the same command goes on"
         break
     fi
     touch "$folder/finished"

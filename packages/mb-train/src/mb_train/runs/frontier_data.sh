@@ -8,8 +8,10 @@
 # makes PREFIX.jsonl and PREFIX_text_document.bin and .idx, and PREFIX.txt, which says how large it is, of
 # what, its entropy under gzip, and the bytes of a token. PACKAGES (Python's) and DOCUMENTS (Debian's) are
 # fetched by pip and apt-get and unpacked beside PREFIX, not installed. --split of a run parts it: the
-# documents are shuffled by a seed already, near copies left out.
+# documents are shuffled by a seed already, near copies left out. Points of two machines belong in one
+# picture only if the checksum at the end of PREFIX.txt is the same.
 set -euo pipefail
+if ! command -v mb-data >/dev/null; then mb-data() { python -m mb_data.cli "$@"; }; fi # not installed: PYTHONPATH
 prefix=$1
 shift
 mkdir -p "$(dirname "$prefix")"
@@ -33,4 +35,5 @@ fi
 awk -F', ' '/ tokens, .* bytes of text;/ {
     gsub(",", ""); split($0, w, " "); printf "%.3f bytes per token\n", w[5] / w[3]
 }' "$prefix.partial.txt" | tee -a "$prefix.partial.txt"
+sha256sum "${prefix}_text_document.bin" | cut -d ' ' -f 1 | sed 's/^/sha256 of .bin: /' | tee -a "$prefix.partial.txt"
 mv "$prefix.partial.txt" "$prefix.txt"

@@ -5,6 +5,7 @@ Files that pages link to and that are no Markdown (examples, Dockerfiles) are se
 The reference of a package is one page with the docstrings of its public modules.
 """
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,33 @@ REFERENCE = {
 }
 
 
+def exports(module: str) -> list[str]:
+    """What a package re-exports by `from ... import name as name`, in its order."""
+    package, _, inside = module.partition(".")
+    source = ROOT / "packages" / package.replace("_", "-") / "src" / package / inside
+    init = source / "__init__.py"
+    if not init.exists():
+        return []  # a plain module: its members are its own
+    imports = [
+        node for node in ast.parse(init.read_text()).body if isinstance(node, ast.ImportFrom)
+    ]
+    return [alias.name for node in imports for alias in node.names if alias.name == alias.asname]
+
+
 def reference(package: str) -> str:
-    modules = [package, *(f"{package}.{module}" for module in REFERENCE[package])]
-    return f"# Reference of {package}\n\n" + "\n\n".join(f"::: {module}" for module in modules)
+    """A page of directives: each public module's docstring, then what can be imported from it."""
+    lines = [f"# Reference of {package}"]
+    for module in (package, *(f"{package}.{module}" for module in REFERENCE[package])):
+        names = exports(module)
+        options = "    options: {members: false}" if names else "    options: {heading_level: 2}"
+        lines += [f"::: {module}\n{options}"]
+        lines += [f"::: {module}.{name}\n    options: {{heading_level: 3}}" for name in names]
+    return "\n\n".join(lines)
 
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Replace what mkdocs found in `docs_dir` by the repository's files, at their own paths."""
-    for file in list(files.documentation_pages()) + list(files.media_files()):
+    for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
     for pattern in PATTERNS:
         for path in sorted(ROOT.glob(pattern)):

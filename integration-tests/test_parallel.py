@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import warnings
 import tempfile
 from pathlib import Path
 
@@ -91,7 +92,9 @@ def _tensors(run: Path) -> dict[str, torch.Tensor]:
     folder = max(run.glob("iter_*"))
     entries = _SafeReader(folder).read_metadata().state_dict_metadata
     state = {name: torch.empty(entry.size) for name, entry in entries.items()}
-    dcp.load(state, storage_reader=_SafeReader(folder), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=_SafeReader(folder), no_dist=True)
     return state
 
 

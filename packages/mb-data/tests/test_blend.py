@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from mb_data import blend, reference
 from mb_data.blend import BlendedDataset, blend_order, normalize, parse_blend
+from mb_data.dataset_builder import IndexedDatasetBuilder
 from mb_data.gpt_dataset import GPTDataset, build_gpt_datasets
-from mb_data.indexed_dataset import IndexedDatasetBuilder
 
 
 @pytest.mark.parametrize("kind", ["even", "skewed", "whole"])

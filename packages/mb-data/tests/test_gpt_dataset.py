@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 from mb_data import reference
+from mb_data.dataset_builder import IndexedDatasetBuilder
 from mb_data.gpt_dataset import (
     GPTDataset,
     build_gpt_datasets,
@@ -14,7 +15,7 @@ from mb_data.gpt_dataset import (
     build_sample_idx,
     count_epochs,
 )
-from mb_data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from mb_data.indexed_dataset import IndexedDataset
 from mb_data.split import parse_split
 
 

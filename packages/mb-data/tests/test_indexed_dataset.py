@@ -7,7 +7,7 @@ import random
 import struct
 from functools import partial
 
-import mb_data.indexed_dataset
+import mb_data.dataset_builder
 import numpy as np
 import pytest
 from mb_data import IndexedDataset, IndexedDatasetBuilder
@@ -52,7 +52,7 @@ def golden(dtype, documents=DOCUMENTS):
 @pytest.mark.parametrize("piece", [1, 2, 1 << 20])
 @pytest.mark.parametrize("dtype", CODES)
 def test_bytes_equal_the_layout_table(tmp_path, monkeypatch, dtype, piece):
-    monkeypatch.setattr(mb_data.indexed_dataset, "PIECE", piece)
+    monkeypatch.setattr(mb_data.dataset_builder, "PIECE", piece)
     build(tmp_path / "a", dtype)
     data, index = golden(dtype)
     assert (tmp_path / "a.bin").read_bytes() == data

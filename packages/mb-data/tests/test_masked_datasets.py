@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from mb_data.bert_dataset import BertDataset, build_bert_datasets, trim
 from mb_data.blend import BlendedDataset
+from mb_data.dataset_builder import IndexedDatasetBuilder
 from mb_data.ict_dataset import ICTDataset, build_ict_datasets
-from mb_data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from mb_data.indexed_dataset import IndexedDataset
 from mb_data.masking import Vocabulary, mask_bert, mask_t5
 from mb_data.t5_dataset import T5Dataset, build_t5_datasets
 

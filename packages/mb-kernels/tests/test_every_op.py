@@ -189,7 +189,10 @@ def results(op: Op, tensors: dict[str, torch.Tensor], *, call=None, double=False
     found = found if isinstance(found, tuple) else (found,)
     out = {f"output {i}": t for i, t in enumerate(found)}
     if op.leaves:
-        score = sum((t * torch.linspace(0, 1, t.numel()).view(t.shape)).sum() for t in found)
+        score = sum(
+            (t * torch.linspace(0, 1, t.numel(), device=t.device).view(t.shape)).sum()
+            for t in found
+        )
         grads = torch.autograd.grad(score, [tensors[n] for n in op.leaves])
         out |= {f"gradient of {n}": g for n, g in zip(op.leaves, grads, strict=True)}
     return out
@@ -207,6 +210,18 @@ def elsewhere_in_memory(t: torch.Tensor) -> torch.Tensor:
 def test_any_memory_order(name, argument):
     op = make_op(name)
     got = results(op, op.tensors | {argument: elsewhere_in_memory(op.tensors[argument])})
+    want = results(op, op.tensors, call=op.twin, double=True)
+    for what, value in want.items():
+        assert_close(f"{name}, {argument} with strides: {what}", got[what].float(), value.float())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_any_memory_order_on_a_gpu(name, argument):
+    op = make_op(name)
+    on_gpu = {n: t.cuda() for n, t in op.tensors.items()}
+    got = results(op, on_gpu | {argument: elsewhere_in_memory(on_gpu[argument])})
     want = results(op, op.tensors, call=op.twin, double=True)
     for what, value in want.items():
         assert_close(f"{name}, {argument} with strides: {what}", got[what].float(), value.float())

@@ -5,7 +5,7 @@ import torch
 from mb_kernels import bin_tokens, expert_mlp, is_glu, reference
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, activate, activate_backward
 from mb_kernels.runtime import registration
-from mb_kernels.testing import assert_close, make_expert_ids, relative_error
+from mb_kernels.testing import TOLERANCES, assert_close, make_expert_ids, relative_error
 from torch.utils.flop_counter import FlopCounterMode
 
 CASES = [
@@ -300,3 +300,14 @@ def test_gpt_oss_s_gate_is_its_definition():
     d_a = torch.randn(4, 3, dtype=torch.float64)
     (d_h,) = torch.autograd.grad(want, h, d_a)
     assert_close("d_h", activate_backward(d_a, h.detach(), "swigluoai"), d_h)
+
+
+def test_a_lost_store_of_32_bytes_is_an_error():
+    generator = torch.Generator().manual_seed(0)
+    want = torch.randn(256, 4096, dtype=torch.float64, generator=generator)
+    got = want.bfloat16()
+    assert_close("whole", got, want)
+    got[17, 32:48] = 0
+    assert relative_error(got, want) < TOLERANCES[torch.bfloat16]  # the whole does not tell
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close("torn", got, want)

@@ -269,6 +269,41 @@ def test_more_than_two_to_the_31_weight_elements():
     assert all(torch.isfinite(g).all() for g in got)
 
 
+def test_y_and_dx_beyond_two_to_the_31():
+    tokens, hidden = 2**20 + 128, 2048  # x, y and dx of 2**31 elements and some more
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    w1 = torch.randn(2, 32, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
+    w2 = torch.randn(2, hidden, 32, device="cuda", dtype=torch.bfloat16) / 32**0.5
+    ids = torch.arange(tokens, device="cuda", dtype=torch.int32)[:, None] % 2
+    weights = torch.rand(tokens, 1, device="cuda")
+    torch.use_deterministic_algorithms(False)
+    y = expert_mlp(x, w1, w2, bin_tokens(ids, 2), weights, activation="relu")
+    last = slice(tokens - 64, tokens)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    few = x.detach()[last].double().requires_grad_()
+    arguments = (w1.double(), w2.double(), bin_tokens(ids[last], 2), weights[last].double())
+    want = reference.expert_mlp(few, *arguments, activation="relu")
+    assert_close("y", y[last], want)
+    (d_few,) = torch.autograd.grad(want, few, torch.ones_like(want))
+    assert_close("dx", dx[last], d_few)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_opcheck(top_k):
+    inputs = make_inputs(Case(40, 32, 16, 4, top_k, "skewed"), dtype=torch.bfloat16, device="cuda")
+    bins = inputs["bins"]
+    torch.use_deterministic_algorithms(False)
+    torch.library.opcheck(
+        torch.ops.mb.expert_mlp.default,
+        (
+            *(inputs[n] for n in ("x", "w1", "w2")),
+            *(bins.order_N, bins.inverse_N, bins.offsets_E1, inputs["weights"]),
+            *("swiglu", 16, top_k == 1),
+        ),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
 def test_compiles_without_a_graph_break():
     inputs = layer_inputs()
     y = layer(*inputs)

@@ -155,6 +155,32 @@ def test_autocast_computes_experts_low_and_router_high() -> None:
     assert all(g.dtype == torch.float32 for g in grads)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"score_function": "sigmoid"}, {"mlp_bias": True}, {"shared_expert_hidden_size": 16}],
+    ids=str,
+)
+def test_gradcheck_undefined_gradients_too(overrides: dict) -> None:
+    layer = build(num_experts=3, **overrides)
+    named = dict(layer.named_parameters())
+
+    def outputs(x: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        parameters = dict(zip(named, weights, strict=True))
+        y, aux, _ = functional_call(layer, parameters, (x,))
+        return y, aux
+
+    x = torch.randn(2, 16, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(outputs, (x, *named.values()), fast_mode=True)
+
+
+def test_second_derivatives_are_refused_and_not_wrong() -> None:
+    layer = build()
+    x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
+    loss = layer(x).y.square().sum()
+    with pytest.raises(RuntimeError, match="expected first derivatives"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
 def test_functional_call_uses_the_given_weights() -> None:
     layer = build()
     other = {name: torch.randn_like(p) for name, p in layer.named_parameters()}

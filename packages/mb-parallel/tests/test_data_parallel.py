@@ -8,7 +8,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from mb_layers import MoEConfig, dMoE
 from mb_layers.experts import Experts
-from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts, set_gradient_sync
+from mb_parallel import (
+    ParallelDims,
+    ParallelMesh,
+    apply_data_parallel,
+    parallelize_experts,
+    set_gradient_sync,
+)
 from mb_parallel.optimizer import (
     SGD,
     Adafactor,
@@ -59,25 +65,27 @@ OPTIMIZERS = {
 }
 
 
-def train(dims, zero_stage, name, recompute=None):
+def train(dims, zero_stage, name, recompute=None, device="cpu"):
     """Losses, norms, gradients, and every parameter and moment whole, of five steps.
 
     Micro-batch m goes to rank m % dp. They are of unequal sizes, one has no sample at all; losses
     are weighted so that the mean over ranks is the mean over samples.
     """
-    model, mesh = build(), ParallelDims(**dims).build("cpu")
+    # Without sizes: this process alone, in whatever world.
+    alone = ParallelMesh(ParallelDims(), None, None, None)
+    model, mesh = build().to(device), ParallelDims(**dims).build(device) if dims else alone
     parallelize_experts(model, mesh, dispatcher="all_to_all")
     if recompute is not None:
         apply_recompute(list(model)[:2], recompute)
     apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=zero_stage)
     optimizer = OPTIMIZERS[name](model)
     generator = torch.Generator().manual_seed(1)
-    data = torch.randn(STEPS, MICRO_BATCHES, SAMPLES, WIDTH, generator=generator)
+    data = torch.randn(STEPS, MICRO_BATCHES, SAMPLES, WIDTH, generator=generator).to(device)
     valid = torch.tensor([6, 0, 3, 5])
     history = []
     for step in range(STEPS):
         mine = [m for m in range(MICRO_BATCHES) if m % mesh.dp_size == mesh.dp_rank]
-        total = torch.zeros(())
+        total = torch.zeros((), device=device)
         for m in mine:
             set_gradient_sync(model, m == mine[-1])
             loss = (model(data[step, m, : int(valid[m])]) - 1).square().sum() / valid.sum()
@@ -137,6 +145,20 @@ def test_ranks_match_one_process(results, case, name):
         torch.testing.assert_close(got_history, history, rtol=1e-5, atol=1e-6)
         assert got_state.keys() == state.keys()
         torch.testing.assert_close(got_state, state, rtol=1e-5, atol=2e-6)
+
+
+def train_on_gpus(rank, world_size):
+    cases = [case for case in CASES if case[0] == world_size]
+    alone = {name: train({}, 3, name, device="cuda") for name in {case[3] for case in cases}}
+    for _, *case in cases:
+        for got, want in zip(train(*case, device="cuda"), alone[case[2]], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_match_one():
+    run_ranks(train_on_gpus, 2, device_type="cuda", timeout_s=280.0)
 
 
 class Probe(nn.Linear):

@@ -16,6 +16,7 @@ from mb_layers.config import MoEConfig
 from mb_layers.dispatch import LocalDispatcher
 from mb_layers.moe import MoE, dMoE
 from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts
+from mb_parallel.expert_parallel import choose_dispatcher
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.testing import run_ranks
 
@@ -217,6 +218,48 @@ def test_a_dead_rank_leaves_a_message_that_names_the_place():
     said = r"rank 0 could not exchange counts in the layer with ranks \[0, 1\]"
     with pytest.raises(RuntimeError, match=said):
         run_ranks(_dies, 2)
+
+
+def _budgets(rank, ranks):
+    results = []
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    for routing, budget in (("random", 1.9), ("one", 1.0)):
+        case = Case((6,), routing)
+        layer = _layer(case)
+        parallelize_experts(
+            layer, mesh, dispatcher="all_gather", equal_tokens=True, row_budget=budget
+        )
+        mine = slice(6 * rank, 6 * rank + 6)
+        x, weights, ids, _ = _inputs(case, 2)
+        results.append(_through(layer, x[mine], weights[mine], ids[mine])["y"])
+    return results
+
+
+def test_rows_beyond_the_budget_are_nan_and_never_dropped():
+    case = Case((6,))
+    expected = _through(_layer(case), *_inputs(case, 2)[:3])["y"]
+    (first, over), (second, also_over) = run_ranks(_budgets, 2)
+    assert_close("y", torch.cat((first, second)), expected)
+    assert over.isnan().all()
+    assert also_over.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "top_k", "ep", "problem", "bounded", "chosen"),
+    [
+        ("auto", 1, 2, None, False, "peer"),
+        ("auto", 1, 8, None, False, "all_to_all"),
+        ("auto", 8, 8, None, True, "peer"),
+        ("auto", 8, 4, "no GPU", False, "all_gather"),
+        ("peer", 1, 8, None, False, "peer"),
+        ("peer", 1, 8, "no GPU", False, "all_to_all"),
+        ("all_gather", 1, 8, None, False, "all_gather"),
+    ],
+)
+def test_the_rule_of_choice(wanted, top_k, ep, problem, bounded, chosen):
+    name, why = choose_dispatcher(wanted, top_k, ep, problem, bounded=bounded)
+    assert name == chosen
+    assert ("not peer: no GPU" in why) == (wanted == "peer" and problem is not None)
 
 
 def _evaluated(rank, ranks):

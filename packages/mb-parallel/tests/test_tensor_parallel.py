@@ -16,11 +16,13 @@ from mb_parallel.tensor_parallel import (
     SequenceParallel,
     VocabParallelEmbedding,
     VocabParallelLoss,
+    block_plan,
     parallelize_tensors,
 )
 from mb_parallel.testing import run_ranks
 from tiny_gpt import Options, compare
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 CASES = {
     "dense": Options(),
@@ -178,3 +180,35 @@ def test_one_process_is_left_alone():
     model = tiny_gpt.build(Options())
     parallelize_tensors(model, ParallelDims().build("cpu"), {})
     assert type(model) is tiny_gpt.GPT
+
+
+# The plan of a stack, for a block by itself.
+BLOCK = {
+    name.removeprefix("stack.*."): style for name, style in block_plan(2, blocks="stack").items()
+}
+
+
+def _compiled(rank, world_size):
+    """Gradients of one block eager, recomputed and compiled in one graph."""
+    mesh = ParallelDims(tp=world_size).build("cpu")
+    results = []
+    for mode in ("eager", "recomputed", "compiled"):
+        block = tiny_gpt.build(Options(gated=True)).stack.blocks["0"]
+        parallelize_tensors(block, mesh, BLOCK)
+        x = torch.randn(2, 4, tiny_gpt.D, generator=torch.Generator().manual_seed(rank))
+        if mode == "compiled":
+            block.compile(backend="aot_eager", fullgraph=True)
+        if mode == "recomputed":
+            y = checkpoint(block, x, None, use_reentrant=False)[0]
+        else:
+            y = block(x, None)[0]
+        y.square().sum().backward()
+        results.append({name: tiny_gpt.whole(p.grad) for name, p in block.named_parameters()})
+    return results
+
+
+def test_recomputed_and_compiled_blocks():
+    for eager, *others in run_ranks(_compiled, 2):
+        for other in others:
+            for name, grad in eager.items():
+                torch.testing.assert_close(other[name], grad, rtol=1e-5, atol=1e-6)

@@ -54,6 +54,7 @@ class Options:
     batch: int = 2
     loss_scale: float = 1.0
     first_lighter: int = 0
+    device: str = "cpu"
 
 
 class Output(NamedTuple):
@@ -215,7 +216,7 @@ def data(options):
         total = sum(batch["weights"].sum() for batch in batches)
         for batch in batches:
             batch["weights"] = batch["weights"] / total
-        yield batches
+        yield [{k: v.to(options.device) for k, v in batch.items()} for batch in batches]
 
 
 def build(options):
@@ -226,11 +227,11 @@ def build(options):
             parameter.add_(0.1 * torch.randn_like(parameter))  # no bias is zero, no norm is one
         for table in (model.embedding.tokens, model.embedding.positions):
             table.weight.mul_(0.3)
-    return model
+    return model.to(options.device)
 
 
 def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()).cpu()
 
 
 def call(model, batch):
@@ -284,7 +285,7 @@ def train(rank, world_size, options):
             losses = pipeline.step(batches, loss_scale=options.loss_scale, measured=metrics.append)
             loss = losses["lm loss"]
         else:
-            loss = torch.zeros(())
+            loss = torch.zeros((), device=options.device)
             for batch in batches:
                 set_gradient_sync(stages[0], batch is batches[-1])
                 output = call(stages[0], batch)
@@ -355,7 +356,9 @@ def compare(results, want, tolerance=1e-5):
                 assert sorted(measured) == sorted(expected)
                 for name, value in expected.items():
                     assert measured[name].dtype == value.dtype, name
-                    torch.testing.assert_close(measured[name], value, rtol=1e-5, atol=1e-6)
+                    torch.testing.assert_close(
+                        measured[name].cpu(), value.cpu(), rtol=tolerance, atol=tolerance / 10
+                    )
     assert seen == set(want["parameters"])
     assert worst < tolerance, worst
     return worst

@@ -75,7 +75,6 @@ def test_defaults_derive_from_sizes():
         ({"merge_file": "merges.txt"}, "--vocab-file with --merge-file, got none"),
         ({"vocab_file": "v.txt", "tokenizer": "gpt2"}, "--tokenizer or Megatron's tokenizer"),
         ({"model": "t5"}, "--decoder-seq-length with --model t5"),
-        ({"model": "ict"}, "--titles-data-path with --model ict"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import mb_data
 import mb_train
+import numpy as np
 import pytest
 from mb_data.tokenizer.byte_bpe import byte_to_letter
+from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.flags import build_parser, parse, resolve
 from mb_train.recipes import recipe
@@ -107,6 +109,28 @@ def test_vocabulary_and_merges_make_the_tokenizer_together(tmp_path):
         load_tokenizer(resolve(parse(MEGABLOCKS["dmoe/dmoe_125m_8gpu.sh"])))
     with pytest.raises(ValueError, match="needs both --vocab-file and --merge-file"):
         load_tokenizer(resolve(parse(["--vocab-file", vocab])))
+
+
+def test_a_script_trains(tmp_path, capsys):
+    vocab, merges = write_gpt2(tmp_path)
+    prefix = tmp_path / "text"
+    with mb_data.IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for n in range(20):
+            builder.add_document(np.random.default_rng(n).integers(0, 50_000, 64))
+    words = MEGABLOCKS["dmoe/dmoe_125m_8gpu.sh"]
+    start, end = words.index("--data-path"), words.index("--vocab-file")
+    files = {"/mount/gpt2-vocab.json": vocab, "/mount/gpt2-merges.txt": merges}
+    files["./out"] = str(tmp_path / "out")
+    words = [files.get(word, word) for word in words[:start] + words[end:]]
+    small = f"""--data-path 1.0 {prefix} 2.0 {prefix} --split 80,20,0 --device cpu --num-layers 1
+        --hidden-size 16 --num-attention-heads 1 --seq-length 16 --max-position-embeddings 16
+        --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr-decay-iters 2
+        --eval-iters 1 --log-interval 1 --moe-num-experts 2"""
+    assert main([*words, *small.split()]) == 0
+    out = capsys.readouterr().out
+    assert " > padded vocab (size: 50257) with 943 dummy tokens (new size: 51200)" in out
+    assert " iteration        2/       2 | consumed samples:            8 | " in out
+    assert (tmp_path / "out" / "iter_0000002" / "run.json").is_file()
 
 
 def write_gpt2(folder):

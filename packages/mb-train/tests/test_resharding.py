@@ -6,8 +6,10 @@ own, and vectors that all ranks hold.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from mb_parallel.optimizer import SGD, Adafactor, AdamW, Muon, decay_groups, muon_groups
 from mb_parallel.testing import run_ranks
 from mb_train.checkpoint import CheckpointError, Progress, load_checkpoint
 from mb_train.run_folder import find_checkpoint
@@ -195,3 +197,57 @@ def _damaged(rank, world, folder):
         load_checkpoint(find_checkpoint(folder), build(Layout(), rank, world), None)
     except CheckpointError as error:
         return str(error)
+
+
+OPTIMIZERS = {
+    "adamw": AdamW, "adafactor": Adafactor, "muon": Muon, "sgd": SGD,
+    "momentum": partial(SGD, momentum=0.9),
+}  # fmt: skip
+
+
+def trained(kind, world):
+    """Two steps with the same gradients however the weights are sharded."""
+    model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 5))
+    fill(model)
+    if world > 1:
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+    optimizer = OPTIMIZERS[kind](groups_of(model, kind), lr=0.1)
+    for step in range(2):
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator().manual_seed(step + len(name))
+            gradient = torch.randn(parameter.shape, generator=generator)
+            if isinstance(parameter, DTensor):
+                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            parameter.grad = gradient
+        optimizer.step()
+    return model, optimizer
+
+
+def groups_of(model, kind):
+    make_groups = muon_groups if kind == "muon" else decay_groups
+    return [group for group in make_groups(model, 0.01) if group["params"]]
+
+
+def _save_optimizers(rank, world, folder):
+    for kind in OPTIMIZERS:
+        model, optimizer = trained(kind, world)
+        saver = Saver(folder / kind)
+        saver.save(model, optimizer, Progress(1, 1), config={}, identity={}, data={})
+        assert saver.latest == 1
+
+
+def test_the_state_of_every_optimizer_is_resharded(tmp_path):
+    run_ranks(_save_optimizers, 2, tmp_path)
+    for kind in OPTIMIZERS:
+        model, expected = trained(kind, 1)
+        other = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 5))
+        optimizer = OPTIMIZERS[kind](groups_of(other, kind), lr=0.1)
+        load_checkpoint(find_checkpoint(tmp_path / kind), other, optimizer)
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(theirs, mine)
+            before, after = expected.state.get(mine, {}), optimizer.state.get(theirs, {})
+            assert before.keys() == after.keys()
+            for name, value in before.items():
+                torch.testing.assert_close(after[name], value, msg=f"{kind}: {name}")

@@ -6,6 +6,7 @@ import pytest
 from mb_train.generate import Completion
 from mb_train.serve import Request, application
 
+pytest.importorskip("httpx")
 testclient = pytest.importorskip("starlette.testclient")
 
 

@@ -5,6 +5,7 @@ from mb_data.bert_dataset import BertDataset as BertDataset
 from mb_data.bert_dataset import build_bert_datasets as build_bert_datasets
 from mb_data.blend import BlendedDataset as BlendedDataset
 from mb_data.books import Progress as Progress
+from mb_data.dataset_builder import IndexedDatasetBuilder as IndexedDatasetBuilder
 from mb_data.documents import DocumentLayout as DocumentLayout
 from mb_data.documents import document_layout as document_layout
 from mb_data.fill_in_the_middle import FillInTheMiddle as FillInTheMiddle
@@ -14,11 +15,11 @@ from mb_data.gpt_dataset import build_gpt_datasets as build_gpt_datasets
 from mb_data.ict_dataset import ICTDataset as ICTDataset
 from mb_data.ict_dataset import build_ict_datasets as build_ict_datasets
 from mb_data.indexed_dataset import IndexedDataset as IndexedDataset
-from mb_data.indexed_dataset import IndexedDatasetBuilder as IndexedDatasetBuilder
 from mb_data.packing import PackedDataset as PackedDataset
 from mb_data.packing import build_packed_datasets as build_packed_datasets
 from mb_data.preprocess import Summary as Summary
 from mb_data.preprocess import preprocess as preprocess
+from mb_data.sample_corpus import write_documentation_corpus as write_documentation_corpus
 from mb_data.sample_corpus import write_sample_corpus as write_sample_corpus
 from mb_data.sampler import BatchRampup as BatchRampup
 from mb_data.sampler import CyclicSampler as CyclicSampler

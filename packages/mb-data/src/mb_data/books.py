@@ -49,6 +49,7 @@ class Books(AbstractContextManager):
         skip: bool,
         line_limit: int,
         first: Block | None = None,
+        shard: tuple[int, int] | None = None,
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
         self.partial = partial
@@ -56,6 +57,10 @@ class Books(AbstractContextManager):
         self.line_limit = line_limit
         self.on_progress = on_progress
         self.total = 0 if any(s.stream for s in sources) else sum(s.size for s in sources)
+        self.start = 0  # position of a shard's first byte
+        if shard and self.total:
+            self.start = self.total * shard[0] // shard[1]
+            self.total = self.total * (shard[0] + 1) // shard[1] - self.start
         self.first = first  # of a shard, it may lie in the middle of a file
         self.placed = self.saved = partial.state
         self.states: dict[int, State] = {}
@@ -140,12 +145,12 @@ class Books(AbstractContextManager):
     def _progress(self) -> Progress:
         start, now = self.partial.state, self.placed
         return Progress(
-            position=now.position,
+            position=min(max(now.position - self.start, 0), self.total or now.position),
             total=self.total,
             documents=now.documents,
             text_bytes=now.text_bytes,
             seconds=time.perf_counter() - self.started,
-            resumed_position=start.position,
+            resumed_position=max(start.position - self.start, 0),
             resumed_documents=start.documents,
             resumed_text_bytes=start.text_bytes,
         )

@@ -1,5 +1,5 @@
 """The command line: ``mb-data preprocess | inspect | validate | merge | shuffle | decode |
-convert | sample-corpus``. Wrong input is one line on stderr and exit code 2."""
+convert | sample-corpus | machine-corpus``. Wrong input is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from mb_data import __version__
@@ -163,6 +164,19 @@ def _parser() -> _Parser:
     command.add_argument("output")
     command.add_argument("--max-bytes", type=int, default=DEFAULT_MAX_BYTES)
     command.set_defaults(run=_sample_corpus, parser=command)
+
+    command = commands.add_parser(
+        "machine-corpus", help="write the machine's sources and documentation, each text once"
+    )
+    command.add_argument("output")
+    command.add_argument("--max-bytes", type=int, help="stop at so much text; default all")
+    command.add_argument("--seed", type=int, default=1234, help="of the order; default 1234")
+    command.add_argument(
+        "--add", action="append", default=[], metavar="NAME=FOLDER",
+        help="a folder to take as well, under that name; several times for several",
+    )  # fmt: skip
+    command.add_argument("--only-added", action="store_true", help="nothing but --add")
+    command.set_defaults(run=_machine_corpus, parser=command)
     return parser
 
 
@@ -334,6 +348,25 @@ def _convert(options: argparse.Namespace) -> None:
 def _sample_corpus(options: argparse.Namespace) -> None:
     path = write_sample_corpus(options.output, max_bytes=options.max_bytes)
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+
+
+def _machine_corpus(options: argparse.Namespace) -> None:
+    from mb_data.machine_corpus import machine_folders, write_machine_corpus
+
+    folders = {} if options.only_added else machine_folders()
+    for word in options.add:
+        name, equals, folder = word.partition("=")
+        if not (equals and name and "/" not in name):
+            raise ValueError(f"Expected NAME=FOLDER for --add, got {word!r}.")
+        folders[name] = Path(folder)
+    facts = write_machine_corpus(
+        options.output, folders=folders, max_bytes=options.max_bytes, seed=options.seed
+    )
+    print(f"{options.output}: {facts.documents:,} documents, {facts.text_bytes:,} bytes of text")
+    for name, size in sorted(facts.origins.items(), key=lambda item: -item[1]):
+        print(f"  {name}: {size:,} bytes, {100 * size / facts.text_bytes:.1f} %")
+    print(f"  left out: {facts.copies:,} copies and near copies, {facts.unfit:,} that are no text")
+    print(f"  gzip: {facts.gzip_bits_per_byte:.3f} bits per byte")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
+from mb_data.dataset_builder import IndexedDatasetBuilder
 from mb_data.indexed_dataset import (
     DTYPES,
     HEADER,
     LEGACY_MAGIC,
     IndexedDataset,
-    IndexedDatasetBuilder,
     bin_path,
     idx_path,
 )

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mb_data.indexed_dataset import bin_path, idx_path, sync_directory, write_index
+from mb_data.dataset_builder import sync_directory, write_index
+from mb_data.indexed_dataset import bin_path, idx_path
 
 LOCK_PATIENCE = 2.0  # seconds: workers of a killed run hold its lock until they notice
 

@@ -177,7 +177,7 @@ def preprocess(
         "dtype": job.dtype.str,
         "block_bytes": block_bytes,
     }
-    total = sum(source.size for source in sources)
+    total = max(1, sum(source.size for source in sources))
 
     def mine(position: int) -> bool:
         return shard is None or position * shard[1] // total == shard[0]
@@ -206,6 +206,7 @@ def preprocess(
             first=next(blocks(sources, block_bytes, max_line_bytes, mine=mine), None)
             if shard
             else None,
+            shard=shard,
             on_progress=on_progress,
         )
         todo = enumerate(blocks(sources, block_bytes, max_line_bytes, mine=mine))

@@ -1,17 +1,25 @@
-"""Real text that is on every machine: the sources of the running Python's standard library.
+"""Real text that is on every machine: the standard library of the running Python.
 
-``write_sample_corpus`` makes a JSON Lines file of them, one module per line with its text and its
-path, always in the same order for one Python version.
+``write_sample_corpus`` makes a JSON Lines file of its sources, one module per line with its text and
+its path; ``write_documentation_corpus`` one of its docstrings, which are sentences where sources
+are not. Always in the same order for one Python version.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import inspect
 import json
 import os
+import re
 import secrets
 import sysconfig
+import warnings
 import zlib
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 DEFAULT_MAX_BYTES = 8 << 20
 
@@ -26,33 +34,123 @@ def write_sample_corpus(
 
     Raises ValueError if not one module fits, or this Python came without its sources.
     """
-    library = Path(sysconfig.get_path("stdlib"))
+    library = _library()
+
+    def records() -> Iterator[dict[str, str]]:
+        for source, text in _sources(library):
+            yield {"text": text, "path": source.relative_to(library).as_posix()}
+
+    return _write(path, records(), max_bytes, "Python source", library)
+
+
+def write_documentation_corpus(
+    path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
+) -> Path:
+    """Write what the library says of itself, at most ``max_bytes`` long; returns the path.
+
+    Each line is ``{"text": docstrings, "title": "json decoder JSONDecoder"}``: of a module with its
+    functions, or of a class with its methods, if they are two sentences or more. Without prompts
+    of the interpreter and what is indented below the text: examples, tables, drawings.
+
+    Raises ValueError if not one document fits, or this Python came without its docstrings.
+    """
+    library = _library()
+
+    def records() -> Iterator[dict[str, str]]:
+        for source, text in _sources(library):
+            name = source.relative_to(library).with_suffix("").as_posix().replace("/", " ")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)
+                try:
+                    module = ast.parse(text)
+                except SyntaxError:  # a module of another version, kept for its converter
+                    continue
+            for owner, title in _owners(module, name.removesuffix(" __init__")):
+                prose = _docstrings(owner)
+                if len(prose.split(". ")) > 1:
+                    yield {"text": prose, "title": title}
+
+    return _write(path, records(), max_bytes, "docstrings", library)
+
+
+_Owner = ast.Module | ast.ClassDef
+
+
+def _owners(module: ast.Module, name: str) -> Iterator[tuple[_Owner, str]]:
+    """The module and its classes, with their names."""
+    yield module, name
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            yield node, f"{name} {node.name}"
+
+
+def _docstrings(owner: _Owner) -> str:
+    """The prose of a module or class and of the functions right in it, a paragraph for each."""
+    nodes = [
+        owner,
+        *(n for n in owner.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))),
+    ]
+    found = (ast.get_docstring(node, clean=False) for node in nodes)
+    return "\n\n".join(filter(None, (_prose(text) for text in found if text)))
+
+
+def _prose(docstring: str) -> str:
+    """A docstring without what is indented, on one line, its last sentence ended."""
+    lines = inspect.cleandoc(docstring).splitlines()
+    kept = [line for line in lines if not re.match(r"\s|>>>|\.\.\.|[-=+*|_~^#]{3}", line)]
+    prose = " ".join(" ".join(kept).split())
+    return f"{prose}." if prose and prose[-1].isalnum() else prose
+
+
+def _library() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _write(
+    path: str | os.PathLike[str],
+    records: Iterable[dict[str, str]],
+    max_bytes: int,
+    what: str,
+    library: Path,
+) -> Path:
+    """Write the records that fit, one a line, whole or not at all."""
+    written = 0
+    with written_whole(path) as file:
+        for record in records:
+            line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+            if written + len(line) > max_bytes:
+                continue
+            file.write(line)
+            written += len(line)
+        if not written:
+            raise ValueError(f"no {what} of at most {max_bytes} bytes in {library}")
+    return Path(path)
+
+
+@contextlib.contextmanager
+def written_whole(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
+    """A file to write that gets its name at the end, synced; after an error there is none."""
     target = Path(path)
     temporary = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
-    written = 0
     try:
         with open(temporary, "xb") as file:
-            for source in _modules(library):
-                try:
-                    text = source.read_text("utf-8")
-                except UnicodeDecodeError:  # test data in other encodings
-                    continue
-                if not text.strip():
-                    continue
-                record = {"text": text, "path": source.relative_to(library).as_posix()}
-                line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-                if written + len(line) > max_bytes:
-                    continue
-                file.write(line)
-                written += len(line)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        if not written:
-            raise ValueError(f"no Python source of at most {max_bytes} bytes in {library}")
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
-    return target
+
+
+def _sources(library: Path) -> Iterator[tuple[Path, str]]:
+    """Modules and their texts, those that have one."""
+    for source in _modules(library):
+        try:
+            text = source.read_text("utf-8")
+        except UnicodeDecodeError:  # test data in other encodings
+            continue
+        if text.strip():
+            yield source, text
 
 
 def _modules(library: Path) -> list[Path]:

@@ -14,12 +14,13 @@ from mb_kernels.activation import is_glu
 from mb_kernels.expert_mlp import expert_mlp
 from mb_kernels.routing import bin_tokens
 
-# Relative Frobenius error against float64, by the dtype computed in.
+# Relative Frobenius error against float64, by the dtype computed in. A rounding to bfloat16 is
+# 1e-3 of it; the reference on a CPU, which rounds after every step, comes to 4.8e-3.
 TOLERANCES = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
     torch.float16: 2e-3,
-    torch.bfloat16: 1e-2,
+    torch.bfloat16: 5e-3,
 }
 
 ROUTINGS = ("uniform", "skewed", "one_expert", "empty_experts")
@@ -32,12 +33,33 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return (got - want).norm().item() / (scale if scale > 0 else 1.0)
 
 
+# Of 16-bit results no row may be further off than this many tolerances: a lost store of 32 bytes is
+# nothing to a whole matrix, and 12 tolerances to a row of 4096.
+ROW_TOLERANCES = 6
+
+
+def worst_row_error(got: Tensor, want: Tensor) -> float:
+    """The largest ‖got - want‖ of a row over ‖want‖ of that row, or of a mean row if larger."""
+    got, want = (t.detach().double().cpu().flatten(0, -2) for t in (got, want))
+    norms = want.norm(dim=-1)
+    scale = norms.clamp(min=norms.square().mean().sqrt().clamp(min=1e-30))
+    return ((got - want).norm(dim=-1) / scale).max().item()
+
+
+def error(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
+    """What ``TOLERANCES`` bounds: of the whole, and of 16-bit matrices the worst row's share."""
+    whole = relative_error(got, want)
+    if dtype.itemsize > 2 or got.ndim < 2 or got.numel() == 0:
+        return whole
+    return max(whole, worst_row_error(got, want) / ROW_TOLERANCES, key=lambda e: (e != e, e))
+
+
 def assert_close(name: str, got: Tensor, want: Tensor, *, dtype: torch.dtype | None = None) -> None:
     """Fail unless ``got`` is ``want`` within the tolerance of ``dtype`` (default: got's)."""
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     tolerance = TOLERANCES[dtype or got.dtype]
-    error = relative_error(got, want)
-    assert error <= tolerance, f"{name}: relative error {error:.2e} above {tolerance:.0e}"
+    found = error(got, want, dtype or got.dtype)
+    assert found <= tolerance, f"{name}: relative error {found:.2e} above {tolerance:.0e}"
 
 
 def make_expert_ids(
@@ -134,4 +156,4 @@ def expert_mlp_errors(
     got = run_expert_mlp(expert_mlp, inputs, activation=case.activation, **options)
     exact = make_inputs(case, dtype=torch.float64, device=device)
     want = run_expert_mlp(reference.expert_mlp, exact, activation=case.activation)
-    return {name: relative_error(got[name], want[name]) for name in want}
+    return {name: error(got[name], want[name], dtype) for name in want}

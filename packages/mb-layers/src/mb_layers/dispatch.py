@@ -30,6 +30,8 @@ class Dispatched(NamedTuple):
         before capacity drops any. A slot of expert id -1 is none: a padded token's, say.
     kept_slots: scalar, how many of those slots survive capacity.
     state: whatever `combine` needs.
+    max_rows: the most slots that the experts of this rank can have got, for `expert_mlp`; None:
+        all of R K.
     """
 
     x_RD: Tensor
@@ -38,6 +40,7 @@ class Dispatched(NamedTuple):
     tokens_per_expert_E: Tensor
     kept_slots: Tensor
     state: Any = None
+    max_rows: int | None = None
 
 
 class TokenDispatcher(Protocol):

@@ -67,7 +67,9 @@ class _StackedMLP(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def run(self, x_RD: Tensor, bins: Bins, weights_RK: Tensor) -> Tensor:
+    def run(
+        self, x_RD: Tensor, bins: Bins, weights_RK: Tensor, *, max_rows: int | None = None
+    ) -> Tensor:
         """Return y_RD, each token's weighted sum over the experts that `bins` gives it."""
         config = self.config
         num_experts = bins.offsets_E1.shape[0] - 1
@@ -88,8 +90,11 @@ class _StackedMLP(nn.Module):
         elif config.mlp_impl == "sparse":
             y_RD = mb_kernels.sparse_expert_mlp(*arguments, **options)
         else:
-            bits = config.saved_activation_bits
-            y_RD = mb_kernels.expert_mlp(*arguments, **options, saved_activation_bits=bits)
+            options |= {
+                "saved_activation_bits": config.saved_activation_bits,
+                "max_rows": max_rows,
+            }
+            y_RD = mb_kernels.expert_mlp(*arguments, **options)
         return y_RD if y_RD.shape[1] == hidden else y_RD[:, :hidden]
 
     def local_parameters(self, num_experts: int) -> list[Tensor | None]:
@@ -171,7 +176,9 @@ class Experts(_StackedMLP):
 
     def forward(self, dispatched: Dispatched) -> Tensor:
         """Return y_RD: each token's sum over its experts, weighted by its routing weights."""
-        return self.run(dispatched.x_RD, dispatched.bins, dispatched.weights_RK)
+        return self.run(
+            dispatched.x_RD, dispatched.bins, dispatched.weights_RK, max_rows=dispatched.max_rows
+        )
 
     def extra_repr(self) -> str:
         config = self.config

@@ -92,12 +92,14 @@ def load_checkpoint(path: Path, model: Modules, optimizer: Optimizers) -> None:
         shapes[name] = tuple(entry.size)
     if optimizer is None:
         shapes = {name: size for name, size in shapes.items() if not name.startswith("optimizer.")}
-    elif not any(name.startswith("optimizer.") for name in shapes):
-        raise CheckpointError(
-            f"{path} was saved without optimizer state. Add --no-load-optim or --finetune."
-        )
     else:
-        _make_optimizer_state(model, optimizer, shapes)
+        _make_optimizer_state(optimizer)
+        saved_state = any(name.startswith("optimizer.") for name in shapes)
+        if not saved_state and any(_optimizer_entries(model, optimizer)):
+            raise CheckpointError(
+                f"{path} was saved without optimizer state. Add --no-load-optim or --finetune."
+            )
+        _forget_state(model, optimizer, shapes)
     state = tensors_of(model, optimizer)
     _compare(path, _over_ranks({n: tuple(t.shape) for n, t in state.items()}), shapes)
     with quiet():
@@ -164,14 +166,8 @@ def _named(model: Modules) -> Iterator[tuple[nn.Parameter, str]]:
             yield parameter, plain_name(name)
 
 
-def _make_optimizer_state(
-    model: Modules, optimizer: Optimizers, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Have every optimizer make its state, by a step that changes nothing, to load into.
-
-    A parameter of which the checkpoint has no state had none when it was saved (it never got a
-    gradient), and has none again.
-    """
+def _make_optimizer_state(optimizer: Optimizers) -> None:
+    """Have every optimizer make its state, by a step that changes nothing, to load into."""
     for one in as_list(optimizer):
         if one.state:
             continue
@@ -184,6 +180,12 @@ def _make_optimizer_state(
         one.zero_grad(set_to_none=True)
         for group, lr in zip(one.param_groups, rates, strict=True):
             group["lr"] = lr
+
+
+def _forget_state(
+    model: Modules, optimizer: Optimizers, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Drop the state of parameters that had none when they were saved: they got no gradient."""
     with_state = {name.split(".", 2)[2] for name in shapes if name.startswith("optimizer.")}
     for parameter, name in _named(model):
         for one in as_list(optimizer):

@@ -34,11 +34,23 @@ def report(arguments: Sequence[str]) -> int:
     parser = Parser(prog="mb-train report", description="Draw the curves of one run or several.")
     parser.add_argument("run", nargs="+", help="run folder; several are drawn side by side")
     parser.add_argument("--output", help="folder for picture and page; default the run's")
+    parser.add_argument(
+        "--frontier", action="store_true",
+        help="loss against training time of finished runs, a curve for each family; "
+        "picture and numbers go to --output, default the current folder",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
+    runs = [Path(run) for run in options.run]
+    output = None if options.output is None else Path(options.output)
+    if options.frontier:
+        from mb_train.frontier_picture import report_frontier
+
+        text, picture, numbers = report_frontier(runs, output or Path())
+        print(f"{text}\npicture: {picture}\nnumbers: {numbers}")
+        return 0
     from mb_train.report import report
 
-    output = None if options.output is None else Path(options.output)
-    text, picture, page = report([Path(run) for run in options.run], output)
+    text, picture, page = report(runs, output)
     print(f"{text}\npicture: {picture}\npage: {page}")
     return 0
 

@@ -1,7 +1,8 @@
 """Token files, datasets and batches of a run.
 
 With no `--data-path` a run reads text that is on every machine: the running Python's own library,
-written as JSON Lines and tokenized once into the run folder. Batches are prepared ahead by a few
+its source or, where a task wants sentences, its docstrings, written as JSON Lines and tokenized once
+into the run folder. Batches are prepared ahead by a few
 threads, in the sampler's order whatever thread is first.
 """
 
@@ -68,7 +69,7 @@ def prepare_data(
         OSError: no such file.
     """
     parts = config.data_by_part()
-    paths = parts or config.data_path or [_sample_corpus(config, folder, say)]
+    paths = parts or config.data_path or [_sample_corpus(config, task, folder, say)]
     given = paths.values() if isinstance(paths, dict) else [paths]
     prefixes = [path for words in given for path in words or () if not _is_number(path)]
     _check_files(prefixes)
@@ -113,22 +114,33 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _sample_corpus(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> str:
-    text = folder / "sample.jsonl"
+def _sample_corpus(
+    config: TrainConfig, task: Task, folder: Path, say: Callable[[str], None]
+) -> str:
+    sentences = task.sentences
+    text = folder / ("documentation.jsonl" if sentences else "sample.jsonl")
     tokenizer = load_tokenizer(config)
     name = "".join(c if c.isalnum() else "-" for c in tokenizer.name)
     output = folder / f"sample-{name}"
-    prefix = f"{output}_text_document"
+    prefix = f"{output}_text_{'sentence' if sentences else 'document'}"
 
     def make() -> None:
         if Path(f"{prefix}.idx").exists() and Path(f"{prefix}.bin").exists():
             say(f"data: {prefix}.bin, made by an earlier run")
             return
         folder.mkdir(parents=True, exist_ok=True)
-        if not text.exists():
+        if not text.exists() and sentences:
+            mb_data.write_documentation_corpus(text, max_bytes=_SAMPLE_BYTES)
+            say(f"data: wrote {text}, the docstrings of Python's own library")
+        elif not text.exists():
             mb_data.write_sample_corpus(text, max_bytes=_SAMPLE_BYTES)
             say(f"data: wrote {text}, the source of Python's own library")
-        summary = mb_data.preprocess(text, output, tokenizer=tokenizer, append_eod=True, workers=1)
+        common: dict[str, Any] = {"tokenizer": tokenizer, "workers": 1}
+        if sentences:  # titles first: what is there last says that all is
+            mb_data.preprocess(text, output, json_keys=("title",), **common)
+            summary = mb_data.preprocess(text, output, split_sentences=True, **common)
+        else:
+            summary = mb_data.preprocess(text, output, append_eod=True, **common)
         say(
             f"data: {summary.documents} documents, {summary.tokens} tokens in "
             f"{summary.seconds:.1f} s: {prefix}.bin"

@@ -137,11 +137,12 @@ def _check_optional(facts: list[str], problems: list[str]) -> None:
 
 
 def _nccl_version() -> str:
-    import torch
 
     try:
-        version = torch.cuda.nccl.version()
-    except (AttributeError, RuntimeError):  # a build without it
+        from torch.cuda import nccl
+
+        version = nccl.version()
+    except (ImportError, AttributeError, RuntimeError):  # a build without it
         return "none"
     return ".".join(map(str, version)) if isinstance(version, tuple) else f"{version}"
 

@@ -8,6 +8,7 @@ the three methods here.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,10 +33,9 @@ def evaluate(trained: Trained, tasks: Sequence[str], *, batch_size: int = 8) -> 
         ValueError: lm_eval is not installed, or does not know a task.
     """
     model = harness_model(trained, batch_size=batch_size)
-    import lm_eval
-
+    simple_evaluate = importlib.import_module("lm_eval").simple_evaluate
     try:
-        found = lm_eval.simple_evaluate(model=model, tasks=list(tasks))
+        found = simple_evaluate(model=model, tasks=list(tasks))
     except KeyError as error:
         raise ValueError(f"Expected tasks that lm_eval knows, got {error}.") from None
     return {} if found is None else found["results"]
@@ -43,13 +43,13 @@ def evaluate(trained: Trained, tasks: Sequence[str], *, batch_size: int = 8) -> 
 
 def _class() -> type:
     try:
-        from lm_eval.api.model import LM
+        base: Any = importlib.import_module("lm_eval.api.model").LM
     except ImportError:
         raise ValueError(
             "Expected lm_eval for this task, found none. Install it with pip install lm_eval."
         ) from None
 
-    class MBTrainLM(LM):
+    class MBTrainLM(base):
         """Log-likelihoods and continuations by a GPT of this package."""
 
         def __init__(self, trained: Trained, batch_size: int) -> None:

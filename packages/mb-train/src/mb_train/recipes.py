@@ -5,7 +5,7 @@ learns the sample corpus on two CPU cores in about a minute. The others are the 
 MegaBlocks paper (Gale et al., arXiv 2211.15841) as its launch scripts train them: GPT-2 tokens,
 sequences of 1024, 512 of them per step, cosine decay; `dmoe-` and `moe-` have 64 top-1 experts in
 every layer, dropless or with capacity 1. Where a script says fp16, or Adafactor, the recipe says
-bf16 and Adam.
+bf16 and Adam. `17m` is a size below theirs, for frontiers of a few minutes (`runs/frontier.sh`).
 
 `olmoe-1b-7b` and `qwen3-30b-a3b` have the shapes of the published models (Muennighoff et al., arXiv
 2409.02060; Yang et al., arXiv 2505.09388), the former its rates as well; Qwen's are not published.
@@ -37,6 +37,36 @@ def quickstart() -> Recipe:
     }  # fmt: skip
 
 
+def bert_quickstart() -> Recipe:
+    """A BERT with experts that restores words of Python's docstrings."""
+    return _sentences("bert") | {"seq_length": 64, "train_iters": 400, "lr": 3e-3, "min_lr": 3e-4}
+
+
+def t5_quickstart() -> Recipe:
+    """A T5 with experts that writes the spans which were taken out of Python's docstrings."""
+    return _sentences("t5") | {
+        "seq_length": 64, "decoder_seq_length": 24, "position_embedding_type": "relative",
+        "vocab_extra_ids": 20, "train_iters": 300, "lr": 3e-3, "min_lr": 3e-4,
+    }  # fmt: skip
+
+
+def ict_quickstart() -> Recipe:
+    """A retriever with one tower that finds the docstring which a sentence was taken from."""
+    return _sentences("ict") | {
+        "seq_length": 96, "micro_batch_size": 32, "train_iters": 200, "lr": 2e-3, "min_lr": 2e-4,
+        "biencoder_shared_query_context_model": True, "retriever_score_scaling": True,
+        "eval_iters": 10, "moe_num_experts": 4, "moe_top_k": 1,
+    }  # fmt: skip
+
+
+def _sentences(model: str) -> Recipe:
+    return quickstart() | {
+        "model": model, "activation": "gelu", "micro_batch_size": 16, "eval_iters": 8,
+        "eval_interval": 100, "save_interval": 200, "log_interval": 20,
+        "save": f"runs/{model}-quickstart",
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Size:
     """A model of the paper, and (micro-batch, peak rate) of each of its launch scripts."""
@@ -51,6 +81,8 @@ class _Size:
 
 
 _SIZES = {
+    # Ours: half the width of the least, heads of the same size, and its rates.
+    "17m": _Size(4, 256, 4, (64, 6e-4), (64, 1.5e-4), dmoe=(64, 6e-4), moe=(64, 1.5e-4)),
     "46m": _Size(6, 512, 8, (64, 6e-4), (64, 1.5e-4), dmoe=(64, 6e-4), moe=(64, 1.5e-4)),
     "125m": _Size(12, 768, 12, (64, 6e-4), (32, 1.5e-4), dmoe=(32, 6e-4), moe=(32, 1.5e-4)),
     "356m": _Size(24, 1024, 16, (32, 6e-4), (16, 1.5e-4), dmoe=(16, 6e-4), moe=(8, 1.5e-4)),
@@ -118,7 +150,12 @@ def _modern(name: str) -> Recipe:
 
 
 def _registry() -> dict[str, Callable[[], Recipe]]:
-    named: dict[str, Callable[[], Recipe]] = {"quickstart": quickstart}
+    named: dict[str, Callable[[], Recipe]] = {
+        "quickstart": quickstart,
+        "bert-quickstart": bert_quickstart,
+        "t5-quickstart": t5_quickstart,
+        "ict-quickstart": ict_quickstart,
+    }
     for size, model in _SIZES.items():
         for kind, batch in (("", model.dense), ("-1gpu", model.dense_1gpu)):
             name = f"dense-{size}{kind}"

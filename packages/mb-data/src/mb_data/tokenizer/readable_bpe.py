@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
+REMEMBERED = 64  # letters of a word
+
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 
@@ -54,7 +56,7 @@ class ReadableBPE:
         self.ignore_merges = ignore_merges
         self.form: Form | None = form
         self.letters = byte_to_letter()
-        self.encode_word = lru_cache(maxsize=1 << 16)(self._encode_word)
+        self._remembered = lru_cache(maxsize=1 << 16)(self._encode_word)
 
     @cached_property
     def expressions(self) -> list[Any]:
@@ -74,6 +76,10 @@ class ReadableBPE:
         if len(text) > letters:
             words = words[:-2]
         return [token for word in words for token in self.encode_word(word)]
+
+    def encode_word(self, word: str) -> tuple[int, ...]:
+        # Long words seldom come again, and remembering them costs memory.
+        return self._remembered(word) if len(word) < REMEMBERED else self._encode_word(word)
 
     def words(self, text: str) -> Iterator[str]:
         if self.form:

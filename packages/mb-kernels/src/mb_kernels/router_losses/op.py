@@ -120,7 +120,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)  # no zeros for the outputs without a gradient
 
 
-def _backward(ctx: Any, d_aux: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, d_aux: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if d_aux is None:
+        return (None,) * 7
     probs, balance_counts, lse = ctx.saved_tensors
     d_logits = torch.ops.mb.router_losses_backward(
         d_aux, probs, balance_counts, lse, ctx.balance_weight, ctx.z_weight

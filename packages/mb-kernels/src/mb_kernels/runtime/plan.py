@@ -7,6 +7,7 @@ puts another in its place with ``assume``.
 import contextlib
 import functools
 import importlib
+import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
@@ -100,6 +101,9 @@ def _plan_of(device: torch.device, dtype: torch.dtype) -> Plan:
     if device.type == "cpu":
         return Plan(TARGETS["sm80"], dtype, 3, False, False, interpreted=True)
     units = torch.cuda.get_device_properties(device).multi_processor_count
+    # A persistent kernel whose last program waits for a multiprocessor that a collective holds takes
+    # twice as long, or as long as the collective waits for its peer.
+    units = max(units - int(os.environ.get("MB_FREE_SMS", "0")), 1)
     return plan_for(current_target(device), dtype, units, _hopper(device))
 
 

@@ -28,12 +28,22 @@ class AllGatherDispatcher:
         place: the expert-parallel group.
         equal_tokens: every rank always brings as many tokens. False: ranks tell each other how
             many, which makes the host wait for the device, and pad to the longest.
+        row_budget: the experts have room for so many times the slots of balanced routing; None:
+            for the worst case. With more the output is NaN.
     """
 
-    def __init__(self, num_experts: int, place: Place, *, equal_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        place: Place,
+        *,
+        equal_tokens: bool = False,
+        row_budget: float | None = None,
+    ) -> None:
         self.num_experts = num_experts
         self.place = place
         self.equal_tokens = equal_tokens
+        self.row_budget = row_budget
         self.placement = Placement(num_experts, place.size, place.rank)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
@@ -50,7 +60,9 @@ class AllGatherDispatcher:
         routing_GK = gather_rows(routing, self.place)
         weights_GJ, ids_GJ = unpack_routing(routing_GK, self.placement, top_k)
         bins = mb_kernels.bin_tokens(ids_GJ, self.placement.experts_per_rank)
-        return Dispatched(x_GD, weights_GJ, bins, counts_E, counts_E.sum(), state=tokens)
+        kept = counts_E.sum(dtype=torch.int32)
+        budget = self.placement.row_budget(self.row_budget, x_GD.shape[0], top_k)
+        return Dispatched(x_GD, weights_GJ, bins, counts_E, kept, tokens, budget)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Sum over the ranks what their experts made of this rank's tokens."""

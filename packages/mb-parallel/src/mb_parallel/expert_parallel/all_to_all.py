@@ -53,7 +53,12 @@ class AllToAllDispatcher:
         (x_TD,) = cast_alike(x_TD)  # autocast's dtype travels, not fp32
         counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
         bins = mb_kernels.bin_tokens(self.placement.destinations(expert_ids_TK), self.place.size)
-        by_rank = counts_of_ranks(bins.tokens_per_expert_E, self.place)
+        # Rows for each rank, and the slots in them: what the experts there have to make room for.
+        slots_P = counts_E.view(-1, self.placement.experts_per_rank).sum(1, dtype=torch.int32)
+        slots_P = slots_P.repeat_interleave(self.placement.width_shards)
+        counts_2P = torch.stack((bins.tokens_per_expert_E, slots_P))
+        by_rank, slots = zip(*counts_of_ranks(counts_2P, self.place), strict=True)
+        max_rows = max(sum(theirs[self.place.rank] for theirs in slots), 1)
         sent = _Sent(
             bins,
             self.placement.most_destinations(top_k),
@@ -66,7 +71,8 @@ class AllToAllDispatcher:
         routing_RK = exchange_rows(routing_SK, sent.to, sent.from_, self.place)
         weights_RJ, ids_RJ = unpack_routing(routing_RK, self.placement, top_k)
         local_bins = mb_kernels.bin_tokens(ids_RJ, self.placement.experts_per_rank)
-        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, counts_E.sum(), state=sent)
+        kept = counts_E.sum(dtype=torch.int32)
+        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, kept, sent, max_rows)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the rows back, and sum each token's in the order of ranks."""

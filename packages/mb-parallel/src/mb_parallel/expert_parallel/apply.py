@@ -47,6 +47,7 @@ def parallelize_experts(
     equal_tokens: bool = False,
     max_tokens: int | None = None,
     keep_rows: bool = False,
+    row_budget: float | None = None,
     timeout_s: float = 600.0,
 ) -> str:
     """Spread the experts of every `MoE` and `dMoE` in `model` over the ep axis, in place.
@@ -66,6 +67,10 @@ def parallelize_experts(
         max_tokens: for "peer": the most tokens a rank ever brings to a layer. None: the most that
             any rank brings to the first one.
         keep_rows: for "peer": keep received tokens for the backward instead of sending them again.
+        row_budget: for "all_gather" and "peer", whose shapes are static: the experts save room for
+            so many times the slots of balanced routing, instead of for the worst case. A rank that
+            gets more returns NaN, upon which an optimizer step is skipped on all ranks; nothing is
+            dropped.
         timeout_s: for "peer": how long a kernel waits for another rank.
 
     Returns:
@@ -96,8 +101,10 @@ def parallelize_experts(
         buffers = PeerBuffers(everywhere, max_tokens=max_tokens, timeout_s=timeout_s)
         for name, layer in layers.items():
             top_k = layer.config.top_k
-            chosen, why = choose_dispatcher(dispatcher, top_k, ep.size(), problem)
-            line = _spread(layer, ep, name or "the layer", chosen, equal_tokens, buffers, keep_rows)
+            bounded = row_budget is not None
+            chosen, why = choose_dispatcher(dispatcher, top_k, ep.size(), problem, bounded=bounded)
+            options = {"equal_tokens": equal_tokens, "row_budget": row_budget}
+            line = _spread(layer, ep, name or "the layer", chosen, buffers, keep_rows, options)
             line = f"{line} by {chosen}, {why}"
             told[line] = told.get(line, 0) + 1
     for name, layer in layers.items():
@@ -109,7 +116,7 @@ def parallelize_experts(
 
 
 def choose_dispatcher(
-    wanted: str, top_k: int, ep: int, peer_problem: str | None
+    wanted: str, top_k: int, ep: int, peer_problem: str | None, *, bounded: bool = False
 ) -> tuple[str, str]:
     """The dispatcher for top-k routing over `ep` ranks, and the reason in a few words.
 
@@ -121,13 +128,15 @@ def choose_dispatcher(
     Args:
         wanted: what the user asked for.
         peer_problem: why peers cannot write each other's memory, or None.
+        bounded: whether there is a `row_budget`, so that the worst case costs nothing.
     """
     if wanted in ("all_gather", "all_to_all"):
         return wanted, "as asked for"
     if wanted == "peer" and peer_problem is None:
         return "peer", "as asked for"
-    if wanted == "auto" and peer_problem is None and ep <= _WORST_CASE_RANKS:
-        return "peer", f"since the GPUs reach each other's memory and ep <= {_WORST_CASE_RANKS}"
+    if wanted == "auto" and peer_problem is None and (bounded or ep <= _WORST_CASE_RANKS):
+        affordable = "rows are bounded" if bounded else f"ep <= {_WORST_CASE_RANKS}"
+        return "peer", f"since the GPUs reach each other's memory and {affordable}"
     instead = f", not peer: {peer_problem}" if wanted == "peer" else ""
     if top_k >= 2 * ep:
         why = f"since top_k = {top_k} >= 2 ep, a token needs nearly every rank"
@@ -156,9 +165,9 @@ def _spread(
     ep: DeviceMesh,
     name: str,
     dispatcher: str,
-    equal_tokens: bool,
     buffers: PeerBuffers,
     keep_rows: bool,
+    options: dict[str, Any],
 ) -> str:
     """Shard the experts' parameters, give the layer its dispatcher, and say what a rank holds."""
     experts = layer.config.num_experts
@@ -166,11 +175,13 @@ def _spread(
     placement = Placement(experts, place.size, place.rank)
     shard_experts(layer.experts, ep, placement, name)
     if dispatcher == "all_gather":
-        layer.dispatcher = AllGatherDispatcher(experts, place, equal_tokens=equal_tokens)
+        layer.dispatcher = AllGatherDispatcher(experts, place, **options)
     elif dispatcher == "all_to_all":
         layer.dispatcher = AllToAllDispatcher(experts, place)
     else:
-        layer.dispatcher = PeerDispatcher(experts, place, buffers, keep_rows=keep_rows)
+        layer.dispatcher = PeerDispatcher(
+            experts, place, buffers, keep_rows=keep_rows, row_budget=options["row_budget"]
+        )
     held = f"{placement.experts_per_rank} of {experts} experts a rank"
     if placement.width_shards > 1:
         held = f"1/{placement.width_shards} of the width of " + held

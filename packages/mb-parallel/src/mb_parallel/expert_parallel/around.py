@@ -14,7 +14,13 @@ import mb_kernels
 import torch
 import torch.nn.functional as F
 from mb_layers.config import DropPolicy
-from mb_layers.dispatch import Dispatched, TokenDispatcher, as_ratio, bin_within_capacity
+from mb_layers.dispatch import (
+    Dispatched,
+    TokenDispatcher,
+    as_ratio,
+    bin_within_capacity,
+    capacity,
+)
 from mb_layers.losses import at_least_fp32
 from torch import Tensor
 
@@ -53,6 +59,7 @@ class GlobalCapacity:
     ) -> None:
         self.inner = inner
         self.num_experts = num_experts
+        self.capacity_factor = capacity_factor
         self._ratio = as_ratio(capacity_factor)
         self.min_capacity = min_capacity
         self.drop_policy = drop_policy
@@ -62,18 +69,22 @@ class GlobalCapacity:
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Dispatch the slots that are kept, the others as slots of no expert."""
         counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
-        kept_TK = self._kept(weights_TK.detach(), expert_ids_TK)
+        kept_TK, limit = self._kept(weights_TK.detach(), expert_ids_TK)
         ids_TK = torch.where(kept_TK, expert_ids_TK, -1)
         dispatched = self.inner.dispatch(x_TD, weights_TK, ids_TK)
         kept = kept_TK.sum(dtype=torch.int32)
-        return dispatched._replace(tokens_per_expert_E=counts_E, kept_slots=kept)
+        max_rows = max(limit * (dispatched.bins.offsets_E1.shape[0] - 1), 1)
+        if dispatched.max_rows is not None:
+            max_rows = min(max_rows, dispatched.max_rows)
+        return dispatched._replace(tokens_per_expert_E=counts_E, kept_slots=kept, max_rows=max_rows)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """As the inner dispatcher; dropped slots add nothing."""
         return self.inner.combine(y_RD, dispatched)
 
-    def _kept(self, weights_TK: Tensor, expert_ids_TK: Tensor) -> Tensor:
-        tokens = expert_ids_TK.shape[0]
+    def _kept(self, weights_TK: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, int]:
+        """Which slots are kept, and the most that an expert can keep."""
+        tokens, top_k = expert_ids_TK.shape
         per_rank = [tokens] * self.place.size
         if not self.equal_tokens:
             mine = torch.tensor([tokens], dtype=torch.int32, device=expert_ids_TK.device)
@@ -91,7 +102,10 @@ class GlobalCapacity:
             by_weight_TK=weights_GK,
         )
         kept_GK = (bins.inverse_N >= 0).view_as(ids_GK)
-        return kept_GK.chunk(self.place.size)[self.place.rank][:tokens]
+        # With padding the limit on the device is lower: slots of no expert do not count there.
+        limit = capacity(sum(per_rank), top_k, self.num_experts, self.capacity_factor)
+        kept_TK = kept_GK.chunk(self.place.size)[self.place.rank][:tokens]
+        return kept_TK, max(limit, self.min_capacity)
 
 
 class SharedTokens:

@@ -170,15 +170,24 @@ class PeerDispatcher:
         place: the expert-parallel group.
         buffers: shared with the other layers.
         keep_rows: keep a copy of what was received for the backward, instead of sending it again.
+        row_budget: the experts have room for so many times the slots of balanced routing; None:
+            for the worst case. With more the output is NaN.
     """
 
     def __init__(
-        self, num_experts: int, place: Place, buffers: PeerBuffers, *, keep_rows: bool = False
+        self,
+        num_experts: int,
+        place: Place,
+        buffers: PeerBuffers,
+        *,
+        keep_rows: bool = False,
+        row_budget: float | None = None,
     ) -> None:
         self.num_experts = num_experts
         self.place = place
         self.buffers = buffers
         self.keep_rows = keep_rows
+        self.row_budget = row_budget
         self.placement = Placement(num_experts, place.size, place.rank)
         self.layer = buffers.register(place.layer)
 
@@ -194,8 +203,9 @@ class PeerDispatcher:
         x_RD, routing_RW = _send(x_TD, pack_routing(weights_TK, expert_ids_TK), route)
         weights_RJ, ids_RJ = unpack_routing(routing_RW, self.placement, top_k)
         local_bins = mb_kernels.bin_tokens(ids_RJ, self.placement.experts_per_rank)
-        state = (route, x_TD.detach())
-        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, counts_E.sum(), state=state)
+        kept, state = counts_E.sum(dtype=torch.int32), (route, x_TD.detach())
+        budget = self.placement.row_budget(self.row_budget, memory.layout.rows, top_k)
+        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, kept, state, budget)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Store the experts' rows into the memory of where their tokens belong, and sum there."""

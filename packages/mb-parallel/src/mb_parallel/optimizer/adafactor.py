@@ -92,7 +92,7 @@ class Adafactor(ShardedOptimizer):
         states = [self.state[p] for p in parameters]
         keep, (tiny, least_rms) = 1.0 - skip, group["eps"]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, keep)
+        torch._foreach_add_(steps, [keep] * len(steps))  # one tensor for all is read by the host
         t = torch.stack(steps).clamp(min=1.0)
         # A skipped step keeps all of what was there.
         fresh = t.double().pow(group["decay_rate"]).float() * keep

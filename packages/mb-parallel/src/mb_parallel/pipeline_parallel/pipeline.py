@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.pipeline_parallel.placement import schedule_kind, stage_indices
 from mb_parallel.pipeline_parallel.reports import Reports
-from mb_parallel.pipeline_parallel.stage import Batch, Pass, Stage
+from mb_parallel.pipeline_parallel.stage import Batch, Pass
 from mb_parallel.pipeline_parallel.tied import TiedParameter
 
 Losses = dict[str, Tensor]
@@ -86,7 +86,7 @@ class Pipeline:
         self.num_stages = mesh.pp_size * len(stages)
         self.first_input, self.hidden_size, self.dtype = first_input, hidden_size, dtype
         self.shards = mesh.tp_size if sequence_parallel else 1
-        self._schedules: dict[tuple[Any, ...], tuple[Any, list[Stage]]] = {}
+        self._schedules: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
         self._reports: dict[bool, Reports] = {}
         # The V's last stage is on the first rank, a loop's on the last.
         last_rank = 0 if self.kind.v else mesh.pp_size - 1
@@ -175,8 +175,10 @@ class Pipeline:
 
     def _build(
         self, batch: Batch, micro_batches: int, shape: tuple[int, ...], *, train: bool
-    ) -> tuple[Any, list[Stage]]:
+    ) -> tuple[Any, list[Any]]:
         """Torch's schedule and stages for such batches; it asks no stage for its shapes."""
+        from mb_parallel.pipeline_parallel.engine import Stage
+
         device = batch[self.first_input].device
         sequences, tokens = shape[:2]
 

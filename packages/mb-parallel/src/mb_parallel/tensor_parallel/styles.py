@@ -221,6 +221,8 @@ class Sharded(Style):
 class DistinctRandom(Style):
     """A dropout, or whatever draws random numbers: each rank its own, see `mb_parallel.random`.
 
+    A module whose rate (`p`, or `dropout`) is 0 is left alone.
+
     In the stream that is wanted with sequence parallelism alone: without it ranks hold the same
     tokens, and must drop the same.
 
@@ -231,7 +233,8 @@ class DistinctRandom(Style):
     stream: bool = True
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        if region.sequence_parallel or not self.stream:
+        rate = getattr(module, "p", getattr(module, "dropout", None))
+        if rate != 0 and (region.sequence_parallel or not self.stream):
             make_distinct([module], region.rank)
 
     def covers(self, module: nn.Module) -> list[nn.Module]:

@@ -123,7 +123,10 @@ class MaskingFields:
         "share of samples that are shorter than the sequence length", 0.1, bounds=SHARE,
         on_load="fixed",
     )  # fmt: skip
-    titles_data_path: str | None = flag("titles of the documents, for the retriever")
+    titles_data_path: str | None = flag(
+        "titles of the documents, for the retriever; default PREFIX_title_document beside "
+        "PREFIX_text_sentence, if it is there"
+    )
     query_in_block_prob: float = flag(
         "how often a query stays in its block", 0.1, bounds=SHARE, on_load="fixed"
     )

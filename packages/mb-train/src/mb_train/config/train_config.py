@@ -133,8 +133,6 @@ class TrainConfig(
     def _check_decoder(self) -> None:
         if self.model == "t5" and self.decoder_seq_length is None:
             raise ValueError("Expected --decoder-seq-length with --model t5, got none.")
-        if self.model == "ict" and self.titles_data_path is None:
-            raise ValueError("Expected --titles-data-path with --model ict, got none.")
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any
 
 from mb_layers.state_dicts import Rule
 
-from mb_train.config import TrainConfig, whole
+from mb_train.config import TrainConfig
 from mb_train.convert.weights import MIXTRAL, OLMOE, gpt2_rules, llama_like_rules
 from mb_train.models.config import TransformerConfig
 
@@ -87,7 +87,7 @@ def architecture_for(config: TrainConfig) -> Architecture:
 
 
 # What a TrainConfig needs beside its model; an imported model has no run of its own yet.
-_TRAINING = {"micro_batch_size": 1, "seq_length": 1, "lr": 1e-5, "train_iters": 1}
+_TRAINING: dict[str, Any] = {"micro_batch_size": 1, "seq_length": 1, "lr": 1e-5, "train_iters": 1}
 
 
 def _refuse(config: Json, **allowed: Any) -> None:
@@ -277,8 +277,8 @@ def imported_config(fields: Mapping[str, Any], vocab_size: int, **also: Any) -> 
         vocab_size: rows of its token embedding.
         also: further fields.
     """
-    training = {**_TRAINING, "seq_length": fields["max_position_embeddings"]}
-    exact = {"make_vocab_size_divisible_by": vocab_size}
-    config = TrainConfig(**{**training, **exact, **fields, **also})
-    whole(config.num_layers)
-    return config
+    exact: dict[str, Any] = {
+        "seq_length": fields["max_position_embeddings"],
+        "make_vocab_size_divisible_by": vocab_size,
+    }
+    return TrainConfig(**_TRAINING | exact | dict(fields) | also)

@@ -62,7 +62,7 @@ class _Unpickler(pickle.Unpickler):
 
 # torch.load asks a module for its Unpickler.
 _module = types.ModuleType("mb_train_safe_pickle")
-_module.Unpickler = _Unpickler  # ty: ignore[unresolved-attribute]
+_module.Unpickler = _Unpickler  # ty: ignore[missing-attribute]
 
 
 def load(path: Path) -> Any:

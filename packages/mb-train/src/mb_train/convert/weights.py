@@ -14,7 +14,6 @@ Letters: D hidden, H query heads, G key-value heads, R query heads of a group, C
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -161,7 +160,7 @@ def _interleaved(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
     return torch.cat(parts, dim=1).flatten(0, 1)
 
 
-def _apart(qkv: Tensor, heads: int, groups: int) -> Sequence[Tensor]:
+def _apart(qkv: Tensor, heads: int, groups: int) -> list[Tensor]:
     """The inverse of `_interleaved`."""
     per_group = heads // groups
     head = qkv.shape[0] // (heads + 2 * groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mb_data
@@ -66,13 +67,17 @@ class ICTTask:
         raise ValueError("Expected no tensor parallelism for --model ict.")
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
-        """Megatron's samples over files that were split into sentences, and their titles."""
+        """Megatron's samples over files that were split into sentences, and their titles.
+
+        Without `--titles-data-path` the titles are those that `mb-data preprocess` writes beside
+        PREFIX_text_sentence as PREFIX_title_document, if they are there.
+        """
         config = self._config
         if not isinstance(paths, (list, tuple)) or len(paths) != 1:
             raise ValueError("Expected one --data-path for --model ict, got a blend.")
         return mb_data.build_ict_datasets(
             paths[0],
-            titles_prefix=config.titles_data_path,
+            titles_prefix=config.titles_data_path or _titles_beside(paths[0]),
             tokenizer=self._tokenizer,
             split=config.split,
             seq_length=whole(config.seq_length),
@@ -102,3 +107,8 @@ class ICTTask:
         # Every rank's loss counts for 1 / dp in the gradient: what the others' losses say of these
         # blocks comes back summed, so nothing is divided here.
         return torch.cat(all_gather(x_BD, group=axis.get_group()))
+
+
+def _titles_beside(prefix: str) -> str | None:
+    titles = f"{prefix.removesuffix('_text_sentence')}_title_document"
+    return titles if Path(f"{titles}.idx").is_file() else None

@@ -52,8 +52,7 @@ def _finish_piece(
         partial = gl.sum(q * product, 1)
         q *= s[:, None]
         gl.store(to_a, (product * s[:, None]).to(kind), mask=mask)
-        d_up = up_gradient(q * value, up, ACTIVATION)
-        gl.store(dh + F + to_h, d_up.to(kind), mask=mask)
+        gl.store(dh + F + to_h, up_gradient(q * value, up, ACTIVATION).to(kind), mask=mask)
         slope *= factor
     else:
         partial = gl.sum(q * value, 1)

@@ -1,0 +1,228 @@
+"""Writing ``.bin`` and ``.idx``: whole, or not at all. ``indexed_dataset`` has their layout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+from mb_data.indexed_dataset import (
+    DTYPE_CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedDataset,
+    bin_path,
+    idx_path,
+)
+
+PIECE = 1 << 20  # elements of an index written in one go
+
+
+class IndexedDatasetBuilder:
+    """Writes a ``.bin``/``.idx`` pair, document by document.
+
+    Everything goes to temporary names beside the target. ``finalize`` syncs and renames, the
+    ``.idx`` last, so a dataset with an index is whole. As a context manager it finalizes on
+    success and leaves nothing behind on an error.
+
+    Raises:
+        ValueError: the dtype has no code in the format, or tokens do not fit into it.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in DTYPE_CODES:
+            names = ", ".join(d.name for d in DTYPE_CODES)
+            raise ValueError(f"dtype {np.dtype(dtype).name} is not in the format; use {names}")
+        self._sizes = array("i")
+        self._counts = array("i")  # sequences of each document
+        self._modes = array("b")  # of each sequence; empty unless the dataset is multimodal
+        self._temporary = f"{self.prefix}.{os.getpid()}-{secrets.token_hex(4)}.partial"
+        self._bin: IO[bytes] | None = open(f"{self._temporary}.bin", "xb", buffering=1 << 20)  # noqa: SIM115
+
+    def add_document(
+        self,
+        tokens: npt.ArrayLike,
+        sequence_lengths: Sequence[int] | None = None,
+        modes: npt.ArrayLike | None = None,
+    ) -> None:
+        """Append one document: ``tokens`` [n], cut into sequences of the given lengths.
+
+        Without lengths the document is one sequence.
+        """
+        values = np.asarray(tokens)
+        if values.ndim != 1:
+            raise ValueError(f"tokens of a document must be one-dimensional, got {values.shape}")
+        lengths = [len(values)] if sequence_lengths is None else sequence_lengths
+        self.add_documents(values, lengths, [len(lengths)], modes)
+
+    def add_documents(
+        self,
+        tokens: npt.NDArray,
+        sequence_lengths: npt.ArrayLike,
+        sequences_per_document: npt.ArrayLike | None = None,
+        modes: npt.ArrayLike | None = None,
+    ) -> None:
+        """Append many documents at once: ``tokens`` [n] of them all, lengths of all sequences.
+
+        Without ``sequences_per_document`` every sequence is a document. ``modes``, one int8 for
+        each sequence, are for multimodal datasets: given for all sequences or for none.
+        """
+        lengths = np.asarray(sequence_lengths, dtype=np.int64)
+        if lengths.size and (lengths.min() < 0 or lengths.max() > np.iinfo(np.int32).max):
+            raise ValueError(
+                "sequence lengths must lie between 0 and 2**31 - 1, the format's limit, got "
+                f"{lengths.min()} to {lengths.max()}"
+            )
+        if lengths.sum() != len(tokens):
+            raise ValueError(f"sequence lengths sum to {lengths.sum()}, got {len(tokens)} tokens")
+        if sequences_per_document is None:
+            counts = np.ones(len(lengths), dtype=np.int64)
+        else:
+            counts = np.asarray(sequences_per_document, dtype=np.int64)
+        if counts.sum() != len(lengths) or (counts < 0).any():
+            raise ValueError(
+                f"sequences per document sum to {counts.sum()}, got {len(lengths)} sequences"
+            )
+        kinds = np.zeros(0, np.int8) if modes is None else np.asarray(modes)
+        if len(kinds) != (0 if modes is None else len(lengths)) or not np.can_cast(
+            kinds.dtype, np.int64
+        ):
+            raise ValueError(f"expected {len(lengths)} modes, one a sequence, got {len(kinds)}")
+        if len(lengths) and len(self._sizes) and (modes is None) == bool(self._modes):
+            raise ValueError(f"{self.prefix}: give modes with all sequences or with none")
+        self._file.write(self._cast(tokens).data)
+        self._modes.extend(kinds.tolist())
+        self._counts.frombytes(counts.astype(np.int32).tobytes())
+        self._sizes.frombytes(lengths.astype(np.int32).tobytes())
+
+    def append(self, prefix: str | os.PathLike[str]) -> None:
+        """Append a whole dataset of the same dtype, as Megatron's ``merge_file_`` does."""
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"{other.prefix} holds {other.dtype.name}, the output {self.dtype.name}; "
+                "datasets are joined only within one dtype"
+            )
+        # The tokens that the index accounts for: further bytes would shift all that follows.
+        tokens = other.tokens[: int(other.sizes.sum(dtype=np.int64))]
+        self.add_documents(tokens, other.sizes, np.diff(other.document_indices), other.modes)
+
+    def finalize(self) -> None:
+        """Write the index and give both files their names."""
+        data = self._file
+        sizes = np.frombuffer(self._sizes, dtype=np.int32)
+        counts = np.frombuffer(self._counts, dtype=np.int32)
+        try:
+            with open(f"{self._temporary}.idx", "xb") as index:
+                write_index(index, self.dtype, sizes, counts, self._modes if self._modes else None)
+                _sync(index)
+            _sync(data)
+            data.close()
+            self._bin = None
+            # Without its index a .bin is no dataset: an old index must never meet new tokens.
+            idx_path(self.prefix).unlink(missing_ok=True)
+            os.replace(f"{self._temporary}.bin", bin_path(self.prefix))
+            os.replace(f"{self._temporary}.idx", idx_path(self.prefix))
+            sync_directory(bin_path(self.prefix).parent)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Remove what was written; does nothing after ``finalize``."""
+        if self._bin is not None:
+            with contextlib.suppress(OSError):  # on a full disk the flush fails once more
+                self._bin.close()
+            self._bin = None
+        for suffix in (".bin", ".idx"):
+            Path(self._temporary + suffix).unlink(missing_ok=True)
+
+    @property
+    def _file(self) -> IO[bytes]:
+        if self._bin is None:
+            raise ValueError(f"{self.prefix}: this builder is closed")
+        return self._bin
+
+    def _cast(self, tokens: npt.NDArray) -> npt.NDArray:
+        if tokens.dtype == self.dtype or tokens.size == 0:
+            return np.ascontiguousarray(tokens, dtype=self.dtype)
+        if self.dtype.kind in "iu":
+            limits = np.iinfo(self.dtype.str)
+            low, high = tokens.min(), tokens.max()
+            if tokens.dtype.kind not in "iu" or low < limits.min or high > limits.max:
+                raise ValueError(
+                    f"{self.prefix}: tokens {low} to {high} ({tokens.dtype.name}) do not fit "
+                    f"{self.dtype.name}, which holds {limits.min} to {limits.max}"
+                )
+        return np.ascontiguousarray(tokens, dtype=self.dtype)
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.discard()
+        elif self._bin is not None:
+            self.finalize()
+
+
+def write_index(
+    file: IO[bytes],
+    dtype: np.dtype,
+    sizes: npt.NDArray[np.int32],
+    counts: npt.NDArray[np.int32] | None = None,
+    modes: array[int] | None = None,
+) -> None:
+    """Write an ``.idx`` from the tokens of each sequence and the sequences of each document.
+
+    Without ``counts`` every sequence is a document; ``modes`` are those of a multimodal dataset.
+    Works through the arrays piece by piece, so that they may be memory maps larger than memory.
+    """
+    documents = len(sizes) if counts is None else len(counts)
+    file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], len(sizes), documents + 1))
+    for start in range(0, len(sizes), PIECE):
+        file.write(np.ascontiguousarray(sizes[start : start + PIECE], dtype="<i4").data)
+    address = 0
+    for start in range(0, len(sizes), PIECE):
+        ends = address + np.cumsum(sizes[start : start + PIECE], dtype="<i8") * dtype.itemsize
+        file.write(np.concatenate([[address], ends[:-1]]).astype("<i8").data)
+        address = int(ends[-1])
+    first = 0
+    file.write(struct.pack("<q", first))
+    for start in range(0, documents, PIECE):
+        stop = min(start + PIECE, documents)
+        if counts is None:
+            ends = np.arange(start + 1, stop + 1, dtype="<i8")
+        else:
+            ends = first + np.cumsum(counts[start:stop], dtype="<i8")
+        file.write(ends.data)
+        first = int(ends[-1])
+    if modes is not None:
+        file.write(modes.tobytes())
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory survive a power cut."""
+    if os.name == "nt":  # where directories cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# The frontier of validation loss against training time: dense models, MoEs with capacity factor 1, 1.5
+# and 2, and dMoEs (64 experts, top-1), each size trained once to the end of its schedule.
+#
+#   frontier.sh --data PREFIX --out FOLDER [options] [POINT ...] [-- flags of mb-train]
+#   frontier.sh --data data/machine_text_document --out runs/frontier --tokens 65536000 --minutes 9
+#
+#   --tokens N      tokens of every point (65,536,000), rounded down to whole steps
+#   --sequences N   in a step (64), one micro-batch
+#   --length N      tokens of a sequence (1024)
+#   --minutes M     stop after so many: the point under way saves, and the same line goes on with it
+#   --keep          keep the checkpoints of finished points; a dmoe-125m is 44 GB
+#   --dry-run       say what would be run, and mb-train plan's word on it
+#   POINT           FAMILY-SIZE, of families dense, moe1, moe1.5, moe2, dmoe and the recipes' sizes, with
+#                   @SEED for another seed; default 17m, 46m, 125m of all, then dense-46m and dmoe-46m again
+#                   with a second seed
+#
+# All points see the same sequences in the same order. The schedule is the paper's, scaled: cosine to a
+# tenth, 1 % warm-up, clipping at 1. No dropout, for nothing is seen twice. Peak rates by size, since the
+# paper's 6e-4 is for steps of 512 sequences and 20 times as many of them: LR_17M, LR_46M, LR_125M
+# (2e-3, 1.5e-3, 1e-3) for dense models, times LR_EXPERTS (1) for those with experts.
+#
+# A point that finished is not run again. One that was stopped goes on from its checkpoint, to the step.
+# At the end, and after every point, mb-train report --frontier draws what there is.
+set -euo pipefail
+data= out= tokens=65536000 sequences=64 minutes= keep= dry= length=1024
+points=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --data) data=$2; shift ;;
+        --out) out=$2; shift ;;
+        --tokens) tokens=$2; shift ;;
+        --sequences) sequences=$2; shift ;;
+        --length) length=$2; shift ;;
+        --minutes) minutes=$2; shift ;;
+        --keep) keep=1 ;;
+        --dry-run) dry=1 ;;
+        --) shift; break ;;
+        -*) echo "frontier.sh: expected one of the options at the top of $0, got $1" >&2; exit 2 ;;
+        *) points+=("$1") ;;
+    esac
+    shift
+done
+if [ -z "$data" ] || [ -z "$out" ]; then
+    echo "frontier.sh: expected --data PREFIX and --out FOLDER, got '$data' and '$out'" >&2
+    exit 2
+fi
+steps=$((tokens / (sequences * length)))
+every=$((steps / 10 > 0 ? steps / 10 : 1))
+steps=$((every * (steps / every))) # the last evaluation is at the end
+if [ "$steps" -lt 1 ]; then
+    echo "frontier.sh: expected --tokens of a step, $((sequences * length)), or more, got $tokens" >&2
+    exit 2
+fi
+if [ ${#points[@]} = 0 ]; then
+    for size in 17m 46m 125m; do points+=({dense,dmoe,moe1,moe1.5,moe2}-$size); done
+    points+=(dense-46m@2 dmoe-46m@2)
+fi
+
+flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
+    local rate=LR_${2^^} scale=1
+    case $2 in
+        17m) rate=${!rate:-2e-3} ;;
+        46m) rate=${!rate:-1.5e-3} ;;
+        125m) rate=${!rate:-1e-3} ;;
+        *) rate=${!rate:-6e-4} ;;
+    esac
+    case $1 in
+        dense) printf '%s\n' --recipe "dense-$2" ;;
+        dmoe) printf '%s\n' --recipe "dmoe-$2" ;;
+        moe*) printf '%s\n' --recipe "moe-$2" --moe-capacity-factor "${1#moe}" ;;
+        *) echo "frontier.sh: expected dense, dmoe or moeFACTOR before the size, got $1" >&2; exit 2 ;;
+    esac
+    if [ "$1" != dense ]; then scale=${LR_EXPERTS:-1}; fi
+    awk -v r="$rate" -v s="$scale" 'BEGIN { printf "--lr\n%g\n--min-lr\n%g\n", r * s, r * s / 10 }'
+    printf '%s\n' --seed "${3:-1234}" --data-path "$data" --train-iters "$steps" \
+        --seq-length "$length" --max-position-embeddings "$length" \
+        --micro-batch-size "$sequences" --global-batch-size "$sequences" \
+        --attention-dropout 0 --hidden-dropout 0 --log-interval "$((every / 5 > 0 ? every / 5 : 1))" \
+        --eval-interval "$every" --eval-iters 16 --save-interval "$steps"
+}
+
+draw() {
+    local folder runs=()
+    for folder in "$out"/*/; do
+        if [ -e "$folder/finished" ]; then runs+=("$folder"); fi
+    done
+    if [ ${#runs[@]} != 0 ]; then mb-train report --frontier "${runs[@]}" --output "$out"; fi
+}
+
+for point in "${points[@]}"; do
+    name=${point%@*} seed=
+    if [[ $point == *@* ]]; then seed=${point#*@}; fi
+    folder=$out/$point
+    listed=$(flags_of "${name%-*}" "${name##*-}" "$seed")
+    mapfile -t flags <<<"$listed"
+    flags+=("$@" --save "$folder")
+    if [ -n "$dry" ]; then
+        echo "mb-train ${flags[*]}"
+        mb-train plan --gpus 1 "${flags[@]}" | sed 's/^/    /'
+        continue
+    fi
+    if [ -e "$folder/finished" ]; then
+        echo "$point: finished before"
+        continue
+    fi
+    if [ -n "$minutes" ]; then
+        left=$(awk -v m="$minutes" -v s="$SECONDS" 'BEGIN { printf "%.2f", m - s / 60 }')
+        if [[ $left == -* || $left == 0.00 ]]; then echo "$point: no time left"; break; fi
+        flags+=(--exit-duration-in-mins "$left")
+    fi
+    if [ -e "$folder/latest_checkpointed_iteration.txt" ]; then flags+=(--load "$folder"); fi
+    echo "$point: $steps steps of $sequences x $length tokens"
+    mb-train plan --gpus 1 "${flags[@]}" | sed 's/^/    /'
+    mb-train "${flags[@]}"
+    reached=$(cat "$folder/latest_checkpointed_iteration.txt")
+    if [ "$reached" != "$steps" ]; then
+        echo "$point: stopped at step $reached of $steps; the same command goes on"
+        break
+    fi
+    touch "$folder/finished"
+    if [ -z "$keep" ]; then rm -rf "$folder"/iter_*; fi
+    draw
+done

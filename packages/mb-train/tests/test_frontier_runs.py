@@ -1,0 +1,145 @@
+"""runs/frontier.sh: which runs it starts, skips and goes on with."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import mb_train
+import pytest
+from mb_train.flags import parse, resolve
+
+SCRIPT = Path(mb_train.__file__).parent / "runs" / "frontier.sh"
+
+# In mb-train's place: notes its words, and leaves behind the checkpoint that STOP or the end is.
+STAND_IN = """#!/bin/bash
+printf '%s\\n' "$*" >> "$CALLS"
+case $1 in plan|report) exit 0 ;; esac
+while [ $# -gt 0 ]; do
+    case $1 in --save) save=$2 ;; --train-iters) steps=$2 ;; esac
+    shift
+done
+mkdir -p "$save/iter_${STOP:-$steps}"
+echo "${STOP:-$steps}" > "$save/latest_checkpointed_iteration.txt"
+"""
+
+
+@pytest.fixture
+def frontier(tmp_path):
+    """Runs the script; returns the process, and mb-train's words of every call by its kind."""
+    program = tmp_path / "bin" / "mb-train"
+    program.parent.mkdir()
+    program.write_text(STAND_IN)
+    program.chmod(0o755)
+
+    def run(*words, **environment):
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        path = f"{program.parent}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "CALLS": str(calls), **environment}
+        where = ["--data", "text", "--out", str(tmp_path / "out")]
+        command = ["bash", str(SCRIPT), *where, *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        kinds = {"plan": [], "report": [], "train": []}
+        for line in calls.read_text().splitlines():
+            first, _, rest = line.partition(" ")
+            kinds[first if first in kinds else "train"].append(rest if first in kinds else line)
+        return done, kinds
+
+    return run
+
+
+def configs(calls):
+    return [resolve(parse(line.split())) for line in calls]
+
+
+def test_the_default_points_are_the_papers_families_small_first(frontier):
+    done, calls = frontier("--tokens", "1000000")
+    assert done.returncode == 0, done.stderr
+    found = configs(calls["train"])
+    names = [Path(config.save).name for config in found]
+    assert names[:5] == ["dense-17m", "dmoe-17m", "moe1-17m", "moe1.5-17m", "moe2-17m"]
+    assert names[-3:] == ["moe2-125m", "dense-46m@2", "dmoe-46m@2"]
+    assert len(names) == 17
+    hidden = [config.hidden_size for config in found[:15]]
+    assert hidden == 5 * [256] + 5 * [512] + 5 * [768]
+    capacities = [(c.moe_num_experts, c.moe_capacity_factor) for c in found[:5]]
+    assert capacities == [(None, 0.0), (64, 0.0), (64, 1.0), (64, 1.5), (64, 2.0)]
+    assert [config.seed for config in found] == 15 * [1234] + 2 * [2]
+    for config in found:
+        assert config.global_batch_size * config.seq_length * config.train_iters <= 1_000_000
+        assert config.train_iters % config.eval_interval == 0  # the last loss is the end's
+        assert config.train_iters == config.save_interval == 15 - 15 % config.eval_interval
+        assert (config.attention_dropout, config.hidden_dropout) == (0.0, 0.0)
+        assert config.min_lr == pytest.approx(config.lr / 10)
+        assert config.lr_warmup_fraction == 0.01
+        assert config.lr_decay_style == "cosine"
+    assert [config.lr for config in found[::5][:3]] == [2e-3, 1.5e-3, 1e-3]
+    assert len(calls["plan"]) == 17
+    assert calls["report"][-1].count("--frontier") == 1
+
+
+def test_rates_by_size_and_for_experts(frontier):
+    _, calls = frontier(
+        "dense-46m", "dmoe-46m", "dense-17m", "--", "--weight-decay", "0.1", LR_46M="4e-3",
+        LR_EXPERTS="0.5",
+    )  # fmt: skip
+    found = configs(calls["train"])
+    assert [config.lr for config in found] == [4e-3, 2e-3, 2e-3]
+    assert [config.weight_decay for config in found] == 3 * [0.1]
+    assert found[0].train_iters == 1000
+
+
+def test_a_finished_point_is_not_run_again(frontier, tmp_path):
+    frontier("dense-17m")
+    assert not list((tmp_path / "out" / "dense-17m").glob("iter_*"))
+    done, calls = frontier("dense-17m", "dmoe-17m", "--keep")
+    assert "dense-17m: finished before" in done.stdout
+    assert [Path(config.save).name for config in configs(calls["train"])] == ["dmoe-17m"]
+    assert (tmp_path / "out" / "dmoe-17m" / "iter_1000").is_dir()
+    (report,) = calls["report"]
+    assert "dense-17m" in report
+    assert "dmoe-17m" in report
+
+
+def test_a_point_that_stopped_goes_on(frontier, tmp_path):
+    done, calls = frontier("dense-17m", "dmoe-17m", "--minutes", "5", STOP="300")
+    assert "stopped at step 300 of 1000" in done.stdout
+    (stopped,) = calls["train"]
+    assert "--load" not in stopped
+    assert 4.5 < float(stopped.split("--exit-duration-in-mins ")[1].split()[0]) <= 5
+    assert not calls["report"]
+    done, calls = frontier("dense-17m", "dmoe-17m")
+    assert f"--load {tmp_path / 'out' / 'dense-17m'}" in calls["train"][0]
+    assert "--load" not in calls["train"][1]
+    assert len(calls["train"]) == 2
+
+
+def test_no_time_left_starts_nothing(frontier):
+    done, calls = frontier("dense-17m", "--minutes", "0")
+    assert done.returncode == 0
+    assert not calls["train"]
+    assert "no time left" in done.stdout
+
+
+def test_dry_run_writes_nothing(frontier, tmp_path):
+    done, calls = frontier("--dry-run", "moe1.5-46m@7")
+    assert not calls["train"]
+    assert len(calls["plan"]) == 1
+    assert "--moe-capacity-factor 1.5" in done.stdout
+    assert "--seed 7" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--tokns", "5"], "got --tokns"),
+        (["--tokens", "5"], "of a step, 65536, or more, got 5"),
+        (["sparse-17m"], "got sparse"),
+    ],
+)
+def test_mistakes_are_said(frontier, words, problem):
+    done, calls = frontier(*words)
+    assert done.returncode != 0
+    assert problem in done.stderr
+    assert not calls["train"]

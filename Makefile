@@ -1,4 +1,4 @@
-.PHONY: help sync lint type test bench lock
+.PHONY: help sync lint type test bench docs lock
 
 help:   ## list the targets
 	@grep -E '^[a-z]+: *##' $(MAKEFILE_LIST) | sed 's/: *## /\t/'
@@ -14,6 +14,8 @@ test:   ## the whole suite on CPU
 	uv run pytest
 bench:  ## every package's benchmarks (needs a GPU)
 	for b in packages/*/benchmarks/run.py; do [ -f $$b ] && uv run python $$b; done
+docs:   ## the documentation as pages in site/; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 uv run --only-group docs mkdocs build --strict
 lock:   ## resolve anew, keeping versions, and strip every address from uv.lock
 	uv lock
 	python3 tools/strip_lock.py uv.lock

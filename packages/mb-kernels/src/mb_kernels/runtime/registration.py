@@ -12,6 +12,7 @@ Triton is imported on the first call that needs it, never on ``import mb_kernels
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 _library = torch.library.Library("mb", "DEF")
 # Read once: Triton itself decides at decoration time whether a kernel is interpreted.
 interpret = os.environ.get("TRITON_INTERPRET") == "1"
 _debug = os.environ.get("MB_DEBUG") == "1"
 _has_triton = importlib.util.find_spec("triton") is not None
+if not _has_triton:
+    # It remarks, at its import, that it will not count Triton kernels; ours have formulas.
+    logging.getLogger("torch.utils.flop_counter").disabled = True
 
 
 def debugging() -> bool:
@@ -101,6 +104,8 @@ def register(
         formula = _autograd(name, op, setup_context, backward, differentiable_twice)
         _library.impl(name, formula, "Autograd")
     if flops is not None:
+        from torch.utils.flop_counter import register_flop_formula
+
         register_flop_formula(getattr(torch.ops.mb, name))(flops)
 
 

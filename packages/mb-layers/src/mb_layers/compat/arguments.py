@@ -52,7 +52,7 @@ FIELDS = {
     "memory_optimized_mlp": "either: the experts always keep just x and the pre-activations",
     "mlp_type": "activation: 'glu' makes it gated; refused for MoE, which ignores it there",
     "mlp_impl": "mlp_impl",
-    "quantize_inputs_num_bits": "either: no permuted copy of the inputs is kept, x itself serves",
+    "quantize_inputs_num_bits": "either: x itself serves, for top-1 on a GPU its sorted copy too",
     "quantize_rematerialize_num_bits": "saved_activation_bits, with memory_optimized_mlp, as there",
     "quantize_scatter_num_bits": "either: the experts' outputs are not kept at all",
     "fp16": "dtype of the layer; wins over bf16, as there",

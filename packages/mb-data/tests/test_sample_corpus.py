@@ -33,15 +33,18 @@ def test_a_limit_nothing_fits_in(tmp_path, capsys):
 
 def test_documentation_is_prose_under_a_title(tmp_path):
     path = write_documentation_corpus(tmp_path / "a.jsonl", max_bytes=400_000)
-    assert path.read_bytes() == write_documentation_corpus(
-        tmp_path / "b.jsonl", max_bytes=400_000
-    ).read_bytes()
+    assert (
+        path.read_bytes()
+        == write_documentation_corpus(tmp_path / "b.jsonl", max_bytes=400_000).read_bytes()
+    )
     records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     assert 300_000 < path.stat().st_size <= 400_000
     titles = [record["title"] for record in records]
     assert len(set(titles)) == len(titles)
     for record in records:
         assert ". " in record["text"]
-        assert ">>>" not in [word for line in record["text"].splitlines() for word in line.split()[:1]]
+        assert ">>>" not in [
+            word for line in record["text"].splitlines() for word in line.split()[:1]
+        ]
     with pytest.raises(ValueError, match="no docstrings of at most 10 bytes"):
         write_documentation_corpus(tmp_path / "c.jsonl", max_bytes=10)

@@ -1,8 +1,8 @@
 """Real text that is on every machine: the standard library of the running Python.
 
-``write_sample_corpus`` makes a JSON Lines file of its sources, one module per line with its text and
-its path; ``write_documentation_corpus`` one of its docstrings, which are sentences where sources
-are not. Always in the same order for one Python version.
+``write_sample_corpus`` makes a JSON Lines file of its sources, one module per line with its text
+and its path; ``write_documentation_corpus`` one of its docstrings, which are sentences where
+sources are not. Always in the same order for one Python version.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def _owners(module: ast.Module, name: str) -> Iterator[tuple[_Owner, str]]:
 
 def _docstrings(owner: _Owner) -> str:
     """The prose of a module or class and of the functions right in it, a paragraph for each."""
-    nodes = [owner, *(n for n in owner.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))]
+    nodes = [
+        owner,
+        *(n for n in owner.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))),
+    ]
     found = (ast.get_docstring(node, clean=False) for node in nodes)
     return "\n\n".join(filter(None, (_prose(text) for text in found if text)))
 
@@ -102,7 +105,11 @@ def _library() -> Path:
 
 
 def _write(
-    path: str | os.PathLike[str], records: Iterable[dict[str, str]], max_bytes: int, what: str, library: Path
+    path: str | os.PathLike[str],
+    records: Iterable[dict[str, str]],
+    max_bytes: int,
+    what: str,
+    library: Path,
 ) -> Path:
     """Write the records that still fit, whole or not at all."""
     target = Path(path)

@@ -3,9 +3,9 @@
     python packages/mb-train/benchmarks/profile_step.py [dense] [dmoe]
     torchrun --nproc_per_node 2 packages/mb-train/benchmarks/profile_step.py peer all_gather
 
-Shapes as in run.py: GPT-2 125M, 64 sequences of 1024, compiled; `dmoe` has 64 top-1 experts in every
-layer. One step after a warm-up, by torch's profiler; under torchrun the experts are spread over the GPUs by
-the dispatcher that is named, and rank 0 prints.
+Shapes as in run.py: GPT-2 125M, 64 sequences of 1024, compiled; `dmoe` has 64 top-1 experts in
+every layer. One step after a warm-up, by torch's profiler; under torchrun the experts are spread
+over the GPUs by the dispatcher that is named, and rank 0 prints.
 """
 
 from __future__ import annotations
@@ -46,14 +46,17 @@ def print_profile(step: Callable[[], None], sequences: int) -> dict[str, float]:
 
 def main() -> None:
     benchmark.time_steps = print_profile
-    with distributed("cuda"), open(os.devnull, "w") as nowhere:
-        with contextlib.redirect_stdout(sys.stdout if rank() == 0 else nowhere):
-            for case in sys.argv[1:] or ("dense", "dmoe"):
-                print(f"\n{case}")
-                change = {} if case == "dense" else dict(benchmark.PAPER)
-                if world_size() > 1 and case != "dense":
-                    change |= {"expert_model_parallel_size": world_size(), "moe_dispatcher": case}
-                benchmark.ours(64, compiled=True, ranks=world_size(), **change)
+    with (
+        distributed("cuda"),
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(sys.stdout if rank() == 0 else nowhere),
+    ):
+        for case in sys.argv[1:] or ("dense", "dmoe"):
+            print(f"\n{case}")
+            change = {} if case == "dense" else dict(benchmark.PAPER)
+            if world_size() > 1 and case != "dense":
+                change |= {"expert_model_parallel_size": world_size(), "moe_dispatcher": case}
+            benchmark.ours(64, compiled=True, ranks=world_size(), **change)
 
 
 if __name__ == "__main__":

@@ -231,9 +231,12 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
 
 
 def main() -> None:
-    with distributed("cuda"), open(os.devnull, "w") as nowhere:
-        with contextlib.redirect_stdout(sys.stdout if rank() == 0 else nowhere):
-            measure_all()
+    with (
+        distributed("cuda"),
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(sys.stdout if rank() == 0 else nowhere),
+    ):
+        measure_all()
 
 
 def measure_all() -> None:

@@ -1,8 +1,8 @@
 """Real text that is on every machine: the standard library of the running Python.
 
-``write_sample_corpus`` makes a JSON Lines file of its sources, one module per line with its text and
-its path; ``write_documentation_corpus`` one of its docstrings, which are sentences where sources
-are not. Always in the same order for one Python version.
+``write_sample_corpus`` makes a JSON Lines file of its sources, one module per line with its text
+and its path; ``write_documentation_corpus`` one of its docstrings, which are sentences where
+sources are not. Always in the same order for one Python version.
 """
 
 from __future__ import annotations

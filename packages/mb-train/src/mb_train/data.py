@@ -1,9 +1,9 @@
 """Token files, datasets and batches of a run.
 
 With no `--data-path` a run reads text that is on every machine: the running Python's own library,
-its source or, where a task wants sentences, its docstrings, written as JSON Lines and tokenized once
-into the run folder. Batches are prepared ahead by a few
-threads, in the sampler's order whatever thread is first.
+its source or, where a task wants sentences, its docstrings, written as JSON Lines and tokenized
+once into the run folder. Batches are prepared ahead by a few threads, in the sampler's order
+whatever thread is first.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""A trained GPT out of a run folder, for everything that does not train it."""
+"""A trained model out of a run folder, for everything that does not train it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mb_train.checkpoint import load_checkpoint
 from mb_train.config import TrainConfig
-from mb_train.models.gpt import GPT
 from mb_train.run_folder import SavedRun, find_checkpoint, read_saved_run
-from mb_train.tasks.architecture import transformer_config
+from mb_train.tasks.make import whole_model
 from mb_train.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Trained:
     """A model with its weights, in eval mode, and what it was trained as."""
 
-    model: GPT
+    model: Any
     config: TrainConfig
     saved: SavedRun
     checkpoint: Path
@@ -38,31 +38,40 @@ class Trained:
         return load_tokenizer(self.config)
 
 
-def load_trained(run: Path, device: str = "cpu", dtype: torch.dtype | None = None) -> Trained:
+def load_trained(
+    run: Path,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    kinds: Sequence[str] = ("gpt",),
+) -> Trained:
     """Load the model of a run folder or an iteration folder.
 
     Args:
         device: "cpu", "cuda", or "auto": a GPU if there is one.
         dtype: of the activations; None takes bf16 on a GPU and fp32 on a CPU. Weights are fp32.
+        kinds: of models that will do, by `--model`'s names.
 
     Raises:
-        ValueError: no checkpoint there, one that does not load, or a model that is no GPT.
+        ValueError: no checkpoint there, one that does not load, or a model of another kind.
     """
     checkpoint = find_checkpoint(run)
     if checkpoint is None:
         raise ValueError(f"Expected a checkpoint in {run}, found none.")
     saved = read_saved_run(checkpoint)
     config = TrainConfig(**saved.inherited())
-    if config.model != "gpt":
-        raise ValueError(f"Expected a GPT in {run}, got a model of kind {config.model!r}.")
+    if config.model not in kinds:
+        raise ValueError(
+            f"Expected a model of kind {' or '.join(kinds)} in {run}, got {config.model}."
+        )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("Expected a GPU for --device cuda, found none. See mb-train doctor.")
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     with torch.device(device):
-        model = GPT(
-            transformer_config(config, saved.identity["padded_vocab_size"]), compute_dtype=dtype
+        model = whole_model(
+            config, vocab_size=saved.identity["padded_vocab_size"], compute_dtype=dtype
         )
     load_checkpoint(checkpoint, model, None)
     return Trained(model.eval(), config, saved, checkpoint)

@@ -39,7 +39,10 @@ def quickstart() -> Recipe:
 
 def bert_quickstart() -> Recipe:
     """A BERT with experts that restores words of Python's docstrings."""
-    return _sentences("bert") | {"seq_length": 64, "train_iters": 400, "lr": 3e-3, "min_lr": 3e-4}
+    return _sentences("bert") | {
+        "seq_length": 64, "micro_batch_size": 32, "position_embedding_type": "rope",
+        "train_iters": 400, "lr": 5e-3, "min_lr": 5e-4,
+    }  # fmt: skip
 
 
 def t5_quickstart() -> Recipe:

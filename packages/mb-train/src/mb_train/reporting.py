@@ -110,6 +110,11 @@ def validation_lines(place: str, losses: Mapping[str, float]) -> str:
     return f"{rule}\n{line}\n{rule}"
 
 
+def measured_line(place: str, values: Mapping[str, float]) -> str:
+    """What a task tells of its model beside its losses (ours)."""
+    return f" measured at {place} | " + "".join(f"{k}: {v:.4g} | " for k, v in values.items())
+
+
 def perplexity(loss: float) -> float:
     """exp of a loss in nats, capped as in Megatron."""
     return math.exp(min(20.0, loss))

@@ -34,11 +34,14 @@ from mb_train.health import DivergenceGuard
 from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator
 from mb_train.optimizer import apply_schedule
-from mb_train.reporting import datetime_line, perplexity, validation_lines
+from mb_train.reporting import datetime_line, measured_line, perplexity, validation_lines
 from mb_train.run import Run, Start, device_type, only_writer
 from mb_train.signals import StopFlag, stop_signals
 from mb_train.tasks import Batch, Dataset
 from mb_train.unsupported import check_supported
+
+# Samples at most: enough to know a share to 2 %.
+_MEASURED = 2000
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,8 @@ def _loop(run: Run, stop: StopFlag) -> Result:
             run.say(validation_lines(place, valid_losses))
         else:
             valid_losses = evaluate(run, run.data.valid, place, stop)
+        if valid_losses:
+            measure(run, run.data.valid, place)
     if saved_at != iteration:
         save(run, wait=True)
     elif run.saver is not None:
@@ -244,6 +249,22 @@ def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> d
         losses=losses,
     )
     return losses
+
+
+def measure(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
+    """What the task tells beside its losses, over samples that `evaluate` takes too; printed.
+
+    Of a whole model on one process: `mb-train eval` does it for a run that was spread.
+    """
+    if dataset is None or run.mesh.dims.world_size > 1:
+        return {}
+    (model,) = run.model.parts
+    count = min(run.config.eval_iters * run.batch_size, len(dataset), _MEASURED)
+    found = run.task.evaluate_more(model.train(False), dataset, count)
+    if found:
+        run.say(measured_line(place, found))
+        run.log.write("measured", iteration=run.progress.iteration, place=place, **found)
+    return found
 
 
 def save(run: Run, *, wait: bool = False) -> None:

@@ -116,6 +116,18 @@ class ModelFields:
     apply_residual_connection_post_layernorm: bool = flag(
         "take the residual from behind the norm", False, on_load="said"
     )
+    post_layernorm: bool = flag(
+        "normalise behind each residual sum and behind the embedding, as the first BERT (ours)",
+        False, on_load="model",
+    )  # fmt: skip
+    attention_scale: float | None = flag(
+        "multiplies the attention scores, 1 in T5; default 1 / sqrt(width of a head) (ours)",
+        bounds=POSITIVE, on_load="model",
+    )  # fmt: skip
+    scale_head: bool = flag(
+        "multiply hidden states by 1 / sqrt(hidden size) before T5's head, as T5 1.0 (ours)",
+        False, on_load="model",
+    )  # fmt: skip
     bert_binary_head: bool = flag(
         "BERT's second head, for the order of sentences", True, on_load="model",
         off=("--bert-no-binary-head",),

@@ -1,4 +1,4 @@
-"""Hugging Face's configurations and ours, both ways: GPT-2, Mixtral, OLMoE, Qwen3-MoE.
+"""Hugging Face's configurations and ours, both ways: GPT-2, BERT, T5, Mixtral, OLMoE, Qwen3-MoE.
 
 What a configuration asks for and our models do not have is refused by name, never left out.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mb_layers.state_dicts import Rule
 
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, whole
+from mb_train.convert.sentence_weights import BERT, MEGATRON_BERT, bert_rules, t5_rules
 from mb_train.convert.weights import MIXTRAL, OLMOE, gpt2_rules, llama_like_rules
 from mb_train.models.config import TransformerConfig
+from mb_train.models.t5 import MAX_DISTANCE, NUM_BUCKETS
 
 Json = Mapping[str, Any]
 
@@ -27,13 +30,21 @@ class Architecture:
         fields: from its config.json to fields of a `TrainConfig`.
         config: back.
         rules: from its tensors to ours.
+        prefix: of its tensors' names.
+        left_out: patterns of tensors that files may hold and that say nothing.
+        special: special tokens of its config.json, from a tokenizer.
     """
 
     model_type: str
     name: str
     fields: Callable[[Json], dict[str, Any]]
     config: Callable[[TrainConfig], dict[str, Any]]
-    rules: Callable[[TransformerConfig], list[Rule]]
+    rules: Callable[[TrainConfig, TransformerConfig], list[Rule]]
+    prefix: str = ""
+    left_out: tuple[str, ...] = ()
+    special: Callable[[Any], dict[str, Any]] = lambda t: {
+        "eos_token_id": t.eod, "bos_token_id": None
+    }  # fmt: skip
 
 
 def architecture_of(config: Json) -> Architecture:
@@ -57,7 +68,11 @@ def architecture_for(config: TrainConfig) -> Architecture:
         ValueError: none has what the model has; says what.
     """
     dense = config.moe_num_experts is None
-    if dense and config.position_embedding_type == "learned":
+    if config.model == "bert":
+        kind = "bert" if config.post_layernorm else "megatron-bert"
+    elif config.model == "t5":
+        kind = "t5"
+    elif dense and config.position_embedding_type == "learned":
         kind = "gpt2"
     elif config.qk_layernorm:
         kind = "olmoe" if config.qk_layernorm_over == "width" else "qwen3_moe"
@@ -87,7 +102,7 @@ def architecture_for(config: TrainConfig) -> Architecture:
 
 
 # What a TrainConfig needs beside its model; an imported model has no run of its own yet.
-_TRAINING: dict[str, Any] = {"micro_batch_size": 1, "seq_length": 1, "lr": 1e-5, "train_iters": 1}
+_TRAINING = {"micro_batch_size": 1, "seq_length": 1, "lr": 1e-5, "train_iters": 1}
 
 
 def _refuse(config: Json, **allowed: Any) -> None:
@@ -250,21 +265,153 @@ def _either(config: Json, *names: str) -> Any:
     raise ValueError(f"Expected config.json to have {' or '.join(names)}, got neither.")
 
 
+def _bert_fields(config: Json, *, post_norm: bool) -> dict[str, Any]:
+    _refuse(config, hidden_act=("gelu",), position_embedding_type=("absolute",),
+            is_decoder=(False,), add_cross_attention=(False,), type_vocab_size=(2,),
+            tie_word_embeddings=(True,))  # fmt: skip
+    return {
+        "model": "bert",
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "layernorm_epsilon": config["layer_norm_eps"],
+        "activation": "gelu",
+        "post_layernorm": post_norm,
+        "attention_dropout": config.get("attention_probs_dropout_prob", 0.1),
+        "hidden_dropout": config.get("hidden_dropout_prob", 0.1),
+        "bert_binary_head": "ForMaskedLM" not in "".join(config.get("architectures") or ()),
+    }
+
+
+def _bert_config(config: TrainConfig) -> dict[str, Any]:
+    head = "PreTraining" if config.bert_binary_head else "MaskedLM"
+    kind = "Bert" if config.post_layernorm else "MegatronBert"
+    return {
+        "architectures": [f"{kind}For{head}"],
+        "hidden_act": "gelu",
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "intermediate_size": config.ffn_size,
+        "max_position_embeddings": config.positions,
+        "layer_norm_eps": config.layernorm_epsilon,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "hidden_dropout_prob": config.hidden_dropout,
+        "type_vocab_size": 2,
+        "tie_word_embeddings": True,
+    }
+
+
+# Buffers and the head's tied weight and bias, which some files hold once more.
+_BERT_LEFT_OUT = (
+    r"bert\.embeddings\.position_ids",
+    r"cls\.predictions\.decoder\.(weight|bias)",
+)
+
+
+def _bert_special(tokenizer: Any) -> dict[str, Any]:
+    return {"pad_token_id": tokenizer.pad}
+
+
+_T5_ACTIVATIONS = {
+    "relu": "relu", "gelu": "gelu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu",
+    "gated-relu": "reglu",
+}  # fmt: skip
+
+
+def _t5_fields(config: Json) -> dict[str, Any]:
+    _refuse(config, relative_attention_num_buckets=(NUM_BUCKETS,),
+            relative_attention_max_distance=(MAX_DISTANCE,),
+            feed_forward_proj=tuple(_T5_ACTIVATIONS), is_encoder_decoder=(True,))  # fmt: skip
+    tied = config.get("tie_word_embeddings", True)
+    length = config.get("n_positions", 512)
+    return {
+        "model": "t5",
+        "num_layers": config["num_layers"],
+        "decoder_num_layers": config.get("num_decoder_layers") or config["num_layers"],
+        "hidden_size": config["d_model"],
+        "num_attention_heads": config["num_heads"],
+        "kv_channels": config["d_kv"],
+        "ffn_hidden_size": config["d_ff"],
+        "max_position_embeddings": length,
+        "decoder_seq_length": length,
+        "position_embedding_type": "relative",
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config["layer_norm_epsilon"],
+        "activation": _T5_ACTIVATIONS[config.get("feed_forward_proj", "relu")],
+        "add_bias_linear": False,
+        "attention_scale": 1.0,
+        "scale_head": config.get("scale_decoder_outputs", tied),
+        "untie_embeddings_and_output_weights": not tied,
+        "attention_dropout": config.get("dropout_rate", 0.1),
+        "hidden_dropout": config.get("dropout_rate", 0.1),
+    }
+
+
+def _t5_config(config: TrainConfig) -> dict[str, Any]:
+    theirs = {ours: name for name, ours in _T5_ACTIVATIONS.items()}
+    return {
+        "num_layers": config.num_layers,
+        "num_decoder_layers": config.decoder_layers,
+        "d_model": config.hidden_size,
+        "num_heads": config.num_attention_heads,
+        "d_kv": config.head_size,
+        "d_ff": config.ffn_size,
+        "n_positions": config.positions,
+        "relative_attention_num_buckets": NUM_BUCKETS,
+        "relative_attention_max_distance": MAX_DISTANCE,
+        "layer_norm_epsilon": config.layernorm_epsilon,
+        "feed_forward_proj": theirs.get(config.activation_name, "relu"),
+        "scale_decoder_outputs": config.scale_head,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        "dropout_rate": config.hidden_dropout,
+        "is_encoder_decoder": True,
+    }
+
+
 ARCHITECTURES = {
     found.model_type: found
     for found in (
-        Architecture("gpt2", "GPT2LMHeadModel", _gpt2_fields, _gpt2_config, gpt2_rules),
+        Architecture(
+            "gpt2", "GPT2LMHeadModel", _gpt2_fields, _gpt2_config, lambda _, c: gpt2_rules(c),
+            prefix="transformer.",
+            # Causal masks, which old files hold as if they were weights.
+            left_out=(r"h\.\d+\.attn\.(masked_)?bias",),
+            special=lambda t: {"eos_token_id": t.eod, "bos_token_id": t.eod},
+        ),
+        Architecture(
+            "bert", "BertForPreTraining", partial(_bert_fields, post_norm=True), _bert_config,
+            partial(bert_rules, names=BERT), left_out=_BERT_LEFT_OUT, special=_bert_special,
+        ),
+        Architecture(
+            "megatron-bert", "MegatronBertForPreTraining", partial(_bert_fields, post_norm=False),
+            _bert_config, partial(bert_rules, names=MEGATRON_BERT), left_out=_BERT_LEFT_OUT,
+            special=_bert_special,
+        ),
+        Architecture(
+            "t5", "T5ForConditionalGeneration", _t5_fields, _t5_config, t5_rules,
+            # The embedding once more; a table of the first files that no layer ever used.
+            left_out=(
+                r"(en|de)coder\.embed_tokens\.weight",
+                r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+            ),
+            special=lambda t: {
+                "eos_token_id": t.eos, "pad_token_id": t.pad, "decoder_start_token_id": t.bos
+            },
+        ),
         Architecture(
             "mixtral", "MixtralForCausalLM", _mixtral_fields, _mixtral_config,
-            lambda c: llama_like_rules(c, MIXTRAL),
+            lambda _, c: llama_like_rules(c, MIXTRAL),
         ),
         Architecture(
             "olmoe", "OlmoeForCausalLM", _olmoe_fields, _olmoe_config,
-            lambda c: llama_like_rules(c, OLMOE),
+            lambda _, c: llama_like_rules(c, OLMOE),
         ),
         Architecture(
             "qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe_fields, _qwen3_moe_config,
-            lambda c: llama_like_rules(c, OLMOE),
+            lambda _, c: llama_like_rules(c, OLMOE),
         ),
     )
 }  # fmt: skip
@@ -277,8 +424,8 @@ def imported_config(fields: Mapping[str, Any], vocab_size: int, **also: Any) -> 
         vocab_size: rows of its token embedding.
         also: further fields.
     """
-    exact: dict[str, Any] = {
-        "seq_length": fields["max_position_embeddings"],
-        "make_vocab_size_divisible_by": vocab_size,
-    }
-    return TrainConfig(**_TRAINING | exact | dict(fields) | also)
+    training: dict[str, Any] = {**_TRAINING, "seq_length": fields["max_position_embeddings"]}
+    exact: dict[str, Any] = {"make_vocab_size_divisible_by": vocab_size}
+    config = TrainConfig(**{**training, **exact, **fields, **also})
+    whole(config.num_layers)
+    return config

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from mb_layers.state_dicts import translate, translate_back
-from torch import Tensor, nn
+from torch import Tensor
 
 from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
@@ -23,10 +23,10 @@ from mb_train.convert.architectures import (
 )
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
 from mb_train.loading import load_trained
-from mb_train.models.gpt import GPT
 from mb_train.run_folder import checkpoints, write_text
 from mb_train.saver import Saver
 from mb_train.tasks.architecture import transformer_config
+from mb_train.tasks.make import whole_model
 from mb_train.tokenizers import load_tokenizer
 
 TOKENIZER_FILES = (
@@ -57,11 +57,11 @@ def read_model(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tens
         raise ValueError(f"{path} lacks {error}.") from None
     vocab_size = theirs["vocab_size"]
     config = imported_config(model_fields, vocab_size, **fields)
-    source = TensorFolder(folder, prefix="transformer.")
-    # Causal masks, which old files of GPT-2 hold as if they were weights.
-    source.leave_out(r"h\.\d+\.attn\.(masked_)?bias")
+    source = TensorFolder(folder, prefix=found.prefix)
+    for pattern in found.left_out:
+        source.leave_out(pattern)
     shapes = _shapes(config, vocab_size)
-    rules = found.rules(transformer_config(config, vocab_size))
+    rules = found.rules(config, transformer_config(config, vocab_size))
     if "lm_head.weight" in source and "head.weight" not in shapes:
         # A tied head may be stored as well; it must be what it is tied to.
         tied = next(r.sources[0] for r in rules if r.target == "embedding.tokens.weight")
@@ -114,7 +114,7 @@ def write_run(
     """Write weights by our names as the checkpoint of a run at iteration 0."""
     vocab_size = weights["embedding.tokens.weight"].shape[0]
     with torch.device("meta"):
-        model: nn.Module = GPT(transformer_config(config, vocab_size))
+        model = whole_model(config, vocab_size=vocab_size)
     model.load_state_dict(dict(weights), strict=True, assign=True)
     identity = {
         **config.model_identity(),
@@ -148,14 +148,13 @@ def export_model(
     """
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"Expected an empty or new folder to write to, got {target}.")
-    trained = load_trained(run)
+    trained = load_trained(run, kinds=("gpt", "bert", "t5"))
     config, state = trained.config, trained.model.state_dict()
     found = architecture_for(config)
-    rules = found.rules(trained.model.config)
+    rules = found.rules(config, trained.model.config)
     names = [name for rule in rules for name in rule.sources]
     weights = {name: t.to(dtype) for name, t in translate_back(state, rules, names).items()}
-    if found.model_type == "gpt2":
-        weights = {f"transformer.{name}": tensor for name, tensor in weights.items()}
+    weights = {f"{found.prefix}{name}": tensor for name, tensor in weights.items()}
     tokenizer = trained.tokenizer
     about = {
         "architectures": [found.name],
@@ -163,8 +162,7 @@ def export_model(
         "vocab_size": trained.saved.identity["padded_vocab_size"],
         "dtype": str(dtype).removeprefix("torch."),
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "eos_token_id": tokenizer.eod,
-        "bos_token_id": tokenizer.eod if found.model_type == "gpt2" else None,
+        **found.special(tokenizer),
         "initializer_range": config.init_method_std,
         **found.config(config),
     }
@@ -208,5 +206,5 @@ def _copy_tokenizer(config: TrainConfig, target: Path) -> bool:
 
 def _shapes(config: TrainConfig, vocab_size: int) -> dict[str, torch.Size]:
     with torch.device("meta"):
-        model = GPT(transformer_config(config, vocab_size))
+        model = whole_model(config, vocab_size=vocab_size)
     return {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -52,12 +52,12 @@ def gpt2_rules(config: TransformerConfig) -> list[Rule]:
     rules = [
         Rule("embedding.tokens.weight", ("wte.weight",)),
         Rule("embedding.positions.weight", ("wpe.weight",)),
-        *_both("stack.norm", "ln_f"),
+        *both("stack.norm", "ln_f"),
     ]
     H = config.num_heads
     for layer in range(config.num_layers):
         ours, theirs = f"stack.blocks.{layer}.", f"h.{layer}."
-        rules += _both(f"{ours}norm_1", f"{theirs}ln_1") + _both(f"{ours}norm_2", f"{theirs}ln_2")
+        rules += both(f"{ours}norm_1", f"{theirs}ln_1") + both(f"{ours}norm_2", f"{theirs}ln_2")
         for kind in ("weight", "bias"):
             rules.append(
                 Rule(
@@ -145,7 +145,8 @@ def _expert_rules(
     ]
 
 
-def _both(ours: str, theirs: str) -> list[Rule]:
+def both(ours: str, theirs: str) -> list[Rule]:
+    """Weight and bias of a module."""
     return [Rule(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for kind in ("weight", "bias")]
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
-from mb_train.models.attention import BlockContext, segment_mask
+from mb_train.models.attention import BlockContext, rotary_tables, segment_mask
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear, Norm
@@ -59,6 +59,9 @@ class Bert(nn.Module):
         binary_head: learn which of two segments comes first, from the first token.
         compute_dtype: dtype of the activations; parameters are made in fp32.
 
+    Raises:
+        ValueError: relative positions.
+
     Attributes:
         embedding, stack: the encoder. lm_head, pooler, order_head: on the last stage.
     """
@@ -71,6 +74,9 @@ class Bert(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        if config.positions == "relative":
+            raise ValueError("Expected learned or rotary positions of a BERT, got T5's relative.")
+        self.config = config
         self.cross_entropy = linear_cross_entropy
         self.compute_dtype = compute_dtype
         self.first = self.last = True
@@ -124,8 +130,7 @@ class Bert(nn.Module):
             return reports.output(x_BSD, {})
         assert self.lm_head is not None
         assert self.embedding is not None
-        masked_BM1 = masked_BM[..., None]
-        x_BMD = self.lm_head(x_BSD.gather(1, masked_BM1.expand(-1, -1, x_BSD.shape[2])))
+        x_BMD = self.lm_head(_at(x_BSD, masked_BM))
         losses = {
             LM_LOSS: self.cross_entropy(
                 x_BMD,
@@ -144,12 +149,31 @@ class Bert(nn.Module):
             losses[ORDER_LOSS] = (losses_B * order_weights_B).sum()
         return reports.output(None, losses)
 
+    def logits(self, x_BSD: Tensor, places_BM: Tensor) -> Tensor:
+        """Scores of every token at some places of encoded sequences, [B, M, V] fp32."""
+        assert self.lm_head is not None
+        assert self.embedding is not None
+        x_BMD = self.lm_head(_at(x_BSD, places_BM))
+        weight_VD = self.embedding.tokens.weight.to(x_BMD.dtype)
+        return (x_BMD @ weight_VD.t()).float() + self.lm_head.bias
+
     def encode(self, x: Tensor, token_types_BS: Tensor, segments_BS: Tensor, valid_BS: Tensor):
         """Final hidden states [B, S, D] of this stage, and what the experts report."""
         if self.first:
             assert self.embedding is not None
             x = self.embedding(x, running_positions(x), token_types_BS).to(self.compute_dtype)
+        rope = None
+        if self.config.positions == "rope":
+            rope = rotary_tables(self.config, running_positions(segments_BS))
         context = BlockContext(
-            causal=False, mask=segment_mask(segments_BS, causal=False), valid_BS=valid_BS
+            causal=False,
+            mask=segment_mask(segments_BS, causal=False),
+            rope=rope,
+            valid_BS=valid_BS,
         )
         return self.stack(x, context)
+
+
+def _at(x_BSD: Tensor, places_BM: Tensor) -> Tensor:
+    """Hidden states at some places of each sequence, [B, M, D]."""
+    return x_BSD.gather(1, places_BM[..., None].expand(-1, -1, x_BSD.shape[2]))

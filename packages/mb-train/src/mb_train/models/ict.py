@@ -76,6 +76,18 @@ class ICT(nn.Module):
         self.scale = config.hidden_size**-0.5 if scale_scores else 1.0
         self._gather, self._rank = gather, rank
 
+    @torch.no_grad()
+    def begin_from(self, bert: Bert) -> None:
+        """Take the encoder's weights of a BERT for both towers.
+
+        Raises:
+            RuntimeError: a BERT of other sizes.
+        """
+        heads = ("lm_head.", "pooler.", "order_head.")
+        weights = {n: t for n, t in bert.state_dict().items() if not n.startswith(heads)}
+        for tower in (self.query, self.block):
+            tower.bert.load_state_dict(weights)
+
     def forward(
         self, x: Tensor, *, query_valid_BS: Tensor, block_BS: Tensor, block_valid_BS: Tensor,
         weights_B: Tensor,

@@ -16,7 +16,7 @@ import torch
 from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
-from mb_train.models.attention import BlockContext, segment_mask
+from mb_train.models.attention import BlockContext, rotary_tables, segment_mask
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear
@@ -92,6 +92,7 @@ class T5(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.config = config
         self.cross_entropy = linear_cross_entropy
         self.compute_dtype = compute_dtype
         self.head_scale = config.hidden_size**-0.5 if scale_head else 1.0
@@ -158,6 +159,7 @@ class T5(nn.Module):
             causal=False,
             mask=segment_mask(segments_BS, causal=False),
             bias=bias,
+            rope=self._rope(tokens_BS),
             valid_BS=valid_BS,
         )
         return self.encoder(self._embed(tokens_BS), context)
@@ -176,6 +178,7 @@ class T5(nn.Module):
             causal=True,
             mask=segment_mask(segments_BR, causal=True),
             bias=bias,
+            rope=self._rope(tokens_BR),
             valid_BS=valid_BR,
         )
         cross = BlockContext(
@@ -185,11 +188,33 @@ class T5(nn.Module):
         )
         return self.decoder(self._embed(tokens_BR), context, cross)
 
+    @torch.no_grad()
+    def write(self, tokens_BS: Tensor, valid_BS: Tensor, *, first: int, length: int) -> Tensor:
+        """The likeliest token after the likeliest tokens before it, int64 [B, length].
+
+        Args:
+            tokens_BS, valid_BS: what the encoder reads; 0 for padding, 1 for the others.
+            first: the token that the decoder begins with.
+        """
+        memory_BSD, _ = self.encode(tokens_BS, valid_BS, valid_BS)
+        written_BR = torch.full_like(tokens_BS[:, :1], first)
+        for _ in range(length):
+            ones_BR = torch.ones_like(written_BR)
+            x_BRD, _ = self.decode(written_BR, ones_BR, ones_BR, memory_BSD, valid_BS)
+            next_B1 = self.logits(x_BRD[:, -1:]).argmax(2)
+            written_BR = torch.cat([written_BR, next_B1], dim=1)
+        return written_BR[:, 1:]
+
     def logits(self, x_BRD: Tensor) -> Tensor:
         """Scores of the next token after each of the decoder's, [B, R, V] fp32."""
         x_BRD = x_BRD * self.head_scale
         logits = (x_BRD @ self._head_weight().to(x_BRD.dtype).t()).float()
         return logits if self.head_bias is None else logits + self.head_bias
+
+    def _rope(self, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.config.positions != "rope":
+            return None
+        return rotary_tables(self.config, running_positions(tokens))
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.embedding(tokens, running_positions(tokens)).to(self.compute_dtype)

@@ -38,6 +38,8 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         positions=config.position_embedding_type,
         rope_base=config.rotary_base,
         rope_fraction=config.rotary_percent,
+        post_norm=config.post_layernorm,
+        attention_scale=config.attention_scale,
         bias=config.add_bias_linear,
         qkv_bias=config.add_bias_linear or config.add_qkv_bias,
         tie_embeddings=not config.untie_embeddings_and_output_weights,

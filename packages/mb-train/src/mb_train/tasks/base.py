@@ -9,7 +9,7 @@ however they are spread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -77,3 +77,26 @@ class Task(Protocol):
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
         """A batch from samples; arrays may be of any integer type, weights are fp32."""
         ...
+
+    def evaluate_more(self, model: Any, dataset: Dataset, count: int) -> dict[str, float]:
+        """What a user wants to know of a trained model beside its losses; {} for none.
+
+        Args:
+            model: whole, in eval mode.
+            dataset: of this task's; its first `count` samples are looked at.
+        """
+        ...
+
+
+# Samples at a time where no gradient is taken.
+EVALUATED_AT_ONCE = 32
+
+
+def batches_of(
+    task: Task, samples: list[Any], device: torch.device
+) -> Iterator[tuple[list[Any], Batch]]:
+    """Samples, a few at a time, and the batches that they make."""
+    for start in range(0, len(samples), EVALUATED_AT_ONCE):
+        chunk = samples[start : start + EVALUATED_AT_ONCE]
+        arrays = {name: np.ascontiguousarray(a) for name, a in task.collate(chunk).items()}
+        yield chunk, {name: torch.from_numpy(a).to(device) for name, a in arrays.items()}

@@ -14,7 +14,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.bert import LM_LOSS, ORDER_LOSS, Bert
 from mb_train.models.plans import bert_plan
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import DataPaths, Datasets
+from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of
 
 
 class BertTask:
@@ -73,7 +73,7 @@ class BertTask:
         )
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
-        """See `Bert.forward`; a row has the places to restore first, then places of weight 0."""
+        """See `Bert.forward`; places to restore come first in a row, then others of weight 0."""
         labels_BS = stacked(samples, "labels")
         places_BM = np.argsort(labels_BS < 0, axis=1, kind="stable")[:, : self._places]
         labels_BM = np.take_along_axis(labels_BS, places_BM, axis=1)
@@ -91,6 +91,38 @@ class BertTask:
             batch["order_B"] = np.array([s["is_random"] for s in samples], np.int64)
             batch["order_weights_B"] = np.ones(len(samples), np.float32)
         return batch
+
+    @torch.no_grad()
+    def evaluate_more(self, model: Bert, dataset: Dataset, count: int) -> dict[str, float]:
+        """`masked accuracy`: share of hidden tokens that are the model's first choice.
+
+        `most frequent token`: what always guessing the commonest of these labels would reach;
+        `order accuracy`: share of samples whose order is told.
+        """
+        samples = [dataset[i] for i in range(count)]
+        right, in_order, labels = 0.0, 0.0, []
+        device = next(model.parameters()).device
+        for _, batch in batches_of(self, samples, device):
+            names = ("tokens_BS", "token_types_BS", "segments_BS", "valid_BS")
+            x_BSD, _ = model.encode(*(batch[name] for name in names))
+            found_BM = model.logits(x_BSD, batch["masked_BM"]).argmax(2)
+            counts_BM = batch["weights_BM"] > 0
+            right += float(((found_BM == batch["labels_BM"]) & counts_BM).sum())
+            labels.append(batch["labels_BM"][counts_BM])
+            if model.order_head is not None and model.pooler is not None:
+                told_B = model.order_head(model.pooler(x_BSD)).argmax(1)
+                in_order += float((told_B == batch["order_B"]).sum())
+        every = torch.cat(labels)
+        if not len(every):
+            return {}
+        commonest = float(every.unique(return_counts=True)[1].max())
+        found = {
+            "masked accuracy": right / len(every),
+            "most frequent token": commonest / len(every),
+        }
+        if model.order_head is not None:
+            found["order accuracy"] = in_order / len(samples)
+        return found
 
 
 def stacked(samples: list[Any], name: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.gpt import GPT
 from mb_train.models.plans import gpt_plan
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import DataPaths, Datasets
+from mb_train.tasks.base import DataPaths, Dataset, Datasets
 
 
 class GPTTask:
@@ -78,6 +78,10 @@ class GPTTask:
         if config.reset_position_ids:
             batch["positions_BS"] = positions_within(ends_BS)
         return batch
+
+    def evaluate_more(self, model: GPT, dataset: Dataset, count: int) -> dict[str, float]:
+        """Nothing: the loss says it all."""
+        return {}
 
 
 def positions_within(ends_BS: np.ndarray) -> np.ndarray:

@@ -13,9 +13,11 @@ from mb_parallel.tensor_parallel import Plan
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
+from mb_train.models.bert import Bert
 from mb_train.models.ict import ICT, LOSS
+from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import DataPaths, Datasets
+from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of
 from mb_train.tasks.bert import stacked
 
 
@@ -52,7 +54,7 @@ class ICTTask:
     def build_model(self, *, compute_dtype: torch.dtype) -> ICT:
         """Two towers, or one, with fresh weights."""
         config = self._config
-        return ICT(
+        model = ICT(
             self.model_config,
             shared=config.biencoder_shared_query_context_model,
             projection=config.biencoder_projection_dim,
@@ -61,6 +63,22 @@ class ICTTask:
             rank=self._mesh.dp_rank,
             compute_dtype=compute_dtype,
         )
+        if config.bert_load is not None:
+            model.begin_from(self._bert(Path(config.bert_load)))
+        return model
+
+    def _bert(self, run: Path) -> Bert:
+        from mb_train.loading import load_trained  # which makes models by tasks
+
+        trained = load_trained(run, kinds=("bert",))
+        wanted, found = self.model_config, trained.model.config
+        for name in ("vocab_size", "max_positions", "num_layers", "hidden_size", "moe"):
+            if getattr(wanted, name) != getattr(found, name):
+                raise ValueError(
+                    f"Expected a BERT of the towers' {name}, {getattr(wanted, name)}, in {run} "
+                    f"(--bert-load), got {getattr(found, name)}."
+                )
+        return trained.model
 
     def tensor_plan(self) -> Plan:
         """Not reached: see the class."""
@@ -97,6 +115,37 @@ class ICTTask:
             "block_valid_BS": stacked(samples, "block_pad_mask"),
             "weights_B": np.ones(len(samples), np.float32),
         }
+
+    @torch.no_grad()
+    def evaluate_more(self, model: ICT, dataset: Dataset, count: int) -> dict[str, float]:
+        """`recall@k` among the samples' blocks, one for each, the query taken out; BM25's beside.
+
+        k is what `--retriever-report-topk-accuracies` says, by default 1, 5 and 20.
+        """
+        every = (dataset[i] for i in range(count))
+        different = {tuple(s["block_data"].tolist()[:3]): s for s in every}
+        samples = list(different.values())
+        device = next(model.parameters()).device
+        queries, blocks = [], []
+        for _, batch in batches_of(self, samples, device):
+            queries.append(model.query(batch["tokens_BS"], batch["query_valid_BS"])[0].float())
+            blocks.append(model.block(batch["block_BS"], batch["block_valid_BS"])[0].float())
+        scores_BA = (torch.cat(queries) @ torch.cat(blocks).t()).cpu().numpy()
+        words = BM25([self._words(s["block_tokens"]) for s in samples])
+        ours, theirs = [], []
+        for number, sample in enumerate(samples):
+            ours.append(rank_of(scores_BA[number], number))
+            theirs.append(rank_of(words.scores(self._words(sample["query_tokens"])), number))
+        found: dict[str, float] = {"blocks": float(len(samples))}
+        for k in self._config.retriever_report_topk_accuracies or [1, 5, 20]:
+            found[f"recall@{k}"] = recall(ours, k)
+            found[f"BM25 recall@{k}"] = recall(theirs, k)
+        return found
+
+    def _words(self, tokens: np.ndarray) -> list[int]:
+        """Without special tokens."""
+        special = {self._tokenizer.cls, self._tokenizer.sep, self._tokenizer.pad}
+        return [token for token in tokens.tolist() if token not in special]
 
     def _gather(self, x_BD: Tensor) -> Tensor:
         axis = self._mesh.axis("dp")

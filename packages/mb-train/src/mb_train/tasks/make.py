@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mb_parallel import ParallelMesh
+import torch
+from mb_parallel import ParallelDims, ParallelMesh
+from torch import nn
 
 from mb_train.config import TrainConfig
 from mb_train.tasks.base import Task
@@ -29,7 +31,23 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
     if config.model == "bert":
         return BertTask(config, tokenizer, vocab_size=vocab_size)
     if config.model == "t5":
-        return T5Task(config, tokenizer, vocab_size=vocab_size)
+        return T5Task(config, tokenizer, vocab_size=vocab_size, mesh=mesh)
     if config.model == "ict":
         return ICTTask(config, tokenizer, vocab_size=vocab_size, mesh=mesh)
     return GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod)
+
+
+def whole_model(
+    config: TrainConfig, *, vocab_size: int, compute_dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The model of a run on one process, with fresh weights on the default device.
+
+    Raises:
+        ValueError: sizes or options that do not fit the model.
+    """
+    if config.model == "gpt":
+        task: Task = GPTTask(config, vocab_size=vocab_size, eod=-1)
+    else:
+        mesh = ParallelDims().build("cpu")
+        task = make_task(config, None, vocab_size=vocab_size, mesh=mesh)
+    return task.build_model(compute_dtype=compute_dtype)

@@ -7,13 +7,14 @@ from typing import Any
 import mb_data
 import numpy as np
 import torch
+from mb_parallel import ParallelMesh
 from mb_parallel.tensor_parallel import Plan
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.plans import t5_plan
 from mb_train.models.t5 import T5
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import DataPaths, Datasets
+from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of
 from mb_train.tasks.bert import stacked
 
 
@@ -24,15 +25,24 @@ class T5Task:
         config: the run.
         tokenizer: with special tokens and sentinels (`--vocab-extra-ids`).
         vocab_size: padded.
+        mesh: how the run is spread.
 
     Raises:
-        ValueError: an activation or experts that mb_layers refuses.
+        ValueError: pipeline stages, or an activation or experts that mb_layers refuses.
     """
 
     first_input = "tokens_BS"
     sentences = True
 
-    def __init__(self, config: TrainConfig, tokenizer: Any, *, vocab_size: int) -> None:
+    def __init__(
+        self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: ParallelMesh
+    ) -> None:
+        if mesh.pp_size > 1:
+            raise ValueError(
+                "Expected one pipeline stage for --model t5, whose decoder needs what the encoder "
+                f"makes at every layer, got {mesh.pp_size}. Spread it by data, tensor and expert "
+                "parallelism."
+            )
         self.loss_weights = {"lm loss": "weights_BR"}
         self.sequence_length = whole(config.seq_length) + whole(config.decoder_seq_length)
         self.model_config = transformer_config(config, vocab_size)
@@ -45,6 +55,7 @@ class T5Task:
             self.model_config,
             decoder_layers=self._config.decoder_layers,
             head_bias=self._config.position_embedding_type == "learned",
+            scale_head=self._config.scale_head,
             compute_dtype=compute_dtype,
         )
 
@@ -77,9 +88,48 @@ class T5Task:
             "segments_BS": encoder_BS,
             "valid_BS": encoder_BS,
             "decoder_tokens_BR": stacked(samples, "text_dec"),
-            # Padding attends to padding.
+            # Padding of the decoder attends to the encoder's, or to nothing where it has none.
             "decoder_segments_BR": decoder_BR,
             "decoder_valid_BR": decoder_BR,
             "labels_BR": np.maximum(labels_BR, 0),
             "weights_BR": stacked(samples, "loss_mask").astype(np.float32),
         }
+
+    def evaluate_more(self, model: T5, dataset: Dataset, count: int) -> dict[str, float]:
+        """`exact match of spans`: share of the spans that greedy writing gets right whole.
+
+        `of one token`: the same for the shortest of them.
+        """
+        samples = [dataset[i] for i in range(count)]
+        right = short_right = spans = short = 0
+        device = next(model.parameters()).device
+        for chunk, batch in batches_of(self, samples, device):
+            length = int(batch["decoder_valid_BR"].sum(1).max())
+            written_BR = model.write(
+                batch["tokens_BS"], batch["valid_BS"], first=self._tokenizer.bos, length=length
+            )
+            for sample, tokens in zip(chunk, written_BR.tolist(), strict=True):
+                wanted = self._spans([t for t in sample["labels"].tolist() if t >= 0])
+                found = self._spans(tokens)
+                for sentinel, span in wanted.items():
+                    hit = found.get(sentinel) == span
+                    right, spans = right + hit, spans + 1
+                    if len(span) == 1:
+                        short_right, short = short_right + hit, short + 1
+        return {
+            "exact match of spans": right / max(spans, 1),
+            "of one token": short_right / max(short, 1),
+        }
+
+    def _spans(self, tokens: list[int]) -> dict[int, list[int]]:
+        """What follows each sentinel, up to the end of the text."""
+        sentinels, spans = set(self._tokenizer.extra_ids), {}
+        span: list[int] = []
+        for token in tokens:
+            if token == self._tokenizer.eos:
+                break
+            if token in sentinels:
+                span = spans.setdefault(token, [])
+            else:
+                span.append(token)
+        return spans

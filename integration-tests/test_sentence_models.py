@@ -1,0 +1,100 @@
+"""BERT, T5 and ICT: every layout takes the steps of one process, with unequal padding on the ranks.
+
+fp32 on gloo, three steps of the same global batch, as in `test_parallel`. Sentences are of 3 to 12
+tokens and documents of 2 to 6 sentences, so that no two ranks have the same number of valid tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mb_data
+import numpy as np
+import pytest
+from mb_parallel.testing import run_ranks
+from mb_train.cli import main
+from test_parallel import EP, PP, SP, TP, _deviations, _train
+
+SAME = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 48 --seq-length 24 "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 3e-3 "
+    "--lr-decay-style constant "
+    "--log-interval 1 --eval-interval 3 --eval-iters 2 --split 80,20,0 --device cpu "
+    "--attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 128 --adam-eps 1e-3"
+)
+MOE = "--moe-num-experts 4 --moe-top-k 2 --moe-loss-weight 0.05"
+ONE = {
+    "bert": f"--model bert {MOE}",
+    "t5": f"--model t5 --decoder-seq-length 12 --vocab-extra-ids 8 {MOE} "
+    "--position-embedding-type relative",
+    # A query is held against the blocks of all ranks: one process has them in one micro-batch.
+    "ict": "--model ict --micro-batch-size 8",
+    "ict experts": f"--model ict --micro-batch-size 8 {MOE} --moe-loss-weight 0",
+}
+# Name: what it must equal, flags.
+LAYOUTS: dict[str, tuple[str, str]] = {
+    "bert dp2": ("bert", "--zero-stage 3"),
+    "bert ep2": ("bert", f"{EP} 2"),
+    "bert tp2 sp": ("bert", f"{TP} 2 {SP}"),
+    "bert pp2": ("bert", f"{PP} 2"),
+    "t5 dp2": ("t5", ""),
+    "t5 ep2": ("t5", f"{EP} 2"),
+    "t5 tp2": ("t5", f"{TP} 2"),
+    "t5 tp2 sp": ("t5", f"{TP} 2 {SP}"),
+    "ict dp2": ("ict", "--micro-batch-size 4"),
+    "ict ep2": ("ict experts", f"--micro-batch-size 4 {EP} 2"),
+}
+
+
+def _write_data(folder: Path) -> list[str]:
+    """Sentences, their titles, a vocabulary; returns the flags that name them."""
+    vocabulary = folder / "vocab.txt"
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary.write_text("\n".join([*special, *(f"word{i}" for i in range(200))]) + "\n")
+    rng = np.random.default_rng(0)
+    sentences, titles = folder / "walks_text_sentence", folder / "walks_title_document"
+    with (
+        mb_data.IndexedDatasetBuilder(sentences, np.uint16) as texts,
+        mb_data.IndexedDatasetBuilder(titles, np.uint16) as names,
+    ):
+        for _ in range(60):
+            lengths = rng.integers(3, 13, size=rng.integers(2, 7))
+            tokens = 5 + (rng.integers(200) + np.arange(lengths.sum())) % 200
+            texts.add_document(tokens, lengths)
+            names.add_document(tokens[:2])
+    return ["--data-path", str(sentences), "--vocab-file", str(vocabulary)]
+
+
+def _line(data: list[str], save: Path, model: str, flags: str = "") -> list[str]:
+    return [*SAME.split(), *ONE[model].split(), *flags.split(), *data, "--save", str(save)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sentences")
+    data = _write_data(folder)
+    saves = {name: folder / name.replace(" ", "-") for name in (*ONE, *LAYOUTS)}
+    for model in ONE:
+        assert main(_line(data, saves[model], model)) == 0
+    lines = [_line(data, saves[name], *LAYOUTS[name]) for name in LAYOUTS]
+    for said in run_ranks(_train, 2, lines, timeout_s=900.0):
+        assert said == [""] * len(lines)
+    return saves
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_takes_the_steps_of_one_process(layout, runs):
+    deviations = _deviations(runs[layout], runs[LAYOUTS[layout][0]])
+    assert all(value < 1e-5 for value in deviations.values()), deviations
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("model", "flags"), [("t5", f"{PP} 2"), ("ict", f"{PP} 2"), ("ict", f"{TP} 2")]
+)
+def test_a_layout_that_a_model_has_not_is_refused(model, flags, tmp_path):
+    line = _line(_write_data(tmp_path), tmp_path / "run", model, flags)
+    for said in run_ranks(_train, 2, [line]):
+        assert f"--model {model}" in said[0]
+        assert len(said[0].splitlines()) == 1

@@ -1,0 +1,147 @@
+"""Hugging Face's BERT, MegatronBert and T5 in and out: equal outputs in fp32, all accounted for."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from mb_train.convert import export_model, import_model, read_model
+from mb_train.convert.architectures import architecture_for
+from mb_train.tasks.make import whole_model
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+transformers = pytest.importorskip("transformers")
+
+BERT = {
+    "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 80,
+    "max_position_embeddings": 24,
+}  # fmt: skip
+T5 = {
+    "d_model": 48, "d_kv": 12, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
+}  # fmt: skip
+KINDS = {
+    "bert": ("Bert", "ForPreTraining", BERT),
+    "megatron": ("MegatronBert", "ForPreTraining", BERT),
+    "t5 1.0": ("T5", "ForConditionalGeneration", T5),
+    "t5 1.1": ("T5", "ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu"}),
+    "t5 unscaled": ("T5", "ForConditionalGeneration", T5 | {"tie_word_embeddings": False}),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def theirs(kind, vocab_size=77):
+    """A random model of theirs, no parameter of it zero or one."""
+    torch.manual_seed(0)
+    name, head, sizes = KINDS[kind]
+    config = getattr(transformers, f"{name}Config")(**sizes, vocab_size=vocab_size)
+    model = getattr(transformers, name + head)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@torch.no_grad()
+def outputs_of_theirs(model, x, types, valid, y):
+    if hasattr(model, "decoder"):
+        return [model(x, attention_mask=valid, decoder_input_ids=y).logits]
+    out = model(x, token_type_ids=types, attention_mask=valid)
+    return [out.prediction_logits[valid.bool()], out.seq_relationship_logits]
+
+
+@torch.no_grad()
+def outputs_of_ours(model, x, types, valid, y):
+    if hasattr(model, "decoder"):
+        memory, _ = model.encode(x, valid, valid)
+        hidden, _ = model.decode(y, torch.ones_like(y), torch.ones_like(y), memory, valid)
+        return [model.logits(hidden)]
+    hidden, _ = model.encode(x, types, valid, valid)
+    places = torch.arange(x.shape[1]).expand_as(x)
+    scores = model.logits(hidden, places)[valid.bool()]
+    return [scores, model.order_head(model.pooler(hidden))]
+
+
+def inputs(length):
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randint(77, (3, length), generator=g), torch.randint(77, (3, 9), generator=g)
+    valid = (torch.arange(length) < torch.tensor([[length], [7], [1]])).long()
+    return x, torch.randint(2, (3, length), generator=g), valid, y
+
+
+def ours(folder):
+    config, weights = read_model(folder)
+    model = whole_model(config, vocab_size=77).eval()
+    model.load_state_dict(weights)
+    return model
+
+
+@kinds
+def test_outputs_are_theirs(tmp_path, kind):
+    model = theirs(kind)
+    model.save_pretrained(tmp_path)
+    batch = inputs(150 if "t5" in kind else 19)  # farther apart than any bucket of one distance
+    for got, want in zip(
+        outputs_of_ours(ours(tmp_path), *batch), outputs_of_theirs(model, *batch), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5 1.1"])
+def test_there_and_back(tmp_path, kind):
+    """Through a run folder, to tensors and settings that transformers reads as the same model."""
+    vocabulary = tmp_path / "vocab.txt"
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(72))]
+    vocabulary.write_text("\n".join(words) + "\n")
+    model = theirs(kind)
+    model.save_pretrained(tmp_path / "theirs")
+    import_model(tmp_path / "theirs", tmp_path / "run", tokenizer=str(vocabulary))
+    export_model(tmp_path / "run", tmp_path / "back")
+    back = type(model).from_pretrained(tmp_path / "back").eval()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
+    for got, want in zip(
+        outputs_of_theirs(back, *inputs(19)), outputs_of_theirs(model, *inputs(19)), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+@kinds
+def test_a_tensor_too_many_or_too_few_is_refused(tmp_path, kind):
+    model = theirs(kind)
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    for change, says in (({"extra.weight": torch.ones(1)}, "nothing uses"), ({}, "missing")):
+        folder = tmp_path / says
+        kept = dict(list(state.items())[:-1] if not change else state.items())
+        if not change:
+            kept = {
+                n: t for n, t in state.items() if "layer_norm" not in n and "LayerNorm" not in n
+            }
+            kept = {n: t for n, t in kept.items() if ".ln." not in n}
+        model.config.save_pretrained(folder)
+        from safetensors.torch import save_file
+
+        save_file({n: t.clone() for n, t in (kept | change).items()}, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=says):
+            read_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [("bert", {"hidden_act": "relu"}), ("bert", {"is_decoder": True}),
+     ("t5 1.0", {"relative_attention_num_buckets": 16})], ids=str,
+)  # fmt: skip
+def test_what_our_models_have_not_is_refused(tmp_path, kind, setting):
+    theirs(kind).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | setting))
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        read_model(tmp_path)
+
+
+def test_a_model_that_theirs_cannot_say_is_refused(tmp_path):
+    theirs("t5 1.0").save_pretrained(tmp_path)
+    config, _ = read_model(tmp_path)
+    assert architecture_for(config).model_type == "t5"
+    with pytest.raises(ValueError, match="position_embedding_type"):
+        architecture_for(replace(config, position_embedding_type="learned"))

@@ -1,0 +1,297 @@
+"""BERT, T5 and ICT against plainer computations: losses, padding, balance loss, gathered blocks."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from mb_layers import MoEConfig
+from mb_parallel import ParallelDims
+from mb_parallel.testing import run_ranks
+from mb_train.config import TrainConfig
+from mb_train.models.bert import Bert
+from mb_train.models.config import TransformerConfig
+from mb_train.models.ict import ICT
+from mb_train.models.t5 import T5
+from mb_train.retrieval.bm25 import BM25, rank_of, recall
+from mb_train.tasks.bert import BertTask
+from mb_train.tasks.ict import ICTTask
+
+B, S, R, M, V = 3, 10, 7, 3, 37
+LENGTHS = torch.tensor([10, 6, 1])
+SMALL = TransformerConfig(
+    num_layers=2, hidden_size=16, ffn_size=24, vocab_size=V, num_heads=4, num_kv_heads=4,
+    head_size=4, max_positions=2 * S, init_std=0.3, output_init_std=0.3,
+)  # fmt: skip
+EXPERTS = replace(
+    SMALL,
+    moe=MoEConfig(
+        hidden_size=16, ffn_hidden_size=12, num_experts=4, top_k=2, load_balancing_loss_weight=0.7,
+        init_method_std=0.5, output_init_std=0.5,
+    ),
+)  # fmt: skip
+CONFIGS = {
+    "dense": SMALL,
+    "experts": EXPERTS,
+    "rope, post-norm": replace(EXPERTS, positions="rope", post_norm=True),
+}
+
+
+def bert_batch(size=S):
+    """Rows of LENGTHS tokens, padded to `size` with token 5."""
+    g = torch.Generator().manual_seed(0)
+    valid = (torch.arange(size) < LENGTHS[:, None]).long()
+
+    def row(high):
+        return F.pad(torch.randint(high, (B, S), generator=g), (0, size - S))
+
+    places = torch.stack([torch.randint(int(n), (M,), generator=g) for n in LENGTHS])
+    tokens = torch.where(valid > 0, row(V), 5)
+    return tokens, {
+        "token_types_BS": row(2) * valid,
+        "segments_BS": valid,
+        "valid_BS": valid,
+        "masked_BM": places,
+        "labels_BM": torch.randint(V, (B, M), generator=g),
+        "weights_BM": torch.rand(B, M, generator=g),
+        "order_B": torch.tensor([0, 1, 1]),
+        "order_weights_B": torch.rand(B, generator=g),
+    }
+
+
+def t5_batch(size=S):
+    g = torch.Generator().manual_seed(0)
+    extra = size - S
+    valid = (torch.arange(size) < LENGTHS[:, None]).long()
+    decoder_valid = (torch.arange(R + extra) < torch.tensor([[7], [3], [2]])).long()
+    tokens = torch.where(valid > 0, F.pad(torch.randint(V, (B, S), generator=g), (0, extra)), 5)
+    labels, written = (
+        F.pad(torch.randint(V, (B, R), generator=g), (0, extra)) * decoder_valid for _ in range(2)
+    )
+    return tokens, {
+        "segments_BS": valid,
+        "valid_BS": valid,
+        "decoder_tokens_BR": written,
+        "decoder_segments_BR": decoder_valid,
+        "decoder_valid_BR": decoder_valid,
+        "labels_BR": labels,
+        "weights_BR": decoder_valid.float(),
+    }
+
+
+def ict_batch(size=S):
+    g = torch.Generator().manual_seed(0)
+    valid = (torch.arange(size) < LENGTHS[:, None]).long()
+    queries, blocks = (
+        torch.where(valid > 0, F.pad(torch.randint(V, (B, S), generator=g), (0, size - S)), 5)
+        for _ in range(2)
+    )
+    return queries, {
+        "query_valid_BS": valid,
+        "block_BS": blocks,
+        "block_valid_BS": valid,
+        "weights_B": torch.tensor([0.5, 1.0, 0.25]),
+    }
+
+
+def t5(config):
+    if config.positions == "learned":
+        config = replace(config, positions="relative")
+    return T5(config, decoder_layers=1, head_bias=True, scale_head=True)
+
+
+MODELS = {
+    "bert": (Bert, bert_batch),
+    "t5": (t5, t5_batch),
+    "ict": (ICT, ict_batch),
+    "ict, one tower": (partial(ICT, shared=True, projection=8, scale_scores=True), ict_batch),
+}
+pairs = pytest.mark.parametrize("kind", CONFIGS)
+models = pytest.mark.parametrize("name", MODELS)
+
+
+def made(name, kind):
+    torch.manual_seed(4)
+    model = MODELS[name][0](CONFIGS[kind])
+    for parameter in model.parameters():  # biases and norms that do something
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@pairs
+def test_berts_losses_are_cross_entropies_one_sample_at_a_time(kind):
+    model, (tokens, rest) = made("bert", kind), bert_batch()
+    got = model(tokens, **rest).losses
+    lm = order = 0.0
+    for b, length in enumerate(LENGTHS.tolist()):
+        ones = torch.ones(1, length, dtype=torch.int64)
+        types = rest["token_types_BS"][b : b + 1, :length]
+        x, _ = model.encode(tokens[b : b + 1, :length], types, ones, ones)
+        head, weight = model.lm_head, model.embedding.tokens.weight
+        states = head.norm(F.gelu(head.dense(x[0, rest["masked_BM"][b]])))
+        losses = F.cross_entropy(
+            states @ weight.T + head.bias, rest["labels_BM"][b], reduction="none"
+        )
+        lm = lm + (losses * rest["weights_BM"][b]).sum()
+        scores = model.order_head(torch.tanh(model.pooler.dense(x[0, 0])))
+        order = order + F.cross_entropy(scores, rest["order_B"][b]) * rest["order_weights_B"][b]
+    torch.testing.assert_close(got["lm loss"], lm)
+    torch.testing.assert_close(got["sop loss"], order)
+
+
+@pairs
+def test_t5s_loss_is_the_cross_entropy_one_sample_at_a_time(kind):
+    model, (tokens, rest) = made("t5", kind), t5_batch()
+    got, want = model(tokens, **rest).losses["lm loss"], 0.0
+    for b, length in enumerate(LENGTHS.tolist()):
+        outputs = int(rest["decoder_valid_BR"][b].sum())
+        ones, below = torch.ones(1, length).long(), torch.ones(1, outputs).long()
+        memory, _ = model.encode(tokens[b : b + 1, :length], ones, ones)
+        written = rest["decoder_tokens_BR"][b : b + 1, :outputs]
+        x, _ = model.decode(written, below, below, memory, ones)
+        scores = x[0] * 16**-0.5 @ model.embedding.tokens.weight.T + model.head_bias
+        torch.testing.assert_close(model.logits(x)[0], scores)
+        want = want + F.cross_entropy(scores, rest["labels_BR"][b, :outputs], reduction="sum")
+    torch.testing.assert_close(got, want)
+
+
+@pairs
+def test_icts_loss_is_the_softmax_over_all_blocks(kind):
+    model, (queries, rest) = made("ict", kind), ict_batch()
+    q = model.query(queries, rest["query_valid_BS"])[0]
+    k = model.block(rest["block_BS"], rest["block_valid_BS"])[0]
+    log_probs = torch.log_softmax(q @ k.T, dim=1).diagonal()
+    got = model(queries, **rest).losses["retrieval loss"]
+    torch.testing.assert_close(got, -(log_probs * rest["weights_B"]).sum())
+
+
+@pairs
+@models
+def test_padding_changes_nothing(name, kind):
+    """Neither losses, balance loss and its counts, nor a gradient."""
+    outputs, gradients = [], []
+    for size in (S, S + 5):
+        model = made(name, kind)
+        tokens, rest = MODELS[name][1](size)
+        outputs.append(model(tokens, **rest))
+        outputs[-1].total().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    one, other = outputs
+    torch.testing.assert_close(one.losses, other.losses)
+    for parameter, grad in gradients[0].items():
+        error = (gradients[1][parameter] - grad).norm() / grad.norm().clamp(min=1.0)
+        assert error < 1e-4, parameter
+    if kind != "dense":
+        torch.testing.assert_close(one.aux_loss, other.aux_loss)
+        counts = one.metrics["tokens_per_expert"]
+        assert torch.equal(counts, other.metrics["tokens_per_expert"])
+        layers = {"bert": [17, 17], "t5": [17, 17, 12]}.get(name, [17] * 4)
+        assert counts.sum(1).tolist() == [2 * tokens for tokens in layers]
+
+
+@models
+def test_the_balance_loss_has_its_gradient(name):
+    """By central differences along a direction; the experts chosen stay the same."""
+    model = made(name, "experts").double()
+    model.compute_dtype = torch.float64
+    for part in model.modules():
+        if isinstance(part, Bert):
+            part.compute_dtype = torch.float64
+    tokens, rest = MODELS[name][1]()
+    output = model(tokens, **rest)
+    parameters = [p for n, p in model.named_parameters() if "router" in n or "tokens" in n]
+    grads = torch.autograd.grad(output.aux_loss, parameters)
+    torch.manual_seed(0)
+    ways = [torch.randn_like(p) for p in parameters]
+    step, values = 1e-4, []
+    with torch.no_grad():
+        for sign in (1, -1):
+            for p, way in zip(parameters, ways, strict=True):
+                p += sign * step * way
+            moved = model(tokens, **rest)
+            values.append(moved.aux_loss.item())
+            counts = "tokens_per_expert"
+            assert torch.equal(moved.metrics[counts], output.metrics[counts])
+            for p, way in zip(parameters, ways, strict=True):
+                p -= sign * step * way
+    slope = sum(float((g * way).sum()) for g, way in zip(grads, ways, strict=True))
+    assert abs(slope) > 1e-3
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=1e-3)
+
+
+def _ict_gradients(rank, world_size):
+    mesh = ParallelDims.for_world(world_size).build("cpu")
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": S}
+    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "model": "ict"}
+    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.3}
+    config = TrainConfig(**sizes, **run, **dropout)
+    torch.manual_seed(2)
+    model = ICTTask(config, None, vocab_size=V, mesh=mesh).build_model(compute_dtype=torch.float32)
+    g = torch.Generator().manual_seed(0)
+    queries, blocks = (torch.randint(V, (4, S), generator=g) for _ in range(2))
+    own = slice(4 // world_size * rank, 4 // world_size * (rank + 1))
+    ones = torch.ones(4, S).long()[own]
+    weights = torch.full((4,), world_size / 4)[own]
+    output = model(
+        queries[own], query_valid_BS=ones, block_BS=blocks[own], block_valid_BS=ones,
+        weights_B=weights,
+    )  # fmt: skip
+    output.total().backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    loss = output.total().detach()
+    if world_size > 1:  # what the trainer does: the mean over the ranks
+        for tensor in (loss, *grads.values()):
+            dist.all_reduce(tensor)
+            tensor /= world_size
+    return loss, grads
+
+
+def test_gathered_blocks_bring_the_gradient_of_the_whole_batch():
+    loss, want = _ict_gradients(0, 1)
+    for got_loss, got in run_ranks(_ict_gradients, 2):
+        torch.testing.assert_close(got_loss, loss)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_greedy_writing_takes_the_likeliest_token_each_time():
+    model, (tokens, rest) = made("t5", "experts").eval(), t5_batch()
+    valid = rest["valid_BS"]
+    written = model.write(tokens, valid, first=3, length=5)
+    read = torch.cat([torch.full((B, 1), 3), written[:, :-1]], dim=1)
+    memory, _ = model.encode(tokens, valid, valid)
+    x, _ = model.decode(read, torch.ones_like(read), torch.ones_like(read), memory, valid)
+    assert torch.equal(model.logits(x).argmax(2), written)
+
+
+def test_a_bert_takes_the_places_to_restore_first():
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8}
+    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "model": "bert", "mask_prob": 0.3}
+    task = BertTask(TrainConfig(**sizes, **run), None, vocab_size=V)
+    labels = [[-1, 7, -1, -1, 9, -1, -1, -1], [-1] * 8]
+    sample = {"text": range(8), "types": [0] * 8, "padding_mask": [1] * 8, "is_random": 1}
+    batch = task.collate([sample | {"labels": row} for row in labels])
+    assert batch["masked_BM"].shape == (2, 3)
+    assert batch["masked_BM"][0, :2].tolist() == [1, 4]
+    assert batch["labels_BM"].tolist()[0][:2] == [7, 9]
+    assert batch["weights_BM"].tolist() == [[1, 1, 0], [0, 0, 0]]
+    assert (batch["labels_BM"] >= 0).all()
+
+
+def test_bm25_ranks_by_rare_words_and_short_texts():
+    texts = [[1, 2, 3], [1, 1, 4, 5, 6, 7, 8], [1, 9], [4, 2]]
+    scores = BM25(texts).scores([4])
+    assert scores[3] > scores[1] > scores[0] == scores[2] == 0
+    # By hand: 1 is in three of four texts, whose mean length is 3.5.
+    weight = torch.log1p(torch.tensor((4 - 3 + 0.5) / 3.5)).item()
+    norm = 1.2 * (0.25 + 0.75 * 2 / 3.5)
+    assert BM25(texts).scores([1])[2] == pytest.approx(weight * 2.2 / (1 + norm))
+    assert rank_of(scores, 3) == 0
+    assert rank_of(scores, 0) == 3  # a tie is no find
+    assert recall([0, 4, 5, 9], 5) == 0.5
+
+
+def test_relative_positions_are_no_berts():
+    with pytest.raises(ValueError, match="learned or rotary"):
+        Bert(replace(SMALL, positions="relative"))

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from mb_parallel import ParallelDims
+from mb_parallel.recompute import apply_recompute
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.models.gpt import GPT
@@ -56,7 +57,8 @@ def kept_bytes(model, config):
 def test_activations_are_what_autograd_keeps(kind):
     config = config_of(**KINDS[kind])
     model = GPT(transformer_config(config, 64)).train()
-    model.stack.recompute = config.recompute_granularity == "full"
+    if config.recompute_granularity == "full":
+        apply_recompute(model.stack.blocks.values(), "full")
     counted = _activations(model, config, ParallelDims(), 4)
     kept = kept_bytes(model, config)
     if kind == "recompute":  # and one layer again in the backward pass

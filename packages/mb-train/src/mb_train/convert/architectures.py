@@ -81,7 +81,8 @@ def architecture_for(config: TrainConfig) -> Architecture:
     # A configuration that comes back changed is one that the architecture cannot say.
     found = ARCHITECTURES[kind]
     back = found.fields(found.config(config))
-    other = TrainConfig(**{**_TRAINING, **back})
+    fields: dict[str, Any] = {**_TRAINING, **back}
+    other = TrainConfig(**fields)
     differing = [
         name
         for name, value in config.model_identity().items()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mb_parallel.testing import run_ranks
 from mb_train.cli import main
-from test_parallel import EP, PP, SP, TP, _deviations, _train
+from test_parallel import EP, PP, SP, TP, _deviations, _tensors, _train
 
 SAME = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 48 --seq-length 24 "
@@ -85,7 +85,19 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_takes_the_steps_of_one_process(layout, runs):
-    deviations = _deviations(runs[layout], runs[LAYOUTS[layout][0]])
+    run, expected = runs[layout], runs[LAYOUTS[layout][0]]
+    deviations = _deviations(run, expected)
+    if layout.startswith("ict"):
+        # A shift of all blocks leaves the softmax as it is, so what shifts them (the last norm's
+        # bias) has a gradient of rounding errors alone: only the weights' size says what is equal.
+        got, wanted = _tensors(run), _tensors(expected)
+        errors = [
+            (got[n] - wanted[n]).norm() / wanted[n].norm().clamp(min=0.01)
+            for n in wanted
+            if n.startswith("model.")
+        ]
+        assert max(errors) < 1e-4
+        deviations = {name: deviations[name] for name in ("loss", "grad norm", "validation")}
     assert all(value < 1e-5 for value in deviations.values()), deviations
 
 

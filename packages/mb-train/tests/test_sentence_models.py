@@ -11,6 +11,7 @@ from mb_layers import MoEConfig
 from mb_parallel import ParallelDims
 from mb_parallel.testing import run_ranks
 from mb_train.config import TrainConfig
+from mb_train.convert.hugging_face import write_run
 from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
 from mb_train.models.ict import ICT
@@ -18,6 +19,7 @@ from mb_train.models.t5 import T5
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.bert import BertTask
 from mb_train.tasks.ict import ICTTask
+from mb_train.tasks.make import whole_model
 
 B, S, R, M, V = 3, 10, 7, 3, 37
 LENGTHS = torch.tensor([10, 6, 1])
@@ -253,6 +255,31 @@ def test_gathered_blocks_bring_the_gradient_of_the_whole_batch():
     for got_loss, got in run_ranks(_ict_gradients, 2):
         torch.testing.assert_close(got_loss, loss)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_towers_begin_from_a_bert(tmp_path, shared):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(V - 5))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": S}
+    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0}
+    run |= {"vocab_file": str(tmp_path / "vocab.txt"), "make_vocab_size_divisible_by": V}
+    config = TrainConfig(**sizes, **run, model="bert")
+    bert = whole_model(config, vocab_size=V)
+    write_run(tmp_path / "bert", config, bert.state_dict(), say=lambda line: None)
+
+    def ict(**change):
+        start = {"bert_load": str(tmp_path / "bert"), "model": "ict"}
+        one = {"biencoder_shared_query_context_model": shared, "biencoder_projection_dim": 8}
+        return whole_model(TrainConfig(**{**sizes, **run, **start, **one, **change}), vocab_size=V)
+
+    model = ict()
+    for tower in (model.query, model.block):
+        for name, tensor in tower.bert.state_dict().items():
+            assert torch.equal(tensor, bert.state_dict()[name]), name
+    assert (model.query is model.block) == shared
+    with pytest.raises(ValueError, match=r"towers' num_layers, 1, in .* \(--bert-load\), got 2"):
+        ict(num_layers=1)
 
 
 def test_greedy_writing_takes_the_likeliest_token_each_time():

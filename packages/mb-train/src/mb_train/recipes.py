@@ -10,6 +10,8 @@ bf16 and Adam. `17m` is a size below theirs, for frontiers of a few minutes (`ru
 `olmoe-1b-7b` and `qwen3-30b-a3b` have the shapes of the published models (Muennighoff et al., arXiv
 2409.02060; Yang et al., arXiv 2505.09388), the former its rates as well; Qwen's are not published.
 `--num-layers 2` makes either fit on one GPU.
+
+`bert-`, `t5-` and `ict-` are Megatron-LM's other models with the settings of its example scripts.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def t5_quickstart() -> Recipe:
 def ict_quickstart() -> Recipe:
     """A retriever with one tower that finds the docstring which a sentence was taken from."""
     return _sentences("ict") | {
-        "seq_length": 96, "micro_batch_size": 32, "train_iters": 200, "lr": 2e-3, "min_lr": 2e-4,
+        "seq_length": 96, "micro_batch_size": 32, "train_iters": 300, "lr": 2e-3, "min_lr": 2e-4,
         "biencoder_shared_query_context_model": True, "retriever_score_scaling": True,
         "eval_iters": 10, "moe_num_experts": 4, "moe_top_k": 1,
     }  # fmt: skip
@@ -141,6 +143,43 @@ def qwen3() -> Recipe:
     }  # fmt: skip
 
 
+def bert(name: str, layers: int, hidden: int, heads: int) -> Recipe:
+    """A BERT as Megatron-LM's examples train it: sentence order, sequences of 512."""
+    return _encoder(name, layers, hidden, heads) | {
+        "model": "bert", "micro_batch_size": 4, "global_batch_size": 32, "train_iters": 1_000_000,
+        "lr_decay_iters": 990_000,
+    }  # fmt: skip
+
+
+def t5_220m() -> Recipe:
+    """T5-base as Megatron-LM's example trains it: learned positions, 100 sentinels."""
+    return _encoder("t5-220m", 12, 768, 12) | {
+        "model": "t5", "decoder_seq_length": 128, "vocab_extra_ids": 100, "ffn_hidden_size": 3072,
+        "kv_channels": 64, "micro_batch_size": 16, "global_batch_size": 128,
+        "train_iters": 1_000_000, "lr_decay_iters": 1_000_000,
+    }  # fmt: skip
+
+
+def ict_bert() -> Recipe:
+    """A retriever of two towers of BERT-base as Megatron-LM's example; give it `--bert-load`."""
+    return _encoder("ict-bert", 12, 768, 12) | {
+        "model": "ict", "biencoder_projection_dim": 128, "query_in_block_prob": 0.1,
+        "retriever_score_scaling": True, "seq_length": 256, "max_position_embeddings": 512,
+        "micro_batch_size": 32, "train_iters": 100_000,
+        "retriever_report_topk_accuracies": [1, 5, 20],
+    }  # fmt: skip
+
+
+def _encoder(name: str, layers: int, hidden: int, heads: int) -> Recipe:
+    return {
+        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+        "seq_length": 512, "max_position_embeddings": 512, "lr": 1e-4, "min_lr": 1e-5,
+        "lr_decay_style": "linear", "lr_warmup_fraction": 0.01, "weight_decay": 0.01,
+        "clip_grad": 1.0, "bf16": True, "compile": True, "split": "949,50,1", "log_interval": 100,
+        "eval_interval": 1000, "eval_iters": 10, "save_interval": 10_000, "save": f"runs/{name}",
+    }  # fmt: skip
+
+
 def _modern(name: str) -> Recipe:
     return {
         "hidden_size": 2048, "seq_length": 4096, "position_embedding_type": "rope",
@@ -167,6 +206,12 @@ def _registry() -> dict[str, Callable[[], Recipe]]:
             if batch is not None:
                 name = f"{kind}-{size}"
                 named[name] = partial(_experts, size, batch, name, capacity)
+    named |= {
+        "bert-110m": partial(bert, "bert-110m", 12, 768, 12),
+        "bert-345m": partial(bert, "bert-345m", 24, 1024, 16),
+        "t5-220m": t5_220m,
+        "ict-bert": ict_bert,
+    }
     return named | {"olmoe-1b-7b": olmoe, "qwen3-30b-a3b": qwen3}
 
 

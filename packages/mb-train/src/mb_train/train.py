@@ -254,7 +254,7 @@ def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> d
 def measure(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
     """What the task tells beside its losses, over samples that `evaluate` takes too; printed.
 
-    Of a whole model on one process: `mb-train eval` does it for a run that was spread.
+    Of a whole model on one process; {} where it is spread.
     """
     if dataset is None or run.mesh.dims.world_size > 1:
         return {}

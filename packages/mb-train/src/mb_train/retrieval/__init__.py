@@ -1,1 +1,1 @@
-"""Finding texts: BM25, exact and FAISS search over embeddings, an index of a run's blocks."""
+"""Finding texts: BM25, beside which a trained retriever is measured."""

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# A retriever whose two towers begin from a BERT.
+#
+#   ict.sh BERT DATA [flags]             BERT a run folder; DATA a prefix, split into sentences
+#   ict.sh runs/bert-110m my_text_sentence --titles-data-path my_title_document
+#
+# GPUS, and several nodes, as launch.sh has it.
+set -euo pipefail
+bert=$1 data=$2
+shift 2
+exec bash "$(dirname "$0")/launch.sh" --recipe ict-bert --bert-load "$bert" --data-path "$data" "$@"

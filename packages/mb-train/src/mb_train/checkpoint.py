@@ -13,7 +13,7 @@ tensor of the checkpoint, and no other.
 The format's `.metadata` is a pickle, which could run code. It is read through an unpickler that
 knows the format's own dozen classes and refuses the rest; tensors are read with torch's
 `weights_only`, and nothing but tensors is accepted. State of random generators is not needed: see
-`train.seed_micro_batch`.
+`mb_parallel.random.seed_micro_batch`.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from mb_parallel import any_rank, distributed
 from mb_parallel.optimizer import clip_and_step, weight_norm
+from mb_parallel.random import seed_micro_batch
 from torch import Tensor
 
 from mb_train import run_folder
@@ -172,7 +173,10 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> T
     weigh(run.task, mesh, batches)
 
     def before(index: int) -> None:
-        seed_micro_batch(config, iteration, index * mesh.dp_size + mesh.dp_rank)
+        # Dropout, jitter and noise follow from (seed, step, place of the micro-batch in the global
+        # batch): no generator's state has to be saved, and any number of ranks draws the same.
+        place = index * mesh.dp_size + mesh.dp_rank
+        seed_micro_batch(config.seed, step=iteration, place=place)
         run.sign_of_life(f"iteration {iteration + 1} of {run.iterations} is under way")
 
     def measured(metrics: dict[str, Tensor]) -> None:
@@ -200,15 +204,6 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> T
     accumulator.add_iteration(losses, done.skipped)
     run.progress = Progress(iteration + 1, samples + size)
     return done.grad_norm
-
-
-def seed_micro_batch(config: TrainConfig, iteration: int, place: int) -> None:
-    """Dropout and jitter depend on (seed, step, place of the micro-batch in the global batch).
-
-    So no state of a generator has to be saved, and any number of ranks draws the same.
-    """
-    if config.attention_dropout or config.hidden_dropout or config.moe_jitter_eps:
-        torch.manual_seed(mix(config.seed, iteration, place))
 
 
 @torch.no_grad()
@@ -362,17 +357,6 @@ class _Clock:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def mix(*numbers: int) -> int:
-    """A 63-bit seed that differs for different numbers (splitmix64, Steele et al. 2014)."""
-    state, mask = 0, (1 << 64) - 1
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & mask
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-        state ^= state >> 31
-    return state >> 1
 
 
 @contextlib.contextmanager

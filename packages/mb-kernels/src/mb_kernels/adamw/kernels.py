@@ -172,7 +172,8 @@ def _constants(
         "ALIGNED": aligned,
         "N": power_of_two(tensors),
         "RUN": _RUN,
-        "BLOCK": _BLOCK,
+        # Loads of single numbers hold more addresses: half of them at a time, or sm120 spills.
+        "BLOCK": _BLOCK if aligned else _BLOCK // 2,
     }
 
 

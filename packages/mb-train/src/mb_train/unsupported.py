@@ -22,6 +22,8 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "fp32_residual_connection": ANY,
     # parallelism
     "pipeline_model_parallel_split_rank": ANY,
+    # retrieval beyond the training of its towers
+    "retriever_seq_length": ANY,
     # logging
     "log_num_zeros_in_grad": ANY,
 }

@@ -11,9 +11,9 @@ import torch
 from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts, set_gradient_sync
 from mb_parallel.optimizer import AdamW, clip_and_step, decay_groups
 from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
-from mb_parallel.tensor_parallel import gpt_plan, parallelize_tensors
+from mb_parallel.tensor_parallel import parallelize_tensors
 from mb_parallel.testing import run_ranks
-from tiny_gpt import D, L, Options, build, data, relative_error, whole
+from tiny_gpt import D, L, Options, build, data, plan, relative_error, whole
 
 DENSE, EXPERTS = Options(), Options(experts=4, shared_expert=8)
 LAYOUTS = {
@@ -40,7 +40,7 @@ def train(options, dims, zero_stage):
         layers = split_layers(L, mesh.pp_size)
         (index,) = stage_indices("1f1b", pp_size=mesh.pp_size, pp_rank=mesh.pp_rank)
         stage.keep(layers[index], first=index == 0, last=index == mesh.pp_size - 1)
-    parallelize_tensors(stage, mesh, gpt_plan(options.kv_heads), sequence_parallel=True)
+    parallelize_tensors(stage, mesh, plan(options), sequence_parallel=True)
     parallelize_experts(stage, mesh)
     apply_data_parallel(stage, mesh, blocks=stage.stack.blocks.values(), zero_stage=zero_stage)
     pipeline = None

@@ -75,7 +75,7 @@ class Sequential:
             before(index)
             set_gradient_sync(self._model, index == len(batches) - 1)
             output = self._call(batch)
-            loss = sum(output.losses.values(), start=torch.zeros_like(_first(output.losses)))
+            loss = torch.stack([value.reshape(()) for value in output.losses.values()]).sum()
             if output.aux_loss is not None:
                 loss = loss + output.aux_loss / len(batches)
             # Autograd has a thread per device. A process has one device: waking that thread, and
@@ -119,7 +119,3 @@ def _add(totals: Losses, losses: Losses) -> None:
     for name, value in losses.items():
         value = value.detach()
         totals[name] = totals[name] + value if name in totals else value
-
-
-def _first(losses: Losses) -> Tensor:
-    return next(iter(losses.values()))

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 import triton
-from mb_parallel.optimizer import AdamW, Muon, clip_and_step, describe
+from mb_parallel.optimizer import AdamW, Muon, WorkingCopies, clip_and_step, describe
 from torch import nn
 
 HIDDEN, FFN, EXPERTS, VOCABULARY = 768, 2048, 64, 50304
@@ -98,7 +98,7 @@ def main() -> None:
     numbers = sum(p.numel() for p in parameters)
     print(f"{numbers / 1e9:.2f} B parameters in {len(parameters)} tensors")
     copies = [p.detach().bfloat16() for p in parameters]
-    pairs = dict(zip(parameters, copies, strict=True))
+    pairs = WorkingCopies(dict(zip(parameters, copies, strict=True)))
     rates = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
     fused = torch.optim.AdamW(parameters, **rates, fused=True)
     ours, copying = AdamW(parameters, **rates), AdamW(parameters, **rates, working_copies=pairs)

@@ -11,6 +11,7 @@ from mb_parallel.optimizer import (
     AdamW,
     GradScaler,
     Muon,
+    WorkingCopies,
     clip_and_step,
     clip_grad_norm,
     decay_groups,
@@ -188,7 +189,7 @@ def test_sixteen_bit_parameters_have_a_master_weight():
 
 def test_working_copies_are_written_with_the_update():
     parameters = _parameters()
-    copies = {p: p.detach().bfloat16() for p in parameters[:2]}
+    copies = WorkingCopies({p: torch.empty_like(p, dtype=torch.bfloat16) for p in parameters[:2]})
     optimizer = AdamW(parameters, lr=0.1, working_copies=copies)
     _set_grads(parameters, 0)
     optimizer.step()

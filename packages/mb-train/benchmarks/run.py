@@ -94,7 +94,7 @@ def ours(sequences: int, *, compiled: bool, ranks: int = 1, **change: object) ->
     run = SimpleNamespace(
         config=config, device=device, mesh=mesh, task=task, model=model,
         micro_batch_size=whole(config.micro_batch_size),
-        optimizer=build_optimizer(model.parts, config), scaler=None, skipped_samples=0,
+        optimizer=build_optimizer(model, config), scaler=None, skipped_samples=0,
         balancing_bias=BalancingBias(model.parts, config, mesh),
         schedule=build_schedule(config, sequences * ranks),
         batch_sizes=BatchSizes(config, sequences * ranks),

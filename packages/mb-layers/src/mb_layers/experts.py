@@ -30,10 +30,16 @@ from mb_layers.losses import at_least_fp32
 
 
 class _StackedMLP(nn.Module):
-    """Parameters `w1`, `w2` and, with `bias`, `b1`, `b2` of `num_experts` networks."""
+    """Parameters `w1`, `w2` and, with `bias`, `b1`, `b2` of `num_experts` networks.
+
+    working_copies: by parameter name, this rank's part of it in the dtype to compute with, taken in
+        its place. Whoever sets one keeps it equal and hands its gradient on
+        (`mb_parallel.optimizer.hold_working_copies`).
+    """
 
     b1: nn.Parameter | None
     b2: nn.Parameter | None
+    working_copies: dict[str, Tensor]
 
     def __init__(
         self,
@@ -47,6 +53,7 @@ class _StackedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.working_copies = _OfThisModule()
         hidden, rows = config.hidden_size, 2 * ffn if config.is_glu else ffn
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -99,10 +106,11 @@ class _StackedMLP(nn.Module):
 
     def local_parameters(self, num_experts: int) -> list[Tensor | None]:
         """w1, w2, b1 and b2 (None without biases) of the `num_experts` experts on this rank."""
-        return [
-            None if weight is None else to_plain(weight, num_experts)
-            for weight in (self.w1, self.w2, self.b1, self.b2)
+        weights = [
+            self.working_copies[name] if name in self.working_copies else getattr(self, name)
+            for name in ("w1", "w2", "b1", "b2")
         ]
+        return [None if w is None else to_plain(w, num_experts) for w in weights]
 
     def _parts(self, num_experts: int) -> tuple[Any, ...] | None:
         """The weights with their adapters apart, if they have some and the kernels take the widths.
@@ -136,6 +144,13 @@ class _StackedMLP(nn.Module):
         if torch.compiler.is_exporting():  # a saved program holds no function of ours
             return activate(at_least_fp32(h_NF), self.config.activation).to(h_NF.dtype)
         return _Activation.apply(h_NF, self.config.activation)
+
+
+class _OfThisModule(dict[str, Tensor]):
+    """Left behind when its module is copied or pickled: nobody would keep the tensors equal."""
+
+    def __reduce__(self) -> tuple[type[_OfThisModule], tuple[()]]:
+        return _OfThisModule, ()
 
 
 class _Activation(torch.autograd.Function):

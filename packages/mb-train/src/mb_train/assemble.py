@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from mb_layers.router import Router
 from mb_parallel import ParallelMesh, apply_data_parallel, parallelize_experts
+from mb_parallel.optimizer import WorkingCopies, hold_working_copies
 from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
 from mb_parallel.recompute import apply_recompute
 from mb_parallel.tensor_parallel import parallelize_tensors
@@ -32,6 +33,7 @@ class Assembled:
     parameters: number of parameters of the whole model.
     copies: parameters that another stage has too: no part of a norm over the model.
     notes: what was decided on the way, to be printed.
+    working_copies: of weights, in the dtype to compute with; the optimizer is to write them.
     """
 
     parts: list[nn.Module]
@@ -39,6 +41,7 @@ class Assembled:
     parameters: int
     copies: list[nn.Parameter] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    working_copies: WorkingCopies = field(default_factory=lambda: WorkingCopies({}))
 
     def train(self, mode: bool = True) -> None:
         """Switch the parts to training or to evaluation."""
@@ -72,8 +75,10 @@ def assemble(
             model.keep(layers, first=first, last=last)
         notes = _spread(model, task, config, mesh, device, compute_dtype)
         parts.append(model)
+    copies = hold_working_copies(parts, compute_dtype)
     if mesh.pp_size == 1:
-        return Assembled(parts, Sequential(parts[0], task.first_input), total, notes=notes)
+        executor = Sequential(parts[0], task.first_input)
+        return Assembled(parts, executor, total, notes=notes, working_copies=copies)
     pipeline = Pipeline(
         parts,
         mesh,
@@ -84,7 +89,7 @@ def assemble(
         sequence_parallel=config.sequence_parallel,
         tied=task.tied_parameters,
     )
-    return Assembled(parts, pipeline, total, pipeline.copies, notes)
+    return Assembled(parts, pipeline, total, pipeline.copies, notes, copies)
 
 
 def _stages(config: TrainConfig, mesh: ParallelMesh) -> list[tuple[range, bool, bool]]:

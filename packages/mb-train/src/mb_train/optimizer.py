@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,32 +14,33 @@ from mb_parallel.optimizer import (
     decay_groups,
     muon_groups,
 )
-from torch import nn
 
+from mb_train.assemble import Assembled
 from mb_train.config import TrainConfig
 from mb_train.schedule import Schedule
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_optimizer(parts: Sequence[nn.Module], config: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: Assembled, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of `--optimizer` over all parts of the model on this rank."""
     make_groups = muon_groups if config.optimizer == "muon" else decay_groups
     groups: list[dict[str, Any]] = []
-    for part in parts:
+    for part in model.parts:
         groups += make_groups(part, config.weight_decay)
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "sgd":
         return SGD(groups, momentum=config.sgd_momentum)
     if config.optimizer == "adafactor":
         return Adafactor(groups)
-    kind = Muon if config.optimizer == "muon" else AdamW
-    return kind(
-        groups,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        state_dtype=_STATE_DTYPES[config.optimizer_state_dtype],
-    )
+    rates: dict[str, Any] = {
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+        "state_dtype": _STATE_DTYPES[config.optimizer_state_dtype],
+    }
+    if config.optimizer == "muon":
+        return Muon(groups, **rates)
+    return AdamW(groups, **rates, working_copies=model.working_copies)
 
 
 def build_scaler(config: TrainConfig) -> GradScaler | None:

@@ -128,7 +128,7 @@ class Run:
             self.model: Assembled = assemble(
                 self.task, config, self.mesh, device, self.compute_dtype
             )
-            self.optimizer = build_optimizer(self.model.parts, config)
+            self.optimizer = build_optimizer(self.model, config)
             self.scaler = build_scaler(config)
             self.balancing_bias = BalancingBias(self.model.parts, config, self.mesh)
             # Of steps that an overflow skipped: Megatron's schedule does not count them.

@@ -160,6 +160,9 @@ def adamw_step(
                 eps,
                 **_constants(*kinds, len(some)),
             )
+    # The kernel writes behind autograd's back; what counts writes is to know.
+    written = (*weights, *exp_avgs, *exp_avg_sqs, *(copy for copy in copies if copy is not None))
+    torch.autograd.graph.increment_version(written)
 
 
 def _constants(

@@ -13,9 +13,9 @@ from typing import Any
 import mb_kernels
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mb_parallel.optimizer.shards import local, local_grad
+from mb_parallel.optimizer.working_copies import WorkingCopies
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -99,8 +99,7 @@ class AdamW(ShardedOptimizer):
         lr, betas, eps, weight_decay: as torch's; `lr` and `weight_decay` of a group may be set
             before any step.
         state_dtype: of both moments. bf16 halves their bytes and rounds stochastically.
-        working_copies: fp32 parameter to the 16-bit tensor to compute with, written in the same
-            pass; of equal shape and layout.
+        working_copies: 16-bit copies of fp32 parameters, written in the same pass.
 
     State: `exp_avg`, `exp_avg_sq`, `step`, torch's names; `master` for 16-bit parameters.
 
@@ -117,7 +116,7 @@ class AdamW(ShardedOptimizer):
         weight_decay: float = 1e-2,
         *,
         state_dtype: torch.dtype = torch.float32,
-        working_copies: Mapping[Tensor, Tensor] | None = None,
+        working_copies: WorkingCopies | None = None,
         **defaults: Any,
     ) -> None:
         if state_dtype not in (torch.float32, torch.bfloat16):
@@ -128,7 +127,7 @@ class AdamW(ShardedOptimizer):
                 f"lr={lr}, eps={eps}, betas={betas}."
             )
         self.state_dtype = state_dtype
-        self._copies = dict(working_copies or {})
+        self._copies = working_copies if working_copies is not None else WorkingCopies({})
         rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**rates, **defaults})
         for parameter in (p for group in self.param_groups for p in group["params"]):
@@ -171,17 +170,4 @@ class AdamW(ShardedOptimizer):
             grad_scale=divisor,
             found_inf=skip,
         )
-
-
-def shaped_like(shard: Tensor, parameter: Tensor) -> Tensor:
-    """A shard of the size of `parameter`'s as what the parameter is: plain or a DTensor."""
-    if not isinstance(parameter, DTensor):
-        return shard
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+        self._copies.written(parameters)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from mb_parallel.optimizer.adamw import AdamW, shaped_like
-from mb_parallel.optimizer.shards import local, local_grad
+from mb_parallel.optimizer.adamw import AdamW
+from mb_parallel.optimizer.shards import local, local_grad, shaped_like
 
 # Jordan's quintic: singular values go to about 1 in five iterations, from 0.7 to 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -42,6 +42,20 @@ def local_grad(parameter: Tensor) -> Tensor:
     return shard
 
 
+def shaped_like(shard: Tensor, parameter: Tensor) -> Tensor:
+    """A shard of the size of `parameter`'s as what the parameter is: plain or a DTensor."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 def shard_groups(
     tensor: Tensor, dims: Iterable[int] | None = None
 ) -> tuple[dist.ProcessGroup, ...]:

@@ -1,0 +1,123 @@
+"""16-bit copies of fp32 weights to compute with, kept from step to step, not cast at each use.
+
+A weight is used in 16 bits and updated in 32. Casting it in every forward pass, and its gradient
+back in every backward pass, moves 12 bytes a parameter; for a model of experts that is a tenth of a
+step's time. Here the copy is a leaf of its own: the model computes with it, its gradient becomes
+the parameter's as it is, and the optimizer writes it in the pass that updates the parameter
+(`AdamW(working_copies=...)`). The parameter stays what `parameters()`, checkpoints and a user see.
+
+Whoever else writes a parameter (another optimizer, `load_state_dict`, a hand) leaves its copy
+behind; autograd counts writes, so the next forward pass notices and casts again. Writes into
+`parameter.data` are hidden from it: `refresh(everything=True)` after them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from mb_layers import Experts
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from mb_parallel.optimizer.shards import local, shaped_like
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class WorkingCopies(Mapping[Tensor, Tensor]):
+    """Parameter to the 16-bit tensor to compute with, this rank's shard of it.
+
+    The gradient of a copy is handed to its parameter when it is complete: the first of a step as it
+    is, in 16 bits, and the following are added to it in fp32. `torch.autograd.grad` with regard to
+    the parameter finds no graph; use `backward`.
+
+    Args:
+        pairs: fp32 parameters, plain or DTensors, and tensors of their local sizes in bf16 or fp16,
+            whose values are set here.
+
+    Raises:
+        ValueError: other dtypes or sizes.
+    """
+
+    def __init__(self, pairs: Mapping[Tensor, Tensor]) -> None:
+        self._copies = dict(pairs)
+        self._seen: dict[Tensor, tuple[int, int]] = {}
+        for parameter, copy in self._copies.items():
+            same_size = local(parameter).shape == copy.shape
+            if parameter.dtype != torch.float32 or copy.dtype not in _HALVES or not same_size:
+                raise ValueError(
+                    "Expected fp32 parameters and copies of the same local size in bf16 or fp16, "
+                    f"got {tuple(local(parameter).shape)} in {parameter.dtype} and "
+                    f"{tuple(copy.shape)} in {copy.dtype}."
+                )
+            if parameter.requires_grad:
+                parameter.grad_dtype = None  # any: its gradient comes in the copy's
+                copy.requires_grad_()
+                copy.register_post_accumulate_grad_hook(functools.partial(_hand_over, parameter))
+        self.refresh()
+
+    def __getitem__(self, parameter: Tensor) -> Tensor:
+        return self._copies[parameter]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._copies)
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    @torch.no_grad()
+    def refresh(self, everything: bool = False) -> None:
+        """Cast again what was written since by anyone but an optimizer that writes the copy too."""
+        for parameter, copy in self._copies.items():
+            if everything or self._seen.get(parameter) != _version(parameter):
+                copy.copy_(local(parameter))
+                self.written([parameter])
+
+    def written(self, parameters: Iterable[Tensor]) -> None:
+        """Note that these parameters and their copies are equal now."""
+        self._seen |= {p: _version(p) for p in parameters if p in self._copies}
+
+
+def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> WorkingCopies:
+    """Let the experts of `models` compute with copies of `w1` and `w2` in `dtype`.
+
+    Experts that FSDP2 shards are left to it, and so are weights that are made of parts (adapters):
+    both cast by themselves. The copies are looked over whenever one of `models` is called.
+
+    Args:
+        models: called as they are; experts on their device and sharded as they are to stay.
+        dtype: with fp32, or where nothing is left to do, the result is empty.
+    """
+    models = list(models)
+    pairs: dict[Tensor, Tensor] = {}
+    for module in (module for model in models for module in model.modules()):
+        if not isinstance(module, Experts) or isinstance(module, FSDPModule):
+            continue
+        for name in ("w1", "w2"):
+            parameter = module._parameters.get(name)
+            if dtype not in _HALVES or parameter is None or parameter.dtype != torch.float32:
+                continue
+            pairs[parameter] = torch.empty_like(local(parameter.detach()), dtype=dtype)
+            module.working_copies[name] = pairs[parameter]
+    copies = WorkingCopies(pairs)
+    for model in models if copies else ():
+        model.register_forward_pre_hook(lambda *_: copies.refresh())
+    return copies
+
+
+def _version(parameter: Tensor) -> tuple[int, int]:
+    """Changes with every write that autograd counts, and with the storage."""
+    shard = local(parameter)
+    return shard._version, shard.data_ptr()
+
+
+@torch.no_grad()
+def _hand_over(parameter: Tensor, copy: Tensor) -> None:
+    grad, copy.grad = copy.grad, None
+    assert grad is not None
+    if parameter.grad is not None:  # of an earlier micro-batch
+        before = local(parameter.grad)
+        grad = before.add_(grad) if before.dtype == torch.float32 else before.float().add_(grad)
+    parameter.grad = shaped_like(grad, parameter)

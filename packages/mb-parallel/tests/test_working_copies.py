@@ -1,0 +1,163 @@
+"""Experts that compute with kept 16-bit copies train as those that cast at each use, bit by bit."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from mb_layers import MoEConfig, add_lora, dMoE
+from mb_parallel.optimizer import (
+    SGD,
+    Adafactor,
+    AdamW,
+    Muon,
+    WorkingCopies,
+    clip_and_step,
+    decay_groups,
+    hold_working_copies,
+    muon_groups,
+)
+from torch import nn
+
+CONFIG = {"hidden_size": 16, "ffn_hidden_size": 32, "num_experts": 4, "top_k": 2}
+
+
+class _Model(nn.Module):
+    def __init__(self, **change) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(dMoE(MoEConfig(**(CONFIG | change))) for _ in range(2))
+
+    def forward(self, x):
+        aux = 0.0
+        for layer in self.layers:
+            output = layer(x)
+            x, aux = x + output.y, aux + output.aux_loss
+        return x, aux
+
+
+def _losses(model, optimizer, *, micro_batches, steps=3, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(5)
+    losses = []
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            x = torch.randn(2, 6, 16, generator=generator).to(dtype)
+            y, aux = model(x)
+            loss = (y.float() - x.float().roll(1, -1)).square().mean() + aux
+            (loss / micro_batches).backward()
+            losses.append(loss.detach())
+        clip_and_step(optimizer, max_norm=0.5)
+        optimizer.zero_grad(set_to_none=True)
+    return torch.stack(losses)
+
+
+def _muon(model, copies):
+    return Muon(muon_groups(model, 0.1), lr=1e-2)
+
+
+OPTIMIZERS = {
+    "adamw": lambda model, copies: AdamW(decay_groups(model, 0.1), lr=1e-2, working_copies=copies),
+    "adamw that knows of no copies": lambda model, copies: AdamW(model.parameters(), lr=1e-2),
+    "muon": _muon,
+    "adafactor": lambda model, copies: Adafactor(decay_groups(model, 0.1), lr=1e-2),
+    "sgd": lambda model, copies: SGD(model.parameters(), lr=1e-1),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_trains_as_without_copies(name, micro_batches):
+    plain, kept = _Model(), _Model()
+    copies = hold_working_copies([kept], torch.bfloat16)
+    assert len(copies) == 4
+    expected = _losses(plain, OPTIMIZERS[name](plain, None), micro_batches=micro_batches)
+    got = _losses(kept, OPTIMIZERS[name](kept, copies), micro_batches=micro_batches)
+    assert torch.equal(got, expected)
+    for (key, parameter), other in zip(kept.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, other), key
+
+
+def test_gradients_are_16_bit_until_they_are_added_up():
+    model = _Model()
+    hold_working_copies([model], torch.bfloat16)
+    x = torch.randn(5, 16).bfloat16()
+    w1 = model.layers[0].experts.w1
+    model(x)[0].sum().backward()
+    assert (w1.grad.dtype, w1.dtype) == (torch.bfloat16, torch.float32)
+    first = w1.grad.float()
+    model(x)[0].sum().backward()
+    assert torch.equal(w1.grad, 2 * first)
+    assert w1.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "by hand", "data"])
+def test_a_written_parameter_is_cast_again(how):
+    model, other = _Model(), _Model()
+    hold_working_copies([model], torch.bfloat16)
+    x = torch.randn(5, 16).bfloat16()
+    model(x)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-1.5)
+        if how == "load_state_dict":
+            model.load_state_dict(other.state_dict())
+        for mine, new in zip(model.parameters(), other.parameters(), strict=True):
+            if how == "by hand":
+                mine.copy_(new)
+            if how == "data":
+                mine.data = new.clone()
+    assert torch.equal(model(x)[0], other(x)[0])
+
+
+def test_copies_and_pickles_of_a_model_stand_alone():
+    model = _Model()
+    hold_working_copies([model], torch.bfloat16)
+    x = torch.randn(5, 16).bfloat16()
+    for other in (copy.deepcopy(model.layers[0]), pickle.loads(pickle.dumps(model.layers[0]))):
+        with torch.no_grad():
+            other.experts.w1.mul_(2)
+        fresh = _Model().layers[0]
+        fresh.load_state_dict(other.state_dict())
+        assert torch.equal(other(x).y, fresh(x).y)
+        other(x).y.sum().backward()
+        assert other.experts.w1.grad is not None
+
+
+def test_state_dict_and_parameters_are_as_before():
+    model = _Model()
+    names = list(model.state_dict())
+    hold_working_copies([model], torch.float16)
+    assert list(model.state_dict()) == names == [name for name, _ in model.named_parameters()]
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_frozen_adapted_and_fp32_experts():
+    model = _Model()
+    assert not hold_working_copies([model], torch.float32)
+    model.layers[0].experts.requires_grad_(False)
+    copies = hold_working_copies([model], torch.bfloat16)
+    x = torch.randn(5, 16).bfloat16()
+    model(x)[0].sum().backward()
+    assert [p.grad is None for p in copies] == [True, True, False, False]
+    adapted = _Model()
+    for layer in adapted.layers:
+        add_lora(layer.experts, rank=2, alpha=4)
+    assert not hold_working_copies([adapted], torch.bfloat16)
+
+
+@pytest.mark.parametrize("mlp_bias", [False, True])
+def test_under_compile(mlp_bias):
+    plain, kept = _Model(mlp_bias=mlp_bias), _Model(mlp_bias=mlp_bias)
+    copies = hold_working_copies([kept], torch.bfloat16)
+    for layer in kept.layers:
+        layer.compile(backend="aot_eager")
+    expected = _losses(plain, AdamW(plain.parameters(), lr=1e-2), micro_batches=2)
+    ours = AdamW(kept.parameters(), lr=1e-2, working_copies=copies)
+    torch.testing.assert_close(_losses(kept, ours, micro_batches=2), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_other_dtypes_and_sizes_are_refused():
+    weight = nn.Parameter(torch.zeros(2, 3))
+    for bad in (torch.zeros(2, 3), torch.zeros(3, 2, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="copies of the same local size in bf16 or fp16"):
+            WorkingCopies({weight: bad})

@@ -20,8 +20,8 @@ from mb_kernels.expert_mlp.dact import dact
 from mb_kernels.expert_mlp.plan import expert_plan
 from mb_kernels.expert_mlp.up import up
 from mb_kernels.grouped_gemm.forward import rows_times_weights
+from mb_kernels.grouped_gemm.schedule import schedule
 from mb_kernels.grouped_gemm.weight_grad import outer
-from mb_kernels.language.memory import schedule
 from mb_kernels.permute.kernels import combine, spread, sum_partials
 from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets import Tile

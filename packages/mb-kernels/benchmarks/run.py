@@ -1,6 +1,6 @@
 """Runs benchmarks by name: a table, then one JSON line.
 
-    python packages/mb-kernels/benchmarks/run.py [layer kernels host block_sparse tiles] [--quick]
+    python packages/mb-kernels/benchmarks/run.py [NAME ...] [--quick]
 
 Every benchmark is a module beside this one with ``run(*, quick)``, which yields a table per shape,
 a list of rows that are dicts; it is printed at once. Dated tables are kept in `results/`.
@@ -17,7 +17,7 @@ import torch
 import triton
 
 BENCHMARKS = ("layer", "kernels", "host", "block_sparse")
-ON_REQUEST = ("tiles",)
+ON_REQUEST = ("tiles", "share")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -32,7 +32,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)} (the default), tiles")
+    names = f"of {', '.join(BENCHMARKS)} (the default), {', '.join(ON_REQUEST)}"
+    parser.add_argument("names", nargs="*", help=names)
     parser.add_argument("--quick", action="store_true", help="fewer baselines")
     arguments = parser.parse_args()
     known = (*BENCHMARKS, *ON_REQUEST)

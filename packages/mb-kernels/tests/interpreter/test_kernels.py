@@ -119,6 +119,22 @@ def test_max_rows_changes_nothing(top_k, bias):
         assert torch.equal(got[name], value), name
 
 
+@pytest.mark.parametrize("on_tma", [False, True], ids=["pointers", "descriptors"])
+def test_programs_that_leave_early_change_nothing(on_tma):
+    plan = Plan(TARGETS["sm90"], torch.float32, 3, on_tma, False, interpreted=True)
+    short = dataclasses.replace(plan, tiles_per_program=2)
+    tile = plan.tile("down")
+    assert plan.programs(100, tile) == 3
+    assert [short.programs(items, tile) for items in (0, 6, 7, 13)] == [3, 3, 6, 9]
+    inputs = make_inputs(CASES[0], dtype=torch.float32)
+    results = []
+    for each in (plan, short):
+        with assume(lambda dtype, each=each: each):
+            results.append(run_expert_mlp(expert_mlp, inputs))
+    for name, value in results[0].items():
+        assert torch.equal(results[1][name], value), name
+
+
 def test_recompute_changes_nothing():
     inputs = make_inputs(CASES[0], dtype=torch.float32)
     saved, recomputed = (

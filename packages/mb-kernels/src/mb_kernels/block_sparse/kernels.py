@@ -52,7 +52,7 @@ def _sdd_tma(data: Tensor, a: Tensor, b: Tensor, *indices: Tensor, column_order:
     blocks, block_rows = data.shape[0], indices[-1].numel() - 1
     launch(
         sdd_tma_kernel,
-        (min(blocks, plan_of(a).programs(tile.programs_per_unit)),),
+        (min(blocks, plan_of(a).programs(blocks, tile)),),
         _described(a, BLOCK, tile.block_k),
         _described(b, tile.block_k, BLOCK),
         _described(data, BLOCK, BLOCK // 2),
@@ -87,7 +87,7 @@ def dsd(data: Tensor, b: Tensor, *topology_and_layout: Any) -> Tensor:
     tiles = block_rows * (BLOCK // tile.block_m) * cdiv(b.shape[2], tile.block_n)
     launch(
         dsd_kernel,
-        (min(tiles, plan_of(data).programs(tile.programs_per_unit)),),
+        (min(tiles, plan_of(data).programs(tiles, tile)),),
         *(data, b, out, *indices, block_rows, b.shape[2]),
         *((1, BLOCK) if transposed else (BLOCK, 1)),
         *(b.shape[1] // BLOCK, *b.stride()),
@@ -106,7 +106,7 @@ def _dsd_tma(out: Tensor, data: Tensor, b: Tensor, *indices: Tensor, transposed:
     tiles = block_rows * cdiv(b.shape[2], tile.block_n)
     launch(
         dsd_tma_kernel,
-        (min(tiles, plan_of(data).programs(tile.programs_per_unit)),),
+        (min(tiles, plan_of(data).programs(tiles, tile)),),
         _described(data, *((tile.block_k, BLOCK) if transposed else (BLOCK, tile.block_k))),
         _described(b, tile.block_k, tile.block_n),
         _described(out, BLOCK, tile.block_n // 2),

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.activation import base_function, is_glu
+from mb_kernels.bins import row_tiles
 from mb_kernels.language.activation import activate_with_derivative, up_factor, up_gradient
 from mb_kernels.language.memory import load_rows, load_weight, store_rows
 from mb_kernels.language.tiles import first_item, locate, piece
@@ -148,9 +149,10 @@ def dact(
             ragged(dh, block, parts=2 if glu else 1),
             ragged(a, block, parts=1),
         )
+    items = row_tiles(rows, w2.shape[0], tile.block_m) * columns
     launch(
         dact_kernel,
-        (plan.programs(tile.programs_per_unit),),
+        (plan.programs(items, tile),),
         *operands[:2],
         order,
         weights,

@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.activation import base_function, is_glu
+from mb_kernels.bins import row_tiles
 from mb_kernels.language.activation import activate, up_factor
 from mb_kernels.language.memory import load_weight, store_rows, token_rows
 from mb_kernels.language.tiles import first_item, halves, locate, piece
 from mb_kernels.runtime.descriptors import matrices, ragged
-from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets.table import Tile
 
@@ -133,9 +134,10 @@ def up(
         a_arg = ragged(a, out, parts=1)
         block = (stack, tile.block_n, tile.block_k)
         w = matrices(w1.view(experts * stack, ffn, hidden), block)
+    items = row_tiles(rows, experts, tile.block_m) * cdiv(ffn, tile.block_n)
     launch(
         up_kernel,
-        (plan.programs(tile.programs_per_unit),),
+        (plan.programs(items, tile),),
         x,
         w,
         order,

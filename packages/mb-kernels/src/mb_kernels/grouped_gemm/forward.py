@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mb_kernels.bins import row_tiles
 from mb_kernels.language.memory import load_rows, load_weight, store_rows
 from mb_kernels.language.tiles import first_item, halves, locate
 from mb_kernels.runtime.descriptors import matrices, ragged
-from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import Plan, plan_of
 from mb_kernels.targets.table import FEW_ROWS, Tile
 
@@ -125,9 +126,10 @@ def rows_times_weights(
         x_arg = ragged(x, (tile.block_m, tile.block_k))
         block = (tile.block_n, tile.block_k) if transpose_weight else (tile.block_k, tile.block_n)
         w_arg = matrices(w, (1, *block))
+    items = row_tiles(x.shape[0], experts, tile.block_m) * cdiv(columns, tile.block_n)
     launch(
         rows_kernel,
-        (plan.programs(tile.programs_per_unit),),
+        (plan.programs(items, tile),),
         x_arg,
         w_arg,
         scatter_order,

@@ -13,7 +13,7 @@ from triton.tools.ragged_tma import load_ragged
 
 from mb_kernels.language.tiles import first_item, halves
 from mb_kernels.runtime.descriptors import matrices, ragged
-from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets.table import Tile
 
@@ -180,9 +180,10 @@ def outer(a: Tensor, b: Tensor, offsets: Tensor, tile: Tile | None = None) -> Te
             ragged(b, (tile.block_k, tile.block_n)),
             matrices(out, (1, tile.block_m, tile.block_n // 2)),
         )
+    items = experts * cdiv(a.shape[1], tile.block_m) * cdiv(b.shape[1], tile.block_n)
     launch(
         outer_kernel,
-        (plan.programs(tile.programs_per_unit),),
+        (plan.programs(items, tile),),
         *operands[:2],
         offsets,
         operands[2],

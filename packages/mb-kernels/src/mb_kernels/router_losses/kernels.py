@@ -142,7 +142,7 @@ def router_losses(
 ) -> tuple[Tensor, ...]:
     tokens, experts = logits.shape
     block_t, block_e = _blocks(experts)
-    parts = min(cdiv(tokens, block_t), plan_of(logits).programs())
+    parts = min(cdiv(tokens, block_t), plan_of(logits).units)
     sums = probs.new_empty((parts, block_e))
     scalars = probs.new_empty((parts, 2))
     lse = probs.new_empty(tokens)

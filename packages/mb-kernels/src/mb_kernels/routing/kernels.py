@@ -273,7 +273,7 @@ def bin_tokens(
     if slots == 0:
         return order, inverse, counts.zero_(), offsets.zero_()
     block = _BLOCK if ids.is_cuda else 64  # the interpreter sorts slowly
-    blocks = cdiv(cdiv(slots, block), plan_of(ids).programs())  # per program
+    blocks = cdiv(cdiv(slots, block), plan_of(ids).units)  # per program
     grid = (cdiv(slots, block * blocks),)
     groups = max(power_of_two(num_experts + 1), 16)
     histograms = order.new_empty(grid[0] * groups)

@@ -9,7 +9,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ class Plan:
     target: the chip, or the neighbour whose tiles serve it; units: its compute units, over which
     persistent programs are dealt; descriptors: operands pass through tensor descriptors (TMA);
     specialized: the expert MLP's kernels in Gluon, warps for the epilogue apart, see
-    ``expert_mlp.hopper``; interpreted: on the CPU by Triton's interpreter.
+    ``expert_mlp.hopper``; interpreted: on the CPU by Triton's interpreter; tiles_per_program: see
+    ``programs``.
     """
 
     target: Target
@@ -36,6 +37,7 @@ class Plan:
     descriptors: bool
     specialized: bool
     interpreted: bool = False
+    tiles_per_program: int | None = None
 
     def tile(self, op: str) -> Tile:
         """The tile of ``op``, a key of ``TILES``."""
@@ -47,9 +49,19 @@ class Plan:
         """Whether the chip has a tile for ``op`` in this dtype."""
         return self.dtype is not torch.float32 and self.target.name in TILES[op]
 
-    def programs(self, per_unit: int = 1) -> int:
-        """How many programs a persistent kernel is launched with."""
-        return self.units * per_unit
+    def programs(self, items: int, tile: Tile) -> int:
+        """How many programs a persistent kernel of at most ``items`` tiles is launched with.
+
+        Item i belongs to program i modulo this number. As many as the chip holds at once share all
+        items evenly; but where another kernel holds some units, a collective's, the programs meant
+        for these begin when the others have ended, and the kernel takes twice as long. With
+        ``tiles_per_program`` there are several times as many programs, each of which takes at most
+        so many tiles and leaves; the hardware gives its place to the next, wherever there is one.
+        """
+        at_once = self.units * tile.programs_per_unit
+        if self.tiles_per_program is None:
+            return at_once
+        return at_once * max(-(-items // (at_once * self.tiles_per_program)), 1)
 
     @property
     def xcds(self) -> int:
@@ -104,7 +116,9 @@ def _plan_of(device: torch.device, dtype: torch.dtype) -> Plan:
     # A persistent kernel whose last program waits for a multiprocessor that a collective holds
     # takes twice as long, or as long as the collective waits for its peer.
     units = max(units - int(os.environ.get("MB_FREE_SMS", "0")), 1)
-    return plan_for(current_target(device), dtype, units, _hopper(device))
+    plan = plan_for(current_target(device), dtype, units, _hopper(device))
+    tiles = int(os.environ.get("MB_TILES_PER_PROGRAM", "0"))
+    return replace(plan, tiles_per_program=tiles or None)
 
 
 def plan_for(target: Target, dtype: torch.dtype, units: int, hopper: bool) -> Plan:

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mb_kernels.activation import base_function, is_glu
+from mb_kernels.bins import row_tiles
 from mb_kernels.expert_mlp.hopper.core import (
     EPILOGUE_REGISTERS,
     EPILOGUE_WARPS,
@@ -198,10 +199,11 @@ def dact(
     tile: Tile,
 ) -> None:
     """``expert_mlp.dact.dact`` into dh, a and partials."""
-    _, hidden, ffn = w2.shape
+    experts, hidden, ffn = w2.shape
+    items = row_tiles(order.shape[0], experts, tile.block_m) * partials.shape[0]
     launch(
         dact_kernel,
-        (plan_of(do).programs(),),
+        (plan_of(do).programs(items, tile),),
         descriptor(ragged(do, (tile.block_m, tile.block_k))),
         descriptor(matrices(w2, (1, tile.block_k, tile.block_n))),
         order,

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mb_kernels.activation import base_function, is_glu
+from mb_kernels.bins import row_tiles
 from mb_kernels.expert_mlp.hopper.core import (
     EPILOGUE_REGISTERS,
     EPILOGUE_WARPS,
@@ -21,7 +22,7 @@ from mb_kernels.expert_mlp.hopper.core import (
 from mb_kernels.language.activation import activate, up_factor
 from mb_kernels.language.tiles import locate
 from mb_kernels.runtime.descriptors import matrices, ragged
-from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets.table import Tile
 
@@ -134,9 +135,10 @@ def up(
     experts, _, hidden = w1.shape
     parts, ffn = 2 if is_glu(activation) else 1, a.shape[1]
     block = (parts, tile.block_n // parts, tile.block_k)
+    items = row_tiles(rows.shape[0], experts, tile.block_m) * cdiv(parts * ffn, tile.block_n)
     launch(
         up_kernel,
-        (plan_of(rows).programs(),),
+        (plan_of(rows).programs(items, tile),),
         descriptor(ragged(rows, (tile.block_m, tile.block_k))),
         descriptor(matrices(w1.view(experts * parts, ffn, hidden), block)),
         tiles,

@@ -52,14 +52,14 @@ def time_steps(step: Callable[[], None], sequences: int) -> dict[str, float]:
         step()
     torch.cuda.synchronize()
     warm_s = time.perf_counter() - begun
-    seconds = []
-    for _ in range(STEPS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    # The host is not held back: it may prepare the next step while this one runs, as in training.
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         step()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
+        mark.record()
+    marks[-1].synchronize()
+    seconds = [one.elapsed_time(next_) / 1000 for one, next_ in itertools.pairwise(marks)]
     median = statistics.median(seconds)
     return {
         "tokens_per_s": sequences * S / median,

@@ -22,6 +22,7 @@ from mb_parallel.optimizer import (
     Muon,
     clip_and_step,
     decay_groups,
+    hold_working_copies,
     muon_groups,
 )
 from mb_parallel.recompute import apply_recompute
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.tensor import DTensor
 
@@ -258,6 +260,34 @@ def test_one_process_is_left_alone():
 def test_an_unknown_stage_is_named():
     with pytest.raises(ValueError, match="zero_stage 1, 2 or 3, got 4"):
         apply_data_parallel(build(), ParallelDims().build("cpu"), blocks=[], zero_stage=4)
+
+
+def half_precision_experts(rank, world_size, ep):
+    """Two steps of experts in bf16 on one copy of them (ep = world) or two: weights at the end."""
+    model, mesh = build(), ParallelDims(dp_shard=world_size, ep=ep).build("cpu")
+    parallelize_experts(model, mesh, dispatcher="all_to_all")
+    blocks, half = list(model)[:2], torch.bfloat16
+    apply_data_parallel(model, mesh, blocks=blocks, compute_dtype=half, zero_stage=1)
+    experts = [block.moe.experts for block in blocks]
+    assert [isinstance(e, FSDPModule) for e in experts] == [ep == 1] * 2
+    copies = hold_working_copies([model], half)
+    assert len(copies) == (0 if ep == 1 else 4)
+    optimizer = AdamW(model.parameters(), lr=0.03, eps=1e-2, working_copies=copies)
+    for _ in range(2):
+        for m in range(2):
+            set_gradient_sync(model, m == 1)
+            model(tokens().chunk(world_size)[rank] * (m + 1)).square().mean().backward()
+        norm = clip_and_step(optimizer, max_norm=0.5, mesh=mesh).grad_norm
+        optimizer.zero_grad()
+    return norm, {n: full(p.detach()) for n, p in model.named_parameters()}
+
+
+def test_experts_with_one_copy_need_no_sharding():
+    (norm, alone), _ = run_ranks(half_precision_experts, 2, 2)
+    (expected_norm, expected), _ = run_ranks(half_precision_experts, 2, 1)
+    torch.testing.assert_close(norm, expected_norm, rtol=2e-2, atol=0)
+    for name, value in expected.items():
+        assert (alone[name] - value).norm() < 2e-2 * value.norm(), name
 
 
 def expert_grads(rank, world_size, layouts):

@@ -30,8 +30,7 @@ CASES = {
     "padded": Options(padded=True),
     "moe": Options(experts=4),
     "moe-padded-shared": Options(experts=4, padded=True, shared_expert=16),
-    # With sequence parallelism capacity counts tokens rank by rank: as they come for one sequence.
-    "moe-capacity": Options(experts=4, capacity_factor=0.75, batch=1),
+    "moe-capacity": Options(experts=4, capacity_factor=0.75, batch=3),
 }
 
 

@@ -17,7 +17,9 @@ holds the whole gradient of one block at a time. With one micro-batch a step, 1 
 
 Experts have a mesh of their own. A rank's experts see the tokens of all ranks they are dispatched
 from, so their gradients are sums already, and over the copies of an expert they are summed again:
-the mean over data-parallel ranks is that total over dp, whatever the number of copies.
+the mean over data-parallel ranks is that total over dp, whatever the number of copies. Of experts
+with one copy there is nothing to gather or to reduce: FSDP2 leaves them alone, and they cast their
+weights on use, or hold copies to compute with (`optimizer.hold_working_copies`).
 
 Applied from outside, the model's own code knows nothing of it. One process pays nothing at all.
 """
@@ -25,6 +27,7 @@ Applied from outside, the model's own code knows nothing of it. One process pays
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from mb_layers import Experts
@@ -34,7 +37,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from mb_parallel.mesh import ParallelMesh
-from mb_parallel.optimizer.shards import local
+from mb_parallel.optimizer.shards import divide_gradient, local
 
 _STAGE = "_mb_zero_stage"
 
@@ -59,7 +62,7 @@ def apply_data_parallel(
         mesh: of one process: nothing is done, and `compute_dtype` is the model's own business
             (autocast, or weights cast on use).
         blocks: submodules that are gathered and reduced one at a time, in the order they run. The
-            `mb_layers.Experts` in them are units of their own.
+            `mb_layers.Experts` in them are units of their own, or none where edp = 1.
         compute_dtype: dtype of the gathered weights and of the blocks' floating-point inputs.
         keep_fp32: submodules that see their own weights and inputs uncast, such as the routers of
             an MoE, whose choices rounding would change. Each is a unit of its own.
@@ -79,13 +82,19 @@ def apply_data_parallel(
     if compute_dtype != torch.float32:
         for module in keep_fp32:
             fully_shard(module, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)
-    for module in model.modules():
-        if isinstance(module, Experts):
-            _shard_experts(module, mesh, compute_dtype, reshard)
+    alone: set[nn.Parameter] = set()
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        if mesh.dims.edp > 1:
+            _shard_experts(experts, mesh, compute_dtype, reshard)
+        else:
+            alone |= set(experts.parameters())
+    for parameter in alone:
+        divide_gradient(parameter, mesh.dims.dp)
+    common: dict[str, Any] = {"mesh": dense, "mp_policy": policy, "ignored_params": alone}
     for block in blocks:
-        fully_shard(block, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(block, reshard_after_forward=reshard, **common)
     # What no block owns (embeddings, final norm, head) is needed at both ends of the step: keep it.
-    fully_shard(model, mesh=dense, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False, **common)
     setattr(model, _STAGE, zero_stage)
 
 

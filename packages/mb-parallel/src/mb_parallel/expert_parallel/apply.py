@@ -10,6 +10,7 @@ Letters: E experts, F expert ffn width, D hidden, K top-k, s ranks per expert.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -194,6 +195,7 @@ def _surround(
     """Capacity over all ranks that share the experts or the tokens; tokens that tp ranks share."""
     config, tp = layer.config, mesh.axis("tp")
     moves: TokenDispatcher = layer.dispatcher
+    split_over = 1 if tp is None or not sequence_parallel else tp.size()
     shared = mesh.ep_size > 1 or tp is not None
     if isinstance(moves, LocalDispatcher) and shared:
         moves = LocalDispatcher(config.num_experts)  # capacity is the business of all ranks
@@ -209,7 +211,10 @@ def _surround(
                 min_capacity=config.min_capacity,
                 drop_policy=config.drop_policy,
                 equal_tokens=equal_tokens,
+                split_over=split_over,
             )
+            if split_over > 1:
+                layer.register_forward_pre_hook(_count_sequences(inner), with_kwargs=True)
         if tp is not None and not sequence_parallel:
             inner = SharedTokens(inner, Place(tp.get_group(), name))
         return inner
@@ -237,6 +242,16 @@ def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:
     axis = mesh.axis("ep" if ep >= tp else "tp")
     assert axis is not None
     return axis.get_group()
+
+
+def _count_sequences(dispatcher: GlobalCapacity) -> Callable[..., None]:
+    """A hook before forward: how many sequences x [..., S, D] holds runs of."""
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x: Tensor = args[0] if args else kwargs["x"]
+        dispatcher.sequences = math.prod(x.shape[:-2])
+
+    return hook
 
 
 def _sum_counts(mesh: ParallelMesh, axes: list[str]) -> Callable[[Tensor], Tensor]:

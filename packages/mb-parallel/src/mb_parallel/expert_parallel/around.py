@@ -10,6 +10,8 @@ Letters: T tokens, D hidden, E experts, K top-k, P ranks, G tokens of all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mb_kernels
 import torch
 import torch.nn.functional as F
@@ -36,14 +38,19 @@ from mb_parallel.expert_parallel.collectives import (
 class GlobalCapacity:
     """Keeps at most C = ceil(factor K G / E) slots per expert, G being the tokens of all ranks.
 
-    Tokens count in the order of ranks. Costs one exchange of ids (and weights), 4 to 8 bytes a
-    slot. Without `equal_tokens` ranks tell each other their number of tokens first.
+    Tokens count in the order of the batch: that of ranks, or, where neighbouring ranks hold runs of
+    the same sequences, sequence by sequence. Costs one exchange of ids (and weights), 4 to 8 bytes
+    a slot. Without `equal_tokens` ranks tell each other their number of tokens first.
 
     Args:
         inner: moves the slots that are left.
         num_experts, capacity_factor, min_capacity, drop_policy: as for `LocalDispatcher`.
         place: the ranks that share the capacity.
-        equal_tokens: every rank always brings as many tokens.
+        equal_tokens: every rank always brings as many tokens, of as many sequences.
+        split_over: so many neighbouring ranks hold runs of the same sequences, in their order
+            (sequence parallelism); 1: whole ones.
+
+    `sequences` is how many of them the tokens to be dispatched next come from, for `split_over`.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class GlobalCapacity:
         min_capacity: int = 0,
         drop_policy: DropPolicy = "position",
         equal_tokens: bool = False,
+        split_over: int = 1,
     ) -> None:
         self.inner = inner
         self.num_experts = num_experts
@@ -65,6 +73,8 @@ class GlobalCapacity:
         self.drop_policy = drop_policy
         self.place = place
         self.equal_tokens = equal_tokens
+        self.split_over = split_over
+        self.sequences = 1
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Dispatch the slots that are kept, the others as slots of no expert."""
@@ -85,15 +95,24 @@ class GlobalCapacity:
     def _kept(self, weights_TK: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, int]:
         """Which slots are kept, and the most that an expert can keep."""
         tokens, top_k = expert_ids_TK.shape
-        per_rank = [tokens] * self.place.size
+        per_rank = [[tokens, self.sequences]] * self.place.size
         if not self.equal_tokens:
-            mine = torch.tensor([tokens], dtype=torch.int32, device=expert_ids_TK.device)
-            per_rank = [theirs for (theirs,) in counts_of_ranks(mine, self.place)]
-        padding = (0, 0, 0, max(per_rank) - tokens)
-        ids_GK = gathered(F.pad(expert_ids_TK, padding, value=-1), self.place)
+            mine = torch.tensor(per_rank[0], dtype=torch.int32, device=expert_ids_TK.device)
+            per_rank = counts_of_ranks(mine, self.place)
+        longest = max(theirs for theirs, _ in per_rank)
+        padding = (0, 0, 0, longest - tokens)
+        order_G = None
+        if self.split_over > 1:
+            order_G = self._batch_order(per_rank, longest, expert_ids_TK.device)
+
+        def of_batch(values_TK: Tensor, pad: float) -> Tensor:
+            values_GK = gathered(F.pad(values_TK, padding, value=pad), self.place)
+            return values_GK if order_G is None else values_GK[order_G]
+
+        ids_GK = of_batch(expert_ids_TK, -1)
         weights_GK = None
         if self.drop_policy != "position":
-            weights_GK = gathered(F.pad(at_least_fp32(weights_TK), padding), self.place)
+            weights_GK = of_batch(at_least_fp32(weights_TK), 0)
         bins = bin_within_capacity(
             ids_GK,
             self.num_experts,
@@ -102,10 +121,26 @@ class GlobalCapacity:
             by_weight_TK=weights_GK,
         )
         kept_GK = (bins.inverse_N >= 0).view_as(ids_GK)
+        if order_G is not None:
+            kept_GK = torch.empty_like(kept_GK).index_copy_(0, order_G, kept_GK)
         # With padding the limit on the device is lower: slots of no expert do not count there.
-        limit = capacity(sum(per_rank), top_k, self.num_experts, self.capacity_factor)
+        slots = sum(theirs for theirs, _ in per_rank)
+        limit = capacity(slots, top_k, self.num_experts, self.capacity_factor)
         kept_TK = kept_GK.chunk(self.place.size)[self.place.rank][:tokens]
         return kept_TK, max(limit, self.min_capacity)
+
+    def _batch_order(
+        self, per_rank: Sequence[Sequence[int]], longest: int, device: torch.device
+    ) -> Tensor:
+        """Rows of all ranks, padded to the longest, in the order of the batch; padding anywhere."""
+        row_PT = torch.arange(len(per_rank) * longest, device=device).view(-1, longest)
+        order = []
+        for first in range(0, len(per_rank), self.split_over):
+            tokens, sequences = per_rank[first]
+            row_pT = row_PT[first : first + self.split_over]
+            runs_pBS = row_pT[:, :tokens].unflatten(1, (max(sequences, 1), -1))
+            order += [runs_pBS.transpose(0, 1).flatten(), row_pT[:, tokens:].flatten()]
+        return torch.cat(order)
 
 
 class SharedTokens:

@@ -68,7 +68,7 @@ def report_interval(
     ranks, device = world_size(), device_name(run.device)
     pace = speed(
         config,
-        vocab_size=int(run.identity["padded_vocab_size"]),
+        vocab_size=run.vocab_size,
         tokens_per_s=samples * whole(config.seq_length) / (steps * seconds),
         ranks=ranks,
         device=device,

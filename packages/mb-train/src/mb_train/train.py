@@ -31,7 +31,7 @@ from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
 from mb_train.data import batches
 from mb_train.execute import weigh
-from mb_train.health import DivergenceGuard
+from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator
 from mb_train.optimizer import apply_schedule
@@ -207,6 +207,7 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> S
         run.balancing_bias.update()
     if run.scaler is not None and done.skipped.item():
         run.skipped_samples += size
+    run.last_losses = losses
     accumulator.add_iteration(losses, done.skipped)
     run.progress = Progress(iteration + 1, samples + size)
     return Step(done.grad_norm, zeros)
@@ -272,6 +273,11 @@ def save(run: Run, *, wait: bool = False) -> None:
     """Write a checkpoint of where the run stands, if it has a folder, or begin to."""
     if run.saver is None:
         return
+    if not numbers(run.last_losses.values()):
+        run.saver.wait()
+        at = run.progress.iteration
+        run.say(f" not saved: at iteration {at} the loss is not a number. {run.saver.in_force()}")
+        return
     begun = time.monotonic()
     with run.timers("save-checkpoint"):
         saved = run.saver.save(
@@ -315,6 +321,7 @@ def _stream(run: Run, dataset: Dataset, *, consumed_samples: int) -> Generator[B
         consumed_samples=consumed_samples,
         micro_batch_size=run.micro_batch_size,
         workers=run.config.num_workers,
+        vocab_size=run.vocab_size,
         cyclic=run.config.dataloader_type == "cyclic",
     )
 

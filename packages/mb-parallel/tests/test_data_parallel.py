@@ -193,23 +193,28 @@ class Layers(nn.Module):
 
 def dtypes(rank, world_size):
     model = nn.Sequential(Probe(WIDTH, WIDTH), Layers())
-    layers = model[1]
+    layers, plain = model[1], nn.Sequential(Probe(WIDTH, WIDTH))
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
     apply_data_parallel(
         model,
-        ParallelDims(dp_shard=world_size).build("cpu"),
+        mesh,
         blocks=[layers],
         compute_dtype=torch.bfloat16,
         keep_fp32=[layers.router_like, layers.moe.router],
     )
+    apply_data_parallel(plain, mesh, blocks=[], compute_dtype=torch.bfloat16, cast_inputs=False)
+    plain(torch.ones(3, WIDTH))
     model(torch.ones(3, WIDTH)).sum().backward()
-    seen = [m.seen for m in (model[0], layers.router_like, layers.dense, layers.moe.experts)]
+    seen = [
+        m.seen for m in (plain[0], model[0], layers.router_like, layers.dense, layers.moe.experts)
+    ]
     return seen, {p.grad.dtype for p in model.parameters()}, {p.dtype for p in model.parameters()}
 
 
 def test_bf16_compute_with_fp32_routers_routing_weights_gradients_and_weights():
     full, half = torch.float32, torch.bfloat16
     for seen, grads, weights in run_ranks(dtypes, 2):
-        assert seen == [(half, half), (half, full), (full, half), (half, half, full)]
+        assert seen == [(full, half), (half, half), (half, full), (full, half), (half, half, full)]
         assert grads == weights == {full}
 
 

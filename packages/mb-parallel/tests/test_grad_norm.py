@@ -10,7 +10,9 @@ from mb_parallel.optimizer import (
     clip_and_step,
     clip_grad_norm,
     grad_norm,
+    zeros_in_grad,
 )
+from mb_parallel.optimizer.shards import local
 from mb_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -66,7 +68,13 @@ def norms(rank, world_size, layouts):
         found.append(grad_norm(all_, mesh))
         del parameters["two"].grad  # never used: counts as nothing, and nobody waits for it
         found.append(grad_norm(all_, mesh))
-        results.append([float(norm) for norm in found])
+        parameters = laid_out(mesh)
+        for name, parameter in parameters.items():
+            if name != "partial":  # zero only once it has been summed
+                local(parameter.grad).clamp_(min=0)
+        tied = [parameters["plain"]] if mesh.pp_rank else []
+        found.append(zeros_in_grad(parameters.values(), mesh, uncounted=tied))
+        results.append([float(value) for value in found])
     return results
 
 
@@ -80,7 +88,7 @@ LAYOUTS = [
 ]
 
 
-def test_norm_counts_everything_once():
+def test_norm_and_zeros_count_everything_once():
     results = run_ranks(norms, 4, LAYOUTS)
     for place, sizes in enumerate(LAYOUTS):
         stages = [whole(stage) for stage in range(sizes.get("pp", 1))]
@@ -88,7 +96,14 @@ def test_norm_counts_everything_once():
         total = sum(sum(stage.values()) for stage in squares)
         tied = sum(stage["plain"] for stage in squares[1:])
         without = sum(stage["two"] for stage in squares)
+        zeros = sum(
+            int((g <= 0).sum())
+            for place, stage in enumerate(stages)
+            for n, (_, g) in stage.items()
+            if n != "partial" and not (n == "plain" and place)
+        )
         expected = [total**0.5, (total - tied) ** 0.5, 0.25, 0.25 * (1 - without / total) ** 0.5]
+        expected.append(zeros)
         for got in results:
             assert got[place] == results[0][place]  # bit for bit
             assert got[place] == pytest.approx(expected, rel=1e-5), sizes

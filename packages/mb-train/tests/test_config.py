@@ -9,7 +9,6 @@ from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.field import spec
 from mb_train.config.resume import check_changes, inherited
 from mb_train.recipes import RECIPES, recipe
-from mb_train.unsupported import ANY, NOT_YET, check_supported, not_supported
 
 RUN = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8,
@@ -154,19 +153,6 @@ def test_every_field_names_what_exists():
         if about.in_force is not None:
             getattr(config, about.in_force)
         assert not (about.choices and f.default is not None and f.default not in about.choices)
-
-
-def test_what_cannot_be_done_yet_is_refused_in_words():
-    assert not_supported(TrainConfig(**RUN)) == {}
-    assert set(NOT_YET) <= {f.name for f in fields(TrainConfig)}
-    config = TrainConfig(**RUN)
-    # Not the constructor: values that no run has yet need not go together.
-    object.__setattr__(config, "model", "no such")
-    object.__setattr__(config, "seed", 7)
-    refused = {"model": ANY, "seed": (8, 9)}
-    assert not_supported(config, refused) == {"model": "no such"}
-    with pytest.raises(ValueError, match=r"Not supported yet: --model \(no such\)"):
-        check_supported(config, refused)
 
 
 def named(value):

@@ -176,7 +176,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(run, diver
     out = capsys.readouterr().out
     assert "the loss is not a number since iteration 4 (2 steps in a row)" in out
     assert f"of {data}.bin" in out
-    assert "not saved: at iteration 4 the weights are not numbers" in out
+    assert "not saved: at iteration 4 the loss is not a number" in out
     assert find_checkpoint(run.folder) == run.folder / "iter_0000003"
     assert f"checkpoint           {run.folder / 'iter_0000003'}" in out
     assert max(losses(run.folder)) == 5
@@ -185,11 +185,37 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(run, diver
     assert main(["generate", str(run.folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
 
 
+def test_weights_that_give_no_loss_do_not_push_out_a_good_checkpoint(run, monkeypatch, capsys):
+    step = loop.train_step
+
+    def far_off(a_run, *arguments):  # finite, but their products are not
+        if a_run.progress.iteration == 2:
+            with torch.no_grad():
+                for parameter in a_run.model.parts[0].parameters():
+                    parameter.fill_(1e30)
+        return step(a_run, *arguments)
+
+    monkeypatch.setattr(loop, "train_step", far_off)
+    words = ("--save-interval", 1, "--keep-checkpoints", 1, "--nan-limit", 0, "--log-interval", 4)
+    assert run("--train-iters", 4, *words) == 0
+    assert "not saved: at iteration 4 the loss is not a number" in capsys.readouterr().out
+    assert names(run.folder) == ["iter_0000002"]
+
+
+def test_tokens_of_another_vocabulary_are_refused(run, capsys):
+    assert run("--train-iters", 2, "--tokenizer", "null:100") == 2
+    error = capsys.readouterr().err
+    assert "Expected tokens below 128, the model's vocabulary, got 4" in error
+    assert "--tokenizer" in error
+    assert not run.folder.exists() or names(run.folder) == []
+
+
 def test_report_and_generate_of_what_never_was_a_number(run, monkeypatch, diverging, capsys):
     """Weights that were saved by an earlier version, or damaged by hand."""
     from mb_train import saver
 
     monkeypatch.setattr(saver, "all_finite", lambda modules: True)
+    monkeypatch.setattr(loop, "numbers", lambda losses: True)
     assert run("--train-iters", 5, "--nan-limit", 0) == 0
     assert "nan" in capsys.readouterr().out.lower()
     assert main(["report", str(run.folder)]) == 0

@@ -195,12 +195,15 @@ def _collect(rank, world_size):
                 counts = [[1 + rank, 3], [4, 0]]
                 accumulator.add_pass(_metrics(counts, [0.1 * interval, 0.3]))
             accumulator.add_iteration({"lm loss": torch.tensor(1.0 + step + rank)})
-        results.append(accumulator.collect(torch.tensor(0.25), torch.tensor(9.0)))
+        zeros = torch.tensor(2.0**24 + 1, dtype=torch.float64) if interval else None
+        results.append(accumulator.collect(torch.tensor(0.25), torch.tensor(9.0), zeros))
     return results
 
 
 def test_sums_over_passes_steps_and_ranks():
-    alone = _collect(0, 1)[1]
+    unasked, alone = _collect(0, 1)
+    assert (unasked.zeros_in_grad, alone.zeros_in_grad) == (None, 2**24 + 1)
+    assert unasked.params_norm == alone.params_norm
     assert alone.lm_losses == [1.0, 2.0]
     assert (alone.lm_loss, alone.grad_norm, alone.params_norm) == (1.5, 0.25, 9.0)
     assert alone.tokens_per_expert == [[6, 18], [24, 0]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mb_layers import MoEConfig
-from mb_train.models.attention import rotary_tables, rotate, segment_mask
+from mb_train.models.attention import BlockContext, rotary_tables, rotate, segment_mask
 from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
 
@@ -21,6 +21,7 @@ KINDS = {
     },
     "olmoe": {"positions": "rope", "norm": "rmsnorm", "qk_norm": "width", "moe": EXPERTS},
     "mixed": {"moe": EXPERTS, "moe_layers": (False, True, False)},
+    "after-norm": {"residual_after_norm": True, "norm": "rmsnorm"},
 }  # fmt: skip
 
 
@@ -140,3 +141,48 @@ def test_weights_choose_what_counts(kind):
 def test_wrong_shapes_are_refused(wrong):
     with pytest.raises(ValueError, match="Expected"):
         TransformerConfig(**{**SIZES, **wrong})
+
+
+def test_a_residual_behind_the_norm_is_what_megatron_adds_to():
+    block = make("after-norm").stack.blocks["1"]
+    with torch.no_grad():
+        for norm in (block.norm_1, block.norm_2):
+            norm.weight.mul_(3)
+    x_BSD, context = torch.randn(2, S, 32), BlockContext()
+    z_BSD = block.norm_1(x_BSD)
+    y_BSD = z_BSD + block.attention(z_BSD, context)
+    z_BSD = block.norm_2(y_BSD)
+    torch.testing.assert_close(block(x_BSD, context).x_BSD, z_BSD + block.mlp(z_BSD))
+    with pytest.raises(ValueError, match="got both"):
+        make(residual_after_norm=True, post_norm=True)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixed"])
+@pytest.mark.parametrize("post_norm", [False, True], ids=["pre", "post"])
+def test_a_residual_stream_in_fp32_under_16_bit_layers(kind, post_norm):
+    seen = {}
+
+    def remember(name):
+        def hook(module, inputs, output):
+            seen.setdefault(name, set()).add(inputs[0].dtype)
+
+        return hook
+
+    x = tokens(2, S)
+    fields = SIZES | KINDS[kind] | {"post_norm": post_norm, "fp32_residual": True}
+    torch.manual_seed(3)
+    model = GPT(TransformerConfig(**fields), compute_dtype=torch.bfloat16)
+    for block in model.stack.blocks.values():
+        block.register_forward_hook(remember("block"))
+        block.attention.register_forward_hook(remember("attention"))
+        block.mlp.register_forward_hook(remember("mlp"))
+    output = model(x, labels_BS=x)
+    output.total().backward()
+    half = {torch.bfloat16}
+    assert seen == {"block": {torch.float32}, "attention": half, "mlp": half}
+    assert model.logits(x).dtype == torch.float32
+    exact = make(kind, post_norm=post_norm)
+    expected = exact(x, labels_BS=x).losses["lm loss"]
+    torch.testing.assert_close(output.losses["lm loss"], expected, rtol=2e-2, atol=0)
+    model.keep(range(2), first=True, last=False)
+    assert model(x, labels_BS=x).x.dtype == torch.float32  # what travels to the next stage

@@ -50,6 +50,7 @@ def apply_data_parallel(
     compute_dtype: torch.dtype = torch.float32,
     keep_fp32: Iterable[nn.Module] = (),
     zero_stage: int = 3,
+    cast_inputs: bool = True,
 ) -> None:
     """Shard `model` in place over `mesh`; its parameters become DTensors.
 
@@ -63,10 +64,13 @@ def apply_data_parallel(
             (autocast, or weights cast on use).
         blocks: submodules that are gathered and reduced one at a time, in the order they run. The
             `mb_layers.Experts` in them are units of their own, or none where edp = 1.
-        compute_dtype: dtype of the gathered weights and of the blocks' floating-point inputs.
+        compute_dtype: dtype of the gathered weights, and of what blocks and model are given.
         keep_fp32: submodules that see their own weights and inputs uncast, such as the routers of
             an MoE, whose choices rounding would change. Each is a unit of its own.
         zero_stage: 1, 2 or 3, see above.
+        cast_inputs: cast the model's and the blocks' floating-point arguments to `compute_dtype`,
+            wherever they are nested. False for a model that chooses dtypes by itself: weights of
+            a loss, tables of positions and a residual stream in fp32 stay what they are.
 
     Raises:
         ValueError: another `zero_stage`.
@@ -77,7 +81,9 @@ def apply_data_parallel(
         return
     dense = _sharding_mesh(mesh.dense, "dp_replicate", "dp_shard")
     reshard = zero_stage == 3
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
+    )
     uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     if compute_dtype != torch.float32:
         for module in keep_fp32:

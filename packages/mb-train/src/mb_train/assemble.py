@@ -19,6 +19,7 @@ from torch import nn
 
 from mb_train.config import TrainConfig, whole
 from mb_train.execute import Executor, Sequential
+from mb_train.graphs import Graphed, check_capturable
 from mb_train.models.transformer import Block
 from mb_train.tasks import Task
 
@@ -64,6 +65,8 @@ def assemble(
     Raises:
         ValueError: sizes that the parallel sizes do not divide, or a way that the model cannot go.
     """
+    if config.cuda_graph:
+        check_capturable(config, device, mesh.dims.world_size)
     names = _stages(config, mesh)
     parts, total, notes = [], 0, []
     for layers, first, last in names:
@@ -77,7 +80,8 @@ def assemble(
         parts.append(model)
     copies = hold_working_copies(parts, compute_dtype)
     if mesh.pp_size == 1:
-        executor = Sequential(parts[0], task.first_input)
+        kind = Graphed if config.cuda_graph else Sequential
+        executor = kind(parts[0], task.first_input)
         return Assembled(parts, executor, total, notes=notes, working_copies=copies)
     pipeline = Pipeline(
         parts,
@@ -85,7 +89,7 @@ def assemble(
         schedule=config.schedule_in_force,
         first_input=task.first_input,
         hidden_size=whole(config.hidden_size),
-        dtype=compute_dtype,
+        dtype=torch.float32 if config.fp32_residual_connection else compute_dtype,
         sequence_parallel=config.sequence_parallel,
         tied=task.tied_parameters,
     )
@@ -144,6 +148,7 @@ def _spread(
         compute_dtype=compute_dtype,
         keep_fp32=[module for module in model.modules() if isinstance(module, Router)],
         zero_stage=config.zero_stage,
+        cast_inputs=False,  # the models cast what they compute with, and only that
     )
     return notes
 

@@ -20,7 +20,6 @@ from mb_train.host import prepare_host
 from mb_train.run_folder import LOG_FILE
 from mb_train.starting import command_line, plan
 from mb_train.toml_file import to_toml
-from mb_train.unsupported import check_supported
 
 if TYPE_CHECKING:
     from mb_train.train import Result
@@ -57,7 +56,6 @@ def _train(arguments: list[str]) -> int:
             at = started.saved.iteration
             print(f"{started.checkpoint} is at iteration {at}, the end of this run.")
         return 0
-    check_supported(config)
     prepare_host()
     if leader:
         print(f"mb-train {__version__}: {_headline(config)}", flush=True)

@@ -9,7 +9,7 @@ whatever thread is first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -31,6 +31,10 @@ T = TypeVar("T")
 # 5 MB of source is 2.1 M tokens, of which nine tenths are trained on: about 3,800 steps of
 # `quickstart` see new samples only.
 _SAMPLE_BYTES = 5_000_000
+# Samples whose tokens are looked at before a run begins; the others when they are read.
+_LOOKED_AT = 8
+# How the arrays of a batch that hold tokens are named.
+_TOKEN_ARRAYS = ("tokens_", "labels_", "decoder_tokens_", "block_BS")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ def prepare_data(
     samples: int,
     folder: Path,
     say: Callable[[str], None],
+    *,
+    vocab_size: int,
 ) -> Data:
     """Find or make the token files, and build the datasets over them.
 
@@ -63,9 +69,10 @@ def prepare_data(
         samples: sequences of the whole training.
         folder: where the sample corpus is kept.
         say: prints a line of progress.
+        vocab_size: of the model.
 
     Raises:
-        ValueError: no training documents, or a damaged file.
+        ValueError: no training documents, a damaged file, or tokens of another vocabulary.
         OSError: no such file.
     """
     parts = config.data_by_part()
@@ -89,9 +96,25 @@ def prepare_data(
             source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)
         ],
     }
+    first = task.collate([train[i] for i in range(min(len(train), _LOOKED_AT))])
+    check_tokens(first, vocab_size)
     if not config.eval_iters:
         valid = test = None
     return Data(train, valid, test, identity)
+
+
+def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
+    """Raise ValueError if an array of tokens holds one that the model has no row for.
+
+    On a GPU such a token would end the process with an assertion on the device.
+    """
+    for name, array in arrays.items():
+        if name.startswith(_TOKEN_ARRAYS) and array.size and array.max() >= vocab_size:
+            raise ValueError(
+                f"Expected tokens below {vocab_size}, the model's vocabulary, got {array.max()}: "
+                "the data was made with another tokenizer, or is damaged. Give the --tokenizer "
+                "that it was made with (or --vocab-file and --merge-file)."
+            )
 
 
 def _check_files(prefixes: list[str]) -> None:
@@ -176,12 +199,16 @@ def batches(
     consumed_samples: int,
     micro_batch_size: int,
     workers: int,
+    vocab_size: int,
     cyclic: bool = False,
 ) -> Generator[Batch]:
     """This data-parallel rank's micro-batches from `consumed_samples` on, on the device.
 
     Ranks that share a model (tensor and pipeline parallel) each read the same samples. `cyclic`
     goes through the samples again and again, each time in another order.
+
+    Raises:
+        ValueError: a token that is not below `vocab_size`.
     """
     order = mb_data.CyclicSampler if cyclic else mb_data.SequentialSampler
     sampler = order(
@@ -195,6 +222,7 @@ def batches(
 
     def load(indices: list[int]) -> Batch:
         arrays = task.collate([dataset[i] for i in indices])
+        check_tokens(arrays, vocab_size)
         batch = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
         return {name: t.pin_memory() for name, t in batch.items()} if pin else batch
 

@@ -1,19 +1,19 @@
 """When a run has diverged: the rule to stop by, and where to look.
 
-A loss that is not a number seldom recovers, and weights that are not numbers never do. Such weights
-are not saved (`saver`); after `limit` such steps in a row the run stops and names the documents of
+A loss that is not a number seldom recovers, and weights that are not numbers never do. Neither is
+saved, lest it take the place of a checkpoint to go back to; after `limit` such steps in a row the run stops and names the documents of
 the first bad batch, which is where damaged text shows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from mb_parallel import any_rank
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mb_train.checkpoint import Progress
@@ -91,14 +91,18 @@ def documents_of(dataset: Any, samples: range) -> str:
     return "; ".join(parts)
 
 
-@torch.no_grad()
 def all_finite(modules: Sequence[nn.Module]) -> bool:
     """Whether every parameter on every rank is a number; one transfer from the device."""
+    return numbers(parameter for module in modules for parameter in module.parameters())
+
+
+@torch.no_grad()
+def numbers(tensors: Iterable[Tensor]) -> bool:
+    """Whether there is neither NaN nor infinity in any rank's tensors; all ranks call it."""
     verdicts = []
-    for module in modules:
-        for parameter in module.parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if local.is_floating_point():
-                verdicts.append(local.isfinite().all())
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_floating_point():
+            verdicts.append(local.isfinite().all())
     bad = bool(verdicts) and not bool(torch.stack(verdicts).all())
     return not any_rank(bad)

@@ -68,7 +68,7 @@ def report_interval(
     ranks, device = world_size(), device_name(run.device)
     pace = speed(
         config,
-        vocab_size=int(run.identity["padded_vocab_size"]),
+        vocab_size=run.vocab_size,
         tokens_per_s=samples * whole(config.seq_length) / (steps * seconds),
         ranks=ranks,
         device=device,
@@ -84,6 +84,7 @@ def report_interval(
         losses=losses,
         loss_scale=loss_scale,
         grad_norm=stats.grad_norm,
+        zeros_in_grad=stats.zeros_in_grad,
         params_norm=stats.params_norm,
         skipped_iterations=stats.skipped_iterations,
         nan_iterations=stats.nan_iterations,
@@ -104,6 +105,7 @@ def report_interval(
         loss_scale=loss_scale,
         skipped_iterations=stats.skipped_iterations,
         grad_norm=stats.grad_norm,
+        zeros_in_grad=stats.zeros_in_grad,
         params_norm=stats.params_norm,
         ms_per_iteration=1000 * seconds,
         tokens_per_s=pace.tokens_per_s,

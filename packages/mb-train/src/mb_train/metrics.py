@@ -28,6 +28,7 @@ class IntervalStats:
     losses: dict[str, list[float]]  # by name, one per iteration; a task's main loss is its first
     grad_norm: float
     params_norm: float | None = None
+    zeros_in_grad: float | None = None
     skipped: list[bool] = field(default_factory=list)  # one per iteration
     layer_means: dict[str, list[float]] = field(default_factory=dict)  # per layer
     tokens_per_expert: list[list[float]] = field(default_factory=list)  # [L][E], sums
@@ -111,8 +112,18 @@ class Accumulator:
             skipped = torch.zeros((), device=next(iter(losses.values())).device)
         self._skipped.append(skipped)
 
-    def collect(self, grad_norm: Tensor, params_norm: Tensor | None = None) -> IntervalStats:
-        """Average over ranks and passes, transfer, and start anew."""
+    def collect(
+        self,
+        grad_norm: Tensor,
+        params_norm: Tensor | None = None,
+        zeros_in_grad: Tensor | None = None,
+    ) -> IntervalStats:
+        """Average over ranks and passes, transfer, and start anew.
+
+        Args:
+            grad_norm, params_norm, zeros_in_grad: of the last step, equal on all ranks; None was
+                not asked for.
+        """
         shared = [torch.stack(values).double() for values in self._losses.values()]
         shared += [self._sums[key].flatten() for key in self._sums]
         if self._counts_LE is not None:
@@ -120,16 +131,17 @@ class Accumulator:
         summed = torch.cat(shared)
         # Tensor-parallel ranks have the same numbers: a layer reports of all their tokens.
         self._mesh.all_reduce(summed, "dp")
-        alike = [grad_norm] if params_norm is None else [grad_norm, params_norm]
-        alike += self._skipped
+        more = {"params_norm": params_norm, "zeros_in_grad": zeros_in_grad}
+        asked = {name: value for name, value in more.items() if value is not None}
+        alike = [grad_norm, *self._skipped, *asked.values()]
         alike = [value.double().reshape(1).to(summed.device) for value in alike]
         values = torch.cat([summed, *alike]).tolist()
-        stats = self._unpack(values, has_params_norm=params_norm is not None)
+        stats = self._unpack(values, list(asked))
         self._clear()
         self._join_stages(stats)
         return stats
 
-    def _unpack(self, values: list[float], *, has_params_norm: bool) -> IntervalStats:
+    def _unpack(self, values: list[float], asked: list[str]) -> IntervalStats:
         ranks, place = self._mesh.dp_size, 0
 
         def take(count: int) -> list[float]:
@@ -147,9 +159,11 @@ class Accumulator:
             layers, experts = self._counts_LE.shape
             counts = [take(experts) for _ in range(layers)]
         (grad_norm,) = take(1)
-        params_norm = take(1)[0] if has_params_norm else None
         skipped = [value != 0 for value in take(len(self._skipped))]
-        return IntervalStats(losses, grad_norm, params_norm, skipped, means, counts)
+        more = dict(zip(asked, take(len(asked)), strict=True))
+        return IntervalStats(
+            losses, grad_norm, skipped=skipped, layer_means=means, tokens_per_expert=counts, **more
+        )
 
     def _join_stages(self, stats: IntervalStats) -> None:
         """Give every rank the layers of all pipeline stages, in the model's order."""

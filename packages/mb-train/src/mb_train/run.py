@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from mb_parallel import ParallelDims, check_same, rank, world_size
 from mb_parallel.optimizer import describe
+from torch import Tensor
 
 from mb_train import run_folder
 from mb_train.assemble import Assembled, assemble
@@ -110,6 +111,7 @@ class Run:
             saved = start.saved.identity.get("padded_vocab_size", 0)
             if saved >= tokenizer.vocab_size and saved % self.mesh.tp_size == 0:
                 vocab_size = saved
+        self.vocab_size = vocab_size
         self.identity = {
             **config.model_identity(),
             "padded_vocab_size": vocab_size,
@@ -124,6 +126,8 @@ class Run:
         if warning is not None:
             self.say(warning)
         self.progress = Progress(0, 0)
+        # This rank's of the last step, on the device.
+        self.last_losses: dict[str, Tensor] = {}
         with self.timers("model-and-optimizer-setup"):
             self.model: Assembled = assemble(
                 self.task, config, self.mesh, device, self.compute_dtype
@@ -183,7 +187,10 @@ class Run:
     def _prepare_data(self, start: Start | None) -> Data:
         folder = (self.folder or Path("runs")) / "data"
         samples = train_samples(self.config, self.batch_size)
-        data = prepare_data(self.config, self.task, self.batch_size, samples, folder, self.say)
+        data = prepare_data(
+            self.config, self.task, self.batch_size, samples, folder, self.say,
+            vocab_size=self.vocab_size,
+        )  # fmt: skip
         if start is None or self.config.finetune:
             return data
         before, now = start.saved.data, data.identity

@@ -118,7 +118,7 @@ class Saver:
         if not all_finite(as_list(model)):
             self._say(
                 f" not saved: at iteration {iteration} the weights are not numbers. "
-                f"{self._in_force()}"
+                f"{self.in_force()}"
             )
             return False
         run = SavedRun(
@@ -222,10 +222,11 @@ class Saver:
     def _failed(self, iteration: int, problem: str) -> bool:
         if rank() == 0:
             shutil.rmtree(self._draft(iteration), ignore_errors=True)
-        self._say(f" could not save iteration {iteration}: {problem}. {self._in_force()}")
+        self._say(f" could not save iteration {iteration}: {problem}. {self.in_force()}")
         return False
 
-    def _in_force(self) -> str:
+    def in_force(self) -> str:
+        """Which checkpoint a run would go on from, in words."""
         latest = self._folder / LATEST
         if not latest.is_file():
             return "Training goes on; there is no checkpoint yet."

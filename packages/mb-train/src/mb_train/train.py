@@ -18,11 +18,11 @@ import warnings
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mb_parallel import any_rank, distributed
-from mb_parallel.optimizer import clip_and_step, weight_norm
+from mb_parallel.optimizer import clip_and_step, weight_norm, zeros_in_grad
 from mb_parallel.random import seed_micro_batch
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
 from mb_train.data import batches
 from mb_train.execute import weigh
-from mb_train.health import DivergenceGuard
+from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator
 from mb_train.optimizer import apply_schedule
@@ -39,7 +39,6 @@ from mb_train.reporting import datetime_line, measured_line, perplexity, validat
 from mb_train.run import Run, Start, device_type, only_writer
 from mb_train.signals import StopFlag, stop_signals
 from mb_train.tasks import Batch, Dataset
-from mb_train.unsupported import check_supported
 
 # Samples at most: enough to know a share to 2 %.
 _MEASURED = 2000
@@ -71,7 +70,6 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
             been written but, perhaps, the sample corpus.
         OSError: files that cannot be read or written.
     """
-    check_supported(config)
     with (
         warnings.catch_warnings(),
         distributed(device_type(config)) as device,
@@ -105,12 +103,12 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     run.say(datetime_line("before the start of training step"))
     stream = _training_stream(run)
     while iteration < run.iterations and stopped_by is None:
-        grad_norm = train_step(run, stream, accumulator)
+        done = train_step(run, stream, accumulator)
         iteration = run.progress.iteration
         stopped_by = _reason_to_stop(run, begun, stop)
         if iteration % config.log_interval == 0 or iteration == run.iterations or stopped_by:
             params_norm = _params_norm(run) if config.log_params_norm else None
-            stats = accumulator.collect(grad_norm, params_norm)
+            stats = accumulator.collect(done.grad_norm, params_norm, done.zeros_in_grad)
             samples = run.progress.consumed_samples
             report_interval(
                 run,
@@ -162,8 +160,15 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by, diverged)
 
 
-def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> Tensor:
-    """One optimizer step over the next micro-batches; returns the gradient norm, on the device."""
+class Step(NamedTuple):
+    """What is known of a step, on the device; `zeros_in_grad` is None if it is not asked for."""
+
+    grad_norm: Tensor
+    zeros_in_grad: Tensor | None
+
+
+def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> Step:
+    """One optimizer step over the next micro-batches."""
     config, mesh = run.config, run.mesh
     iteration, samples = run.progress.iteration, run.progress.consumed_samples
     apply_schedule(run.optimizer, run.schedule, samples - run.skipped_samples)
@@ -197,13 +202,15 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> T
             scaler=run.scaler,
             uncounted=run.model.copies,
         )
+        zeros = _zeros_in_grad(run) if config.log_num_zeros_in_grad else None
         run.optimizer.zero_grad(set_to_none=True)
         run.balancing_bias.update()
     if run.scaler is not None and done.skipped.item():
         run.skipped_samples += size
+    run.last_losses = losses
     accumulator.add_iteration(losses, done.skipped)
     run.progress = Progress(iteration + 1, samples + size)
-    return done.grad_norm
+    return Step(done.grad_norm, zeros)
 
 
 @torch.no_grad()
@@ -266,6 +273,11 @@ def save(run: Run, *, wait: bool = False) -> None:
     """Write a checkpoint of where the run stands, if it has a folder, or begin to."""
     if run.saver is None:
         return
+    if not numbers(run.last_losses.values()):
+        run.saver.wait()
+        at = run.progress.iteration
+        run.say(f" not saved: at iteration {at} the loss is not a number. {run.saver.in_force()}")
+        return
     begun = time.monotonic()
     with run.timers("save-checkpoint"):
         saved = run.saver.save(
@@ -309,6 +321,7 @@ def _stream(run: Run, dataset: Dataset, *, consumed_samples: int) -> Generator[B
         consumed_samples=consumed_samples,
         micro_batch_size=run.micro_batch_size,
         workers=run.config.num_workers,
+        vocab_size=run.vocab_size,
         cyclic=run.config.dataloader_type == "cyclic",
     )
 
@@ -329,8 +342,16 @@ def _reason_to_stop(run: Run, begun: float, stop: StopFlag) -> str | None:
 @torch.no_grad()
 def _params_norm(run: Run) -> Tensor:
     """The L2 norm of all weights, as `grad_norm` takes it of gradients."""
-    weights = [p for part in run.model.parts for p in part.parameters()]
-    return weight_norm(weights, run.mesh, uncounted=run.model.copies)
+    return weight_norm(_weights(run), run.mesh, uncounted=run.model.copies)
+
+
+def _zeros_in_grad(run: Run) -> Tensor:
+    """How many gradients are zero, in the whole model."""
+    return zeros_in_grad(_weights(run), run.mesh, uncounted=run.model.copies)
+
+
+def _weights(run: Run) -> list[Tensor]:
+    return [p for part in run.model.parts for p in part.parameters()]
 
 
 class _Clock:

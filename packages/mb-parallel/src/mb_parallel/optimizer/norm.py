@@ -65,6 +65,27 @@ def weight_norm(
     return _joint_norm(parameters, lambda parameter: local(parameter.detach()), mesh, uncounted)
 
 
+@torch.no_grad()
+def zeros_in_grad(
+    parameters: Iterable[Tensor],
+    mesh: ParallelMesh | None = None,
+    *,
+    uncounted: Iterable[Tensor] = (),
+) -> Tensor:
+    """How many numbers of the whole model's gradients are zero, each counted once.
+
+    Args:
+        parameters, mesh, uncounted: as for `grad_norm`. One without a gradient has no zeros.
+
+    Returns:
+        fp64 scalar on the device, equal on all ranks.
+    """
+    zeros = _joint_sum(parameters, _grad, _count_zeros, mesh, uncounted)
+    if mesh is not None and mesh.dense is not None:
+        mesh.all_reduce(zeros, "pp")
+    return zeros
+
+
 def _grad(parameter: Tensor) -> Tensor | None:
     return None if parameter.grad is None else local_grad(parameter)
 
@@ -76,6 +97,23 @@ def _joint_norm(
     uncounted: Iterable[Tensor],
 ) -> Tensor:
     """The norm of what `shard_of` gives of each parameter, None counting as zero."""
+    total = _joint_sum(parameters, shard_of, _sum_of_squares, mesh, uncounted)
+    # A maximum is not bound to keep NaN; an infinity it keeps.
+    total = torch.nan_to_num(total, nan=torch.inf, posinf=torch.inf)
+    if mesh is not None and mesh.dense is not None:
+        mesh.all_reduce(total, "pp")
+        dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    return total.sqrt()
+
+
+def _joint_sum(
+    parameters: Iterable[Tensor],
+    shard_of: Callable[[Tensor], Tensor | None],
+    measure: Callable[[list[Tensor], torch.device], Tensor],
+    mesh: ParallelMesh | None,
+    uncounted: Iterable[Tensor],
+) -> Tensor:
+    """What `measure` finds in the shards, summed over the ranks of this stage."""
     parameters, left_out = list(parameters), {id(p) for p in uncounted}
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     device = parameters[0].device if parameters else torch.device("cpu")
@@ -86,16 +124,9 @@ def _joint_norm(
         shard = shard_of(parameter)
         if shard is not None and id(parameter) not in left_out:
             alike.append(shard)
-    squares = [_sum_of_squares(shards, device) for shards in by_groups.values()]
-    total = torch.zeros((), device=device)
-    for part in all_reduce_together(squares, list(by_groups)):
-        total += part
-    # A maximum is not bound to keep NaN; an infinity it keeps.
-    total = torch.nan_to_num(total, nan=torch.inf, posinf=torch.inf)
-    if mesh is not None and mesh.dense is not None:
-        mesh.all_reduce(total, "pp")
-        dist.all_reduce(total, op=dist.ReduceOp.MAX)
-    return total.sqrt()
+    parts = [measure(shards, device) for shards in by_groups.values()]
+    summed = all_reduce_together(parts, list(by_groups))
+    return torch.stack(summed).sum() if summed else measure([], device)
 
 
 def clip_grad_norm(
@@ -192,3 +223,11 @@ def _sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
             dtype = torch.float64 if wide else torch.float32
             norms += [norm.float() for norm in torch._foreach_norm(some, 2, dtype=dtype)]
     return torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+
+
+def _count_zeros(grads: list[Tensor], device: torch.device) -> Tensor:
+    """fp64 scalar, exact for any number of parameters."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in grads:
+        total += grad.numel() - grad.count_nonzero()
+    return total

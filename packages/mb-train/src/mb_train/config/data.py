@@ -29,9 +29,6 @@ class DataFields:
     decoder_seq_length: int | None = flag(
         "tokens per sample of T5's decoder", bounds=POSITIVE, on_load="fixed"
     )
-    retriever_seq_length: int = flag(
-        "tokens per block of a retriever", 256, bounds=POSITIVE, on_load="fixed"
-    )
     dataloader_type: str = flag(
         "order of samples: single passes once, cyclic shuffles every pass anew", "single",
         choices=("single", "cyclic"), on_load="fixed",

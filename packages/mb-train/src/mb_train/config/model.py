@@ -114,7 +114,7 @@ class ModelFields:
         on_load="model", in_force="activation_name", instead_of=("glu", "swiglu", "squared_relu"),
     )  # fmt: skip
     apply_residual_connection_post_layernorm: bool = flag(
-        "take the residual from behind the norm", False, on_load="said"
+        "add to what a norm puts out, not to what goes in", False, on_load="model"
     )
     post_layernorm: bool = flag(
         "normalise behind each residual sum and behind the embedding, as the first BERT (ours)",

@@ -21,9 +21,6 @@ class ParallelFields:
         "those ranks share the sequence between the matrices as well", False
     )
     pipeline_model_parallel_size: int = flag("stages of the pipeline", 1, bounds=POSITIVE)
-    pipeline_model_parallel_split_rank: int | None = flag(
-        "the stage at which T5's decoder begins", bounds=POSITIVE
-    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         "layers of one chunk, where a stage holds several", bounds=POSITIVE
     )

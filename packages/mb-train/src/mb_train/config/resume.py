@@ -13,6 +13,9 @@ from typing import Any
 from mb_train.config.field import flag_name, spec
 from mb_train.config.train_config import TrainConfig
 
+# Fields of earlier versions, which refused every value but one.
+_GONE = ("retriever_seq_length", "pipeline_model_parallel_split_rank")
+
 
 def inherited(saved: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The fields of a saved configuration that a run which goes on from it starts with.
@@ -25,6 +28,7 @@ def inherited(saved: Mapping[str, Any], source: str) -> dict[str, Any]:
         ValueError: a field that this version does not know.
     """
     known = {f.name: spec(f).on_load for f in fields(TrainConfig)}
+    known |= dict.fromkeys(_GONE, "own")
     for name in saved:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

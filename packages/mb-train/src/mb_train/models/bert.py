@@ -81,7 +81,7 @@ class Bert(nn.Module):
         self.compute_dtype = compute_dtype
         self.first = self.last = True
         self.embedding: Embedding | None = Embedding(config, token_types=2)
-        self.stack = Stack(config)
+        self.stack = Stack(config, compute_dtype=compute_dtype)
         self.lm_head: LMHead | None = LMHead(config)
         self.pooler: Pooler | None = Pooler(config) if binary_head else None
         self.order_head: Linear | None = None

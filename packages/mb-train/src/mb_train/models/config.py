@@ -32,6 +32,9 @@ class TransformerConfig:
         norm, norm_eps: kind of the norms, and their epsilon.
         post_norm: normalise behind each residual sum (the first BERT) instead of before each half
             of a block; no norm then ends the model, one follows the embedding.
+        residual_after_norm: a block adds to what its norms put out, not to what went in (Megatron's
+            --apply-residual-connection-post-layernorm).
+        fp32_residual: the residual stream stays in fp32 whatever blocks compute in.
         qk_norm: normalise queries and keys per "head" (Qwen3) or over their whole "width" (OLMoE).
         positions: "learned", "rope", "relative" (T5's bias by distance), or "none".
         rope_base, rope_fraction: base of the rotary frequencies; share of a head that is rotated.
@@ -57,6 +60,8 @@ class TransformerConfig:
     norm: str = "layernorm"
     norm_eps: float = 1e-5
     post_norm: bool = False
+    residual_after_norm: bool = False
+    fp32_residual: bool = False
     qk_norm: str = "none"
     positions: str = "learned"
     rope_base: float = 10_000.0
@@ -79,6 +84,11 @@ class TransformerConfig:
                     f"Expected {name} to be one of {', '.join(choices)}, "
                     f"got {getattr(self, name)!r}."
                 )
+        if self.post_norm and self.residual_after_norm:
+            raise ValueError(
+                "Expected post_norm or residual_after_norm, got both: a norm behind the sum leaves "
+                "none before it."
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"Expected the key-value heads to divide the heads, got {self.num_kv_heads} and "

@@ -49,7 +49,7 @@ class GPT(nn.Module):
         self.cross_entropy = linear_cross_entropy
         self.first = self.last = True
         self.embedding: Embedding | None = Embedding(config)
-        self.stack = Stack(config)
+        self.stack = Stack(config, compute_dtype=compute_dtype)
         self.head: Linear | None = None
         if not config.tie_embeddings:
             self.head = Linear(

@@ -97,9 +97,9 @@ class T5(nn.Module):
         self.compute_dtype = compute_dtype
         self.head_scale = config.hidden_size**-0.5 if scale_head else 1.0
         self.embedding = Embedding(config)
-        self.encoder = Stack(config)
+        self.encoder = Stack(config, compute_dtype=compute_dtype)
         decoder = replace(config, num_layers=decoder_layers, moe_layers=None)
-        self.decoder = Stack(decoder, cross=True)
+        self.decoder = Stack(decoder, cross=True, compute_dtype=compute_dtype)
         self.encoder_bias = self.decoder_bias = None
         if config.positions == "relative":
             self.encoder_bias = RelativeBias(config, bidirectional=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from mb_kernels.activation import activate, base_function, is_glu
 from mb_layers import MoE, dMoE
 from torch import Tensor, nn
@@ -57,18 +58,30 @@ class BlockOutput(NamedTuple):
 class Block(nn.Module):
     """x + f(norm(x)) for attention, then for the feed-forward; with `cross` a third in between.
 
-    With `post_norm` it is norm(x + f(x)). The experts' own output is let go of: it need not live
-    until the loss.
+    With `post_norm` it is norm(x + f(x)), with `residual_after_norm` norm(x) + f(norm(x)). The
+    experts' own output is let go of: it need not live until the loss.
+
+    The sum over the blocks is in the dtype of what comes in; with `fp32_residual` f takes and gives
+    `compute_dtype` all the same.
 
     Args:
         config: sizes and choices.
         layer: this block's number in the model, from 0.
         cross: attend to an encoder's output between the two halves (T5's decoder).
+        compute_dtype: of the activations, where the residual stream has one of its own.
     """
 
-    def __init__(self, config: TransformerConfig, layer: int, *, cross: bool = False) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: int,
+        *,
+        cross: bool = False,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
-        self.post_norm = config.post_norm
+        self.post_norm, self.after_norm = config.post_norm, config.residual_after_norm
+        self.narrow = compute_dtype if config.fp32_residual else None
         self.norm_1 = Norm(config)
         self.attention = Attention(config)
         self.norm_cross = Norm(config) if cross else None
@@ -83,21 +96,24 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: Tensor, context: BlockContext, cross_context: BlockContext | None = None
     ) -> BlockOutput:
-        y_BSD = self.attention(self._before(self.norm_1, x_BSD), context)
-        x_BSD = self._after(self.norm_1, x_BSD, y_BSD)
+        x_BSD, z_BSD = self._before(self.norm_1, x_BSD)
+        x_BSD = self._after(self.norm_1, x_BSD, self.attention(z_BSD, context))
         if self.cross is not None and self.norm_cross is not None:
             assert cross_context is not None
-            y_BSD = self.cross(self._before(self.norm_cross, x_BSD), cross_context)
-            x_BSD = self._after(self.norm_cross, x_BSD, y_BSD)
-        z_BSD = self._before(self.norm_2, x_BSD)
+            x_BSD, z_BSD = self._before(self.norm_cross, x_BSD)
+            x_BSD = self._after(self.norm_cross, x_BSD, self.cross(z_BSD, cross_context))
+        x_BSD, z_BSD = self._before(self.norm_2, x_BSD)
         if isinstance(self.mlp, DenseMLP):
             return BlockOutput(self._after(self.norm_2, x_BSD, self.mlp(z_BSD)), None, {})
         output = self.mlp(z_BSD, mask=context.valid_BS)
         x_BSD = self._after(self.norm_2, x_BSD, output.y)
         return BlockOutput(x_BSD, output.aux_loss, output.metrics)
 
-    def _before(self, norm: Norm, x_BSD: Tensor) -> Tensor:
-        return x_BSD if self.post_norm else norm(x_BSD)
+    def _before(self, norm: Norm, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """What a half of the block is added to, and what it computes with."""
+        z_BSD = x_BSD if self.post_norm else norm(x_BSD)
+        x_BSD = z_BSD if self.after_norm else x_BSD
+        return x_BSD, z_BSD if self.narrow is None else z_BSD.to(self.narrow)
 
     def _after(self, norm: Norm, x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
         x_BSD = x_BSD + self.dropout(y_BSD)

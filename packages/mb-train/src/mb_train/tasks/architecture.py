@@ -39,6 +39,8 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         rope_base=config.rotary_base,
         rope_fraction=config.rotary_percent,
         post_norm=config.post_layernorm,
+        residual_after_norm=config.apply_residual_connection_post_layernorm,
+        fp32_residual=config.fp32_residual_connection,
         attention_scale=config.attention_scale,
         bias=config.add_bias_linear,
         qkv_bias=config.add_bias_linear or config.add_qkv_bias,

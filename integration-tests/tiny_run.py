@@ -21,7 +21,7 @@ TRAINING = (
 
 
 def write_tokens(folder: Path, documents: int = 40) -> str:
-    """Random walks over 30 of 1000 tokens, so that the next is easy to guess; returns the prefix."""
+    """Random walks over 30 of 1000 tokens, so that the next is easy to guess: the prefix."""
     prefix = folder / "walks"
     rng = np.random.default_rng(0)
     with mb_data.IndexedDatasetBuilder(prefix, np.uint16) as builder:

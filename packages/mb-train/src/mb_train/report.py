@@ -27,6 +27,7 @@ Panel = Callable[["Figure", "Axes", Sequence[Curves]], None]
 # More points than this are drawn as the mean of as many stretches, in the band of their extremes:
 # a picture has no more columns, and a page of every step of a long run would take minutes to load.
 _POINTS = 1000
+_BESIDE = (1.02, 0.0, 0.015, 1.0)  # where a colour bar stands: all panels are equally wide
 _MARKED = 60  # beyond this many the dots run into each other
 
 
@@ -76,8 +77,11 @@ def draw_picture(runs: Sequence[Curves], path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = _panels(runs)
-    figure = Figure(figsize=(9, 2.7 * len(panels)), layout="constrained")
+    height = 2.7 * len(panels)
+    figure = Figure(figsize=(9, height))
     FigureCanvasAgg(figure)
+    # All panels are alike, so their margins are known: to find them takes as long as to draw them.
+    figure.subplots_adjust(0.09, 0.5 / height, 0.9, 1 - 0.2 / height, hspace=0.35)
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axis, (_, panel) in zip(axes, panels, strict=True):
         panel(figure, axis, runs)
@@ -144,9 +148,6 @@ def _loss(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
     ticks = [p for p in nice if p > 0 and low <= math.log(p) <= high] or [math.exp(min(low, 20))]
     perplexity.set_yticks([math.log(p) for p in ticks], [_plain(p) for p in ticks])
     perplexity.set_ylabel("perplexity")
-    # The heat maps' colour bars leave it room; it must not push them further out.
-    heat_maps = any(curves.load_imbalance for curves in runs)
-    perplexity.set_in_layout(len(figure.axes) == 1 or not heat_maps)
     axis.legend()
     _finish(axis)
 
@@ -180,7 +181,7 @@ def _load_of(curves: Curves) -> Panel:
         mesh = axis.pcolormesh(
             edges, _around(layers), grid, cmap="viridis", vmin=1.0, rasterized=True
         )
-        figure.colorbar(mesh, ax=axis, label="max / mean")
+        figure.colorbar(mesh, cax=axis.inset_axes(_BESIDE), label="max / mean")
         _layers_on_y(axis, layers)
         axis.set_xlabel("iteration")
 
@@ -197,7 +198,7 @@ def _experts_of(curves: Curves) -> Panel:
             _around(experts), _around(range(len(grid))), grid, cmap="coolwarm",
             norm=_centred(top), rasterized=True,
         )  # fmt: skip
-        figure.colorbar(mesh, ax=axis, label="load / mean")
+        figure.colorbar(mesh, cax=axis.inset_axes(_BESIDE), label="load / mean")
         _layers_on_y(axis, range(len(grid)))
         axis.set_xlabel("expert")
 

@@ -25,7 +25,7 @@ def test_balanced_load_gives_exactly_one(num_experts: int, top_k: int) -> None:
     top_k = min(top_k, num_experts)
     probs = torch.full((128, num_experts), 1 / num_experts)
     counts = torch.full((num_experts,), 128 * top_k // num_experts, dtype=torch.int32)
-    loss = load_balancing_loss(probs, counts, top_k)
+    loss = load_balancing_loss(probs, counts)
     assert loss.dtype == torch.float32
     assert loss.item() == 1.0
 
@@ -52,13 +52,13 @@ def test_balanced_layer_gives_exactly_alpha(alpha: float, balance_over: str) -> 
 def test_all_tokens_to_one_expert_gives_num_experts() -> None:
     probs = torch.zeros(10, 5)
     probs[:, 2] = 1
-    assert load_balancing_loss(probs, torch.tensor([0, 0, 10, 0, 0]), 1).item() == 5
+    assert load_balancing_loss(probs, torch.tensor([0, 0, 10, 0, 0])).item() == 5
 
 
 def test_gradient_reaches_probs_and_not_counts() -> None:
     probs = torch.softmax(torch.randn(7, 3, dtype=torch.float64), dim=-1).requires_grad_()
     counts = torch.tensor([9, 4, 1])
-    (grad,) = torch.autograd.grad(load_balancing_loss(probs, counts, 2), probs)
+    (grad,) = torch.autograd.grad(load_balancing_loss(probs, counts), probs)
     # E / (K T) * n_e / T
     expected = (3 / 14 * counts.double() / 7).expand(7, 3)
     assert_close("d probs", grad, expected)
@@ -68,8 +68,8 @@ def test_global_counts_average_to_the_global_loss() -> None:
     """The mean over equal micro-batches, each with the global counts, is the global loss."""
     probs = torch.softmax(torch.randn(4, 6, 5, dtype=torch.float64), dim=-1)
     counts = torch.randint(0, 9, (5,))
-    local = [load_balancing_loss(p, counts, 2) for p in probs]
-    assert_close("mean", sum(local) / 4, load_balancing_loss(probs.flatten(0, 1), counts, 2))
+    local = [load_balancing_loss(p, counts) for p in probs]
+    assert_close("mean", sum(local) / 4, load_balancing_loss(probs.flatten(0, 1), counts))
 
 
 def test_layer_reduces_counts_over_the_global_batch() -> None:
@@ -81,7 +81,7 @@ def test_layer_reduces_counts_over_the_global_batch() -> None:
     x = torch.randn(16, 8, dtype=torch.float64)
     counts = layer(x).metrics["tokens_per_expert"]
     assert counts.sum() == 32  # the metric stays this micro-batch's own
-    expected = load_balancing_loss(layer.router(x).probs_TE, counts + elsewhere, 2)
+    expected = load_balancing_loss(layer.router(x).probs_TE, counts + elsewhere)
     assert_close("loss", layer(x).metrics["load_balancing_loss"], expected.detach())
 
 
@@ -95,7 +95,7 @@ def test_sequence_loss_is_the_mean_over_sequences() -> None:
     probs = torch.softmax(torch.randn(3, 5, 4, dtype=torch.float64), dim=-1)
     ids = probs.topk(2).indices
     each = [
-        load_balancing_loss(p, torch.bincount(i.flatten(), minlength=4), 2)
+        load_balancing_loss(p, torch.bincount(i.flatten(), minlength=4))
         for p, i in zip(probs, ids, strict=True)
     ]
     assert_close("loss", sequence_load_balancing_loss(probs, ids), sum(each) / 3)
@@ -144,7 +144,7 @@ def test_sequence_loss_sees_what_the_micro_batch_hides() -> None:
     """Two sequences, each on one expert: balanced together, not apart."""
     probs = torch.tensor([[[1.0, 0.0]] * 4, [[0.0, 1.0]] * 4])
     ids = torch.tensor([[[0]] * 4, [[1]] * 4])
-    assert load_balancing_loss(probs.flatten(0, 1), torch.tensor([4, 4]), 1).item() == 1
+    assert load_balancing_loss(probs.flatten(0, 1), torch.tensor([4, 4])).item() == 1
     assert sequence_load_balancing_loss(probs, ids).item() == 2
 
 
@@ -159,14 +159,14 @@ def test_z_loss_is_mean_squared_logsumexp() -> None:
 
 def test_zero_tokens_give_zero_and_zero_gradient() -> None:
     probs = torch.zeros(0, 4, requires_grad=True)
-    loss = load_balancing_loss(probs, torch.zeros(4, dtype=torch.int32), 2) + z_loss(probs)
+    loss = load_balancing_loss(probs, torch.zeros(4, dtype=torch.int32)) + z_loss(probs)
     assert loss.item() == 0
     assert torch.autograd.grad(loss, probs)[0].shape == (0, 4)
 
 
 def test_counts_of_the_wrong_length_are_named() -> None:
     with pytest.raises(ValueError, match=r"shape \(4,\), one count per column.*got \(3,\)"):
-        load_balancing_loss(torch.zeros(2, 4), torch.zeros(3), 1)
+        load_balancing_loss(torch.zeros(2, 4), torch.zeros(3))
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

@@ -61,6 +61,32 @@ def test_fp16_tokens() -> None:
     assert_close("logits", router(x).logits_TE, exact.float())
 
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
+def test_any_dtype_of_tokens_meets_any_of_the_weight(
+    x_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    router = build(weight_dtype, top_k=1)
+    for tokens in (7, 0):
+        x = torch.randn(tokens, 48).to(x_dtype).requires_grad_()
+        logits = router(x).logits_TE
+        exact = x.double() @ router.weight.double().T
+        wide = torch.float64 in (x_dtype, weight_dtype)
+        assert logits.dtype == (torch.float64 if wide else torch.float32)
+        assert_close("logits", logits, exact)
+        grad = torch.randn(tokens, 6, dtype=torch.float64)
+        wanted = (x, router.weight)
+        got = torch.autograd.grad(logits, wanted, grad.to(logits.dtype))
+        for name, a, b in zip(
+            ("dx", "dw"), got, torch.autograd.grad(exact, wanted, grad), strict=True
+        ):
+            low = torch.bfloat16 in (x_dtype, weight_dtype)
+            assert_close(name, a.double(), b.double(), torch.bfloat16 if low else torch.float32)
+
+
 @pytest.mark.parametrize("overrides", [{}, {"balancing_bias": True}], ids=["fused", "chosen"])
 def test_ties_go_to_the_lower_id(overrides: dict) -> None:
     router = build(**overrides)

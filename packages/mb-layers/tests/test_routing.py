@@ -180,6 +180,51 @@ def test_expert_choice_refuses_balance_over_sequences() -> None:
         build(ExpertChoiceRouter, balance_over="sequence")(tokens(2, 5))
 
 
+@pytest.mark.parametrize(
+    ("router", "field", "value"),
+    [
+        (ExpertChoiceRouter, "renormalize", True),
+        (ExpertChoiceRouter, "num_zero_experts", 2),
+        (ExpertChoiceRouter, "uniform_assignment", True),
+        (SinkhornRouter, "balancing_bias", True),
+    ],
+)
+def test_routers_refuse_what_they_would_ignore(router: type, field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"expected {field}=.* for {router.__name__}"):
+        build(router, **{field: value})
+
+
+@pytest.mark.parametrize("router", [SinkhornRouter, NoisyTopKRouter])
+def test_routers_refuse_groups_or_honour_them(router: type) -> None:
+    groups = {"num_experts": 6, "num_expert_groups": 3, "top_k_groups": 1, "group_score_top": 1}
+    if router is SinkhornRouter:
+        with pytest.raises(ValueError, match="num_expert_groups=None for SinkhornRouter"):
+            build(router, **groups)
+        return
+    ids = build(router, **groups).router(tokens(40)).expert_ids_TK
+    assert torch.equal(ids[:, 0] // 2, ids[:, 1] // 2)
+
+
+def test_expert_choice_jitters_what_it_chooses_by() -> None:
+    layer = build(ExpertChoiceRouter, jitter_eps=0.3)
+    x = tokens(9)
+    torch.manual_seed(2)
+    noise = torch.empty_like(x).uniform_(0.7, 1.3)
+    torch.manual_seed(2)
+    assert_close("logits", layer.router(x).logits_TE, (x * noise) @ layer.router.weight.T)
+    assert_close("eval", layer.eval().router(x).logits_TE, x @ layer.router.weight.T)
+
+
+def test_fewer_valid_slots_than_top_k_weigh_as_they_are() -> None:
+    """One of a token's two ids is no expert's: the one slot left is the whole load."""
+    for score_function in ("softmax", "sigmoid"):
+        layer = build(score_function=score_function)
+        x = tokens(1)
+        _, _, metrics = layer(x, routing=torch.tensor([[3, -1]]))
+        probs = layer.router(x).probs_TE
+        assert_close("loss", metrics["load_balancing_loss"], 5 * probs[0, 3].detach())
+
+
 def test_sinkhorn_balances_in_training_alone() -> None:
     layer = build(SinkhornRouter, top_k=1)
     with torch.no_grad():

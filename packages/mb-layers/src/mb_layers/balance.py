@@ -75,7 +75,7 @@ def router_losses(
         if probs_TE is not None:
             mean_entropy = entropy(probs_TE.detach(), **over)
             if config.balance_over != "sequence":
-                balance = load_balancing_loss(probs_TE, balance_counts_E, config.top_k, **over)
+                balance = load_balancing_loss(probs_TE, balance_counts_E, **over)
             elif routed.token_ids_N is not None:
                 raise ValueError(
                     "expected a router that chooses experts for tokens with "

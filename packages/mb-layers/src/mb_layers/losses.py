@@ -34,7 +34,6 @@ from torch import Tensor
 def load_balancing_loss(
     probs_TE: Tensor,
     tokens_per_expert_E: Tensor,
-    top_k: int,
     *,
     mask_T: Tensor | None = None,
     num_tokens: Tensor | int | None = None,
@@ -45,17 +44,20 @@ def load_balancing_loss(
         probs_TE: the router's probabilities [T, E], with gradient. Rows sum to 1.
         tokens_per_expert_E: routed slots per expert, before capacity drops any. They may count
             more tokens than `probs_TE` has (the global batch): only their proportions matter.
-        top_k: K. Needed to tell an empty count from a balanced one.
         mask_T, num_tokens: see `mean_over_tokens`.
 
     Zero tokens give 0.
     """
     num_experts = probs_TE.shape[1]
-    _check_counts(tokens_per_expert_E, num_experts, top_k)
+    if tokens_per_expert_E.shape != (num_experts,):
+        raise ValueError(
+            f"expected tokens_per_expert_E of shape ({num_experts},), one count per column of "
+            f"probs_TE, got {tuple(tokens_per_expert_E.shape)}"
+        )
     probs_TE = at_least_fp32(probs_TE)
     counts_E = tokens_per_expert_E.detach().to(probs_TE.dtype)
     mean_probs_E = mean_over_tokens(probs_TE, mask_T, num_tokens)
-    load_E = counts_E / counts_E.sum().clamp(min=top_k)
+    load_E = counts_E / counts_E.sum().clamp(min=1)
     return num_experts * (mean_probs_E * load_E).sum()
 
 
@@ -181,13 +183,3 @@ class _AttachAuxLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:  # ty: ignore[incompatible-method-override]
         (scale,) = ctx.saved_tensors
         return grad_y, scale.to(ctx.aux_dtype).expand(ctx.aux_shape), None
-
-
-def _check_counts(tokens_per_expert_E: Tensor, num_experts: int, top_k: int) -> None:
-    if tokens_per_expert_E.shape != (num_experts,):
-        raise ValueError(
-            f"expected tokens_per_expert_E of shape ({num_experts},), one count per column of "
-            f"probs_TE, got {tuple(tokens_per_expert_E.shape)}"
-        )
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"expected 1 <= top_k <= {num_experts}, got {top_k}")

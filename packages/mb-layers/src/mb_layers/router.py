@@ -110,12 +110,9 @@ class Router(nn.Module):
                 gives the weights. An id of no expert has weight 0.
         """
         config = self.config
-        if self.training and config.jitter_eps > 0:
-            noise_TD = torch.empty_like(x_TD).uniform_(1 - config.jitter_eps, 1 + config.jitter_eps)
-            x_TD = x_TD * noise_TD
         # Autocast would take the product back to low precision.
         with without_autocast(x_TD):
-            logits_TE = self.logits(x_TD)
+            logits_TE = self.logits(self.jitter(x_TD))
             if expert_ids_TK is None and self._is_plain_softmax:
                 weights_TK, ids_TK, probs_TE = mb_kernels.topk_softmax(
                     logits_TE, config.top_k, renormalize=config.renormalize
@@ -144,12 +141,19 @@ class Router(nn.Module):
             and not (config.renormalize and config.renormalize_p != 1)
         )
 
+    def jitter(self, x_TD: Tensor) -> Tensor:
+        """Return what the router sees of the tokens: in training, with `jitter_eps`, noise on x."""
+        eps = self.config.jitter_eps
+        if not self.training or not eps:
+            return x_TD
+        return x_TD * torch.empty_like(x_TD).uniform_(1 - eps, 1 + eps)
+
     def logits(self, x_TD: Tensor) -> Tensor:
         """Return the logits [T, E] of x_TD, at least fp32."""
         choices = self.config.num_choices
         weight_ED = to_plain(self.weight, choices)
         if self.config.router_fp32:
-            logits_TE = _LinearFP32.apply(x_TD, weight_ED)
+            logits_TE = linear_fp32(x_TD, weight_ED)
         else:
             logits_TE = at_least_fp32(F.linear(x_TD, weight_ED.to(x_TD.dtype)))
         if self.bias is None:
@@ -238,6 +242,11 @@ def _top_ids(scores_TE: Tensor, k: int) -> Tensor:
     return torch.sort(scores_TE, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
+def linear_fp32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """Return x @ w^T in fp32 (fp64 if one of them is), whatever the dtypes of x and w."""
+    return _LinearFP32.apply(x_TD, weight_ED)
+
+
 class _LinearFP32(torch.autograd.Function):
     """x @ w^T with the accuracy of fp32, keeping x and w as they came for the backward pass.
 
@@ -253,23 +262,24 @@ class _LinearFP32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
-        if x_TD.dtype != torch.bfloat16:
-            return at_least_fp32(x_TD) @ at_least_fp32(weight_ED).T
+        if x_TD.dtype != torch.bfloat16 or weight_ED.dtype == torch.float64:
+            x_TD, weight_ED = _alike_fp32(x_TD, weight_ED)
+            return x_TD @ weight_ED.T
         if weight_ED.dtype == torch.bfloat16:
             return _mm_fp32(x_TD, weight_ED.T)
         logits_TP = _mm_fp32(x_TD, torch.cat(_three_parts(weight_ED)).T)
-        return logits_TP.view(x_TD.shape[0], 3, -1).sum(dim=1)
+        return logits_TP.view(x_TD.shape[0], 3, weight_ED.shape[0]).sum(dim=1)
 
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:  # ty: ignore[incompatible-method-override]
         x_TD, weight_ED = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad
         grad_x_TD = grad_weight_ED = None
-        if x_TD.dtype != torch.bfloat16:
+        if x_TD.dtype != torch.bfloat16 or weight_ED.dtype == torch.float64:
             if wants_x:
-                grad_x_TD = (grad_TE @ at_least_fp32(weight_ED)).to(x_TD.dtype)
+                grad_x_TD = (grad_TE @ weight_ED.to(grad_TE.dtype)).to(x_TD.dtype)
             if wants_weight:
-                grad_weight_ED = grad_TE.T @ at_least_fp32(x_TD)
+                grad_weight_ED = grad_TE.T @ x_TD.to(grad_TE.dtype)
         else:
             grad_TE = grad_TE.to(x_TD.dtype)
             if wants_x:
@@ -279,6 +289,14 @@ class _LinearFP32(torch.autograd.Function):
         if grad_weight_ED is not None:
             grad_weight_ED = grad_weight_ED.to(weight_ED.dtype)
         return grad_x_TD, grad_weight_ED
+
+
+def _alike_fp32(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in fp32, or in fp64 if one of them is."""
+    x, weight = at_least_fp32(x), at_least_fp32(weight)
+    if x.dtype == weight.dtype:
+        return x, weight
+    return x.double(), weight.double()
 
 
 def _three_parts(x: Tensor) -> list[Tensor]:

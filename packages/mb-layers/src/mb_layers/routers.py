@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mb_layers.config import MoEConfig
 from mb_layers.experts import to_plain
-from mb_layers.losses import at_least_fp32, without_autocast
-from mb_layers.router import Router, RouterOutput
+from mb_layers.losses import without_autocast
+from mb_layers.router import Router, RouterOutput, linear_fp32
 
 
 class ExpertChoiceRouter(Router):
@@ -23,8 +23,26 @@ class ExpertChoiceRouter(Router):
 
     Load is balanced by construction, a token visits any number of experts, K on average. What a
     token gets depends on the other tokens of the batch, later ones too: not for causal models whose
-    loss must not see the future.
+    loss must not see the future. There are no groups, no zero experts and no norm of a token's
+    weights: such a config is refused.
     """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _refuse(
+            "ExpertChoiceRouter",
+            config,
+            renormalize=False,
+            num_expert_groups=None,
+            num_zero_experts=0,
+            uniform_assignment=False,
+        )
+        super().__init__(config, device=device, dtype=dtype)
 
     def forward(
         self,
@@ -38,7 +56,7 @@ class ExpertChoiceRouter(Router):
             return super().forward(x_TD, mask_T=mask_T, expert_ids_TK=expert_ids_TK)
         config = self.config
         with without_autocast(x_TD):
-            logits_TE = self.logits(x_TD)
+            logits_TE = self.logits(self.jitter(x_TD))
             scores_TE, probs_TE = self.scores(logits_TE)
             choice_TE = self.choice(scores_TE.detach(), logits_TE.detach(), mask_T)
             if mask_T is not None:
@@ -82,6 +100,7 @@ class SinkhornRouter(Router):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _refuse("SinkhornRouter", config, num_expert_groups=None, balancing_bias=False)
         super().__init__(config, device=device, dtype=dtype)
         self.iterations = iterations
 
@@ -132,5 +151,15 @@ class NoisyTopKRouter(Router):
         if not self.training:
             return logits_TE
         weight_ED = to_plain(self.noise_weight, self.config.num_choices)
-        width_TE = F.softplus(at_least_fp32(x_TD) @ at_least_fp32(weight_ED).T)
+        width_TE = F.softplus(linear_fp32(x_TD, weight_ED))
         return logits_TE + torch.randn_like(logits_TE) * width_TE
+
+
+def _refuse(name: str, config: MoEConfig, **required: object) -> None:
+    """Raise for fields that this router has no meaning for, which it would ignore in silence."""
+    for field, value in required.items():
+        if getattr(config, field) != value:
+            raise ValueError(
+                f"expected {field}={value} for {name}, which cannot honour it; "
+                f"got {getattr(config, field)!r}"
+            )

@@ -56,10 +56,7 @@ def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
             f"expected the losses of {expected} layers, got {len(_load_balancing)}: num_layers "
             "counts the model's MoE layers, and clear_load_balancing_loss is due once per step"
         )
-    losses = [
-        load_balancing_loss(scores_TE, counts_E, args.moe_top_k)
-        for counts_E, scores_TE in _load_balancing
-    ]
+    losses = [load_balancing_loss(scores_TE, counts_E) for counts_E, scores_TE in _load_balancing]
     return args.moe_loss_weight * torch.stack(losses).sum() / args.num_layers
 
 

@@ -96,6 +96,31 @@ def test_bad_tensors_are_named(change, says):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"t": torch.zeros((), dtype=torch.int64)}, "steps: expected a float32 scalar .*int64"),
+        ({"t": torch.zeros((), device="meta")}, "steps: expected .* on cpu; got .* on meta"),
+        ({"grad_scale": torch.ones(4)}, r"grad_scale: expected a float32 scalar .*\(4,\)"),
+        ({"grad_scale": 1.0}, "grad_scale: expected a float32 scalar tensor on cpu; got 1.0"),
+        ({"found_inf": torch.zeros((), dtype=torch.bool)}, "found_inf: expected .*torch.bool"),
+        ({"second": torch.float64}, r"weights\[1\]: expected torch.float32 on cpu, as the first"),
+    ],
+    ids=str,
+)
+def test_bad_scalars_and_several_dtypes_are_named(change, says):
+    given = {"t": torch.zeros(()), "grad_scale": torch.tensor(1.0), "found_inf": torch.tensor(0.0)}
+    given |= change
+    kinds = (torch.float32, given.pop("second", torch.float32))
+    tensors = ([torch.zeros(4, dtype=dtype) for dtype in kinds] for _ in range(4))
+    steps = [torch.zeros(()), given.pop("t")]
+    with pytest.raises(ValueError, match=says):
+        mb_kernels.adamw_step(
+            *tensors, [None, None], steps,
+            lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, **given,
+        )  # fmt: skip
+
+
 def test_lists_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="1 weights and 0, 0, 0, 0, 0"):
         mb_kernels.adamw_step(

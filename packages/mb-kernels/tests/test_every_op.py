@@ -12,6 +12,7 @@ import mb_kernels
 import pytest
 import torch
 from mb_kernels import reference
+from mb_kernels.block_sparse.reference import BLOCK, Topology, make_matrix
 from mb_kernels.runtime.registration import interpret
 from mb_kernels.testing import assert_close, make_expert_ids
 
@@ -159,7 +160,64 @@ def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts
             for m in (mb_kernels, reference)
         )
         return Op(call, {"codes": codes, "scales": scales}, (), twin)
+    if name == "linear_cross_entropy":
+        call, twin = (
+            lambda x, weight, labels, weights, bias, m=m: m.linear_cross_entropy(
+                *(x, weight, labels, weights), bias_V=bias
+            )
+            for m in (mb_kernels, reference)
+        )
+        labels = torch.arange(tokens) % 7 - 1  # one in seven is ignored
+        tensors = {"x": normal(tokens, hidden), "weight": normal(6, hidden), "labels": labels}
+        tensors |= {"weights": torch.rand(tokens, generator=generator), "bias": normal(6)}
+        return Op(call, tensors, ("x", "weight", "bias"), twin)
+    if name in ("sdd", "dsd", "dds"):
+        return _block_sparse(name, min(tokens, 2), hidden, normal)
+    if name == "sparse_expert_mlp":
+        call, twin = twins(
+            lambda m, bins, x, w1, w2, weights: m.sparse_expert_mlp(
+                *(x, w1, w2, bins, weights), activation="silu"
+            )
+        )
+        w1, w2 = normal(experts, BLOCK, hidden), normal(experts, hidden, BLOCK)
+        tensors = {"x": normal(tokens, hidden), "w1": w1, "w2": w2, "weights": weights, **bins}
+        return Op(call, tensors, ("x", "w1", "w2", "weights"), twin)
     raise AssertionError(name)
+
+
+def _block_sparse(name: str, block_rows: int, hidden: int, normal) -> Op:
+    """Blocks on the diagonal of [R, R] and one beside, R block_rows or none."""
+    filled = torch.eye(block_rows, dtype=torch.bool)
+    filled[:1, 1:] = True
+    rows, columns = filled.nonzero().int().unbind(1)
+    order = (columns * block_rows + rows).argsort().int()
+    ends = [0, *filled.sum(1).cumsum(0).tolist()], [0, *filled.sum(0).cumsum(0).tolist()]
+    offsets, offsets_t = (torch.tensor(e, dtype=torch.int32) for e in ends)
+    indices = Topology(rows, columns, offsets, offsets_t, rows[order.long()], order)
+    size = block_rows * BLOCK
+
+    def matrix(data, topology):
+        return make_matrix((size, size), data, Topology(**topology))
+
+    def sdd(m, a, b, **topology):
+        pattern = torch.zeros(1, 1, 1, device=a.device).expand(len(rows), BLOCK, BLOCK)
+        return m.sdd(a, b, matrix(pattern, topology)).data
+
+    functions = {
+        "sdd": sdd,
+        "dsd": lambda m, data, dense, **topology: m.dsd(matrix(data, topology), dense),
+        "dds": lambda m, dense, data, **topology: m.dds(dense, matrix(data, topology)),
+    }
+    data = {"data": normal(len(rows), BLOCK, BLOCK)}
+    dense = {
+        "sdd": {"a": normal(size, hidden), "b": normal(hidden, size)},
+        "dsd": {**data, "dense": normal(size, hidden)},
+        "dds": {"dense": normal(hidden, size), **data},
+    }[name]
+    call, twin = (
+        lambda m=m, **tensors: functions[name](m, **tensors) for m in (mb_kernels, reference)
+    )
+    return Op(call, {**dense, **indices._asdict()}, tuple(dense), twin, True)
 
 
 OPS = (
@@ -167,7 +225,8 @@ OPS = (
     *("grouped_gemm", "grouped_gemm_EKM", "gmm", "gmm_trans_b", "gmm_trans_a"),
     *("grouped_experts", "grouped_experts_w3", "grouped_experts_plain"),
     *("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit", "expert_mlp_bias"),
-    *("quantize", "dequantize"),
+    *("quantize", "dequantize", "linear_cross_entropy"),
+    *("sdd", "dsd", "dds", "sparse_expert_mlp"),
 )
 ARGUMENTS = [
     pytest.param(name, argument, id=f"{name}-{argument}")
@@ -247,6 +306,8 @@ def test_a_dtype_nobody_computes_in_is_an_error(name, argument, dtype):
     op = make_op(name)
     if argument == "counts" and name != "router_losses":
         pytest.skip("the op does not read the counts")
+    if dtype is torch.int16 and (argument in ("labels", "weights") or argument in Topology._fields):
+        pytest.skip("as good as any integers")
     with pytest.raises(ValueError, match=rf"expected .*{dtype}"):
         op.call(**(op.tensors | {argument: op.tensors[argument].to(dtype)}))
 
@@ -254,9 +315,11 @@ def test_a_dtype_nobody_computes_in_is_an_error(name, argument, dtype):
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_second_derivatives_are_right_or_an_error(name):
     op = make_op(name)
-    tensors = dict(op.tensors)
-    leaves = [tensors[n].double() if not interpret else tensors[n] for n in op.leaves]
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    tensors = {
+        n: t.double() if t.is_floating_point() and not interpret else t
+        for n, t in op.tensors.items()
+    }
+    leaves = [tensors[n].detach().requires_grad_() for n in op.leaves]
 
     def second(call):
         y = call(**(tensors | dict(zip(op.leaves, leaves, strict=True))))
@@ -292,7 +355,21 @@ def test_transforms_and_forward_mode_are_errors(name):
         scalar(torch.autograd.forward_ad.make_dual(leaf, leaf))
 
 
-SIZES = {"no tokens": {"tokens": 0}, "no hidden": {"hidden": 0}, "one": {"tokens": 1, "top_k": 1}}
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+def test_routing_weights_of_another_dtype_cost_no_precision(weights):
+    op = make_op("expert_mlp")
+    x = torch.float32 if interpret else torch.float64
+    tensors = {n: t.to(x) if t.is_floating_point() else t for n, t in op.tensors.items()}
+    tensors["weights"] = tensors["weights"].to(weights)
+    got, want = results(op, tensors), results(op, tensors, call=op.twin, double=True)
+    for what in ("output 0", "gradient of x", "gradient of w1", "gradient of w2"):
+        assert_close(what, got[what], want[what].to(x))
+
+
+SIZES = {
+    **{"no tokens": {"tokens": 0}, "no hidden": {"hidden": 0}},
+    **{"one": {"tokens": 1, "top_k": 1}, "one expert": {"experts": 1, "top_k": 1}},
+}
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -302,3 +379,40 @@ def test_zero_and_one(name, sizes):
     got, want = results(op, op.tensors), results(op, op.tensors, call=op.twin, double=True)
     for what, value in want.items():
         assert_close(f"{name}: {what}", got[what].float(), value.float())
+
+
+@pytest.mark.parametrize("experts", [0, 2])
+def test_nothing_inside(experts):
+    x, no_counts = torch.ones(4, 16), torch.zeros(experts, dtype=torch.int32)
+    w1, w2 = torch.ones(experts, 0, 16), torch.ones(experts, 16, 0)
+    offsets = torch.zeros(experts + 1, dtype=torch.int32)
+    assert torch.equal(mb_kernels.grouped_experts(x, no_counts, w1, w2), torch.zeros(4, 16))
+    got = mb_kernels.grouped_gemm(x, torch.ones(experts, 32, 16), offsets)
+    assert torch.equal(got, torch.zeros(4, 32))
+    got = mb_kernels.gmm(x, x, no_counts, trans_a=True)
+    assert torch.equal(got, torch.zeros(experts, 16, 16))
+    if experts:
+        leaves = [t.requires_grad_() for t in (x, w1, w2, torch.ones(4, 1))]
+        bins = mb_kernels.bin_tokens(torch.zeros(4, 1, dtype=torch.int32), experts)
+        y = mb_kernels.expert_mlp(*leaves[:3], bins, leaves[3])
+        for t in (y, *torch.autograd.grad(y.sum(), leaves)):
+            assert not t.any()
+
+
+@pytest.mark.skipif(interpret, reason="the kernels look at offsets under MB_DEBUG=1 alone")
+@pytest.mark.parametrize("offsets", [[2, 4, 6], [0, 5, 3], [0, 4, 9], [-1, 2, 6]], ids=str)
+def test_offsets_that_divide_no_rows_are_refused_on_a_cpu(offsets):
+    x, w, offsets = torch.ones(6, 16), torch.ones(2, 16, 16), torch.tensor(offsets).int()
+    with pytest.raises(ValueError, match="offsets_E1: expected to start at 0, never to fall"):
+        mb_kernels.grouped_gemm(x, w, offsets)
+    with pytest.raises(ValueError, match="batch_sizes: expected numbers from 0 on of at most 2"):
+        mb_kernels.gmm(x[:2], w, offsets.diff())
+
+
+@pytest.mark.parametrize("logits", [torch.float32, torch.float64], ids=str)
+def test_probabilities_of_another_precision_are_refused(logits):
+    op = make_op("router_losses")
+    other = torch.float64 if logits is torch.float32 else torch.float32
+    tensors = {"logits": op.tensors["logits"].to(logits), "probs": op.tensors["probs"].to(other)}
+    with pytest.raises(ValueError, match=rf"probs_TE: expected .*{other} for logits in {logits}"):
+        op.call(**(op.tensors | tensors))

@@ -5,11 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from mb_kernels import (
+    VocabularyShard,
+    adamw_step,
     bin_tokens,
     combine,
     expert_mlp,
     gather,
     grouped_gemm,
+    linear_cross_entropy,
     reference,
     topk_softmax,
 )
@@ -341,3 +344,33 @@ def test_tensors_of_another_device_than_the_current():
         want = run_expert_mlp(expert_mlp, inputs)
     for name, value in want.items():
         assert torch.equal(got[name], value), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_device_that_is_not_the_current_one():
+    case = Case(300, 128, 384, 4, 2)
+    errors = expert_mlp_errors(case, dtype=torch.bfloat16, device="cuda:1")
+    assert max(errors.values()) <= TOLERANCES[torch.bfloat16], errors
+
+    x, w = (torch.randn(n, 64, device="cuda:1").requires_grad_() for n in (50, 32))
+    labels = torch.randint(32, (50,), device="cuda:1")
+    shard = VocabularyShard(0, 32, lambda statistics: statistics[None])
+    want = reference.linear_cross_entropy(x, w, labels)
+    for options in ({}, {"shard": shard}):
+        got = linear_cross_entropy(x, w, labels, **options)
+        assert_close("loss", got, want)
+        pairs = zip(torch.autograd.grad(got, (x, w)), torch.autograd.grad(
+            want, (x, w), retain_graph=True), strict=True)  # fmt: skip
+        for g, v in pairs:
+            assert_close("gradient", g, v)
+
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    results = []
+    for device in ("cpu", "cuda:1"):
+        weight, m, v = (torch.zeros(40, device=device) for _ in range(3))
+        lists = ([t] for t in (weight, torch.ones_like(m), m, v, None, m.new_zeros(())))
+        scalars = {"grad_scale": m.new_ones(()), "found_inf": m.new_zeros(())}
+        adamw_step(*lists, **scalars, **options)
+        results.append(weight.cpu())
+    assert_close("weight", results[1], results[0])
+    assert torch.cuda.current_device() == 0

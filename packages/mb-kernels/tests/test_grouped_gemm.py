@@ -88,7 +88,7 @@ def test_gmm_takes_calls_as_frameworks_write_them():
     [
         ({"trans_a": True, "trans_b": True}, [4], "expected one of them at most"),
         ({"trans_a": True}, [4], r"b: expected \[N, M\]"),
-        ({}, [2, 3], "at most 4 rows, those of a; got 5"),
+        ({}, [2, 3], r"at most 4 rows together, those of a; got \[2, 3\]"),
         ({}, [0.5], "batch_sizes: expected int32 or int64"),
     ],
 )

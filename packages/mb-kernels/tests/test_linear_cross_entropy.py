@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mb_kernels import VocabularyShard, linear_cross_entropy, reference
+from mb_kernels.linear_cross_entropy import slices
 from mb_kernels.testing import assert_close
 
 V, D = 61, 24
@@ -140,15 +141,17 @@ def test_frozen_arguments(frozen):
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("shares", [(64,), (40, 24), (30, 34, 0)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_vocabulary_in_parts(parts, reduction):
+def test_a_vocabulary_in_parts(shares, reduction, monkeypatch):
+    monkeypatch.setattr(slices, "_CPU_LOGITS", 64 * 128)  # fewer rows than shares alone would take
     # The ranks are threads, so that each waits in `gather` for the others.
     from concurrent.futures import ThreadPoolExecutor
     from threading import Barrier
 
     x, w, b, labels, weights = inputs((300,), vocab=64, ignored=True)
-    rows, barrier, board = 64 // parts, Barrier(parts, timeout=20), {}
+    parts = len(shares)
+    barrier, board = Barrier(parts, timeout=20), {}
 
     def rank_main(rank):
         def gather(statistics):
@@ -158,8 +161,9 @@ def test_a_vocabulary_in_parts(parts, reduction):
             barrier.wait()
             return everyone
 
-        here = slice(rank * rows, (rank + 1) * rows)
-        shard = VocabularyShard(rank * rows, 64, gather)
+        start = sum(shares[:rank])
+        here = slice(start, start + shares[rank])
+        shard = VocabularyShard(start, 64, gather)
         arguments = (x, w[here], b[here], labels, weights)
         if reduction == "none":
             leaf = x.clone().requires_grad_()
@@ -179,6 +183,12 @@ def test_a_vocabulary_in_parts(parts, reduction):
     check(got, run(linear_cross_entropy, x, w, b, labels, weights, reduction=reduction),
           torch.float32)  # fmt: skip
     assert all(torch.equal(loss, losses[0]) for loss in losses)
+
+
+def test_negative_weights_count_as_such():
+    x, w, b, labels, weights = inputs((20,))
+    got = run(linear_cross_entropy, x, w, b, labels, -weights)
+    check(got, run(reference.linear_cross_entropy, x, w, b, labels, weights), torch.float32)
 
 
 @pytest.mark.parametrize("parts", [None, 1])
@@ -207,6 +217,7 @@ def test_a_second_derivative_is_refused(parts):
             "labels: expected it on cpu",
         ),
         ({"shard": VocabularyShard(10, V, lambda s: s[None])}, "61 rows from 10 on"),
+        ({"weight_VD": torch.zeros(0, D)}, "weight_VD: expected a row for each label"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )

@@ -27,6 +27,17 @@ class Bins(NamedTuple):
     """Expert e computes rows offsets_E1[e] to offsets_E1[e + 1], after capacity."""
 
 
+def offsets_list(offsets_E1: Tensor, rows: int) -> list[int]:
+    """The offsets on the host; ValueError unless they divide up the first of ``rows`` rows."""
+    offsets = offsets_E1.tolist()
+    if offsets[0] != 0 or offsets != sorted(offsets) or offsets[-1] > rows:
+        raise ValueError(
+            f"offsets_E1: expected to start at 0, never to fall, and to end at most at {rows}, the "
+            f"number of rows; got {offsets}. Use bins.offsets_E1 of the same rows."
+        )
+    return offsets
+
+
 # The least height of a row tile: what a list of tiles, whatever their height, has room for.
 SMALLEST_BLOCK_M = 32
 

@@ -162,3 +162,18 @@ def test_odd_sizes_go_through_pointers(launched):
     b = (torch.randn(3 * BLOCK, 19) / BLOCK**0.5).half()  # rows of 38 bytes: not describable
     assert_close("dsd", dsd(s, b), reference.dsd(in_float64(s), b.double()), dtype=b.dtype)
     assert launched == [sparse_kernels.dsd_kernel]
+
+
+def test_memory_that_a_descriptor_cannot_describe():
+    x = torch.zeros(2, 256, 64, dtype=torch.bfloat16)
+    windows = torch.zeros(400, dtype=torch.bfloat16).unfold(0, 64, 1)[None, :256]
+    with assume(lambda dtype: Plan(TARGETS["sm90"], dtype, 3, True, False)):
+        for y in (x, x.transpose(1, 2), x[:1], x[:, :, :16], x[:, ::2]):
+            assert sparse_kernels._describable(y)
+        for y in (
+            windows,  # one stride of 1 as well as the other
+            x[:, :, :1].contiguous(),  # rows of 2 bytes
+            x[:1].expand(2, -1, -1),
+            x[:, :1].expand(-1, 256, -1),
+        ):
+            assert not sparse_kernels._describable(y)

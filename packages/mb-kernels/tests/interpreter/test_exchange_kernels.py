@@ -150,6 +150,52 @@ def test_a_peer_that_does_not_come_is_named_once():
     assert second.error.tolist() == [0, 0, 0]
 
 
+def test_any_memory_order():
+    layout = Layout(2, 3, 8, 2, torch.float32)
+    world = _ranks(layout)
+    peers = torch.tensor([[1, 0], [0, -1], [1, -1]], dtype=torch.int32)
+    bins = bin_tokens(peers, 2)
+
+    def strided(t):
+        return torch.stack([t, torch.full_like(t, 77)], dim=-1)[..., 0]
+
+    x, payload = torch.arange(24.0).view(3, 8), torch.arange(6.0).view(3, 2)
+    for memory in world.memories:
+        order = {"order_N": strided(bins.order_N), "columns": 2, "payload": strided(payload)}
+        memory.push("tokens", strided(x), strided(bins.tokens_per_expert_E), **order)
+    for memory in world.memories:
+        counts = memory.wait("tokens")
+        memory.push("home", strided(memory.rows("tokens")), strided(counts))
+    indices = [strided(t) for t in (peers, bins.inverse_N, bins.offsets_E1)]
+    for memory in world.memories:
+        memory.wait("home")
+        want = x * (peers >= 0).sum(1, keepdim=True)
+        assert torch.equal(memory.sum_home(memory.rows("home"), *indices), want)
+    world.check_guards()
+
+
+def test_what_does_not_fit_the_layout_is_refused():
+    layout = Layout(2, 3, 8, 2, torch.float32)
+    memory = _ranks(layout).memories[0]
+    counts, order = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    x = torch.zeros(3, 8)
+    for says, changed in (
+        ("x: expected torch.float32", {"x": x.half()}),
+        ("x: expected at most 3", {"x": torch.zeros(4, 8)}),
+        ("counts_P: expected torch.int32", {"counts_P": counts.long()}),
+        ("order_N: expected", {"order_N": order[:2]}),
+        ("payload: expected", {"payload": torch.zeros(3, 3)}),
+    ):
+        arguments = {"x": x, "counts_P": counts, "order_N": order} | changed
+        with pytest.raises(ValueError, match=says):
+            memory.push("tokens", **arguments)
+    with pytest.raises(ValueError, match=r"x: expected torch.float32 \(6, 8\)"):
+        memory.push("home", x, counts)
+    peers = torch.zeros(3, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"inverse_N: expected .*\(3,\)"):
+        memory.sum_home(memory.rows("home"), peers, order[:2], order)
+
+
 def test_layouts_that_cannot_be_are_named():
     with pytest.raises(ValueError, match=r"multiple of 16 bytes.* got 6 elements of torch.float32"):
         Layout(2, 4, 6, 2, torch.float32)

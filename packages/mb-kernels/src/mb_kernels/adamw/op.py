@@ -52,8 +52,8 @@ def adamw_step(
         found_inf: fp32 scalar on the device; if it is not zero, nothing changes, steps included.
 
     Raises:
-        ValueError: lists of unequal length, a tensor of another shape, dtype, device or order of
-            elements in memory than its weight's.
+        ValueError: lists of unequal length; a tensor of another shape, dtype, device or order of
+            elements in memory than its weight's; weights of several dtypes or devices.
     """
     lists = (grads, exp_avgs, exp_avg_sqs, copies, steps)
     if any(len(other) != len(weights) for other in lists):
@@ -65,24 +65,28 @@ def adamw_step(
         return
     for index, weight in enumerate(weights):
         _check(index, weight, grads[index], exp_avgs[index], exp_avg_sqs[index], copies[index])
+        if weight.dtype is not weights[0].dtype or weight.device != weights[0].device:
+            raise ValueError(
+                f"weights[{index}]: expected {weights[0].dtype} on {weights[0].device}, as the "
+                f"first; got {weight.dtype} on {weight.device}. Step each kind by itself."
+            )
+        _check_scalar("steps", steps[index], weight)
+    _check_scalar("grad_scale", grad_scale, weights[0])
+    _check_scalar("found_inf", found_inf, weights[0])
     if registration.use_triton(weights[0]):
         step = importlib.import_module("mb_kernels.adamw.kernels").adamw_step
     else:
         step = reference.adamw_step
-    step(
-        weights,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        copies,
-        steps,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+    with registration.device_of(weights[0]):
+        step(
+            *(weights, *lists),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
 
 
 _WEIGHTS = (torch.float32, torch.float64)
@@ -121,6 +125,19 @@ def _check(
                 f"{name}[{index}]: expected a dense tensor with its weight's strides "
                 f"{weight.stride()}; got {tensor.stride()}. Copy it into torch.empty_like(weight)."
             )
+
+
+def _check_scalar(name: str, x: Tensor, weight: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        got = repr(x)
+    elif x.ndim or x.dtype is not torch.float32 or x.device != weight.device:
+        got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+    else:
+        return
+    raise ValueError(
+        f"{name}: expected a float32 scalar tensor on {weight.device}; got {got}. "
+        f"Make it by torch.tensor(1.0, device={str(weight.device)!r})."
+    )
 
 
 def _same_order(weight: Tensor, other: Tensor) -> bool:

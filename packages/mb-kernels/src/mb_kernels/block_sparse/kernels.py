@@ -149,8 +149,10 @@ def _describable(x: Tensor) -> bool:
     """Whether Hopper's tensor memory accelerator can load tiles of this stack."""
     if not plan_of(x).descriptors or x.numel() == 0:
         return False
-    strides = [stride for stride in x.stride() if stride != 1]
-    return x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in strides)
+    matrix, *others = x.stride()
+    outer = others[0 if _row_major(x) else 1]  # beside a unit stride
+    strides = (outer,) if x.shape[0] == 1 else (outer, matrix)
+    return x.data_ptr() % 16 == 0 and all(s and s * x.element_size() % 16 == 0 for s in strides)
 
 
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

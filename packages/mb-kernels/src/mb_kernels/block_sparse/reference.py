@@ -40,7 +40,7 @@ class Topology(NamedTuple):
 
 def sdd(a: Tensor, b: Tensor, topology: "stk.Matrix") -> "stk.Matrix":
     """Twin of ``mb_kernels.sdd``: the whole dense product, then its blocks."""
-    left = a.reshape(-1, a.shape[-1])
+    left = a.flatten(0, -2)
     right = b if b.ndim == 2 else b.transpose(0, 1).flatten(1)
     product = left @ right
     if not topology.is_contiguous():
@@ -56,7 +56,7 @@ def sdd(a: Tensor, b: Tensor, topology: "stk.Matrix") -> "stk.Matrix":
 
 def dsd(a: "stk.Matrix", b: Tensor) -> Tensor:
     """Twin of ``mb_kernels.dsd``."""
-    return to_dense(a) @ b.reshape(-1, b.shape[-1])
+    return to_dense(a) @ b.flatten(0, -2)
 
 
 def dds(a: Tensor, b: "stk.Matrix") -> Tensor:

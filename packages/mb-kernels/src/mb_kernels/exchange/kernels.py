@@ -13,9 +13,13 @@ Letters: T tokens, C destinations of a token, P ranks, M the most tokens a rank 
 W words of payload, R = P M rows of a buffer.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 from mb_kernels.targets import GateCase, Target
 
 
@@ -160,6 +164,51 @@ def sum_kernel(
     where = t.to(tl.int64)[:, None] * D + d[None, :]
     value = acc.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + where, value, mask=live[:, None] & (d < D)[None, :])
+
+
+def push(programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], **kind: Any) -> None:
+    """``push_kernel`` of payload words W and rows of D numbers, the last two of ``numbers``."""
+    *_, hidden, words = numbers
+    block_d = min(power_of_two(hidden), 1024)
+    launch(
+        push_kernel,
+        (programs,),
+        *tensors,
+        *numbers,
+        **kind,
+        PEERS=power_of_two(kind["P"]),
+        BLOCK_R=max(4096 // block_d, 1),
+        BLOCK_D=block_d,
+        BLOCK_W=power_of_two(words),
+    )
+
+
+def wait(table: Tensor, counts: Tensor, numbers: tuple[int, ...], *, send_counts: bool) -> None:
+    """``wait_kernel``, one program of one warp."""
+    constants = {"P": counts.numel(), "COUNTS": send_counts}
+    launch(wait_kernel, (1,), table, counts, *numbers, **constants, num_warps=1)
+
+
+def sum_home(
+    rows: Tensor, peers: Tensor, inverse: Tensor, offsets: Tensor, most_tokens: int
+) -> Tensor:
+    """``sum_kernel``: [T, columns of rows]."""
+    (tokens, columns), width = peers.shape, rows.shape[1]
+    y = rows.new_empty((tokens, width))
+    if y.numel() == 0:
+        return y
+    block_d = min(power_of_two(width), 1024)
+    block_t = max(1024 // block_d, 1)
+    launch(
+        sum_kernel,
+        (cdiv(tokens, block_t), cdiv(width, block_d)),
+        *(rows, peers, inverse, offsets, y),
+        *(tokens, most_tokens, width),
+        C=columns,
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+    )
+    return y
 
 
 def gate_cases(target: Target) -> list[GateCase]:

@@ -21,11 +21,14 @@ Letters: T tokens, C destinations of a token, P ranks, M the most tokens a rank 
 W words of payload.
 """
 
+import importlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from mb_kernels.runtime import registration
 
 Buffer = Literal["tokens", "grads", "home"]
 _BUFFERS: tuple[Buffer, ...] = ("tokens", "grads", "home")
@@ -145,38 +148,48 @@ class PeerMemory:
             order_N: slots (token times columns plus choice) sorted by destination.
             columns: C.
             payload: fp32 [T or P M, W].
-        """
-        from mb_kernels.exchange.kernels import push_kernel
 
-        kernel: Any = push_kernel
+        Raises:
+            ValueError: a tensor of another shape, dtype or device than the layout's.
+        """
         layout = self.layout
-        x = x.contiguous()
-        block_d = min(_power_of_two(layout.hidden), 1024)
-        kernel[(self._programs,)](
-            x,
-            x if payload is None else payload.contiguous(),
-            counts_P if order_N is None else order_N,
-            counts_P,
-            self.table,
-            self._done,
-            layout.rows_at(buffer),
-            layout.payload_at(buffer),
-            layout.counts_at(),
-            layout.signals_at(buffer),
-            self.rank,
-            layout.tokens,
-            layout.hidden,
-            layout.words,
-            C=columns,
-            P=layout.ranks,
-            PEERS=_power_of_two(layout.ranks),
-            GATHER=order_N is not None,
-            PAYLOAD=payload is not None,
-            SEND_COUNTS=buffer == "tokens",
-            BLOCK_R=max(4096 // block_d, 1),
-            BLOCK_D=block_d,
-            BLOCK_W=_power_of_two(layout.words),
-        )
+        rows = layout.rows if order_N is None else x.shape[0]
+        _require("x", x, (rows, layout.hidden), layout.dtype, self.arena)
+        if order_N is not None and rows > layout.tokens:
+            raise ValueError(f"x: expected at most {layout.tokens} tokens; got {rows}.")
+        _require("counts_P", counts_P, (layout.ranks,), torch.int32, self.arena)
+        if payload is not None:
+            _require("payload", payload, (rows, layout.words), torch.float32, self.arena)
+        if order_N is not None:
+            _require("order_N", order_N, (rows * columns,), torch.int32, self.arena)
+        x, counts_P = x.contiguous(), counts_P.contiguous()
+        with registration.device_of(self.arena):
+            _kernels().push(
+                self._programs,
+                (
+                    x,
+                    x if payload is None else payload.contiguous(),
+                    counts_P if order_N is None else order_N.contiguous(),
+                    counts_P,
+                    self.table,
+                    self._done,
+                ),
+                (
+                    layout.rows_at(buffer),
+                    layout.payload_at(buffer),
+                    layout.counts_at(),
+                    layout.signals_at(buffer),
+                    self.rank,
+                    layout.tokens,
+                    layout.hidden,
+                    layout.words,
+                ),
+                C=columns,
+                P=layout.ranks,
+                GATHER=order_N is not None,
+                PAYLOAD=payload is not None,
+                SEND_COUNTS=buffer == "tokens",
+            )
 
     def wait(self, buffer: Buffer, place: int = 0) -> Tensor:
         """Let the stream wait until all peers have pushed; return their counts [P], int32.
@@ -184,24 +197,18 @@ class PeerMemory:
         Counts are meaningful for "tokens" alone. A peer that does not come sets `error` to
         (1, place, its rank), and nobody is waited for any more.
         """
-        from mb_kernels.exchange.kernels import wait_kernel
-
-        kernel: Any = wait_kernel
         layout = self.layout
         counts_P = torch.empty(layout.ranks, dtype=torch.int32, device=self.arena.device)
-        kernel[(1,)](
-            self.table,
-            counts_P,
+        numbers = (
             self.error.data_ptr(),
             layout.counts_at(),
             layout.signals_at(buffer),
             self.rank,
             place,
             self.polls,
-            P=layout.ranks,
-            COUNTS=buffer == "tokens",
-            num_warps=1,
         )
+        with registration.device_of(self.arena):
+            _kernels().wait(self.table, counts_P, numbers, send_counts=buffer == "tokens")
         return counts_P
 
     def sum_home(
@@ -216,31 +223,21 @@ class PeerMemory:
 
         Returns:
             [T, any] in the dtype of rows.
-        """
-        from mb_kernels.exchange.kernels import sum_kernel
 
-        kernel: Any = sum_kernel
-        (tokens, columns), width = peers_TC.shape, rows.shape[1]
-        y = rows.new_empty((tokens, width))
-        if y.numel() == 0:
-            return y
-        block_d = min(_power_of_two(width), 1024)
-        block_t = max(1024 // block_d, 1)
-        grid = (-(-tokens // block_t), -(-width // block_d))
-        kernel[grid](
-            rows,
-            peers_TC,
-            inverse_N,
-            offsets_P1,
-            y,
-            tokens,
-            self.layout.tokens,
-            width,
-            C=columns,
-            BLOCK_T=block_t,
-            BLOCK_D=block_d,
-        )
-        return y
+        Raises:
+            ValueError: a tensor of another shape, dtype or device than the layout's.
+        """
+        _require("rows", rows, (self.layout.rows, rows.shape[-1]), rows.dtype, self.arena)
+        slots, ends = peers_TC.numel(), self.layout.ranks + 1
+        for name, index, shape in (
+            ("peers_TC", peers_TC, peers_TC.shape if peers_TC.ndim == 2 else ("T", "C")),
+            ("inverse_N", inverse_N, (slots,)),
+            ("offsets_P1", offsets_P1, (ends,)),
+        ):
+            _require(name, index, shape, torch.int32, self.arena)
+        indices = (peers_TC.contiguous(), inverse_N.contiguous(), offsets_P1.contiguous())
+        with registration.device_of(self.arena):
+            return _kernels().sum_home(rows.contiguous(), *indices, self.layout.tokens)
 
     def _view(self, at: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         nbytes = shape[0] * shape[1] * dtype.itemsize
@@ -251,5 +248,16 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+def _kernels() -> Any:
+    return importlib.import_module("mb_kernels.exchange.kernels")
+
+
+def _require(
+    name: str, x: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, arena: Tensor
+) -> None:
+    """ValueError unless ``x`` is what the kernels take it for: they write to other ranks."""
+    if tuple(x.shape) != tuple(shape) or x.dtype is not dtype or x.device != arena.device:
+        raise ValueError(
+            f"{name}: expected {dtype} {tuple(shape)} on {arena.device}, as the layout has it; "
+            f"got {x.dtype} {tuple(x.shape)} on {x.device}."
+        )

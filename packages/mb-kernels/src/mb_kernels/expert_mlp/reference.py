@@ -98,13 +98,14 @@ def expert_mlp_backward(
     top_k = weights_TK.shape[1]
     order_N = bins.order_N.long()
     do_ND = gather(do_TD, bins, top_k)
-    s_N1 = weights_TK.flatten()[order_N, None]
+    wide = torch.float64 if x_TD.dtype is torch.float64 else torch.float32
+    s_N1 = weights_TK.flatten()[order_N, None].to(wide)
     a_NF = _activate(h_NF, activation)
-    q_NF = grouped_gemm(do_ND, w2_EDF, bins.offsets_E1, transpose_weight=False).to(s_N1.dtype)
+    q_NF = grouped_gemm(do_ND, w2_EDF, bins.offsets_E1, transpose_weight=False).to(wide)
 
-    d_weights_N = s_N1.new_zeros(weights_TK.numel())
-    d_weights_N[order_N] = (q_NF * a_NF.to(s_N1.dtype)).sum(dim=1)
-    dh_NF = activate_backward(s_N1 * q_NF, h_NF.to(s_N1.dtype), activation).to(h_NF.dtype)
+    d_weights_N = weights_TK.new_zeros(weights_TK.numel())
+    d_weights_N[order_N] = (q_NF * a_NF.to(wide)).sum(dim=1).to(weights_TK.dtype)
+    dh_NF = activate_backward(s_N1 * q_NF, h_NF.to(wide), activation).to(h_NF.dtype)
     d_w2_EDF = grouped_outer(do_ND, (s_N1 * a_NF).to(do_ND.dtype), bins.offsets_E1)
     d_w1_EFD = grouped_outer(dh_NF, gather(x_TD, bins, top_k), bins.offsets_E1)
     dx_ND = grouped_gemm(dh_NF, w1_EFD, bins.offsets_E1, transpose_weight=False)

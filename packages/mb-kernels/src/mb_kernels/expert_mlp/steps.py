@@ -45,7 +45,7 @@ def expert_mlp(
     rows, top_k, save_h = order.shape[0], weights.shape[1], saved_bits > 0
     plan = expert_plan(plan_of(x), activation, rows, w1.shape[0], keep_rows=keep_rows)
     row_tiles = schedule(offsets, rows, plan.up.block_m)
-    if rows == 0 or x.shape[1] == 0:
+    if rows == 0 or w1.numel() == 0:
         h = x.new_empty((rows, w1.shape[1]) if save_h else (0,))
         kept = x.new_empty((rows, x.shape[1]) if keep_rows else (0,))
         return torch.zeros_like(x), h, row_tiles, kept
@@ -85,7 +85,7 @@ def expert_mlp_backward(
     need_x, need_w1, need_w2, need_weights = needs
     rows, top_k = order.shape[0], weights.shape[1]
     do, x, w1, w2, weights, h = (operand(t) for t in (do, x, w1, w2, weights, h))
-    if rows == 0 or x.shape[1] == 0:
+    if rows == 0 or w1.numel() == 0:
         dx, d_w1, d_w2, d_weights = (
             torch.zeros_like(t) if need else x.new_empty(0)
             for t, need in zip((x, w1, w2, weights), needs, strict=True)

@@ -32,7 +32,7 @@ def gmm(
 
     Raises:
         ValueError: sizes, dtypes or devices do not match, both transposes at once, or more rows
-            in a ``batch_sizes`` on the CPU than a has.
+            than a has, or fewer than none, in a ``batch_sizes`` on the CPU.
     """
     if trans_a and trans_b:
         raise ValueError("trans_a, trans_b: expected one of them at most; got both.")
@@ -47,10 +47,10 @@ def gmm(
             f"{batch_sizes.dtype} {tuple(batch_sizes.shape)}."
         )
     if batch_sizes.device.type == "cpu":
-        if int(batch_sizes.sum()) > a.shape[0]:
+        if int(batch_sizes.sum()) > a.shape[0] or (batch_sizes < 0).any():
             raise ValueError(
-                f"batch_sizes: expected at most {a.shape[0]} rows, those of a; got "
-                f"{int(batch_sizes.sum())}."
+                f"batch_sizes: expected numbers from 0 on of at most {a.shape[0]} rows together, "
+                f"those of a; got {batch_sizes.tolist()}."
             )
         batch_sizes = batch_sizes.to(a.device, non_blocking=True)
     checks.require_device("a", a, batch_sizes=batch_sizes)

@@ -11,7 +11,7 @@ from mb_kernels.runtime.plan import plan_of
 
 def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, transpose_weight: bool) -> Tensor:
     columns = w.shape[1 if transpose_weight else 2]
-    if x.shape[0] == 0 or x.shape[1] == 0 or columns == 0:
+    if x.numel() == 0 or w.numel() == 0:
         return x.new_zeros((x.shape[0], columns))
     tile = rows_tile(plan_of(x), x.shape[0], w.shape[0], transpose_weight=transpose_weight)
     return rows_times_weights(
@@ -25,6 +25,6 @@ def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, transpose_weight: bool) 
 
 
 def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    if a.numel() == 0 or b.numel() == 0:
+    if a.numel() == 0 or b.numel() == 0 or offsets.shape[0] == 1:
         return a.new_zeros((offsets.shape[0] - 1, a.shape[1], b.shape[1]))
     return outer(operand(a), operand(b), offsets)

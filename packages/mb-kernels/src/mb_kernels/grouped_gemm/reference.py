@@ -8,13 +8,15 @@ import itertools
 import torch
 from torch import Tensor
 
+from mb_kernels.bins import offsets_list
+
 
 def grouped_gemm(
     x_NK: Tensor, w_EMK: Tensor, offsets_E1: Tensor, *, transpose_weight: bool = True
 ) -> Tensor:
     """Twin of ``mb_kernels.grouped_gemm``, differentiable by plain autograd."""
     w_EKM = w_EMK.transpose(1, 2) if transpose_weight else w_EMK
-    offsets = offsets_E1.tolist()
+    offsets = offsets_list(offsets_E1, x_NK.shape[0])
     parts = [
         x_NK[start:end] @ w_EKM[e] for e, (start, end) in enumerate(itertools.pairwise(offsets))
     ]
@@ -24,7 +26,7 @@ def grouped_gemm(
 
 def grouped_outer(a_NM: Tensor, b_NK: Tensor, offsets_E1: Tensor) -> Tensor:
     """Per expert ``a_e^T @ b_e`` over that expert's rows: [E, M, K], zeros for an empty expert."""
-    offsets = offsets_E1.tolist()
+    offsets = offsets_list(offsets_E1, a_NM.shape[0])
     out_EMK = a_NM.new_zeros(len(offsets) - 1, a_NM.shape[1], b_NK.shape[1])
     for e, (start, end) in enumerate(itertools.pairwise(offsets)):
         if end > start:

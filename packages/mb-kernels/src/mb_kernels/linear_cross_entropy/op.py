@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mb_kernels.linear_cross_entropy import reference, slices
 from mb_kernels.linear_cross_entropy.slices import Needs, scaled
-from mb_kernels.runtime import registration
+from mb_kernels.runtime import checks, registration
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -69,7 +69,7 @@ def linear_cross_entropy(
         RuntimeError: a gradient is taken with `create_graph`, for a second derivative.
     """
     _check(x, weight_VD, labels, weights, bias_V, reduction, shard)
-    x_TD, labels_T = x.reshape(-1, x.shape[-1]), labels.reshape(-1).long().contiguous()
+    x_TD, labels_T = x.reshape(labels.numel(), x.shape[-1]), labels.reshape(-1).long().contiguous()
     wide = torch.promote_types(x.dtype, torch.float32)
     valid_T = labels_T >= 0
     weights_T = valid_T.to(wide)
@@ -88,7 +88,7 @@ def linear_cross_entropy(
     total = total * unit
     if reduction == "sum":
         return total
-    return total / weights_T.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return total / reference.divisor(weights_T)
 
 
 def _check(
@@ -124,13 +124,17 @@ def _check(
             f"bias_V: expected shape {tuple(weight_VD.shape[:1])}, one per row of weight_VD; "
             f"got {tuple(bias_V.shape)}."
         )
-    tensors = {"weight_VD": weight_VD, "labels": labels, "weights": weights, "bias_V": bias_V}
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(
-                f"{name}: expected it on {x.device}, where x is; got {tensor.device}. "
-                f"Move it with .to({str(x.device)!r})."
-            )
+    floating = {"x": x, "weight_VD": weight_VD, "bias_V": bias_V}
+    if weights is not None and (weights.is_floating_point() or weights.is_complex()):
+        floating["weights"] = weights  # a mask of integers or booleans will do
+    for name, tensor in floating.items():
+        if tensor is not None:
+            checks.require_floating(name, tensor)
+    checks.require_device(
+        "x", x, weight_VD=weight_VD, labels=labels, weights=weights, bias_V=bias_V
+    )
+    if shard is None and weight_VD.shape[0] == 0:
+        raise ValueError("weight_VD: expected a row for each label, one at least; got none.")
     if shard is not None and not 0 <= shard.start <= shard.size - weight_VD.shape[0]:
         raise ValueError(
             f"shard: expected {weight_VD.shape[0]} rows from {shard.start} on to lie within a "
@@ -167,7 +171,8 @@ class _Sharded(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         *tensors, weights_T, needs, shard = inputs
         finish = _finish_shard(shard, needs)
-        losses_T, *grads = slices.run(*tensors, weights_T, needs, finish, vocabulary=shard.size)
+        with registration.device_of(weights_T):
+            losses_T, *grads = slices.run(*tensors, weights_T, needs, finish, vocabulary=shard.size)
         total = (losses_T * weights_T).sum()
         _save(ctx, inputs, (total, losses_T, *grads))
         ctx.mark_non_differentiable(losses_T)
@@ -184,12 +189,17 @@ def _finish_shard(shard: VocabularyShard, needs: Needs) -> slices.Finish:
             from mb_kernels.linear_cross_entropy import kernels as steps
         else:
             steps = reference
-        parts_PR3 = shard.gather(steps.row_statistics(logits_RV, labels_R, shard.start))
+        if logits_RV.shape[1]:
+            statistics_R3 = steps.row_statistics(logits_RV, labels_R, shard.start)
+        else:  # no label is this rank's
+            nothing = logits_RV.new_tensor([-torch.inf, 0, 0], dtype=weights_R.dtype)
+            statistics_R3 = nothing.repeat(len(labels_R), 1)
+        parts_PR3 = shard.gather(statistics_R3)
         peaks_PR, totals_PR, scores_PR = parts_PR3.unbind(2)
         peak_R = peaks_PR.amax(0)
         lse_R = peak_R + (totals_PR * (peaks_PR - peak_R).exp()).sum(0).log()
         losses_R = torch.where(labels_R >= 0, lse_R - scores_PR.sum(0), 0)
-        if any(needs):
+        if any(needs) and logits_RV.shape[1]:
             logits_RV = steps.row_gradients(logits_RV, labels_R, lse_R, weights_R, shard.start)
         return losses_R, logits_RV
 

@@ -17,7 +17,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
 ) -> Tensor:
     """As `mb_kernels.linear_cross_entropy`, for a whole vocabulary; any number of derivatives."""
-    logits_TV = x.reshape(-1, x.shape[-1]) @ weight_VD.to(x.dtype).t()
+    logits_TV = x.reshape(labels.numel(), x.shape[-1]) @ weight_VD.to(x.dtype).t()
     if bias_V is not None:
         logits_TV = logits_TV + bias_V.to(x.dtype)
     labels_T = labels.reshape(-1).long()
@@ -33,7 +33,13 @@ def linear_cross_entropy(
     total = (losses_T * weights_T).sum()
     if reduction == "sum":
         return total
-    return total / weights_T.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return total / divisor(weights_T)
+
+
+def divisor(weights_T: Tensor) -> Tensor:
+    """What a mean divides by: the sum of the weights, or of no token something that is not 0."""
+    total = weights_T.sum()
+    return torch.where(total == 0, torch.finfo(torch.float32).tiny, total)
 
 
 def row_statistics(logits_RV: Tensor, labels_R: Tensor, start: int) -> Tensor:

@@ -54,7 +54,8 @@ def run(
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if needs.x else None
     dw_VD = x_TD.new_zeros(weight_VD.shape, dtype=wide) if needs.weight else None
     db_V = x_TD.new_zeros(weight_VD.shape[:1], dtype=wide) if needs.bias else None
-    rows = _rows(x_TD, weight_VD.shape[0])
+    vocabulary = vocabulary or weight_VD.shape[0]
+    rows = _rows(x_TD, vocabulary)  # the same on all ranks, however many labels each of them has
     for start in range(0, tokens, rows):
         here = slice(start, start + rows)
         x_RD = x_TD[here]
@@ -66,7 +67,7 @@ def run(
             _add_product(dw_VD, grad_RV.t(), x_RD)
         if db_V is not None:
             db_V += grad_RV.sum(0, dtype=wide)
-    losses_T.masked_fill_(labels_T >= (vocabulary or weight_VD.shape[0]), torch.nan)
+    losses_T.masked_fill_(labels_T >= vocabulary, torch.nan)
     empty = x_TD.new_empty(0)
     return losses_T, *(empty if g is None else g for g in (dx_TD, dw_VD, db_V))
 

@@ -68,9 +68,10 @@ def dequantize(codes: Tensor, scales: Tensor, *, bits: int, dtype: torch.dtype) 
     """
     _check_bits(bits)
     code_dtype = torch.int8 if bits == 8 else torch.uint8
-    if codes.dtype is not code_dtype or not dtype.is_floating_point:
+    if codes.dtype is not code_dtype or dtype not in checks.DTYPES:
         raise ValueError(
-            f"codes: expected {code_dtype} for {bits} bits and a floating-point dtype to return; "
+            f"codes: expected {code_dtype} for {bits} bits and float32, bfloat16, float16 or "
+            "float64 to return; "
             f"got {codes.dtype} and {dtype}. Pass the bits that quantize was given."
         )
     columns = codes.shape[-1] * (8 // bits)

@@ -61,9 +61,10 @@ def router_losses(
                 f"got shape {tuple(counts.shape)}."
             )
     checks.require_floating("logits_TE", logits_TE)
-    if probs_TE.dtype not in (torch.float32, torch.float64):
+    if probs_TE.dtype is not torch.promote_types(logits_TE.dtype, torch.float32):
         raise ValueError(
-            f"probs_TE: expected float32, as topk_softmax returns it; got {probs_TE.dtype}."
+            "probs_TE: expected float32, or float64 of logits in float64, as topk_softmax returns "
+            f"it; got {probs_TE.dtype} for logits in {logits_TE.dtype}."
         )
     checks.require_device("logits_TE", logits_TE, probs_TE=probs_TE)
     checks.require_indices(

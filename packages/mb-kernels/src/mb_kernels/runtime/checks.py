@@ -7,7 +7,7 @@ Every public function checks shapes itself, and devices and dtypes here; behind 
 import torch
 from torch import Tensor
 
-from mb_kernels.bins import Bins
+from mb_kernels.bins import Bins, offsets_list
 from mb_kernels.runtime.registration import use_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -94,9 +94,4 @@ def debug_offsets(offsets_E1: Tensor, rows: int) -> None:
     """Under ``MB_DEBUG=1``: ValueError unless the offsets are a division of the rows."""
     if offsets_E1.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    offsets = offsets_E1.tolist()
-    if offsets[0] != 0 or offsets != sorted(offsets) or offsets[-1] > rows:
-        raise ValueError(
-            f"offsets_E1: expected to start at 0, never to fall, and to end at most at {rows}, the "
-            f"number of rows; got {offsets}. Use bins.offsets_E1 of the same rows."
-        )
+    offsets_list(offsets_E1, rows)

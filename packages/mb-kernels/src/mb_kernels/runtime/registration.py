@@ -9,6 +9,7 @@ kernels through Triton's interpreter, which is how they are tested without a GPU
 Triton is imported on the first call that needs it, never on ``import mb_kernels``.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -44,6 +45,16 @@ def use_triton(x: Tensor) -> bool:
     if not _has_triton or x.dtype is torch.float64:
         return False
     return x.is_cuda or (interpret and x.device.type == "cpu")
+
+
+_here = contextlib.nullcontext()
+
+
+def device_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Within: kernels run where ``x`` is. Triton launches on the current device."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return _here
 
 
 def register(
@@ -90,10 +101,8 @@ def register(
         x = args[0]
         if not use_triton(x):
             return reference(*args) if strided else _contiguous(reference(*args))
-        if x.is_cuda and x.device.index != torch.cuda.current_device():
-            with torch.cuda.device(x.device):  # Triton launches on the current device
-                return launch()(*args)
-        return launch()(*args)
+        with device_of(x):
+            return launch()(*args)
 
     _library.define(schema)
     for key in ("CPU", "CUDA"):

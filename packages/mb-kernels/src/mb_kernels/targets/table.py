@@ -13,7 +13,7 @@ Three things live here and nowhere else:
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -130,12 +130,33 @@ class Tile:
 _RDNA3 = ("gfx1100", "gfx1101")
 # 16x16 MFMA, the size Triton's own ragged matmul uses on CDNA3 and CDNA4.
 _MFMA = {"matrix_instr_nonkdim": 16}
+# Chips that take a neighbour's tiles: the matrix instructions are the same, and so is what the gate
+# finds.
+_NEIGHBOURS = {"sm89": "sm80", "sm120": "sm80", "gfx1101": "gfx1100"}
+Shape = tuple[int, int, int]  # block_m, block_n, block_k
+
+
+def _by_chip(shape: Shape | None, *, mfma: bool = True, **others: Shape | Tile) -> dict[str, Tile]:
+    """A tile for each chip: ``shape`` but for ``others``; None has tiles for these alone.
+
+    8 warps; three stages on NVIDIA, two on AMD (three exceed the 64 KiB of LDS of all but gfx950).
+    """
+    tiles = {}
+    for name, target in TARGETS.items():
+        known = _NEIGHBOURS.get(name, name)
+        tile = others.get(known, shape)
+        if isinstance(tile, tuple):
+            options = _MFMA if mfma and known in ("gfx942", "gfx950") else {}
+            stages = 3 if target.backend == "cuda" else 2
+            tile = Tile(*tile, num_warps=8, num_stages=stages, options=options)
+        if tile is not None:
+            tiles[name] = tile
+    return tiles
+
 
 # Two programs share an SM: 128 registers for each of 512 threads.
 _TWO_PROGRAMS = Tile(
-    128,
-    128,
-    64,
+    *(128, 128, 64),
     num_warps=8,
     num_stages=3,
     options={"maxnreg": 128},
@@ -153,100 +174,60 @@ FEW_ROWS = 512
 # Of the others we have none. There a product of the expert MLP gets the first of 128 x 256 x 64,
 # 128 x 128 x 64, 128 x 128 x 32 and 64 x 128 x 32 (half the columns in up_glu, whose accumulator
 # holds two parts) that the gate finds without spills and within shared memory: the larger a tile,
-# the less it reads. 8 warps; three stages on sm80, two on AMD (three
-# exceed the 64 KiB of LDS of all but gfx950).
+# the less it reads.
 TILES: dict[str, dict[str, Tile]] = {
     # Gather, up-projection, GLU: block_n gate columns and block_n up columns in one accumulator.
-    "up_glu": {
-        "sm80": Tile(128, 64, 64, num_warps=8, num_stages=3),
-        "sm90": Tile(128, 128, 64, num_warps=8, num_stages=3),
-        "sm100": Tile(128, 128, 64, num_warps=8, num_stages=3),
-        "gfx942": Tile(128, 64, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 64, 64, num_warps=8, num_stages=2),
-        "gfx950": Tile(128, 64, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx1100": Tile(64, 64, 32, num_warps=8, num_stages=2),
-    },
+    "up_glu": _by_chip(
+        (128, 64, 64), sm90=(128, 128, 64), sm100=(128, 128, 64), gfx1100=(64, 64, 32)
+    ),
     # Both in Gluon, of tokens copied to their rows; block_n counts gate and up. In turns with
     # "up_glu", which gathers: 3.31 + 0.33 ms for the copy against 4.09 (OLMoE), 2.57 + 0.34 against
     # 3.13 (Qwen3-30B). Groups of 4, 16 and 32 row tiles: from 2% faster to 4% slower.
-    "up_hopper": {
-        "sm90": Tile(128, 256, 64, 8, 3, options={"maxnreg": 168}),
-    },
+    "up_hopper": _by_chip(None, sm90=Tile(128, 256, 64, 8, 3, options={"maxnreg": 168})),
     # The same without GLU. sm90: two programs per SM hide the epilogue of a short contraction
     # (0.223 ms against 0.248 ms with 128 x 256; top-1, hidden 768, ffn 3072).
-    "up": {
-        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
-        "sm90": _TWO_PROGRAMS,
-        "sm100": Tile(128, 128, 64, num_warps=8, num_stages=3),
-        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
-        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx1100": Tile(64, 128, 32, num_warps=8, num_stages=2),
-    },
+    "up": _by_chip((128, 128, 64), sm90=_TWO_PROGRAMS, gfx1100=(64, 128, 32)),
     # Backward of down-projection and activation; the epilogue holds more than the accumulator.
     # sm90: flattened it is 3 to 5% faster, but spills 8 bytes.
-    "dact_glu": {
-        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
-        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False),
-        "sm100": Tile(128, 128, 64, num_warps=8, num_stages=3),
-        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(64, 128, 32, num_warps=8, num_stages=2),
-        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx1100": Tile(64, 128, 32, num_warps=8, num_stages=2),
-    },
+    "dact_glu": _by_chip(
+        (128, 128, 64),
+        sm90=Tile(128, 256, 64, num_warps=8, num_stages=3, flatten=False),
+        gfx90a=(64, 128, 32),
+        gfx1100=(64, 128, 32),
+    ),
     # sm90: 0.277 ms against 0.310 ms with 128 x 256 (top-1, hidden 768, ffn 3072).
-    "dact": {
-        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
-        "sm90": _TWO_PROGRAMS,
-        "sm100": Tile(128, 128, 64, num_warps=8, num_stages=3),
-        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(64, 128, 32, num_warps=8, num_stages=2),
-        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx1100": Tile(64, 128, 32, num_warps=8, num_stages=2),
-    },
+    "dact": _by_chip(
+        (128, 128, 64), sm90=_TWO_PROGRAMS, gfx90a=(64, 128, 32), gfx1100=(64, 128, 32)
+    ),
     # The same in Gluon, epilogue beside the next product (`expert_mlp.hopper`): 4 warps for it, and
     # three stages, which with the finished tile fill shared memory. Against the portable kernel:
     # 1.91 ms for 2.63 (OLMoE), 1.50 for 1.97 (Qwen3-30B), 3.04 for 3.74 (Mixtral), 0.243 for 0.301
     # (top-1; since then 0.249 to 0.218, in turns). 8 epilogue warps leave registers for half as
     # wide instructions: 2.11 ms (OLMoE). Groups of 1 to 16 row tiles alike, but for Mixtral's 3.31
     # ms in groups of 4 against 3.23 of 8.
-    "dact_hopper": {
-        "sm90": Tile(128, 256, 64, 8, 3, options={"maxnreg": 168}),
-    },
-    # Rows times weights, weight [E, M, K]: contraction contiguous in both operands.
-    "down": {
-        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
-        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
-        "sm100": Tile(128, 256, 64, num_warps=8, num_stages=3),
-        "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
-        "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
-    },
-    # Rows times weights, weight [E, K, M].
-    "dx": {
-        "sm80": Tile(128, 128, 64, num_warps=8, num_stages=3),
-        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=3),
-        "sm100": Tile(128, 256, 64, num_warps=8, num_stages=3),
-        "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
-        "gfx950": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
-    },
+    "dact_hopper": _by_chip(None, sm90=Tile(128, 256, 64, 8, 3, options={"maxnreg": 168})),
+    # Rows times weights, weight [E, M, K], contraction contiguous in both operands: "down"; weight
+    # [E, K, M]: "dx".
+    **dict.fromkeys(
+        ("down", "dx"),
+        _by_chip(
+            (128, 256, 64), sm80=(128, 128, 64), gfx90a=(128, 128, 64), gfx1100=(128, 128, 32)
+        ),
+    ),
     # The same for up to FEW_ROWS rows per expert on Hopper.
-    "down_few_rows": {"sm90": Tile(128, 256, 64, num_warps=8, num_stages=4, group_m=4)},
-    "dx_few_rows": {"sm90": Tile(128, 256, 64, num_warps=8, num_stages=4, group_m=4)},
+    **dict.fromkeys(
+        ("down_few_rows", "dx_few_rows"),
+        _by_chip(None, sm90=Tile(128, 256, 64, num_warps=8, num_stages=4, group_m=4)),
+    ),
     # Weight gradients, contracted over ragged rows. sm90, of w2 and w1 at 256 rows per expert
     # (top-1, hidden 768, ffn 3072): 0.165, 0.167 ms; with three stages 0.186, 0.183.
-    "outer": {
-        "sm80": Tile(128, 256, 64, num_warps=8, num_stages=3),
-        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=4),
-        "sm100": Tile(128, 256, 64, num_warps=8, num_stages=3),
-        "gfx942": Tile(128, 256, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
-        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
-        "gfx1100": Tile(128, 128, 32, num_warps=8, num_stages=2),
-    },
+    "outer": _by_chip(
+        (128, 256, 64),
+        sm90=Tile(128, 256, 64, num_warps=8, num_stages=4),
+        gfx90a=(128, 128, 64),
+        gfx950=(128, 128, 64),
+        gfx1100=(128, 128, 32),
+    ),
     # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
     # On gfx1100 64 x 32 x 32 spills up to 1344 bytes, and 64 x 32 x 16 44.
     "fp32": dict.fromkeys(TARGETS, Tile(64, 32, 32, num_warps=4, num_stages=2))
@@ -256,43 +237,36 @@ TILES: dict[str, dict[str, Tile]] = {
     # stores of the one before, two programs per SM. TFLOP/s of sdd at four shapes (46m, 125m, 356m,
     # olmoe): 615, 612, 527, 697; a program per block 490, 512, 489, 652; three programs with two
     # stages 565, 575, 462, 689; two blocks across in 8 warps 598, 596, 503, 680.
-    "sdd": {
-        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3),
-        "sm90": Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2),
-        "sm100": Tile(128, 128, 64, num_warps=8, num_stages=3),
-        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2),
-        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2),
-        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2),
-        "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2),
-    },
+    "sdd": _by_chip(
+        (128, 128, 64),
+        mfma=False,
+        sm80=(128, 128, 32),
+        sm90=Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2),
+        gfx1100=(128, 64, 32),
+    ),
     "dsd": {
-        "sm80": Tile(128, 128, 32, num_warps=8, num_stages=3, programs_per_unit=2),
-        "sm90": Tile(128, 256, 64, num_warps=8, num_stages=4),
-        "sm100": Tile(128, 256, 64, num_warps=8, num_stages=3),
-        "gfx942": Tile(128, 128, 64, num_warps=8, num_stages=2, programs_per_unit=2),
-        "gfx90a": Tile(128, 128, 64, num_warps=8, num_stages=2, programs_per_unit=2),
-        "gfx950": Tile(128, 128, 64, num_warps=8, num_stages=2, programs_per_unit=2),
-        "gfx1100": Tile(128, 64, 32, num_warps=8, num_stages=2, programs_per_unit=2),
+        name: tile if TARGETS[name].descriptors else replace(tile, programs_per_unit=2)
+        for name, tile in _by_chip(
+            (128, 128, 64),
+            mfma=False,
+            sm80=(128, 128, 32),
+            sm90=Tile(128, 256, 64, num_warps=8, num_stages=4),
+            sm100=(128, 256, 64),
+            gfx1100=(128, 64, 32),
+        ).items()
     },
     # The same where stores weigh more: short rows of S, or results in columns. In turns with "dsd",
     # TFLOP/s of x^T @ h at the four shapes: 590, 568, 410, 592; with "dsd" 512, 499, 348, 558.
-    "dsd_narrow": {
-        "sm90": Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2),
-        "sm100": Tile(128, 128, 64, num_warps=8, num_stages=3),
-    },
+    "dsd_narrow": _by_chip(
+        None,
+        sm90=Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2),
+        sm100=(128, 128, 64),
+    ),
     # fp32 products run on the ordinary units, which want registers more than reuse.
     "sdd_fp32": dict.fromkeys(TARGETS, Tile(128, 64, 16, num_warps=8, num_stages=2)),
     "dsd_fp32": dict.fromkeys(TARGETS, Tile(128, 64, 16, num_warps=8, num_stages=2))
     | dict.fromkeys(_RDNA3, Tile(128, 32, 16, num_warps=8, num_stages=2)),
 }
-
-# Chips whose tiles are a neighbour's but where the table above says otherwise: the matrix
-# instructions are the same, and so is what the gate finds.
-_NEIGHBOURS = {"sm89": "sm80", "sm120": "sm80", "gfx1101": "gfx1100"}
-for _tiles in TILES.values():
-    for _name, _neighbour in _NEIGHBOURS.items():
-        if _neighbour in _tiles:
-            _tiles.setdefault(_name, _tiles[_neighbour])
 
 
 @dataclass(frozen=True, kw_only=True)

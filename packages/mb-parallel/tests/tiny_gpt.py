@@ -48,6 +48,9 @@ class Options:
     rms: bool = False
     qk_norm: bool = False
     padded: bool = False
+    empty: bool = False  # the second micro-batch has no token that counts
+    expert_bias: bool = False
+    frozen: str = ""  # parameters whose name holds this do not train
     dropout: float = 0.0
     steps: int = 5
     micro_batches: int = 4
@@ -64,7 +67,8 @@ class Output(NamedTuple):
     metrics: dict
 
 
-def norm(options, width=D):
+def norm(options, width=None):
+    width = width or D
     return nn.RMSNorm(width) if options.rms else nn.LayerNorm(width)
 
 
@@ -118,6 +122,7 @@ class Block(nn.Module):
                 shared_expert_hidden_size=options.shared_expert,
                 shared_expert_gate=options.shared_expert is not None,
                 output_bias=True,
+                mlp_bias=options.expert_bias,
                 init_method_std=0.3,
             )
             self.mlp = (dMoE if options.capacity_factor is None else MoE)(config)
@@ -204,13 +209,15 @@ def data(options):
     B = options.batch
     for _ in range(options.steps):
         batches = []
-        for _ in range(options.micro_batches):
+        for index in range(options.micro_batches):
             text = torch.randint(V, (B, S + 1), generator=generator)
             tokens, labels = text[:, :-1], text[:, 1:]
             weights = torch.ones(B, S)
             batch = {"tokens": tokens, "labels": labels, "weights": weights}
             if options.padded:
                 batch["mask"] = torch.rand(B, S, generator=generator) < 0.7
+                if options.empty and index == 1:
+                    batch["mask"].zero_()
                 batch["weights"] = batch["mask"].float()
             batches.append(batch)
         total = sum(batch["weights"].sum() for batch in batches)
@@ -227,6 +234,8 @@ def build(options):
             parameter.add_(0.1 * torch.randn_like(parameter))  # no bias is zero, no norm is one
         for table in (model.embedding.tokens, model.embedding.positions):
             table.weight.mul_(0.3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not options.frozen or options.frozen not in name)
     return model.to(options.device)
 
 
@@ -295,11 +304,12 @@ def train(rank, world_size, options):
                 (total * options.loss_scale).backward()
                 loss = loss + output.losses["lm loss"].detach()
                 metrics.append(output.metrics)
-        for parameter in parameters.values():
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        for parameter in trained.values():
             parameter.grad /= options.loss_scale
         history["loss"].append(mesh.all_reduce(loss, "dp").item() / options.dp)
         history["metrics"].append(metrics)
-        history["grads"].append({name: whole(p.grad) for name, p in parameters.items()})
+        history["grads"].append({name: whole(p.grad) for name, p in trained.items()})
         optimizer.step()
         optimizer.zero_grad()
         for stage in stages:

@@ -28,6 +28,7 @@ from mb_parallel.expert_parallel.around import GlobalCapacity, SharedTokens
 from mb_parallel.expert_parallel.collectives import Place, mean_over
 from mb_parallel.expert_parallel.peer import PeerBuffers, PeerDispatcher, peer_problem
 from mb_parallel.expert_parallel.placement import Placement
+from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.width import WidthShardedExperts
 from mb_parallel.mesh import ParallelMesh
 
@@ -48,7 +49,8 @@ def parallelize_experts(
     equal_tokens: bool = False,
     max_tokens: int | None = None,
     keep_rows: bool = False,
-    row_budget: float | None = None,
+    row_policy: str = "worst",
+    row_budget: float = 2.0,
     timeout_s: float = 600.0,
 ) -> str:
     """Spread the experts of every `MoE` and `dMoE` in `model` over the ep axis, in place.
@@ -68,10 +70,12 @@ def parallelize_experts(
         max_tokens: for "peer": the most tokens a rank ever brings to a layer. None: the most that
             any rank brings to the first one.
         keep_rows: for "peer": keep received tokens for the backward instead of sending them again.
-        row_budget: for "all_gather" and "peer", whose shapes are static: the experts save room for
-            so many times the slots of balanced routing, instead of for the worst case. A rank that
-            gets more returns NaN, upon which an optimizer step is skipped on all ranks; nothing is
-            dropped.
+        row_policy: for "all_gather" and "peer", whose shapes are static: what the experts save room
+            for. "worst": whatever could come. "exact": what came, which the host reads once a
+            layer. "budget": `row_budget` times the slots of balanced routing; a rank that gets more
+            returns NaN, upon which an optimizer step is skipped on all ranks, and
+            `within_budget` runs the step again. Nothing is ever dropped.
+        row_budget: for "budget", at least 1.
         timeout_s: for "peer": how long a kernel waits for another rank.
 
     Returns:
@@ -79,8 +83,8 @@ def parallelize_experts(
         "peer" falls back to another dispatcher, and this says so.
 
     Raises:
-        ValueError: an unknown dispatcher, sizes that do not divide, or a layer that cannot be
-            spread this way.
+        ValueError: an unknown dispatcher or policy, sizes that do not divide, or a layer that
+            cannot be spread this way.
     """
     if dispatcher not in get_args(DispatcherName):
         known = ", ".join(get_args(DispatcherName))
@@ -90,7 +94,7 @@ def parallelize_experts(
         return "expert parallelism: the model has no MoE layers"
     for name, layer in layers.items():
         _refuse(name, layer, mesh, sequence_parallel)
-    ep = mesh.axis("ep")
+    ep, rows = mesh.axis("ep"), Rows(row_policy, row_budget)
     told: dict[str, int] = {}
     if ep is not None:
         widths = {layer.config.hidden_size for layer in layers.values()}
@@ -102,9 +106,9 @@ def parallelize_experts(
         buffers = PeerBuffers(everywhere, max_tokens=max_tokens, timeout_s=timeout_s)
         for name, layer in layers.items():
             top_k = layer.config.top_k
-            bounded = row_budget is not None
+            bounded = row_policy != "worst"
             chosen, why = choose_dispatcher(dispatcher, top_k, ep.size(), problem, bounded=bounded)
-            options = {"equal_tokens": equal_tokens, "row_budget": row_budget}
+            options = {"equal_tokens": equal_tokens, "rows": rows}
             line = _spread(layer, ep, name or "the layer", chosen, buffers, keep_rows, options)
             line = f"{line} by {chosen}, {why}"
             told[line] = told.get(line, 0) + 1
@@ -129,7 +133,7 @@ def choose_dispatcher(
     Args:
         wanted: what the user asked for.
         peer_problem: why peers cannot write each other's memory, or None.
-        bounded: whether there is a `row_budget`, so that the worst case costs nothing.
+        bounded: whether `row_policy` is another than "worst", so that the worst case costs nothing.
     """
     if wanted in ("all_gather", "all_to_all"):
         return wanted, "as asked for"
@@ -181,7 +185,7 @@ def _spread(
         layer.dispatcher = AllToAllDispatcher(experts, place)
     else:
         layer.dispatcher = PeerDispatcher(
-            experts, place, buffers, keep_rows=keep_rows, row_budget=options["row_budget"]
+            experts, place, buffers, keep_rows=keep_rows, rows=options["rows"]
         )
     held = f"{placement.experts_per_rank} of {experts} experts a rank"
     if placement.width_shards > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import POSITIVE, flag, whole
+from mb_train.config.field import AT_LEAST_1, POSITIVE, flag, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,15 @@ class ParallelFields:
     moe_dispatcher: str = flag(
         "how tokens reach experts of other ranks (ours)", "auto",
         choices=("auto", "all_gather", "all_to_all", "peer"),
+    )  # fmt: skip
+    moe_row_policy: str = flag(
+        "what experts save room for, where shapes are static (all_gather, peer): the worst case, "
+        "--moe-row-budget, with a second run of the step for more, or what the host reads (ours)",
+        "worst", choices=("worst", "budget", "exact"),
+    )  # fmt: skip
+    moe_row_budget: float = flag(
+        "rows of an expert-parallel rank over the even share, for the policy of that name (ours)",
+        2.0, bounds=AT_LEAST_1,
     )  # fmt: skip
     data_parallel_replicas: int = flag(
         "replicas of the model, each sharded over its own ranks (ours)", 1, bounds=POSITIVE

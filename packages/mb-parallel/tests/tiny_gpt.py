@@ -399,3 +399,59 @@ def slope(rank, world_size, options):
             values.append(loss().item())
     replicated = torch.cat([g.flatten() for g in grads if not isinstance(g, DTensor)])
     return (values[0] - values[1]) / (2 * step), expected, replicated, values[0]
+
+
+def router_slope(rank, world_size, options):
+    """Of a step's whole loss along one direction of all routers, in fp64: measured, and by backward.
+
+    The whole loss is the sum of the micro-batches' losses and the mean of their auxiliary losses.
+    """
+    mesh = ParallelDims(dp_shard=options.dp, pp=options.pp, ep=options.ep).build("cpu")
+    stage = build(options).double()
+    if options.pp > 1:
+        stage.keep(split_layers(L, 2)[rank], first=rank == 0, last=rank == 1)
+    parallelize_experts(stage, mesh)
+    pipeline = None
+    if options.pp > 1:
+        settings = {"schedule": "1f1b", "first_input": "tokens", "hidden_size": D}
+        pipeline = Pipeline([stage], mesh, dtype=torch.float64, **settings)
+    batches, *_ = data(options)
+    mine = batches[mesh.dp_rank :: mesh.dp_size]
+    routers = {n: p for n, p in stage.named_parameters() if "router" in n}
+
+    def whole_loss():
+        metrics = []
+        if pipeline is not None:
+            loss = pipeline.step(mine, measured=metrics.append)["lm loss"].double()
+        else:
+            loss = torch.zeros((), dtype=torch.float64)
+            for batch in mine:
+                output = call(stage, batch)
+                (output.losses["lm loss"] + output.aux_loss / len(batches)).backward()
+                loss = loss + output.losses["lm loss"].detach().double()
+                metrics.append(output.metrics)
+        for one in metrics:
+            aux_L = 0.1 * one["load_balancing_loss"] + 0.01 * one["z_loss"]
+            loss = loss + aux_L.sum() / (L // 2) / len(batches)
+        return mesh.all_reduce(loss.clone(), "dp")
+
+    whole_loss()
+    along = torch.zeros((), dtype=torch.float64)
+    for name, parameter in routers.items():
+        generator = torch.Generator().manual_seed(len(name) + int(name.split("blocks.")[1][0]))
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        along += (parameter.grad * direction).sum()
+        parameter.direction = direction
+    for axis in ("dp", "pp"):
+        mesh.all_reduce(along, axis)
+    values, step = [], 1e-6
+    for sign in (1, -2):
+        with torch.no_grad():
+            for parameter in routers.values():
+                parameter += sign * step * parameter.direction
+        values.append(whole_loss().item())
+    return (values[0] - values[1]) / (2 * step), along.item()
+
+
+def router_slopes(rank, world_size, *cases):
+    return [router_slope(rank, world_size, options) for options in cases]

@@ -20,7 +20,7 @@ from mb_parallel.expert_parallel import choose_dispatcher
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.testing import run_ranks
 
-NAMES = ("all_gather", "all_to_all")
+NAMES = ("all_gather", "all_to_all", "all_to_all in 3 chunks")
 
 
 class Case(NamedTuple):
@@ -123,8 +123,10 @@ def _through(layer, x, weights, ids) -> dict[str, torch.Tensor]:
 def _run(case: Case, name: str, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
     layer, rank, ranks = _layer(case), mesh.ep_rank, mesh.ep_size
     equal = len(set(case.lengths)) == 1
-    said = parallelize_experts(layer, mesh, dispatcher=name, equal_tokens=equal)
-    assert name in said
+    dispatcher, *chunks = name.split(" in ")
+    options = {"equal_tokens": equal, "chunks": 3 if chunks else 1}
+    said = parallelize_experts(layer, mesh, dispatcher=dispatcher, **options)
+    assert f"by {name}, as asked for" in said
     x, weights, ids, lengths = _inputs(case, ranks)
     first = sum(lengths[:rank])
     mine = slice(first, first + lengths[rank])

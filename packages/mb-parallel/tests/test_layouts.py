@@ -142,7 +142,7 @@ def test_layout_equals_one_process(results, layout):
 
 
 def test_the_routers_have_the_gradient_of_the_whole_step():
-    """Auxiliary losses come with experts spread, and by a stage's backward, in their right scale."""
+    """Auxiliary losses too, with experts spread and by a stage's backward, in their right scale."""
     both = Options(experts=4, padded=True, tied=False)
     cases = [dataclasses.replace(both, dp=2, ep=2), dataclasses.replace(both, pp=2)]
     slopes = [slope for results in run_ranks(router_slopes, 2, *cases) for slope in results]

@@ -402,7 +402,7 @@ def slope(rank, world_size, options):
 
 
 def router_slope(rank, world_size, options):
-    """Of a step's whole loss along one direction of all routers, in fp64: measured, and by backward.
+    """Of a step's whole loss along a direction of all routers, in fp64: measured, and by backward.
 
     The whole loss is the sum of the micro-batches' losses and the mean of their auxiliary losses.
     """

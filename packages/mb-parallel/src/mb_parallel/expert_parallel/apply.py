@@ -26,6 +26,7 @@ from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
 from mb_parallel.expert_parallel.around import GlobalCapacity, SharedTokens
 from mb_parallel.expert_parallel.collectives import Place, mean_over
+from mb_parallel.expert_parallel.overlap import compute_in_chunks
 from mb_parallel.expert_parallel.peer import PeerBuffers, PeerDispatcher, peer_problem
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
@@ -49,6 +50,7 @@ def parallelize_experts(
     equal_tokens: bool = False,
     max_tokens: int | None = None,
     keep_rows: bool = False,
+    chunks: int = 1,
     row_policy: str = "worst",
     row_budget: float = 2.0,
     timeout_s: float = 600.0,
@@ -70,6 +72,9 @@ def parallelize_experts(
         max_tokens: for "peer": the most tokens a rank ever brings to a layer. None: the most that
             any rank brings to the first one.
         keep_rows: for "peer": keep received tokens for the backward instead of sending them again.
+        chunks: for "all_to_all": cut a rank's tokens into so many, and exchange one while the
+            experts compute on another. Worth it where the exchange takes as long as the products
+            of many tokens do: each chunk reads the experts' weights once more.
         row_policy: for "all_gather" and "peer", whose shapes are static: what the experts save room
             for. "worst": whatever could come. "exact": what came, which the host reads once a
             layer. "budget": `row_budget` times the slots of balanced routing; a rank that gets more
@@ -108,9 +113,10 @@ def parallelize_experts(
             top_k = layer.config.top_k
             bounded = row_policy != "worst"
             chosen, why = choose_dispatcher(dispatcher, top_k, ep.size(), problem, bounded=bounded)
-            options = {"equal_tokens": equal_tokens, "rows": rows}
+            options = {"equal_tokens": equal_tokens, "rows": rows, "chunks": chunks}
             line = _spread(layer, ep, name or "the layer", chosen, buffers, keep_rows, options)
-            line = f"{line} by {chosen}, {why}"
+            pieces = f" in {chunks} chunks" if chunks > 1 and chosen == "all_to_all" else ""
+            line = f"{line} by {chosen}{pieces}, {why}"
             told[line] = told.get(line, 0) + 1
     for name, layer in layers.items():
         _surround(layer, mesh, name or "the layer", sequence_parallel, equal_tokens)
@@ -180,9 +186,13 @@ def _spread(
     placement = Placement(experts, place.size, place.rank)
     shard_experts(layer.experts, ep, placement, name)
     if dispatcher == "all_gather":
-        layer.dispatcher = AllGatherDispatcher(experts, place, **options)
+        layer.dispatcher = AllGatherDispatcher(
+            experts, place, equal_tokens=options["equal_tokens"], rows=options["rows"]
+        )
     elif dispatcher == "all_to_all":
-        layer.dispatcher = AllToAllDispatcher(experts, place)
+        layer.dispatcher = AllToAllDispatcher(experts, place, chunks=options["chunks"])
+        if options["chunks"] > 1:
+            compute_in_chunks(layer.experts)
     else:
         layer.dispatcher = PeerDispatcher(
             experts, place, buffers, keep_rows=keep_rows, rows=options["rows"]

@@ -38,7 +38,7 @@ SP, A2A, GATHER = (
 BUDGET = "--moe-row-policy budget --moe-row-budget 1.05"
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
-    "dp2 zero1": (2, "--zero-stage 1", True),
+    "dp2 zero1": (2, "", True),
     "dp2 zero2": (2, "--zero-stage 2", True),
     "dp2 zero3": (2, "--zero-stage 3", True),
     "dp2 dense": (2, "", False),
@@ -53,7 +53,11 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "ep2 exchange": (2, f"{EP} 2 {A2A}", True),
     "ep2 gather, steps redone": (2, f"{EP} 2 {GATHER} {BUDGET}", True),
     "ep2 capacity, none dropped": (2, f"{EP} 2 --moe-capacity-factor 4", True),
-    "recompute full": (2, f"{EP} 2 --recompute-granularity full", True),
+    "recompute full, chunks": (
+        2,
+        f"{EP} 2 {A2A} --moe-a2a-overlap-degree 3 --recompute-granularity full",
+        True,
+    ),
     "recompute selective": (2, "--recompute-granularity selective", True),
     "dp4": (4, "", True),
     "hybrid 2 x 2": (4, f"--data-parallel-replicas 2 {EP} 2", True),

@@ -148,8 +148,10 @@ def _spread(
             dispatcher=config.moe_dispatcher,
             sequence_parallel=config.sequence_parallel,
             equal_tokens=True,
+            chunks=config.moe_a2a_overlap_degree,
             row_policy=config.moe_row_policy,
             row_budget=config.moe_row_budget,
+            timeout_s=60 * config.distributed_timeout_minutes,
         )
         notes.append(chosen)
     blocks = [module for module in model.modules() if isinstance(module, Block)]

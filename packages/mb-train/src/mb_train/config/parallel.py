@@ -57,12 +57,21 @@ class ParallelFields:
         "rows of an expert-parallel rank over the even share, for the policy of that name (ours)",
         2.0, bounds=AT_LEAST_1,
     )  # fmt: skip
+    moe_a2a_overlap_degree: int = flag(
+        "for all_to_all: chunks of a rank's tokens, of which one is exchanged while the experts "
+        "compute on another (ours)", 1, bounds=POSITIVE,
+    )  # fmt: skip
+    distributed_timeout_minutes: float = flag(
+        "how long a rank waits for the others before it ends with an error", 10.0, bounds=POSITIVE,
+        on_load="own",
+    )  # fmt: skip
     data_parallel_replicas: int = flag(
         "replicas of the model, each sharded over its own ranks (ours)", 1, bounds=POSITIVE
     )
     zero_stage: int = flag(
-        "data-parallel ranks share the optimizer's state (1), gradients as well (2), weights as "
-        "well (3) (ours)", 2, choices=(1, 2, 3),
+        "data-parallel ranks share the optimizer's state (1), gradients between micro-batches as "
+        "well (2), weights as well (3): 1 reduces once a step, the others at every micro-batch "
+        "(ours)", 1, choices=(1, 2, 3),
     )  # fmt: skip
 
     @property

@@ -83,7 +83,8 @@ def test_a_run_with_no_word_about_batches_trains_on_two_ranks_and_goes_on_on_one
 
 
 def _mains(rank: int, world_size: int, *lines: list[str]) -> list[tuple[int, str, str]]:
-    return [_main(rank, world_size, arguments) for arguments in lines]
+    mine = [[word.format(rank=rank) for word in arguments] for arguments in lines]
+    return [_main(rank, world_size, arguments) for arguments in mine]
 
 
 def test_wrong_input_ends_all_ranks(tokens, tmp_path):
@@ -91,11 +92,36 @@ def test_wrong_input_ends_all_ranks(tokens, tmp_path):
     truncated = tiny_run.write_tokens(tmp_path)
     Path(truncated + ".bin").write_bytes(b"")
     batch = tiny_run.flags(tokens, run, "--global-batch-size 2")
-    for by_batch, by_data in run_ranks(_mains, 2, batch, tiny_run.flags(truncated, run)):
-        assert by_batch[0] == by_data[0] == 2
+    other = tiny_run.flags(tokens, run, "--seed 1{rank}")
+    world = tiny_run.flags(tokens, run, "--tensor-model-parallel-size 3")
+    lines = (batch, tiny_run.flags(truncated, run), other, world)
+    for by_batch, by_data, by_seed, by_world in run_ranks(_mains, 2, *lines):
+        assert by_batch[0] == by_data[0] == by_seed[0] == by_world[0] == 2
+        assert "equal on all 2 ranks, got rank 0: seed = 10 rank 1: seed = 11" in by_seed[2]
+        assert "got 1 * 3 * 1 = 3 on 2 ranks" in by_world[2]
         assert "micro batch x data-parallel ranks = 2 x 2 = 4, got 2" in by_batch[2]
         assert "walks.bin" in by_data[2]
     assert not run.exists()
+
+
+def _dies(rank: int, world_size: int, arguments: list[str]) -> None:
+    from mb_train import train
+
+    step = train.train_step
+
+    def train_step(run, *rest):
+        if rank == 1 and run.progress.iteration == 2:
+            os._exit(0)
+        return step(run, *rest)
+
+    train.train_step = train_step
+    main(arguments)
+
+
+def test_a_rank_that_dies_ends_the_others_with_a_word_of_it(tokens, tmp_path):
+    said = r"(?s)rank 0 of 2 failed.*rank 0 of 2 was in iteration 3\. If another rank ended before"
+    with pytest.raises(RuntimeError, match=said):
+        run_ranks(_dies, 2, tiny_run.flags(tokens, tmp_path / "run"))
 
 
 @pytest.mark.gpu

@@ -35,9 +35,10 @@ SP, A2A, GATHER = (
     "--moe-dispatcher all_to_all",
     "--moe-dispatcher all_gather",
 )
+BUDGET = "--moe-row-policy budget --moe-row-budget 1.05"
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
-    "dp2 zero1": (2, "--zero-stage 1", True),
+    "dp2 zero1": (2, "", True),
     "dp2 zero2": (2, "--zero-stage 2", True),
     "dp2 zero3": (2, "--zero-stage 3", True),
     "dp2 dense": (2, "", False),
@@ -50,9 +51,13 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "pp2 gpipe": (2, f"{PP} 2 --pipeline-schedule gpipe", True),
     "pp2 interleaved": (2, f"{PP} 2 --num-layers-per-virtual-pipeline-stage 1", True),
     "ep2 exchange": (2, f"{EP} 2 {A2A}", True),
-    "ep2 gather": (2, f"{EP} 2 {GATHER}", True),
+    "ep2 gather, steps redone": (2, f"{EP} 2 {GATHER} {BUDGET}", True),
     "ep2 capacity, none dropped": (2, f"{EP} 2 --moe-capacity-factor 4", True),
-    "recompute full": (2, f"{EP} 2 --recompute-granularity full", True),
+    "recompute full, chunks": (
+        2,
+        f"{EP} 2 {A2A} --moe-a2a-overlap-degree 3 --recompute-granularity full",
+        True,
+    ),
     "recompute selective": (2, "--recompute-granularity selective", True),
     "dp4": (4, "", True),
     "hybrid 2 x 2": (4, f"--data-parallel-replicas 2 {EP} 2", True),
@@ -150,6 +155,15 @@ def _expected(name: str) -> str:
 def test_a_layout_takes_the_steps_of_one_process(layout, runs):
     deviations = _deviations(runs[layout], runs[_expected(layout)])
     assert all(value < 1e-5 for value in deviations.values()), deviations
+
+
+@pytest.mark.timeout(1200)
+def test_steps_beyond_the_row_budget_are_counted(runs):
+    def redone(layout):
+        return [event["steps_redone"] for event in tiny_run.events(runs[layout], "train")]
+
+    assert redone("ep2 gather, steps redone")[-1] > 0
+    assert set(redone("ep2 exchange")) == {0}
 
 
 @pytest.mark.timeout(1200)

@@ -15,12 +15,12 @@ from mb_kernels.testing import assert_close
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import LocalDispatcher
 from mb_layers.moe import MoE, dMoE
-from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts
+from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts, within_budget
 from mb_parallel.expert_parallel import choose_dispatcher
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.testing import run_ranks
 
-NAMES = ("all_gather", "all_to_all")
+NAMES = ("all_gather", "all_to_all", "all_to_all in 3 chunks")
 
 
 class Case(NamedTuple):
@@ -123,8 +123,10 @@ def _through(layer, x, weights, ids) -> dict[str, torch.Tensor]:
 def _run(case: Case, name: str, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
     layer, rank, ranks = _layer(case), mesh.ep_rank, mesh.ep_size
     equal = len(set(case.lengths)) == 1
-    said = parallelize_experts(layer, mesh, dispatcher=name, equal_tokens=equal)
-    assert name in said
+    dispatcher, *chunks = name.split(" in ")
+    options = {"equal_tokens": equal, "chunks": 3 if chunks else 1}
+    said = parallelize_experts(layer, mesh, dispatcher=dispatcher, **options)
+    assert f"by {name}, as asked for" in said
     x, weights, ids, lengths = _inputs(case, ranks)
     first = sum(lengths[:rank])
     mine = slice(first, first + lengths[rank])
@@ -220,28 +222,57 @@ def test_a_dead_rank_leaves_a_message_that_names_the_place():
         run_ranks(_dies, 2)
 
 
+POLICIES = [("random", "budget", 1.9), ("one", "budget", 1.0), ("one", "exact", 1.0)]
+
+
 def _budgets(rank, ranks):
     results = []
     mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
-    for routing, budget in (("random", 1.9), ("one", 1.0)):
+    for routing, policy, budget in POLICIES:
         case = Case((6,), routing)
         layer = _layer(case)
         parallelize_experts(
-            layer, mesh, dispatcher="all_gather", equal_tokens=True, row_budget=budget
-        )
+            layer, mesh, dispatcher="all_gather", equal_tokens=True, row_policy=policy,
+            row_budget=budget,
+        )  # fmt: skip
         mine = slice(6 * rank, 6 * rank + 6)
         x, weights, ids, _ = _inputs(case, 2)
-        results.append(_through(layer, x[mine], weights[mine], ids[mine])["y"])
+        arguments = (layer, x[mine], weights[mine], ids[mine])
+        alone = _through(*arguments)["y"]
+        layer.zero_grad()
+        drawn = []
+
+        def step():
+            drawn.append(torch.rand(()))  # noqa: B023
+            return _through(*arguments)  # noqa: B023
+
+        result, redone = within_budget([layer], step, torch.device("cpu"))
+        assert len(drawn) == 1 + redone
+        assert drawn[0] == drawn[-1]
+        with torch.no_grad():  # nobody would run that again
+            dispatched = layer.dispatcher.dispatch(*arguments[1:])
+            y = layer.dispatcher.combine(layer.experts(dispatched), dispatched)
+        assert torch.equal(y, result["y"])
+        results.append((alone, result, redone))
     return results
 
 
-def test_rows_beyond_the_budget_are_nan_and_never_dropped():
-    case = Case((6,))
-    expected = _through(_layer(case), *_inputs(case, 2)[:3])["y"]
-    (first, over), (second, also_over) = run_ranks(_budgets, 2)
-    assert_close("y", torch.cat((first, second)), expected)
-    assert over.isnan().all()
-    assert also_over.isnan().all()
+def test_rows_beyond_the_budget_are_nan_and_the_step_runs_again():
+    by_rank = run_ranks(_budgets, 2)
+    for number, (routing, policy, _) in enumerate(POLICIES):
+        case = Case((6,), routing)
+        expected = _through(_layer(case), *_inputs(case, 2)[:3])
+        over = (routing, policy) == ("one", "budget")
+        first, second = (results[number] for results in by_rank)
+        for alone, _, redone in (first, second):  # the rank without rows learns of it too
+            assert redone == over
+            assert alone.isnan().any() == over
+        for name, want in expected.items():
+            got = [result[name] for _, result, _ in (first, second)]
+            if name in ("y", "dx", "dweights"):
+                assert_close(f"{routing}, {policy}: {name}", torch.cat(got), want)
+            elif name.startswith("d"):
+                assert_close(f"{routing}, {policy}: {name}", got[0], want)
 
 
 @pytest.mark.parametrize(
@@ -323,3 +354,7 @@ def test_what_cannot_be_spread_is_named():
     assert "no MoE layers" in parallelize_experts(torch.nn.Linear(2, 2), mesh)
     with pytest.raises(ValueError, match=r"dispatcher to be one of auto, .* got 'ring'"):
         parallelize_experts(layer, mesh, dispatcher="ring")
+    with pytest.raises(ValueError, match=r"row_policy to be one of worst, .* got 'some'"):
+        parallelize_experts(layer, mesh, row_policy="some")
+    with pytest.raises(ValueError, match=r"row_budget of at least 1, .* got 0.5"):
+        parallelize_experts(layer, mesh, row_policy="budget", row_budget=0.5)

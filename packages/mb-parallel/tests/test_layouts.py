@@ -4,6 +4,7 @@ Five steps with accumulation, clipping and AdamW: losses, gradient norms, every 
 router's by name), every parameter and every moment at the end.
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -13,7 +14,7 @@ from mb_parallel.optimizer import AdamW, clip_and_step, decay_groups
 from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
 from mb_parallel.tensor_parallel import parallelize_tensors
 from mb_parallel.testing import run_ranks
-from tiny_gpt import D, L, Options, build, data, plan, relative_error, whole
+from tiny_gpt import D, L, Options, build, data, plan, relative_error, router_slopes, whole
 
 DENSE, EXPERTS = Options(), Options(experts=4, shared_expert=8)
 LAYOUTS = {
@@ -138,3 +139,13 @@ def test_layout_equals_one_process(results, layout):
     history, _ = results[LAYOUTS[layout][0]]
     assert history[0][0] > history[-1][0]
     assert max(deviations(results, layout).values()) < 1e-5
+
+
+def test_the_routers_have_the_gradient_of_the_whole_step():
+    """Auxiliary losses too, with experts spread and by a stage's backward, in their right scale."""
+    both = Options(experts=4, padded=True, tied=False)
+    cases = [dataclasses.replace(both, dp=2, ep=2), dataclasses.replace(both, pp=2)]
+    slopes = [slope for results in run_ranks(router_slopes, 2, *cases) for slope in results]
+    for measured, expected in slopes:
+        assert measured == pytest.approx(expected, rel=1e-5)
+        assert expected == pytest.approx(slopes[0][1], rel=1e-9)

@@ -18,8 +18,7 @@ LAYOUTS = {
         "1f1b-untied-uneven": replace(MOE, pp=2, tied=False, first_lighter=2, micro_batches=1),
         "1f1b-scaled": replace(MOE, pp=2, loss_scale=1024.0),
         "interleaved": replace(MOE, pp=2, schedule="interleaved-1f1b", stages_per_rank=2),
-        "zero-bubble": replace(MOE, pp=2, schedule="interleaved-zero-bubble", stages_per_rank=2),
-        "zbv": replace(MOE, pp=2, schedule="zbv-zero-bubble", stages_per_rank=2),
+        "zbv": replace(MOE, pp=2, schedule="zbv-zero-bubble", stages_per_rank=2, steps=2),
     },
     4: {
         "pp4": replace(MOE, pp=4),
@@ -31,6 +30,29 @@ LAYOUTS = {
             MOE, dp=2, pp=2, schedule="interleaved-1f1b", stages_per_rank=2, micro_batches=8
         ),
         "tp2-sp-pp2": replace(MOE, tp=2, pp=2, sequence_parallel=True, gated=True),
+        "dp2-zero-bubble": replace(
+            MOE,
+            dp=2,
+            pp=2,
+            schedule="interleaved-zero-bubble",
+            stages_per_rank=2,
+            micro_batches=8,
+            zero_stage=1,
+            frozen="attention.out",
+            steps=2,
+        ),
+        "dp2-ep2-zbv": replace(
+            MOE,
+            dp=2,
+            pp=2,
+            ep=2,
+            schedule="zbv-zero-bubble",
+            stages_per_rank=2,
+            micro_batches=6,
+            zero_stage=2,
+            empty=True,
+            steps=2,
+        ),
     },
 }
 
@@ -121,6 +143,13 @@ def _pieces(rank, world_size):
     except ValueError as error:
         said.append(str(error))
     copies = [parameter is copy for copy in pipeline.copies]
+    sharded = [tiny_gpt.build(options) for _ in range(2)]
+    for one in sharded:
+        setattr(one, "_mb_zero_stage", 3)  # noqa: B010, as `apply_data_parallel` leaves it
+    try:
+        Pipeline(sharded, mesh, **(arguments | {"schedule": "zbv-zero-bubble"}))
+    except ValueError as error:
+        said.append(str(error))
     return parameter.detach(), once, parameter.grad, seen, said, copies
 
 
@@ -136,5 +165,6 @@ def test_tied_parameters_hooks_and_errors():
         assert "(1, 8), (2, 8)" in said[0]
         assert "got none" in said[1]
         assert f"tied parameter '{name}' in the stage, which has" in said[2]
+        assert "zero_stage 1 or 2 with zbv-zero-bubble" in said[3]
     assert first[5] == []
     assert last[5] == [True]

@@ -48,6 +48,9 @@ class Options:
     rms: bool = False
     qk_norm: bool = False
     padded: bool = False
+    empty: bool = False  # the second micro-batch has no token that counts
+    expert_bias: bool = False
+    frozen: str = ""  # parameters whose name holds this do not train
     dropout: float = 0.0
     steps: int = 5
     micro_batches: int = 4
@@ -64,7 +67,8 @@ class Output(NamedTuple):
     metrics: dict
 
 
-def norm(options, width=D):
+def norm(options, width=None):
+    width = width or D
     return nn.RMSNorm(width) if options.rms else nn.LayerNorm(width)
 
 
@@ -118,6 +122,7 @@ class Block(nn.Module):
                 shared_expert_hidden_size=options.shared_expert,
                 shared_expert_gate=options.shared_expert is not None,
                 output_bias=True,
+                mlp_bias=options.expert_bias,
                 init_method_std=0.3,
             )
             self.mlp = (dMoE if options.capacity_factor is None else MoE)(config)
@@ -204,13 +209,15 @@ def data(options):
     B = options.batch
     for _ in range(options.steps):
         batches = []
-        for _ in range(options.micro_batches):
+        for index in range(options.micro_batches):
             text = torch.randint(V, (B, S + 1), generator=generator)
             tokens, labels = text[:, :-1], text[:, 1:]
             weights = torch.ones(B, S)
             batch = {"tokens": tokens, "labels": labels, "weights": weights}
             if options.padded:
                 batch["mask"] = torch.rand(B, S, generator=generator) < 0.7
+                if options.empty and index == 1:
+                    batch["mask"].zero_()
                 batch["weights"] = batch["mask"].float()
             batches.append(batch)
         total = sum(batch["weights"].sum() for batch in batches)
@@ -227,6 +234,8 @@ def build(options):
             parameter.add_(0.1 * torch.randn_like(parameter))  # no bias is zero, no norm is one
         for table in (model.embedding.tokens, model.embedding.positions):
             table.weight.mul_(0.3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not options.frozen or options.frozen not in name)
     return model.to(options.device)
 
 
@@ -295,11 +304,12 @@ def train(rank, world_size, options):
                 (total * options.loss_scale).backward()
                 loss = loss + output.losses["lm loss"].detach()
                 metrics.append(output.metrics)
-        for parameter in parameters.values():
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        for parameter in trained.values():
             parameter.grad /= options.loss_scale
         history["loss"].append(mesh.all_reduce(loss, "dp").item() / options.dp)
         history["metrics"].append(metrics)
-        history["grads"].append({name: whole(p.grad) for name, p in parameters.items()})
+        history["grads"].append({name: whole(p.grad) for name, p in trained.items()})
         optimizer.step()
         optimizer.zero_grad()
         for stage in stages:
@@ -389,3 +399,59 @@ def slope(rank, world_size, options):
             values.append(loss().item())
     replicated = torch.cat([g.flatten() for g in grads if not isinstance(g, DTensor)])
     return (values[0] - values[1]) / (2 * step), expected, replicated, values[0]
+
+
+def router_slope(rank, world_size, options):
+    """Of a step's whole loss along a direction of all routers, in fp64: measured, and by backward.
+
+    The whole loss is the sum of the micro-batches' losses and the mean of their auxiliary losses.
+    """
+    mesh = ParallelDims(dp_shard=options.dp, pp=options.pp, ep=options.ep).build("cpu")
+    stage = build(options).double()
+    if options.pp > 1:
+        stage.keep(split_layers(L, 2)[rank], first=rank == 0, last=rank == 1)
+    parallelize_experts(stage, mesh)
+    pipeline = None
+    if options.pp > 1:
+        settings = {"schedule": "1f1b", "first_input": "tokens", "hidden_size": D}
+        pipeline = Pipeline([stage], mesh, dtype=torch.float64, **settings)
+    batches, *_ = data(options)
+    mine = batches[mesh.dp_rank :: mesh.dp_size]
+    routers = {n: p for n, p in stage.named_parameters() if "router" in n}
+
+    def whole_loss():
+        metrics = []
+        if pipeline is not None:
+            loss = pipeline.step(mine, measured=metrics.append)["lm loss"].double()
+        else:
+            loss = torch.zeros((), dtype=torch.float64)
+            for batch in mine:
+                output = call(stage, batch)
+                (output.losses["lm loss"] + output.aux_loss / len(batches)).backward()
+                loss = loss + output.losses["lm loss"].detach().double()
+                metrics.append(output.metrics)
+        for one in metrics:
+            aux_L = 0.1 * one["load_balancing_loss"] + 0.01 * one["z_loss"]
+            loss = loss + aux_L.sum() / (L // 2) / len(batches)
+        return mesh.all_reduce(loss.clone(), "dp")
+
+    whole_loss()
+    along = torch.zeros((), dtype=torch.float64)
+    for name, parameter in routers.items():
+        generator = torch.Generator().manual_seed(len(name) + int(name.split("blocks.")[1][0]))
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        along += (parameter.grad * direction).sum()
+        parameter.direction = direction
+    for axis in ("dp", "pp"):
+        mesh.all_reduce(along, axis)
+    values, step = [], 1e-6
+    for sign in (1, -2):
+        with torch.no_grad():
+            for parameter in routers.values():
+                parameter += sign * step * parameter.direction
+        values.append(whole_loss().item())
+    return (values[0] - values[1]) / (2 * step), along.item()
+
+
+def router_slopes(rank, world_size, *cases):
+    return [router_slope(rank, world_size, options) for options in cases]

@@ -119,6 +119,11 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     model.set_reshard_after_backward(enabled or stage == 3)
 
 
+def zero_stage_of(model: nn.Module) -> int | None:
+    """What `apply_data_parallel` was told, None where it left the model alone."""
+    return getattr(model, _STAGE, None)
+
+
 def _sharding_mesh(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
     """Both axes for FSDP2's hybrid form, the second alone where there are no replicas."""
     return mesh[shard] if mesh[replicate].size() == 1 else mesh[replicate, shard]

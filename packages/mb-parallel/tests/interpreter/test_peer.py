@@ -12,7 +12,7 @@ from mb_kernels.testing import assert_close
 from mb_layers.config import MoEConfig
 from mb_layers.moe import dMoE
 from mb_parallel import ParallelDims
-from mb_parallel.expert_parallel import PeerBuffers, PeerDispatcher, Place
+from mb_parallel.expert_parallel import PeerBuffers, PeerDispatcher, Place, Rows
 from mb_parallel.expert_parallel.apply import shard_experts
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.testing import run_ranks
@@ -28,14 +28,15 @@ class Case(NamedTuple):
     one_rank: bool = False
     keep_rows: bool = False
     depth: int = 1
+    policy: str = "worst"
 
 
 CASES = [
     Case((5, 3), depth=2),
     Case((4, 4), top_k=1, keep_rows=True),
     Case((3, 0), top_k=3),
-    Case((4, 5), masked=True),
-    Case((3, 4), top_k=1, one_rank=True),
+    Case((4, 5), masked=True, policy="exact"),
+    Case((3, 4), top_k=1, one_rank=True, policy="budget"),
     Case((2, 3), experts=1, top_k=1),  # the width is shared
 ]
 
@@ -101,7 +102,10 @@ def _through(layer: dMoE, depth: int, x, weights, ids) -> dict[str, torch.Tensor
 def _spread(layer: dMoE, case: Case, ep, buffers: PeerBuffers) -> None:
     place = Place(ep.get_group(), "layers.1.moe")
     shard_experts(layer.experts, ep, Placement(case.experts, place.size, place.rank), "moe")
-    layer.dispatcher = PeerDispatcher(case.experts, place, buffers, keep_rows=case.keep_rows)
+    rows = Rows(case.policy, budget=2.0)  # all on one of two ranks: just enough
+    layer.dispatcher = PeerDispatcher(
+        case.experts, place, buffers, keep_rows=case.keep_rows, rows=rows
+    )
 
 
 def _ranks(rank: int, ranks: int, folder: str):

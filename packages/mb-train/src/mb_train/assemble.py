@@ -18,7 +18,7 @@ from mb_parallel.tensor_parallel import parallelize_tensors
 from torch import nn
 
 from mb_train.config import TrainConfig, whole
-from mb_train.execute import Executor, Sequential
+from mb_train.execute import Executor, Sequential, WithinBudget
 from mb_train.graphs import Graphed, check_capturable
 from mb_train.models.transformer import Block
 from mb_train.tasks import Task
@@ -43,6 +43,11 @@ class Assembled:
     copies: list[nn.Parameter] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     working_copies: WorkingCopies = field(default_factory=lambda: WorkingCopies({}))
+
+    @property
+    def steps_redone(self) -> int:
+        """Steps since the start that ran again, see `WithinBudget`."""
+        return self.executor.steps_redone if isinstance(self.executor, WithinBudget) else 0
 
     def train(self, mode: bool = True) -> None:
         """Switch the parts to training or to evaluation."""
@@ -78,12 +83,28 @@ def assemble(
             model.keep(layers, first=first, last=last)
         notes = _spread(model, task, config, mesh, device, compute_dtype)
         parts.append(model)
-    copies = hold_working_copies(parts, compute_dtype)
-    if mesh.pp_size == 1:
+    working_copies = hold_working_copies(parts, compute_dtype)
+    executor: Executor
+    copies: list[nn.Parameter] = []
+    if mesh.pp_size > 1:
+        executor = _pipeline(parts, task, config, mesh, compute_dtype)
+        copies = executor.copies
+    else:
         kind = Graphed if config.cuda_graph else Sequential
         executor = kind(parts[0], task.first_input)
-        return Assembled(parts, executor, total, notes=notes, working_copies=copies)
-    pipeline = Pipeline(
+    if config.moe_num_experts is not None and config.moe_row_policy == "budget":
+        executor = WithinBudget(executor, parts, device)
+    return Assembled(parts, executor, total, copies, notes, working_copies)
+
+
+def _pipeline(
+    parts: list[nn.Module],
+    task: Task,
+    config: TrainConfig,
+    mesh: ParallelMesh,
+    compute_dtype: torch.dtype,
+) -> Pipeline:
+    return Pipeline(
         parts,
         mesh,
         schedule=config.schedule_in_force,
@@ -93,7 +114,6 @@ def assemble(
         sequence_parallel=config.sequence_parallel,
         tied=task.tied_parameters,
     )
-    return Assembled(parts, pipeline, total, pipeline.copies, notes, copies)
 
 
 def _stages(config: TrainConfig, mesh: ParallelMesh) -> list[tuple[range, bool, bool]]:
@@ -134,6 +154,10 @@ def _spread(
             dispatcher=config.moe_dispatcher,
             sequence_parallel=config.sequence_parallel,
             equal_tokens=True,
+            chunks=config.moe_a2a_overlap_degree,
+            row_policy=config.moe_row_policy,
+            row_budget=config.moe_row_budget,
+            timeout_s=60 * config.distributed_timeout_minutes,
         )
         notes.append(chosen)
     blocks = [module for module in model.modules() if isinstance(module, Block)]

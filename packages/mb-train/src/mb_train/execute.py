@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from mb_parallel import ParallelMesh, set_gradient_sync
+from mb_parallel import ParallelMesh, set_gradient_sync, within_budget
 from torch import Tensor, nn
 
 from mb_train.tasks import Batch, Task
@@ -48,6 +48,50 @@ class Executor(Protocol):
     def evaluate(self, *batches: Batch) -> Losses:
         """The weighted sums of the batches' losses."""
         ...
+
+
+class WithinBudget:
+    """Runs a step of another executor again where a rank's experts got more rows than budgeted.
+
+    Nothing of the first time remains: gradients begin anew, `before` seeds the random numbers of
+    each micro-batch as it did, and what was measured is told once.
+
+    Args:
+        inner: runs the step.
+        parts: the stages on this rank, without gradients when a step begins.
+        device: this rank's.
+    """
+
+    def __init__(self, inner: Executor, parts: Sequence[nn.Module], device: torch.device) -> None:
+        self._inner, self._parts, self._device = inner, parts, device
+        self.steps_redone = 0
+
+    def step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        loss_scale: Tensor | float,
+        before: Callable[[int], None],
+        measured: Callable[[dict[str, Tensor]], None],
+    ) -> Losses:
+        """See `Executor.step`."""
+        metrics: list[dict[str, Tensor]] = []
+
+        def attempt() -> Losses:
+            metrics.clear()
+            return self._inner.step(
+                batches, loss_scale=loss_scale, before=before, measured=metrics.append
+            )
+
+        losses, again = within_budget(self._parts, attempt, self._device)
+        self.steps_redone += again
+        for of_pass in metrics:
+            measured(of_pass)
+        return losses
+
+    def evaluate(self, *batches: Batch) -> Losses:
+        """See `Executor.evaluate`."""
+        return self._inner.evaluate(*batches)
 
 
 class Sequential:

@@ -90,7 +90,10 @@ def report_interval(
         nan_iterations=stats.nan_iterations,
     )
     said = timer_lines(timers, config.timing_log_option)
-    run.say("\n".join(filter(None, [line, extra_line(pace, stats), said])))
+    more = extra_line(pace, stats)
+    if run.model.steps_redone:
+        more += f" | steps run again for rows beyond the budget: {run.model.steps_redone}"
+    run.say("\n".join(filter(None, [line, more, said])))
     on_gpu = run.device.type == "cuda"
     run.log.write(
         "train",
@@ -104,6 +107,7 @@ def report_interval(
         ranks=ranks,
         loss_scale=loss_scale,
         skipped_iterations=stats.skipped_iterations,
+        steps_redone=run.model.steps_redone,
         grad_norm=stats.grad_norm,
         zeros_in_grad=stats.zeros_in_grad,
         params_norm=stats.params_norm,

@@ -83,8 +83,8 @@ class Run:
 
     def __init__(self, config: TrainConfig, device: torch.device, start: Start | None) -> None:
         self.last_sign = time.monotonic()
+        check_same(config, "the configuration")  # first: with other sizes ranks make other groups
         self.mesh = parallel_dims(config, world_size()).build(device.type)
-        check_same(config, "the configuration")
         self.batch_size = config.batch_size(self.mesh.dp_size)
         # What the ranks of this start decided stays the run's own, on however many it goes on.
         config = dataclasses.replace(config, global_batch_size=self.batch_size)

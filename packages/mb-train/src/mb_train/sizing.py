@@ -100,10 +100,12 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     narrow = 2 if device != "CPU" or config.fp16 or config.bf16 else 0
     # Casts to 16 bit live until the backward pass; ZeRO 3 gathers a layer at a time instead.
     cast = narrow * (here / whole(config.num_layers) if config.zero_stage == 3 else here)
-    gradients = 4 * (sharded if config.zero_stage >= 2 else here)
     batch = config.batch_size(dims.dp)
     flops = flops_per_token(config, vocab_size) * batch * whole(config.seq_length)
     micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
+    # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
+    waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1
+    gradients = 4 * (here if waiting else sharded)
     return Sizes(
         parameters=total,
         active=int(total - experts + experts * share),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from mb_parallel import any_rank, distributed
+from mb_parallel import any_rank, distributed, rank, world_size
 from mb_parallel.optimizer import clip_and_step, weight_norm, zeros_in_grad
 from mb_parallel.random import seed_micro_batch
 from torch import Tensor
@@ -72,7 +72,9 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
     """
     with (
         warnings.catch_warnings(),
-        distributed(device_type(config)) as device,
+        distributed(
+            device_type(config), timeout_s=60 * config.distributed_timeout_minutes
+        ) as device,
         only_writer(config.save) as recovered,
         stop_signals() as stop,
         _deterministic(config.deterministic_mode),
@@ -87,6 +89,14 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         except ValueError as error:
             # Set up, a run has nothing wrong to be told: this is a defect, and wants its traceback.
             raise RuntimeError(f"after iteration {run.progress.iteration}") from error
+        except RuntimeError as error:
+            if world_size() > 1:
+                error.add_note(
+                    f"rank {rank()} of {world_size()} was in iteration "
+                    f"{run.progress.iteration + 1}. If another rank ended before it, that rank's "
+                    "own error is the cause."
+                )
+            raise
         finally:
             run.close()
 

@@ -8,3 +8,5 @@ from mb_parallel.expert_parallel.apply import parallelize_experts as parallelize
 from mb_parallel.expert_parallel.collectives import Place as Place
 from mb_parallel.expert_parallel.peer import PeerBuffers as PeerBuffers
 from mb_parallel.expert_parallel.peer import PeerDispatcher as PeerDispatcher
+from mb_parallel.expert_parallel.rows import Rows as Rows
+from mb_parallel.expert_parallel.rows import within_budget as within_budget

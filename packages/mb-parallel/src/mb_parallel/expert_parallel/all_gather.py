@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks, gather_rows, sum_rows
 from mb_parallel.expert_parallel.placement import Placement, pack_routing, unpack_routing
+from mb_parallel.expert_parallel.rows import Rows
 
 
 class AllGatherDispatcher:
@@ -28,8 +29,7 @@ class AllGatherDispatcher:
         place: the expert-parallel group.
         equal_tokens: every rank always brings as many tokens. False: ranks tell each other how
             many, which makes the host wait for the device, and pad to the longest.
-        row_budget: the experts have room for so many times the slots of balanced routing; None:
-            for the worst case. With more the output is NaN.
+        rows: how much room the experts make; None: for the worst case.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class AllGatherDispatcher:
         place: Place,
         *,
         equal_tokens: bool = False,
-        row_budget: float | None = None,
+        rows: Rows | None = None,
     ) -> None:
         self.num_experts = num_experts
         self.place = place
         self.equal_tokens = equal_tokens
-        self.row_budget = row_budget
+        self.rows = rows or Rows()
         self.placement = Placement(num_experts, place.size, place.rank)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
@@ -61,8 +61,8 @@ class AllGatherDispatcher:
         weights_GJ, ids_GJ = unpack_routing(routing_GK, self.placement, top_k)
         bins = mb_kernels.bin_tokens(ids_GJ, self.placement.experts_per_rank)
         kept = counts_E.sum(dtype=torch.int32)
-        budget = self.placement.row_budget(self.row_budget, x_GD.shape[0], top_k)
-        return Dispatched(x_GD, weights_GJ, bins, counts_E, kept, tokens, budget)
+        most = self.rows.most(bins, self.placement.balanced_slots(x_GD.shape[0], top_k))
+        return Dispatched(x_GD, weights_GJ, bins, counts_E, kept, tokens, most)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Sum over the ranks what their experts made of this rank's tokens."""

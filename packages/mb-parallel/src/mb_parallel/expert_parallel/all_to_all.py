@@ -4,7 +4,8 @@ A token goes to a rank once, with its choices there and their weights, however m
 are; the rank's experts sum their outputs, and that one row comes home. Ranks are to this exchange
 what experts are to a layer, so the rows to send are sorted, gathered and summed by the same ops.
 Exact for any routing, on any backend. The numbers of rows are exchanged first, and the host reads
-them to know its splits: the layer's one wait for the device.
+them to know its splits: the layer's one wait for the device. In chunks of tokens the exchange hides
+behind the products of the experts, see `overlap`.
 
 Letters: T tokens, D hidden, K top-k, P ranks, C destinations of a token, S = T C rows to send at
 most, R received rows.
@@ -21,17 +22,17 @@ from mb_layers.dispatch import Dispatched
 from mb_layers.experts import cast_alike
 from torch import Tensor
 
-from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks, exchange_rows
+from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks
+from mb_parallel.expert_parallel.overlap import Chunk, Chunks, Exchange
 from mb_parallel.expert_parallel.placement import Placement, pack_routing, unpack_routing
 
 
 class _Sent(NamedTuple):
-    """What went where: rows by rank in `bins`, C of them per token, and the splits."""
+    """What of a chunk goes where: rows by rank in `bins`, `columns` of them per token."""
 
     bins: Bins
     columns: int
-    to: list[int]
-    from_: list[int]
+    slots_P: Tensor  # slots for each rank's experts: what they have to make room for
 
 
 class AllToAllDispatcher:
@@ -40,46 +41,93 @@ class AllToAllDispatcher:
     Args:
         num_experts: E of the layer.
         place: the expert-parallel group.
+        chunks: cut the tokens into so many, so that the exchange of one and the experts' products
+            of another overlap; for experts that `overlap.compute_in_chunks` was told.
     """
 
-    def __init__(self, num_experts: int, place: Place) -> None:
+    def __init__(self, num_experts: int, place: Place, *, chunks: int = 1) -> None:
+        if chunks < 1:
+            raise ValueError(f"Expected chunks of at least 1, got {chunks}.")
         self.num_experts = num_experts
         self.place = place
+        self.chunks = chunks
         self.placement = Placement(num_experts, place.size, place.rank)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Exchange counts, then tokens and routing; bins hold the slots of this rank's experts."""
-        top_k = expert_ids_TK.shape[1]
         (x_TD,) = cast_alike(x_TD)  # autocast's dtype travels, not fp32
         counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
+        ids = expert_ids_TK.tensor_split(self.chunks)
+        counts = [counts_E]
+        if self.chunks > 1:
+            counts = [mb_kernels.bin_tokens(i, self.num_experts).tokens_per_expert_E for i in ids]
+        sent = [self._sort(i, c) for i, c in zip(ids, counts, strict=True)]
+        counts_C2P = torch.stack(
+            [torch.stack((one.bins.tokens_per_expert_E, one.slots_P)) for one in sent]
+        )
+        by_rank = counts_of_ranks(counts_C2P, self.place)
+        parts = zip(
+            x_TD.tensor_split(self.chunks), weights_TK.tensor_split(self.chunks), ids, strict=True
+        )
+        under_way = [
+            self._send(*part, one, [theirs[c] for theirs in by_rank])
+            for c, (part, one) in enumerate(zip(parts, sent, strict=True))
+        ]
+        kept = counts_E.sum(dtype=torch.int32)
+        return (
+            under_way[0]
+            .arrive()
+            ._replace(tokens_per_expert_E=counts_E, kept_slots=kept, state=Chunks(under_way, sent))
+        )
+
+    def combine(self, y_RD: Tensor | list[Tensor], dispatched: Dispatched) -> Tensor:
+        """Send the rows back, and sum each token's in the order of ranks."""
+        state: Chunks = dispatched.state
+        rows = y_RD
+        if isinstance(rows, Tensor):
+            assert len(state.chunks) == 1, "experts that compute in chunks"
+            rows = [state.chunks[0].home.begin(rows)]
+        sums = [
+            _Sum.apply(chunk.home.end(y_SD), sent.bins, sent.columns)
+            for y_SD, chunk, sent in zip(rows, state.chunks, state.state, strict=True)
+        ]
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+    def _sort(self, expert_ids_TK: Tensor, counts_E: Tensor) -> _Sent:
         bins = mb_kernels.bin_tokens(self.placement.destinations(expert_ids_TK), self.place.size)
-        # Rows for each rank, and the slots in them: what the experts there have to make room for.
         slots_P = counts_E.view(-1, self.placement.experts_per_rank).sum(1, dtype=torch.int32)
         slots_P = slots_P.repeat_interleave(self.placement.width_shards)
-        counts_2P = torch.stack((bins.tokens_per_expert_E, slots_P))
-        by_rank, slots = zip(*counts_of_ranks(counts_2P, self.place), strict=True)
-        max_rows = max(sum(theirs[self.place.rank] for theirs in slots), 1)
-        sent = _Sent(
-            bins,
-            self.placement.most_destinations(top_k),
-            to=by_rank[self.place.rank],
-            from_=[theirs[self.place.rank] for theirs in by_rank],
-        )
-        x_SD = mb_kernels.gather(x_TD, bins, sent.columns)
-        routing_SK = mb_kernels.gather(pack_routing(weights_TK, expert_ids_TK), bins, sent.columns)
-        x_RD = exchange_rows(x_SD, sent.to, sent.from_, self.place)
-        routing_RK = exchange_rows(routing_SK, sent.to, sent.from_, self.place)
-        weights_RJ, ids_RJ = unpack_routing(routing_RK, self.placement, top_k)
-        local_bins = mb_kernels.bin_tokens(ids_RJ, self.placement.experts_per_rank)
-        kept = counts_E.sum(dtype=torch.int32)
-        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, kept, sent, max_rows)
+        columns = self.placement.most_destinations(expert_ids_TK.shape[1])
+        return _Sent(bins, columns, slots_P)
 
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send the rows back, and sum each token's in the order of ranks."""
-        sent: _Sent = dispatched.state
-        slots = sent.bins.order_N.shape[0]
-        y_SD = exchange_rows(y_RD, sent.from_, sent.to, self.place, total=slots)
-        return _Sum.apply(y_SD, sent.bins, sent.columns)
+    def _send(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        expert_ids_TK: Tensor,
+        sent: _Sent,
+        by_rank: list[Any],
+    ) -> Chunk:
+        """Let a chunk set out; `by_rank` has the rows and the slots that each rank sends to all."""
+        me, top_k = self.place.rank, expert_ids_TK.shape[1]
+        to, from_ = by_rank[me][0], [rows[me] for rows, _ in by_rank]
+        max_rows = max(sum(slots[me] for _, slots in by_rank), 1)
+        tokens, routing = (Exchange(to, from_, self.place) for _ in range(2))
+        packed_TK = pack_routing(weights_TK, expert_ids_TK)
+        x_RD = tokens.begin(mb_kernels.gather(x_TD, sent.bins, sent.columns))
+        routing_RK = routing.begin(mb_kernels.gather(packed_TK, sent.bins, sent.columns))
+
+        def arrive() -> Dispatched:
+            rows_RD, words_RK = tokens.end(x_RD), routing.end(routing_RK)
+            weights_RJ, ids_RJ = unpack_routing(words_RK, self.placement, top_k)
+            bins = mb_kernels.bin_tokens(ids_RJ, self.placement.experts_per_rank)
+            none = bins.offsets_E1[0]
+            return Dispatched(
+                rows_RD, weights_RJ, bins, bins.tokens_per_expert_E, none, None, max_rows
+            )
+
+        home = Exchange(from_, to, self.place, total=sent.bins.order_N.shape[0])
+        return Chunk(arrive, home)
 
 
 class _Sum(torch.autograd.Function):

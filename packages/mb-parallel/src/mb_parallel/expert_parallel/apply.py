@@ -26,8 +26,10 @@ from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
 from mb_parallel.expert_parallel.around import GlobalCapacity, SharedTokens
 from mb_parallel.expert_parallel.collectives import Place, mean_over
+from mb_parallel.expert_parallel.overlap import compute_in_chunks
 from mb_parallel.expert_parallel.peer import PeerBuffers, PeerDispatcher, peer_problem
 from mb_parallel.expert_parallel.placement import Placement
+from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.width import WidthShardedExperts
 from mb_parallel.mesh import ParallelMesh
 
@@ -48,7 +50,9 @@ def parallelize_experts(
     equal_tokens: bool = False,
     max_tokens: int | None = None,
     keep_rows: bool = False,
-    row_budget: float | None = None,
+    chunks: int = 1,
+    row_policy: str = "worst",
+    row_budget: float = 2.0,
     timeout_s: float = 600.0,
 ) -> str:
     """Spread the experts of every `MoE` and `dMoE` in `model` over the ep axis, in place.
@@ -68,10 +72,15 @@ def parallelize_experts(
         max_tokens: for "peer": the most tokens a rank ever brings to a layer. None: the most that
             any rank brings to the first one.
         keep_rows: for "peer": keep received tokens for the backward instead of sending them again.
-        row_budget: for "all_gather" and "peer", whose shapes are static: the experts save room for
-            so many times the slots of balanced routing, instead of for the worst case. A rank that
-            gets more returns NaN, upon which an optimizer step is skipped on all ranks; nothing is
-            dropped.
+        chunks: for "all_to_all": cut a rank's tokens into so many, and exchange one while the
+            experts compute on another. Worth it where the exchange takes as long as the products
+            of many tokens do: each chunk reads the experts' weights once more.
+        row_policy: for "all_gather" and "peer", whose shapes are static: what the experts save room
+            for. "worst": whatever could come. "exact": what came, which the host reads once a
+            layer. "budget": `row_budget` times the slots of balanced routing; a rank that gets more
+            returns NaN, upon which an optimizer step is skipped on all ranks, and
+            `within_budget` runs the step again. Nothing is ever dropped.
+        row_budget: for "budget", at least 1.
         timeout_s: for "peer": how long a kernel waits for another rank.
 
     Returns:
@@ -79,8 +88,8 @@ def parallelize_experts(
         "peer" falls back to another dispatcher, and this says so.
 
     Raises:
-        ValueError: an unknown dispatcher, sizes that do not divide, or a layer that cannot be
-            spread this way.
+        ValueError: an unknown dispatcher or policy, sizes that do not divide, or a layer that
+            cannot be spread this way.
     """
     if dispatcher not in get_args(DispatcherName):
         known = ", ".join(get_args(DispatcherName))
@@ -90,7 +99,7 @@ def parallelize_experts(
         return "expert parallelism: the model has no MoE layers"
     for name, layer in layers.items():
         _refuse(name, layer, mesh, sequence_parallel)
-    ep = mesh.axis("ep")
+    ep, rows = mesh.axis("ep"), Rows(row_policy, row_budget)
     told: dict[str, int] = {}
     if ep is not None:
         widths = {layer.config.hidden_size for layer in layers.values()}
@@ -102,11 +111,12 @@ def parallelize_experts(
         buffers = PeerBuffers(everywhere, max_tokens=max_tokens, timeout_s=timeout_s)
         for name, layer in layers.items():
             top_k = layer.config.top_k
-            bounded = row_budget is not None
+            bounded = row_policy != "worst"
             chosen, why = choose_dispatcher(dispatcher, top_k, ep.size(), problem, bounded=bounded)
-            options = {"equal_tokens": equal_tokens, "row_budget": row_budget}
+            options = {"equal_tokens": equal_tokens, "rows": rows, "chunks": chunks}
             line = _spread(layer, ep, name or "the layer", chosen, buffers, keep_rows, options)
-            line = f"{line} by {chosen}, {why}"
+            pieces = f" in {chunks} chunks" if chunks > 1 and chosen == "all_to_all" else ""
+            line = f"{line} by {chosen}{pieces}, {why}"
             told[line] = told.get(line, 0) + 1
     for name, layer in layers.items():
         _surround(layer, mesh, name or "the layer", sequence_parallel, equal_tokens)
@@ -129,7 +139,7 @@ def choose_dispatcher(
     Args:
         wanted: what the user asked for.
         peer_problem: why peers cannot write each other's memory, or None.
-        bounded: whether there is a `row_budget`, so that the worst case costs nothing.
+        bounded: whether `row_policy` is another than "worst", so that the worst case costs nothing.
     """
     if wanted in ("all_gather", "all_to_all"):
         return wanted, "as asked for"
@@ -176,12 +186,16 @@ def _spread(
     placement = Placement(experts, place.size, place.rank)
     shard_experts(layer.experts, ep, placement, name)
     if dispatcher == "all_gather":
-        layer.dispatcher = AllGatherDispatcher(experts, place, **options)
+        layer.dispatcher = AllGatherDispatcher(
+            experts, place, equal_tokens=options["equal_tokens"], rows=options["rows"]
+        )
     elif dispatcher == "all_to_all":
-        layer.dispatcher = AllToAllDispatcher(experts, place)
+        layer.dispatcher = AllToAllDispatcher(experts, place, chunks=options["chunks"])
+        if options["chunks"] > 1:
+            compute_in_chunks(layer.experts)
     else:
         layer.dispatcher = PeerDispatcher(
-            experts, place, buffers, keep_rows=keep_rows, row_budget=options["row_budget"]
+            experts, place, buffers, keep_rows=keep_rows, rows=options["rows"]
         )
     held = f"{placement.experts_per_rank} of {experts} experts a rank"
     if placement.width_shards > 1:

@@ -11,6 +11,7 @@ Letters: T tokens, D hidden, E experts, K top-k, P ranks, G tokens of all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import mb_kernels
 import torch
@@ -171,11 +172,18 @@ class SharedTokens:
         return dispatched._replace(
             tokens_per_expert_E=total[:-1],
             kept_slots=total[-1],
-            state=(dispatched.state, tokens),
+            state=_Share(dispatched.state, tokens),
         )
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Combine the share, and join the shares of all ranks."""
-        state, tokens = dispatched.state
-        y_TD = self.inner.combine(y_RD, dispatched._replace(state=state))
-        return join_rows(y_TD, self.place)[:tokens]
+        share: _Share = dispatched.state
+        y_TD = self.inner.combine(y_RD, dispatched._replace(state=share.inner))
+        return join_rows(y_TD, self.place)[: share.tokens]
+
+
+class _Share(NamedTuple):
+    """State of a dispatch that `inner` is the state of, and the tokens of which it was a share."""
+
+    inner: Any
+    tokens: int

@@ -32,6 +32,7 @@ from torch._compile import _disable_dynamo
 
 from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks
 from mb_parallel.expert_parallel.placement import Placement, pack_routing, unpack_routing
+from mb_parallel.expert_parallel.rows import Rows
 
 # Makes an arena of so many bytes for the ranks of a place: (arena, table, error, what to keep).
 Allocate = Callable[[int, Place], tuple[Tensor, Tensor, Tensor, Any]]
@@ -170,8 +171,7 @@ class PeerDispatcher:
         place: the expert-parallel group.
         buffers: shared with the other layers.
         keep_rows: keep a copy of what was received for the backward, instead of sending it again.
-        row_budget: the experts have room for so many times the slots of balanced routing; None:
-            for the worst case. With more the output is NaN.
+        rows: how much room the experts make; None: for the worst case.
     """
 
     def __init__(
@@ -181,13 +181,13 @@ class PeerDispatcher:
         buffers: PeerBuffers,
         *,
         keep_rows: bool = False,
-        row_budget: float | None = None,
+        rows: Rows | None = None,
     ) -> None:
         self.num_experts = num_experts
         self.place = place
         self.buffers = buffers
         self.keep_rows = keep_rows
-        self.row_budget = row_budget
+        self.rows = rows or Rows()
         self.placement = Placement(num_experts, place.size, place.rank)
         self.layer = buffers.register(place.layer)
 
@@ -204,8 +204,9 @@ class PeerDispatcher:
         weights_RJ, ids_RJ = unpack_routing(routing_RW, self.placement, top_k)
         local_bins = mb_kernels.bin_tokens(ids_RJ, self.placement.experts_per_rank)
         kept, state = counts_E.sum(dtype=torch.int32), (route, x_TD.detach())
-        budget = self.placement.row_budget(self.row_budget, memory.layout.rows, top_k)
-        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, kept, state, budget)
+        balanced = self.placement.balanced_slots(memory.layout.rows, top_k)
+        most = self.rows.most(local_bins, balanced)
+        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, kept, state, most)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Store the experts' rows into the memory of where their tokens belong, and sum there."""

@@ -13,7 +13,6 @@ Letters: T tokens, K top-k, E experts, P ranks, C destinations of a token at mos
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -53,12 +52,9 @@ class Placement:
     def first_expert(self) -> int:
         return self.rank // self.width_shards * self.experts_per_rank
 
-    def row_budget(self, factor: float | None, tokens: int, top_k: int) -> int | None:
-        """`factor` times this rank's slots when `tokens` of all ranks load the experts evenly."""
-        if factor is None:
-            return None
-        share = tokens * top_k * self.experts_per_rank / self.num_experts
-        return max(math.ceil(factor * share), 1)
+    def balanced_slots(self, tokens: int, top_k: int) -> float:
+        """This rank's slots when `tokens` of all ranks load the experts evenly."""
+        return tokens * top_k * self.experts_per_rank / self.num_experts
 
     def local_ids(self, expert_ids: Tensor) -> Tensor:
         """Ids among this rank's experts, int32 of the same shape; -1 for any other's and for none.

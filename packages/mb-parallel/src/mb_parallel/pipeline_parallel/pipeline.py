@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mb_parallel.data_parallel import zero_stage_of
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.pipeline_parallel.placement import schedule_kind, stage_indices
 from mb_parallel.pipeline_parallel.reports import Reports
@@ -57,7 +58,8 @@ class Pipeline:
             each step both get the sum of their gradients, so they stay equal.
 
     Raises:
-        ValueError: a mesh without stages, an unknown schedule, as many stages as it does not run.
+        ValueError: a mesh without stages, an unknown schedule, as many stages as it does not run,
+            or ZeRO stage 3 with a zero-bubble one.
     """
 
     def __init__(
@@ -82,6 +84,13 @@ class Pipeline:
         self.indices = stage_indices(
             schedule, pp_size=mesh.pp_size, pp_rank=mesh.pp_rank, stages_per_rank=len(stages)
         )
+        if self.kind.in_halves and any(zero_stage_of(stage) == 3 for stage in stages):
+            # Torch looks for the weights in the graph by the parameters that the module has then,
+            # which are shards: no gradient is found, and ranks wait for each other for ever.
+            raise ValueError(
+                f"Expected zero_stage 1 or 2 with {schedule}, which computes the gradients of "
+                "weights apart and needs the weights whole from forward to backward, got 3."
+            )
         self.stages, self.group = list(stages), pp.get_group()
         self.num_stages = mesh.pp_size * len(stages)
         self.first_input, self.hidden_size, self.dtype = first_input, hidden_size, dtype

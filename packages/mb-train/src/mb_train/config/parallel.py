@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import POSITIVE, flag, whole
+from mb_train.config.field import AT_LEAST_1, POSITIVE, flag, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,30 @@ class ParallelFields:
         "how tokens reach experts of other ranks (ours)", "auto",
         choices=("auto", "all_gather", "all_to_all", "peer"),
     )  # fmt: skip
+    moe_row_policy: str = flag(
+        "what experts save room for, where shapes are static (all_gather, peer): the worst case, "
+        "--moe-row-budget, with a second run of the step for more, or what the host reads (ours)",
+        "worst", choices=("worst", "budget", "exact"),
+    )  # fmt: skip
+    moe_row_budget: float = flag(
+        "rows of an expert-parallel rank over the even share, for the policy of that name (ours)",
+        2.0, bounds=AT_LEAST_1,
+    )  # fmt: skip
+    moe_a2a_overlap_degree: int = flag(
+        "for all_to_all: chunks of a rank's tokens, of which one is exchanged while the experts "
+        "compute on another (ours)", 1, bounds=POSITIVE,
+    )  # fmt: skip
+    distributed_timeout_minutes: float = flag(
+        "how long a rank waits for the others before it ends with an error", 10.0, bounds=POSITIVE,
+        on_load="own",
+    )  # fmt: skip
     data_parallel_replicas: int = flag(
         "replicas of the model, each sharded over its own ranks (ours)", 1, bounds=POSITIVE
     )
     zero_stage: int = flag(
-        "data-parallel ranks share the optimizer's state (1), gradients as well (2), weights as "
-        "well (3) (ours)", 2, choices=(1, 2, 3),
+        "data-parallel ranks share the optimizer's state (1), gradients between micro-batches as "
+        "well (2), weights as well (3): 1 reduces once a step, the others at every micro-batch "
+        "(ours)", 1, choices=(1, 2, 3),
     )  # fmt: skip
 
     @property

@@ -1,0 +1,139 @@
+"""Room for rows whose number the device alone knows: three honest policies, none of which drops.
+
+Gathering and the peers' memory bring tokens to experts in static shapes. How many slots of them are
+for this rank's experts is known on the device, and what the experts save for the backward has to be
+allocated by the host:
+
+    "worst"    room for every slot that could come; nothing overflows, and nobody waits
+    "exact"    the host reads how many came, once a layer: the room that is needed, and a wait
+    "budget"   room for `budget` times the slots of balanced routing. With more the output is NaN,
+               the device notes it, and `within_budget` runs the step again with "exact"
+
+Letters: E experts, P ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Generator, Iterable
+from typing import Literal, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from mb_kernels import Bins
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from mb_parallel.random import rng_state, set_rng_state
+
+Policy = Literal["worst", "exact", "budget"]
+Result = TypeVar("Result")
+
+
+class Rows:
+    """How much room the experts make; one for all layers of a model.
+
+    Args:
+        policy: see above.
+        budget: for "budget": of the slots of balanced routing, at least 1.
+
+    Raises:
+        ValueError: another policy or a budget below 1.
+    """
+
+    def __init__(self, policy: str = "worst", budget: float = 2.0) -> None:
+        if policy not in get_args(Policy):
+            known = ", ".join(get_args(Policy))
+            raise ValueError(f"Expected row_policy to be one of {known}, got {policy!r}.")
+        if not budget >= 1:
+            raise ValueError(
+                f"Expected row_budget of at least 1, the share of balanced routing, got {budget}."
+            )
+        self.policy, self.budget = policy, budget
+        self._overflow: Tensor | None = None
+
+    @_disable_dynamo
+    def most(self, bins: Bins, balanced: float) -> int | None:
+        """The most slots to make room for, or None for all that could come.
+
+        Args:
+            bins: slots of this rank's experts.
+            balanced: how many there are when the load is equal.
+        """
+        if self.policy == "worst":
+            return None
+        if self.policy == "exact" or not torch.is_grad_enabled():
+            return max(int(bins.offsets_E1[-1]), 1)
+        room = max(math.ceil(self.budget * balanced), 1)
+        over = bins.offsets_E1[-1] > room
+        if self._overflow is None:
+            self._overflow = over.clone()
+        else:
+            self._overflow.logical_or_(over)  # in place, for CUDA graphs
+        return room
+
+    def take_overflow(self) -> Tensor | None:
+        """Whether there was any since the last call, on the device; None if no layer ran."""
+        if self._overflow is None:
+            return None
+        found = self._overflow.clone()
+        self._overflow.zero_()
+        return found
+
+    @contextlib.contextmanager
+    def exactly(self) -> Generator[None]:
+        """Within it the policy is "exact"."""
+        policy, self.policy = self.policy, "exact"
+        try:
+            yield
+        finally:
+            self.policy = policy
+
+
+def within_budget(
+    parts: Iterable[nn.Module], step: Callable[[], Result], device: torch.device
+) -> tuple[Result, bool]:
+    """Run a step's forward and backward passes; if rows overflowed on any rank, run them again.
+
+    The second time there is room for whatever comes. Gradients begin anew, the streams of random
+    numbers where they began. Every rank of the world calls it. The host waits for the device once.
+
+    Args:
+        parts: the model's stages on this rank, without gradients, after `parallelize_experts` with
+            `row_policy="budget"`; a stage without experts is fine.
+        step: adds the step's gradients up; called twice at most, with the same batches.
+        device: this rank's.
+
+    Returns:
+        What `step` returned, and whether it ran twice.
+    """
+    parts = list(parts)
+    rows = {found for part in parts for module in part.modules() if (found := _rows_of(module))}
+    for one in rows:
+        one.take_overflow()  # of forward passes that were no part of a step
+    before = rng_state(device)
+    result = step()
+    found = [flag for flag in (one.take_overflow() for one in rows) if flag is not None]
+    vote = torch.zeros((), dtype=torch.int32, device=device)
+    if found:
+        vote = torch.stack(found).any().int()
+    if dist.is_initialized():
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+    if not vote.item():
+        return result, False
+    for part in parts:
+        part.zero_grad(set_to_none=True)
+    set_rng_state(before, device)
+    with contextlib.ExitStack() as stack:
+        for one in rows:
+            stack.enter_context(one.exactly())
+        return step(), True
+
+
+def _rows_of(module: nn.Module) -> Rows | None:
+    """The policy of a layer's dispatcher, whatever is around it."""
+    dispatcher = getattr(module, "dispatcher", None)
+    while dispatcher is not None and not isinstance(getattr(dispatcher, "rows", None), Rows):
+        dispatcher = getattr(dispatcher, "inner", None)
+    return None if dispatcher is None else dispatcher.rows

@@ -63,6 +63,7 @@ class PeerBuffers:
         self._allocate = allocate or symmetric_arena
         self._memories: dict[tuple[int, torch.dtype, int], PeerMemory] = {}
         self._kept: list[Any] = []
+        self._places: dict[int, Tensor] = {}
         self._layers: list[str] = []
         self.uses = 0  # of "tokens" and "grads", to notice when they do not alternate
 
@@ -99,6 +100,14 @@ class PeerBuffers:
                 f"made for, got {tokens}. Pass max_tokens={tokens} to parallelize_experts."
             )
         return memory
+
+    def places(self, memory: PeerMemory) -> Tensor:
+        """0 to M - 1 on the device, int32 [M]; made once."""
+        if memory.layout.tokens not in self._places:
+            self._places[memory.layout.tokens] = torch.arange(
+                memory.layout.tokens, dtype=torch.int32, device=memory.arena.device
+            )
+        return self._places[memory.layout.tokens]
 
     def check(self, memory: PeerMemory) -> None:
         """Raise if a kernel has given up on a peer. Reads host memory alone."""
@@ -231,8 +240,7 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, routing_TW: Tensor, route: _Route) -> tuple[Tensor, Tensor]:
         ctx.route, memory = route, route.memory
         route.counts_P = route.send(x_TD, routing_TW, "tokens", step=0)
-        place_M = torch.arange(memory.layout.tokens, device=x_TD.device)
-        taken_R1 = (place_M < route.counts_P[:, None]).view(-1, 1)
+        taken_R1 = (route.buffers.places(memory) < route.counts_P[:, None]).view(-1, 1)
         routing_RW = torch.where(taken_R1, memory.payload("tokens"), -1.0)
         x_RD = memory.rows("tokens")
         return x_RD.clone() if route.keep_rows else x_RD, routing_RW

@@ -61,8 +61,9 @@ class Placement:
 
         An id of -1 or E is of no expert, as for `mb_kernels.bin_tokens`.
         """
-        ids = expert_ids - self.first_expert
-        return torch.where((ids >= 0) & (ids < self.experts_per_rank), ids, -1).int()
+        group = self.rank // self.width_shards
+        mine = expert_ids // self.experts_per_rank == group
+        return torch.where(mine, expert_ids.int() - self.first_expert, -1)
 
     def most_destinations(self, top_k: int) -> int:
         """C: the most ranks that one token can have to reach."""
@@ -70,23 +71,24 @@ class Placement:
 
     def destinations(self, expert_ids_TK: Tensor) -> Tensor:
         """The ranks each token has to reach, every rank once: int32 [T, C], -1 where fewer."""
-        tokens, top_k = expert_ids_TK.shape
-        groups = self.ranks // self.width_shards
-        taken = (expert_ids_TK >= 0) & (expert_ids_TK < self.num_experts)
-        # Ranks that share an expert make a group; column `groups` stands for no expert.
-        group_TK = torch.where(taken, expert_ids_TK // self.experts_per_rank, groups).long()
+        groups, top_k = self.ranks // self.width_shards, expert_ids_TK.shape[1]
+        # Ranks that share an expert make a group; ids of no expert fall outside of all groups.
+        group_TK = expert_ids_TK.int() // self.experts_per_rank
         if groups <= top_k:
-            needed = torch.zeros((tokens, groups + 1), dtype=torch.bool, device=taken.device)
-            needed.scatter_(1, group_TK, True)
-            every = torch.arange(groups, device=taken.device)
-            group_TC = torch.where(needed[:, :groups], every, -1)
+            every_G = torch.arange(groups, dtype=torch.int32, device=group_TK.device)
+            needed_TG = (group_TK[:, None] == every_G[:, None]).any(dim=2)
+            group_TC = torch.where(needed_TG, every_G, -1)
         else:
-            same_TKK = group_TK[:, :, None] == group_TK[:, None, :]
-            repeated_TK = same_TKK.tril(-1).any(dim=2)  # an earlier choice goes there already
-            group_TC = torch.where(taken & ~repeated_TK, group_TK, -1)
-        shards = torch.arange(self.width_shards, device=taken.device)
+            group_TC = torch.where(group_TK < groups, group_TK, -1)
+            if top_k > 1:
+                same_TKK = group_TK[:, :, None] == group_TK[:, None, :]
+                # An earlier choice goes there already.
+                group_TC = group_TC.masked_fill(same_TKK.tril(-1).any(dim=2), -1)
+        if self.width_shards == 1:
+            return group_TC
+        shards = torch.arange(self.width_shards, dtype=torch.int32, device=group_TK.device)
         rank_TCs = group_TC[:, :, None] * self.width_shards + shards
-        return torch.where(group_TC[:, :, None] >= 0, rank_TCs, -1).int().flatten(1)
+        return torch.where(group_TC[:, :, None] >= 0, rank_TCs, -1).flatten(1)
 
 
 def pack_routing(weights_TK: Tensor, expert_ids_TK: Tensor) -> Tensor:
@@ -103,7 +105,7 @@ def unpack_routing(packed_RK: Tensor, placement: Placement, top_k: int) -> tuple
         choices on this rank come first, in their order; the rest are -1.
     """
     weights_RK, ids_RK = packed_RK.split(top_k, dim=1)
-    ids_RK = placement.local_ids(ids_RK.detach().round().int())
+    ids_RK = placement.local_ids(ids_RK.detach().int())
     columns = min(top_k, placement.experts_per_rank)
     if columns < top_k:
         order_RJ = (ids_RK < 0).int().sort(dim=1, stable=True).indices[:, :columns]

@@ -17,8 +17,7 @@ from mb_train.models.bert import Bert
 from mb_train.models.ict import ICT, LOSS
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of
-from mb_train.tasks.bert import stacked
+from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of, stacked
 
 
 class ICTTask:

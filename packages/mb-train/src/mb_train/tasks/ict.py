@@ -94,7 +94,7 @@ class ICTTask:
             raise ValueError("Expected one --data-path for --model ict, got a blend.")
         return mb_data.build_ict_datasets(
             paths[0],
-            titles_prefix=config.titles_data_path or _titles_beside(paths[0]),
+            titles_prefix=config.titles_data_path or titles_beside(paths[0]),
             tokenizer=self._tokenizer,
             split=config.split,
             seq_length=whole(config.seq_length),
@@ -157,6 +157,7 @@ class ICTTask:
         return torch.cat(all_gather(x_BD, group=axis.get_group()))
 
 
-def _titles_beside(prefix: str) -> str | None:
+def titles_beside(prefix: str) -> str | None:
+    """The titles that `mb-data preprocess` wrote with PREFIX_text_sentence, if it did."""
     titles = f"{prefix.removesuffix('_text_sentence')}_title_document"
     return titles if Path(f"{titles}.idx").is_file() else None

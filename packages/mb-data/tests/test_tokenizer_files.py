@@ -393,3 +393,16 @@ def test_names_that_are_nothing(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="at least 0"):
         load_tokenizer("gpt2", num_extra_ids=-1)
+
+
+def test_the_first_pieces_of_berts_vocabulary_spell_every_word():
+    small = load_tokenizer("bert-base-uncased:4352")
+    assert small.vocab_size < BERT.vocab_size
+    text = "Returns zxqvjkw 0123456789; the abcdefghijklmnopqrstuvwxyz of __init__(self)"
+    ids = list(small.encode(text))
+    assert small.token_id("[UNK]") not in ids
+    assert max(ids) < 4352
+    assert small.decode(ids).replace(" ", "") == text.lower().replace(" ", "")
+    for name in ("bert-base-uncased:4351", "bert-base-uncased:30523", "bert-base-uncased:x"):
+        with pytest.raises(ValueError, match="expected a size from 4352 to 30522"):
+            load_tokenizer(name)

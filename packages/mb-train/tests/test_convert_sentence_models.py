@@ -52,14 +52,16 @@ def outputs_of_theirs(model, x, types, valid, y):
 
 @torch.no_grad()
 def outputs_of_ours(model, x, types, valid, y):
+    ends = torch.nn.functional.pad(valid.sum(1, keepdim=True), (0, 1), value=x.shape[1])
     if hasattr(model, "decoder"):
-        memory, _ = model.encode(x, valid, valid)
-        hidden, _ = model.decode(y, torch.ones_like(y), torch.ones_like(y), memory, valid)
+        memory, _ = model.encode(x, ends, valid)
+        own = torch.full_like(ends, y.shape[1])
+        hidden, _ = model.decode(y, own, torch.ones_like(y), memory, (ends, x.shape[1]))
         return [model.logits(hidden)]
-    hidden, _ = model.encode(x, types, valid, valid)
+    hidden, _ = model.encode(x, types, ends, valid)
     places = torch.arange(x.shape[1]).expand_as(x)
     scores = model.logits(hidden, places)[valid.bool()]
-    return [scores, model.order_head(model.pooler(hidden))]
+    return [scores, model.order(hidden, torch.zeros(len(x), 1).long())[:, 0]]
 
 
 def inputs(length):

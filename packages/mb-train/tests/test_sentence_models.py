@@ -1,8 +1,11 @@
 """BERT, T5 and ICT against plainer computations: losses, padding, balance loss, gathered blocks."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
+import mb_data
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,17 +15,21 @@ from mb_parallel import ParallelDims
 from mb_parallel.testing import run_ranks
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
+from mb_train.models.attention import BlockContext, CoreAttention, within_segments
 from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
+from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
+from mb_train.models.relative import near_scores, relative_buckets
 from mb_train.models.t5 import T5
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.bert import BertTask
 from mb_train.tasks.ict import ICTTask
 from mb_train.tasks.make import whole_model
+from mb_train.tasks.packed import PackedSamples, bert_lengths
 
 B, S, R, M, V = 3, 10, 7, 3, 37
-LENGTHS = torch.tensor([10, 6, 1])
+LENGTHS, WRITTEN = torch.tensor([10, 6, 1]), torch.tensor([7, 3, 2])
 SMALL = TransformerConfig(
     num_layers=2, hidden_size=16, ffn_size=24, vocab_size=V, num_heads=4, num_kv_heads=4,
     head_size=4, max_positions=2 * S, init_std=0.3, output_init_std=0.3,
@@ -41,6 +48,10 @@ CONFIGS = {
 }
 
 
+def ends_of(lengths, size):
+    return F.pad(lengths[:, None], (0, 1), value=size)
+
+
 def bert_batch(size=S):
     """Rows of LENGTHS tokens, padded to `size` with token 5."""
     g = torch.Generator().manual_seed(0)
@@ -53,13 +64,14 @@ def bert_batch(size=S):
     tokens = torch.where(valid > 0, row(V), 5)
     return tokens, {
         "token_types_BS": row(2) * valid,
-        "segments_BS": valid,
+        "ends_BN": ends_of(LENGTHS, size),
         "valid_BS": valid,
         "masked_BM": places,
         "labels_BM": torch.randint(V, (B, M), generator=g),
         "weights_BM": torch.rand(B, M, generator=g),
-        "order_B": torch.tensor([0, 1, 1]),
-        "order_weights_B": torch.rand(B, generator=g),
+        "first_BP": torch.zeros(B, 1).long(),
+        "order_BP": torch.tensor([[0], [1], [1]]),
+        "order_weights_BP": torch.rand(B, 1, generator=g),
     }
 
 
@@ -67,16 +79,16 @@ def t5_batch(size=S):
     g = torch.Generator().manual_seed(0)
     extra = size - S
     valid = (torch.arange(size) < LENGTHS[:, None]).long()
-    decoder_valid = (torch.arange(R + extra) < torch.tensor([[7], [3], [2]])).long()
+    decoder_valid = (torch.arange(R + extra) < WRITTEN[:, None]).long()
     tokens = torch.where(valid > 0, F.pad(torch.randint(V, (B, S), generator=g), (0, extra)), 5)
     labels, written = (
         F.pad(torch.randint(V, (B, R), generator=g), (0, extra)) * decoder_valid for _ in range(2)
     )
     return tokens, {
-        "segments_BS": valid,
+        "ends_BN": ends_of(LENGTHS, size),
         "valid_BS": valid,
         "decoder_tokens_BR": written,
-        "decoder_segments_BR": decoder_valid,
+        "decoder_ends_BN": ends_of(WRITTEN, R + extra),
         "decoder_valid_BR": decoder_valid,
         "labels_BR": labels,
         "weights_BR": decoder_valid.float(),
@@ -114,9 +126,15 @@ pairs = pytest.mark.parametrize("kind", CONFIGS)
 models = pytest.mark.parametrize("name", MODELS)
 
 
+def gpt_batch():
+    g = torch.Generator().manual_seed(0)
+    tokens, labels = (torch.randint(V, (B, S), generator=g) for _ in range(2))
+    return tokens, {"labels_BS": labels}
+
+
 def made(name, kind):
     torch.manual_seed(4)
-    model = MODELS[name][0](CONFIGS[kind])
+    model = ({"gpt": (GPT,)} | MODELS)[name][0](CONFIGS[kind])
     for parameter in model.parameters():  # biases and norms that do something
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
@@ -130,7 +148,8 @@ def test_berts_losses_are_cross_entropies_one_sample_at_a_time(kind):
     for b, length in enumerate(LENGTHS.tolist()):
         ones = torch.ones(1, length, dtype=torch.int64)
         types = rest["token_types_BS"][b : b + 1, :length]
-        x, _ = model.encode(tokens[b : b + 1, :length], types, ones, ones)
+        ends = torch.tensor([[length]])
+        x, _ = model.encode(tokens[b : b + 1, :length], types, ends, ones)
         head, weight = model.lm_head, model.embedding.tokens.weight
         states = head.norm(F.gelu(head.dense(x[0, rest["masked_BM"][b]])))
         losses = F.cross_entropy(
@@ -138,7 +157,9 @@ def test_berts_losses_are_cross_entropies_one_sample_at_a_time(kind):
         )
         lm = lm + (losses * rest["weights_BM"][b]).sum()
         scores = model.order_head(torch.tanh(model.pooler.dense(x[0, 0])))
-        order = order + F.cross_entropy(scores, rest["order_B"][b]) * rest["order_weights_B"][b]
+        order = (
+            order + F.cross_entropy(scores, rest["order_BP"][b, 0]) * rest["order_weights_BP"][b, 0]
+        )
     torch.testing.assert_close(got["lm loss"], lm)
     torch.testing.assert_close(got["sop loss"], order)
 
@@ -150,9 +171,10 @@ def test_t5s_loss_is_the_cross_entropy_one_sample_at_a_time(kind):
     for b, length in enumerate(LENGTHS.tolist()):
         outputs = int(rest["decoder_valid_BR"][b].sum())
         ones, below = torch.ones(1, length).long(), torch.ones(1, outputs).long()
-        memory, _ = model.encode(tokens[b : b + 1, :length], ones, ones)
+        ends = torch.tensor([[length]])
+        memory, _ = model.encode(tokens[b : b + 1, :length], ends, ones)
         written = rest["decoder_tokens_BR"][b : b + 1, :outputs]
-        x, _ = model.decode(written, below, below, memory, ones)
+        x, _ = model.decode(written, torch.tensor([[outputs]]), below, memory, (ends, length))
         scores = x[0] * 16**-0.5 @ model.embedding.tokens.weight.T + model.head_bias
         torch.testing.assert_close(model.logits(x)[0], scores)
         want = want + F.cross_entropy(scores, rest["labels_BR"][b, :outputs], reduction="sum")
@@ -193,7 +215,7 @@ def test_padding_changes_nothing(name, kind):
         assert counts.sum(1).tolist() == [2 * tokens for tokens in layers]
 
 
-@models
+@pytest.mark.parametrize("name", ["gpt", *MODELS])
 def test_the_balance_loss_has_its_gradient(name):
     """By central differences along a direction; the experts chosen stay the same."""
     model = made(name, "experts").double()
@@ -201,7 +223,7 @@ def test_the_balance_loss_has_its_gradient(name):
     for part in model.modules():
         if isinstance(part, Bert):
             part.compute_dtype = torch.float64
-    tokens, rest = MODELS[name][1]()
+    tokens, rest = gpt_batch() if name == "gpt" else MODELS[name][1]()
     output = model(tokens, **rest)
     parameters = [p for n, p in model.named_parameters() if "router" in n or "tokens" in n]
     grads = torch.autograd.grad(output.aux_loss, parameters)
@@ -284,11 +306,12 @@ def test_towers_begin_from_a_bert(tmp_path, shared):
 
 def test_greedy_writing_takes_the_likeliest_token_each_time():
     model, (tokens, rest) = made("t5", "experts").eval(), t5_batch()
-    valid = rest["valid_BS"]
-    written = model.write(tokens, valid, first=3, length=5)
+    ends, valid = rest["ends_BN"], rest["valid_BS"]
+    written = model.write(tokens, ends, valid, first=3, length=5)
     read = torch.cat([torch.full((B, 1), 3), written[:, :-1]], dim=1)
-    memory, _ = model.encode(tokens, valid, valid)
-    x, _ = model.decode(read, torch.ones_like(read), torch.ones_like(read), memory, valid)
+    memory, _ = model.encode(tokens, ends, valid)
+    own = torch.full_like(ends, read.shape[1])
+    x, _ = model.decode(read, own, torch.ones_like(read), memory, (ends, S))
     assert torch.equal(model.logits(x).argmax(2), written)
 
 
@@ -297,8 +320,10 @@ def test_a_bert_takes_the_places_to_restore_first():
     run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "model": "bert", "mask_prob": 0.3}
     task = BertTask(TrainConfig(**sizes, **run), None, vocab_size=V)
     labels = [[-1, 7, -1, -1, 9, -1, -1, -1], [-1] * 8]
-    sample = {"text": range(8), "types": [0] * 8, "padding_mask": [1] * 8, "is_random": 1}
-    batch = task.collate([sample | {"labels": row} for row in labels])
+    sample = {"text": np.arange(8), "types": np.zeros(8), "padding_mask": np.ones(8)}
+    sample["is_random"] = 1
+    batch = task.collate([sample | {"labels": np.array(row)} for row in labels])
+    assert batch["ends_BN"].tolist() == [[8], [8]]
     assert batch["masked_BM"].shape == (2, 3)
     assert batch["masked_BM"][0, :2].tolist() == [1, 4]
     assert batch["labels_BM"].tolist()[0][:2] == [7, 9]
@@ -319,6 +344,119 @@ def test_bm25_ranks_by_rare_words_and_short_texts():
     assert recall([0, 4, 5, 9], 5) == 0.5
 
 
-def test_relative_positions_are_no_berts():
+def test_relative_positions_are_refused_in_stages():
     with pytest.raises(ValueError, match="learned or rotary"):
-        Bert(replace(SMALL, positions="relative"))
+        Bert(replace(SMALL, positions="relative")).keep(range(1), first=True, last=False)
+
+
+def packed_task(**change):
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": S}
+    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "model": "bert", "mask_prob": 0.3}
+    config = TrainConfig(**{**sizes, **run, "samples_per_sequence": 3, **change})
+    return BertTask(config, None, vocab_size=V)
+
+
+def bert_sample(length, seed):
+    g = np.random.default_rng(seed)
+    text, types, labels, valid = np.zeros((4, S), np.int64)
+    text[:length], types[length // 2 : length], valid[:length] = g.integers(V, size=length), 1, 1
+    labels -= 1
+    labels[length - 1] = g.integers(V)
+    order = {"is_random": seed % 2}
+    return {"text": text, "types": types, "labels": labels, "padding_mask": valid} | order
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope", "relative"])
+@pytest.mark.parametrize("binary_head", [True, False], ids=["order", "no order"])
+def test_packed_samples_give_the_losses_of_each_by_itself(positions, binary_head):
+    """And its gradients; experts get the same tokens."""
+    task = packed_task(bert_binary_head=binary_head)
+    samples = [bert_sample(n, seed) for seed, n in enumerate([4, 3, 2, S, 5, 1])]
+    packed = task.collate([samples[:3], samples[3:4], samples[4:]])
+    single = task.collate(samples)
+    assert packed["ends_BN"].tolist() == [[4, 7, 9, 10], [10, 10, 10, 10], [5, 6, 6, 10]]
+    torch.manual_seed(0)
+    model = Bert(replace(EXPERTS, positions=positions), binary_head=binary_head)
+    found = []
+    for arrays in (packed, single):
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        output = model(batch.pop("tokens_BS"), **batch)
+        loss = torch.stack(list(output.losses.values())).sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        found.append((output, [g for g in grads if g is not None]))
+    (one, grads), (other, others) = found
+    torch.testing.assert_close(one.losses, other.losses)
+    torch.testing.assert_close(grads, others, rtol=1e-4, atol=1e-5)
+    counts = "tokens_per_expert"
+    assert torch.equal(one.metrics[counts], other.metrics[counts])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_flash_attention_over_segments_is_the_masked_one(dtype):
+    """Outputs and gradients, with segments that are empty, and none to attend to."""
+    torch.manual_seed(0)
+    ends = torch.tensor([[4, 7, 9, 10], [10, 10, 10, 10], [5, 6, 6, 10]], device="cuda")
+    sources = torch.tensor([[3, 8, 9, 9], [9, 9, 9, 9], [1, 2, 5, 9]], device="cuda")
+    q = torch.randn(3, 10, 4, 16, device="cuda", dtype=dtype)
+    core = CoreAttention(dropout=0.0)
+    for length, attended in ((10, None), (9, (sources, 9))):
+        k, v = torch.randn(2, 3, length, 4, 16, device="cuda", dtype=dtype)
+        context = BlockContext(**within_segments(ends, 10, causal=False, attended=attended))
+        assert context.mask is not None
+        plain = context._replace(mask=context.mask.cpu(), bounds=None)
+        found = []
+        for inputs, where in (((q, k, v), context), ([x.cpu().float() for x in (q, k, v)], plain)):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            y = core(*leaves, where)
+            grads = torch.autograd.grad((y.float() ** 2).sum(), leaves)
+            found.append([x.cpu().float() for x in (y, *grads)])
+        torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+
+
+def test_samples_are_packed_in_their_order():
+    lengths = np.array([4, 3, 2, 2, 10, 1, 1, 1, 1])
+    packed = PackedSamples(list(range(9)), lengths, room=10, most=3)
+    assert [packed[i] for i in range(len(packed))] == [[0, 1, 2], [3], [4], [5, 6, 7], [8]]
+
+
+def test_fewer_sequences_take_the_same_samples(tmp_path):
+    """Over a corpus: as many sequences as are asked for, lengths known before a sample is read."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(20))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    g = np.random.default_rng(0)
+
+    def sentence():
+        return " ".join(f"w{i}" for i in g.integers(20, size=g.integers(1, 6)))
+
+    rows = [". ".join(sentence() for _ in range(3)) for _ in range(60)]
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    tokenizer = mb_data.load_tokenizer(str(tmp_path / "vocab.txt"))
+    mb_data.preprocess(text, tmp_path / "x", tokenizer=tokenizer, workers=1, split_sentences=True)
+    task = packed_task(seq_length=40)
+    task._tokenizer = tokenizer
+    prefix = str(tmp_path / "x_text_sentence")
+    parts = task.build_datasets([prefix], (30, 10, 0))
+    assert len(parts[0]) >= 30
+    assert len(parts[1]) >= 10
+    train = parts[0]
+    for index in range(len(train)):
+        found = [int(sample["padding_mask"].sum()) for sample in train[index]]
+        assert sum(found) <= 40
+    lengths = bert_lengths(train.dataset).tolist()
+    assert lengths == [int(sample["padding_mask"].sum()) for sample in train.dataset]
+    assert max(len(train[index]) for index in range(len(train))) > 1
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_heads_begin_near(bidirectional):
+    scores = near_scores(4, bidirectional=bidirectional)
+    buckets = relative_buckets(torch.arange(-3, 4), bidirectional=bidirectional)
+    first = scores[buckets, 0].tolist()
+    if bidirectional:  # it looks back
+        assert first == [-3, -2, -1, -3, -4, -5, -6]
+        assert scores[buckets, 1].tolist() == [-6, -5, -4, -3, -1, -2, -3]
+    else:
+        assert first[:4] == [-3, -2, -1, 0]
+    assert scores.min() >= -8

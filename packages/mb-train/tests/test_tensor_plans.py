@@ -44,13 +44,14 @@ def bert_batch():
     valid = torch.arange(S).lt(6).int().expand(B, S)
     return ints(V, B, S), {
         "token_types_BS": ints(2, B, S),
-        "segments_BS": valid,
+        "ends_BN": torch.tensor([[6, S]]).expand(B, 2),
         "valid_BS": valid,
         "masked_BM": ints(6, B, M),
         "labels_BM": ints(V, B, M),
         "weights_BM": torch.rand(B, M),
-        "order_B": ints(2, B),
-        "order_weights_B": torch.rand(B),
+        "first_BP": torch.zeros(B, 1).long(),
+        "order_BP": ints(2, B, 1),
+        "order_weights_BP": torch.rand(B, 1),
     }
 
 
@@ -58,10 +59,10 @@ def t5_batch():
     valid, decoder_valid = (torch.ones(B, size, dtype=torch.int64) for size in (S, R))
     valid[:, 6:] = 0
     return ints(V, B, S), {
-        "segments_BS": valid,
+        "ends_BN": torch.tensor([[6, S]]).expand(B, 2),
         "valid_BS": valid,
         "decoder_tokens_BR": ints(V, B, R),
-        "decoder_segments_BR": decoder_valid,
+        "decoder_ends_BN": torch.full((B, 2), R),
         "decoder_valid_BR": decoder_valid,
         "labels_BR": ints(V, B, R),
         "weights_BR": torch.rand(B, R),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mb_train.flags import Parser
+from mb_train.retrieval.commands import index, retrieve
 
 _DEVICES = ("auto", "cpu", "cuda")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -226,4 +227,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate,
     "serve": serve,
     "convert": convert,
+    "index": index,
+    "retrieve": retrieve,
 }

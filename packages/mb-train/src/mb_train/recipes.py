@@ -42,8 +42,8 @@ def quickstart() -> Recipe:
 def bert_quickstart() -> Recipe:
     """A BERT with experts that restores words of Python's docstrings."""
     return _sentences("bert") | {
-        "seq_length": 64, "micro_batch_size": 32, "position_embedding_type": "rope",
-        "train_iters": 400, "lr": 5e-3, "min_lr": 5e-4,
+        "seq_length": 64, "micro_batch_size": 32, "bert_binary_head": False, "mask_prob": 0.3,
+        "train_iters": 800, "lr": 3e-3, "min_lr": 3e-4,
     }  # fmt: skip
 
 
@@ -66,7 +66,8 @@ def ict_quickstart() -> Recipe:
 
 def _sentences(model: str) -> Recipe:
     return quickstart() | {
-        "model": model, "activation": "gelu", "micro_batch_size": 16, "eval_iters": 8,
+        "model": model, "activation": "gelu", "position_embedding_type": "relative",
+        "tokenizer": "bert-base-uncased:8192", "micro_batch_size": 16, "eval_iters": 8,
         "eval_interval": 100, "save_interval": 200, "log_interval": 20,
         "save": f"runs/{model}-quickstart",
     }  # fmt: skip

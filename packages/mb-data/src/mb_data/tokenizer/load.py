@@ -3,6 +3,7 @@
 | given                                   | tokenizer                                         |
 |-----------------------------------------|---------------------------------------------------|
 | ``gpt2``, ``bert-base-uncased``         | inside this package                               |
+| ``bert-base-uncased:8192``              | its first 8,192 pieces, the most frequent         |
 | ``null:1000``                           | the text is ids already, 0 to 999                 |
 | ``….json`` with a "model" inside        | ``tokenizer.json``                                |
 | ``vocab.json`` or ``merges.txt``        | the two together, from one directory              |
@@ -32,7 +33,10 @@ from mb_data.tokenizer.others import NullTokenizer, SentencePieceTokenizer
 from mb_data.tokenizer.rank_files import from_megatron_ranks, from_tekken, from_tiktoken
 from mb_data.tokenizer.wordpiece import WordPiece
 
-NAMES = ("gpt2", "bert-base-uncased", "null:<size>")
+BERT = "bert-base-uncased"
+# The pieces that a word of English letters and digits falls into at worst are among them.
+LEAST_PIECES = 4352
+NAMES = ("gpt2", BERT, f"{BERT}:<size>", "null:<size>")
 IN_DIRECTORY = (
     "tokenizer.json",
     "vocab.json",
@@ -90,11 +94,11 @@ def load_tokenizer(
             num_extra_ids=num_extra_ids,
             engine=engine,
         )
-    elif name == "bert-base-uncased":
+    elif name == BERT or name.startswith(f"{BERT}:"):
         lines = _embedded("bert_base_uncased_vocab.txt.gz").splitlines()
         tokenizer = WordPiece(
             name,
-            lines,
+            lines[: _first_pieces(name, len(lines))],
             fingerprint=name,
             lower_case=True,
             num_extra_ids=num_extra_ids,
@@ -132,6 +136,19 @@ def load_tokenizer(
         eod_token=eod_token,
     )
     return tokenizer
+
+
+def _first_pieces(name: str, pieces: int) -> int:
+    """How many pieces of BERT's vocabulary a name asks for."""
+    if name == BERT:
+        return pieces
+    size = name.removeprefix(f"{BERT}:")
+    if not size.isdecimal() or not LEAST_PIECES <= int(size) <= pieces:
+        raise ValueError(
+            f"tokenizer {name!r}: expected a size from {LEAST_PIECES} to {pieces}, as in "
+            f"{BERT}:8192"
+        )
+    return int(size)
 
 
 def megatron_tokenizer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mb_train.config.field import AT_LEAST_0, POSITIVE, SHARE, flag, flag_name
+from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, flag, flag_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +119,10 @@ class MaskingFields:
     short_seq_prob: float = flag(
         "share of samples that are shorter than the sequence length", 0.1, bounds=SHARE,
         on_load="fixed",
+    )  # fmt: skip
+    samples_per_sequence: int = flag(
+        "lay up to so many short samples of a BERT into one sequence, each of which sees itself "
+        "alone (ours)", 1, bounds=AT_LEAST_1, on_load="fixed",
     )  # fmt: skip
     titles_data_path: str | None = flag(
         "titles of the documents, for the retriever; default PREFIX_title_document beside "

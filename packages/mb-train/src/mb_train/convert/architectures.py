@@ -16,7 +16,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.convert.sentence_weights import BERT, MEGATRON_BERT, bert_rules, t5_rules
 from mb_train.convert.weights import MIXTRAL, OLMOE, gpt2_rules, llama_like_rules
 from mb_train.models.config import TransformerConfig
-from mb_train.models.t5 import MAX_DISTANCE, NUM_BUCKETS
+from mb_train.models.relative import MAX_DISTANCE, NUM_BUCKETS
 
 Json = Mapping[str, Any]
 

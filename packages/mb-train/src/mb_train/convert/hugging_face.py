@@ -112,7 +112,8 @@ def write_run(
     target: Path, config: TrainConfig, weights: Mapping[str, Tensor], *, say: Callable[[str], None]
 ) -> None:
     """Write weights by our names as the checkpoint of a run at iteration 0."""
-    vocab_size = weights["embedding.tokens.weight"].shape[0]
+    tokens = next(name for name in weights if name.endswith("embedding.tokens.weight"))
+    vocab_size = weights[tokens].shape[0]
     with torch.device("meta"):
         model = whole_model(config, vocab_size=vocab_size)
     model.load_state_dict(dict(weights), strict=True, assign=True)

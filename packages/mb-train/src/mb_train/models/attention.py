@@ -1,16 +1,19 @@
 """Attention: fused projections, rotary positions, documents and padding, over torch's SDPA.
 
 Which token sees which is one notion, a segment: tokens attend within the segment they are of. A
-packed sample of several documents has one segment per document, a padded one has its padding in a
-segment of its own. A model builds the `BlockContext` once and hands it to all its blocks.
+packed sequence of several samples has one segment for each, a padded one has its padding in a
+segment of its own. A model builds the `BlockContext` once and hands it to all its blocks. It holds
+the segments as a mask, and where a batch says how they end, as places too: flash attention then
+runs over the segments alone and reads no mask, if it has all that is asked for.
 
-Letters: B sequences, S tokens of a sequence (Q that attend, S attended to), D hidden, H query
-heads, G key-value heads, R query heads of a group (H / G), C width of a head.
+Letters: B sequences, S tokens of a sequence (Q that attend, S attended to), N segments of a
+sequence, D hidden, H query heads, G key-value heads, R query heads of a group (H / G), C width of a
+head.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +29,8 @@ class BlockContext(NamedTuple):
     causal: no token sees a later one.
     mask: bool [B or 1, 1, Q, S], true where attention is allowed, `causal` already in it; None
         allows everything that `causal` does.
+    bounds: the same for segments that lie one behind the other: int32 [B N + 1] each, where they
+        begin in the Q and in the S tokens of the whole batch laid end to end. None if not known.
     bias: added to the scores, [1, H, Q, S] (T5's relative positions).
     rope: cosine and sine, fp32 [B or 1, S, 1, rotated width of a head].
     source_BSD: what a cross attention attends to, an encoder's output.
@@ -34,6 +39,7 @@ class BlockContext(NamedTuple):
 
     causal: bool = True
     mask: Tensor | None = None
+    bounds: tuple[Tensor, Tensor] | None = None
     bias: Tensor | None = None
     rope: tuple[Tensor, Tensor] | None = None
     source_BSD: Tensor | None = None
@@ -50,6 +56,54 @@ def segment_mask(segments_BQ: Tensor, segments_BS: Tensor | None = None, *, caus
     other_BS = segments_BQ if segments_BS is None else segments_BS
     mask = segments_BQ[:, None, :, None] == other_BS[:, None, None, :]
     return mask.tril() if causal else mask
+
+
+def within_segments(
+    ends_BN: Tensor, length: int, *, causal: bool, attended: tuple[Tensor, int] | None = None
+) -> dict[str, Any]:
+    """`causal`, `mask` and `bounds` of a `BlockContext` for segments that lie in a row.
+
+    Args:
+        ends_BN: the place behind each segment of a sequence, ascending to `length`; a segment may
+            be empty. With N = 1 nothing divides a sequence, and there is no mask.
+        length: tokens of a sequence.
+        attended: the ends, as many, and the length of the sequences attended to; None means the
+            same sequences.
+
+    Raises:
+        ValueError: another number of segments in the sequences attended to.
+    """
+    other_BN, others = (ends_BN, length) if attended is None else attended
+    if other_BN.shape != ends_BN.shape:
+        raise ValueError(
+            f"Expected the ends of as many segments on both sides, got {list(ends_BN.shape)} and "
+            f"{list(other_BN.shape)}."
+        )
+    found: dict[str, Any] = {"causal": causal}
+    if ends_BN.shape[1] == 1:
+        return found
+    segments_BQ, segments_BS = segments_of(ends_BN, length), segments_of(other_BN, others)
+    found["mask"] = segment_mask(segments_BQ, segments_BS, causal=causal)
+    found["bounds"] = _bounds(ends_BN, length), _bounds(other_BN, others)
+    return found
+
+
+def segments_of(ends_BN: Tensor, length: int) -> Tensor:
+    """Number of the segment that each token is of, [B, length]."""
+    places_S = torch.arange(length, device=ends_BN.device)
+    return (places_S >= ends_BN[..., None]).sum(1)
+
+
+def positions_of(ends_BN: Tensor, length: int) -> Tensor:
+    """Each token's place in its segment, [B, length]."""
+    starts_BN = F.pad(ends_BN[:, :-1], (1, 0))
+    places_S = torch.arange(length, device=ends_BN.device)
+    return places_S - starts_BN.gather(1, segments_of(ends_BN, length))
+
+
+def _bounds(ends_BN: Tensor, length: int) -> Tensor:
+    rows_B1 = torch.arange(len(ends_BN), device=ends_BN.device)[:, None] * length
+    return F.pad((ends_BN + rows_B1).flatten(), (1, 0)).int()
 
 
 def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,8 +143,19 @@ class CoreAttention(nn.Module):
         self, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: BlockContext
     ) -> Tensor:
         """Return y_BQHC."""
+        dropout = self.dropout if self.training else 0.0
+        if context.bounds is not None and self._flash(q_BQHC, k_BSGC, context, dropout):
+            # In torch for GPUs alone; Q and S tokens are the longest that a segment can be.
+            from torch.nn.attention.varlen import varlen_attn
+
+            packed = (x.flatten(0, 1) for x in (q_BQHC, k_BSGC, v_BSGC))
+            y = varlen_attn(*packed, *context.bounds, q_BQHC.shape[1], k_BSGC.shape[1])
+            assert isinstance(y, Tensor)
+            return y.view_as(q_BQHC)
         mask = context.mask
         if context.bias is not None:
+            if mask is None and context.causal:
+                mask = torch.ones_like(context.bias, dtype=torch.bool).tril()
             mask = context.bias if mask is None else context.bias.masked_fill(~mask, -torch.inf)
             mask = mask.to(q_BQHC.dtype)
         y_BHQC = F.scaled_dot_product_attention(
@@ -98,12 +163,24 @@ class CoreAttention(nn.Module):
             k_BSGC.transpose(1, 2),
             v_BSGC.transpose(1, 2),
             attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
             is_causal=context.causal and mask is None,
             scale=self.scale,
             enable_gqa=q_BQHC.shape[2] != k_BSGC.shape[2],
         )
         return y_BHQC.transpose(1, 2)
+
+    def _flash(self, q_BQHC: Tensor, k_BSGC: Tensor, context: BlockContext, dropout: float) -> bool:
+        """Whether torch's flash attention over segments has all that is asked for."""
+        return (
+            q_BQHC.is_cuda
+            and q_BQHC.dtype in (torch.bfloat16, torch.float16)
+            and q_BQHC.shape[2] == k_BSGC.shape[2]
+            and not context.causal
+            and context.bias is None
+            and self.scale is None
+            and dropout == 0.0
+        )
 
 
 class Attention(nn.Module):

@@ -4,8 +4,11 @@ Pre-LN as in Megatron-LM, or post-LN with a normed embedding as in the first BER
 (`TransformerConfig.post_norm`). The head computes only at the places that are asked for, a seventh
 of a sequence.
 
-Letters: B sequences, S tokens of a sequence, M masked places of a sequence, D hidden, V padded
-vocabulary.
+A sequence holds one sample and its padding, or several short samples one behind the other: each
+sees itself alone and counts its positions from 0.
+
+Letters: B sequences, S tokens of a sequence, M masked places of a sequence, P samples of a sequence
+at most, N segments of a sequence (its samples and the padding), D hidden, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -15,11 +18,17 @@ import torch.nn.functional as F
 from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
-from mb_train.models.attention import BlockContext, rotary_tables, segment_mask
+from mb_train.models.attention import (
+    BlockContext,
+    positions_of,
+    rotary_tables,
+    within_segments,
+)
 from mb_train.models.config import TransformerConfig
-from mb_train.models.embedding import Embedding, running_positions
+from mb_train.models.embedding import Embedding
 from mb_train.models.linear import Linear, Norm
-from mb_train.models.output import ModelOutput
+from mb_train.models.output import ExpertReports, ModelOutput
+from mb_train.models.relative import RelativeBias
 from mb_train.models.stack import Stack
 
 LM_LOSS, ORDER_LOSS = "lm loss", "sop loss"
@@ -41,14 +50,14 @@ class LMHead(nn.Module):
 
 
 class Pooler(nn.Module):
-    """tanh of a linear map of the first token's hidden state, [B, D]."""
+    """tanh of a linear map of the first token of a sample, in the shape of its state."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size, std=config.init_std)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return torch.tanh(self.dense(x_BSD[:, 0]))
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.dense(x))
 
 
 class Bert(nn.Module):
@@ -59,11 +68,9 @@ class Bert(nn.Module):
         binary_head: learn which of two segments comes first, from the first token.
         compute_dtype: dtype of the activations; parameters are made in fp32.
 
-    Raises:
-        ValueError: relative positions.
-
     Attributes:
-        embedding, stack: the encoder. lm_head, pooler, order_head: on the last stage.
+        embedding, bias (of relative positions), stack: the encoder. lm_head, pooler, order_head: on
+            the last stage.
     """
 
     def __init__(
@@ -74,13 +81,14 @@ class Bert(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        if config.positions == "relative":
-            raise ValueError("Expected learned or rotary positions of a BERT, got T5's relative.")
         self.config = config
         self.cross_entropy = linear_cross_entropy
         self.compute_dtype = compute_dtype
         self.first = self.last = True
         self.embedding: Embedding | None = Embedding(config, token_types=2)
+        self.bias: RelativeBias | None = None
+        if config.positions == "relative":
+            self.bias = RelativeBias(config, bidirectional=True)
         self.stack = Stack(config, compute_dtype=compute_dtype)
         self.lm_head: LMHead | None = LMHead(config)
         self.pooler: Pooler | None = Pooler(config) if binary_head else None
@@ -89,7 +97,16 @@ class Bert(nn.Module):
             self.order_head = Linear(config.hidden_size, 2, std=config.init_std)
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
-        """Cut the model down to a pipeline stage: these blocks, and what the ends need."""
+        """Cut the model down to a pipeline stage: these blocks, and what the ends need.
+
+        Raises:
+            ValueError: relative positions, which all blocks share.
+        """
+        if self.bias is not None:
+            raise ValueError(
+                "Expected learned or rotary positions of a BERT in pipeline stages, got relative "
+                "ones, which all stages would share."
+            )
         self.first, self.last = first, last
         self.stack.keep(layers, last=last)
         if not last:
@@ -105,27 +122,30 @@ class Bert(nn.Module):
         x: Tensor,
         *,
         token_types_BS: Tensor,
-        segments_BS: Tensor,
+        ends_BN: Tensor,
         valid_BS: Tensor,
         masked_BM: Tensor,
         labels_BM: Tensor,
         weights_BM: Tensor,
-        order_B: Tensor | None = None,
-        order_weights_B: Tensor | None = None,
+        first_BP: Tensor | None = None,
+        order_BP: Tensor | None = None,
+        order_weights_BP: Tensor | None = None,
     ) -> ModelOutput:
         """Losses of restoring the masked tokens ("lm loss") and of the order ("sop loss").
 
         Args:
             x: tokens [B, S], int64; hidden states [B, S, D] on a stage that is not the first.
             token_types_BS: 0 in the first segment of a sample, 1 in the second.
-            segments_BS: tokens attend within one id; padding has one of its own.
+            ends_BN: the place behind each sample of a sequence and, last, behind its padding, int64
+                ascending to S; [B, 1] if no sequence has padding or a second sample.
             valid_BS: nonzero for tokens that are not padding.
             masked_BM: places to restore, labels_BM their tokens, both int64; a row with fewer than
                 M is filled up with places of weight 0.
             weights_BM: fp32 weight of each place's loss in the sum.
-            order_B: int64, 1 where the segments were swapped; order_weights_B: their weights.
+            first_BP: the samples' first places; order_BP: int64, 1 where the segments of a
+                sample were swapped; order_weights_BP: fp32, 0 where a sequence has fewer than P.
         """
-        x_BSD, reports = self.encode(x, token_types_BS, segments_BS, valid_BS)
+        x_BSD, reports = self.encode(x, token_types_BS, ends_BN, valid_BS)
         if not self.last:
             return reports.output(x_BSD, {})
         assert self.lm_head is not None
@@ -142,12 +162,19 @@ class Bert(nn.Module):
             )
         }
         if self.order_head is not None and self.pooler is not None:
-            assert order_B is not None
-            assert order_weights_B is not None
-            scores_B2 = self.order_head(self.pooler(x_BSD)).float()
-            losses_B = F.cross_entropy(scores_B2, order_B, reduction="none")
-            losses[ORDER_LOSS] = (losses_B * order_weights_B).sum()
+            assert first_BP is not None
+            assert order_BP is not None
+            assert order_weights_BP is not None
+            scores_BP2 = self.order(x_BSD, first_BP)
+            losses_BP = F.cross_entropy(scores_BP2.mT, order_BP, reduction="none")
+            losses[ORDER_LOSS] = (losses_BP * order_weights_BP).sum()
         return reports.output(None, losses)
+
+    def order(self, x_BSD: Tensor, first_BP: Tensor) -> Tensor:
+        """Scores of the segments' order, as it was and swapped, [B, P, 2] fp32."""
+        assert self.order_head is not None
+        assert self.pooler is not None
+        return self.order_head(self.pooler(_at(x_BSD, first_BP))).float()
 
     def logits(self, x_BSD: Tensor, places_BM: Tensor) -> Tensor:
         """Scores of every token at some places of encoded sequences, [B, M, V] fp32."""
@@ -157,21 +184,19 @@ class Bert(nn.Module):
         weight_VD = self.embedding.tokens.weight.to(x_BMD.dtype)
         return (x_BMD @ weight_VD.t()).float() + self.lm_head.bias
 
-    def encode(self, x: Tensor, token_types_BS: Tensor, segments_BS: Tensor, valid_BS: Tensor):
+    def encode(
+        self, x: Tensor, token_types_BS: Tensor, ends_BN: Tensor, valid_BS: Tensor
+    ) -> tuple[Tensor, ExpertReports]:
         """Final hidden states [B, S, D] of this stage, and what the experts report."""
+        length = valid_BS.shape[1]
+        positions_BS = positions_of(ends_BN, length)
         if self.first:
             assert self.embedding is not None
-            x = self.embedding(x, running_positions(x), token_types_BS).to(self.compute_dtype)
-        rope = None
-        if self.config.positions == "rope":
-            rope = rotary_tables(self.config, running_positions(segments_BS))
-        context = BlockContext(
-            causal=False,
-            mask=segment_mask(segments_BS, causal=False),
-            rope=rope,
-            valid_BS=valid_BS,
-        )
-        return self.stack(x, context)
+            x = self.embedding(x, positions_BS, token_types_BS).to(self.compute_dtype)
+        rope = rotary_tables(self.config, positions_BS) if self.config.positions == "rope" else None
+        within = within_segments(ends_BN, length, causal=False)
+        bias = None if self.bias is None else self.bias(length)
+        return self.stack(x, BlockContext(**within, bias=bias, rope=rope, valid_BS=valid_BS))
 
 
 def _at(x_BSD: Tensor, places_BM: Tensor) -> Tensor:

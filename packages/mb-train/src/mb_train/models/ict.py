@@ -39,7 +39,10 @@ class Tower(nn.Module):
     def forward(self, tokens_BS: Tensor, valid_BS: Tensor) -> tuple[Tensor, ExpertReports]:
         """Embeddings [B, D] of texts, and what the experts report."""
         types_BS = torch.zeros_like(tokens_BS)
-        x_BSD, reports = self.bert.encode(tokens_BS, types_BS, valid_BS, valid_BS)
+        # Texts are of all lengths, so that there is always padding.
+        length_B1 = valid_BS.sum(1, keepdim=True)
+        ends_B2 = F.pad(length_B1, (0, 1), value=valid_BS.shape[1])
+        x_BSD, reports = self.bert.encode(tokens_BS, types_BS, ends_B2, valid_BS)
         x_BD = x_BSD[:, 0]
         return x_BD if self.projection is None else self.projection(x_BD), reports
 

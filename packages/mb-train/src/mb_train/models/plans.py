@@ -50,6 +50,7 @@ def bert_plan(config: TransformerConfig) -> Plan:
     return {
         **embedding_plan(),
         **_stack_plan("stack", config),
+        "bias.table": _HEADS_BIAS,
         "lm_head.*": Replicated(),
         "lm_head": Sharded({"bias": 0}),
         "pooler": Replicated(),

@@ -3,70 +3,25 @@
 Positions are T5's relative bias (arXiv 1910.10683, section 2.1), or Megatron-LM's learned table.
 One embedding serves encoder, decoder and, if tied, the head.
 
-Letters: B samples, S tokens of the encoder, R tokens of the decoder, D hidden, H heads, V padded
-vocabulary.
+Letters: B sequences, S tokens of the encoder, R tokens of the decoder, N segments of a sequence, D
+hidden, H heads, V padded vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
 from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
-from mb_train.models.attention import BlockContext, rotary_tables, segment_mask
+from mb_train.models.attention import BlockContext, rotary_tables, within_segments
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
+from mb_train.models.relative import RelativeBias
 from mb_train.models.stack import Stack
-
-NUM_BUCKETS, MAX_DISTANCE = 32, 128  # T5's own
-
-
-class RelativeBias(nn.Module):
-    """A learned number per head and bucket of distances, added to the scores.
-
-    Args:
-        config: heads and init.
-        bidirectional: half of the buckets is for tokens to come; otherwise those are not seen.
-    """
-
-    def __init__(self, config: TransformerConfig, *, bidirectional: bool) -> None:
-        super().__init__()
-        self.bidirectional = bidirectional
-        self.table = nn.Embedding(NUM_BUCKETS, config.num_heads)
-        nn.init.normal_(self.table.weight, std=config.init_std)
-
-    def forward(self, length: int) -> Tensor:
-        """The bias of a sequence with itself, [1, H, length, length] in the table's dtype."""
-        positions = torch.arange(length, device=self.table.weight.device)
-        buckets_QS = relative_buckets(
-            positions[None] - positions[:, None], bidirectional=self.bidirectional
-        )
-        return self.table(buckets_QS).permute(2, 0, 1)[None]
-
-
-def relative_buckets(distance: Tensor, *, bidirectional: bool) -> Tensor:
-    """T5's buckets: one per distance when near, growing with its logarithm up to MAX_DISTANCE.
-
-    Args:
-        distance: place of the key less that of the query, integers of any shape.
-        bidirectional: the second half of the buckets is for keys that come later.
-    """
-    buckets, offset = NUM_BUCKETS, torch.zeros_like(distance)
-    if bidirectional:
-        buckets //= 2
-        offset = (distance > 0).long() * buckets
-        far = distance.abs()
-    else:
-        far = (-distance).clamp(min=0)
-    exact = buckets // 2
-    steps = torch.log(far.clamp(min=1).float() / exact) / math.log(MAX_DISTANCE / exact)
-    coarse = (exact + (steps * (buckets - exact)).long()).clamp(max=buckets - 1)
-    return offset + torch.where(far < exact, far, coarse)
 
 
 class T5(nn.Module):
@@ -115,10 +70,10 @@ class T5(nn.Module):
         self,
         x: Tensor,
         *,
-        segments_BS: Tensor,
+        ends_BN: Tensor,
         valid_BS: Tensor,
         decoder_tokens_BR: Tensor,
-        decoder_segments_BR: Tensor,
+        decoder_ends_BN: Tensor,
         decoder_valid_BR: Tensor,
         labels_BR: Tensor,
         weights_BR: Tensor,
@@ -127,16 +82,17 @@ class T5(nn.Module):
 
         Args:
             x: tokens of the encoder [B, S], int64.
-            segments_BS, decoder_segments_BR: tokens attend within one id, the decoder's to the
-                encoder's of the same id; padding has an id that no other token has.
+            ends_BN, decoder_ends_BN: the place behind each segment, int64, ascending to S and to R;
+                tokens attend within one, the decoder's to the encoder's of the same number too.
+                Padding is the last. [B, 1] if there is none.
             valid_BS, decoder_valid_BR: nonzero for tokens that are not padding.
             decoder_tokens_BR: what the decoder reads; labels_BR: what it has to write, int64 in
                 [0, V) even where their weight is 0.
             weights_BR: fp32 weight of each label's loss in the sum.
         """
-        memory_BSD, encoder_reports = self.encode(x, segments_BS, valid_BS)
+        memory_BSD, encoder_reports = self.encode(x, ends_BN, valid_BS)
         x_BRD, decoder_reports = self.decode(
-            decoder_tokens_BR, decoder_segments_BR, decoder_valid_BR, memory_BSD, segments_BS
+            decoder_tokens_BR, decoder_ends_BN, decoder_valid_BR, memory_BSD, (ends_BN, x.shape[1])
         )
         loss = self.cross_entropy(
             x_BRD * self.head_scale,
@@ -151,14 +107,13 @@ class T5(nn.Module):
         )
 
     def encode(
-        self, tokens_BS: Tensor, segments_BS: Tensor, valid_BS: Tensor
+        self, tokens_BS: Tensor, ends_BN: Tensor, valid_BS: Tensor
     ) -> tuple[Tensor, ExpertReports]:
         """The encoder's hidden states [B, S, D], and what its experts report."""
-        bias = None if self.encoder_bias is None else self.encoder_bias(tokens_BS.shape[1])
+        length = tokens_BS.shape[1]
         context = BlockContext(
-            causal=False,
-            mask=segment_mask(segments_BS, causal=False),
-            bias=bias,
+            **within_segments(ends_BN, length, causal=False),
+            bias=None if self.encoder_bias is None else self.encoder_bias(length),
             rope=self._rope(tokens_BS),
             valid_BS=valid_BS,
         )
@@ -167,40 +122,45 @@ class T5(nn.Module):
     def decode(
         self,
         tokens_BR: Tensor,
-        segments_BR: Tensor,
+        ends_BN: Tensor,
         valid_BR: Tensor,
         memory_BSD: Tensor,
-        memory_segments_BS: Tensor,
+        attended: tuple[Tensor, int],
     ) -> tuple[Tensor, ExpertReports]:
-        """The decoder's hidden states [B, R, D], and what its experts report."""
-        bias = None if self.decoder_bias is None else self.decoder_bias(tokens_BR.shape[1])
+        """The decoder's hidden states [B, R, D], and what its experts report.
+
+        Args:
+            memory_BSD: what `encode` returned; attended: the ends there, and S.
+        """
+        length = tokens_BR.shape[1]
         context = BlockContext(
-            causal=True,
-            mask=segment_mask(segments_BR, causal=True),
-            bias=bias,
+            **within_segments(ends_BN, length, causal=True),
+            bias=None if self.decoder_bias is None else self.decoder_bias(length),
             rope=self._rope(tokens_BR),
             valid_BS=valid_BR,
         )
-        cross = BlockContext(
-            causal=False,
-            mask=segment_mask(segments_BR, memory_segments_BS, causal=False),
-            source_BSD=memory_BSD,
-        )
+        within = within_segments(ends_BN, length, causal=False, attended=attended)
+        cross = BlockContext(**within, source_BSD=memory_BSD)
         return self.decoder(self._embed(tokens_BR), context, cross)
 
     @torch.no_grad()
-    def write(self, tokens_BS: Tensor, valid_BS: Tensor, *, first: int, length: int) -> Tensor:
+    def write(
+        self, tokens_BS: Tensor, ends_BN: Tensor, valid_BS: Tensor, *, first: int, length: int
+    ) -> Tensor:
         """The likeliest token after the likeliest tokens before it, int64 [B, length].
 
         Args:
-            tokens_BS, valid_BS: what the encoder reads; 0 for padding, 1 for the others.
+            tokens_BS, ends_BN, valid_BS: what the encoder reads, a sample to a sequence.
             first: the token that the decoder begins with.
         """
-        memory_BSD, _ = self.encode(tokens_BS, valid_BS, valid_BS)
+        memory_BSD, _ = self.encode(tokens_BS, ends_BN, valid_BS)
+        attended = ends_BN, tokens_BS.shape[1]
         written_BR = torch.full_like(tokens_BS[:, :1], first)
-        for _ in range(length):
-            ones_BR = torch.ones_like(written_BR)
-            x_BRD, _ = self.decode(written_BR, ones_BR, ones_BR, memory_BSD, valid_BS)
+        for written in range(1, length + 1):
+            own_BN = torch.full_like(ends_BN, written)
+            x_BRD, _ = self.decode(
+                written_BR, own_BN, torch.ones_like(written_BR), memory_BSD, attended
+            )
             next_B1 = self.logits(x_BRD[:, -1:]).argmax(2)
             written_BR = torch.cat([written_BR, next_B1], dim=1)
         return written_BR[:, 1:]

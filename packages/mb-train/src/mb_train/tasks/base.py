@@ -100,3 +100,19 @@ def batches_of(
         chunk = samples[start : start + EVALUATED_AT_ONCE]
         arrays = {name: np.ascontiguousarray(a) for name, a in task.collate(chunk).items()}
         yield chunk, {name: torch.from_numpy(a).to(device) for name, a in arrays.items()}
+
+
+def stacked(samples: list[Any], name: str) -> np.ndarray:
+    """One entry of all samples, int64 [B, ...]."""
+    return np.stack([np.asarray(sample[name], np.int64) for sample in samples])
+
+
+def padded_ends(*valid_BS: np.ndarray) -> list[np.ndarray]:
+    """The ends of text and padding, int64 [B, 2] for each; [B, 1] if none has any padding.
+
+    Args:
+        valid_BS: 1 for tokens, 0 for the padding behind them; int [B, S] each, S its own.
+    """
+    ends = [np.stack([v.sum(1), np.full(len(v), v.shape[1])], axis=1) for v in valid_BS]
+    full = all((end[:, 0] == end[:, 1]).all() for end in ends)
+    return [end[:, 1:] if full else end for end in ends]

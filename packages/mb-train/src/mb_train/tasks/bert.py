@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import mb_data
@@ -15,6 +16,7 @@ from mb_train.models.bert import LM_LOSS, ORDER_LOSS, Bert
 from mb_train.models.plans import bert_plan
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of
+from mb_train.tasks.packed import PackedSamples, bert_lengths, more_samples
 
 
 class BertTask:
@@ -41,8 +43,10 @@ class BertTask:
         tokens = "embedding.tokens.weight"
         self.tied_parameters = {tokens: tokens}
         self._config, self._tokenizer = config, tokenizer
-        # No sample has more: see `mb_data.masking`.
-        self._places = max(math.ceil(config.mask_prob * self.sequence_length), 1)
+        # No sequence has more: see `mb_data.masking`, which rounds for each sample.
+        self._most = config.samples_per_sequence
+        rounding = self._most if self._most > 1 else 0
+        self._places = max(math.ceil(config.mask_prob * self.sequence_length) + rounding, 1)
 
     def build_model(self, *, compute_dtype: torch.dtype) -> Bert:
         """A BERT with fresh weights."""
@@ -57,7 +61,22 @@ class BertTask:
         return bert_plan(self.model_config)
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
-        """Megatron's samples over files that were split into sentences."""
+        """Megatron's samples over files that were split into sentences, packed if asked for."""
+        found = self._build_datasets(paths, num_samples)
+        if self._most == 1:
+            return found
+        wanted = list(num_samples)
+        while True:
+            train, valid, test = (None if part is None else self._packed(part) for part in found)
+            counts = [math.inf if part is None else len(part) for part in (train, valid, test)]
+            few = [part for part in range(3) if counts[part] < num_samples[part]]
+            if not few:
+                return train, valid, test
+            for part in few:
+                wanted[part] = more_samples(wanted[part], int(counts[part]), num_samples[part])
+            found = self._build_datasets(paths, wanted)
+
+    def _build_datasets(self, paths: DataPaths, num_samples: Sequence[int]) -> Datasets:
         config = self._config
         return mb_data.build_bert_datasets(
             paths,
@@ -72,24 +91,46 @@ class BertTask:
             cache_dir=config.data_cache_path,
         )
 
+    def _packed(self, dataset: Dataset) -> PackedSamples:
+        room = self.sequence_length
+        return PackedSamples(dataset, bert_lengths(dataset), room=room, most=self._most)
+
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
-        """See `Bert.forward`; places to restore come first in a row, then others of weight 0."""
-        labels_BS = stacked(samples, "labels")
+        """See `Bert.forward`; places to restore come first in a row, then others of weight 0.
+
+        Args:
+            samples: for each sequence a sample, or a list of those that it is packed with.
+        """
+        rows = [sample if isinstance(sample, list) else [sample] for sample in samples]
+        lengths_BP = np.zeros((len(rows), self._most), np.int64)
+        for lengths_P, row in zip(lengths_BP, rows, strict=True):
+            lengths_P[: len(row)] = [np.sum(sample["padding_mask"]) for sample in row]
+        behind_BP = np.cumsum(lengths_BP, axis=1)
+
+        def laid(name: str) -> np.ndarray:
+            return np.stack([_in_a_row(row, name, self.sequence_length) for row in rows])
+
+        labels_BS, valid_BS = laid("labels"), laid("padding_mask")
         places_BM = np.argsort(labels_BS < 0, axis=1, kind="stable")[:, : self._places]
         labels_BM = np.take_along_axis(labels_BS, places_BM, axis=1)
-        valid_BS = stacked(samples, "padding_mask")
+        whole_B1 = np.full((len(rows), 1), self.sequence_length)
+        divided = (lengths_BP[:, :1] < whole_B1).any()
         batch = {
-            "tokens_BS": stacked(samples, "text"),
-            "token_types_BS": stacked(samples, "types"),
-            "segments_BS": valid_BS,
+            "tokens_BS": laid("text"),
+            "token_types_BS": laid("types"),
+            "ends_BN": np.concatenate([behind_BP, whole_B1], axis=1) if divided else whole_B1,
             "valid_BS": valid_BS,
             "masked_BM": places_BM,
             "labels_BM": np.maximum(labels_BM, 0),
             "weights_BM": (labels_BM >= 0).astype(np.float32),
         }
         if self._config.bert_binary_head:
-            batch["order_B"] = np.array([s["is_random"] for s in samples], np.int64)
-            batch["order_weights_B"] = np.ones(len(samples), np.float32)
+            there_BP = lengths_BP > 0
+            batch["first_BP"] = np.where(there_BP, behind_BP - lengths_BP, 0)
+            order_BP = np.zeros_like(lengths_BP)
+            order_BP[there_BP] = [sample["is_random"] for row in rows for sample in row]
+            batch["order_BP"] = order_BP
+            batch["order_weights_BP"] = there_BP.astype(np.float32)
         return batch
 
     @torch.no_grad()
@@ -100,18 +141,19 @@ class BertTask:
         `order accuracy`: share of samples whose order is told.
         """
         samples = [dataset[i] for i in range(count)]
-        right, in_order, labels = 0.0, 0.0, []
+        right, in_order, ordered, labels = 0.0, 0.0, 0.0, []
         device = next(model.parameters()).device
         for _, batch in batches_of(self, samples, device):
-            names = ("tokens_BS", "token_types_BS", "segments_BS", "valid_BS")
+            names = ("tokens_BS", "token_types_BS", "ends_BN", "valid_BS")
             x_BSD, _ = model.encode(*(batch[name] for name in names))
             found_BM = model.logits(x_BSD, batch["masked_BM"]).argmax(2)
             counts_BM = batch["weights_BM"] > 0
             right += float(((found_BM == batch["labels_BM"]) & counts_BM).sum())
             labels.append(batch["labels_BM"][counts_BM])
-            if model.order_head is not None and model.pooler is not None:
-                told_B = model.order_head(model.pooler(x_BSD)).argmax(1)
-                in_order += float((told_B == batch["order_B"]).sum())
+            if model.order_head is not None:
+                told_BP = model.order(x_BSD, batch["first_BP"]).argmax(2) == batch["order_BP"]
+                in_order += float((told_BP * batch["order_weights_BP"]).sum())
+                ordered += float(batch["order_weights_BP"].sum())
         every = torch.cat(labels)
         if not len(every):
             return {}
@@ -121,10 +163,11 @@ class BertTask:
             "most frequent token": commonest / len(every),
         }
         if model.order_head is not None:
-            found["order accuracy"] = in_order / len(samples)
+            found["order accuracy"] = in_order / max(ordered, 1.0)
         return found
 
 
-def stacked(samples: list[Any], name: str) -> np.ndarray:
-    """One entry of all samples, int64 [B, ...]."""
-    return np.stack([np.asarray(sample[name], np.int64) for sample in samples])
+def _in_a_row(samples: list[Any], name: str, length: int) -> np.ndarray:
+    """One entry of samples, each without its padding but the last, int64 [length]."""
+    parts = [sample[name][: np.sum(sample["padding_mask"])] for sample in samples[:-1]]
+    return np.concatenate([*parts, samples[-1][name]])[:length].astype(np.int64)

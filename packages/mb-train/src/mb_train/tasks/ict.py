@@ -17,8 +17,7 @@ from mb_train.models.bert import Bert
 from mb_train.models.ict import ICT, LOSS
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of
-from mb_train.tasks.bert import stacked
+from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of, stacked
 
 
 class ICTTask:
@@ -95,7 +94,7 @@ class ICTTask:
             raise ValueError("Expected one --data-path for --model ict, got a blend.")
         return mb_data.build_ict_datasets(
             paths[0],
-            titles_prefix=config.titles_data_path or _titles_beside(paths[0]),
+            titles_prefix=config.titles_data_path or titles_beside(paths[0]),
             tokenizer=self._tokenizer,
             split=config.split,
             seq_length=whole(config.seq_length),
@@ -158,6 +157,7 @@ class ICTTask:
         return torch.cat(all_gather(x_BD, group=axis.get_group()))
 
 
-def _titles_beside(prefix: str) -> str | None:
+def titles_beside(prefix: str) -> str | None:
+    """The titles that `mb-data preprocess` wrote with PREFIX_text_sentence, if it did."""
     titles = f"{prefix.removesuffix('_text_sentence')}_title_document"
     return titles if Path(f"{titles}.idx").is_file() else None

@@ -45,9 +45,17 @@ def whole_model(
     Raises:
         ValueError: sizes or options that do not fit the model.
     """
-    if config.model == "gpt":
-        task: Task = GPTTask(config, vocab_size=vocab_size, eod=-1)
-    else:
-        mesh = ParallelDims().build("cpu")
-        task = make_task(config, None, vocab_size=vocab_size, mesh=mesh)
+    task = one_process_task(config, None, vocab_size=vocab_size)
     return task.build_model(compute_dtype=compute_dtype)
+
+
+def one_process_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int) -> Task:
+    """The task of a run, as it is on one process; without a tokenizer it knows no text.
+
+    Raises:
+        ValueError: sizes or options that do not fit the model.
+    """
+    if config.model == "gpt" and tokenizer is None:
+        return GPTTask(config, vocab_size=vocab_size, eod=-1)
+    mesh = ParallelDims().build("cpu")
+    return make_task(config, tokenizer, vocab_size=vocab_size, mesh=mesh)

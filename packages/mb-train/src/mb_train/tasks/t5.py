@@ -14,8 +14,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.plans import t5_plan
 from mb_train.models.t5 import T5
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of
-from mb_train.tasks.bert import stacked
+from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of, padded_ends, stacked
 
 
 class T5Task:
@@ -83,13 +82,14 @@ class T5Task:
         """See `T5.forward`."""
         labels_BR = stacked(samples, "labels")
         encoder_BS, decoder_BR = stacked(samples, "enc_mask"), stacked(samples, "dec_mask")
+        # Padding of the decoder attends to the encoder's, or to nothing where it has none.
+        ends_BN, decoder_ends_BN = padded_ends(encoder_BS, decoder_BR)
         return {
             "tokens_BS": stacked(samples, "text_enc"),
-            "segments_BS": encoder_BS,
+            "ends_BN": ends_BN,
             "valid_BS": encoder_BS,
             "decoder_tokens_BR": stacked(samples, "text_dec"),
-            # Padding of the decoder attends to the encoder's, or to nothing where it has none.
-            "decoder_segments_BR": decoder_BR,
+            "decoder_ends_BN": decoder_ends_BN,
             "decoder_valid_BR": decoder_BR,
             "labels_BR": np.maximum(labels_BR, 0),
             "weights_BR": stacked(samples, "loss_mask").astype(np.float32),
@@ -106,7 +106,9 @@ class T5Task:
         for chunk, batch in batches_of(self, samples, device):
             length = int(batch["decoder_valid_BR"].sum(1).max())
             written_BR = model.write(
-                batch["tokens_BS"], batch["valid_BS"], first=self._tokenizer.bos, length=length
+                *(batch[name] for name in ("tokens_BS", "ends_BN", "valid_BS")),
+                first=self._tokenizer.bos,
+                length=length,
             )
             for sample, tokens in zip(chunk, written_BR.tolist(), strict=True):
                 wanted = self._spans([t for t in sample["labels"].tolist() if t >= 0])

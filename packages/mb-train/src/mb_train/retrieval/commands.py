@@ -1,0 +1,73 @@
+"""`mb-train index RUN` and `mb-train retrieve RUN QUERY`: what a retriever is trained for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mb_train.flags import Parser
+
+_DEVICES = ("auto", "cpu", "cuda")
+
+
+def index(arguments: Sequence[str]) -> int:
+    """Embed a corpus, and write its index."""
+    parser = Parser(
+        prog="mb-train index",
+        description="Embed every block of a corpus with a retriever (--model ict), write a FAISS "
+        "index of them, and report how often a sentence finds its block, beside BM25.",
+    )
+    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser.add_argument(
+        "--corpus", required=True, metavar="PREFIX",
+        help="token files of the corpus, split into sentences (mb-data preprocess)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--titles", metavar="PREFIX", help="default PREFIX_title_document beside it"
+    )
+    parser.add_argument("--output", help="folder of the index; default RUN/index")
+    parser.add_argument(
+        "--kind", default="Flat",
+        help="of index, by faiss' index_factory: Flat (default), IVF1024,Flat, HNSW32, ...",
+    )  # fmt: skip
+    parser.add_argument(
+        "--queries", type=int, default=1000, help="sentences to look for; default 1000"
+    )
+    parser.add_argument("--device", choices=_DEVICES, default="auto")
+    options = parser.parse_args(arguments)
+    from mb_train.retrieval.corpus_index import build_index
+
+    output = Path(options.output or Path(options.run) / "index")
+    found = build_index(
+        Path(options.run),
+        options.corpus,
+        output,
+        titles=options.titles,
+        kind=options.kind,
+        queries=options.queries,
+        device=options.device,
+    )
+    for name, value in found.items():
+        print(f"  {name}: {value:.4g}")
+    print(f"index: {output}")
+    return 0
+
+
+def retrieve(arguments: Sequence[str]) -> int:
+    """The blocks of an indexed corpus that are nearest to a query."""
+    parser = Parser(
+        prog="mb-train retrieve", description="The blocks of an indexed corpus nearest to a query."
+    )
+    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser.add_argument("query", help="in words")
+    parser.add_argument("--index", help="folder of the index; default RUN/index")
+    parser.add_argument("-k", "--count", type=int, default=5, help="how many; default 5")
+    parser.add_argument("--device", choices=_DEVICES, default="auto")
+    options = parser.parse_args(arguments)
+    from mb_train.retrieval.corpus_index import Retriever
+
+    folder = Path(options.index or Path(options.run) / "index")
+    retriever = Retriever(Path(options.run), folder, device=options.device)
+    for place, answer in enumerate(retriever.ask(options.query, options.count), start=1):
+        print(f"{place}. {answer.title} ({answer.score:.3f})\n   {answer.text}")
+    return 0

@@ -1,0 +1,248 @@
+"""A corpus as vectors: every block embedded by a trained retriever, in a FAISS index on disk.
+
+    INDEX/vectors.faiss   the blocks' embeddings, searched by inner product
+    INDEX/blocks.npy      int64 [A, 4]: first sentence, sentence after the last, document, number
+    INDEX/index.json      what it was made of: the checkpoint, the corpus, the kind of index
+
+The folder gets its name once it is whole. Texts are not copied: an answer is read from the corpus,
+and an index is refused whose checkpoint or corpus is not what it was made of.
+
+Letters: A blocks, B of them at a time, D embedding width, S tokens of a block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mb_data
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mb_train.config import TrainConfig, whole
+from mb_train.loading import Trained, load_trained
+from mb_train.tasks.base import EVALUATED_AT_ONCE
+from mb_train.tasks.ict import titles_beside
+from mb_train.tasks.make import one_process_task
+
+if TYPE_CHECKING:
+    from mb_data import Tokenizer
+
+    from mb_train.models.ict import Tower
+
+VECTORS, BLOCKS, ABOUT = "vectors.faiss", "blocks.npy", "index.json"
+
+
+def faiss_library() -> Any:
+    """The module `faiss`.
+
+    Raises:
+        ValueError: it is not installed; says how to.
+    """
+    try:
+        import faiss
+    except ModuleNotFoundError:
+        raise ValueError(
+            "An index needs faiss: pip install 'mb-train[retrieval]', or faiss-gpu."
+        ) from None
+    return faiss
+
+
+def build_index(
+    run: Path,
+    corpus: str,
+    output: Path,
+    *,
+    titles: str | None = None,
+    kind: str = "Flat",
+    queries: int = 1000,
+    device: str = "auto",
+    say: Callable[[str], None] = print,
+) -> dict[str, float]:
+    """Embed a corpus and write its index.
+
+    Args:
+        run: of a retriever (`--model ict`).
+        corpus: prefix of token files split into sentences, by the run's tokenizer.
+        output: the index's folder; an earlier index there is replaced.
+        titles: prefix of the documents' titles; None takes those beside the corpus, if any.
+        kind: of index, in the words of `faiss.index_factory`; "Flat" compares with every block.
+        queries: for how many sentences to measure whether their block is found.
+
+    Returns:
+        `recall@k` and BM25's, as a run measures them, over blocks of this corpus.
+
+    Raises:
+        ValueError: no faiss, no retriever, no corpus, a kind that faiss does not know, or a folder
+            that holds something else. Nothing has been written.
+    """
+    faiss = faiss_library()
+    if output.exists() and not (output / ABOUT).is_file() and any(output.iterdir()):
+        raise ValueError(f"Expected a new folder or an index to replace, got {output}.")
+    trained = load_trained(run, device, kinds=("ict",))
+    dataset = _every_block(trained.config, trained.tokenizer, corpus, titles)
+    rows_AX = np.unique(np.asarray(dataset.mapping, np.int64), axis=0)
+    say(f"{len(rows_AX)} blocks of {corpus}")
+    found_AD = np.concatenate(list(_embedded(trained, dataset, rows_AX)))
+    try:
+        vectors = faiss.index_factory(found_AD.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
+        vectors.train(found_AD)
+        vectors.add(found_AD)
+    except RuntimeError as error:
+        raise ValueError(
+            f"Expected a kind of index that takes {len(rows_AX)} vectors of "
+            f"{found_AD.shape[1]}, got {kind!r}: {str(error).splitlines()[-1]}"
+        ) from None
+    about = {
+        "checkpoint": str(trained.checkpoint.resolve()),
+        "iteration": trained.saved.iteration,
+        "written": trained.saved.written,
+        "corpus": str(Path(corpus).resolve()),
+        "corpus_bytes": Path(f"{corpus}.bin").stat().st_size,
+        "titles": titles,
+        "kind": kind,
+        "blocks": len(rows_AX),
+    }
+    draft, earlier = (output.with_name(f"{output.name}.{word}") for word in ("partial", "earlier"))
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        faiss.write_index(vectors, str(draft / VECTORS))
+        np.save(draft / BLOCKS, rows_AX)
+        (draft / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+        if output.exists():
+            os.rename(output, earlier)
+        os.rename(draft, output)
+    finally:
+        for folder in (draft, earlier):
+            shutil.rmtree(folder, ignore_errors=True)
+    vocab_size = trained.saved.identity["padded_vocab_size"]
+    task = one_process_task(trained.config, trained.tokenizer, vocab_size=vocab_size)
+    return task.evaluate_more(trained.model, dataset, min(queries, len(dataset)))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A block that a query found: how near it lies, its document's title, its text."""
+
+    score: float
+    title: str
+    text: str
+
+
+class Retriever:
+    """Answers queries from an index.
+
+    Args:
+        run: whose query tower embeds them; the one that the index was made with.
+        index: the index's folder.
+
+    Raises:
+        ValueError: no faiss, no index, or one of another checkpoint or corpus.
+    """
+
+    def __init__(self, run: Path, index: Path, *, device: str = "auto") -> None:
+        faiss = faiss_library()
+        try:
+            about = json.loads((index / ABOUT).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"Expected an index in {index}, got none that can be read ({error}). Make one with "
+                "mb-train index."
+            ) from None
+        self._trained = load_trained(run, device, kinds=("ict",))
+        saved = self._trained.saved
+        if (saved.iteration, saved.written) != (about["iteration"], about["written"]):
+            raise ValueError(
+                f"{index} was made with the checkpoint at iteration {about['iteration']}, {run} is "
+                f"at iteration {saved.iteration}. Make it again with mb-train index."
+            )
+        corpus = about["corpus"]
+        file = Path(f"{corpus}.bin")
+        if not file.is_file() or file.stat().st_size != about["corpus_bytes"]:
+            raise ValueError(f"{file}, which {index} was made of, is gone or has changed.")
+        self._tokenizer = self._trained.tokenizer
+        self._dataset = _every_block(self._trained.config, self._tokenizer, corpus, about["titles"])
+        self._vectors = faiss.read_index(str(index / VECTORS))
+        self._rows_AX = np.load(index / BLOCKS)
+
+    def ask(self, query: str, count: int) -> list[Answer]:
+        """The nearest blocks, the nearest first.
+
+        Raises:
+            ValueError: a query without a word, or no number of answers.
+        """
+        if count < 1:
+            raise ValueError(f"Expected at least one answer to be asked for, got {count}.")
+        length, tokenizer = self._dataset.seq_length, self._tokenizer
+        words = list(tokenizer.encode(query))[: length - 2]
+        if not words:
+            raise ValueError("Expected a query of at least one word.")
+        tokens_1S = np.array([[tokenizer.cls, *words, tokenizer.sep]])
+        vector_1D = _embed(self._trained, "query", tokens_1S, np.ones_like(tokens_1S))
+        scores, places = self._vectors.search(vector_1D, min(count, len(self._rows_AX)))
+        return [
+            self._answer(float(score), int(place))
+            for score, place in zip(scores[0], places[0], strict=True)
+            if place >= 0
+        ]
+
+    def _answer(self, score: float, place: int) -> Answer:
+        start, end, document, _ = self._rows_AX[place].tolist()
+        dataset, decode = self._dataset, self._tokenizer.decode
+        title = "" if dataset.titles is None else decode(dataset.titles[document].tolist())
+        sentences = [decode(dataset.indexed[i].tolist()) for i in range(start, end)]
+        return Answer(score, title, " ".join(sentences))
+
+
+def _every_block(
+    config: TrainConfig, tokenizer: Tokenizer, corpus: str, titles: str | None
+) -> mb_data.ICTDataset:
+    """Every block of a corpus at least once; a query of it is taken out of its block."""
+    for suffix in (".bin", ".idx"):
+        if not Path(corpus + suffix).is_file():
+            raise ValueError(
+                f"Expected {corpus}{suffix} to be a file (from --corpus), found none. Make the "
+                "files with mb-data preprocess --split-sentences."
+            )
+    dataset, _, _ = mb_data.build_ict_datasets(
+        corpus,
+        titles_prefix=titles or titles_beside(corpus),
+        tokenizer=tokenizer,
+        split="100,0,0",
+        seq_length=whole(config.seq_length),
+        num_samples=(1, 0, 0),
+        seed=config.seed,
+        query_in_block_prob=0.0,
+        use_one_sent_docs=config.use_one_sent_docs,
+        cache_dir=config.data_cache_path,
+    )
+    if dataset is None or not len(dataset):
+        raise ValueError(f"Expected documents of two sentences or more in {corpus}, got none.")
+    return dataset
+
+
+def _embedded(
+    trained: Trained, dataset: mb_data.ICTDataset, rows_AX: npt.NDArray[np.int64]
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Embeddings of the blocks, [B, D] at a time."""
+    for start in range(0, len(rows_AX), EVALUATED_AT_ONCE):
+        rows = rows_AX[start : start + EVALUATED_AT_ONCE, :3].tolist()
+        tokens, valid = zip(*(dataset.get_block(*row) for row in rows), strict=True)
+        yield _embed(trained, "block", np.stack(tokens), np.stack(valid))
+
+
+@torch.no_grad()
+def _embed(
+    trained: Trained, side: str, tokens_BS: npt.NDArray, valid_BS: npt.NDArray
+) -> npt.NDArray[np.float32]:
+    tower: Tower = getattr(trained.model, side)
+    device = next(tower.parameters()).device
+    tensors = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (tokens_BS, valid_BS))
+    return tower(*tensors)[0].float().cpu().numpy()

@@ -1,0 +1,117 @@
+"""A corpus indexed and asked: the blocks found are those that a plain computation finds."""
+
+import json
+
+import mb_data
+import numpy as np
+import pytest
+import torch
+from mb_train.cli import main
+from mb_train.config import TrainConfig
+from mb_train.convert.hugging_face import write_run
+from mb_train.retrieval.corpus_index import Retriever, build_index
+from mb_train.tasks.make import whole_model
+
+pytest.importorskip("faiss")
+pytest.importorskip("sentencex")
+WORDS = [f"w{i}" for i in range(27)]
+V = 5 + len(WORDS)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A run of a retriever, and a corpus of 12 documents with titles."""
+    folder = tmp_path_factory.mktemp("retrieval")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
+    g = np.random.default_rng(0)
+
+    def sentence():
+        return " ".join(g.choice(WORDS, size=g.integers(2, 7))).capitalize() + "."
+
+    text = folder / "text.jsonl"
+    documents = [
+        {"text": " ".join(sentence() for _ in range(4)), "title": f"w{i}"} for i in range(12)
+    ]
+    text.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    tokenizer = mb_data.load_tokenizer(str(folder / "vocab.txt"))
+    common = {"tokenizer": tokenizer, "workers": 1}
+    mb_data.preprocess(text, folder / "x", json_keys=("title",), **common)
+    mb_data.preprocess(text, folder / "x", split_sentences=True, **common)
+    config = TrainConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=16, micro_batch_size=2,
+        train_iters=1, lr=1.0, model="ict", init_method_std=0.3, biencoder_projection_dim=8,
+        vocab_file=str(folder / "vocab.txt"), make_vocab_size_divisible_by=V,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = whole_model(config, vocab_size=V).eval()
+    write_run(folder / "run", config, model.state_dict(), say=lambda line: None)
+    return folder, model, tokenizer
+
+
+@pytest.mark.parametrize("kind", ["Flat", "IVF2,Flat"])
+def test_answers_are_the_nearest_blocks(corpus, tmp_path, kind, capsys):
+    folder, model, tokenizer = corpus
+    run, prefix, index = folder / "run", str(folder / "x_text_sentence"), tmp_path / "index"
+    found = build_index(run, prefix, index, kind=kind, say=lambda line: None)
+    assert found["blocks"] >= 12
+    assert 0 <= found["recall@5"] <= 1
+    assert found["BM25 recall@20"] > 0.8
+    assert sorted(path.name for path in index.iterdir()) == [
+        "blocks.npy", "index.json", "vectors.faiss",
+    ]  # fmt: skip
+    retriever = Retriever(run, index)
+    query = "w3 w1 w20"
+    answers = retriever.ask(query, 100 if kind == "Flat" else 2)
+    rows = np.load(index / "blocks.npy").tolist()
+    scores = {}
+    with torch.no_grad():
+        tokens = [tokenizer.cls, *tokenizer.encode(query), tokenizer.sep]
+        q, _ = model.query(torch.tensor([tokens]), torch.ones(1, len(tokens)).long())
+        for start, end, document, _ in rows:
+            block, valid = retriever._dataset.get_block(start, end, document)
+            d, _ = model.block(torch.tensor(block)[None], torch.tensor(valid)[None])
+            scores[f"w{document}", float((q * d).sum())] = (start, end)
+    best = sorted(scores, key=lambda found: -found[1])
+    if kind == "Flat":
+        assert [answer.title for answer in answers] == [title for title, _ in best]
+        want = [score for _, score in best]
+        assert [answer.score for answer in answers] == pytest.approx(want, abs=1e-4)
+    else:
+        assert len(answers) <= 2
+        assert answers[0].score <= best[0][1] + 1e-4
+    assert main(["retrieve", str(run), query, "--index", str(index), "-k", "1"]) == 0
+    assert answers[0].text in capsys.readouterr().out
+
+
+def test_what_is_no_index_is_refused_and_nothing_is_written(corpus, tmp_path, capsys):
+    folder, _, _ = corpus
+    run, prefix = str(folder / "run"), str(folder / "x_text_sentence")
+    index = tmp_path / "index"
+
+    def refused(says, *arguments):
+        assert main([str(a) for a in arguments]) == 2
+        assert says in capsys.readouterr().err
+
+    flags = ("--corpus", prefix, "--output", index)
+    refused("mb-data preprocess", "index", run, "--corpus", tmp_path / "no", "--output", index)
+    refused("'Nonsense'", "index", run, *flags, "--kind", "Nonsense")
+    refused(
+        "takes 12 vectors" if False else "vectors of 8",
+        "index",
+        run,
+        *flags,
+        "--kind",
+        "IVF99,Flat",
+    )
+    refused("mb-train index", "retrieve", run, "w1", "--index", index)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    refused("to replace", "index", run, "--corpus", prefix, "--output", tmp_path / "mine")
+    assert main(["index", run, *map(str, flags)]) == 0
+    refused("at least one word", "retrieve", run, " ", "--index", index)
+    about = json.loads((index / "index.json").read_text())
+    for change, says in (({"iteration": 7}, "iteration 7"), ({"corpus_bytes": 1}, "has changed")):
+        (index / "index.json").write_text(json.dumps(about | change))
+        refused(says, "retrieve", run, "w1", "--index", index)

@@ -1,8 +1,8 @@
 """When a run has diverged: the rule to stop by, and where to look.
 
 A loss that is not a number seldom recovers, and weights that are not numbers never do. Neither is
-saved, lest it take the place of a checkpoint to go back to; after `limit` such steps in a row the run stops and names the documents of
-the first bad batch, which is where damaged text shows.
+saved, lest it take the place of a checkpoint to go back to; after `limit` such steps in a row the
+run stops and names the documents of the first bad batch, which is where damaged text shows.
 """
 
 from __future__ import annotations

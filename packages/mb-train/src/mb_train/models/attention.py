@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mb_train.models.config import TransformerConfig
+from mb_train.models.documents import Documents, attend
 from mb_train.models.linear import Linear, Norm
 
 
@@ -30,6 +31,7 @@ class BlockContext(NamedTuple):
     rope: cosine and sine, fp32 [B or 1, S, 1, rotated width of a head].
     source_BSD: what a cross attention attends to, an encoder's output.
     valid_BS: nonzero for real tokens, which alone visit experts; None if none is padding.
+    documents: what `mask` would say of packed documents, for a kernel that needs no mask.
     """
 
     causal: bool = True
@@ -38,6 +40,7 @@ class BlockContext(NamedTuple):
     rope: tuple[Tensor, Tensor] | None = None
     source_BSD: Tensor | None = None
     valid_BS: Tensor | None = None
+    documents: Documents | None = None
 
 
 def segment_mask(segments_BQ: Tensor, segments_BS: Tensor | None = None, *, causal: bool) -> Tensor:
@@ -89,6 +92,8 @@ class CoreAttention(nn.Module):
         self, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: BlockContext
     ) -> Tensor:
         """Return y_BQHC."""
+        if context.documents is not None:
+            return attend(q_BQHC, k_BSGC, v_BSGC, context.documents, self.scale)
         mask = context.mask
         if context.bias is not None:
             mask = context.bias if mask is None else context.bias.masked_fill(~mask, -torch.inf)

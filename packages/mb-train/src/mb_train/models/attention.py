@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
 from mb_train.models.documents import Documents, attend
 from mb_train.models.linear import Linear, Norm
@@ -32,6 +33,7 @@ class BlockContext(NamedTuple):
     source_BSD: what a cross attention attends to, an encoder's output.
     valid_BS: nonzero for real tokens, which alone visit experts; None if none is padding.
     documents: what `mask` would say of packed documents, for a kernel that needs no mask.
+    cache: keys and values of tokens that came before; `mask` is over all of them.
     """
 
     causal: bool = True
@@ -41,6 +43,7 @@ class BlockContext(NamedTuple):
     source_BSD: Tensor | None = None
     valid_BS: Tensor | None = None
     documents: Documents | None = None
+    cache: KVCache | None = None
 
 
 def segment_mask(segments_BQ: Tensor, segments_BS: Tensor | None = None, *, causal: bool) -> Tensor:
@@ -144,6 +147,8 @@ class Attention(nn.Module):
             q, k = self._normed(self.norm_q, q), self._normed(self.norm_k, k)
         if context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
+        if context.cache is not None:
+            k, v = context.cache.extend(self, k, v)
         return self.out(self.core(q, k, v, context).flatten(2))
 
     def _project(self, x_BSD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
 from mb_train.models.attention import BlockContext, rotary_tables, segment_mask
+from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
 from mb_train.models.documents import documents_of, usable
 from mb_train.models.embedding import Embedding, running_positions
@@ -121,7 +122,30 @@ class GPT(nn.Module):
             x_BSD = x_BSD[rows_B[:, None] if at_B.ndim == 2 else rows_B, at_B]
         elif last_only:
             x_BSD = x_BSD[:, -1]
-        return F.linear(x_BSD, self._head_weight().to(x_BSD.dtype)).float()
+        return self._scores(x_BSD)
+
+    def go_on(self, tokens_BQ: Tensor, new_B: Tensor, cache: KVCache) -> Tensor:
+        """Scores after each row's last new token, [B, V] fp32; `cache` then holds the new ones too.
+
+        Args:
+            tokens_BQ: new tokens of each row, filled up behind.
+            new_B: int64, how many of them are the row's, at least one.
+            cache: of the tokens before them; a fresh one if there are none.
+        """
+        positions_BQ, mask, valid_BQ = cache.begin(new_B, tokens_BQ.shape[1])
+        assert self.embedding is not None
+        # Fillings may lie beyond the table of positions.
+        places_BQ = torch.where(valid_BQ, positions_BQ, 0)
+        x_BQD = self.embedding(tokens_BQ, places_BQ).to(self.compute_dtype)
+        config = self.config
+        rope = rotary_tables(config, positions_BQ) if config.positions == "rope" else None
+        context = BlockContext(mask=mask, rope=rope, valid_BS=valid_BQ, cache=cache)
+        x_BQD, _ = self.stack(x_BQD, context)
+        x_BD = x_BQD[torch.arange(len(new_B), device=new_B.device), new_B - 1]
+        return self._scores(x_BD)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._head_weight().to(x.dtype)).float()
 
     def _hidden(
         self,

@@ -4,7 +4,8 @@
 
 Trains 40 steps of a recipe (3.7 B parameters) and saves in the middle: at once, beside the training
 from a copy on the device, and beside it from a copy in host memory. The stall is the time the loop
-spends in saving; the loss is the time of the ten steps after it over that of the ten before.
+spends in saving; the loss is the time of the ten steps after it over that of the ten before. A
+checkpoint is 8 syncs and its bytes, so what the disk takes for one and for the other is said first.
 Prints a table, then one line of JSON. Further flags go to the run.
 """
 
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -24,6 +27,21 @@ from mb_train.cli import main as train
 from mb_train.run_log import read_log
 
 STEPS, AT = 40, 20
+
+
+def disk(folder: Path) -> dict[str, float]:
+    """ms of a sync of a small file, the median of five; GB/s of 512 MiB written and synced."""
+    file, times = folder / "probe", []
+    for size in (*[4096] * 5, 512 * 2**20):
+        content = os.urandom(size)
+        begun = time.perf_counter()
+        with file.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        times.append(time.perf_counter() - begun)
+    file.unlink()
+    return {"sync_ms": 1e3 * statistics.median(times[:5]), "gb_per_s": size / times[5] / 1e9}
 
 
 def measure(folder: Path, flags: list[str]) -> dict[str, float]:
@@ -54,6 +72,8 @@ def main() -> None:
     fits = saver._fits_on_device
     rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        speed = disk(Path(folder))
+        print(f"disk: {speed['sync_ms']:.1f} ms a sync, {speed['gb_per_s']:.2f} GB/s", flush=True)
         for name, flags, on_device in (
             ("at once", [], True),
             ("beside, from the device", ["--async-save"], True),
@@ -73,7 +93,7 @@ def main() -> None:
             f"{lost:8.1%}{row['gb']:8.1f}"
         )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(json.dumps({"device": device, "recipe": options.recipe, "rows": rows}))
+    print(json.dumps({"device": device, "recipe": options.recipe, "disk": speed, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -203,6 +203,32 @@ def test_the_harness_gets_its_log_likelihoods(trained, harness):
     assert rolled == pytest.approx(found[1][0], abs=1e-4)
 
 
+def test_the_harness_itself_runs_a_task_of_ones_own(trained, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval", reason="not installed: it brings some 40 packages")
+    from mb_train import harness
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    questions = [{"q": "a b", "choices": ["c d", "e"], "gold": 0}] * 3
+    data = tmp_path / "questions.jsonl"
+    data.write_text("\n".join(map(json.dumps, questions)))
+    (tmp_path / "mine.yaml").write_text(f"""
+        task: mine
+        dataset_path: json
+        dataset_kwargs: {{data_files: {{test: {data}}}}}
+        test_split: test
+        output_type: multiple_choice
+        doc_to_text: "{{{{q}}}}"
+        doc_to_target: gold
+        doc_to_choice: "{{{{choices}}}}"
+        metric_list: [{{metric: acc}}]
+    """)
+    found = harness.evaluate(trained, ["mine"], include=tmp_path)["mine"]
+    assert found["acc,none"] in (0.0, 1.0)  # the same question three times
+    with pytest.raises(ValueError, match="tasks that lm_eval knows, got nobodys"):
+        harness.evaluate(trained, ["mine", "nobodys"], include=tmp_path)
+
+
 def test_without_the_harness_it_is_said(trained, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)

@@ -7,6 +7,7 @@ import torch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.generate import Generator, Sampling, choose, continue_tokens
+from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
 
@@ -53,11 +54,12 @@ def test_wrong_sampling_is_refused(wrong):
 
 def small_model(**fields):
     torch.manual_seed(0)
-    config = TrainConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=1, seq_length=4, micro_batch_size=1,
-        train_iters=1, lr=1.0, moe_num_experts=2, attention_dropout=0.0, hidden_dropout=0.0,
-        **fields,
-    )  # fmt: skip
+    base = {
+        "num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "seq_length": 4,
+        "micro_batch_size": 1, "train_iters": 1, "lr": 1.0, "moe_num_experts": 2,
+        "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    }  # fmt: skip
+    config = TrainConfig(**base | fields)
     return GPT(transformer_config(config, 32)).eval()
 
 
@@ -98,6 +100,63 @@ def test_the_end_of_a_document_ends_its_prompt_alone():
         tokens = [step[row] for step in endless]
         until = tokens[: tokens.index(2) + 1]
         assert [step[row] for step in ended if step[row] is not None] == until
+
+
+KINDS = {
+    "gpt2": {"moe_num_experts": None},
+    "dmoe": {},
+    "qwen3": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+        "group_query_attention": True, "num_query_groups": 2, "qk_layernorm": True,
+        "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "moe_top_k": 2,
+        "moe_layer_freq": 2, "moe_shared_expert_intermediate_size": 16,
+    },
+    "olmoe": {
+        "position_embedding_type": "rope", "qk_layernorm": True, "qk_layernorm_over": "width",
+        "moe_renormalize": True, "moe_top_k": 2,
+    },
+    "after-norm": {"apply_residual_connection_post_layernorm": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_from_the_cache_are_those_of_the_whole_text(kind):
+    sizes = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 80}
+    model = small_model(**sizes | {"moe_num_experts": 4} | KINDS[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randint(32, (n,), generator=generator).tolist() for n in (70, 1, 9, 66)]
+    cache, done, before = KVCache(4, torch.device("cpu")), [0, 0, 0, 0], [0, 1, 2, 3]
+    # It grows beyond 64 places; rows end.
+    for new in ([65, 1, 4, 30], [3, 0, 5, 36], [1, 0, 0, 0], [1, 0, 0, 0]):
+        here = [row for row in before if new[row]]
+        cache.keep(torch.tensor([place for place, row in enumerate(before) if new[row]]))
+        before = here
+        parts = [rows[row][done[row] : done[row] + new[row]] for row in here]
+        counts = torch.tensor([len(part) for part in parts])
+        padded = torch.tensor([part + [7] * (int(counts.max()) - len(part)) for part in parts])
+        with torch.no_grad():
+            got_BV = model.go_on(padded, counts, cache)
+        for row, got_V in zip(here, got_BV, strict=True):
+            done[row] += new[row]
+            with torch.no_grad():
+                expected_V = model.logits(torch.tensor([rows[row][: done[row]]]))[0, -1]
+            torch.testing.assert_close(got_V, expected_V, rtol=1e-4, atol=1e-4)
+    assert done == [70, 1, 9, 66]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
+def test_the_cache_changes_no_token(kind):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 12}
+    model = small_model(**sizes | {"moe_num_experts": 4} | KINDS[kind])
+    prompts = [[3], [5, 6, 7, 8, 9], [1, 2]]
+    options = {"vocab_size": 30, "context": 12, "eod": 4}
+    for seed in range(3):  # beyond the context, and with rows that end
+        how = Sampling(seed=seed, temperature=2.0)
+        plain = first(continue_tokens(model, prompts, how, **options, cached=False), 20)
+        assert first(continue_tokens(model, prompts, how, **options), 20) == plain
 
 
 @pytest.fixture(scope="module")

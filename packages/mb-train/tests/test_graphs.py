@@ -26,6 +26,7 @@ V = 128
         ({}, "cuda", 2, "one process for --cuda-graph, got 2 ranks"),
         ({"model": "bert"}, "cuda", 1, "--model gpt for --cuda-graph, got bert"),
         ({"recompute_granularity": "full"}, "cuda", 1, "no recompute"),
+        ({"reset_attention_mask": True}, "cuda", 1, "no --reset-attention-mask"),
         (MOE | {"moe_mlp_impl": "sparse"}, "cuda", 1, "--moe-mlp-impl grouped"),
     ],
 )

@@ -101,26 +101,69 @@ def test_vocabulary_and_merges_make_the_tokenizer_together(tmp_path):
         load_tokenizer(resolve(parse(["--vocab-file", vocab])))
 
 
-def test_a_script_trains(tmp_path, capsys):
-    vocab, merges = write_gpt2(tmp_path)
-    prefix = tmp_path / "text"
-    with mb_data.IndexedDatasetBuilder(prefix, np.uint16) as builder:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Where each path that a script names is, tiny: GPT-2's vocabulary, tokens, sentences."""
+    folder = tmp_path_factory.mktemp("files")
+    vocab, merges = write_gpt2(folder)
+    with mb_data.IndexedDatasetBuilder(folder / "text", np.uint16) as builder:
         for n in range(20):
             builder.add_document(np.random.default_rng(n).integers(0, 50_000, 64))
-    words = MEGABLOCKS["dmoe/dmoe_125m_8gpu.sh"]
-    start, end = words.index("--data-path"), words.index("--vocab-file")
-    files = {"/mount/gpt2-vocab.json": vocab, "/mount/gpt2-merges.txt": merges}
-    files["./out"] = str(tmp_path / "out")
-    words = [files.get(word, word) for word in words[:start] + words[end:]]
-    small = f"""--data-path 1.0 {prefix} 2.0 {prefix} --split 80,20,0 --device cpu --num-layers 1
-        --hidden-size 16 --num-attention-heads 1 --seq-length 16 --max-position-embeddings 16
-        --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr-decay-iters 2
-        --eval-iters 1 --log-interval 1 --moe-num-experts 2"""
-    assert main([*words, *small.split()]) == 0
-    out = capsys.readouterr().out
-    assert " > padded vocab (size: 50257) with 943 dummy tokens (new size: 51200)" in out
-    assert " iteration        2/       2 | consumed samples:            8 | " in out
-    assert (tmp_path / "out" / "iter_0000002" / "run.json").is_file()
+    lines = [
+        {"text": " ".join(f"Number {i} of {n} is here and now." for i in range(8)), "title": f"{n}"}
+        for n in range(40)
+    ]
+    (folder / "s.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    common = {"tokenizer": mb_data.load_tokenizer("bert-base-uncased"), "workers": 1}
+    mb_data.preprocess(folder / "s.jsonl", folder / "s", json_keys=("title",), **common)
+    mb_data.preprocess(folder / "s.jsonl", folder / "s", split_sentences=True, **common)
+    packed = resources.files("mb_data") / "vocabularies" / "bert_base_uncased_vocab.txt.gz"
+    (folder / "bert-vocab.txt").write_bytes(gzip.decompress(packed.read_bytes()))
+    return {
+        "/mount/gpt2-vocab.json": vocab,
+        "/mount/gpt2-merges.txt": merges,
+        "bert-vocab.txt": str(folder / "bert-vocab.txt"),
+        "text": str(folder / "text"),
+        "wiki_text_sentence": str(folder / "s_text_sentence"),
+        "titles": str(folder / "s_title_document"),
+    }
+
+
+# One of each family, with what makes it tiny.
+_GPT_SIZES = "--data-path 1.0 text 2.0 text --split 80,20,0 --seq-length 16"
+_GPT_SIZES += " --max-position-embeddings 16"
+_BERT_SIZES = "--seq-length 64 --max-position-embeddings 64"
+FAMILIES = {
+    "gpt2/gpt2_125m_8gpu.sh": _GPT_SIZES,
+    "moe/moe_125m_8gpu.sh": f"{_GPT_SIZES} --moe-num-experts 2",
+    "dmoe/dmoe_125m_8gpu.sh": f"{_GPT_SIZES} --moe-num-experts 2",
+    "pretrain_bert.sh": _BERT_SIZES,
+    "pretrain_t5.sh": "--kv-channels 16 --ffn-hidden-size 32 --decoder-seq-length 32 "
+    + _BERT_SIZES.replace("--seq", "--encoder-seq"),
+    "pretrain_ict.sh": _BERT_SIZES,
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_script_trains(tmp_path, files, name, capsys):
+    model, words = EXAMPLES.get(name) or ("gpt", MEGABLOCKS[name])
+    out = tmp_path / "out"
+    if model == "gpt":  # its own data is 29 files
+        start, end = words.index("--data-path"), words.index("--vocab-file")
+        words = words[:start] + words[end:]
+    if "--bert-load" in words:
+        start = words.index("--bert-load")
+        words = words[:start] + words[start + 2 :]
+    small = f"""{FAMILIES[name]} --model {model} --device cpu --num-layers 1 --hidden-size 16
+        --num-attention-heads 1 --micro-batch-size 2 --global-batch-size 4 --train-iters 2
+        --lr-decay-iters 2 --eval-iters 1 --log-interval 1"""
+    paths = files | {"./out": str(out), "checkpoints": str(out)}
+    assert main([paths.get(word, word) for word in [*words, *small.split()]]) == 0
+    said = capsys.readouterr().out
+    if name.startswith("dmoe"):
+        assert " > padded vocab (size: 50257) with 943 dummy tokens (new size: 51200)" in said
+    assert " iteration        2/       2 | consumed samples:            8 | " in said
+    assert (out / "iter_0000002" / "run.json").is_file()
 
 
 def write_gpt2(folder):

@@ -174,6 +174,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         "--stride", type=int, default=32, help="tokens that the window moves by; default 32"
     )
     parser.add_argument("--batch-size", type=int, default=8, help="windows at a time; default 8")
+    parser.add_argument("--include", type=Path, help="lm_eval: folder of further tasks")
     parser.add_argument("--device", choices=_DEVICES, default="auto")
     options = parser.parse_args(arguments)
     import json
@@ -190,7 +191,15 @@ def evaluate(arguments: Sequence[str]) -> int:
         from mb_train import harness
 
         tasks = options.task.removeprefix("lm_eval:").split(",")
-        found = harness.evaluate(trained, tasks, batch_size=options.batch_size)
+        by_task = harness.evaluate(
+            trained, tasks, batch_size=options.batch_size, include=options.include
+        )
+        found = {
+            f"{task} {metric.removesuffix(',none')}": value
+            for task, metrics in by_task.items()
+            for metric, value in metrics.items()
+            if isinstance(value, (int, float))
+        }
     else:
         found = evaluate(trained, options.task, Path(options.file), how)
     print(f"{options.task} at iteration {trained.saved.iteration} of {options.run}")

@@ -1,10 +1,11 @@
 """Text from a checkpoint: greedy, top-k or top-p sampling, several prompts at once.
 
-A model of this package sees at most its training context, and the choice of a token needs no
-key-value cache to be right: each step runs the last `positions` tokens of every prompt through the
-model, and computes scores for the last of them alone. Prompts of one call need not be equally long:
-they are padded behind, where a causal model does not look. Each draws with a generator of its own,
-so what a prompt is continued with does not depend on its neighbours.
+Keys and values of tokens are kept, so that a step computes the new token of each prompt alone. A
+model sees at most its training context: beyond it every step runs the last `positions` tokens
+through the model, for each of them has another position then. So does a model with an expert
+capacity, whose experts' places depend on all tokens of a pass. Prompts of one call need not be
+equally long: they are padded behind, where a causal model does not look. Each draws with a
+generator of its own, so what a prompt is continued with does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mb_train.loading import Trained, load_trained
+from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 
 _NO_NUMBERS = (
@@ -81,6 +83,7 @@ def continue_tokens(
     vocab_size: int,
     context: int,
     eod: int | None = None,
+    cached: bool = True,
 ) -> Iterator[list[int | None]]:
     """The next token of every prompt, step by step, until all have ended.
 
@@ -89,6 +92,7 @@ def continue_tokens(
         vocab_size: ids from here on are padding of the head and never chosen.
         context: longest input of the model.
         eod: ends a prompt; None never does.
+        cached: keep keys and values as long as the context lasts.
 
     Yields:
         A token for each prompt, `eod` as its last one, None once it has ended.
@@ -100,18 +104,31 @@ def continue_tokens(
     device = next(model.parameters()).device
     texts = [list(prompt) for prompt in prompts]
     running = list(range(len(texts)))
+    cache = KVCache(len(texts), device) if cached else None
+    seen = [0] * len(texts)
     while running:
-        windows = [texts[row][-context:] for row in running]
+        if max(len(texts[row]) for row in running) > context:
+            cache = None
+        first = [seen[row] if cache is not None else -context for row in running]
+        windows = [texts[row][start:] for row, start in zip(running, first, strict=True)]
         lengths = [len(window) for window in windows]
         padded = [window + [0] * (max(lengths) - len(window)) for window in windows]
-        at_B = torch.tensor(lengths, device=device) - 1
-        logits_BV = model.logits(torch.tensor(padded, device=device), at_B=at_B)[:, :vocab_size]
+        tokens_BS, lengths_B = (torch.tensor(x, device=device) for x in (padded, lengths))
+        if cache is None:
+            logits_BV = model.logits(tokens_BS, at_B=lengths_B - 1)[:, :vocab_size]
+        else:
+            logits_BV = model.go_on(tokens_BS, lengths_B, cache)[:, :vocab_size]
+        for row in running:
+            seen[row] = len(texts[row])
         step: list[int | None] = [None] * len(texts)
         for row, logits_V in zip(running, logits_BV, strict=True):
             token = choose(logits_V, sampling, generators[row])
             texts[row].append(token)
             step[row] = token
-        running = [row for row in running if step[row] != eod or eod is None]
+        still = [place for place, row in enumerate(running) if eod is None or step[row] != eod]
+        if cache is not None and len(still) < len(running):
+            cache.keep(torch.tensor(still, dtype=torch.int64, device=device))
+        running = [running[place] for place in still]
         yield step
 
 
@@ -183,7 +200,7 @@ class Generator:
         encoded = [self.tokenizer.encode(prompt) or [eod] for prompt in prompts]
         steps = continue_tokens(
             self.model, encoded, sampling, vocab_size=self.tokenizer.vocab_size,
-            context=self.context, eod=eod,
+            context=self.context, eod=eod, cached=self._together,
         )  # fmt: skip
         for _, step in zip(range(max_new_tokens), steps, strict=False):
             for completion, token in zip(completions, step, strict=True):

@@ -40,6 +40,7 @@ def check_capturable(config: TrainConfig, device: torch.device, ranks: int) -> N
             "no recompute",
             "--recompute-granularity or --moe-recompute",
         ),
+        (config.reset_attention_mask, "no --reset-attention-mask", "batches of several shapes"),
         (sparse, "--moe-mlp-impl grouped", "sparse, whose topology is read back to the host"),
     ):
         if there:

@@ -1,15 +1,18 @@
 """A trained run as a model of EleutherAI's lm-evaluation-harness, if that is installed.
 
     mb-train eval RUN --task lm_eval:hellaswag,arc_easy
+    mb-train eval RUN --task lm_eval:mine --include folder/of/my/tasks
 
 The harness knows hundreds of tasks and fetches their data by itself; what it asks of a model are
-the three methods here.
+the three methods here. It brings some 40 packages, so it is no dependency: `pip install lm_eval`.
+Tried with lm_eval 0.4.13 (2026-11-22): multiple choice, rolling perplexity, generation.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mb_train.generate import Generator, Sampling
@@ -26,18 +29,29 @@ def harness_model(trained: Trained, *, batch_size: int = 8) -> Any:
     return _class()(trained, batch_size)
 
 
-def evaluate(trained: Trained, tasks: Sequence[str], *, batch_size: int = 8) -> dict[str, Any]:
+def evaluate(
+    trained: Trained, tasks: Sequence[str], *, batch_size: int = 8, include: Path | None = None
+) -> dict[str, Any]:
     """Results of the harness's tasks, by task and metric.
+
+    Args:
+        include: folder of further tasks, one YAML file each.
 
     Raises:
         ValueError: lm_eval is not installed, or does not know a task.
     """
     model = harness_model(trained, batch_size=batch_size)
+    manager = importlib.import_module("lm_eval.tasks").TaskManager(
+        include_path=None if include is None else str(include)
+    )
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise ValueError(
+            f"Expected tasks that lm_eval knows, got {', '.join(unknown)}. See `lm_eval ls tasks`, "
+            "or name the folder of your own with --include."
+        )
     simple_evaluate = importlib.import_module("lm_eval").simple_evaluate
-    try:
-        found = simple_evaluate(model=model, tasks=list(tasks))
-    except KeyError as error:
-        raise ValueError(f"Expected tasks that lm_eval knows, got {error}.") from None
+    found = simple_evaluate(model=model, tasks=list(tasks), task_manager=manager)
     return {} if found is None else found["results"]
 
 

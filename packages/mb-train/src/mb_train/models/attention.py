@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
+from mb_train.models.documents import Documents, attend
 from mb_train.models.linear import Linear, Norm
 
 
@@ -35,6 +37,8 @@ class BlockContext(NamedTuple):
     rope: cosine and sine, fp32 [B or 1, S, 1, rotated width of a head].
     source_BSD: what a cross attention attends to, an encoder's output.
     valid_BS: nonzero for real tokens, which alone visit experts; None if none is padding.
+    documents: what `mask` would say of packed documents, for a kernel that needs no mask.
+    cache: keys and values of tokens that came before; `mask` is over all of them.
     """
 
     causal: bool = True
@@ -44,6 +48,8 @@ class BlockContext(NamedTuple):
     rope: tuple[Tensor, Tensor] | None = None
     source_BSD: Tensor | None = None
     valid_BS: Tensor | None = None
+    documents: Documents | None = None
+    cache: KVCache | None = None
 
 
 def segment_mask(segments_BQ: Tensor, segments_BS: Tensor | None = None, *, causal: bool) -> Tensor:
@@ -143,6 +149,8 @@ class CoreAttention(nn.Module):
         self, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: BlockContext
     ) -> Tensor:
         """Return y_BQHC."""
+        if context.documents is not None:
+            return attend(q_BQHC, k_BSGC, v_BSGC, context.documents, self.scale)
         dropout = self.dropout if self.training else 0.0
         if context.bounds is not None and self._flash(q_BQHC, k_BSGC, context, dropout):
             # In torch for GPUs alone; Q and S tokens are the longest that a segment can be.
@@ -216,6 +224,8 @@ class Attention(nn.Module):
             q, k = self._normed(self.norm_q, q), self._normed(self.norm_k, k)
         if context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
+        if context.cache is not None:
+            k, v = context.cache.extend(self, k, v)
         return self.out(self.core(q, k, v, context).flatten(2))
 
     def _project(self, x_BSD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,9 @@ from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
 from mb_train.models.attention import BlockContext, rotary_tables, segment_mask
+from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
+from mb_train.models.documents import documents_of, usable
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
@@ -81,6 +83,7 @@ class GPT(nn.Module):
         weights_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
         segments_BS: Tensor | None = None,
+        starts_BN: Tensor | None = None,
     ) -> ModelOutput:
         """The loss of predicting each label, named "lm loss"; hidden states if not the last stage.
 
@@ -90,10 +93,12 @@ class GPT(nn.Module):
             weights_BS: fp32 weight of each label's loss in the sum; None is 1 / (B S), the mean.
             positions_BS: of each token; None counts from 0 in every sequence.
             segments_BS: integer document of each token, for attention within documents alone.
+            starts_BN: the same, as the places where documents begin, for the GPU's kernel; see
+                `documents`. Given beside `segments_BS`.
         """
         if positions_BS is None:
             positions_BS = running_positions(labels_BS)
-        x_BSD, reports = self._hidden(x, positions_BS, segments_BS)
+        x_BSD, reports = self._hidden(x, positions_BS, segments_BS, starts_BN)
         if not self.last:
             return reports.output(x_BSD, {})
         if weights_BS is None:
@@ -111,25 +116,59 @@ class GPT(nn.Module):
         Args:
             at_B: int64, a place in each sequence; or [B, N] for several, and scores [B, N, V].
         """
-        x_BSD, _ = self._hidden(tokens_BS, running_positions(tokens_BS), None)
+        x_BSD, _ = self._hidden(tokens_BS, running_positions(tokens_BS))
         if at_B is not None:
             rows_B = torch.arange(len(at_B), device=at_B.device)
             x_BSD = x_BSD[rows_B[:, None] if at_B.ndim == 2 else rows_B, at_B]
         elif last_only:
             x_BSD = x_BSD[:, -1]
-        return F.linear(x_BSD, self._head_weight().to(x_BSD.dtype)).float()
+        return self._scores(x_BSD)
+
+    def go_on(self, tokens_BQ: Tensor, new_B: Tensor, cache: KVCache) -> Tensor:
+        """Scores after each row's last new token, [B, V] fp32; `cache` then holds the new ones too.
+
+        Args:
+            tokens_BQ: new tokens of each row, filled up behind.
+            new_B: int64, how many of them are the row's, at least one.
+            cache: of the tokens before them; a fresh one if there are none.
+        """
+        positions_BQ, mask, valid_BQ = cache.begin(new_B, tokens_BQ.shape[1])
+        assert self.embedding is not None
+        # Fillings may lie beyond the table of positions.
+        places_BQ = torch.where(valid_BQ, positions_BQ, 0)
+        x_BQD = self.embedding(tokens_BQ, places_BQ).to(self.compute_dtype)
+        config = self.config
+        rope = rotary_tables(config, positions_BQ) if config.positions == "rope" else None
+        context = BlockContext(mask=mask, rope=rope, valid_BS=valid_BQ, cache=cache)
+        x_BQD, _ = self.stack(x_BQD, context)
+        x_BD = x_BQD[torch.arange(len(new_B), device=new_B.device), new_B - 1]
+        return self._scores(x_BD)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._head_weight().to(x.dtype)).float()
 
     def _hidden(
-        self, x: Tensor, positions_BS: Tensor, segments_BS: Tensor | None
+        self,
+        x: Tensor,
+        positions_BS: Tensor,
+        segments_BS: Tensor | None = None,
+        starts_BN: Tensor | None = None,
     ) -> tuple[Tensor, ExpertReports]:
         """Final hidden states of this stage (normed on the last), and what the experts report."""
         if self.first:
             assert self.embedding is not None
             x = self.embedding(x, positions_BS).to(self.compute_dtype)
         config = self.config
+        dropout = config.attention_dropout if self.training else 0.0
+        mask = documents = None
+        if starts_BN is not None and usable(x, self.compute_dtype, config.head_size, dropout):
+            documents = documents_of(starts_BN, positions_BS.shape[1])
+        elif segments_BS is not None:
+            mask = segment_mask(segments_BS, causal=True)
         context = BlockContext(
             causal=True,
-            mask=None if segments_BS is None else segment_mask(segments_BS, causal=True),
+            mask=mask,
+            documents=documents,
             rope=rotary_tables(config, positions_BS) if config.positions == "rope" else None,
         )
         return self.stack(x, context)

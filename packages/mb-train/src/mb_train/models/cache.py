@@ -1,0 +1,71 @@
+"""Keys and values that a model keeps of the tokens it has seen, to go on from them.
+
+Rows need not be equally long: a new token is written behind its row's own, and sees those alone.
+What a row was filled up with lies behind its tokens, is seen by none, and is overwritten.
+
+Letters: B rows, Q new tokens of a row, S places, G key-value heads, C width of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+# Places to begin with; they double.
+_PLACES = 64
+
+
+class KVCache:
+    """Grows with what is put into it.
+
+    Args:
+        rows: B.
+        device: of keys and values.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._lengths_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._longest = 0  # the same on the host
+        self._held: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._positions_BQ = self._lengths_B[:, None]
+        self._places = _PLACES
+
+    def begin(self, new_B: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Make room for new tokens.
+
+        Args:
+            new_B: how many each row gets.
+            most: the largest of them, Q.
+
+        Returns:
+            positions_BQ; the pairs that may attend, bool [B, 1, Q, S]; valid_BQ, where tokens are
+            none that a row was filled up with.
+        """
+        steps_Q = torch.arange(most, device=new_B.device)
+        self._positions_BQ = self._lengths_B[:, None] + steps_Q
+        self._longest += most
+        while self._places < self._longest:
+            self._places *= 2
+        places_S = torch.arange(self._longest, device=new_B.device)
+        mask = (places_S <= self._positions_BQ[..., None])[:, None]
+        self._lengths_B = self._lengths_B + new_B
+        return self._positions_BQ, mask, steps_Q < new_B[:, None]
+
+    def extend(self, owner: nn.Module, k_BQGC: Tensor, v_BQGC: Tensor) -> tuple[Tensor, Tensor]:
+        """Put a layer's new keys and values behind its own; return all of them, [B, S, G, C]."""
+        found = []
+        rows_B1 = torch.arange(len(k_BQGC), device=k_BQGC.device)[:, None]
+        for old, new in zip(self._held.get(owner, (None, None)), (k_BQGC, v_BQGC), strict=True):
+            held = new.new_zeros(len(new), self._places, *new.shape[2:]) if old is None else old
+            if held.shape[1] < self._places:
+                more = held.new_zeros(len(held), self._places - held.shape[1], *held.shape[2:])
+                held = torch.cat([held, more], dim=1)
+            held[rows_B1, self._positions_BQ] = new
+            found.append(held)
+        k, v = self._held[owner] = found[0], found[1]
+        return k[:, : self._longest], v[:, : self._longest]
+
+    def keep(self, rows: Tensor) -> None:
+        """Let go of all rows but these, given by number."""
+        self._lengths_B = self._lengths_B[rows]
+        self._held = {owner: (k[rows], v[rows]) for owner, (k, v) in self._held.items()}

@@ -9,7 +9,30 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 
+# A worker runs a file at a time: what takes long begins first, or it would run alone at the end.
+LONGEST_FIRST = (
+    "integration-tests/test_parallel.py",
+    "mb-kernels/tests/test_interpreter.py",
+    "mb-parallel/tests/test_layouts.py",
+    "integration-tests/test_standalone.py",
+    "mb-parallel/tests/test_expert_parallel.py",
+    "mb-parallel/tests/test_data_parallel.py",
+    "integration-tests/test_train_cli.py",
+    "mb-parallel/tests/test_interpreter.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # xdist's own guess, files of most tests first, begins with hundreds of flags of a millisecond.
+    config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def turn(item: pytest.Item) -> int:
+        names = enumerate(LONGEST_FIRST)
+        return next((i for i, name in names if item.path.as_posix().endswith(name)), 99)
+
+    items.sort(key=turn)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -27,7 +27,7 @@ from mb_train.cli import main
 SAME = (
     "--num-layers 4 --micro-batch-size 1 --global-batch-size 8 --train-iters 5 --log-interval 1 "
     "--eval-interval 5 --eval-iters 1 --attention-dropout 0 --hidden-dropout 0 "
-    "--make-vocab-size-divisible-by 1024 --adam-eps 1e-3"
+    "--make-vocab-size-divisible-by 128 --adam-eps 1e-3"
 )
 TP, PP, EP = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
 SP, A2A, GATHER = (
@@ -129,7 +129,7 @@ def _all_runs(folder: Path) -> dict[str, Path]:
     for moe in (True, False):
         runs[f"one {moe}"] = run = folder / f"one-{moe}"
         assert main(tiny_run.flags(tokens, run, SAME, moe=moe)) == 0
-    for ranks in (2, 4, 8):
+    for ranks in sorted({ranks for ranks, *_ in LAYOUTS.values()}):
         names = [name for name in LAYOUTS if LAYOUTS[name][0] == ranks]
         lines = [
             tiny_run.flags(tokens, runs[name], SAME, LAYOUTS[name][1], moe=LAYOUTS[name][2])

@@ -84,9 +84,8 @@ def test_a_new_version_runs_beside_older_wheels(
     versions = "import mb_train, mb_layers; print(mb_layers.__version__, mb_train.__version__)"
     printed = subprocess.run([str(python), "-I", "-c", versions], capture_output=True, text=True)
     assert printed.stdout.split()[0] == newer, printed.stderr
-    for member in MEMBERS:
-        result = release.run_example(member, python, tmp_path)
-        assert result.returncode == 0, f"{member} beside a newer mb-layers\n{result.stderr}"
+    result = release.run_example("mb-train", python, tmp_path)  # which has need of all the others
+    assert result.returncode == 0, result.stderr
 
     breaking = f"{major}.{minor + 1}.0" if major == 0 else f"{major + 1}.0.0"
     release.set_version(folder, breaking)

@@ -582,9 +582,10 @@ def test_plain_text(tmp_path):
     (tmp_path / "c.jsonl").write_bytes(b"Once upon a time\n")
     with pytest.raises(ValueError, match=r"line 1: .*plain text is read from files named \.txt"):
         preprocess(tmp_path / "c.jsonl", tmp_path / "out", workers=1)
-    (tmp_path / "c.jsonl").write_bytes(b'[\n{"text": "a"}\n]\n')
-    with pytest.raises(ValueError, match=r"line 1: .*of a JSON array make lines: jq"):
-        preprocess(tmp_path / "c.jsonl", tmp_path / "out", workers=1)
+    for array in (b'[\n{"text": "a"}\n]\n', b'[{"text": "a"}]'):
+        (tmp_path / "c.jsonl").write_bytes(array)
+        with pytest.raises(ValueError, match=r"line 1: .*of a JSON array make lines: jq"):
+            preprocess(tmp_path / "c.jsonl", tmp_path / "out", workers=1)
 
 
 def test_parquet(tmp_path):

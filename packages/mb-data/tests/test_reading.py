@@ -79,6 +79,22 @@ def test_compressed_files_read_alike(tmp_path):
             lines_of([path], 777)
 
 
+@pytest.mark.parametrize(
+    ("name", "pack"), [("gz", gzip.compress), ("xz", lzma.compress)], ids=["gz", "xz"]
+)
+def test_all_before_the_end_of_a_broken_archive_is_kept(tmp_path, name, pack):
+    """Though it is less than is read at a time."""
+    lines = [b'{"text": "%d"}' % random.Random(i).getrandbits(200) for i in range(2000)]
+    packed = pack(b"\n".join(lines))
+    path = tmp_path / f"a.jsonl.{name}"
+    path.write_bytes(packed[: len(packed) // 2])
+    *whole, last = blocks(find_sources([path]), 4 << 20, 1000)
+    assert last.problem is not None
+    kept = [bytes(line) for block in whole for line in read_lines(block, 1000)]
+    assert len(kept) > 800
+    assert kept == lines[: len(kept)]
+
+
 def test_damaged_in_the_middle(tmp_path):
     data = bytearray(gzip.compress(random.Random(0).randbytes(50_000)))
     data[20_000:20_050] = bytes(50)

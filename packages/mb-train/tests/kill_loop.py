@@ -22,7 +22,7 @@ TINY = [
     "--seq-length=16", "--num-attention-heads=1", "--micro-batch-size=2", "--moe-num-experts=2",
     "--moe-top-k=1", "--lr-decay-iters=100", "--eval-iters=1", "--eval-interval=5",
     "--log-interval=1", "--num-workers=0", "--device=cpu", "--split=90,10,0", "--save-interval=1",
-    "--keep-checkpoints=3",
+    "--keep-checkpoints=3", "--tokenizer=null:500",
 ]  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 import os
 import pickle
+import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -114,27 +114,24 @@ def test_a_failed_save_is_said_and_leaves_nothing_behind(
     assert saver.latest == 9
 
 
+def _on_a_full_disk(rank, world_size, folder):
+    """What is said of a save that fits and of one that does not."""
+    import resource  # which Windows has not
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    said = []
+    saver = Saver(folder, say=said.append)
+    none = {"config": {}, "identity": {}, "data": {}}
+    saver.save(nn.Linear(8, 8), None, Progress(1, 1), **none)
+    saver.save(nn.Linear(800, 800), None, Progress(2, 2), **none)
+    return said
+
+
 def test_a_disk_that_is_full_for_good(tmp_path):
     """The kernel's own refusal to write on, in a process with a limit on the size of files."""
-    script = """
-import resource, signal, sys, warnings
-from pathlib import Path
-import torch
-from torch import nn
-from mb_train.checkpoint import Progress
-from mb_train.saver import Saver
-warnings.simplefilter("ignore")
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-saver = Saver(Path(sys.argv[1]), say=print)
-none = {"config": {}, "identity": {}, "data": {}}
-print(saver.save(nn.Linear(8, 8), None, Progress(1, 1), **none))
-print(saver.save(nn.Linear(800, 800), None, Progress(2, 2), **none))
-"""
-    out = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
-    ).stdout
-    assert "could not save iteration 2" in out
+    (said,) = run_ranks(_on_a_full_disk, 1, tmp_path)
+    assert "could not save iteration 2" in said[-1]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "iter_0000001", "latest_checkpointed_iteration.txt",
     ]  # fmt: skip

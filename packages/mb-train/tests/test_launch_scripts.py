@@ -187,6 +187,10 @@ def test_each_model_has_its_tokenizer():
     bert = load_tokenizer(TrainConfig(**run, model="bert", vocab_extra_ids=3))
     assert (bert.name, len(bert.extra_ids)) == ("bert-base-uncased", 3)
     assert load_tokenizer(TrainConfig(**run, tokenizer="null:7")).name == "null:7"
+    megatrons = TrainConfig(**run, tokenizer_type="NullTokenizer", vocab_size=7)
+    assert load_tokenizer(megatrons).name == "null:7"
+    with pytest.raises(ValueError, match="TikTokenizer needs --tiktoken-pattern, v1 or v2"):
+        load_tokenizer(TrainConfig(**run, tokenizer_type="TikTokenizer", tokenizer_model="x"))
 
 
 def test_the_table_in_the_docs_names_every_script():

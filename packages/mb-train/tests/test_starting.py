@@ -8,6 +8,7 @@ from pathlib import Path
 import mb_data
 import numpy as np
 import pytest
+from mb_data.tokenizer.byte_bpe import byte_to_letter
 from mb_train import run_log
 from mb_train.cli import main
 from mb_train.flags import parse
@@ -163,3 +164,29 @@ def test_separate_data_for_each_part(finished, tmp_path, capsys):
     missing = ["--train-data-path", whole, "--test-data-path", "nowhere"]
     assert main([*TINY, *missing, "--train-iters", "2"]) == 2
     assert "Expected nowhere.bin to be a file" in capsys.readouterr().err
+
+
+def test_whole_documents_with_their_middle_last(tmp_path, capsys):
+    """From the command line, with a vocabulary that has the marks; and goes on."""
+    letters = [*byte_to_letter().values()]
+    added = ["<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>"]
+    vocabulary = {
+        "model": {"type": "BPE", "vocab": {c: i for i, c in enumerate(letters)}, "merges": []},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
+        "added_tokens": [{"id": 256 + i, "content": text} for i, text in enumerate(added)],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with mb_data.IndexedDatasetBuilder(tmp_path / "text", np.uint16) as builder:
+        for size in range(3, 40):
+            builder.add_document([*range(100, 100 + size), 256])
+    words = [*TINY, "--data-path", str(tmp_path / "text"), "--save", str(tmp_path / "run")]
+    words += ["--document-packing", "best_fit", "--fim-data", "--split-rounding", "cumulative"]
+    assert main([*words, "--train-iters", "2"]) == 2
+    assert (
+        "Expected --fim-prefix-token to be a special token of null:500" in capsys.readouterr().err
+    )
+    words += ["--tokenizer", str(tmp_path / "tokenizer.json"), "--train-iters", "2"]
+    assert main(words) == 0
+    assert main(["--load", str(tmp_path / "run"), "--device", "cpu", "--train-iters", "3"]) == 0
+    assert main(["--load", str(tmp_path / "run"), "--document-packing", "end_to_end"]) == 2
+    assert "Expected --document-packing best_fit, with which" in capsys.readouterr().err

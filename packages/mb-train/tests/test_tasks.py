@@ -1,5 +1,6 @@
 """What a task makes of samples."""
 
+import mb_data
 import numpy as np
 import pytest
 from mb_train.config import TrainConfig
@@ -31,6 +32,44 @@ def test_documents_end_with_their_last_token():
     assert batch["positions_BS"].tolist() == [[0, 1, 2, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4, 5]]
     assert batch["segments_BS"].tolist() == [[0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1]]
     assert batch["weights_BS"].tolist() == [[1, 1, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
+
+
+def test_flags_choose_how_documents_become_samples(tmp_path):
+    with mb_data.IndexedDatasetBuilder(tmp_path / "text", np.uint16) as builder:
+        for size in range(1, 12):
+            builder.add_document([*range(1, size), EOD])
+    paths, wanted = [str(tmp_path / "text")], (9, 3, 2)
+    marks = mb_data.MiddleTokens(12, 13, 14)
+    how = {"split": "6,3,2", "seq_length": 7, "num_samples": wanted, "seed": 1234}
+    how["split_rounding"] = "cumulative"
+    flags = {"split": "6,3,2", "split_rounding": "cumulative"}
+    fim = {"fim_data": True, "fim_rate": 0.75, "fim_spm_rate": 0.25}
+    for packing, build, more in (
+        ("end_to_end", mb_data.build_gpt_datasets, {}),
+        ("best_fit", mb_data.build_packed_datasets, {"eod": EOD}),
+    ):
+        config = gpt(**flags, **fim, document_packing=packing)._config
+        task = GPTTask(config, vocab_size=16, eod=EOD, marks=marks)
+        got = task.build_datasets(paths, wanted)
+        plain = gpt(**flags, document_packing=packing).build_datasets(paths, wanted)
+        for one, bare, inner in zip(got, plain, build(paths, **how, **more), strict=True):
+            rates = {"rate": 0.75, "suffix_first_rate": 0.25}
+            expected = mb_data.FillInTheMiddle(inner, marks, eod=EOD, seed=1234, **rates)
+            for dataset, samples in ((one, expected), (bare, inner)):
+                assert len(dataset) == len(samples)
+                assert all(np.array_equal(dataset[i], samples[i]) for i in range(len(samples)))
+            assert any(marks.middle in one[i] for i in range(len(one)))
+
+
+def test_what_fills_a_packed_sample_up_has_no_weight():
+    batch = gpt(document_packing="best_fit").collate([[1, 2, EOD, 3, EOD, EOD, EOD, EOD]])
+    assert batch["weights_BS"].tolist() == [[1, 1, 0, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("flags", [{"fim_data": True}, {"document_packing": "best_fit"}], ids=str)
+def test_sentences_are_not_packed(flags):
+    with pytest.raises(ValueError, match="Expected --model gpt with --"):
+        gpt(model="bert", **flags)
 
 
 @pytest.mark.parametrize(

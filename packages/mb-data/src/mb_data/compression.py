@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import sys
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 MAGIC_NUMBERS = {
     b"\x1f\x8b": "gz",
@@ -21,7 +21,7 @@ def compression(start: bytes) -> str | None:
     return next((kind for magic, kind in MAGIC_NUMBERS.items() if start.startswith(magic)), None)
 
 
-def decompress(raw: io.BufferedReader, path: str) -> tuple[str | None, BinaryIO]:
+def decompress(raw: io.BufferedReader, path: str) -> tuple[str | None, io.BufferedIOBase]:
     """The kind of a stream, and a stream of its plain bytes.
 
     Raises ModuleNotFoundError where Zstandard's library is missing.
@@ -31,18 +31,18 @@ def decompress(raw: io.BufferedReader, path: str) -> tuple[str | None, BinaryIO]
         case "gz":
             import gzip
 
-            return kind, cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+            return kind, cast(io.BufferedIOBase, gzip.GzipFile(fileobj=raw))
         case "bz2":
             import bz2
 
-            return kind, cast(BinaryIO, bz2.BZ2File(raw))
+            return kind, cast(io.BufferedIOBase, bz2.BZ2File(raw))
         case "xz":
             import lzma
 
-            return kind, cast(BinaryIO, lzma.LZMAFile(raw))
+            return kind, cast(io.BufferedIOBase, lzma.LZMAFile(raw))
         case "zst":
             return kind, _zstd(path).ZstdFile(raw)
-    return kind, cast(BinaryIO, raw)
+    return kind, cast(io.BufferedIOBase, raw)
 
 
 def decoding_errors(kind: str | None) -> tuple[type[Exception], ...]:

@@ -213,7 +213,8 @@ def _values(job: Job, line: memoryview) -> list[bytes]:
             raise ValueError(f"{error}; plain text is read from files named .txt") from error
         raise
     if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+        hint = "; of a JSON array make lines: jq -c '.[]'" if isinstance(record, list) else ""
+        raise ValueError(f"expected a JSON object, got {type(record).__name__}{hint}")
     values = []
     for key in job.keys:
         if key not in record:

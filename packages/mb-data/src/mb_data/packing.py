@@ -113,10 +113,11 @@ class PackedDataset:
         return sample
 
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
-        if self._order is None or self._order[0] != epoch:
+        known = self._order  # once: another thread may be in another epoch
+        if known is None or known[0] != epoch:
             rng = np.random.default_rng((self.seed, epoch))
-            self._order = epoch, rng.permutation(len(self.starts) - 1)
-        return self._order[1]
+            self._order = known = epoch, rng.permutation(len(self.starts) - 1)
+        return known[1]
 
 
 def build_packed_datasets(

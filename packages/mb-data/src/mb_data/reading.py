@@ -13,12 +13,12 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from mb_data.compression import decoding_errors, decompress
 from mb_data.sources import STDIN, Source, open_remote
 
-PIECE = 1 << 18  # bytes of a stream read at a time; what is read when an archive breaks off is kept
+PIECE = 1 << 18  # bytes read at a time
 
 
 class Block(NamedTuple):
@@ -169,7 +169,8 @@ def _stream_blocks(
         while True:
             data, problem = bytearray(), None
             try:
-                while len(data) < limit and (piece := file.read(min(PIECE, limit - len(data)))):
+                # One step of unpacking at a time: where an archive breaks off, all before is kept.
+                while len(data) < limit and (piece := file.read1(min(PIECE, limit - len(data)))):
                     data += piece
                 if data and not whole_file and not data.endswith(b"\n"):
                     data += _rest_of_line(file, max_line_bytes)
@@ -201,7 +202,7 @@ def _open(source: Source, stack: contextlib.ExitStack) -> io.BufferedReader:
     return stack.enter_context(open(source.path, "rb"))
 
 
-def _rest_of_line(file: BinaryIO, limit: int) -> bytes:
+def _rest_of_line(file: io.BufferedIOBase, limit: int) -> bytes:
     """Up to the line's end; of a line beyond the limit, a little more than the limit."""
     rest = file.readline(limit + 1)
     if len(rest) > limit and not rest.endswith(b"\n"):

@@ -29,6 +29,7 @@ from types import FunctionType
 from typing import Any
 
 _PRELOAD = [
+    "pytest",  # which test files import: a third of a second on every rank
     "torch._dynamo",  # which the first optimizer step imports
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

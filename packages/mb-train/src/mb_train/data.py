@@ -89,7 +89,8 @@ def prepare_data(
             f"Expected documents to train on, got none from {' '.join(prefixes)}"
             + ("." if parts else f" with --split {config.split}.")
         )
-    sources = train.datasets if isinstance(train, mb_data.BlendedDataset) else [train]
+    inner = train.dataset if isinstance(train, mb_data.FillInTheMiddle) else train
+    sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
     identity = {
         "bin_bytes": [Path(f"{prefix}.bin").stat().st_size for prefix in prefixes],
         "epochs": [

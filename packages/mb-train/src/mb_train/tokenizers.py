@@ -30,5 +30,9 @@ def load_tokenizer(config: TrainConfig) -> Tokenizer:
         vocab_file=config.vocab_file,
         merge_file=config.merge_file,
         tokenizer_model=config.tokenizer_model,
+        vocab_size=config.vocab_size,
+        tiktoken_pattern=config.tiktoken_pattern,
+        tiktoken_num_special_tokens=config.tiktoken_num_special_tokens,
+        tiktoken_special_tokens=config.tiktoken_special_tokens,
         num_extra_ids=extra,
     )

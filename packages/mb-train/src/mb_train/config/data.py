@@ -19,6 +19,10 @@ class DataFields:
     split: str = flag(
         "shares of documents for training, validation and test", "969,30,1", on_load="fixed"
     )
+    split_rounding: str = flag(
+        "whose ranges the shares make: Megatron-LM's up to 2023, or cumulative, Megatron Core's",
+        "shares", choices=("shares", "cumulative"), on_load="fixed",
+    )  # fmt: skip
     train_data_path: list[str] | None = flag("training data of its own", instead_of=("data_path",))  # noqa: RUF009
     valid_data_path: list[str] | None = flag("validation data of its own")  # noqa: RUF009
     test_data_path: list[str] | None = flag("test data of its own")  # noqa: RUF009
@@ -38,6 +42,20 @@ class DataFields:
     )
     reset_attention_mask: bool = flag("attend within a document only", False, on_load="said")
     eod_mask_loss: bool = flag("leave the end of a document out of the loss", False, on_load="said")
+    document_packing: str = flag(
+        "end_to_end cuts documents at the end of a sample, best_fit keeps whole what fits",
+        "end_to_end", choices=("end_to_end", "best_fit"), on_load="fixed",
+    )  # fmt: skip
+    fim_data: bool = flag(
+        "rearrange documents so that their middle comes last", False, on_load="said"
+    )
+    fim_rate: float = flag("share of documents so rearranged", 0.5, bounds=SHARE, on_load="said")
+    fim_spm_rate: float = flag(
+        "share of those that begin with their suffix", 0.5, bounds=SHARE, on_load="said"
+    )
+    fim_prefix_token: str = flag("what marks a document's prefix", "<fim_prefix>", on_load="said")
+    fim_middle_token: str = flag("what marks its middle", "<fim_middle>", on_load="said")
+    fim_suffix_token: str = flag("what marks its suffix", "<fim_suffix>", on_load="said")
     num_workers: int = flag("threads that prepare batches ahead", 2, bounds=AT_LEAST_0)
     data_cache_path: str | None = flag("folder for sample indices; default beside the data")
     # Another tokenizer is refused by its content, wherever its files lie: see `Run.identity`.
@@ -50,6 +68,7 @@ class DataFields:
         choices=(
             "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase",
             "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer",
+            "Llama2Tokenizer", "TikTokenizer", "NullTokenizer",
         ), instead_of=("tokenizer",),
     )  # fmt: skip
     vocab_file: str | None = flag(
@@ -57,9 +76,22 @@ class DataFields:
     )
     merge_file: str | None = flag("merges.txt of a byte-level BPE")
     tokenizer_model: str | None = flag("model file of SentencePiece", instead_of=("tokenizer",))
+    vocab_size: int | None = flag(
+        "ids of the NullTokenizer or the TikTokenizer, before padding", bounds=POSITIVE
+    )
+    tiktoken_pattern: str | None = flag("how the TikTokenizer cuts words", choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int = flag(
+        "special tokens of the TikTokenizer", 1000, bounds=AT_LEAST_0
+    )
+    tiktoken_special_tokens: list[str] | None = flag("their names")  # noqa: RUF009
     vocab_extra_ids: int = flag(
         "sentinel tokens to append, as T5 needs them", 0, bounds=AT_LEAST_0, on_load="fixed"
     )
+
+    @property
+    def packs_whole(self) -> bool:
+        """Samples are of whole documents."""
+        return self.document_packing == "best_fit"
 
     def data_by_part(self) -> dict[str, list[str] | None] | None:
         """Separate data of "train", "valid" and "test"; None where one `--data-path` is split."""

@@ -90,6 +90,7 @@ class TrainConfig(
         self.check_data()
         self._check_positions()
         self._check_decoder()
+        self._check_samples()
 
     @property
     def positions(self) -> int:
@@ -133,6 +134,12 @@ class TrainConfig(
     def _check_decoder(self) -> None:
         if self.model == "t5" and self.decoder_seq_length is None:
             raise ValueError("Expected --decoder-seq-length with --model t5, got none.")
+
+    def _check_samples(self) -> None:
+        packed = {"--fim-data": self.fim_data, "--document-packing best_fit": self.packs_whole}
+        for words, given in packed.items():
+            if given and self.model != "gpt":
+                raise ValueError(f"Expected --model gpt with {words}, got {self.model}.")
 
 
 @cache

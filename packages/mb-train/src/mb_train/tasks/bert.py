@@ -82,6 +82,7 @@ class BertTask:
             paths,
             tokenizer=self._tokenizer,
             split=config.split,
+            split_rounding=config.split_rounding,
             seq_length=self.sequence_length,
             num_samples=num_samples,
             seed=config.seed,

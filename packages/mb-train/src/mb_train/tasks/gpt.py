@@ -23,6 +23,7 @@ class GPTTask:
         config: the run.
         vocab_size: padded.
         eod: the end-of-document token.
+        marks: of fill-in-the-middle, if documents are so rearranged.
 
     Raises:
         ValueError: an activation or experts that mb_layers refuses.
@@ -31,13 +32,20 @@ class GPTTask:
     first_input = "tokens_BS"
     sentences = False
 
-    def __init__(self, config: TrainConfig, *, vocab_size: int, eod: int) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        vocab_size: int,
+        eod: int,
+        marks: mb_data.MiddleTokens | None = None,
+    ) -> None:
         self.loss_weights = {"lm loss": "weights_BS"}
         self.sequence_length = whole(config.seq_length)
         self.model_config = transformer_config(config, vocab_size)
         tied, tokens = self.model_config.tie_embeddings, "embedding.tokens.weight"
         self.tied_parameters = {tokens: tokens} if tied else {}
-        self._config, self._eod = config, eod
+        self._config, self._eod, self._marks = config, eod, marks
 
     def build_model(self, *, compute_dtype: torch.dtype) -> GPT:
         """A GPT with fresh weights."""
@@ -48,29 +56,50 @@ class GPTTask:
         return gpt_plan(self.model_config)
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
-        """Megatron's packing: samples of S + 1 tokens, neighbours share one."""
+        """Samples of S + 1 tokens: Megatron's, whose neighbours share one, or whole documents."""
         config = self._config
-        return mb_data.build_gpt_datasets(
-            paths,
-            split=config.split,
-            seq_length=self.sequence_length,
-            num_samples=num_samples,
+        how: dict[str, Any] = {
+            "split": config.split,
+            "split_rounding": config.split_rounding,
+            "seq_length": self.sequence_length,
+            "num_samples": num_samples,
+            "seed": config.seed,
+            "cache_dir": config.data_cache_path,
+        }
+        parts: Datasets
+        if config.packs_whole:
+            parts = mb_data.build_packed_datasets(paths, eod=self._eod, **how)
+        else:
+            parts = mb_data.build_gpt_datasets(paths, **how)
+        train, valid, test = map(self._rearranged, parts)
+        return train, valid, test
+
+    def _rearranged(self, dataset: Dataset | None) -> Dataset | None:
+        config = self._config
+        if dataset is None or self._marks is None:
+            return dataset
+        return mb_data.FillInTheMiddle(
+            dataset,
+            self._marks,
+            eod=self._eod,
+            rate=config.fim_rate,
+            suffix_first_rate=config.fim_spm_rate,
             seed=config.seed,
-            cache_dir=config.data_cache_path,
         )
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
         """tokens_BS and labels_BS, one place apart, weights_BS, and what documents change.
 
         The end of a document belongs to the document it ends, as in Megatron-LM: positions and
-        attention begin anew behind it, and `--eod-mask-loss` leaves out what follows it.
+        attention begin anew behind it, and `--eod-mask-loss` leaves out what follows it. So does
+        best-fit packing, where nothing follows: ends of documents fill a sample up.
         """
         config = self._config
         text = np.stack([np.asarray(sample) for sample in samples]).astype(np.int64)
         tokens_BS, labels_BS = text[:, :-1], text[:, 1:]
         ends_BS = tokens_BS == self._eod
         weights_BS = np.ones(tokens_BS.shape, np.float32)
-        if config.eod_mask_loss:
+        if config.eod_mask_loss or config.packs_whole:
             weights_BS[ends_BS] = 0
         batch = {"tokens_BS": tokens_BS, "labels_BS": labels_BS, "weights_BS": weights_BS}
         if config.reset_attention_mask:

@@ -97,6 +97,7 @@ class ICTTask:
             titles_prefix=config.titles_data_path or titles_beside(paths[0]),
             tokenizer=self._tokenizer,
             split=config.split,
+            split_rounding=config.split_rounding,
             seq_length=whole(config.seq_length),
             num_samples=num_samples,
             seed=config.seed,

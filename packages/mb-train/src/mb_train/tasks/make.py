@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import mb_data
 import torch
 from mb_parallel import ParallelDims, ParallelMesh
 from torch import nn
@@ -34,7 +35,27 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
         return T5Task(config, tokenizer, vocab_size=vocab_size, mesh=mesh)
     if config.model == "ict":
         return ICTTask(config, tokenizer, vocab_size=vocab_size, mesh=mesh)
-    return GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod)
+    marks = _middle_tokens(config, tokenizer) if config.fim_data else None
+    return GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod, marks=marks)
+
+
+def _middle_tokens(config: TrainConfig, tokenizer: Any) -> mb_data.MiddleTokens:
+    """Ids of the marks of fill-in-the-middle.
+
+    Raises:
+        ValueError: the vocabulary has no such token.
+    """
+    ids = {}
+    for part in mb_data.MiddleTokens._fields:
+        text = getattr(config, f"fim_{part}_token")
+        ids[part] = tokenizer.token_id(text)
+        if ids[part] is None:
+            raise ValueError(
+                f"Expected --fim-{part}-token to be a special token of {tokenizer.name}, got "
+                f"{text!r}. Name one that it has, or append some: --vocab-extra-ids 3 makes "
+                "<extra_id_0> to <extra_id_2>."
+            )
+    return mb_data.MiddleTokens(**ids)
 
 
 def whole_model(

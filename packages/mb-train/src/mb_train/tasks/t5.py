@@ -69,6 +69,7 @@ class T5Task:
             paths,
             tokenizer=self._tokenizer,
             split=config.split,
+            split_rounding=config.split_rounding,
             encoder_seq_length=whole(config.seq_length),
             decoder_seq_length=whole(config.decoder_seq_length),
             num_samples=num_samples,

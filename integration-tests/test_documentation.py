@@ -1,0 +1,87 @@
+"""What the pages say can be done: links lead somewhere, commands are taken as they are printed."""
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+from mb_data.cli import main as mb_data
+from mb_train.cli import main as mb_train
+from mb_train.commands import COMMANDS
+from mb_train.flags import parse, resolve
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "packages/*/*.md", "packages/*/docs/*.md")
+    for path in sorted(ROOT.glob(pattern))
+]
+
+
+def prose(page: str) -> str:
+    """A page without its code."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text("utf-8"), flags=re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """What a link can lead to in a page: its headings, as they are written in addresses."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ +(.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), f"{page}: {link}"
+        assert not anchor or path.suffix != ".md" or anchor in anchors(path), f"{page}: {link}"
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of every command in a page's blocks of code, from the program's name on."""
+    blocks = re.findall(r"```\w*\n(.*?)```", (ROOT / page).read_text("utf-8"), flags=re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    program = r"\s*(uv run )?(torchrun [^#]*-m )?(?=(mb-train|mb_train|mb-data)( |$))"
+    starts = [(line, re.match(program, line)) for line in lines]
+    return [shlex.split(line[found.end() :], comments=True) for line, found in starts if found]
+
+
+COMMANDS_OF_PAGES = [
+    pytest.param(words, id=f"{page}: {shlex.join(words)}")
+    for page in PAGES
+    for words in commands(page)
+]
+
+
+def test_there_are_commands_to_try() -> None:
+    assert len(COMMANDS_OF_PAGES) > 20
+
+
+@pytest.mark.parametrize("words", COMMANDS_OF_PAGES)
+def test_a_printed_command_is_taken(words: list[str], tmp_path, monkeypatch, capsys) -> None:
+    """Its flags are known and go together; what it lacks here are its files."""
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = words
+    if program == "mb-data":
+        if arguments[0] == "sample-corpus":
+            arguments += ["--max-bytes", "1000"]
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+        monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "0")
+        monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "64")
+        arguments = ["1" if word.startswith("$SLURM") else word for word in arguments]
+        try:
+            mb_data(arguments)
+        except SystemExit:  # argparse, of flags
+            pytest.fail(capsys.readouterr().err)
+    elif arguments and arguments[0] in COMMANDS:
+        mb_train(arguments)
+        assert "nknown" not in capsys.readouterr().err
+    elif "--load" not in arguments:  # which takes the rest from a run
+        resolve(parse(arguments))

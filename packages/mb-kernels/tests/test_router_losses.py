@@ -42,6 +42,20 @@ def test_values_are_their_definitions(tokens, experts, k):
     assert got.dropped_fraction.item() == pytest.approx(1 - kept.item() / (tokens * k))
 
 
+@pytest.mark.parametrize("kept_share", [0.5, 0.0])
+@pytest.mark.parametrize("divide", [None, 7, 0])
+def test_padding_counts_nowhere(kept_share, divide):
+    logits, probs, counts, kept = make(29, 5, 2)
+    mask = torch.rand(29, generator=torch.Generator().manual_seed(1)) < kept_share
+    options = {"num_tokens": divide, "slots": kept + 9} | WEIGHTS
+    got = router_losses(logits, probs, counts, kept, mask_T=mask, **options)
+    want = reference.router_losses(logits[mask], probs[mask], counts, kept, **options)
+    for name, a, b in zip(got._fields, got, want, strict=True):
+        assert_close(name, a, b)
+    d_got, d_want = (torch.autograd.grad(r.aux_loss, logits)[0] for r in (got, want))
+    assert_close("d_logits", d_got, d_want)
+
+
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["own counts", "global counts"])
 def test_gradient_reaches_the_logits_alone(elsewhere):
     logits, probs, counts, kept = make(23, 7, 2)
@@ -80,6 +94,10 @@ def test_wrong_shapes_are_named():
         router_losses(logits, probs[:, :3], counts, kept, **WEIGHTS)
     with pytest.raises(ValueError, match=r"balance_counts_E: expected one count .* 4 experts"):
         router_losses(logits, probs, counts, kept, balance_counts_E=counts[:2], **WEIGHTS)
+    with pytest.raises(ValueError, match=r"mask_T: expected bool, one for each of 5 tokens"):
+        router_losses(logits, probs, counts, kept, mask_T=counts, **WEIGHTS)
+    with pytest.raises(ValueError, match=r"num_tokens: expected one number; got \(2,\)"):
+        router_losses(logits, probs, counts, kept, num_tokens=torch.ones(2), **WEIGHTS)
 
 
 def test_compiles_without_graph_breaks():

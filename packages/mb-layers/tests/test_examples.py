@@ -58,7 +58,8 @@ def test_memory_by_option_is_what_the_page_says(
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     bytes_of = {row["option"]: row["bytes per token"] for row in printed["rows"]}
     theory = 2 * 512 + 4 * 192 * 8  # x, and the pre-activations of K gated experts
-    assert bytes_of["dMoE"] < 1.2 * theory
+    for option in ("dMoE", "mask", "mlp_bias", "LoRA, rank 16", "LoRA over 4 bits"):
+        assert bytes_of[option] < 1.05 * theory, option
     assert bytes_of["recompute"] < bytes_of["saved_activation_bits=4"] < bytes_of["dMoE"]
     for row in printed["errors"]:
         assert row["dx, 8 bits"] < 0.01

@@ -77,7 +77,7 @@ def test_compiles_without_graph_breaks(kind: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", ["dMoE", "MoE", "MoE-probability", "deepseek-v3"])
+@pytest.mark.parametrize("kind", ["MoE-probability", "deepseek-v3", "sparse"])
 def test_a_dynamic_number_of_tokens_compiles_once(kind: str) -> None:
     layer = build(**KINDS[kind])
     torch._dynamo.reset()
@@ -90,7 +90,7 @@ def test_a_dynamic_number_of_tokens_compiles_once(kind: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", ["dMoE", "MoE", "biases-recompute"])
+@pytest.mark.parametrize("kind", ["dMoE", "MoE", "biases-recompute", "sparse"])
 def test_exports_with_a_dynamic_batch_and_saves(kind: str) -> None:
     layer = build(**KINDS[kind]).eval()
     batch = torch.export.Dim("batch", min=2, max=4096)

@@ -7,6 +7,7 @@ import torch
 from layers_oracle import assert_close
 from mb_layers import MoE, MoEConfig, dMoE
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZES = {
     "hidden_size": 16,
@@ -109,6 +110,24 @@ def test_valid_tokens_make_uneven_shares_add_up() -> None:
     assert_close("first share", unmasked[0], shares[0])
     naive = [layer(x[b], mask=mask[b]).aux_loss for b in (0, 1)]
     assert abs(sum(naive) / 2 - whole) > 1e-4
+
+
+def test_padding_takes_the_fused_losses() -> None:
+    """One op for losses and metrics with a mask too: a `where` more, and views, not sixty ops."""
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.names = [*getattr(self, "names", []), op.name()]
+            return op(*args, **(kwargs or {}))
+
+    layer, x = build(), torch.randn(9, 16, dtype=torch.float64)
+    launched = []
+    for arguments in ({}, {"mask": torch.arange(9) < 6}):
+        with Ops() as ops:
+            layer(x, **arguments)
+        assert ops.names.count("mb::router_losses") == 1
+        launched.append(ops.names)
+    assert len(launched[1]) <= len(launched[0]) + 6
 
 
 def test_masked_capacity_counts_real_tokens_alone() -> None:

@@ -38,6 +38,29 @@ def test_experts_implementation_equals_eager(family: str, monkeypatch: pytest.Mo
         torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
 
 
+def test_experts_with_biases_and_a_gate_of_their_own_keep_x_and_pre_activations() -> None:
+    module = build("gpt_oss").model.layers[0].mlp.experts
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    x, tokens = torch.randn(500, 32, requires_grad=True), 500
+    ids = torch.rand(tokens, 4).topk(2).indices
+    weights = torch.rand(tokens, 2, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = mb.experts_forward(module, x, ids, weights)
+    assert y.requires_grad
+    hidden, ffn, top_k = 32, 32, 2
+    theory = 4 * (hidden + 2 * ffn * top_k)  # x and the pre-activations of gate and up, in fp32
+    indices = 4 * 3 * top_k + 200 / tokens  # order, inverse and weights; the counts
+    assert sum(kept.values()) / tokens <= theory + indices
+
+
 def test_expert_parallel_sentinels_add_nothing() -> None:
     """Under expert parallelism transformers marks foreign slots with id E and weight 0."""
     module = build("mixtral").model.layers[0].mlp.experts

@@ -29,3 +29,26 @@ def test_kernels_equal_the_reference(tokens, experts, k, elsewhere):
     (d_got,) = torch.autograd.grad(2 * got.aux_loss, logits)
     (d_want,) = torch.autograd.grad(2 * want.aux_loss, exact)
     assert_close("d_logits", d_got, d_want, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kept_share", [0.6, 0.0])
+@pytest.mark.parametrize("divide", [None, 11, 2.5])
+def test_padding_other_divisors_and_meant_slots(kept_share, divide):
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(300, 6, generator=generator).mul(3).requires_grad_()
+    mask = torch.rand(300, generator=generator) < kept_share
+    _, ids, probs = topk_softmax(logits, 2)
+    bins = reference.bin_tokens(torch.where(mask[:, None], ids, -1), 6)
+    options = {"mask_T": mask, "slots": bins.offsets_E1[-1] + 5} | WEIGHTS
+    options["num_tokens"] = torch.tensor(divide) if divide == 11 else divide
+    args = (bins.tokens_per_expert_E, bins.offsets_E1[-1])
+    got = router_losses(logits, probs, *args, **options)
+    exact = logits.detach().double().requires_grad_()
+    want = reference.router_losses(exact, exact, *args, **options)
+    alone = reference.router_losses(exact[mask], exact[mask], *args, **(options | {"mask_T": None}))
+    for name, a, b, c in zip(got._fields, got, want, alone, strict=True):
+        assert_close(name, a, b, dtype=torch.float32)
+        assert_close(name, b, c)
+    (d_got,) = torch.autograd.grad(2 * got.aux_loss, logits)
+    (d_want,) = torch.autograd.grad(2 * alone.aux_loss, exact)
+    assert_close("d_logits", d_got, d_want, dtype=torch.float32)

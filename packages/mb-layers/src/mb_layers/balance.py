@@ -1,8 +1,8 @@
 """What a layer reports of its routing: the weighted auxiliary loss and the metrics.
 
-Softmax routing over whole micro-batches takes `mb_kernels.router_losses`, three launches; whatever
-else there is (sigmoid scores, sequences, padding, a router of one's own) the definitions in
-`mb_layers.losses`.
+Softmax routing balanced over micro-batches or the global batch takes `mb_kernels.router_losses`,
+three launches, with padding too; whatever else there is (sigmoid scores, sequences, a router of
+one's own) the definitions in `mb_layers.losses`.
 
 Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 """
@@ -36,7 +36,8 @@ def router_losses(
     *,
     balance_counts_E: Tensor,
     mask_T: Tensor | None,
-    num_tokens: Tensor | int | None,
+    num_tokens: Tensor | float | None,
+    probs_of_logits: bool,
     ids_are_experts: bool,
 ) -> RouterLosses:
     """Return the losses and load statistics of one forward pass, fp32 scalars.
@@ -49,16 +50,14 @@ def router_losses(
             the global batch.
         mask_T: bool [T], the tokens that count; None: all.
         num_tokens: what the losses are divided by; None: the tokens that count.
-        ids_are_experts: every id is an expert's, so that the slots need no counting.
+        probs_of_logits: `routed.probs_TE` are what `config.score_function` makes of the logits.
+        ids_are_experts: every id is an expert's or padding, so that the slots need no counting.
     """
-    if (
-        config.score_function == "softmax"
-        and config.balance_over != "sequence"
-        and ids_are_experts
-        and num_tokens is None
-        and routed.probs_TE is not None
-        and routed.logits_TE is not None
-    ):
+    # An id of no expert, but for -1, was meant for one: its slot is dropped.
+    slots = None if ids_are_experts else (routed.expert_ids_TK != -1).sum()
+    if probs_of_logits and config.score_function == "softmax" and config.balance_over != "sequence":
+        assert routed.probs_TE is not None
+        assert routed.logits_TE is not None
         return mb_kernels.router_losses(
             routed.logits_TE,
             routed.probs_TE.detach(),
@@ -67,6 +66,9 @@ def router_losses(
             load_balancing_weight=config.load_balancing_loss_weight,
             z_weight=config.z_loss_weight,
             balance_counts_E=balance_counts_E,
+            mask_T=mask_T,
+            num_tokens=num_tokens,
+            slots=slots,
         )
     over = {"mask_T": mask_T, "num_tokens": num_tokens}
     counts_E, probs_TE = dispatched.tokens_per_expert_E, routed.probs_TE
@@ -93,9 +95,7 @@ def router_losses(
                 )
         if routed.logits_TE is not None:
             z = z_loss(routed.logits_TE, **over)
-        # An id of no expert, but for -1, was meant for one: its slot is dropped.
-        slots = counts_E.sum() if ids_are_experts else (routed.expert_ids_TK != -1).sum()
-        slots = slots.to(balance.dtype)
+        slots = (counts_E.sum() if slots is None else slots).to(balance.dtype)
         return RouterLosses(
             aux_loss=config.load_balancing_loss_weight * balance + config.z_loss_weight * z,
             load_balancing_loss=balance,

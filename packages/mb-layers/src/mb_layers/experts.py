@@ -12,7 +12,7 @@ Letters: E experts, D hidden, F expert ffn width, T or R tokens on this rank, K 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mb_kernels
@@ -25,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched
-from mb_layers.factored import Factored, grouped_linear, map_weight, weight_of
+from mb_layers.factored import map_weight, weight_of
 from mb_layers.losses import at_least_fp32
+from mb_layers.steps import expert_mlp_in_steps
 
 
 class _StackedMLP(nn.Module):
@@ -252,47 +253,6 @@ class SharedExpert(_StackedMLP):
             return at_least_fp32(x_TD.new_ones(x_TD.shape[0], 1))
         x_TD, gate = cast_alike(x_TD, to_plain(self.gate, 1))
         return torch.sigmoid(at_least_fp32(x_TD @ gate.T))
-
-
-def expert_mlp_in_steps(
-    x_TD: Tensor,
-    w1: Tensor | Factored,
-    w2: Tensor | Factored,
-    bins: Bins,
-    weights_TK: Tensor,
-    activate: Callable[[Tensor], Tensor],
-    *,
-    b1: Tensor | None = None,
-    b2: Tensor | None = None,
-    transpose_weight: bool = True,
-    after: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """The expert computation from its parts, for experts that the fused op does not know.
-
-    Args:
-        x_TD, bins, weights_TK: as for `mb_kernels.expert_mlp`.
-        w1, w2: [E, rows, D] and [E, D, F]; with `transpose_weight=False` [E, D, rows], [E, F, D].
-        activate: maps the pre-activations [N, rows] to [N, F].
-        b1, b2: biases per expert, [E, rows] and [E, D].
-        after: applied to each expert's output [N, D] before it is weighted.
-    """
-    rows_ND = mb_kernels.gather(x_TD, bins, weights_TK.shape[1])
-    h = grouped_linear(rows_ND, w1, bins.offsets_E1, transpose_weight=transpose_weight)
-    if b1 is not None:
-        h = h + _bias_rows(b1, bins)
-    y_ND = grouped_linear(activate(h), w2, bins.offsets_E1, transpose_weight=transpose_weight)
-    if b2 is not None:
-        y_ND = y_ND + _bias_rows(b2, bins)
-    if after is not None:
-        y_ND = after(y_ND)
-    return mb_kernels.combine(y_ND, bins, weights_TK)
-
-
-def _bias_rows(bias_EM: Tensor, bins: Bins) -> Tensor:
-    """Each row's expert's bias, [N, M]; rows of dropped slots get some bias, nobody reads them."""
-    rows_N = torch.arange(bins.order_N.shape[0], device=bias_EM.device, dtype=torch.int32)
-    expert_N = torch.searchsorted(bins.offsets_E1[1:], rows_N, right=True)
-    return bias_EM[expert_N.clamp(max=bias_EM.shape[0] - 1)]
 
 
 def pad_widths(

@@ -15,7 +15,7 @@ Letters: E experts, N rows, r rank, R rows and C columns of a weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mb_kernels
@@ -160,6 +160,36 @@ def weight_of(module: nn.Module, name: str) -> Tensor | Factored:
     return Factored(base, tuple(LowRank(k.lhs, k.rhs, k.scaling) for k in kinds))
 
 
+class Form(NamedTuple):
+    """What a weight is apart from its tensors."""
+
+    factored: bool
+    bits: int | None
+    scalings: tuple[float, ...]
+
+
+def flatten(weight: Tensor | Factored) -> tuple[Form, list[Tensor]]:
+    """Take a weight apart into its form and its tensors, the base's before the adapters'."""
+    if isinstance(weight, Tensor):
+        return Form(False, None, ()), [weight]
+    frozen = isinstance(weight.base, Frozen)
+    bits = weight.base.bits if frozen else None
+    tensors = [weight.base.codes, weight.base.scales] if frozen else [weight.base]
+    for lhs, rhs, _ in weight.added:
+        tensors += (lhs, rhs)
+    return Form(True, bits, tuple(added.scaling for added in weight.added)), tensors
+
+
+def unflatten(form: Form, tensors: Sequence[Tensor]) -> Tensor | Factored:
+    """The inverse of `flatten`."""
+    if not form.factored:
+        return tensors[0]
+    start = 1 if form.bits is None else 2
+    base = tensors[0] if form.bits is None else Frozen(tensors[0], tensors[1], form.bits)
+    pairs = zip(tensors[start::2], tensors[start + 1 :: 2], form.scalings, strict=True)
+    return Factored(base, tuple(LowRank(*parts) for parts in pairs))
+
+
 def map_weight(weight: Tensor | Factored, fn: Callable[[Tensor], Tensor]) -> Tensor | Factored:
     """Apply fn to the tensors of a weight; the codes of a frozen one stay as they are."""
     if isinstance(weight, Tensor):
@@ -179,16 +209,55 @@ def grouped_linear(
         y_NR = _FrozenProduct.apply(x_NC, *weight.base, offsets_E1, transpose_weight)
     else:
         y_NR = grouped_linear(x_NC, weight.base, offsets_E1, transpose_weight=transpose_weight)
-    for lhs, rhs, scaling in weight.added:
-        more = -lhs.shape[2] % 16  # the kernels take ranks that are multiples of 16
-        if more:
-            lhs, rhs = F.pad(lhs, (0, more)), F.pad(rhs, (0, 0, 0, more))
+    for lhs, rhs, scaling in map(_padded, weight.added):
         first, second = (rhs, lhs) if transpose_weight else (lhs, rhs)
         u_Nr = grouped_linear(x_NC, first, offsets_E1, transpose_weight=transpose_weight)
         y_NR = y_NR + scaling * grouped_linear(
             u_Nr, second, offsets_E1, transpose_weight=transpose_weight
         )
     return y_NR
+
+
+def weight_gradients(
+    dy_NR: Tensor,
+    x_NC: Tensor,
+    weight: Tensor | Factored,
+    offsets_E1: Tensor,
+    wanted: Sequence[bool],
+    transpose_weight: bool,
+) -> list[Tensor | None]:
+    """Gradients of `grouped_linear` for the tensors of `flatten(weight)` that are wanted."""
+    # The weight's gradient is p^T q, [R, C] whichever way the product took it.
+    p, q = (dy_NR, x_NC) if transpose_weight else (x_NC, dy_NR)
+    grads: list[Tensor | None] = [None] * len(wanted)
+    if isinstance(weight, Tensor) or isinstance(weight.base, Tensor):
+        grads[0] = grouped_outer(p, q, offsets_E1) if wanted[0] else None
+    if isinstance(weight, Tensor):
+        return grads
+    start = len(wanted) - 2 * len(weight.added)
+    for n, added in enumerate(weight.added):
+        at, rank = start + 2 * n, added.lhs.shape[2]
+        lhs, rhs, scaling = _padded(added)
+        if wanted[at]:
+            u_Nr = grouped_linear(q, rhs, offsets_E1, transpose_weight=True)
+            grads[at] = scaling * grouped_outer(p, u_Nr, offsets_E1)[:, :, :rank]
+        if wanted[at + 1]:
+            u_Nr = grouped_linear(p, lhs, offsets_E1, transpose_weight=False)
+            grads[at + 1] = scaling * grouped_outer(u_Nr, q, offsets_E1)[:, :rank]
+    return grads
+
+
+def grouped_outer(a_NR: Tensor, b_NC: Tensor, offsets_E1: Tensor) -> Tensor:
+    """Each expert's a^T b over its rows, [E, R, C]."""
+    return mb_kernels.gmm(a_NR, b_NC, offsets_E1.diff(), trans_a=True)
+
+
+def _padded(added: LowRank) -> LowRank:
+    """Widened with zeros to a rank that is a multiple of 16, which the kernels take."""
+    more = -added.lhs.shape[2] % 16
+    if not more:
+        return added
+    return LowRank(F.pad(added.lhs, (0, more)), F.pad(added.rhs, (0, 0, 0, more)), added.scaling)
 
 
 class _FrozenProduct(torch.autograd.Function):

@@ -36,7 +36,7 @@ def load_balancing_loss(
     tokens_per_expert_E: Tensor,
     *,
     mask_T: Tensor | None = None,
-    num_tokens: Tensor | int | None = None,
+    num_tokens: Tensor | float | None = None,
 ) -> Tensor:
     """Return the unweighted load-balancing loss, an fp32 scalar; 1.0 when balanced.
 
@@ -66,7 +66,7 @@ def sequence_load_balancing_loss(
     expert_ids_BSK: Tensor,
     *,
     mask_BS: Tensor | None = None,
-    num_tokens: Tensor | int | None = None,
+    num_tokens: Tensor | float | None = None,
 ) -> Tensor:
     """Return the mean over sequences of each sequence's load-balancing loss, an fp32 scalar.
 
@@ -96,7 +96,7 @@ def sequence_load_balancing_loss(
 
 
 def z_loss(
-    logits_TE: Tensor, *, mask_T: Tensor | None = None, num_tokens: Tensor | int | None = None
+    logits_TE: Tensor, *, mask_T: Tensor | None = None, num_tokens: Tensor | float | None = None
 ) -> Tensor:
     """Return the unweighted router z-loss, mean_t logsumexp_e(logits)^2, an fp32 scalar.
 
@@ -108,14 +108,14 @@ def z_loss(
 
 
 def entropy(
-    probs_TE: Tensor, *, mask_T: Tensor | None = None, num_tokens: Tensor | int | None = None
+    probs_TE: Tensor, *, mask_T: Tensor | None = None, num_tokens: Tensor | float | None = None
 ) -> Tensor:
     """Return the mean entropy of the rows in nats, a scalar. Zero tokens give 0."""
     return mean_over_tokens(torch.special.entr(probs_TE).sum(dim=-1), mask_T, num_tokens)
 
 
 def mean_over_tokens(
-    values: Tensor, mask_T: Tensor | None = None, num_tokens: Tensor | int | None = None
+    values: Tensor, mask_T: Tensor | None = None, num_tokens: Tensor | float | None = None
 ) -> Tensor:
     """Return the mean of `values` [T, ...] over the tokens, without a host sync; 0 for none.
 

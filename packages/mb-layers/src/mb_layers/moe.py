@@ -114,7 +114,7 @@ class _MoELayer(nn.Module):
         x: Tensor,
         *,
         mask: Tensor | None = None,
-        valid_tokens: Tensor | int | None = None,
+        valid_tokens: Tensor | float | None = None,
         routing: Tensor | RouterOutput | None = None,
     ) -> MoEOutput:
         """Run x [..., D] through the layer; leading dimensions are tokens, zero of them is fine.
@@ -149,15 +149,7 @@ class _MoELayer(nn.Module):
             dispatcher = self.eval_dispatcher
         y_TD, dispatched = run_routed(x_TD, routed, self.config, dispatcher, self.experts)
         y_TD = self._add_unrouted(x_TD, y_TD, mask_T)
-        own_ids = routing is None and getattr(type(self.router), "forward", None) is Router.forward
-        aux_loss, metrics = self._report(
-            routed,
-            dispatched,
-            x.shape,
-            mask_T,
-            valid_tokens,
-            ids_are_experts=own_ids and mask_T is None,
-        )
+        aux_loss, metrics = self._report(routed, dispatched, x.shape, mask_T, valid_tokens, routing)
         return MoEOutput(y_TD.view(x.shape), aux_loss, metrics)
 
     def _route(
@@ -196,11 +188,11 @@ class _MoELayer(nn.Module):
         dispatched: Dispatched,
         shape: torch.Size,
         mask_T: Tensor | None,
-        valid_tokens: Tensor | int | None,
-        *,
-        ids_are_experts: bool,
+        valid_tokens: Tensor | float | None,
+        routing: Tensor | RouterOutput | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted auxiliary loss, 0 in eval mode, and the metrics."""
+        is_ours = type(self.router).forward is Router.forward
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
         if self.reduce_counts is not None:
             balance_counts_E = self.reduce_counts(counts_E)
@@ -218,7 +210,8 @@ class _MoELayer(nn.Module):
             balance_counts_E=balance_counts_E,
             mask_T=mask_T,
             num_tokens=valid_tokens,
-            ids_are_experts=ids_are_experts,
+            probs_of_logits=is_ours and not isinstance(routing, RouterOutput),
+            ids_are_experts=is_ours and routing is None,
         )
         aux_loss = losses.aux_loss if self.training else torch.zeros_like(losses.aux_loss.detach())
         metrics = {name: value.detach() for name, value in losses._asdict().items()}

@@ -177,7 +177,7 @@ def _topology_fake(padded_offsets: Tensor, block_rows: int, width: int) -> tuple
 
 
 registration.register(
-    "pad_indices(Tensor order, Tensor inverse, Tensor offsets, int rows) -> "
+    "pad_indices(Tensor order, Tensor inverse, Tensor offsets, SymInt rows) -> "
     "(Tensor, Tensor, Tensor)",
     reference=pad_indices,
     kernels="mb_kernels.block_sparse.mlp_kernels",
@@ -188,7 +188,7 @@ registration.register(
     ),
 )
 registration.register(
-    "topology_indices(Tensor padded_offsets, int block_rows, int width) -> "
+    "topology_indices(Tensor padded_offsets, SymInt block_rows, int width) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=lambda *arguments: tuple(topology_indices(*arguments)),
     kernels="mb_kernels.block_sparse.mlp_kernels",

@@ -21,8 +21,9 @@ _BLOCK = 4096  # logits a program holds at once: 32 per thread of 4 warps
 @triton.jit
 def router_sums_kernel(
     logits_ptr,  # [T, E]
+    mask_ptr,  # [T] uint8, 0 for padding, or None
     sums_ptr,  # [P, BLOCK_E] fp32: sum of probabilities per expert
-    scalars_ptr,  # [P, 2] fp32: sum of lse^2, sum of entropy
+    scalars_ptr,  # [P, 3] fp32: sum of lse^2, sum of entropy, tokens that count
     lse_ptr,  # [T] fp32
     tokens,
     E: tl.constexpr,
@@ -33,6 +34,7 @@ def router_sums_kernel(
     sums = tl.zeros((BLOCK_E,), tl.float32)
     squares = tl.zeros((BLOCK_T,), tl.float32)
     entropies = tl.zeros((BLOCK_T,), tl.float32)
+    counted = tl.zeros((BLOCK_T,), tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T), tl.num_programs(0)):
         t = block * BLOCK_T + tl.arange(0, BLOCK_T)
         live = t < tokens
@@ -44,32 +46,38 @@ def router_sums_kernel(
         exps = tl.where((e < E)[None, :], tl.exp(x - largest[:, None]), 0.0)
         total = tl.sum(exps, 1)
         lse = largest + tl.log(total)
+        tl.store(lse_ptr + t, lse, mask=live)
+        if mask_ptr is not None:
+            live = live & (tl.load(mask_ptr + t, mask=live, other=0) != 0)
+        counted += live.to(tl.float32)
         p = tl.where(live[:, None], exps / total[:, None], 0.0)
         sums += tl.sum(p, 0)
         squares += tl.where(live, lse * lse, 0.0)
         # p log p is 0 where p underflows to 0
         entropies -= tl.sum(tl.where(p > 0, p * (x - lse[:, None]), 0.0), 1)
-        tl.store(lse_ptr + t, lse, mask=live)
     tl.store(sums_ptr + tl.program_id(0) * BLOCK_E + e, sums)
-    tl.store(scalars_ptr + tl.program_id(0) * 2, tl.sum(squares, 0))
-    tl.store(scalars_ptr + tl.program_id(0) * 2 + 1, tl.sum(entropies, 0))
+    tl.store(scalars_ptr + tl.program_id(0) * 3, tl.sum(squares, 0))
+    tl.store(scalars_ptr + tl.program_id(0) * 3 + 1, tl.sum(entropies, 0))
+    tl.store(scalars_ptr + tl.program_id(0) * 3 + 2, tl.sum(counted, 0))
 
 
 @triton.jit
 def router_scalars_kernel(
     sums_ptr,  # [P, BLOCK_E] fp32
-    scalars_ptr,  # [P, 2] fp32
+    scalars_ptr,  # [P, 3] fp32
     balance_counts_ptr,  # [E] integers
     counts_ptr,  # [E] integers
     kept_ptr,  # [] integer
+    num_tokens_ptr,  # [] number to divide by, or None: the tokens that count
+    slots_ptr,  # [] integer, or None: the sum of the counts
     aux_ptr,
     balance_ptr,
     z_ptr,
     entropy_ptr,
     imbalance_ptr,
-    dropped_ptr,  # six scalars, fp32
+    dropped_ptr,
+    divisor_ptr,  # seven scalars, fp32
     parts,
-    tokens,  # at least 1
     balance_weight,
     z_weight,
     E: tl.constexpr,
@@ -79,24 +87,32 @@ def router_scalars_kernel(
     sums = tl.zeros((BLOCK_E,), tl.float32)
     squares = 0.0
     entropy = 0.0
+    tokens = 0.0
     for part in range(parts):
         sums += tl.load(sums_ptr + part * BLOCK_E + e)
-        squares += tl.load(scalars_ptr + part * 2)
-        entropy += tl.load(scalars_ptr + part * 2 + 1)
+        squares += tl.load(scalars_ptr + part * 3)
+        entropy += tl.load(scalars_ptr + part * 3 + 1)
+        tokens += tl.load(scalars_ptr + part * 3 + 2)
+    if num_tokens_ptr is not None:
+        tokens = tl.load(num_tokens_ptr).to(tl.float32)
+    tokens = tl.maximum(tokens, 1.0)
     load = tl.load(balance_counts_ptr + e, mask=e < E, other=0).to(tl.float32)
     load = load / tl.maximum(tl.sum(load, 0), 1.0)
     balance = E * tl.sum(load * sums, 0) / tokens
     z = squares / tokens
     counts = tl.load(counts_ptr + e, mask=e < E, other=0).to(tl.float32)
-    routed = tl.sum(counts, 0)
+    meant = tl.sum(counts, 0)
+    if slots_ptr is not None:
+        meant = tl.load(slots_ptr).to(tl.float32)
     kept = tl.load(kept_ptr).to(tl.float32)
-    slots = tl.maximum(routed, 1.0)
+    slots = tl.maximum(meant, 1.0)
     tl.store(aux_ptr, balance_weight * balance + z_weight * z)
     tl.store(balance_ptr, balance)
     tl.store(z_ptr, z)
     tl.store(entropy_ptr, entropy / tokens)
     tl.store(imbalance_ptr, tl.max(counts, 0) * E / slots)
-    tl.store(dropped_ptr, (routed - kept) / slots)
+    tl.store(dropped_ptr, (meant - kept) / slots)
+    tl.store(divisor_ptr, tokens)
 
 
 @triton.jit
@@ -105,10 +121,12 @@ def router_losses_backward_kernel(
     probs_ptr,  # [T, E] fp32
     balance_counts_ptr,  # [E] integers
     lse_ptr,  # [T] fp32
+    divisor_ptr,  # [] fp32
+    mask_ptr,  # [T] uint8, or None
     d_logits_ptr,  # [T, E] fp32
     tokens,
-    balance_scale,  # load_balancing_weight E / T
-    z_scale,  # 2 z_weight / T
+    balance_scale,  # load_balancing_weight E
+    z_scale,  # 2 z_weight
     E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -122,7 +140,11 @@ def router_losses_backward_kernel(
     p = tl.load(probs_ptr + at, mask=inside, other=0.0)
     lse = tl.load(lse_ptr + t, mask=t < tokens, other=0.0)
     slope = c[None, :] - tl.sum(p * c[None, :], 1)[:, None] + z_scale * lse[:, None]
-    tl.store(d_logits_ptr + at, tl.load(d_aux_ptr) * p * slope, mask=inside)
+    d_logits = tl.load(d_aux_ptr) / tl.load(divisor_ptr) * p * slope
+    if mask_ptr is not None:
+        counts = tl.load(mask_ptr + t, mask=t < tokens, other=0) != 0
+        d_logits = tl.where(counts[:, None], d_logits, 0.0)
+    tl.store(d_logits_ptr + at, d_logits, mask=inside)
 
 
 def _blocks(experts: int) -> tuple[int, int]:
@@ -131,12 +153,19 @@ def _blocks(experts: int) -> tuple[int, int]:
     return max(_BLOCK // block_e, 1), block_e
 
 
+def _bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.view(torch.uint8)
+
+
 def router_losses(
     logits: Tensor,
     probs: Tensor,
     balance_counts: Tensor,
     counts: Tensor,
     kept: Tensor,
+    mask: Tensor | None,
+    num_tokens: Tensor | None,
+    slots: Tensor | None,
     balance_weight: float,
     z_weight: float,
 ) -> tuple[Tensor, ...]:
@@ -144,14 +173,15 @@ def router_losses(
     block_t, block_e = _blocks(experts)
     parts = min(cdiv(tokens, block_t), plan_of(logits).units)
     sums = probs.new_empty((parts, block_e))
-    scalars = probs.new_empty((parts, 2))
+    scalars = probs.new_empty((parts, 3))
     lse = probs.new_empty(tokens)
-    results = [probs.new_empty(()) for _ in range(6)]
+    *results, divisor = [probs.new_empty(()) for _ in range(7)]
     if tokens:
         launch(
             router_sums_kernel,
             (parts,),
             logits,
+            _bytes(mask),
             sums,
             scalars,
             lse,
@@ -168,15 +198,17 @@ def router_losses(
         balance_counts,
         counts,
         kept,
+        num_tokens,
+        slots,
         *results,
+        divisor,
         parts,
-        max(tokens, 1),
         balance_weight,
         z_weight,
         E=experts,
         BLOCK_E=block_e,
     )
-    return *results, lse
+    return *results, lse, divisor
 
 
 def router_losses_backward(
@@ -184,6 +216,8 @@ def router_losses_backward(
     probs: Tensor,
     balance_counts: Tensor,
     lse: Tensor,
+    divisor: Tensor,
+    mask: Tensor | None,
     balance_weight: float,
     z_weight: float,
 ) -> Tensor:
@@ -198,10 +232,12 @@ def router_losses_backward(
             probs,
             balance_counts,
             lse,
+            divisor,
+            _bytes(mask),
             d_logits,
             tokens,
-            balance_weight * experts / tokens,
-            2 * z_weight / tokens,
+            balance_weight * experts,
+            2 * z_weight,
             E=experts,
             BLOCK_T=block_t,
             BLOCK_E=block_e,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mb_kernels.router_losses.reference import RouterLosses as RouterLosses
+from mb_kernels.router_losses.reference import divisor
 from mb_kernels.router_losses.reference import router_losses as reference_losses
 from mb_kernels.router_losses.reference import router_losses_backward as reference_backward
 from mb_kernels.runtime import checks, registration
@@ -26,6 +27,9 @@ def router_losses(
     load_balancing_weight: float,
     z_weight: float,
     balance_counts_E: Tensor | None = None,
+    mask_T: Tensor | None = None,
+    num_tokens: Tensor | float | None = None,
+    slots: Tensor | None = None,
 ) -> RouterLosses:
     """Load-balancing loss, z-loss and load statistics of softmax routing.
 
@@ -37,6 +41,11 @@ def router_losses(
         load_balancing_weight, z_weight: weights of the two losses in aux_loss.
         balance_counts_E: [E], the counts to balance if not ``tokens_per_expert_E``: those of the
             global batch.
+        mask_T: bool [T], False for padding, which enters no loss; None: every token counts.
+        num_tokens: the number, or scalar tensor, that sums over tokens are divided by; None: the
+            tokens that count.
+        slots: scalar, the slots that were meant for an expert; None: those of
+            ``tokens_per_expert_E``. Kept ones are a share of them.
 
     Returns:
         Scalars on the device, fp32. Zero tokens give zeros.
@@ -74,14 +83,29 @@ def router_losses(
         balance_counts_E=balance,
         kept_slots=kept_slots,
     )
-    if kept_slots.numel() != 1:
-        raise ValueError(f"kept_slots: expected one number; got {tuple(kept_slots.shape)}.")
-    *losses, _ = torch.ops.mb.router_losses(
+    if mask_T is not None:
+        if mask_T.dtype is not torch.bool or mask_T.shape != logits_TE.shape[:1]:
+            raise ValueError(
+                f"mask_T: expected bool, one for each of {logits_TE.shape[0]} tokens; got "
+                f"{mask_T.dtype} of shape {tuple(mask_T.shape)}."
+            )
+        checks.require_device("logits_TE", logits_TE, mask_T=mask_T)
+    if isinstance(num_tokens, int | float):
+        num_tokens = torch.full((), num_tokens, device=logits_TE.device)
+    for name, scalar in (("kept_slots", kept_slots), ("num_tokens", num_tokens), ("slots", slots)):
+        if scalar is not None and scalar.numel() != 1:
+            raise ValueError(f"{name}: expected one number; got {tuple(scalar.shape)}.")
+        if scalar is not None:
+            checks.require_device("logits_TE", logits_TE, **{name: scalar})
+    *losses, _, _ = torch.ops.mb.router_losses(
         logits_TE,
         probs_TE,
         balance,
         tokens_per_expert_E,
-        kept_slots.reshape(()),
+        kept_slots,
+        mask_T,
+        num_tokens,
+        slots,
         float(load_balancing_weight),
         float(z_weight),
     )
@@ -94,6 +118,9 @@ def _reference(
     balance_counts: Tensor,
     counts: Tensor,
     kept: Tensor,
+    mask: Tensor | None,
+    num_tokens: Tensor | None,
+    slots: Tensor | None,
     balance_weight: float,
     z_weight: float,
 ) -> tuple[Tensor, ...]:
@@ -101,40 +128,44 @@ def _reference(
         logits,
         probs,
         counts,
-        kept,
+        kept.reshape(()),
         load_balancing_weight=balance_weight,
         z_weight=z_weight,
         balance_counts_E=balance_counts,
+        mask_T=mask,
+        num_tokens=num_tokens,
+        slots=slots,
     )
-    return *losses, torch.logsumexp(logits.to(probs.dtype), dim=-1)
+    lse = torch.logsumexp(logits.to(probs.dtype), dim=-1)
+    return *losses, lse, divisor(logits, mask, num_tokens).to(probs.dtype)
 
 
 def _fake(logits: Tensor, probs: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return *(probs.new_empty(()) for _ in RouterLosses._fields), probs.new_empty(probs.shape[0])
+    scalars = (probs.new_empty(()) for _ in RouterLosses._fields)
+    return *scalars, probs.new_empty(probs.shape[0]), probs.new_empty(())
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, probs, balance_counts, _, _, ctx.balance_weight, ctx.z_weight = inputs
+    logits, probs, balance_counts, _, _, mask, _, _, ctx.balance_weight, ctx.z_weight = inputs
     ctx.logits_dtype = logits.dtype
-    ctx.save_for_backward(probs, balance_counts, output[-1])
+    ctx.save_for_backward(probs, balance_counts, *output[-2:], mask)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # no zeros for the outputs without a gradient
 
 
 def _backward(ctx: Any, d_aux: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if d_aux is None:
-        return (None,) * 7
-    probs, balance_counts, lse = ctx.saved_tensors
+        return (None,) * 10
     d_logits = torch.ops.mb.router_losses_backward(
-        d_aux, probs, balance_counts, lse, ctx.balance_weight, ctx.z_weight
+        d_aux, *ctx.saved_tensors, ctx.balance_weight, ctx.z_weight
     )
-    return d_logits.to(ctx.logits_dtype), None, None, None, None, None, None
+    return d_logits.to(ctx.logits_dtype), *(None,) * 9
 
 
 registration.register(
     "router_losses(Tensor logits, Tensor probs, Tensor balance_counts, Tensor counts, "
-    "Tensor kept, float balance_weight, float z_weight) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor kept, Tensor? mask, Tensor? num_tokens, Tensor? slots, float balance_weight, "
+    "float z_weight) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_reference,
     kernels="mb_kernels.router_losses.kernels",
     fake=_fake,
@@ -143,7 +174,7 @@ registration.register(
 )
 registration.register(
     "router_losses_backward(Tensor d_aux, Tensor probs, Tensor balance_counts, Tensor lse, "
-    "float balance_weight, float z_weight) -> Tensor",
+    "Tensor divisor, Tensor? mask, float balance_weight, float z_weight) -> Tensor",
     reference=reference_backward,
     kernels="mb_kernels.router_losses.kernels",
     fake=lambda d_aux, probs, *_: probs.new_empty(probs.shape),

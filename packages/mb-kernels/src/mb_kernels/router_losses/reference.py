@@ -39,27 +39,41 @@ def router_losses(
     load_balancing_weight: float,
     z_weight: float,
     balance_counts_E: Tensor | None = None,
+    mask_T: Tensor | None = None,
+    num_tokens: Tensor | float | None = None,
+    slots: Tensor | None = None,
 ) -> RouterLosses:
     """Twin of ``mb_kernels.router_losses``, differentiable by plain autograd."""
     balance_counts_E = tokens_per_expert_E if balance_counts_E is None else balance_counts_E
     accumulator = torch.float64 if logits_TE.dtype is torch.float64 else torch.float32
     logits_TE = logits_TE.to(accumulator)
-    tokens, experts = max(logits_TE.shape[0], 1), logits_TE.shape[1]
+    experts, tokens = logits_TE.shape[1], divisor(logits_TE, mask_T, num_tokens)
     counts_E = tokens_per_expert_E.to(accumulator)
-    slots = counts_E.sum().clamp(min=1)
+    meant = (counts_E.sum() if slots is None else slots.reshape(())).to(accumulator)
     load_E = balance_counts_E.to(accumulator)
     load_E = load_E / load_E.sum().clamp(min=1)
-    probs_TE = torch.softmax(logits_TE, dim=-1)
+    probs_TE, lse_T = torch.softmax(logits_TE, dim=-1), torch.logsumexp(logits_TE, dim=-1)
+    if mask_T is not None:
+        probs_TE, lse_T = probs_TE.where(mask_T[:, None], 0), lse_T.where(mask_T, 0)
     balance = experts * (load_E * probs_TE.sum(dim=0)).sum() / tokens
-    z = torch.logsumexp(logits_TE, dim=-1).square().sum() / tokens
+    z = lse_T.square().sum() / tokens
     return RouterLosses(
         aux_loss=load_balancing_weight * balance + z_weight * z,
         load_balancing_loss=balance.detach(),
         z_loss=z.detach(),
         router_entropy=torch.special.entr(probs_TE.detach()).sum() / tokens,
-        load_imbalance=counts_E.max() * experts / slots,
-        dropped_fraction=(counts_E.sum() - kept_slots) / slots,
+        load_imbalance=counts_E.max() * experts / meant.clamp(min=1),
+        dropped_fraction=(meant - kept_slots) / meant.clamp(min=1),
     )
+
+
+def divisor(logits_TE: Tensor, mask_T: Tensor | None, num_tokens: Tensor | float | None) -> Tensor:
+    """What sums over tokens are divided by, a scalar of at least 1."""
+    if num_tokens is None:
+        num_tokens = logits_TE.shape[0] if mask_T is None else mask_T.sum()
+    if not isinstance(num_tokens, Tensor):
+        num_tokens = torch.full((), num_tokens, device=logits_TE.device)
+    return num_tokens.reshape(()).clamp(min=1)
 
 
 def router_losses_backward(
@@ -67,14 +81,17 @@ def router_losses_backward(
     probs_TE: Tensor,
     balance_counts_E: Tensor,
     lse_T: Tensor,
+    tokens: Tensor,
+    mask_T: Tensor | None,
     load_balancing_weight: float,
     z_weight: float,
 ) -> Tensor:
     """Gradient of aux_loss for the logits: ``p · (c_e - <c, p>) + 2 z_weight lse p / T``, where
-    ``c_e = load_balancing_weight E n_e / (T Σ n)``."""
-    tokens, experts = max(probs_TE.shape[0], 1), probs_TE.shape[1]
+    ``c_e = load_balancing_weight E n_e / (T Σ n)`` and T is the divisor ``tokens``; 0 for padding.
+    """
     counts_E = balance_counts_E.to(probs_TE.dtype)
-    scale = load_balancing_weight * experts / tokens
+    scale = load_balancing_weight * probs_TE.shape[1] / tokens
     c_E = scale * counts_E / counts_E.sum().clamp(min=1)
     slope_TE = c_E - (probs_TE @ c_E)[:, None] + (2 * z_weight / tokens) * lse_T[:, None]
-    return d_aux * probs_TE * slope_TE
+    d_logits_TE = d_aux * probs_TE * slope_TE
+    return d_logits_TE if mask_T is None else d_logits_TE.where(mask_T[:, None], 0)

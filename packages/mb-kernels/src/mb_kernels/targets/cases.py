@@ -164,10 +164,13 @@ def _small_ops() -> dict[str, Callable[[], object]]:
         routing.topk_softmax_backward(weights, probs, probs, weights, ids, True)
         routing.bin_tokens(ids, experts, None)
         counts = _int32(experts)
-        router_losses.router_losses(logits, probs, counts, counts, _int32(), 0.1, 0.1)
-        router_losses.router_losses_backward(
-            *(_empty(dtype=_FP32), probs, counts, _empty(tokens, dtype=_FP32), 0.1, 0.1)
-        )
+        scalar, lse = _empty(dtype=_FP32), _empty(tokens, dtype=_FP32)
+        for mask in (None, _empty(tokens, dtype=torch.bool)):
+            given = (None, None) if mask is None else (scalar, _int32())
+            router_losses.router_losses(
+                logits, probs, counts, counts, _int32(), mask, *given, 0.1, 0.1
+            )
+            router_losses.router_losses_backward(scalar, probs, counts, lse, scalar, mask, 0.1, 0.1)
 
     def permuted(dtype: torch.dtype, hidden: int) -> None:
         indices = (_int32(131072), _int32(131072), _int32(65))

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from mb_kernels.activation import GLU_ACTIVATIONS
 from torch import Tensor, nn
 
-from mb_layers.experts import cast_alike, expert_mlp_in_steps, to_plain
+from mb_layers.experts import cast_alike, to_plain
 from mb_layers.factored import map_weight, weight_of
+from mb_layers.steps import expert_mlp_in_steps
 
 try:
     from transformers import activations
@@ -77,6 +78,7 @@ def experts_forward(
     if activation is not None and isinstance(w1, Tensor) and isinstance(w2, Tensor):
         y_TD = mb_kernels.expert_mlp(x_TD, w1, w2, bins, weights_TK, activation=activation)
     else:
+        known = {*names, "parametrizations"}
         y_TD = expert_mlp_in_steps(
             x_TD,
             w1,
@@ -88,6 +90,7 @@ def experts_forward(
             b2=b2,
             transpose_weight=not self.is_transposed,
             after=self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None,
+            learned=any(n.partition(".")[0] not in known for n, _ in self.named_parameters()),
         )
     return y_TD.to(hidden_states.dtype)
 

@@ -1,0 +1,102 @@
+"""Host time of a layer's call: Python, autograd and dispatch alone, on a CPU.
+
+    python packages/mb-layers/benchmarks/host.py
+
+A small layer is faster on a GPU than the host that launches it, so what the host does per call is
+the layer's speed. Here the kernels' ops allocate their results and compute nothing, and the tensors
+are tiny: what is left is the host's work, but for the launches themselves. CPU time of this process,
+least of several rounds, in microseconds; a busy machine disturbs it little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import torch
+from mb_layers import MoE, MoEConfig, dMoE
+from torch._library.simple_registry import singleton as registry
+from torch.library import Library
+
+SIZES = {"hidden_size": 16, "ffn_hidden_size": 16, "num_experts": 8}
+OPTIONS: dict[str, dict] = {
+    "top-1, gelu": {"activation": "gelu"},
+    "top-2, swiglu": {"top_k": 2},
+    "top-2, mask": {"top_k": 2},
+    "capacity": {"top_k": 2, "capacity_factor": 1.25},
+    "shared expert": {"top_k": 2, "shared_expert_hidden_size": 16},
+    "sigmoid, bias": {
+        "top_k": 2,
+        "score_function": "sigmoid",
+        "renormalize": True,
+        "balancing_bias": True,
+    },
+}
+
+
+def compute_nothing(library: Library) -> None:
+    """Let every op of mb_kernels on CPU tensors do what it does on fake ones."""
+    names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
+             if name.startswith("mb::")}  # fmt: skip
+    for name in names:
+        fake = registry.find(f"mb::{name}").fake_impl.kernel
+        if fake is not None:
+            library.impl(name, fake.func, "CPU", allow_override=True)
+
+
+def microseconds(step: Callable[[], object], calls: int, rounds: int) -> float:
+    """Least mean CPU time of a call."""
+    step()
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.process_time()
+        for _ in range(calls):
+            step()
+        best = min(best, (time.process_time() - start) / calls)
+    return best * 1e6
+
+
+def measure(name: str, calls: int, rounds: int) -> dict:
+    """Forward without gradients, and forward with backward."""
+    config = MoEConfig(**(SIZES | OPTIONS[name]))
+    layer = (dMoE if config.capacity_factor is None else MoE)(config)
+    x = torch.randn(8, config.hidden_size, requires_grad=True)
+    arguments = {"mask": torch.arange(8) < 6} if "mask" in name else {}
+    grads = (torch.ones(8, config.hidden_size), torch.ones(()))
+
+    def forward() -> None:
+        with torch.no_grad():
+            layer(x, **arguments)
+
+    def both() -> None:
+        y, aux_loss, _ = layer(x, **arguments)
+        torch.autograd.backward((y, aux_loss), grads)
+
+    return {
+        "option": name,
+        "forward": round(microseconds(forward, calls, rounds)),
+        "forward and backward": round(microseconds(both, calls, rounds)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="two options and calls, for the tests")
+    smoke = parser.parse_args().smoke
+    torch.set_num_threads(1)
+    library = Library("mb", "IMPL")
+    compute_nothing(library)
+    calls, rounds = (2, 1) if smoke else (200, 15)
+    rows = [measure(name, calls, rounds) for name in list(OPTIONS)[: 2 if smoke else None]]
+    for row in rows:
+        print(
+            f"{row['option']:16} {row['forward']:6} us forward {row['forward and backward']:6} us both"
+        )
+    print(json.dumps({"rows": rows}))
+    library._destroy()
+
+
+if __name__ == "__main__":
+    main()

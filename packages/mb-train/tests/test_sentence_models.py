@@ -15,12 +15,13 @@ from mb_parallel import ParallelDims
 from mb_parallel.testing import run_ranks
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
-from mb_train.models.attention import BlockContext, CoreAttention, within_segments
+from mb_train.models.attention import BlockContext, CoreAttention
 from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
 from mb_train.models.relative import near_scores, relative_buckets
+from mb_train.models.segments import within_segments
 from mb_train.models.t5 import T5
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.bert import BertTask
@@ -402,9 +403,12 @@ def test_flash_attention_over_segments_is_the_masked_one(dtype):
     core = CoreAttention(dropout=0.0)
     for length, attended in ((10, None), (9, (sources, 9))):
         k, v = torch.randn(2, 3, length, 4, 16, device="cuda", dtype=dtype)
-        context = BlockContext(**within_segments(ends, 10, causal=False, attended=attended))
-        assert context.mask is not None
-        plain = context._replace(mask=context.mask.cpu(), bounds=None)
+        masked, context = (
+            BlockContext(**within_segments(ends, 10, causal=False, flash=flash, attended=attended))
+            for flash in (False, True)
+        )
+        assert masked.mask is not None
+        plain = masked._replace(mask=masked.mask.cpu())
         found = []
         for inputs, where in (((q, k, v), context), ([x.cpu().float() for x in (q, k, v)], plain)):
             leaves = [x.clone().requires_grad_() for x in inputs]

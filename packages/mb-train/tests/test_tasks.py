@@ -29,8 +29,12 @@ def test_documents_end_with_their_last_token():
     options = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     batch = gpt(**dict.fromkeys(options, True)).collate(SAMPLES)
     # The end of a document is its last token; a document may be that token alone.
+    stages = {"pipeline_model_parallel_size": 2, "num_layers": 2}
+    staged = gpt(**dict.fromkeys(options, True), **stages).collate(SAMPLES)
+    assert staged["segments_BS"].tolist() == [[0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1]]
+    assert "ends_BN" not in staged
     assert batch["positions_BS"].tolist() == [[0, 1, 2, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4, 5]]
-    assert batch["segments_BS"].tolist() == [[0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1]]
+    assert batch["ends_BN"].tolist() == [[3, 6, 7, 7], [1, 7, 7, 7]]
     assert batch["weights_BS"].tolist() == [[1, 1, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
 
 

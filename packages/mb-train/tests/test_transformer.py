@@ -3,9 +3,10 @@
 import pytest
 import torch
 from mb_layers import MoEConfig
-from mb_train.models.attention import BlockContext, rotary_tables, rotate, segment_mask
+from mb_train.models.attention import BlockContext, rotary_tables, rotate
 from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
+from mb_train.models.segments import segment_mask
 
 V, S = 61, 12
 SIZES = {

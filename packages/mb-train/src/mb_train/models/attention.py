@@ -1,19 +1,15 @@
-"""Attention: fused projections, rotary positions, documents and padding, over torch's SDPA.
+"""Attention: fused projections, rotary positions, over torch's SDPA or within segments.
 
-Which token sees which is one notion, a segment: tokens attend within the segment they are of. A
-packed sequence of several samples has one segment for each, a padded one has its padding in a
-segment of its own. A model builds the `BlockContext` once and hands it to all its blocks. It holds
-the segments as a mask, and where a batch says how they end, as places too: flash attention then
-runs over the segments alone and reads no mask, if it has all that is asked for.
+A model builds the `BlockContext` once and hands it to all its blocks. Which token sees which is in
+it as a mask, or as the bounds of segments (`models.segments`).
 
-Letters: B sequences, S tokens of a sequence (Q that attend, S attended to), N segments of a
-sequence, D hidden, H query heads, G key-value heads, R query heads of a group (H / G), C width of a
-head.
+Letters: B sequences, S tokens of a sequence (Q that attend, S attended to), D hidden, H query
+heads, G key-value heads, R query heads of a group (H / G), C width of a head.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +17,8 @@ from torch import Tensor, nn
 
 from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
-from mb_train.models.documents import Documents, attend
 from mb_train.models.linear import Linear, Norm
+from mb_train.models.segments import Bounds, attend
 
 
 class BlockContext(NamedTuple):
@@ -31,85 +27,22 @@ class BlockContext(NamedTuple):
     causal: no token sees a later one.
     mask: bool [B or 1, 1, Q, S], true where attention is allowed, `causal` already in it; None
         allows everything that `causal` does.
-    bounds: the same for segments that lie one behind the other: int32 [B N + 1] each, where they
-        begin in the Q and in the S tokens of the whole batch laid end to end. None if not known.
+    bounds: in place of a mask, for the kernel that attends within segments.
     bias: added to the scores, [1, H, Q, S] (T5's relative positions).
     rope: cosine and sine, fp32 [B or 1, S, 1, rotated width of a head].
     source_BSD: what a cross attention attends to, an encoder's output.
     valid_BS: nonzero for real tokens, which alone visit experts; None if none is padding.
-    documents: what `mask` would say of packed documents, for a kernel that needs no mask.
     cache: keys and values of tokens that came before; `mask` is over all of them.
     """
 
     causal: bool = True
     mask: Tensor | None = None
-    bounds: tuple[Tensor, Tensor] | None = None
+    bounds: Bounds | None = None
     bias: Tensor | None = None
     rope: tuple[Tensor, Tensor] | None = None
     source_BSD: Tensor | None = None
     valid_BS: Tensor | None = None
-    documents: Documents | None = None
     cache: KVCache | None = None
-
-
-def segment_mask(segments_BQ: Tensor, segments_BS: Tensor | None = None, *, causal: bool) -> Tensor:
-    """Allowed pairs, bool [B, 1, Q, S]: equal segments and, if `causal`, no later position.
-
-    Args:
-        segments_BQ: integer id of each token's segment.
-        segments_BS: of the tokens attended to; None means the same tokens.
-    """
-    other_BS = segments_BQ if segments_BS is None else segments_BS
-    mask = segments_BQ[:, None, :, None] == other_BS[:, None, None, :]
-    return mask.tril() if causal else mask
-
-
-def within_segments(
-    ends_BN: Tensor, length: int, *, causal: bool, attended: tuple[Tensor, int] | None = None
-) -> dict[str, Any]:
-    """`causal`, `mask` and `bounds` of a `BlockContext` for segments that lie in a row.
-
-    Args:
-        ends_BN: the place behind each segment of a sequence, ascending to `length`; a segment may
-            be empty. With N = 1 nothing divides a sequence, and there is no mask.
-        length: tokens of a sequence.
-        attended: the ends, as many, and the length of the sequences attended to; None means the
-            same sequences.
-
-    Raises:
-        ValueError: another number of segments in the sequences attended to.
-    """
-    other_BN, others = (ends_BN, length) if attended is None else attended
-    if other_BN.shape != ends_BN.shape:
-        raise ValueError(
-            f"Expected the ends of as many segments on both sides, got {list(ends_BN.shape)} and "
-            f"{list(other_BN.shape)}."
-        )
-    found: dict[str, Any] = {"causal": causal}
-    if ends_BN.shape[1] == 1:
-        return found
-    segments_BQ, segments_BS = segments_of(ends_BN, length), segments_of(other_BN, others)
-    found["mask"] = segment_mask(segments_BQ, segments_BS, causal=causal)
-    found["bounds"] = _bounds(ends_BN, length), _bounds(other_BN, others)
-    return found
-
-
-def segments_of(ends_BN: Tensor, length: int) -> Tensor:
-    """Number of the segment that each token is of, [B, length]."""
-    places_S = torch.arange(length, device=ends_BN.device)
-    return (places_S >= ends_BN[..., None]).sum(1)
-
-
-def positions_of(ends_BN: Tensor, length: int) -> Tensor:
-    """Each token's place in its segment, [B, length]."""
-    starts_BN = F.pad(ends_BN[:, :-1], (1, 0))
-    places_S = torch.arange(length, device=ends_BN.device)
-    return places_S - starts_BN.gather(1, segments_of(ends_BN, length))
-
-
-def _bounds(ends_BN: Tensor, length: int) -> Tensor:
-    rows_B1 = torch.arange(len(ends_BN), device=ends_BN.device)[:, None] * length
-    return F.pad((ends_BN + rows_B1).flatten(), (1, 0)).int()
 
 
 def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,17 +82,9 @@ class CoreAttention(nn.Module):
         self, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: BlockContext
     ) -> Tensor:
         """Return y_BQHC."""
-        if context.documents is not None:
-            return attend(q_BQHC, k_BSGC, v_BSGC, context.documents, self.scale)
-        dropout = self.dropout if self.training else 0.0
-        if context.bounds is not None and self._flash(q_BQHC, k_BSGC, context, dropout):
-            # In torch for GPUs alone; Q and S tokens are the longest that a segment can be.
-            from torch.nn.attention.varlen import varlen_attn
-
-            packed = (x.flatten(0, 1) for x in (q_BQHC, k_BSGC, v_BSGC))
-            y = varlen_attn(*packed, *context.bounds, q_BQHC.shape[1], k_BSGC.shape[1])
-            assert isinstance(y, Tensor)
-            return y.view_as(q_BQHC)
+        if context.bounds is not None:
+            how = {"causal": context.causal, "scale": self.scale}
+            return attend(q_BQHC, k_BSGC, v_BSGC, context.bounds, **how)
         mask = context.mask
         if context.bias is not None:
             if mask is None and context.causal:
@@ -171,24 +96,12 @@ class CoreAttention(nn.Module):
             k_BSGC.transpose(1, 2),
             v_BSGC.transpose(1, 2),
             attn_mask=mask,
-            dropout_p=dropout,
+            dropout_p=self.dropout if self.training else 0.0,
             is_causal=context.causal and mask is None,
             scale=self.scale,
             enable_gqa=q_BQHC.shape[2] != k_BSGC.shape[2],
         )
         return y_BHQC.transpose(1, 2)
-
-    def _flash(self, q_BQHC: Tensor, k_BSGC: Tensor, context: BlockContext, dropout: float) -> bool:
-        """Whether torch's flash attention over segments has all that is asked for."""
-        return (
-            q_BQHC.is_cuda
-            and q_BQHC.dtype in (torch.bfloat16, torch.float16)
-            and q_BQHC.shape[2] == k_BSGC.shape[2]
-            and not context.causal
-            and context.bias is None
-            and self.scale is None
-            and dropout == 0.0
-        )
 
 
 class Attention(nn.Module):

@@ -18,17 +18,13 @@ import torch.nn.functional as F
 from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
-from mb_train.models.attention import (
-    BlockContext,
-    positions_of,
-    rotary_tables,
-    within_segments,
-)
+from mb_train.models.attention import BlockContext, rotary_tables
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding
 from mb_train.models.linear import Linear, Norm
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.relative import RelativeBias
+from mb_train.models.segments import flash_takes, positions_of, within_segments
 from mb_train.models.stack import Stack
 
 LM_LOSS, ORDER_LOSS = "lm loss", "sop loss"
@@ -194,8 +190,11 @@ class Bert(nn.Module):
             assert self.embedding is not None
             x = self.embedding(x, positions_BS, token_types_BS).to(self.compute_dtype)
         rope = rotary_tables(self.config, positions_BS) if self.config.positions == "rope" else None
-        within = within_segments(ends_BN, length, causal=False)
         bias = None if self.bias is None else self.bias(length)
+        flash = flash_takes(
+            self.config, self.compute_dtype, x.device, training=self.training, bias=bias
+        )
+        within = within_segments(ends_BN, length, causal=False, flash=flash)
         return self.stack(x, BlockContext(**within, bias=bias, rope=rope, valid_BS=valid_BS))
 
 

@@ -11,18 +11,20 @@ Letters: B sequences, S tokens of a sequence, D hidden, V padded vocabulary, L l
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
-from mb_train.models.attention import BlockContext, rotary_tables, segment_mask
+from mb_train.models.attention import BlockContext, rotary_tables
 from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
-from mb_train.models.documents import documents_of, usable
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
+from mb_train.models.segments import flash_takes, segment_mask, within_segments
 from mb_train.models.stack import Stack
 
 
@@ -83,7 +85,7 @@ class GPT(nn.Module):
         weights_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
         segments_BS: Tensor | None = None,
-        starts_BN: Tensor | None = None,
+        ends_BN: Tensor | None = None,
     ) -> ModelOutput:
         """The loss of predicting each label, named "lm loss"; hidden states if not the last stage.
 
@@ -93,12 +95,12 @@ class GPT(nn.Module):
             weights_BS: fp32 weight of each label's loss in the sum; None is 1 / (B S), the mean.
             positions_BS: of each token; None counts from 0 in every sequence.
             segments_BS: integer document of each token, for attention within documents alone.
-            starts_BN: the same, as the places where documents begin, for the GPU's kernel; see
-                `documents`. Given beside `segments_BS`.
+            ends_BN: the same in another form, the place behind each document, ascending to S; the
+                GPU's kernel takes no other (`models.segments`).
         """
         if positions_BS is None:
             positions_BS = running_positions(labels_BS)
-        x_BSD, reports = self._hidden(x, positions_BS, segments_BS, starts_BN)
+        x_BSD, reports = self._hidden(x, positions_BS, segments_BS, ends_BN)
         if not self.last:
             return reports.output(x_BSD, {})
         if weights_BS is None:
@@ -152,25 +154,21 @@ class GPT(nn.Module):
         x: Tensor,
         positions_BS: Tensor,
         segments_BS: Tensor | None = None,
-        starts_BN: Tensor | None = None,
+        ends_BN: Tensor | None = None,
     ) -> tuple[Tensor, ExpertReports]:
         """Final hidden states of this stage (normed on the last), and what the experts report."""
         if self.first:
             assert self.embedding is not None
             x = self.embedding(x, positions_BS).to(self.compute_dtype)
         config = self.config
-        dropout = config.attention_dropout if self.training else 0.0
-        mask = documents = None
-        if starts_BN is not None and usable(x, self.compute_dtype, config.head_size, dropout):
-            documents = documents_of(starts_BN, positions_BS.shape[1])
+        within: dict[str, Any] = {"causal": True}
+        if ends_BN is not None:
+            flash = flash_takes(config, self.compute_dtype, x.device, training=self.training)
+            within = within_segments(ends_BN, positions_BS.shape[1], causal=True, flash=flash)
         elif segments_BS is not None:
-            mask = segment_mask(segments_BS, causal=True)
-        context = BlockContext(
-            causal=True,
-            mask=mask,
-            documents=documents,
-            rope=rotary_tables(config, positions_BS) if config.positions == "rope" else None,
-        )
+            within["mask"] = segment_mask(segments_BS, causal=True)
+        rope = rotary_tables(config, positions_BS) if config.positions == "rope" else None
+        context = BlockContext(**within, rope=rope)
         return self.stack(x, context)
 
     def _head_weight(self) -> Tensor:

@@ -15,12 +15,13 @@ import torch
 from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
-from mb_train.models.attention import BlockContext, rotary_tables, within_segments
+from mb_train.models.attention import BlockContext, rotary_tables
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.relative import RelativeBias
+from mb_train.models.segments import flash_takes, within_segments
 from mb_train.models.stack import Stack
 
 
@@ -111,9 +112,11 @@ class T5(nn.Module):
     ) -> tuple[Tensor, ExpertReports]:
         """The encoder's hidden states [B, S, D], and what its experts report."""
         length = tokens_BS.shape[1]
+        bias = None if self.encoder_bias is None else self.encoder_bias(length)
+        flash = self._flash(tokens_BS, bias)
         context = BlockContext(
-            **within_segments(ends_BN, length, causal=False),
-            bias=None if self.encoder_bias is None else self.encoder_bias(length),
+            **within_segments(ends_BN, length, causal=False, flash=flash),
+            bias=bias,
             rope=self._rope(tokens_BS),
             valid_BS=valid_BS,
         )
@@ -133,13 +136,15 @@ class T5(nn.Module):
             memory_BSD: what `encode` returned; attended: the ends there, and S.
         """
         length = tokens_BR.shape[1]
+        bias = None if self.decoder_bias is None else self.decoder_bias(length)
         context = BlockContext(
-            **within_segments(ends_BN, length, causal=True),
-            bias=None if self.decoder_bias is None else self.decoder_bias(length),
+            **within_segments(ends_BN, length, causal=True, flash=self._flash(tokens_BR, bias)),
+            bias=bias,
             rope=self._rope(tokens_BR),
             valid_BS=valid_BR,
         )
-        within = within_segments(ends_BN, length, causal=False, attended=attended)
+        flash = self._flash(tokens_BR)
+        within = within_segments(ends_BN, length, causal=False, flash=flash, attended=attended)
         cross = BlockContext(**within, source_BSD=memory_BSD)
         return self.decoder(self._embed(tokens_BR), context, cross)
 
@@ -170,6 +175,10 @@ class T5(nn.Module):
         x_BRD = x_BRD * self.head_scale
         logits = (x_BRD @ self._head_weight().to(x_BRD.dtype).t()).float()
         return logits if self.head_bias is None else logits + self.head_bias
+
+    def _flash(self, tokens: Tensor, bias: Tensor | None = None) -> bool:
+        how = {"training": self.training, "bias": bias}
+        return flash_takes(self.config, self.compute_dtype, tokens.device, **how)
 
     def _rope(self, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
         if self.config.positions != "rope":

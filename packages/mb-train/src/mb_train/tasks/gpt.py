@@ -103,11 +103,12 @@ class GPTTask:
             weights_BS[ends_BS] = 0
         batch = {"tokens_BS": tokens_BS, "labels_BS": labels_BS, "weights_BS": weights_BS}
         if config.reset_attention_mask:
-            batch["segments_BS"] = np.cumsum(ends_BS, axis=1) - ends_BS
-            # A pipeline and selective recompute know attention by a mask alone.
+            # A pipeline sends arrays of one size; selective recompute knows attention by a mask.
             stages, recompute = config.pipeline_model_parallel_size, config.recompute_granularity
-            if stages == 1 and recompute != "selective":
-                batch["starts_BN"] = starts_of(ends_BS)
+            if stages > 1 or recompute == "selective":
+                batch["segments_BS"] = np.cumsum(ends_BS, axis=1) - ends_BS
+            else:
+                batch["ends_BN"] = ends_of(ends_BS)
         if config.reset_position_ids:
             batch["positions_BS"] = positions_within(ends_BS)
         return batch
@@ -125,15 +126,15 @@ def positions_within(ends_BS: np.ndarray) -> np.ndarray:
     return places_S - np.maximum.accumulate(starts_BS, axis=1)
 
 
-def starts_of(ends_BS: np.ndarray) -> np.ndarray:
-    """Places where documents begin, int32 [B, N]; N is a power of two, rows are filled up with S.
+def ends_of(ends_BS: np.ndarray) -> np.ndarray:
+    """Places behind the documents, int64 [B, N]; N is a power of two, rows are filled up with S.
 
     So few different N that a compiled model meets them all soon.
     """
     B, S = ends_BS.shape
     most = 1 + int(ends_BS[:, :-1].sum(axis=1).max(initial=0))
-    starts_BN = np.full((B, 1 << (most - 1).bit_length()), S, np.int32)
-    for row, ends_S in zip(starts_BN, ends_BS, strict=True):
-        after = np.flatnonzero(ends_S[:-1]) + 1
-        row[0], row[1 : 1 + len(after)] = 0, after
-    return starts_BN
+    places_BN = np.full((B, 1 << (most - 1).bit_length()), S, np.int64)
+    for row, ends_S in zip(places_BN, ends_BS, strict=True):
+        behind = np.flatnonzero(ends_S[:-1]) + 1
+        row[: len(behind)] = behind
+    return places_BN

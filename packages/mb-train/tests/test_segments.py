@@ -1,0 +1,154 @@
+"""Attention within packed documents: the kernel over unequal sequences against a mask."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from mb_layers import MoEConfig
+from mb_train.models import gpt, segments
+from mb_train.models.config import TransformerConfig
+from mb_train.models.gpt import GPT
+from mb_train.models.segments import (
+    attend,
+    flash_takes,
+    positions_of,
+    segment_mask,
+    within_segments,
+)
+from mb_train.tasks.gpt import ends_of, positions_within
+
+ENDS = {
+    "several": [[0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 0, 0], [0] * 12, [1, 1, 1] + [0] * 8 + [1]],
+    "one": [[0] * 12, [0] * 11 + [1]],
+    "every": [[1] * 12],
+}  # fmt: skip
+
+
+def by_document(q_THC, k_THC, v_THC, edges, edges_k, longest, longest_k, *, scale, window_size):
+    """`varlen_attn` in plain words, on any device."""
+    assert window_size in ((-1, 0), (-1, -1))
+    assert (edges[-1], edges_k[-1]) == (len(q_THC), len(k_THC))
+    assert longest >= int(edges.diff().max())
+    assert longest_k >= int(edges_k.diff().max())
+    parts = []
+    places = torch.stack([edges[:-1], edges[1:], edges_k[:-1], edges_k[1:]], dim=1).tolist()
+    for start, end, start_k, end_k in places:
+        q, k, v = (
+            x[a:b].transpose(0, 1)
+            for x, a, b in ((q_THC, start, end), (k_THC, start_k, end_k), (v_THC, start_k, end_k))
+        )
+        if end > start:
+            causal = window_size == (-1, 0)
+            parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale))
+    return torch.cat(parts, dim=1).transpose(0, 1)
+
+
+def segments_of(ends_BS):
+    return torch.from_numpy(np.cumsum(ends_BS, axis=1) - ends_BS)
+
+
+def check(ends, heads, groups, width, scale, *, dtype, device, tolerance):
+    ends_BS = np.array(ends)
+    B, S = ends_BS.shape
+    torch.manual_seed(0)
+    ends_BN = torch.from_numpy(ends_of(ends_BS)).to(device)
+    found = within_segments(ends_BN, S, causal=True, flash=True).get("bounds")
+    if found is None:  # nothing divides the sequences
+        assert ends_BN.shape[1] == 1
+        edges = torch.arange(0, B * S + 1, S, device=device).int()
+        found = segments.Bounds(edges, edges, S, S)
+    mask = segment_mask(segments_of(ends_BS).to(device), causal=True)
+    q, k, v = (
+        torch.randn(B, S, n, width, dtype=dtype, device=device) for n in (heads, groups, groups)
+    )
+    dy = torch.randn(B, S, heads, width, dtype=dtype, device=device)
+
+    def run(call):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        y = call(*inputs)
+        y.backward(dy)
+        return [y, *(x.grad for x in inputs)]
+
+    def masked(q, k, v):
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(
+            *heads_first, attn_mask=mask, scale=scale, enable_gqa=heads != groups
+        )
+        return y.transpose(1, 2)
+
+    pairs = zip(
+        run(lambda *x: attend(*x, found, causal=True, scale=scale)), run(masked), strict=True
+    )
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ENDS)
+@pytest.mark.parametrize(("heads", "groups", "scale"), [(2, 2, None), (4, 2, 0.7), (3, 1, 1.0)])
+def test_documents_attend_as_under_a_mask(monkeypatch, kind, heads, groups, scale):
+    monkeypatch.setattr(segments, "varlen_attn", by_document)
+    check(ENDS[kind], heads, groups, 8, scale, dtype=torch.float32, device="cpu", tolerance=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ENDS)
+@pytest.mark.parametrize(("heads", "groups", "scale"), [(2, 2, None), (4, 2, 0.7)])
+@pytest.mark.parametrize("width", [64, 128, 24])
+def test_the_kernel_attends_as_under_a_mask(kind, heads, groups, scale, width):
+    ends = np.tile(ENDS[kind], (1, 40))
+    where = torch.device("cuda")
+    assert flash_takes(_config(head_size=width), torch.bfloat16, where, training=True)
+    check(ends, heads, groups, width, scale, dtype=torch.bfloat16, device="cuda", tolerance=2e-2)
+
+
+def _config(**change):
+    sizes = {
+        "num_layers": 2, "hidden_size": 32, "ffn_size": 48, "vocab_size": 61, "num_heads": 4,
+        "num_kv_heads": 2, "head_size": 8, "max_positions": 12, "init_std": 0.2,
+    }  # fmt: skip
+    return TransformerConfig(**(sizes | change))
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope"])
+def test_a_model_says_the_same_every_way(monkeypatch, positions):
+    moe = MoEConfig(hidden_size=32, ffn_hidden_size=16, num_experts=4, top_k=2)
+    torch.manual_seed(3)
+    model = GPT(_config(positions=positions, moe=moe))
+    ends_BS = np.array(ENDS["several"])
+    x = torch.randint(61, ends_BS.shape)
+    ends_BN = torch.from_numpy(ends_of(ends_BS))
+    positions_BS = torch.from_numpy(positions_within(ends_BS))
+    assert torch.equal(positions_of(ends_BN, 12), positions_BS)
+    batch = {"labels_BS": x.roll(-1, 1), "positions_BS": positions_BS}
+    by_ids = model(x, **batch, segments_BS=segments_of(ends_BS)).losses["lm loss"]
+    masked = model(x, **batch, ends_BN=ends_BN).losses["lm loss"]
+    assert torch.equal(masked, by_ids)
+    monkeypatch.setattr(segments, "varlen_attn", by_document)
+    monkeypatch.setattr(gpt, "flash_takes", lambda *about, **more: True)
+    packed = model(x, **batch, ends_BN=ends_BN).losses["lm loss"]
+    torch.testing.assert_close(packed, masked)
+    other = model(x, **batch, ends_BN=torch.full((3, 1), 12))
+    assert (other.losses["lm loss"] - masked).abs() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dropout", "bias"),
+    [
+        ("cpu", torch.bfloat16, 0.0, None),
+        ("cuda", torch.float32, 0.0, None),
+        ("cuda", torch.bfloat16, 0.1, None),
+        ("cuda", torch.bfloat16, 0.0, torch.zeros(1)),
+    ],
+)
+def test_what_flash_attention_lacks_takes_the_mask(device, dtype, dropout, bias):
+    config = _config(attention_dropout=dropout)
+    where = torch.device(device)
+    assert not flash_takes(config, dtype, where, training=True, bias=bias)
+
+
+def test_documents_are_counted_in_powers_of_two():
+    assert ends_of(np.array(ENDS["several"])).tolist() == [
+        [3, 5, 10, 12], [12, 12, 12, 12], [1, 2, 3, 12],
+    ]  # fmt: skip
+    assert ends_of(np.array(ENDS["one"])).tolist() == [[12], [12]]
+    assert ends_of(np.array(ENDS["every"])).shape == (1, 16)

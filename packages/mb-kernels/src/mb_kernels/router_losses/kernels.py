@@ -19,7 +19,7 @@ _BLOCK = 4096  # logits a program holds at once: 32 per thread of 4 warps
 
 
 @triton.jit
-def router_sums_kernel(
+def router_sums_fwd_kernel(
     logits_ptr,  # [T, E]
     sums_ptr,  # [P, BLOCK_E] fp32: sum of probabilities per expert
     scalars_ptr,  # [P, 2] fp32: sum of lse^2, sum of entropy
@@ -56,7 +56,7 @@ def router_sums_kernel(
 
 
 @triton.jit
-def router_scalars_kernel(
+def router_scalars_fwd_kernel(
     sums_ptr,  # [P, BLOCK_E] fp32
     scalars_ptr,  # [P, 2] fp32
     balance_counts_ptr,  # [E] integers
@@ -100,7 +100,7 @@ def router_scalars_kernel(
 
 
 @triton.jit
-def router_losses_backward_kernel(
+def router_losses_bwd_kernel(
     d_aux_ptr,  # [] fp32
     probs_ptr,  # [T, E] fp32
     balance_counts_ptr,  # [E] integers
@@ -149,7 +149,7 @@ def router_losses(
     results = [probs.new_empty(()) for _ in range(6)]
     if tokens:
         launch(
-            router_sums_kernel,
+            router_sums_fwd_kernel,
             (parts,),
             logits,
             sums,
@@ -161,7 +161,7 @@ def router_losses(
             BLOCK_E=block_e,
         )
     launch(
-        router_scalars_kernel,
+        router_scalars_fwd_kernel,
         (1,),
         sums,
         scalars,
@@ -192,7 +192,7 @@ def router_losses_backward(
     if tokens:
         block_t, block_e = _blocks(experts)
         launch(
-            router_losses_backward_kernel,
+            router_losses_bwd_kernel,
             (cdiv(tokens, block_t),),
             d_aux,
             probs,

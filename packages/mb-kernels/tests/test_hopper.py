@@ -300,9 +300,8 @@ def value_and_slope(z, base, ptx):
 
 @pytest.fixture(params=[1, 3, 50], ids=lambda n: f"{n}programs")
 def simulated(request, monkeypatch):
-    for module in (hopper_up, hopper_dact):
-        monkeypatch.setattr(module, "launch", simulate)
-        monkeypatch.setattr(module, "descriptor", Descriptor)
+    monkeypatch.setattr(hopper, "launch", simulate)
+    monkeypatch.setattr(hopper, "_descriptor", Descriptor)
     with assume(lambda dtype: Plan(TARGETS["sm90"], dtype, request.param, True, True)):
         yield
 

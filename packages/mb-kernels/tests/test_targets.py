@@ -91,7 +91,7 @@ def test_no_tile_is_lower_than_a_list_of_tiles_has_room_for() -> None:
         "sdd_tma, sparse bfloat16 D2048",
         "dsd_tma, sparse bfloat16 D2048",
         "dsd_tma, sparse bfloat16 D2048 (4)",
-        "outer, swiglu bfloat16 D2048 F1024 K8",
+        "grouped_outer, swiglu bfloat16 D2048 F1024 K8",
     ],
 )
 def test_loads_run_ahead_of_products_on_hopper(name: str) -> None:

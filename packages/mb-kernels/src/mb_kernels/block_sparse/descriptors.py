@@ -1,9 +1,9 @@
 """The block-sparse products on Hopper: operands and results through tensor descriptors.
 
-Same products as ``pointers``, for matrices that descriptors can describe. Both kernels
-are persistent, and the loop over tiles and the loop over a tile's contraction are one: the loads of
-the next tile run while the last one is stored. Short contractions, as in the gradients of experts
-with few rows, gain a third by it.
+Same products as ``pointers``, for matrices that descriptors can describe. Both kernels are
+persistent, and the loop over tiles and the loop over a tile's contraction are one, see
+``language.tiles``: the loads of the next tile run while the last one is stored. Short contractions,
+as in the gradients of experts with few rows, gain a third by it.
 
 Letters: B = 128, C blocks stored, R block rows, G matrices in a stack, TN, TK a tile.
 """
@@ -11,7 +11,7 @@ Letters: B = 128, C blocks stored, R block rows, G matrices in a stack, TN, TK a
 import triton
 import triton.language as tl
 
-from mb_kernels.language.tiles import halves
+from mb_kernels.language.tiles import halves, run_bounds, total_steps
 
 # Outside of every stack and of every list of blocks: there, a descriptor loads zeros.
 _OUTSIDE = tl.constexpr(0x3FFFFFFF)
@@ -113,22 +113,11 @@ def dsd_tma_kernel(
     first = tl.program_id(0)
     STEPS: tl.constexpr = B // TK
 
-    # Rows differ in their number of blocks, so Triton would not fuse the loops; this is done here.
     # A row without blocks takes one step of zeros.
-    total = 0
-    for start in range(first, tiles, programs * B):
-        mine = start + tl.arange(0, B) * programs
-        row = mine // n_tiles
-        count = tl.load(offsets_ptr + row + 1, mask=mine < tiles, other=0)
-        count -= tl.load(offsets_ptr + row, mask=mine < tiles, other=0)
-        total += tl.sum(tl.where(mine < tiles, tl.maximum(count * STEPS, 1), 0))
-
-    # Software pipelining wants each step to begin with its state, not to end with the next. What is
-    # loaded runs ahead of what is stored, so each has a tile of its own: loading, storing.
+    total = total_steps(offsets_ptr, tiles, n_tiles, B, TK)
     loading = first - programs
     storing = first
-    next_position = tl.load(offsets_ptr + first // n_tiles)
-    next_end = tl.load(offsets_ptr + first // n_tiles + 1)
+    next_position, next_end = run_bounds(offsets_ptr, first // n_tiles, block_rows)
     position = 0
     end = 0
     column = 0
@@ -146,8 +135,7 @@ def dsd_tma_kernel(
             end = next_end
             # The row after this one: its offsets arrive long before they are needed.
             row = (loading + programs) // n_tiles
-            next_position = tl.load(offsets_ptr + row, mask=row < block_rows, other=0)
-            next_end = tl.load(offsets_ptr + row + 1, mask=row < block_rows, other=0)
+            next_position, next_end = run_bounds(offsets_ptr, row, block_rows)
             any_block = position < end
             column = tl.load(column_indices_ptr + position, mask=any_block, other=0).to(tl.int32)
             block = position

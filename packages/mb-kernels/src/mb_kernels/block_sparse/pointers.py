@@ -12,16 +12,7 @@ Letters: B = 128, C blocks stored, R block rows, G matrices in a stack, TM, TN, 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _program(XCDS: tl.constexpr):
-    """This program's place in the order of work: programs of one XCD, with its own L2, together."""
-    pid = tl.program_id(0)
-    if XCDS > 1:
-        share = tl.num_programs(0) // XCDS
-        # The hardware deals programs to XCDs in turn; those that do not divide evenly stay put.
-        pid = tl.where(pid < share * XCDS, pid % XCDS * share + pid // XCDS, pid)
-    return pid
+from mb_kernels.language.tiles import first_item
 
 
 @triton.jit
@@ -55,7 +46,7 @@ def sdd_kernel(
     # A program computes a block or a part of one. Walking down the columns of the matrix instead of
     # along its rows keeps the blocks computed at one time close to a square, where a row is long.
     PARTS: tl.constexpr = (B // TM) * (B // TN)
-    tile = _program(XCDS)
+    tile = first_item(XCDS, False)
     block = tile // PARTS
     m0 = (tile % PARTS) // (B // TN) * TM
     n0 = (tile % PARTS) % (B // TN) * TN
@@ -129,7 +120,7 @@ def dsd_kernel(
     n = tl.arange(0, TN)
     k = tl.arange(0, TK)
     STEPS: tl.constexpr = B // TK
-    for tile in range(_program(XCDS), tiles, tl.num_programs(0)):
+    for tile in range(first_item(XCDS, False), tiles, tl.num_programs(0)):
         part = tile // n_tiles
         n0 = (tile % n_tiles) * TN
         row = part // (B // TM)

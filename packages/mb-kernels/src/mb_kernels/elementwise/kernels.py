@@ -21,7 +21,7 @@ _ELEMENTS = 4096
 
 
 @triton.jit
-def activate_kernel(
+def activation_kernel(
     gate_ptr,  # [R, L], rows ``stride`` apart
     up_ptr,  # likewise, or None
     d_a_ptr,  # [R, L] with BACKWARD, or None
@@ -146,7 +146,7 @@ def _launch(
     if gate.numel():
         block = min(power_of_two(columns), _ELEMENTS)
         launch(
-            activate_kernel,
+            activation_kernel,
             (rows, cdiv(columns, block)),
             *(gate, up, d_a, out, d_up, gate.stride(0), columns),
             BASE=base_function(activation),

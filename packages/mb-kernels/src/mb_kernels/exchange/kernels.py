@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mb_kernels.language.memory import load_picked, store_picked
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 from mb_kernels.targets import GateCase, Target
 
@@ -63,17 +64,14 @@ def push_kernel(
         arena = tl.load(table_ptr + peer, mask=live, other=0)
         to = (arena + rows_at).to(tl.pointer_type(x_ptr.dtype.element_ty))
         to = tl.multiple_of(to + (rank * M + i).to(tl.int64) * D, 16)
-        source_row = x_ptr + source.to(tl.int64) * D
         for start in range(0, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
-            mask = live[:, None] & (d < D)[None, :]
-            tl.store(
-                to[:, None] + d[None, :], tl.load(source_row[:, None] + d[None, :], mask), mask
-            )
+            x = load_picked(x_ptr, source, live, d, D)
+            tl.store(to[:, None] + d[None, :], x, mask=live[:, None] & (d < D)[None, :])
         if PAYLOAD:
             w = tl.arange(0, BLOCK_W)
             mask = live[:, None] & (w < W)[None, :]
-            words = tl.load(payload_ptr + source.to(tl.int64)[:, None] * W + w[None, :], mask)
+            words = load_picked(payload_ptr, source, live, w, W)
             words_to = (arena + payload_at).to(tl.pointer_type(tl.float32))
             words_to += (rank * M + i).to(tl.int64) * W
             tl.store(words_to[:, None] + w[None, :], words, mask)
@@ -135,7 +133,7 @@ def wait_kernel(
 
 
 @triton.jit
-def sum_kernel(
+def sum_home_kernel(
     rows_ptr,  # [R, D]: row p M + i is the i-th that came from rank p
     peers_ptr,  # int32 [T, C]: destinations of each token, -1 for none
     inverse_ptr,  # int32 [T C]: a slot's row among all that were sent, by destination
@@ -158,12 +156,8 @@ def sum_kernel(
         there = peer >= 0
         r = tl.load(inverse_ptr + slot + c, mask=there, other=0)
         row = peer * M + r - tl.load(offsets_ptr + peer, mask=there, other=0)
-        mask = there[:, None] & (d < D)[None, :]
-        where = row.to(tl.int64)[:, None] * D + d[None, :]
-        acc += tl.load(rows_ptr + where, mask=mask, other=0.0).to(tl.float32)
-    where = t.to(tl.int64)[:, None] * D + d[None, :]
-    value = acc.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + where, value, mask=live[:, None] & (d < D)[None, :])
+        acc += load_picked(rows_ptr, row, there, d, D).to(tl.float32)
+    store_picked(y_ptr, acc, t, live, d, D)
 
 
 def push(programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], **kind: Any) -> None:
@@ -192,7 +186,7 @@ def wait(table: Tensor, counts: Tensor, numbers: tuple[int, ...], *, send_counts
 def sum_home(
     rows: Tensor, peers: Tensor, inverse: Tensor, offsets: Tensor, most_tokens: int
 ) -> Tensor:
-    """``sum_kernel``: [T, columns of rows]."""
+    """``sum_home_kernel``: [T, columns of rows]."""
     (tokens, columns), width = peers.shape, rows.shape[1]
     y = rows.new_empty((tokens, width))
     if y.numel() == 0:
@@ -200,7 +194,7 @@ def sum_home(
     block_d = min(power_of_two(width), 1024)
     block_t = max(1024 // block_d, 1)
     launch(
-        sum_kernel,
+        sum_home_kernel,
         (cdiv(tokens, block_t), cdiv(width, block_d)),
         *(rows, peers, inverse, offsets, y),
         *(tokens, most_tokens, width),
@@ -254,7 +248,7 @@ def gate_cases(target: Target) -> list[GateCase]:
         ),
         GateCase(
             name="sum",
-            kernel=sum_kernel,
+            kernel=sum_home_kernel,
             signature={
                 "rows_ptr": "*bf16",
                 "peers_ptr": "*i32",

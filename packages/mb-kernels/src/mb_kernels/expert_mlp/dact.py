@@ -17,8 +17,8 @@ from torch import Tensor
 from mb_kernels.activation import base_function, is_glu
 from mb_kernels.bins import row_tiles
 from mb_kernels.language.activation import activate_with_derivative, up_factor, up_gradient
-from mb_kernels.language.memory import load_rows, load_weight, store_rows
-from mb_kernels.language.tiles import first_item, locate, piece
+from mb_kernels.language.memory import store_rows
+from mb_kernels.language.tiles import first_item, locate, multiply_rows, piece
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import plan_of
@@ -39,7 +39,7 @@ def _load_h(h, part: tl.constexpr, parts: tl.constexpr, row, r, col, F: tl.const
 
 
 @triton.jit
-def dact_kernel(
+def dact_bwd_kernel(
     do,  # [N, D] in the order of rows: ragged tensor descriptor or pointer
     w,  # [E, D, F]: tensor descriptor or pointer
     order_ptr,  # [N] int32: slot of each row
@@ -71,19 +71,13 @@ def dact_kernel(
     total = tl.load(tiles_ptr + 3)
     items = total * COLUMNS
     r = tl.arange(0, BLOCK_M)
-    for item in tl.range(first_item(XCDS), items, tl.num_programs(0), flatten=FLATTEN):
+    for item in tl.range(first_item(XCDS, True), items, tl.num_programs(0), flatten=FLATTEN):
         e, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
         count = row_end - row
         m = r < count
         tl.assume(e >= 0)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in range(0, D, BLOCK_K):
-            do_block = load_rows(do, row, count, start, D, BLOCK_M, BLOCK_K, DESCRIPTORS)
-            w_block = load_weight(
-                w, e, start, column * BLOCK_N, D, F, BLOCK_K, BLOCK_N, 1, DESCRIPTORS
-            )
-            acc = tl.dot(do_block, w_block, acc, input_precision=PRECISION)
-
+        acc = multiply_rows(do, w, e, row, count, column * BLOCK_N, D, F, False, DESCRIPTORS,
+                            PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
         slot = tl.load(order_ptr + row + r, mask=m, other=0)
         s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
         # Rows past the end read the last row's h instead of a mask, which costs registers.
@@ -151,7 +145,7 @@ def dact(
         )
     items = row_tiles(rows, w2.shape[0], tile.block_m) * columns
     launch(
-        dact_kernel,
+        dact_bwd_kernel,
         (plan.programs(items, tile),),
         *operands[:2],
         order,

@@ -24,7 +24,7 @@ from mb_kernels.targets.table import Tile
 
 
 @triton.jit
-def up_kernel(
+def up_fwd_kernel(
     x_ptr,  # [T, D], or [N, D] in the order of rows without order_ptr
     w,  # [E, F, D], or [2E, F, D] for GLU: tensor descriptor or pointer
     order_ptr,  # [N] int32: slot of each row, or None
@@ -56,7 +56,7 @@ def up_kernel(
     items = total * COLUMNS
     r = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    for item in tl.range(first_item(XCDS), items, tl.num_programs(0), flatten=FLATTEN):
+    for item in tl.range(first_item(XCDS, True), items, tl.num_programs(0), flatten=FLATTEN):
         e, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
         m = r < row_end - row
         tl.assume(e >= 0)
@@ -136,7 +136,7 @@ def up(
         w = matrices(w1.view(experts * stack, ffn, hidden), block)
     items = row_tiles(rows, experts, tile.block_m) * cdiv(ffn, tile.block_n)
     launch(
-        up_kernel,
+        up_fwd_kernel,
         (plan.programs(items, tile),),
         x,
         w,

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.bins import row_tiles
-from mb_kernels.language.memory import load_rows, load_weight, store_rows
-from mb_kernels.language.tiles import first_item, halves, locate
+from mb_kernels.language.memory import store_rows
+from mb_kernels.language.tiles import first_item, halves, locate, multiply_rows
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import Plan, plan_of
@@ -20,7 +20,7 @@ from mb_kernels.targets.table import FEW_ROWS, Tile
 
 
 @triton.jit
-def rows_kernel(
+def grouped_gemm_kernel(
     x,  # [N, K]: ragged tensor descriptor or pointer
     w,  # [E, M, K] or [E, K, M]: tensor descriptor or pointer
     order_ptr,  # [N] int32: output row of each row, with SCATTER
@@ -48,22 +48,15 @@ def rows_kernel(
     total = tl.load(tiles_ptr + (7 if ALL else 3))
     items = total * COLUMNS
     r = tl.arange(0, BLOCK_M)
-    for item in tl.range(first_item(XCDS), items, tl.num_programs(0), flatten=FLATTEN):
+    for item in tl.range(first_item(XCDS, True), items, tl.num_programs(0), flatten=FLATTEN):
         group, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
         e = tl.minimum(group, E - 1) if ALL else group
         tl.assume(e >= 0)
         col = column * BLOCK_N
         count = row_end - row
         m = r < count
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in range(0, K, BLOCK_K):
-            x_block = load_rows(x, row, count, start, K, BLOCK_M, BLOCK_K, DESCRIPTORS)
-            if TRANSPOSE:
-                w_block = load_weight(w, e, col, start, M, K, BLOCK_N, BLOCK_K, 1, DESCRIPTORS).T
-            else:
-                w_block = load_weight(w, e, start, col, K, M, BLOCK_K, BLOCK_N, 1, DESCRIPTORS)
-            acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
-
+        acc = multiply_rows(x, w, e, row, count, col, K, M, TRANSPOSE, DESCRIPTORS, PRECISION,
+                            BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
         if ALL:
             acc = tl.where(group < E, acc, 0.0)
         # Two stores of half the columns need half the registers and shared memory of one.
@@ -128,7 +121,7 @@ def rows_times_weights(
         w_arg = matrices(w, (1, *block))
     items = row_tiles(x.shape[0], experts, tile.block_m) * cdiv(columns, tile.block_n)
     launch(
-        rows_kernel,
+        grouped_gemm_kernel,
         (plan.programs(items, tile),),
         x_arg,
         w_arg,

@@ -11,14 +11,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.ragged_tma import load_ragged
 
-from mb_kernels.language.tiles import first_item, halves
+from mb_kernels.language.tiles import first_item, halves, run_bounds, total_steps
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets.table import Tile
-
-# Tiles whose rows a program adds up at a time.
-_CHUNK = tl.constexpr(128)
 
 
 @triton.jit
@@ -58,28 +55,13 @@ def _through_descriptors(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """The kernel on Hopper: the loads of the next tile run while the last one is stored.
-
-    Triton fuses the loop over tiles with that over rows only where all experts have as many, so it
-    is done by hand: one loop over the steps of all tiles of this program.
-    """
+    """The kernel on Hopper: the loads of the next tile run while the last one is stored."""
     PER_EXPERT: tl.constexpr = TILES_P * TILES_Q
     programs = tl.num_programs(0)
-    total = 0
-    for first in range(tl.program_id(0), E * PER_EXPERT, programs * _CHUNK):
-        mine = first + tl.arange(0, _CHUNK) * programs
-        inside = mine < E * PER_EXPERT
-        count = tl.load(offsets_ptr + mine // PER_EXPERT + 1, mask=inside, other=0)
-        count -= tl.load(offsets_ptr + mine // PER_EXPERT, mask=inside, other=0)
-        total += tl.sum(tl.where(inside, tl.maximum(tl.cdiv(count, BLOCK_K), 1), 0))
-
-    # Software pipelining wants each step to begin with its state, not to end with the next. What is
-    # loaded runs ahead of what is stored, so each has a tile of its own: loading, storing.
+    total = total_steps(offsets_ptr, E * PER_EXPERT, PER_EXPERT, 1, BLOCK_K)
     loading = tl.program_id(0) - programs
     storing = tl.program_id(0)
-    e = storing // PER_EXPERT  # E or more for a program without a tile
-    next_start = tl.load(offsets_ptr + e, mask=e < E, other=0)
-    next_end = tl.load(offsets_ptr + e + 1, mask=e < E, other=0)
+    next_start, next_end = run_bounds(offsets_ptr, storing // PER_EXPERT, E)
     start = 0
     count = 0
     p = 0
@@ -97,9 +79,7 @@ def _through_descriptors(
             start = next_start
             count = next_end - next_start
             # The tile after this one: its offsets arrive long before they are needed.
-            e = (loading + programs) // PER_EXPERT
-            next_start = tl.load(offsets_ptr + e, mask=e < E, other=0)
-            next_end = tl.load(offsets_ptr + e + 1, mask=e < E, other=0)
+            next_start, next_end = run_bounds(offsets_ptr, (loading + programs) // PER_EXPERT, E)
             steps = tl.maximum(tl.cdiv(count, BLOCK_K), 1)
         a_block = load_ragged(a, start, count, [step * BLOCK_K, p])
         b_block = load_ragged(b, start, count, [step * BLOCK_K, q])
@@ -118,7 +98,7 @@ def _through_descriptors(
 
 
 @triton.jit
-def outer_kernel(
+def grouped_outer_kernel(
     a,  # [N, P]: tensor descriptor or pointer
     b,  # [N, Q]: tensor descriptor or pointer
     offsets_ptr,  # [E + 1] int32
@@ -142,7 +122,7 @@ def outer_kernel(
                              BLOCK_N, BLOCK_K, GROUP_M)  # fmt: skip
     else:
         items: tl.constexpr = E * TILES_P * TILES_Q
-        for item in tl.range(first_item(XCDS), items, tl.num_programs(0), flatten=FLATTEN):
+        for item in tl.range(first_item(XCDS, True), items, tl.num_programs(0), flatten=FLATTEN):
             e, row_tile, column_tile = _place(item, TILES_P, TILES_Q, GROUP_M)
             p = row_tile * BLOCK_M
             q = column_tile * BLOCK_N
@@ -182,7 +162,7 @@ def outer(a: Tensor, b: Tensor, offsets: Tensor, tile: Tile | None = None) -> Te
         )
     items = experts * cdiv(a.shape[1], tile.block_m) * cdiv(b.shape[1], tile.block_n)
     launch(
-        outer_kernel,
+        grouped_outer_kernel,
         (plan.programs(items, tile),),
         *operands[:2],
         offsets,

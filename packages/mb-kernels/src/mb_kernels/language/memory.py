@@ -57,6 +57,20 @@ def token_rows(source, token, COLS: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: t
 
 
 @triton.jit
+def load_picked(x, row, live, d, D):
+    """[rows, len(d)] of x [any, D] at the rows ``row`` where ``live``, columns d; 0 elsewhere."""
+    at = row.to(tl.int64)[:, None] * D + d[None, :]
+    return tl.load(x + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_picked(y, value, row, live, d, D):
+    """Write value where ``load_picked`` reads."""
+    at = row.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+
+
+@triton.jit
 def load_rows(
     x,
     row,

@@ -1,15 +1,21 @@
-"""Which tile an item of a persistent loop is, and pieces of a tile."""
+"""Which tile an item of a persistent loop is, its product, and pieces of it."""
 
 import triton
 import triton.language as tl
 
+from mb_kernels.language.memory import load_rows, load_weight
+
 
 @triton.jit
-def first_item(XCDS: tl.constexpr):
-    """This program's first item; programs of one XCD, with an L2 of its own, get neighbours."""
+def first_item(XCDS: tl.constexpr, EVEN: tl.constexpr):
+    """This program's first item; programs of one XCD, with an L2 of its own, get neighbours.
+
+    The hardware deals programs to XCDs in turn. Not EVEN: those that do not divide among them stay.
+    """
     pid = tl.program_id(0)
     if XCDS > 1:
-        pid = pid % XCDS * (tl.num_programs(0) // XCDS) + pid // XCDS
+        place = pid % XCDS * (tl.num_programs(0) // XCDS) + pid // XCDS
+        pid = place if EVEN else tl.where(pid < tl.num_programs(0) // XCDS * XCDS, place, pid)
     return pid
 
 
@@ -30,6 +36,72 @@ def locate(item, total, tiles_ptr, COLUMNS: tl.constexpr, GROUP_M: tl.constexpr)
         tl.load(tiles_ptr + 4 * tile + 2),
         within // height,
     )
+
+
+# Where contractions differ in length, Triton does not fuse the loop over tiles with that over a
+# tile's steps, and a tile's loads wait for the stores of the one before. The kernels that have
+# descriptors do it by hand: one loop over the steps of all tiles of a program. Software pipelining
+# wants each step to begin with its state, not to end with the next; and what is loaded runs ahead
+# of what is stored, so each has a tile of its own, ``loading`` and ``storing``.
+_CHUNK = tl.constexpr(128)  # tiles whose steps a program adds up at a time
+
+
+@triton.jit
+def total_steps(offsets_ptr, tiles, per_run, UNIT: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Steps of all tiles of this program, ``per_run`` tiles for each run of the offsets.
+
+    A tile has a step for every BLOCK_K of its run's length times UNIT, and one if it is empty.
+    """
+    programs = tl.num_programs(0)
+    total = 0
+    for first in range(tl.program_id(0), tiles, programs * _CHUNK):
+        tile = first + tl.arange(0, _CHUNK) * programs
+        inside = tile < tiles
+        count = tl.load(offsets_ptr + tile // per_run + 1, mask=inside, other=0)
+        count -= tl.load(offsets_ptr + tile // per_run, mask=inside, other=0)
+        total += tl.sum(tl.where(inside, tl.maximum(tl.cdiv(count * UNIT, BLOCK_K), 1), 0))
+    return total
+
+
+@triton.jit
+def run_bounds(offsets_ptr, run, runs):
+    """Start and end of a run; zeros behind the last, for a program without another tile."""
+    return (
+        tl.load(offsets_ptr + run, mask=run < runs, other=0),
+        tl.load(offsets_ptr + run + 1, mask=run < runs, other=0),
+    )
+
+
+@triton.jit
+def multiply_rows(
+    x,  # [N, K]: ragged tensor descriptor or pointer
+    w,  # [E, M, K] with TRANSPOSE, else [E, K, M]: tensor descriptor or pointer
+    e,
+    row,
+    count,
+    col,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] fp32: ``count`` rows of x times the columns from col on of w of expert e.
+
+    Sums are fp32 in every dtype, and rows past ``count`` are zero.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        x_block = load_rows(x, row, count, start, K, BLOCK_M, BLOCK_K, DESCRIPTORS)
+        if TRANSPOSE:
+            w_block = load_weight(w, e, col, start, M, K, BLOCK_N, BLOCK_K, 1, DESCRIPTORS).T
+        else:
+            w_block = load_weight(w, e, start, col, K, M, BLOCK_K, BLOCK_N, 1, DESCRIPTORS)
+        acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit

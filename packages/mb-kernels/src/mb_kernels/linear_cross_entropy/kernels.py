@@ -58,7 +58,7 @@ def _write_gradient(logits_ptr, label, lse, weight, columns, BLOCK: tl.constexpr
 
 
 @triton.jit
-def loss_kernel(
+def linear_cross_entropy_kernel(
     logits_ptr,  # [R, columns], overwritten by the gradient
     labels_ptr,  # [R] int64
     weights_ptr,  # [R] fp32
@@ -139,7 +139,7 @@ def losses_and_gradients(
     rows, columns = logits_RV.shape
     losses_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
     launch(
-        loss_kernel,
+        linear_cross_entropy_kernel,
         (rows,),
         logits_RV,
         labels_R,
@@ -180,7 +180,7 @@ def gate_cases(target: Target) -> list[GateCase]:
     cases = [
         GateCase(
             name="loss_and_gradient" if gradient else "loss",
-            kernel=loss_kernel,
+            kernel=linear_cross_entropy_kernel,
             signature={**logits, **row, "losses_ptr": "*fp32", "columns": "i32"},
             constexprs={"GRADIENT": gradient, "BLOCK": _BLOCK},
             **common,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mb_kernels.language.memory import load_picked, store_picked
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 
 
@@ -30,13 +31,8 @@ def gather_kernel(
     slot = tl.load(order_ptr + r, mask=r < rows, other=-1)
     token = slot // TOP_K
     taken = (r < tl.load(last_offset_ptr)) & (slot >= 0)
-    value = tl.load(
-        x_ptr + token.to(tl.int64)[:, None] * D + d[None, :],
-        mask=taken[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
-    mask = (r < rows)[:, None] & (d < D)[None, :]
-    tl.store(rows_ptr + r.to(tl.int64)[:, None] * D + d[None, :], value, mask=mask)
+    value = load_picked(x_ptr, token, taken, d, D)
+    store_picked(rows_ptr, value, r, r < rows, d, D)
 
 
 @triton.jit
@@ -53,17 +49,14 @@ def spread_kernel(
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     live = t < tokens
-    inside = (d < D)[None, :]
-    where = t.to(tl.int64)[:, None] * D + d[None, :]
-    x = tl.load(x_ptr + where, mask=live[:, None] & inside, other=0.0)
+    x = load_picked(x_ptr, t, live, d, D)
     for k in range(TOP_K):
         row = tl.load(inverse_ptr + t.to(tl.int64) * TOP_K + k, mask=live, other=-1)
-        where = row.to(tl.int64)[:, None] * D + d[None, :]
-        tl.store(rows_ptr + where, x, mask=(row >= 0)[:, None] & inside)
+        store_picked(rows_ptr, x, row, row >= 0, d, D)
 
 
 @triton.jit
-def combine_kernel(
+def combine_fwd_kernel(
     rows_ptr,  # [N, D]
     inverse_ptr,  # [N] int32
     weights_ptr,  # [T, K], with WEIGHTED
@@ -82,23 +75,15 @@ def combine_kernel(
     acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for k in range(TOP_K):
         row = tl.load(inverse_ptr + slot + k, mask=live, other=-1)
-        value = tl.load(
-            rows_ptr + row.to(tl.int64)[:, None] * D + d[None, :],
-            mask=(row >= 0)[:, None] & (d < D)[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        value = load_picked(rows_ptr, row, row >= 0, d, D).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights_ptr + slot + k, mask=live, other=0.0).to(tl.float32)[:, None]
         acc += value
-    tl.store(
-        y_ptr + t.to(tl.int64)[:, None] * D + d[None, :],
-        acc.to(y_ptr.dtype.element_ty),
-        mask=live[:, None] & (d < D)[None, :],
-    )
+    store_picked(y_ptr, acc, t, live, d, D)
 
 
 @triton.jit
-def combine_backward_kernel(
+def combine_bwd_kernel(
     dy_ptr,  # [T, D]
     rows_ptr,  # [N, D]
     order_ptr,  # [N] int32
@@ -117,6 +102,7 @@ def combine_backward_kernel(
     slot = tl.load(order_ptr + r, mask=live, other=-1)
     taken = (r < tl.load(last_offset_ptr)) & (slot >= 0)
     s = tl.load(weights_ptr + slot, mask=taken, other=0.0).to(tl.float32)
+    # Rows located once: in the loop, as load_picked has it, they cost 8 registers.
     dy_row = dy_ptr + (slot // TOP_K).to(tl.int64)[:, None] * D
     row = r.to(tl.int64)[:, None] * D
     dot = tl.zeros((BLOCK_R,), tl.float32)
@@ -225,7 +211,7 @@ def combine(
         return y
     block_t, block_d = _blocks(columns, _COMBINED)
     launch(
-        combine_kernel,
+        combine_fwd_kernel,
         (cdiv(tokens, block_t), cdiv(columns, block_d)),
         rows,
         inverse,
@@ -252,7 +238,7 @@ def combine_backward(
         return d_rows, d_weights
     block_r, block_d = _blocks(columns)
     launch(
-        combine_backward_kernel,
+        combine_bwd_kernel,
         (cdiv(count, block_r),),
         dy,
         rows,

@@ -19,7 +19,7 @@ _BLOCK = 4096  # logits a program holds at once: 32 per thread of 4 warps
 
 
 @triton.jit
-def router_sums_kernel(
+def router_sums_fwd_kernel(
     logits_ptr,  # [T, E]
     mask_ptr,  # [T] uint8, 0 for padding, or None
     sums_ptr,  # [P, BLOCK_E] fp32: sum of probabilities per expert
@@ -62,7 +62,7 @@ def router_sums_kernel(
 
 
 @triton.jit
-def router_scalars_kernel(
+def router_scalars_fwd_kernel(
     sums_ptr,  # [P, BLOCK_E] fp32
     scalars_ptr,  # [P, 3] fp32
     balance_counts_ptr,  # [E] integers
@@ -116,7 +116,7 @@ def router_scalars_kernel(
 
 
 @triton.jit
-def router_losses_backward_kernel(
+def router_losses_bwd_kernel(
     d_aux_ptr,  # [] fp32
     probs_ptr,  # [T, E] fp32
     balance_counts_ptr,  # [E] integers
@@ -178,7 +178,7 @@ def router_losses(
     *results, divisor = [probs.new_empty(()) for _ in range(7)]
     if tokens:
         launch(
-            router_sums_kernel,
+            router_sums_fwd_kernel,
             (parts,),
             logits,
             _bytes(mask),
@@ -191,7 +191,7 @@ def router_losses(
             BLOCK_E=block_e,
         )
     launch(
-        router_scalars_kernel,
+        router_scalars_fwd_kernel,
         (1,),
         sums,
         scalars,
@@ -226,7 +226,7 @@ def router_losses_backward(
     if tokens:
         block_t, block_e = _blocks(experts)
         launch(
-            router_losses_backward_kernel,
+            router_losses_bwd_kernel,
             (cdiv(tokens, block_t),),
             d_aux,
             probs,

@@ -30,7 +30,7 @@ def _ordered(x):
 
 
 @triton.jit
-def topk_softmax_kernel(
+def topk_softmax_fwd_kernel(
     logits_ptr,  # [T, E]
     weights_ptr,  # [T, K] fp32
     ids_ptr,  # [T, K] int32
@@ -72,7 +72,7 @@ def topk_softmax_kernel(
 
 
 @triton.jit
-def topk_softmax_backward_kernel(
+def topk_softmax_bwd_kernel(
     d_weights_ptr,  # [T, K] fp32
     d_probs_ptr,  # [T, E] fp32, with HAS_D_PROBS
     probs_ptr,  # [T, E] fp32
@@ -213,7 +213,7 @@ def topk_softmax(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Ten
     if tokens:
         block_t = _block_t(experts)
         launch(
-            topk_softmax_kernel,
+            topk_softmax_fwd_kernel,
             (cdiv(tokens, block_t),),
             logits,
             weights,
@@ -243,7 +243,7 @@ def topk_softmax_backward(
     if tokens:
         block_t = _block_t(experts)
         launch(
-            topk_softmax_backward_kernel,
+            topk_softmax_bwd_kernel,
             (cdiv(tokens, block_t),),
             d_weights,
             d_probs,

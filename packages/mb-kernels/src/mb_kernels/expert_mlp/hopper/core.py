@@ -19,6 +19,7 @@ Letters: N rows, K contraction, M columns of the product, E experts.
 import functools
 from typing import Any
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,7 +33,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.ragged_tma import to_ragged_indices
 from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
+from mb_kernels.bins import row_tiles
 from mb_kernels.language.tiles import locate, piece
+from mb_kernels.runtime.descriptors import matrices, ragged
+from mb_kernels.runtime.launch import launch
+from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets.table import Tile
 
 # The name from Triton 3.8 on, and the one before.
@@ -175,19 +180,29 @@ def serves() -> bool:
     return all(hasattr(module, name) for module, names in asked.items() for name in names)
 
 
-def constants(tile: Tile) -> dict[str, Any]:
-    """The keyword arguments of a launch that follow from the tile."""
-    return {**_blocks(tile), "num_warps": tile.num_warps, **tile.options}
-
-
-def _blocks(tile: Tile) -> dict[str, int]:
-    return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "STAGES": tile.num_stages,
-        "GROUP_M": tile.group_m,
-    }
+def run(
+    kernel: Any, rows: Tensor, w: Tensor, block: tuple[int, ...], columns: int, tile: Tile,
+    *args: Any, **constants: Any,
+) -> None:  # fmt: skip
+    """Launch a kernel of (x, w, *args): rows times blocks of w, ``columns`` tiles wide."""
+    plan = plan_of(rows)
+    parts = block[0]
+    items = row_tiles(rows.shape[0], w.shape[0] // parts, tile.block_m) * columns
+    launch(
+        kernel,
+        (plan.programs(items, tile),),
+        _descriptor(ragged(rows, (tile.block_m, tile.block_k))),
+        _descriptor(matrices(w, block)),
+        *args,
+        **constants,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        STAGES=tile.num_stages,
+        GROUP_M=tile.group_m,
+        num_warps=tile.num_warps,
+        **tile.options,
+    )
 
 
 @functools.cache
@@ -195,7 +210,7 @@ def _layout(block: tuple[int, ...], dtype: str) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, dtype))
 
 
-def descriptor(plain: PlainDescriptor) -> TensorDescriptor:
+def _descriptor(plain: PlainDescriptor) -> TensorDescriptor:
     """The same descriptor with the layout its blocks have in shared memory."""
     gluon_descriptor = object.__new__(TensorDescriptor)  # unchecked, as ``launch._descriptor``
     gluon_descriptor.__dict__.update(plain.__dict__)

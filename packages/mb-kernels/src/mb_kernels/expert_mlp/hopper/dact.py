@@ -9,21 +9,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mb_kernels.activation import base_function, is_glu
-from mb_kernels.bins import row_tiles
 from mb_kernels.expert_mlp.hopper.core import (
     EPILOGUE_REGISTERS,
     EPILOGUE_WARPS,
     PIECES,
-    constants,
-    descriptor,
     multiply,
+    run,
     shared,
 )
 from mb_kernels.language.activation import activate_with_derivative, up_factor, up_gradient
 from mb_kernels.language.tiles import locate
-from mb_kernels.runtime.descriptors import matrices, ragged
-from mb_kernels.runtime.launch import launch
-from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets.table import Tile
 
 
@@ -141,7 +136,7 @@ def _finish_dact(
 
 
 @gluon.jit
-def dact_kernel(
+def dact_bwd_kernel(
     do,  # [N, D] in the order of rows: ragged tensor descriptor
     w,  # [E, D, F]: tensor descriptor
     order_ptr,  # [N] int32: slot of each row
@@ -199,24 +194,17 @@ def dact(
     tile: Tile,
 ) -> None:
     """``expert_mlp.dact.dact`` into dh, a and partials."""
-    experts, hidden, ffn = w2.shape
-    items = row_tiles(order.shape[0], experts, tile.block_m) * partials.shape[0]
-    launch(
-        dact_kernel,
-        (plan_of(do).programs(items, tile),),
-        descriptor(ragged(do, (tile.block_m, tile.block_k))),
-        descriptor(matrices(w2, (1, tile.block_k, tile.block_n))),
-        order,
-        weights,
-        tiles,
-        h,
-        dh,
-        a,
-        partials,
-        order.shape[0],
+    _, hidden, ffn = w2.shape
+    run(
+        dact_bwd_kernel,
+        do,
+        w2,
+        (1, tile.block_k, tile.block_n),
+        partials.shape[0],
+        tile,
+        *(order, weights, tiles, h, dh, a, partials, order.shape[0]),
         D=hidden,
         F=ffn,
         GLU=is_glu(activation),
         ACTIVATION=base_function(activation),
-        **constants(tile),
     )

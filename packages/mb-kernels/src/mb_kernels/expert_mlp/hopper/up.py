@@ -9,21 +9,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mb_kernels.activation import base_function, is_glu
-from mb_kernels.bins import row_tiles
 from mb_kernels.expert_mlp.hopper.core import (
     EPILOGUE_REGISTERS,
     EPILOGUE_WARPS,
     PIECES,
-    constants,
-    descriptor,
     multiply,
+    run,
     shared,
 )
 from mb_kernels.language.activation import activate, up_factor
 from mb_kernels.language.tiles import locate
-from mb_kernels.runtime.descriptors import matrices, ragged
-from mb_kernels.runtime.launch import cdiv, launch
-from mb_kernels.runtime.plan import plan_of
+from mb_kernels.runtime.launch import cdiv
 from mb_kernels.targets.table import Tile
 
 
@@ -80,7 +76,7 @@ def _finish_up(
 
 
 @gluon.jit
-def up_kernel(
+def up_fwd_kernel(
     x,  # [N, D], tokens copied to their rows: ragged tensor descriptor
     w,  # [E, F, D], or [2E, F, D] for GLU: tensor descriptor
     tiles_ptr,  # from schedule()
@@ -134,20 +130,17 @@ def up(
     """``expert_mlp.up.up`` of tokens copied to their rows, into h and a."""
     experts, _, hidden = w1.shape
     parts, ffn = 2 if is_glu(activation) else 1, a.shape[1]
-    block = (parts, tile.block_n // parts, tile.block_k)
-    items = row_tiles(rows.shape[0], experts, tile.block_m) * cdiv(parts * ffn, tile.block_n)
-    launch(
-        up_kernel,
-        (plan_of(rows).programs(items, tile),),
-        descriptor(ragged(rows, (tile.block_m, tile.block_k))),
-        descriptor(matrices(w1.view(experts * parts, ffn, hidden), block)),
-        tiles,
-        h,
-        a,
+    run(
+        up_fwd_kernel,
+        rows,
+        w1.view(experts * parts, ffn, hidden),
+        (parts, tile.block_n // parts, tile.block_k),
+        cdiv(parts * ffn, tile.block_n),
+        tile,
+        *(tiles, h, a),
         D=hidden,
         F=ffn,
         GLU=parts == 2,
         ACTIVATION=base_function(activation),
         SAVE_H=save_h,
-        **constants(tile),
     )

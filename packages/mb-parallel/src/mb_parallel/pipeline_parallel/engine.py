@@ -11,6 +11,7 @@ from mb_layers.losses import attach_aux_loss
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from mb_parallel.expert_parallel.balance import StepCounts
 from mb_parallel.pipeline_parallel.stage import Pass, StageOutput
 
 
@@ -25,10 +26,13 @@ class Stage(PipelineStage):
     passing: Pass
     number: int
     in_halves: bool
+    counts: list[StepCounts]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See the base class; notes which micro-batch it is."""
         self.number = fwd_chunk_id
+        for counts in self.counts:
+            counts.begin(fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,6 +64,22 @@ class Stage(PipelineStage):
             stream = stream.view_as(stream)
         # A zero-bubble schedule detaches outputs in place after half of their backward pass.
         return stream.clone() if self.in_halves and stream._is_view() else stream
+
+    # What a backward pass computes again is of its own micro-batch, not of the forward's latest.
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """See the base class."""
+        self._resume(bwd_chunk_id)
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """See the base class."""
+        self._resume(bwd_chunk_id)
+        return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def _resume(self, number: int) -> None:
+        for counts in self.counts:
+            counts.resume(number)
 
     # Torch hands gradients over between the two stages of a V's rank in evaluation too, and fails.
 

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from mb_parallel.data_parallel import zero_stage_of
+from mb_parallel.expert_parallel.balance import step_counts
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.pipeline_parallel.placement import (
     rank_of_stage,
@@ -249,6 +250,7 @@ class Pipeline:
         ]
         for stage in stages:
             stage.in_halves = self.kind.in_halves
+            stage.counts = step_counts(stage.submod)
         # The losses are scaled already: the schedule is not to divide gradients.
         loss_fn = (lambda total, number: total) if train else None
         kind = self.kind.load(micro_batches=micro_batches, num_stages=self.num_stages, train=train)

@@ -14,7 +14,13 @@ from mb_kernels.testing import assert_close
 from mb_layers.config import MoEConfig
 from mb_layers.experts import Experts
 from mb_layers.moe import dMoE
-from mb_parallel import ParallelDims, ParallelMesh, apply_data_parallel, parallelize_experts
+from mb_parallel import (
+    ParallelDims,
+    ParallelMesh,
+    apply_data_parallel,
+    parallelize_experts,
+    set_micro_batch,
+)
 from mb_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -79,6 +85,7 @@ def _train(model: nn.Module, mesh: ParallelMesh, lengths: list[int]) -> list[dic
     for x, labels in zip(*_data(total), strict=True):
         loss = torch.zeros(())
         for m in range(MICRO_BATCHES):
+            set_micro_batch(model, m)
             ce, aux = model(x[m, mine], labels[m, mine])
             # The mean over ranks is the mean over all tokens, however many each of them has.
             share = mesh.dp_size / (total * MICRO_BATCHES)
@@ -242,6 +249,27 @@ def test_compiled_layers():
         for got, want in zip(result, expected, strict=True):
             for name, value in want.items():
                 assert_close(name, got[name], value)
+
+
+def test_the_load_of_a_step_is_counted_up_to_its_micro_batch():
+    """Two micro-batches of one process: the second's loss has the counts of both."""
+    model = _alone({"z_loss_weight": 0.0})
+    x, labels = _data(6)
+    seen = []
+    for m in (0, 1):
+        set_micro_batch(model, m)
+        _, aux = model(x[0, m], labels[0, m])
+        out = model.layers[0]["moe"](model.layers[0]["norm"](x[0, m]))
+        seen.append((out.metrics["tokens_per_expert"], out.aux_loss, aux))
+        again = model.layers[0]["moe"](model.layers[0]["norm"](x[0, m]))  # recompute: counted once
+        assert torch.equal(again.aux_loss, out.aux_loss)
+    layer = model.layers[0]
+    probs = layer["moe"].router(layer["norm"](x[0, 1])).probs_TE
+    counts_E = (seen[0][0] + seen[1][0]).float()
+    expected = 0.1 * 4 * (probs.mean(0) * counts_E / counts_E.sum()).sum()
+    torch.testing.assert_close(seen[1][1], expected)
+    set_micro_batch(model, 0)
+    assert torch.equal(model(x[0, 0], labels[0, 0])[1], seen[0][2])
 
 
 def _save(rank, ranks, folder):

@@ -11,8 +11,15 @@ import torch
 import torch.nn.functional as F
 from mb_kernels import linear_cross_entropy
 from mb_layers import MoE, MoEConfig, dMoE
-from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts, set_gradient_sync
+from mb_parallel import (
+    ParallelDims,
+    apply_data_parallel,
+    parallelize_experts,
+    set_gradient_sync,
+    set_micro_batch,
+)
 from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
+from mb_parallel.recompute import apply_recompute
 from mb_parallel.tensor_parallel import (
     ColumnParallel,
     SequenceParallel,
@@ -50,6 +57,8 @@ class Options:
     padded: bool = False
     empty: bool = False  # the second micro-batch has no token that counts
     expert_bias: bool = False
+    balance_over: str = "micro_batch"
+    recompute: bool = False
     frozen: str = ""  # parameters whose name holds this do not train
     dropout: float = 0.0
     steps: int = 5
@@ -123,6 +132,7 @@ class Block(nn.Module):
                 shared_expert_gate=options.shared_expert is not None,
                 output_bias=True,
                 mlp_bias=options.expert_bias,
+                balance_over=options.balance_over,
                 init_method_std=0.3,
             )
             self.mlp = (dMoE if options.capacity_factor is None else MoE)(config)
@@ -269,6 +279,8 @@ def train(rank, world_size, options):
         parallelize_tensors(stage, mesh, plan(options), sequence_parallel=options.sequence_parallel)
         parallelize_experts(stage, mesh, sequence_parallel=options.sequence_parallel)
         blocks = stage.stack.blocks.values()
+        if options.recompute:
+            apply_recompute(blocks, "full")
         apply_data_parallel(stage, mesh, blocks=blocks, zero_stage=options.zero_stage)
     parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
     optimizer = torch.optim.SGD(parameters.values(), lr=0.01, momentum=0.9, foreach=False)
@@ -295,8 +307,9 @@ def train(rank, world_size, options):
             loss = losses["lm loss"]
         else:
             loss = torch.zeros((), device=options.device)
-            for batch in batches:
+            for index, batch in enumerate(batches):
                 set_gradient_sync(stages[0], batch is batches[-1])
+                set_micro_batch(stages[0], index)
                 output = call(stages[0], batch)
                 total = output.losses["lm loss"]
                 if output.aux_loss is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from mb_parallel import ParallelMesh, set_gradient_sync, within_budget
+from mb_parallel import ParallelMesh, set_gradient_sync, set_micro_batch, within_budget
 from torch import Tensor, nn
 
 from mb_train.tasks import Batch, Task
@@ -118,6 +118,7 @@ class Sequential:
         for index, batch in enumerate(batches):
             before(index)
             set_gradient_sync(self._model, index == len(batches) - 1)
+            set_micro_batch(self._model, index)
             output = self._call(batch)
             loss = torch.stack([value.reshape(()) for value in output.losses.values()]).sum()
             if output.aux_loss is not None:

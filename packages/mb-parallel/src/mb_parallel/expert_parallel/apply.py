@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
 from mb_parallel.expert_parallel.around import GlobalCapacity, SharedTokens
+from mb_parallel.expert_parallel.balance import StepCounts
 from mb_parallel.expert_parallel.collectives import Place, mean_over
 from mb_parallel.expert_parallel.overlap import compute_in_chunks
 from mb_parallel.expert_parallel.peer import PeerBuffers, PeerDispatcher, peer_problem
@@ -243,6 +244,8 @@ def _surround(
         layer.register_forward_hook(_mean_losses(Place(tp.get_group(), name)))
     if axes and layer.reduce_counts is None:
         layer.reduce_counts = _sum_counts(mesh, axes)
+        if config.balance_over == "global_batch":
+            layer.reduce_counts = StepCounts(layer.reduce_counts)
 
 
 def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:

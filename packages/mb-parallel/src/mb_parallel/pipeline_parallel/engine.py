@@ -11,46 +11,75 @@ from mb_layers.losses import attach_aux_loss
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from mb_parallel.expert_parallel.balance import StepCounts
 from mb_parallel.pipeline_parallel.stage import Pass, StageOutput
 
 
 class Stage(PipelineStage):
     """A stage module on this rank.
 
-    What travels between stages is one tensor. The micro-batch itself is known to all stages of a
-    data-parallel rank, so nothing of it is sent: torch's schedule passes its number alone.
+    What travels between stages are hidden states, in one stream or several. The micro-batch itself
+    is known to all stages of a data-parallel rank, so nothing of it is sent: torch's schedule
+    passes its number alone.
     """
 
     passing: Pass
     number: int
     in_halves: bool
+    counts: list[StepCounts]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See the base class; notes which micro-batch it is."""
         self.number = fwd_chunk_id
+        for counts in self.counts:
+            counts.begin(fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the module, and make of its output the one tensor that goes on."""
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, and make of its output the tensors that go on."""
         passing, batches = self.passing, len(self.passing.batches)
         passing.before(self.number + self.stage_index * batches)
         batch = passing.batches[self.number]
         rest = {name: value for name, value in batch.items() if name != passing.first_input}
-        x = batch[passing.first_input] if self.is_first else args[0]
+        received = args[0] if len(args) == 1 else args
+        x = batch[passing.first_input] if self.is_first else received
         output: StageOutput = super().forward_maybe_with_nosync(x, **rest)
         passing.metrics.setdefault(self.stage_index, []).append(output.metrics)
         if self.is_last:
             detached = {name: value.detach() for name, value in output.losses.items()}
             passing.losses.setdefault(self.stage_index, []).append(detached)
             return self._total(output)
-        x = output.x
-        assert x is not None
+        assert output.x is not None
         if not torch.is_grad_enabled():
-            return x
+            return output.x
+        first, *others = output.x if isinstance(output.x, tuple) else (output.x,)
         if output.aux_loss is not None:
-            x = attach_aux_loss(x, output.aux_loss, passing.loss_scale / batches)
+            first = attach_aux_loss(first, output.aux_loss, passing.loss_scale / batches)
+        streams = tuple(self._own(stream) for stream in (first, *others))
+        return streams[0] if len(streams) == 1 else streams
+
+    def _own(self, stream: Tensor) -> Tensor:
+        """A stream that is no other's memory where the schedule would mind."""
+        if stream.is_leaf:  # passed on as it came: an output has to have a way back
+            stream = stream.view_as(stream)
         # A zero-bubble schedule detaches outputs in place after half of their backward pass.
-        return x.clone() if self.in_halves and x._is_view() else x
+        return stream.clone() if self.in_halves and stream._is_view() else stream
+
+    # What a backward pass computes again is of its own micro-batch, not of the forward's latest.
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """See the base class."""
+        self._resume(bwd_chunk_id)
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """See the base class."""
+        self._resume(bwd_chunk_id)
+        return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def _resume(self, number: int) -> None:
+        for counts in self.counts:
+            counts.resume(number)
 
     # Torch hands gradients over between the two stages of a V's rank in evaluation too, and fails.
 

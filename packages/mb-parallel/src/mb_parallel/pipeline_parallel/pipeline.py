@@ -17,6 +17,11 @@ an `nn.ModuleDict` keyed by the layer's number in the whole model, so that a par
 name in every layout and checkpoints move between them; a stage drops the blocks that are not its
 own, and sets `embedding` and `head` to None unless it is the first or the last.
 
+**Two streams.** Between the stages of a decoder travel its own states and the encoder's, which
+every cross-attention reads: a stage returns `x=(own, encoder)` and is called with such a tuple.
+`streams` says what crosses each border, by the entries of the batch that are as long: with stages 0
+and 1 of an encoder and 2 and 3 of a decoder [["tokens"], ["tokens"], ["decoder_tokens", "tokens"]].
+
 **Losses.** Micro-batch losses add up: weigh them beforehand so that their sum over the step is what
 is to be descended (for a plain mean, by 1 / micro-batches). Auxiliary losses are averaged over
 micro-batches here. Nothing divides gradients afterwards.
@@ -26,6 +31,7 @@ Letters: M micro-batches, B sequences, S tokens of a sequence, D hidden, L MoE l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +39,13 @@ import torch
 from torch import Tensor, nn
 
 from mb_parallel.data_parallel import zero_stage_of
+from mb_parallel.expert_parallel.balance import step_counts
 from mb_parallel.mesh import ParallelMesh
-from mb_parallel.pipeline_parallel.placement import schedule_kind, stage_indices
+from mb_parallel.pipeline_parallel.placement import (
+    rank_of_stage,
+    schedule_kind,
+    stage_indices,
+)
 from mb_parallel.pipeline_parallel.reports import Reports
 from mb_parallel.pipeline_parallel.stage import Batch, Pass
 from mb_parallel.pipeline_parallel.tied import TiedParameter
@@ -53,13 +64,18 @@ class Pipeline:
         hidden_size: D; between stages travels [B, S, D].
         dtype: of the hidden states.
         sequence_parallel: the stages hold runs of the sequence, S / tp tokens.
+        streams: by border between stages, the entries [B, S, ...] of a batch whose S the streams
+            that cross it have; None: one, of the length of `first_input`.
         tied: parameters of the first stage of which the last has a copy, by name there and here:
-            {"embedding.tokens.weight": "head.weight"}. The copy gets the first's values now, and
-            each step both get the sum of their gradients, so they stay equal.
+            {"embedding.tokens.weight": "head.weight"}; or, of which other stages have copies, by
+            stage: {"embedding.tokens.weight": {2: "embedding.tokens.weight", -1: "head.weight"}}.
+            Copies get the first's values now, and each step all get the sum of their gradients, so
+            they stay equal.
 
     Raises:
         ValueError: a mesh without stages, an unknown schedule, as many stages as it does not run,
-            or ZeRO stage 3 with a zero-bubble one.
+            ZeRO stage 3 or two streams with a zero-bubble one, or streams for another number of
+            borders.
     """
 
     def __init__(
@@ -72,7 +88,8 @@ class Pipeline:
         hidden_size: int,
         dtype: torch.dtype = torch.float32,
         sequence_parallel: bool = False,
-        tied: Mapping[str, str] | None = None,
+        streams: Sequence[Sequence[str]] | None = None,
+        tied: Mapping[str, str | Mapping[int, str]] | None = None,
     ) -> None:
         pp = mesh.axis("pp")
         if pp is None:
@@ -97,17 +114,32 @@ class Pipeline:
         self.shards = mesh.tp_size if sequence_parallel else 1
         self._schedules: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
         self._reports: dict[bool, Reports] = {}
-        # The V's last stage is on the first rank, a loop's on the last.
-        last_rank = 0 if self.kind.v else mesh.pp_size - 1
+        borders = self.num_stages - 1
+        self.streams = [list(names) for names in streams or [[first_input]] * borders]
+        if len(self.streams) != borders or not all(self.streams):
+            raise ValueError(
+                f"Expected streams for each of the {borders} borders between {self.num_stages} "
+                f"stages, got {streams}."
+            )
+        if self.kind.in_halves and any(len(names) > 1 for names in self.streams):
+            raise ValueError(  # torch's two halves lose each other's places in the graph
+                f"Expected one stream between stages with {schedule}, got {self.streams}. Take "
+                "1f1b or interleaved-1f1b."
+            )
         self.tied = [
-            TiedParameter(names, self._stage(0), self._stage(-1), (0, last_rank), self.group)
-            for names in (tied or {}).items()
+            TiedParameter(
+                self._by_stage(name, copies),
+                self._stage,
+                functools.partial(rank_of_stage, schedule, pp_size=mesh.pp_size),
+                self.group,
+            )
+            for name, copies in (tied or {}).items()
         ]
 
     @property
     def copies(self) -> list[nn.Parameter]:
         """Parameters of this rank that the first stage has too: leave them out of a norm."""
-        return [tied.copy for tied in self.tied if tied.copy is not None]
+        return [copy for tied in self.tied for copy in tied.copies]
 
     def step(
         self,
@@ -155,7 +187,7 @@ class Pipeline:
         shape = self._shape(batches)
         key = (train, len(batches), shape)
         if key not in self._schedules:
-            self._schedules[key] = self._build(batches[0], len(batches), shape, train=train)
+            self._schedules[key] = self._build(batches[0], len(batches), train=train)
         schedule, stages = self._schedules[key]
         passing = Pass(batches, self.first_input, loss_scale, before)
         for stage in stages:
@@ -167,35 +199,42 @@ class Pipeline:
         schedule.step(*inputs, target=target, return_outputs=False)
         return passing
 
-    def _shape(self, batches: Sequence[Batch]) -> tuple[int, ...]:
-        shapes = {tuple(batch[self.first_input].shape) for batch in batches}
+    def _shape(self, batches: Sequence[Batch]) -> tuple[tuple[int, ...], ...]:
+        """Of the entries that streams are as long as; the same in every batch."""
+        names = list(dict.fromkeys(name for border in self.streams for name in border))
+        shapes = {tuple(tuple(batch[name].shape[:2]) for name in names) for batch in batches}
         if len(shapes) != 1:
+            told = ", ".join(" and ".join(map(str, one)) for one in sorted(shapes))
             raise ValueError(
                 "Expected micro-batches of one shape, for hidden states travel in buffers of it; "
-                f"got {', '.join(map(str, sorted(shapes))) or 'none'}."
+                f"got {told or 'none'}."
             )
         (shape,) = shapes
-        if shape[1] % self.shards:
-            raise ValueError(
-                f"Expected tp = {self.shards} to divide the {shape[1]} tokens of a sequence, which "
-                "sequence parallelism spreads over the tp ranks."
-            )
+        for _, tokens in shape:
+            if tokens % self.shards:
+                raise ValueError(
+                    f"Expected tp = {self.shards} to divide the {tokens} tokens of a sequence, "
+                    "which sequence parallelism spreads over the tp ranks."
+                )
         return shape
 
-    def _build(
-        self, batch: Batch, micro_batches: int, shape: tuple[int, ...], *, train: bool
-    ) -> tuple[Any, list[Any]]:
+    def _build(self, batch: Batch, micro_batches: int, *, train: bool) -> tuple[Any, list[Any]]:
         """Torch's schedule and stages for such batches; it asks no stage for its shapes."""
         from mb_parallel.pipeline_parallel.engine import Stage
 
         device = batch[self.first_input].device
-        sequences, tokens = shape[:2]
 
         def example(*size: int, dtype: torch.dtype) -> Tensor:
             differentiable = train and dtype.is_floating_point
             return torch.empty(size, dtype=dtype, device="meta", requires_grad=differentiable)
 
-        hidden = example(sequences, tokens // self.shards, self.hidden_size, dtype=self.dtype)
+        def crossing(border: int) -> tuple[Tensor, ...]:
+            sizes = (batch[name].shape[:2] for name in self.streams[border])
+            return tuple(
+                example(sequences, tokens // self.shards, self.hidden_size, dtype=self.dtype)
+                for sequences, tokens in sizes
+            )
+
         number, loss = example(1, dtype=torch.int64), example(1, dtype=torch.float32)
         stages = [
             Stage(
@@ -203,14 +242,15 @@ class Pipeline:
                 index,
                 self.num_stages,
                 device,
-                input_args=number if index == 0 else hidden,
-                output_args=loss if index == self.num_stages - 1 else hidden,
+                input_args=number if index == 0 else crossing(index - 1),
+                output_args=loss if index == self.num_stages - 1 else crossing(index),
                 group=self.group,
             )
             for index, module in zip(self.indices, self.stages, strict=True)
         ]
         for stage in stages:
             stage.in_halves = self.kind.in_halves
+            stage.counts = step_counts(stage.submod)
         # The losses are scaled already: the schedule is not to divide gradients.
         loss_fn = (lambda total, number: total) if train else None
         kind = self.kind.load(micro_batches=micro_batches, num_stages=self.num_stages, train=train)
@@ -231,6 +271,12 @@ class Pipeline:
         for of_batch in metrics:
             measured(of_batch)
         return losses
+
+    def _by_stage(self, name: str, copies: str | Mapping[int, str]) -> dict[int, str]:
+        """The names of a tied parameter by stage, in their order."""
+        others = {-1: copies} if isinstance(copies, str) else copies
+        by_stage = {stage % self.num_stages: other for stage, other in others.items()}
+        return dict(sorted({0: name, **by_stage}.items()))
 
     def _stage(self, index: int) -> nn.Module | None:
         """The module of a stage if this rank has it; -1 is the last."""

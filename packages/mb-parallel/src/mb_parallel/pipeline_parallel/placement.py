@@ -83,6 +83,12 @@ def stage_indices(
     return [pp_rank + turn * pp_size for turn in range(stages_per_rank)]
 
 
+def rank_of_stage(schedule: str, stage: int, *, pp_size: int) -> int:
+    """The rank that `stage_indices` gives a stage."""
+    turn, place = divmod(stage, pp_size)
+    return pp_size - 1 - place if schedule_kind(schedule).v and turn % 2 else place
+
+
 def split_layers(
     num_layers: int, num_stages: int, *, first_lighter: int = 0, last_lighter: int = 0
 ) -> list[range]:

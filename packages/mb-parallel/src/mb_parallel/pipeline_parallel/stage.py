@@ -14,7 +14,8 @@ Batch = Mapping[str, Tensor]
 class StageOutput(Protocol):
     """What a stage module returns; any object with these attributes will do.
 
-    x: hidden states for the next stage, a floating-point tensor; not read on the last stage.
+    x: hidden states for the next stage, a floating-point tensor, or a tuple of several streams of
+        them (a decoder's and the encoder's); not read on the last stage.
     losses: scalars by name on the last stage, which add up over micro-batches to those of the step.
     aux_loss: scalar, this stage's share of the model's auxiliary loss, the shares adding up over
         stages to the mean over all its MoE layers; or None.
@@ -22,7 +23,7 @@ class StageOutput(Protocol):
     """
 
     @property
-    def x(self) -> Tensor | None: ...
+    def x(self) -> Tensor | tuple[Tensor, ...] | None: ...
     @property
     def losses(self) -> Mapping[str, Tensor]: ...
     @property

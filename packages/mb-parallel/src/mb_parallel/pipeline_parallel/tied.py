@@ -1,6 +1,8 @@
-"""A parameter that the first and the last stage of a pipeline share: a tied embedding."""
+"""A parameter that several stages of a pipeline share: a tied embedding."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -10,12 +12,14 @@ from torch.distributed.tensor import DTensor
 
 
 class TiedParameter:
-    """The parameter on the first stage, its copy on the last; one tensor if one rank has both.
+    """The parameter on its first stage, the owner, and copies of it on others.
+
+    Stages on one rank may share one tensor.
 
     Args:
-        names: in the first stage's module and in the last's.
-        first, last: those modules, None where this rank does not have them.
-        ranks: in the group, of the first and the last stage.
+        names: by stage, in ascending order: of the parameter in that stage's module.
+        module_of: the module of a stage, None where this rank does not have it.
+        rank_of: the rank, in the group, of a stage.
 
     Raises:
         ValueError: a module has no parameter of that name.
@@ -23,50 +27,31 @@ class TiedParameter:
 
     def __init__(
         self,
-        names: tuple[str, str],
-        first: nn.Module | None,
-        last: nn.Module | None,
-        ranks: tuple[int, int],
+        names: Mapping[int, str],
+        module_of: Callable[[int], nn.Module | None],
+        rank_of: Callable[[int], int],
         group: ProcessGroup,
     ) -> None:
-        self.names, self.modules = names, (first, last)
-        self.group = group
-        self.peer = None
-        if ranks[0] != ranks[1] and (first is not None or last is not None):
-            self.peer = dist.get_global_rank(group, ranks[1] if first is not None else ranks[0])
-        self._equalize()
+        self._group = group
+        self._places = [
+            (module, name) for stage, name in names.items() if (module := module_of(stage))
+        ]
+        owner, *others = dict.fromkeys(map(rank_of, names))
+        self._owns = owner == group.rank()
+        to = others if self._owns else [owner]
+        self._peers = [dist.get_global_rank(group, rank) for rank in to] if self._places else []
+        with torch.no_grad():
+            self._hand_round([plain(parameter) for parameter in self._parameters()])
 
     def _parameters(self) -> list[nn.Parameter]:
         """Those of this rank; looked up anew, for sharding replaces parameters."""
-        found: dict[int, nn.Parameter] = {}
-        for name, module in zip(self.names, self.modules, strict=True):
-            if module is not None:
-                parameter = parameter_of(module, name)
-                found[id(parameter)] = parameter
-        return list(found.values())
+        found = [parameter_of(module, name) for module, name in self._places]
+        return list({id(parameter): parameter for parameter in found}.values())
 
     @property
-    def copy(self) -> nn.Parameter | None:
-        """The last stage's, if this rank has it and it is not the first's own."""
-        parameters = self._parameters()
-        if self.modules[1] is None or (self.modules[0] is not None and len(parameters) == 1):
-            return None
-        return parameters[-1]
-
-    @torch.no_grad()
-    def _equalize(self) -> None:
-        parameters = [plain(parameter) for parameter in self._parameters()]
-        if len(parameters) == 2:
-            parameters[1].copy_(parameters[0])
-        if self.peer is None:
-            return
-        (mine,) = parameters
-        if self.modules[0] is not None:
-            dist.send(mine.contiguous(), self.peer, group=self.group)
-        else:
-            values = torch.empty_like(mine, memory_format=torch.contiguous_format)
-            dist.recv(values, self.peer, group=self.group)
-            mine.copy_(values)
+    def copies(self) -> list[nn.Parameter]:
+        """Those of this rank that the owner has too."""
+        return self._parameters()[self._owns :]
 
     def set_aside(self) -> list[Tensor | None]:
         """Take away the gradients that are there already: they have been added up."""
@@ -77,25 +62,39 @@ class TiedParameter:
 
     @torch.no_grad()
     def add_up(self, earlier: list[Tensor | None]) -> None:
-        """Give both the sum of their new gradients, and what was set aside."""
+        """Give all the sum of their new gradients, and what was set aside."""
         parameters = self._parameters()
-        grads = [plain(p.grad) for p in parameters if p.grad is not None]
-        if len(grads) == 2:
-            grads[0] += grads[1]
-            grads[1].copy_(grads[0])
-        if self.peer is not None and grads:
-            (mine,) = grads
-            sent, theirs = mine.contiguous(), torch.empty_like(mine).contiguous()
-            ops = [
-                dist.P2POp(dist.isend, sent, self.peer, self.group),
-                dist.P2POp(dist.irecv, theirs, self.peer, self.group),
-            ]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-            mine += theirs
+        if not parameters or not parameters[0].requires_grad:
+            return
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        first, *rest = grads = [plain(p.grad) for p in parameters if p.grad is not None]
+        for grad in rest:
+            first += grad
+        for peer in self._peers:
+            if self._owns:
+                theirs = torch.empty_like(first, memory_format=torch.contiguous_format)
+                dist.recv(theirs, peer, group=self._group)
+                first += theirs
+            else:
+                dist.send(first.contiguous(), peer, group=self._group)
+        self._hand_round(grads)
         for parameter, before in zip(parameters, earlier, strict=True):
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+            if before is not None and parameter.grad is not None:
+                parameter.grad = before.add_(parameter.grad)
+
+    def _hand_round(self, mine: list[Tensor]) -> None:
+        """Write the owner's first into everyone's."""
+        for peer in self._peers:
+            if self._owns:
+                dist.send(mine[0].contiguous(), peer, group=self._group)
+            else:
+                values = torch.empty_like(mine[0], memory_format=torch.contiguous_format)
+                dist.recv(values, peer, group=self._group)
+                mine[0].copy_(values)
+        for other in mine[1:]:
+            other.copy_(mine[0])
 
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter:

@@ -52,7 +52,8 @@ class MoEFields:
         layer="load_balancing_loss_weight", also=("--moe-aux-loss-coeff",),
     )  # fmt: skip
     moe_balance_over: str = flag(
-        "balance the load over each micro-batch, each sequence or the global batch (ours)",
+        "balance the load over each micro-batch, each sequence or the global batch: all ranks' "
+        "micro-batches of a step up to the one under way (ours)",
         "micro_batch", choices=("micro_batch", "sequence", "global_batch"), on_load="said",
         layer="balance_over",
     )  # fmt: skip

@@ -1,0 +1,64 @@
+"""Over what tokens the load of experts is counted, for losses of `balance_over="global_batch"`.
+
+The loss of a micro-batch is linear in its own probabilities, and takes the load from the counts of
+the whole batch (arXiv 2501.11873). Of a step's micro-batches the later ones are yet to come, so a
+micro-batch takes the counts of all ranks in those up to its own, as the paper's buffer does: with
+one micro-batch a step that is the global batch exactly.
+
+Letters: E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+
+class StepCounts:
+    """Tokens per expert of all ranks, in the micro-batches of the step up to the one under way.
+
+    Args:
+        over_ranks: adds counts up over the ranks.
+
+    A micro-batch that is computed again (recompute) counts once: its number says which it is.
+    """
+
+    def __init__(self, over_ranks: Callable[[Tensor], Tensor]) -> None:
+        self._over_ranks = over_ranks
+        self._number = 0
+        self._counts: dict[int, Tensor] = {}
+
+    @_disable_dynamo
+    def __call__(self, counts_E: Tensor) -> Tensor:
+        """For a layer's `reduce_counts`."""
+        self._counts[self._number] = self._over_ranks(counts_E)
+        return torch.stack([c for n, c in self._counts.items() if n <= self._number]).sum(0)
+
+    def begin(self, number: int) -> None:
+        """The next forward pass is of micro-batch `number`; 0 begins a step."""
+        if number == 0:
+            self._counts.clear()
+        self._number = number
+
+    def resume(self, number: int) -> None:
+        """The next backward pass is of micro-batch `number`."""
+        self._number = number
+
+
+def step_counts(model: nn.Module) -> list[StepCounts]:
+    """Those of the layers in `model`; none unless they balance over the global batch."""
+    found = (getattr(module, "reduce_counts", None) for module in model.modules())
+    return [counts for counts in found if isinstance(counts, StepCounts)]
+
+
+def set_micro_batch(model: nn.Module, number: int) -> None:
+    """Tell layers that balance over the global batch which micro-batch of the step comes next.
+
+    Call it before every forward pass with 0, 1, ...; `Pipeline` does so itself. Without it each
+    micro-batch counts as a batch of its own.
+    """
+    for counts in step_counts(model):
+        counts.begin(number)

@@ -3,18 +3,22 @@
     python packages/mb-train/tests/kill_loop.py --kills 100 [--async-save]
 
 A small run saves after every step and is killed again and again; each start loads from where it
-saves, as a script that restarts itself would. At the end every loss, taken before or after any
-kill, equals that of a run which was left alone, and every checkpoint there is sums up.
+saves, as a script that restarts itself would. Three kills of four come within a second after the
+run has got to work (its folder has changed), the others at any moment of its start. At the end
+every loss, taken before or after any kill, equals that of a run which was left alone, and every
+checkpoint there is sums up.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import random
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 TINY = [
@@ -58,8 +62,28 @@ def losses(folder: Path) -> dict[int, float]:
     return found
 
 
-def kill_loop(folder: Path, *, kills: int, iterations: int, seed: int, words: list[str]) -> int:
-    """Returns how many kills met a run that was under way. Raises AssertionError."""
+@dataclass
+class Met:
+    """What the kills met, in numbers: runs starting, at work, and of those in the midst of a save;
+    and how many runs came to their end in between."""
+
+    starting: int = 0
+    working: int = 0
+    saving: int = 0
+    ended: int = 0
+
+
+def at_work(run: Path) -> list[tuple[str, int]]:
+    """What a run changes as it works: its checkpoints, whole or not."""
+    found = []
+    for path in run.glob("iter_*"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path.name, path.stat().st_mtime_ns))
+    return sorted(found)
+
+
+def kill_loop(folder: Path, *, kills: int, iterations: int, seed: int, words: list[str]) -> Met:
+    """Returns what the kills met. Raises AssertionError."""
     from mb_train.checksums import damage, read_sums
     from mb_train.run_folder import checkpoints
 
@@ -82,19 +106,27 @@ def kill_loop(folder: Path, *, kills: int, iterations: int, seed: int, words: li
     expected = losses(folder / "alone")
     assert sorted(expected) == list(range(1, iterations + 1))
 
-    met, run, number = 0, folder / "killed-0", 0
+    met, run = Met(), folder / "killed-0"
     for _ in range(kills):
+        before = at_work(run)
         process = begin(run)
-        process.join(random.uniform(0.0, 3.0))
+        if random.random() < 0.25:
+            process.join(random.uniform(0.0, 2.0))
+        else:
+            while process.is_alive() and at_work(run) == before:
+                process.join(0.02)
+            process.join(random.uniform(0.0, 1.0))
         if process.is_alive():
             process.kill()
             process.join()
-            met += 1
+            met.working += at_work(run) != before
+            met.starting += at_work(run) == before
+            met.saving += any(run.glob("iter_*.partial")) or any(run.glob("iter_*.old"))
         else:
             assert process.exitcode == 0, output.read_text()[-3000:]
             assert losses(run) == expected
-            number += 1
-            run = folder / f"killed-{number}"
+            met.ended += 1
+            run = folder / f"killed-{met.ended}"
     last = begin(run)
     last.join()
     assert last.exitcode == 0, output.read_text()[-3000:]
@@ -120,7 +152,11 @@ def main() -> None:
             Path(folder), kills=options.kills, iterations=options.iterations, seed=options.seed,
             words=words,
         )  # fmt: skip
-    print(f"{met} of {options.kills} kills met a run under way; all losses equal to the bit")
+    print(
+        f"{met.starting} kills met a run that was starting, {met.working} one at work, "
+        f"{met.saving} of them in the midst of a save; {met.ended + 1} runs came to their end, all "
+        "losses equal to the bit"
+    )
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class ColumnParallel(Style):
     Args:
         units: how many indivisible units the rows are (heads, key-value groups); None: the rows.
             Each rank gets whole units, so a fused projection has its rows ordered by unit: for
-            grouped queries [key-value group][its query heads, key, value][head size].
+            grouped queries `[key-value group][its query heads, key, value][head size]`.
         unit: their name, for the error.
         enter: take in the whole stream; False where a parent has (`ParallelInput`).
     """

@@ -4,8 +4,8 @@
 
 A small layer is faster on a GPU than the host that launches it, so what the host does per call is
 the layer's speed. Here the kernels' ops allocate their results and compute nothing, and the tensors
-are tiny: what is left is the host's work, but for the launches themselves. CPU time of this process,
-least of several rounds, in microseconds; a busy machine disturbs it little.
+are tiny: what is left is the host's work, but for the launches themselves. CPU time of this
+process, least of several rounds, in microseconds; a busy machine disturbs it little.
 """
 
 from __future__ import annotations
@@ -90,10 +90,9 @@ def main() -> None:
     compute_nothing(library)
     calls, rounds = (2, 1) if smoke else (200, 15)
     rows = [measure(name, calls, rounds) for name in list(OPTIONS)[: 2 if smoke else None]]
+    print(f"{'us per call':16} {'forward':>8} {'and backward':>13}")
     for row in rows:
-        print(
-            f"{row['option']:16} {row['forward']:6} us forward {row['forward and backward']:6} us both"
-        )
+        print(f"{row['option']:16} {row['forward']:8} {row['forward and backward']:13}")
     print(json.dumps({"rows": rows}))
     library._destroy()
 

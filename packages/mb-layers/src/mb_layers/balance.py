@@ -42,6 +42,8 @@ def router_losses(
 ) -> RouterLosses:
     """Return the losses and load statistics of one forward pass, fp32 scalars.
 
+    Only aux_loss has a gradient.
+
     Args:
         config: of the layer.
         routed, dispatched: what its router decided and its dispatcher made of it.
@@ -98,8 +100,8 @@ def router_losses(
         slots = (counts_E.sum() if slots is None else slots).to(balance.dtype)
         return RouterLosses(
             aux_loss=config.load_balancing_loss_weight * balance + config.z_loss_weight * z,
-            load_balancing_loss=balance,
-            z_loss=z,
+            load_balancing_loss=balance.detach(),
+            z_loss=z.detach(),
             router_entropy=mean_entropy,
             load_imbalance=counts_E.max() * counts_E.shape[0] / slots.clamp(min=1),
             dropped_fraction=(slots - dispatched.kept_slots) / slots.clamp(min=1),

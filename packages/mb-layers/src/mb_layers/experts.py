@@ -82,27 +82,27 @@ class _StackedMLP(nn.Module):
         config = self.config
         num_experts = bins.offsets_E1.shape[0] - 1
         hidden = x_RD.shape[1]
-        parts = self._parts(num_experts)
+        parts = self._parts(num_experts) if "parametrizations" in self._modules else None
         if parts is not None:
             return self._run_in_steps(x_RD, parts, bins, weights_RK)
         weights = self.local_parameters(num_experts)
         x_RD, (w1, w2, b1, b2) = pad_widths(x_RD, weights, gated=config.is_glu)
         x_RD, w1, w2 = cast_alike(x_RD, w1, w2)
         arguments = (x_RD, w1, w2, bins, weights_RK)
-        options: dict[str, Any] = {
-            "activation": config.activation,
-            "recompute": config.recompute,
-        }
         if b1 is not None and b2 is not None:
             y_RD = self._run_in_steps(x_RD, (w1, w2, b1, b2), bins, weights_RK)
         elif config.mlp_impl == "sparse":
-            y_RD = mb_kernels.sparse_expert_mlp(*arguments, **options)
+            y_RD = mb_kernels.sparse_expert_mlp(
+                *arguments, activation=config.activation, recompute=config.recompute
+            )
         else:
-            options |= {
-                "saved_activation_bits": config.saved_activation_bits,
-                "max_rows": max_rows,
-            }
-            y_RD = mb_kernels.expert_mlp(*arguments, **options)
+            y_RD = mb_kernels.expert_mlp(
+                *arguments,
+                activation=config.activation,
+                max_rows=max_rows,
+                recompute=config.recompute,
+                saved_activation_bits=config.saved_activation_bits,
+            )
         return y_RD if y_RD.shape[1] == hidden else y_RD[:, :hidden]
 
     def local_parameters(self, num_experts: int) -> list[Tensor | None]:
@@ -310,4 +310,4 @@ def cast_alike(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     dtype = x.dtype
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    return tuple(tensor.to(dtype) for tensor in (x, *weights))
+    return tuple(t if t.dtype == dtype else t.to(dtype) for t in (x, *weights))

@@ -139,7 +139,8 @@ class _MoELayer(nn.Module):
                 f"expected floating-point x of shape [..., {self.config.hidden_size}], "
                 f"got {x.dtype} of shape {tuple(x.shape)}"
             )
-        x_TD = x.reshape(-1, self.config.hidden_size)
+        # A view of the same shape would be a node of autograd, and one more for y.
+        x_TD = x if x.dim() == 2 else x.reshape(-1, self.config.hidden_size)
         mask_T = None if mask is None else _flat_mask(mask, x)
         if isinstance(routing, Tensor):
             routing = _flat_ids(routing, x, self.config.top_k)
@@ -150,7 +151,7 @@ class _MoELayer(nn.Module):
         y_TD, dispatched = run_routed(x_TD, routed, self.config, dispatcher, self.experts)
         y_TD = self._add_unrouted(x_TD, y_TD, mask_T)
         aux_loss, metrics = self._report(routed, dispatched, x.shape, mask_T, valid_tokens, routing)
-        return MoEOutput(y_TD.view(x.shape), aux_loss, metrics)
+        return MoEOutput(y_TD if x.dim() == 2 else y_TD.view(x.shape), aux_loss, metrics)
 
     def _route(
         self, x_TD: Tensor, mask_T: Tensor | None, routing: Tensor | RouterOutput | None
@@ -213,9 +214,10 @@ class _MoELayer(nn.Module):
             probs_of_logits=is_ours and not isinstance(routing, RouterOutput),
             ids_are_experts=is_ours and routing is None,
         )
-        aux_loss = losses.aux_loss if self.training else torch.zeros_like(losses.aux_loss.detach())
-        metrics = {name: value.detach() for name, value in losses._asdict().items()}
-        del metrics["aux_loss"]
+        aux_loss, *values = losses
+        if not self.training:
+            aux_loss = torch.zeros_like(aux_loss.detach())
+        metrics = dict(zip(losses._fields[1:], values, strict=True))
         metrics["tokens_per_expert"] = counts_E
         return aux_loss, metrics
 

@@ -119,11 +119,15 @@ class Router(nn.Module):
                 )
             else:
                 scores_TE, probs_TE = self.scores(logits_TE)
-                ids_TK = expert_ids_TK
-                if ids_TK is None:
+                if expert_ids_TK is None:
                     choice_TE = self.choice(scores_TE.detach(), logits_TE.detach(), mask_T)
                     ids_TK = _top_ids(choice_TE, config.top_k)
-                weights_TK = self.weights(scores_TE, ids_TK.long())
+                    weights_TK = self.weights(scores_TE.gather(1, ids_TK))
+                else:
+                    ids_TK = expert_ids_TK.long()
+                    known_TK = (ids_TK >= 0) & (ids_TK < config.num_choices)
+                    chosen_TK = scores_TE.gather(1, torch.where(known_TK, ids_TK, 0))
+                    weights_TK = self.weights(chosen_TK * known_TK)
             if config.routed_scaling_factor != 1.0:
                 weights_TK = weights_TK * config.routed_scaling_factor
         if config.uniform_assignment and expert_ids_TK is None:
@@ -176,18 +180,16 @@ class Router(nn.Module):
             scores_TE = self._mask_groups(scores_TE)
         return scores_TE
 
-    def weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """Return the weights [T, K] of the chosen ids."""
+    def weights(self, chosen_TK: Tensor) -> Tensor:
+        """Return the weights [T, K] that chosen experts' scores make."""
         config = self.config
-        known_TK = (ids_TK >= 0) & (ids_TK < config.num_choices)
-        weights_TK = scores_TE.gather(1, torch.where(known_TK, ids_TK, 0)) * known_TK
-        if config.renormalize:
-            norm_T1 = torch.linalg.vector_norm(
-                weights_TK, ord=config.renormalize_p, dim=-1, keepdim=True
-            )
-            # K sigmoids can all underflow to 0; a softmax's largest cannot.
-            weights_TK = weights_TK / norm_T1.clamp(min=torch.finfo(torch.float32).tiny)
-        return weights_TK
+        if not config.renormalize:
+            return chosen_TK
+        norm_T1 = torch.linalg.vector_norm(
+            chosen_TK, ord=config.renormalize_p, dim=-1, keepdim=True
+        )
+        # K sigmoids can all underflow to 0; a softmax's largest cannot.
+        return chosen_TK / norm_T1.clamp(min=torch.finfo(torch.float32).tiny)
 
     def _mask_groups(self, choice_TE: Tensor) -> Tensor:
         """Set the scores outside each token's best groups to -inf."""

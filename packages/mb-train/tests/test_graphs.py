@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from mb_parallel.optimizer import AdamW, GradScaler, clip_and_step, decay_groups
+from mb_parallel.optimizer import (
+    SGD,
+    AdamW,
+    GradScaler,
+    clip_and_step,
+    decay_groups,
+    hold_working_copies,
+)
 from mb_parallel.random import seed_micro_batch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
@@ -54,9 +61,13 @@ def trained(kind, fields, *, dtype, compiled):
     if compiled:
         for block in model.stack.blocks.values():
             block.compile()
-    optimizer = AdamW(decay_groups(model, 0.1), lr=1e-2)
+    copies = hold_working_copies([model], dtype)
+    optimizer = AdamW(decay_groups(model, 0.1), lr=1e-2, working_copies=copies)
+    if config.optimizer == "sgd":  # it knows nothing of copies
+        optimizer = SGD(decay_groups(model, 0.1), lr=1e-1)
     scaler = GradScaler(2.0**10, growth_interval=2) if dtype is torch.float16 else None
-    executor, seen = kind(model, "tokens_BS"), []
+    more = (copies,) if kind is Graphed else ()
+    executor, seen = kind(model, "tokens_BS", *more), []
     generator = torch.Generator().manual_seed(0)
     for step in range(WARM_UP_STEPS + 4):
         count = 2 if step % 2 else 3
@@ -83,7 +94,9 @@ def trained(kind, fields, *, dtype, compiled):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("fields", [{}, MOE], ids=["dense", "dmoe"])
+@pytest.mark.parametrize(
+    "fields", [{}, MOE, MOE | {"optimizer": "sgd"}], ids=["dense", "dmoe", "dmoe-sgd"]
+)
 def test_a_graph_trains_as_the_passes_it_holds(fields, dtype, compiled):
     expected, weights = trained(Sequential, fields, dtype=dtype, compiled=compiled)
     got, graphed = trained(Graphed, fields, dtype=dtype, compiled=compiled)

@@ -89,9 +89,10 @@ def assemble(
     if mesh.pp_size > 1:
         executor = _pipeline(parts, task, config, mesh, compute_dtype)
         copies = executor.copies
+    elif config.cuda_graph:
+        executor = Graphed(parts[0], task.first_input, working_copies)
     else:
-        kind = Graphed if config.cuda_graph else Sequential
-        executor = kind(parts[0], task.first_input)
+        executor = Sequential(parts[0], task.first_input)
     if config.moe_num_experts is not None and config.moe_row_policy == "budget":
         executor = WithinBudget(executor, parts, device)
     return Assembled(parts, executor, total, copies, notes, working_copies)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from mb_parallel.optimizer import WorkingCopies
 from torch import Tensor, nn
 
 from mb_train.config import TrainConfig
@@ -52,10 +53,12 @@ class Graphed(Sequential):
 
     Args:
         model, first_input: as for `Sequential`; the model's batches all have the same shapes.
+        copies: what the model computes with; a replay calls no hook that would look them over.
     """
 
-    def __init__(self, model: nn.Module, first_input: str) -> None:
+    def __init__(self, model: nn.Module, first_input: str, copies: WorkingCopies) -> None:
         super().__init__(model, first_input)
+        self._copies = copies
         self._steps = 0
         self._graph: _MicroBatchGraph | None = None
 
@@ -72,6 +75,7 @@ class Graphed(Sequential):
         if self._steps <= WARM_UP_STEPS:
             return super().step(batches, loss_scale=loss_scale, before=before, measured=measured)
         # The optimizer has updated the weights in place: the graph's gradients are of these.
+        self._copies.refresh()
         share = 1 / len(batches)
         if self._graph is None:
             self._graph = _MicroBatchGraph(self._model, self._call, batches[0], loss_scale)

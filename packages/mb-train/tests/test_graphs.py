@@ -34,6 +34,7 @@ V = 128
         ({"model": "bert"}, "cuda", 1, "--model gpt for --cuda-graph, got bert"),
         ({"recompute_granularity": "full"}, "cuda", 1, "no recompute"),
         ({"reset_attention_mask": True}, "cuda", 1, "no --reset-attention-mask"),
+        (MOE | {"moe_balance_over": "global_batch"}, "cuda", 1, "another --moe-balance-over"),
         (MOE | {"moe_mlp_impl": "sparse"}, "cuda", 1, "--moe-mlp-impl grouped"),
     ],
 )

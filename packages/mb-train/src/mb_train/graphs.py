@@ -42,6 +42,11 @@ def check_capturable(config: TrainConfig, device: torch.device, ranks: int) -> N
             "--recompute-granularity or --moe-recompute",
         ),
         (config.reset_attention_mask, "no --reset-attention-mask", "batches of several shapes"),
+        (
+            config.moe_balance_over == "global_batch",
+            "another --moe-balance-over",
+            "global_batch, whose micro-batches count those before them",
+        ),
         (sparse, "--moe-mlp-impl grouped", "sparse, whose topology is read back to the host"),
     ):
         if there:

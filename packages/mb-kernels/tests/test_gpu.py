@@ -14,7 +14,9 @@ from mb_kernels import (
     grouped_gemm,
     linear_cross_entropy,
     reference,
+    router_losses,
     topk_softmax,
+    warm_up,
 )
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS
 from mb_kernels.runtime import registration
@@ -29,6 +31,7 @@ from mb_kernels.testing import (
     run_expert_mlp,
 )
 
+knobs = pytest.importorskip("triton").knobs
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -316,6 +319,35 @@ def test_compiles_without_a_graph_break():
     got = torch.autograd.grad(got_y, inputs, dy)
     for name, g, w in zip(NAMES, (got_y, *got), (y, *want), strict=True):
         assert_close(name, g, w)
+
+
+@pytest.mark.parametrize(("activation", "top_k"), [("geglu", 2), ("relu", 1)])
+def test_a_warm_layer_compiles_nothing(activation, top_k, monkeypatch):
+    sizes = {"tokens": 272, "hidden_size": 208, "ffn_hidden_size": 176, "num_experts": 6}
+    count = warm_up(**sizes, top_k=top_k, activation=activation)
+    assert count > 10
+    compiled = []
+    hook = "jit_cache_hook"
+    monkeypatch.setattr(knobs.runtime, hook, lambda **given: compiled.append(given["fn"].name))
+    x, w1, w2, logits = (
+        torch.randn(shape, device="cuda", dtype=dtype).requires_grad_()
+        for shape, dtype in (
+            ((272, 208), torch.bfloat16),
+            ((6, 352 if activation == "geglu" else 176, 208), torch.bfloat16),
+            ((6, 208, 176), torch.bfloat16),
+            ((272, 6), torch.float32),
+        )
+    )
+    weights, ids, probs = topk_softmax(logits, top_k, renormalize=True)
+    bins = bin_tokens(ids, 6)
+    losses = router_losses(
+        *(logits, probs, bins.tokens_per_expert_E, bins.offsets_E1[-1]),
+        load_balancing_weight=0.1,
+        z_weight=0.1,
+    )
+    y = expert_mlp(x, w1, w2, bins, weights, activation=activation)
+    (y.float().sum() + losses.aux_loss).backward()
+    assert compiled == []
 
 
 def test_debug_refuses_ids_of_no_expert_but_not_in_a_capture(monkeypatch):

@@ -3,12 +3,16 @@
 import os
 import subprocess
 import sys
+import threading
 import types
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton
+from mb_kernels import warm_up
 from mb_kernels.runtime import launch as launching
 from mb_kernels.runtime.descriptors import matrices
 from mb_kernels.targets.gate import kernel_modules
@@ -163,6 +167,34 @@ def test_another_private_call_falls_back_to_the_public_one(launches, monkeypatch
     with pytest.warns(UserWarning, match="MB_DIRECT_LAUNCH=0"):
         assert who(launches(call, call, call)) == ["triton"] * 3
     assert not launching._direct
+
+
+def test_what_is_compiled_ahead_is_compiled_in_threads():
+    threads = set()
+
+    class Later:
+        def warmup(self, x, n, *, grid, **constants):
+            def build():
+                threads.add(threading.current_thread())
+                return (x, n, grid, constants)
+
+            triton.runtime._async_compile.active_mode.get().submit(n, build, built.append)
+
+    built: list[Any] = []
+    launches = [launching.Launch(Later(), (3, n), (X, n), {"E": n}) for n in range(5)]
+    launching.compile_beside(launches, 2)
+    assert sorted(n for _, n, _, _ in built) == list(range(5))
+    assert all(grid == (3, n) and constants == {"E": n} for _, n, grid, constants in built)
+    assert threads
+    assert threading.current_thread() not in threads
+    assert triton.runtime._async_compile.active_mode.get() is None
+
+
+def test_a_cpu_has_nothing_to_warm_up():
+    sizes = {"tokens": 64, "hidden_size": 32, "ffn_hidden_size": 32, "num_experts": 4, "top_k": 2}
+    assert warm_up(**sizes, device="cpu") == 0
+    with pytest.raises(ValueError, match=r"activation: expected one of .* got 'swigloo'"):
+        warm_up(**sizes, activation="swigloo")
 
 
 def test_the_switch_turns_direct_launches_off():

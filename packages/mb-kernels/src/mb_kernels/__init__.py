@@ -25,5 +25,6 @@ from mb_kernels.router_losses import router_losses as router_losses
 from mb_kernels.routing import Bins as Bins
 from mb_kernels.routing import bin_tokens as bin_tokens
 from mb_kernels.routing import topk_softmax as topk_softmax
+from mb_kernels.warm_up import warm_up as warm_up
 
 __version__ = "0.1.0"

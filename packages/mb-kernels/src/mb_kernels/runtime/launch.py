@@ -3,7 +3,8 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +112,13 @@ def record() -> Generator[list[Launch]]:
         yield _recorded
     finally:
         _recorded = before
+
+
+def compile_beside(launches: Iterable[Launch], threads: int) -> None:
+    """Compile what ``launches`` launch, in threads; afterwards each finds its kernel."""
+    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
+        for kernel, grid, args, constants in launches:
+            kernel.warmup(*args, grid=grid, **constants)
 
 
 def _give_up(changed: Exception) -> None:

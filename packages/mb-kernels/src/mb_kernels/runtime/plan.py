@@ -94,7 +94,7 @@ _assumed: Callable[[torch.dtype], Plan] | None = None
 
 def plan_of(x: Tensor) -> Plan:
     """The plan for the device and dtype of ``x``."""
-    return _plan_of(x.device, x.dtype) if _assumed is None else _assumed(x.dtype)
+    return plan_on(x.device, x.dtype) if _assumed is None else _assumed(x.dtype)
 
 
 @contextlib.contextmanager
@@ -109,7 +109,8 @@ def assume(plan: Callable[[torch.dtype], Plan]) -> Generator[None]:
 
 
 @functools.cache
-def _plan_of(device: torch.device, dtype: torch.dtype) -> Plan:
+def plan_on(device: torch.device, dtype: torch.dtype) -> Plan:
+    """The plan for a device, whatever is assumed."""
     if device.type == "cpu":
         return Plan(TARGETS["sm80"], dtype, 3, False, False, interpreted=True)
     units = torch.cuda.get_device_properties(device).multi_processor_count

@@ -21,14 +21,12 @@ from mb_kernels.block_sparse import kernels as block_sparse
 from mb_kernels.block_sparse import mlp_kernels
 from mb_kernels.block_sparse.reference import BLOCK
 from mb_kernels.elementwise import kernels as elementwise
-from mb_kernels.expert_mlp import steps as expert_mlp
 from mb_kernels.grouped_gemm import kernels as grouped_gemm
 from mb_kernels.permute import kernels as permute
 from mb_kernels.quantize import kernels as quantize
-from mb_kernels.router_losses import kernels as router_losses
-from mb_kernels.routing import kernels as routing
 from mb_kernels.targets.record import record
 from mb_kernels.targets.table import GateCase, Target
+from mb_kernels.warm_up import rehearse_experts, rehearse_routing
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -104,20 +102,9 @@ def _layers(layers: tuple[Layer, ...]) -> dict[str, Callable[[], object]]:
 
 def _run_layer(layer: Layer) -> None:
     """Forward and backward, once with the rows kept for it and once with x alone."""
-    tokens, hidden, ffn, experts = layer.tokens, layer.hidden, layer.ffn, layer.experts
-    rows, columns = tokens * layer.top_k, ffn * (2 if is_glu(layer.activation) else 1)
-    indices = (_int32(rows), _int32(rows), _int32(experts + 1))
-    weights = _empty(tokens, layer.top_k, dtype=_FP32)
-    empty = partial(_empty, dtype=layer.dtype)
-    x, w1, w2 = empty(tokens, hidden), empty(experts, columns, hidden), empty(experts, hidden, ffn)
-    inputs = (w1, w2, *indices, weights)
+    sizes = (layer.tokens, layer.hidden, layer.ffn, layer.experts, layer.top_k)
     for keep in (False, True) if layer.top_k == 1 else (False,):
-        *_, h, tiles, kept = expert_mlp.expert_mlp(x, *inputs, layer.activation, 16, keep)
-        expert_mlp.expert_mlp_backward(
-            empty(tokens, hidden),
-            kept if keep else x,
-            *(*inputs, h, tiles, layer.activation, keep, [True] * 4),
-        )
+        rehearse_experts(*sizes, layer.activation, layer.dtype, keep_rows=keep)
 
 
 def _products() -> dict[str, Callable[[], object]]:
@@ -156,22 +143,6 @@ def _products() -> dict[str, Callable[[], object]]:
 def _small_ops() -> dict[str, Callable[[], object]]:
     """Routing, permutation, losses, quantisation: bound by memory or by launches."""
 
-    def route(tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
-        logits = _empty(tokens, experts, dtype=dtype)
-        probs, weights = _empty(tokens, experts, dtype=_FP32), _empty(tokens, top_k, dtype=_FP32)
-        ids = _int32(tokens, top_k)
-        routing.topk_softmax(logits, top_k, True)
-        routing.topk_softmax_backward(weights, probs, probs, weights, ids, True)
-        routing.bin_tokens(ids, experts, None)
-        counts = _int32(experts)
-        scalar, lse = _empty(dtype=_FP32), _empty(tokens, dtype=_FP32)
-        for mask in (None, _empty(tokens, dtype=torch.bool)):
-            given = (None, None) if mask is None else (scalar, _int32())
-            router_losses.router_losses(
-                logits, probs, counts, counts, _int32(), mask, *given, 0.1, 0.1
-            )
-            router_losses.router_losses_backward(scalar, probs, counts, lse, scalar, mask, 0.1, 0.1)
-
     def permuted(dtype: torch.dtype, hidden: int) -> None:
         indices = (_int32(131072), _int32(131072), _int32(65))
         x, rows = _empty(16384, hidden, dtype=dtype), _empty(131072, hidden, dtype=dtype)
@@ -195,8 +166,8 @@ def _small_ops() -> dict[str, Callable[[], object]]:
         elementwise.add_bias(d_a, _empty(8, 2048), _int32(9))
 
     return {
-        "E128 K8": partial(route, 16384, 128, 8, _BF16),
-        "E60 K4": partial(route, 16383, 60, 4, _FP32),
+        "E128 K8": partial(rehearse_routing, 16384, 128, 8, _BF16, True),
+        "E60 K4": partial(rehearse_routing, 16383, 60, 4, _FP32, True),
         "D2048": partial(permuted, _BF16, 2048),
         "D720 fp32": partial(permuted, _FP32, 720),
         "8 bits": partial(quantised, 8, 1024),

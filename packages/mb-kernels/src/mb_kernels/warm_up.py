@@ -1,0 +1,135 @@
+"""``warm_up``: a layer's kernels compiled beside one another, before its first call.
+
+Triton compiles a kernel when it is launched for the first time, so that a layer's first forward and
+backward wait for some twenty of them in turn. Here the ops run on tensors without memory; what they
+would launch is listed and compiled in threads, for all but a twentieth of the work is done where
+Python's lock is free.
+
+Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
+"""
+
+import os
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mb_kernels.activation import is_glu
+from mb_kernels.runtime.registration import use_triton
+
+
+def warm_up(
+    *,
+    tokens: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    num_experts: int,
+    top_k: int,
+    activation: str = "swiglu",
+    dtype: torch.dtype = torch.bfloat16,
+    logits_dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    training: bool = True,
+    threads: int | None = None,
+) -> int:
+    """Compile what ``topk_softmax``, ``bin_tokens``, ``router_losses`` and ``expert_mlp`` launch.
+
+    Args:
+        tokens: T of one call. Few kernels look at it, and only at its factors of 16.
+        hidden_size, ffn_hidden_size, num_experts, top_k: D, F, E and K.
+        activation: a name from ``mb_kernels.activation``.
+        dtype, logits_dtype: of x and weights, and of the router's logits.
+        device: of the layer; None is the current GPU.
+        training: with the backward, else the forward alone, which saves nothing.
+        threads: None is one for each core.
+
+    Returns:
+        The number of kernels looked up or compiled, 0 on a device without kernels.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+    is_glu(activation)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    here = torch.empty(0, device=device, dtype=dtype)
+    if not use_triton(here) or not here.is_cuda:
+        return 0
+    from mb_kernels.runtime.launch import compile_beside, record
+    from mb_kernels.runtime.plan import assume, plan_on
+    from mb_kernels.runtime.registration import device_of
+
+    with device_of(here):
+        with assume(partial(plan_on, here.device)), record() as launches:
+            for renormalize in (False, True):
+                rehearse_routing(tokens, num_experts, top_k, logits_dtype, renormalize)
+            rehearse_experts(
+                *(tokens, hidden_size, ffn_hidden_size, num_experts, top_k, activation, dtype),
+                keep_rows=training and top_k == 1,
+                training=training,
+            )
+        compile_beside(launches, threads or os.cpu_count() or 1)
+    return len(launches)
+
+
+def rehearse_routing(
+    tokens: int, experts: int, top_k: int, dtype: torch.dtype, renormalize: bool
+) -> None:
+    """Routing and the router's losses, forward and backward, on tensors without memory."""
+    from mb_kernels.router_losses import kernels as router_losses
+    from mb_kernels.routing import kernels as routing
+
+    wide = partial(_empty, dtype=torch.float32)
+    logits, ids, counts = (
+        _empty(tokens, experts, dtype=dtype),
+        _int32(tokens, top_k),
+        _int32(experts),
+    )
+    probs, weights = wide(tokens, experts), wide(tokens, top_k)
+    routing.topk_softmax(logits, top_k, renormalize)
+    for d_probs in (probs, None):
+        routing.topk_softmax_backward(weights, d_probs, probs, weights, ids, renormalize)
+    routing.bin_tokens(ids, experts, None)
+    lse = wide(tokens)
+    for mask in (None, _empty(tokens, dtype=torch.bool)):
+        given = (None, None) if mask is None else (wide(), _int32())
+        router_losses.router_losses(logits, probs, counts, counts, _int32(), mask, *given, 0.1, 0.1)
+        router_losses.router_losses_backward(wide(), probs, counts, lse, wide(), mask, 0.1, 0.1)
+
+
+def rehearse_experts(
+    tokens: int,
+    hidden: int,
+    ffn: int,
+    experts: int,
+    top_k: int,
+    activation: str,
+    dtype: torch.dtype,
+    *,
+    keep_rows: bool,
+    training: bool = True,
+) -> None:
+    """``expert_mlp``, forward and backward, on tensors without memory."""
+    from mb_kernels.expert_mlp import steps
+
+    rows, columns = tokens * top_k, ffn * (2 if is_glu(activation) else 1)
+    empty = partial(_empty, dtype=dtype)
+    x, w1, w2 = empty(tokens, hidden), empty(experts, columns, hidden), empty(experts, hidden, ffn)
+    indices = (_int32(rows), _int32(rows), _int32(experts + 1))
+    inputs = (w1, w2, *indices, _empty(tokens, top_k, dtype=torch.float32))
+    saved_bits = 16 if training else 0
+    *_, h, tiles, kept = steps.expert_mlp(x, *inputs, activation, saved_bits, keep_rows)
+    if training:
+        steps.expert_mlp_backward(
+            empty(tokens, hidden),
+            kept if keep_rows else x,
+            *(*inputs, h, tiles, activation, keep_rows, [True] * 4),
+        )
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _int32(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.int32)

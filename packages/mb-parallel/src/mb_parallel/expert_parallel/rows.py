@@ -53,7 +53,6 @@ class Rows:
         self.policy, self.budget = policy, budget
         self._overflow: Tensor | None = None
 
-    @_disable_dynamo
     def most(self, bins: Bins, balanced: float) -> int | None:
         """The most slots to make room for, or None for all that could come.
 
@@ -61,8 +60,10 @@ class Rows:
             bins: slots of this rank's experts.
             balanced: how many there are when the load is equal.
         """
-        if self.policy == "worst":
-            return None
+        return None if self.policy == "worst" else self._room(bins, balanced)
+
+    @_disable_dynamo
+    def _room(self, bins: Bins, balanced: float) -> int:
         if self.policy == "exact" or not torch.is_grad_enabled():
             return max(int(bins.offsets_E1[-1]), 1)
         room = max(math.ceil(self.budget * balanced), 1)

@@ -110,7 +110,7 @@ def within_budget(
         What `step` returned, and whether it ran twice.
     """
     parts = list(parts)
-    rows = {found for part in parts for module in part.modules() if (found := _rows_of(module))}
+    rows = budgets_of(parts)
     for one in rows:
         one.take_overflow()  # of forward passes that were no part of a step
     before = rng_state(device)
@@ -130,6 +130,12 @@ def within_budget(
         for one in rows:
             stack.enter_context(one.exactly())
         return step(), True
+
+
+def budgets_of(parts: Iterable[nn.Module]) -> set[Rows]:
+    """The budgets that layers of `parts` can overflow; none if there is no such layer."""
+    found = (_rows_of(module) for part in parts for module in part.modules())
+    return {rows for rows in found if rows is not None and rows.policy == "budget"}
 
 
 def _rows_of(module: nn.Module) -> Rows | None:

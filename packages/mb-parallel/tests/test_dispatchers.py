@@ -141,12 +141,16 @@ def _run(case: Case, name: str, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
 def _all_cases(rank, ranks, cases):
     torch.use_deterministic_algorithms(True)  # receive buffers are NaN until they are written
     mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cpu")
-    return [_run(CASES[case], name, mesh) for case in cases for name in NAMES]
+    return [_run(CASES[case], name, mesh) for case in cases for name in _names(ranks)]
+
+
+def _names(ranks: int) -> tuple[str, ...]:
+    return NAMES if ranks < 4 else NAMES[:2]  # chunks know nothing of the number of ranks
 
 
 def _check(ranks: int, cases: list[str]) -> None:
     results = run_ranks(_all_cases, ranks, cases)
-    for number, (case_name, name) in enumerate((c, n) for c in cases for n in NAMES):
+    for number, (case_name, name) in enumerate((c, n) for c in cases for n in _names(ranks)):
         case, what = CASES[case_name], f"{case_name}, {name}"
         x, weights, ids, lengths = _inputs(case, ranks)
         expected = _through(_layer(case), x, weights, ids)

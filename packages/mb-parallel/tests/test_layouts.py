@@ -16,7 +16,7 @@ from mb_parallel.tensor_parallel import parallelize_tensors
 from mb_parallel.testing import run_ranks
 from tiny_gpt import D, L, Options, build, data, plan, relative_error, router_slopes, whole
 
-DENSE, EXPERTS = Options(), Options(experts=4, shared_expert=8)
+DENSE, EXPERTS = Options(steps=5), Options(steps=5, experts=4, shared_expert=8)
 LAYOUTS = {
     "tp2": (DENSE, {"tp": 2}, 2),
     "tp2-experts": (EXPERTS, {"tp": 2}, 1),

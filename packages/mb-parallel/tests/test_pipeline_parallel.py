@@ -1,4 +1,4 @@
-"""Pipelines: five steps equal to one process by every schedule."""
+"""Pipelines: steps equal to one process's by every schedule."""
 
 from dataclasses import replace
 
@@ -16,9 +16,9 @@ LAYOUTS = {
         "gpipe": Options(pp=2, schedule="gpipe"),
         "1f1b": replace(MOE, pp=2),
         "1f1b-untied-uneven": replace(MOE, pp=2, tied=False, first_lighter=2, micro_batches=1),
-        "1f1b-scaled": replace(MOE, pp=2, loss_scale=1024.0, steps=3),
+        "1f1b-scaled": replace(MOE, pp=2, loss_scale=1024.0),
         "1f1b-global-balance": replace(
-            MOE, pp=2, balance_over="global_batch", recompute=True, micro_batches=3, steps=3
+            MOE, pp=2, balance_over="global_batch", recompute=True, micro_batches=3
         ),
         "interleaved": replace(MOE, pp=2, schedule="interleaved-1f1b", stages_per_rank=2),
         "zbv": replace(MOE, pp=2, schedule="zbv-zero-bubble", stages_per_rank=2, steps=2),

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: five steps equal to one process, and what is refused."""
+"""Tensor and sequence parallelism: steps equal to one process's, and what is refused."""
 
 import copy
 import re

@@ -1,9 +1,10 @@
 """Random numbers of dropout and jitter: a function of seed, step and sample, not of the ranks.
 
 The default stream is seeded for every micro-batch from its place in the global batch. So
-data-parallel ranks draw different numbers, tensor-parallel ranks and pipeline stages of one sample
+data-parallel ranks and pipeline stages draw different numbers, tensor-parallel ranks of one sample
 equal ones, a run that is resumed draws what it would have drawn, and so does one on another number
-of ranks. Nothing has to be saved but the step.
+of data-parallel ranks. (On another number of stages or, under sequence parallelism, of tensor-
+parallel ranks masks are others, as random.) Nothing has to be saved but the step.
 
 Where tensor-parallel ranks hold different parts of one activation (heads of attention, parts of the
 sequence), equal masks would be a defect. There `distinct` switches to numbers of the rank's own. It

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 from mb_layers.router import Router
-from mb_parallel import ParallelMesh, apply_data_parallel, parallelize_experts
+from mb_parallel import ParallelMesh, any_rank, apply_data_parallel, parallelize_experts
+from mb_parallel.expert_parallel import budgets_of
 from mb_parallel.optimizer import WorkingCopies, hold_working_copies
 from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
 from mb_parallel.recompute import apply_recompute
@@ -93,7 +94,7 @@ def assemble(
         executor = Graphed(parts[0], task.first_input, working_copies)
     else:
         executor = Sequential(parts[0], task.first_input)
-    if config.moe_num_experts is not None and config.moe_row_policy == "budget":
+    if config.moe_row_policy == "budget" and any_rank(bool(budgets_of(parts))):
         executor = WithinBudget(executor, parts, device)
     return Assembled(parts, executor, total, copies, notes, working_copies)
 

@@ -10,4 +10,5 @@ from mb_parallel.expert_parallel.collectives import Place as Place
 from mb_parallel.expert_parallel.peer import PeerBuffers as PeerBuffers
 from mb_parallel.expert_parallel.peer import PeerDispatcher as PeerDispatcher
 from mb_parallel.expert_parallel.rows import Rows as Rows
+from mb_parallel.expert_parallel.rows import budgets_of as budgets_of
 from mb_parallel.expert_parallel.rows import within_budget as within_budget

@@ -53,7 +53,6 @@ class Rows:
         self.policy, self.budget = policy, budget
         self._overflow: Tensor | None = None
 
-    @_disable_dynamo
     def most(self, bins: Bins, balanced: float) -> int | None:
         """The most slots to make room for, or None for all that could come.
 
@@ -61,8 +60,10 @@ class Rows:
             bins: slots of this rank's experts.
             balanced: how many there are when the load is equal.
         """
-        if self.policy == "worst":
-            return None
+        return None if self.policy == "worst" else self._room(bins, balanced)
+
+    @_disable_dynamo
+    def _room(self, bins: Bins, balanced: float) -> int:
         if self.policy == "exact" or not torch.is_grad_enabled():
             return max(int(bins.offsets_E1[-1]), 1)
         room = max(math.ceil(self.budget * balanced), 1)
@@ -109,7 +110,7 @@ def within_budget(
         What `step` returned, and whether it ran twice.
     """
     parts = list(parts)
-    rows = {found for part in parts for module in part.modules() if (found := _rows_of(module))}
+    rows = budgets_of(parts)
     for one in rows:
         one.take_overflow()  # of forward passes that were no part of a step
     before = rng_state(device)
@@ -129,6 +130,12 @@ def within_budget(
         for one in rows:
             stack.enter_context(one.exactly())
         return step(), True
+
+
+def budgets_of(parts: Iterable[nn.Module]) -> set[Rows]:
+    """The budgets that layers of `parts` can overflow; none if there is no such layer."""
+    found = (_rows_of(module) for part in parts for module in part.modules())
+    return {rows for rows in found if rows is not None and rows.policy == "budget"}
 
 
 def _rows_of(module: nn.Module) -> Rows | None:

@@ -1,8 +1,8 @@
 """The rates, loss scales and skipped steps that AMD's ROCm post logs of its fp16 MoE, step by step.
 
 The loop's own step, scaler, schedule and log lines over 1100 steps (`test_schedule` has the rate at
-the 2000th); gradients alone are made up,
-so that they overflow where the post's did: from 2^32 down to 2^15.
+the 2000th); gradients alone are made up, so that they overflow where the post's did: from 2^32 down
+to 2^15.
 """
 
 import re

@@ -1,8 +1,8 @@
 """The rates, loss scales and skipped steps that AMD's ROCm post logs of its fp16 MoE, step by step.
 
 The loop's own step, scaler, schedule and log lines over 1100 steps (`test_schedule` has the rate at
-the 2000th); gradients alone are made up,
-so that they overflow where the post's did: from 2^32 down to 2^15.
+the 2000th); gradients alone are made up, so that they overflow where the post's did: from 2^32 down
+to 2^15.
 """
 
 import re
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch
 from mb_parallel import ParallelDims
+from mb_parallel.optimizer import WorkingCopies
 from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
 from mb_train.interval import report_interval
@@ -45,19 +46,24 @@ class Overflowing:
 def test_the_posts_rates_and_scales():
     device, mesh = torch.device("cpu"), ParallelDims().build("cpu")
     part, said = nn.Linear(1, 1, bias=False), []
+    model = SimpleNamespace(
+        parts=[part],
+        train=lambda mode=True: None,
+        copies=[],
+        working_copies=WorkingCopies({}),
+        steps_redone=0,
+    )
     run = SimpleNamespace(
         config=CONFIG, device=device, mesh=mesh, progress=Progress(0, 0), skipped_samples=0,
         batch_sizes=BatchSizes(CONFIG, 512), schedule=build_schedule(CONFIG, 512),
-        optimizer=build_optimizer([part], CONFIG), scaler=build_scaler(CONFIG),
+        optimizer=build_optimizer(model, CONFIG), scaler=build_scaler(CONFIG),
         timers=Timers(device, level=0, option="minmax"), micro_batch_size=512, iterations=2000,
         vocab_size=128, last_losses={}, task=SimpleNamespace(loss_weights={"lm loss": "weights"}),
         balancing_bias=SimpleNamespace(see=lambda metrics: None, update=lambda: None),
         say=said.append, sign_of_life=lambda doing: None,
-        log=SimpleNamespace(write=lambda event, **values: None),
+        model=model, log=SimpleNamespace(write=lambda event, **values: None),
     )  # fmt: skip
-    run.model = SimpleNamespace(
-        executor=Overflowing(part.weight, run), train=lambda mode=True: None, copies=[]
-    )
+    model.executor = Overflowing(part.weight, run)
     accumulator, stream = Accumulator(mesh), iter(lambda: {"weights": torch.ones(1)}, None)
     for step in range(1, 1101):
         done = train_step(run, stream, accumulator)

@@ -86,7 +86,7 @@ def check(ends, heads, groups, width, scale, *, dtype, device, tolerance):
 @pytest.mark.parametrize("kind", ENDS)
 @pytest.mark.parametrize(("heads", "groups", "scale"), [(2, 2, None), (4, 2, 0.7), (3, 1, 1.0)])
 def test_documents_attend_as_under_a_mask(monkeypatch, kind, heads, groups, scale):
-    monkeypatch.setattr(segments, "varlen_attn", by_document)
+    monkeypatch.setattr(segments, "flash_kernel", lambda: by_document)
     check(ENDS[kind], heads, groups, 8, scale, dtype=torch.float32, device="cpu", tolerance=1e-5)
 
 
@@ -123,7 +123,7 @@ def test_a_model_says_the_same_every_way(monkeypatch, positions):
     by_ids = model(x, **batch, segments_BS=segments_of(ends_BS)).losses["lm loss"]
     masked = model(x, **batch, ends_BN=ends_BN).losses["lm loss"]
     assert torch.equal(masked, by_ids)
-    monkeypatch.setattr(segments, "varlen_attn", by_document)
+    monkeypatch.setattr(segments, "flash_kernel", lambda: by_document)
     monkeypatch.setattr(gpt, "flash_takes", lambda *about, **more: True)
     packed = model(x, **batch, ends_BN=ends_BN).losses["lm loss"]
     torch.testing.assert_close(packed, masked)

@@ -187,3 +187,15 @@ def test_a_residual_stream_in_fp32_under_16_bit_layers(kind, post_norm):
     torch.testing.assert_close(output.losses["lm loss"], expected, rtol=2e-2, atol=0)
     model.keep(range(2), first=True, last=False)
     assert model(x, labels_BS=x).x.dtype == torch.float32  # what travels to the next stage
+
+
+def test_blocks_compile_once_for_all_layers():
+    """What a compiled run waits for at its start does not grow with its depth."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, x = make("qwen3"), tokens(2, S)
+    for block in model.stack.blocks.values():
+        block.compile(backend="eager")
+    model(x, labels_BS=x).total().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]

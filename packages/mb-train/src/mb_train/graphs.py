@@ -65,6 +65,9 @@ class Graphed(Sequential):
         super().__init__(model, first_input)
         self._copies = copies
         self._steps = 0
+        # Of the warm-up as well: autograd adds a gradient up on the stream where it first did, and
+        # a capture cannot wait for another than its own.
+        self._stream = torch.cuda.Stream()
         self._graph: _MicroBatchGraph | None = None
 
     def step(
@@ -78,12 +81,20 @@ class Graphed(Sequential):
         """See `Executor.step`."""
         self._steps += 1
         if self._steps <= WARM_UP_STEPS:
-            return super().step(batches, loss_scale=loss_scale, before=before, measured=measured)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                losses = super().step(
+                    batches, loss_scale=loss_scale, before=before, measured=measured
+                )
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return losses
         # The optimizer has updated the weights in place: the graph's gradients are of these.
         self._copies.refresh()
         share = 1 / len(batches)
         if self._graph is None:
-            self._graph = _MicroBatchGraph(self._model, self._call, batches[0], loss_scale)
+            self._graph = _MicroBatchGraph(
+                self._model, self._call, batches[0], loss_scale, self._stream
+            )
         self._graph.begin(loss_scale, share)
         totals: Losses = {}
         for index, batch in enumerate(batches):
@@ -103,6 +114,7 @@ class _MicroBatchGraph:
         call: runs it on a batch.
         batch: of the shapes to capture.
         loss_scale: of the kind to come.
+        stream: to capture on.
 
     Raises:
         RuntimeError: something in the passes cannot be captured.
@@ -114,6 +126,7 @@ class _MicroBatchGraph:
         call: Callable[[Batch], ModelOutput],
         batch: Batch,
         loss_scale: Tensor | float,
+        stream: torch.cuda.Stream,
     ) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._grads = [torch.zeros_like(p) for p in self._parameters]
@@ -124,7 +137,7 @@ class _MicroBatchGraph:
         self.begin(loss_scale, 1.0)
         try:
             # Other threads prepare batches and write checkpoints meanwhile, which is no matter.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 self._losses, self._metrics = self._passes(call)
         except RuntimeError as error:
             raise RuntimeError(

@@ -16,7 +16,9 @@ sequence, T = B S tokens, H query heads, G key-value heads, C width of a head.
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +27,20 @@ from torch import Tensor
 
 from mb_train.models.config import TransformerConfig
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch was built without it
-    varlen_attn = None
-
-_PARAMETERS = () if varlen_attn is None else inspect.signature(varlen_attn).parameters
 _MAX_HEAD = 256
+
+
+@functools.cache
+def flash_kernel() -> Callable[..., Any] | None:
+    """torch's attention over unequal sequences; None if it has none, or one with other arguments.
+
+    Looked for when it is wanted: it imports torch's compiler, which no other run need wait for.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
 
 
 class Bounds(NamedTuple):
@@ -120,14 +129,14 @@ def flash_takes(
 ) -> bool:
     """Whether `attend` can compute the attention of such a model."""
     return (
-        "window_size" in _PARAMETERS
-        and device.type == "cuda"
+        device.type == "cuda"
         and torch.version.hip is None  # not tried there
         and dtype in (torch.float16, torch.bfloat16)
         and config.head_size <= _MAX_HEAD
         and config.head_size % 8 == 0
         and not (training and config.attention_dropout)
         and bias is None
+        and flash_kernel() is not None
     )
 
 
@@ -141,6 +150,7 @@ def attend(
     scale: float | None,
 ) -> Tensor:
     """Attention within each segment, y_BQHC; scores times `scale`, None meaning 1 / sqrt(C)."""
+    varlen_attn = flash_kernel()
     assert varlen_attn is not None
     groups = q_BQHC.shape[2] // k_BSGC.shape[2]
     if groups > 1:

@@ -90,7 +90,8 @@ def test_equal_experts_are_one_dense_mlp(options: dict, dtype: torch.dtype) -> N
     with torch.no_grad():
         dense[0].weight.copy_(layer.experts.w1[0])
         dense[2].weight.copy_(w2.to(dtype))
-    inputs = [x.to(DEVICE, dtype).requires_grad_(), x.to(dtype).double().requires_grad_()]
+    rounded = x.to(dtype)
+    inputs = [rounded.clone().to(DEVICE).requires_grad_(), rounded.double().requires_grad_()]
     outputs = [layer(inputs[0]).y, dense(inputs[1])]
     outputs[0].backward(dy.to(DEVICE, dtype))
     outputs[1].backward(dy.to(dtype).double())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import torch
 from mb_layers import MoEConfig
@@ -39,10 +40,12 @@ def assert_close(
 
 
 def route_one_token(
-    config: MoEConfig, logits: Tensor, balancing_bias: Tensor | None
-) -> dict[int, Tensor]:
-    """Return {expert id: weight} for one token, best first, from the definitions."""
-    num_experts = config.num_experts
+    config: MoEConfig,
+    logits: Tensor,
+    balancing_bias: Tensor | None,
+    expert_ids: list[int] | None = None,
+) -> list[tuple[int, Tensor]]:
+    """Return (expert id, weight) of one token's slots, best first, from the definitions."""
     if config.score_function == "softmax":
         scores = torch.exp(logits) / torch.exp(logits).sum()
     else:
@@ -50,9 +53,9 @@ def route_one_token(
     choice = scores.detach().tolist()
     if balancing_bias is not None:
         choice = [c + float(b) for c, b in zip(choice, balancing_bias, strict=True)]
-    allowed = set(range(num_experts))
+    allowed = set(range(config.num_choices))
     if config.num_expert_groups is not None:
-        size = num_experts // config.num_expert_groups
+        size = config.num_experts // config.num_expert_groups
         groups = [range(g * size, (g + 1) * size) for g in range(config.num_expert_groups)]
         score = [
             sum(sorted((choice[e] for e in g), reverse=True)[: config.group_score_top])
@@ -61,12 +64,15 @@ def route_one_token(
         best = sorted(range(len(groups)), key=lambda g: (-score[g], g))[: config.top_k_groups]
         allowed = {e for g in best for e in groups[g]}
     chosen = sorted(allowed, key=lambda e: (-choice[e], e))[: config.top_k]
-    weights = {e: scores[e] for e in chosen}
-    if config.renormalize:
+    chosen = chosen if expert_ids is None else expert_ids
+    weights = [scores[e] if 0 <= e < config.num_choices else 0 * scores[0] for e in chosen]
+    norm: Tensor | float = 1.0
+    if config.renormalize and any(w > 0 for w in weights):
         p = config.renormalize_p
-        norm = sum(w**p for w in weights.values()) ** (1 / p)
-        weights = {e: w / norm for e, w in weights.items()}
-    return {e: w * config.routed_scaling_factor for e, w in weights.items()}
+        norm = sum(w**p for w in weights) ** (1 / p)
+    return [
+        (e, w / norm * config.routed_scaling_factor) for e, w in zip(chosen, weights, strict=True)
+    ]
 
 
 def run_one_expert(
@@ -86,46 +92,88 @@ def run_one_expert(
 
 
 def loop_over_tokens(
-    config: MoEConfig, params: dict[str, Tensor], x_TD: Tensor
+    config: MoEConfig,
+    params: dict[str, Tensor],
+    x_TD: Tensor,
+    *,
+    mask: list[bool] | None = None,
+    valid_tokens: float | None = None,
+    expert_ids: list[list[int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The oracle: y_TD and the weighted auxiliary loss of a layer, one token and expert at a time.
 
-    `params` is the layer's state dict, with gradients wanted where they are to be compared.
-    With a capacity the first C slots of an expert are kept, in token order.
+    `params` is the layer's state dict, with gradients wanted where they are to be compared. Loads
+    are balanced over the micro-batch.
     """
-    num_experts = config.num_experts
-    limit = math.inf
-    if config.capacity_factor is not None:
-        limit = math.ceil(config.capacity_factor * config.top_k * len(x_TD) / num_experts)
-    load, probs, z, outputs = [0] * num_experts, [], [], []
-    for x in x_TD:
+    num_experts, choices = config.num_experts, config.num_choices
+    mask = [True] * len(x_TD) if mask is None else mask
+    probs, z, slots = [], [], []
+    for t, x in enumerate(x_TD):
         logits = params["router.weight"] @ x
         if "router.bias" in params:
             logits = logits + params["router.bias"]
-        y = torch.zeros_like(x)
-        chosen = route_one_token(config, logits, params.get("router.balancing_bias"))
-        for e, weight in chosen.items():
-            if load[e] < limit:
-                y = y + weight * run_one_expert(config, x, params, "experts", e)
-            load[e] += 1
-        if config.output_bias:
-            y = y + params["bias"]
-        if config.shared_expert_hidden_size is not None:
-            shared = run_one_expert(config, x, params, "shared_expert", 0)
-            if config.shared_expert_gate:
-                shared = shared / (1 + torch.exp(-(params["shared_expert.gate"] @ x)))
-            k = config.top_k
-            y = (shared + k * y) / (k + 1) if config.shared_expert_weighted_sum else shared + y
-        outputs.append(y)
-        if config.score_function == "softmax":
-            probs.append(torch.exp(logits) / torch.exp(logits).sum())
-        else:
-            scores = 1 / (1 + torch.exp(-logits))
+        given = None if expert_ids is None else expert_ids[t]
+        chosen = route_one_token(config, logits, params.get("router.balancing_bias"), given)
+        if config.uniform_assignment and given is None:
+            ids = [(t * config.top_k + k) % num_experts for k in range(config.top_k)]
+            chosen = list(zip(ids, (w for _, w in chosen), strict=True))
+        slots += [(t, e if mask[t] else -1, w) for e, w in chosen]
+        if mask[t]:
+            scores = torch.exp(logits) if config.score_function == "softmax" else logits.sigmoid()
             probs.append(scores / scores.sum())
-        z.append(torch.log(torch.exp(logits).sum()) ** 2)
+            z.append(torch.log(torch.exp(logits).sum()) ** 2)
+    load, kept = count_slots(config, slots)
+    y = {t: torch.zeros_like(x) for t, x in enumerate(x_TD)}
+    for n, (t, e, weight) in enumerate(slots):
+        if e >= num_experts and n in kept:  # returns its token
+            y[t] = y[t] + weight * x_TD[t]
+        elif n in kept and config.weights_on_input:
+            y[t] = y[t] + run_one_expert(config, weight * x_TD[t], params, "experts", e)
+        elif n in kept:
+            y[t] = y[t] + weight * run_one_expert(config, x_TD[t], params, "experts", e)
+    for t, x in enumerate(x_TD):
+        y[t] = add_unrouted(config, params, x, y[t]) if mask[t] else 0 * y[t]
+    divisor = max(len(z) if valid_tokens is None else valid_tokens, 1)
+    zero = x_TD.new_zeros(choices)
     counts = torch.tensor(load, dtype=x_TD.dtype)
-    mean_probs = torch.stack(probs).mean(dim=0)
-    balance = num_experts / (config.top_k * len(x_TD)) * (counts * mean_probs).sum()
+    balance = choices * (counts / max(sum(load), 1) * sum(probs, zero)).sum() / divisor
     aux = config.load_balancing_loss_weight * balance
-    aux = aux + config.z_loss_weight * torch.stack(z).mean()
-    return torch.stack(outputs), aux
+    aux = aux + config.z_loss_weight * sum(z, zero.sum()) / divisor
+    return torch.stack(list(y.values())) if y else x_TD * 1, aux
+
+
+def count_slots(
+    config: MoEConfig, slots: list[tuple[int, int, Tensor]]
+) -> tuple[list[int], set[int]]:
+    """Load of each choice before capacity, and which slots are kept; zero experts keep all."""
+    num_experts = config.num_experts
+    limit = math.inf
+    if config.capacity_factor is not None:
+        routed = sum(0 <= e < num_experts for _, e, _ in slots)
+        factor = Fraction(repr(float(config.capacity_factor)))
+        limit = max(math.ceil(factor * routed / num_experts), config.min_capacity)
+    order = list(range(len(slots)))
+    if config.drop_policy == "probability":
+        order.sort(key=lambda n: (-slots[n][2].item(), n))
+    load, kept = [0] * config.num_choices, set()
+    for n in order:
+        e = slots[n][1]
+        if not 0 <= e < config.num_choices:
+            continue
+        if e >= num_experts or load[e] < limit:
+            kept.add(n)
+        load[e] += 1
+    return load, kept
+
+
+def add_unrouted(config: MoEConfig, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """What every token gets besides its experts: output bias and shared expert."""
+    if config.output_bias:
+        y = y + params["bias"]
+    if config.shared_expert_hidden_size is None:
+        return y
+    shared = run_one_expert(config, x, params, "shared_expert", 0)
+    if config.shared_expert_gate:
+        shared = shared / (1 + torch.exp(-(params["shared_expert.gate"] @ x)))
+    k = config.top_k
+    return (shared + k * y) / (k + 1) if config.shared_expert_weighted_sum else shared + y

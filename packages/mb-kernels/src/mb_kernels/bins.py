@@ -39,7 +39,7 @@ def offsets_list(offsets_E1: Tensor, rows: int) -> list[int]:
 
 
 # The least height of a row tile: what a list of tiles, whatever their height, has room for.
-SMALLEST_BLOCK_M = 32
+SMALLEST_BLOCK_M = 16
 
 
 def row_tiles(rows: int, experts: int, block_m: int = SMALLEST_BLOCK_M) -> int:

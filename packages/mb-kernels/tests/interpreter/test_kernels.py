@@ -39,6 +39,12 @@ CASES = [
     Case(40, 32, 16, 3, 2, activation="swigluoai"),
 ]
 
+# 16-bit and up to 8 rows per expert: the tiles of a decoder, here with more rows than fit one.
+FEW_ROWS = [
+    Case(12, 48, 32, 5, 3, "skewed"),
+    Case(20, 32, 48, 4, 1, "one_expert", None, "gelu"),
+]
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
@@ -61,7 +67,8 @@ def operands(request):
 @pytest.mark.usefixtures("operands")
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, torch.float32) for case in CASES] + [(CASES[0], torch.float16)],
+    [(case, torch.float32) for case in CASES]
+    + [(case, torch.float16) for case in (CASES[0], *FEW_ROWS)],
     ids=str,
 )
 def test_expert_mlp(case, dtype):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mb_kernels.activation import is_glu
 from mb_kernels.grouped_gemm.forward import rows_tile
 from mb_kernels.runtime.plan import Plan
-from mb_kernels.targets.table import Tile
+from mb_kernels.targets.table import DECODED_ROWS, Tile
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,13 @@ def expert_plan(
 ) -> ExpertPlan:
     """The plan for ``rows`` rows; ``keep_rows``: the backward is to have tokens as rows."""
     kind = "_glu" if is_glu(activation) else ""
+    up = "up_hopper" if plan.specialized else f"up{kind}"
+    decode = f"up{kind}_decode"
     in_rows = keep_rows or plan.specialized
+    if rows <= DECODED_ROWS * experts and not keep_rows and plan.has(decode):
+        up, in_rows = decode, False
     return ExpertPlan(
-        up=plan.tile("up_hopper" if plan.specialized else f"up{kind}"),
+        up=plan.tile(up),
         down=rows_tile(plan, rows, experts, transpose_weight=True),
         dact=plan.tile("dact_hopper" if plan.specialized else f"dact{kind}"),
         dx=rows_tile(plan, rows, experts, transpose_weight=False),

@@ -16,7 +16,7 @@ from mb_kernels.language.tiles import first_item, halves, locate, multiply_rows
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import Plan, plan_of
-from mb_kernels.targets.table import FEW_ROWS, Tile
+from mb_kernels.targets.table import DECODED_ROWS, FEW_ROWS, Tile
 
 
 @triton.jit
@@ -83,6 +83,8 @@ def grouped_gemm_kernel(
 def rows_tile(plan: Plan, rows: int, experts: int, *, transpose_weight: bool) -> Tile:
     """The tile of ``rows_times_weights`` for that many rows."""
     op = "down" if transpose_weight else "dx"
+    if rows <= DECODED_ROWS * experts and plan.has(f"{op}_decode"):
+        return plan.tile(f"{op}_decode")
     few = rows <= FEW_ROWS * experts and plan.has(f"{op}_few_rows")
     return plan.tile(f"{op}_few_rows" if few else op)
 

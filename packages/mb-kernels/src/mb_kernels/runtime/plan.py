@@ -42,12 +42,13 @@ class Plan:
     def tile(self, op: str) -> Tile:
         """The tile of ``op``, a key of ``TILES``."""
         if self.interpreted and not op.endswith("_hopper"):
-            return INTERPRETER_TILE
+            low = op.endswith("_decode")
+            return replace(INTERPRETER_TILE, block_m=16) if low else INTERPRETER_TILE
         return TILES["fp32" if self.dtype is torch.float32 else op][self.target.name]
 
     def has(self, op: str) -> bool:
         """Whether the chip has a tile for ``op`` in this dtype."""
-        return self.dtype is not torch.float32 and self.target.name in TILES[op]
+        return self.dtype is not torch.float32 and self.target.name in TILES.get(op, {})
 
     def programs(self, items: int, tile: Tile) -> int:
         """How many programs a persistent kernel of at most ``items`` tiles is launched with.

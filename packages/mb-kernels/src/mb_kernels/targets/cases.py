@@ -60,6 +60,8 @@ LAYERS = (
     Layer(_FP32, "geglu", 720, 720, 8),
     Layer(_FP32, "gelu", 768, 3072, 1),
     Layer(_BF16, "swiglu", tokens=2**20),  # 2**31 elements of x
+    Layer(_BF16, "swiglu", 2048, 768, 8, 64, 128),  # few rows, of which weights are all there is
+    Layer(_BF16, "gelu", 720, 720, 1, 64, 64),
 )
 _IN_FULL = ("sm90", "gfx942")
 _NOT_BRIEFLY = {

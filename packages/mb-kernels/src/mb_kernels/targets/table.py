@@ -136,10 +136,12 @@ _NEIGHBOURS = {"sm89": "sm80", "sm120": "sm80", "gfx1101": "gfx1100"}
 Shape = tuple[int, int, int]  # block_m, block_n, block_k
 
 
-def _by_chip(shape: Shape | None, *, mfma: bool = True, **others: Shape | Tile) -> dict[str, Tile]:
+def _by_chip(
+    shape: Shape | None, *, num_warps: int = 8, mfma: bool = True, **others: Shape | Tile
+) -> dict[str, Tile]:
     """A tile for each chip: ``shape`` but for ``others``; None has tiles for these alone.
 
-    8 warps; three stages on NVIDIA, two on AMD (three exceed the 64 KiB of LDS of all but gfx950).
+    Three stages on NVIDIA, two on AMD (three exceed the 64 KiB of LDS of all but gfx950).
     """
     tiles = {}
     for name, target in TARGETS.items():
@@ -148,7 +150,7 @@ def _by_chip(shape: Shape | None, *, mfma: bool = True, **others: Shape | Tile) 
         if isinstance(tile, tuple):
             options = _MFMA if mfma and known in ("gfx942", "gfx950") else {}
             stages = 3 if target.backend == "cuda" else 2
-            tile = Tile(*tile, num_warps=8, num_stages=stages, options=options)
+            tile = Tile(*tile, num_warps=num_warps, num_stages=stages, options=options)
         if tile is not None:
             tiles[name] = tile
     return tiles
@@ -169,6 +171,10 @@ _TWO_PROGRAMS = Tile(
 # 0.170, 0.164 against 0.159, 0.160 at 256 rows; 0.405, 0.751 against 0.405, 0.745 at 512
 # (Qwen3-30B, 8192 tokens); 0.475, 0.900 against 0.484, 0.913 at 1024 (OLMoE, 8192 tokens).
 FEW_ROWS = 512
+
+# Rows per expert, on average, up to which a forward only reads weights, as a decoder's of a few
+# tokens: tiles of 16 rows, and so narrow that 8 experts keep every unit busy.
+DECODED_ROWS = 8
 
 # Why these. sm90 is measured, on one H200: python packages/mb-kernels/benchmarks/run.py kernels
 # Of the others we have none. There a product of the expert MLP gets the first of 128 x 256 x 64,
@@ -219,6 +225,18 @@ TILES: dict[str, dict[str, Tile]] = {
         ("down_few_rows", "dx_few_rows"),
         _by_chip(None, sm90=Tile(128, 256, 64, num_warps=8, num_stages=4, group_m=4)),
     ),
+    # The same, and the up-projections, for up to DECODED_ROWS rows per expert. Not measured: on
+    # sm90 and sm100 two programs with 64 KiB on their way keep memory busy.
+    **{
+        f"{op}_decode": _by_chip(
+            (16, columns, 128),
+            num_warps=4,
+            sm90=Tile(16, columns, 128, 4, 5, programs_per_unit=2),
+            sm100=Tile(16, columns, 128, 4, 5, programs_per_unit=2),
+            gfx1100=(16, 32, 64),
+        )
+        for op, columns in (("up_glu", 32), ("up", 64), ("down", 64))
+    },
     # Weight gradients, contracted over ragged rows. sm90, of w2 and w1 at 256 rows per expert
     # (top-1, hidden 768, ffn 3072): 0.165, 0.167 ms; with three stages 0.186, 0.183.
     "outer": _by_chip(

@@ -301,7 +301,9 @@ def test_towers_begin_from_a_bert(tmp_path, shared):
         for name, tensor in tower.bert.state_dict().items():
             assert torch.equal(tensor, bert.state_dict()[name]), name
     assert (model.query is model.block) == shared
-    with pytest.raises(ValueError, match=r"towers' num_layers, 1, in .* \(--bert-load\), got 2"):
+    with pytest.raises(
+        ValueError, match=r"this model's num_layers, 1, in .* \(--bert-load\), got 2"
+    ):
         ict(num_layers=1)
 
 

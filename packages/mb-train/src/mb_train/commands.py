@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mb_train.finetune import finetune
 from mb_train.flags import Parser
 from mb_train.retrieval.commands import index, retrieve
 
@@ -236,6 +237,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate,
     "serve": serve,
     "convert": convert,
+    "finetune": finetune,
     "index": index,
     "retrieve": retrieve,
 }

@@ -79,7 +79,8 @@ def prepare_data(
     paths = parts or config.data_path or [_sample_corpus(config, task, folder, say)]
     given = paths.values() if isinstance(paths, dict) else [paths]
     prefixes = [path for words in given for path in words or () if not _is_number(path)]
-    _check_files(prefixes)
+    suffixes = (".bin", ".idx") if config.task is None else ("",)
+    _check_files(prefixes, suffixes)
     evaluated = config.eval_iters * batch_size
     train, valid, test = _on_rank_zero_first(
         lambda: task.build_datasets(paths, (samples, evaluated, evaluated))
@@ -92,7 +93,7 @@ def prepare_data(
     inner = train.dataset if isinstance(train, mb_data.FillInTheMiddle) else train
     sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
     identity = {
-        "bin_bytes": [Path(f"{prefix}.bin").stat().st_size for prefix in prefixes],
+        "bin_bytes": [Path(prefix + suffixes[0]).stat().st_size for prefix in prefixes],
         "epochs": [
             source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)
         ],
@@ -118,15 +119,16 @@ def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
             )
 
 
-def _check_files(prefixes: list[str]) -> None:
+def _check_files(prefixes: list[str], suffixes: tuple[str, ...]) -> None:
     if not prefixes:
         raise ValueError("Expected --data-path to name a data set, got a number alone.")
     for prefix in prefixes:
-        for suffix in (".bin", ".idx"):
+        for suffix in suffixes:
             if not Path(prefix + suffix).is_file():
+                way = "Give the path without .bin, and make the files with mb-data preprocess."
                 raise ValueError(
-                    f"Expected {prefix}{suffix} to be a file (from --data-path), found none. "
-                    "Give the path without .bin, and make the files with mb-data preprocess."
+                    f"Expected {prefix}{suffix} to be a file (from --data-path or --train-data), "
+                    f"found none.{f' {way}' if suffix else ''}"
                 )
 
 

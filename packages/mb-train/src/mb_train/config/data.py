@@ -23,8 +23,13 @@ class DataFields:
         "whose ranges the shares make: Megatron-LM's up to 2023, or cumulative, Megatron Core's",
         "shares", choices=("shares", "cumulative"), on_load="fixed",
     )  # fmt: skip
-    train_data_path: list[str] | None = flag("training data of its own", instead_of=("data_path",))  # noqa: RUF009
-    valid_data_path: list[str] | None = flag("validation data of its own")  # noqa: RUF009
+    train_data_path: list[str] | None = flag(  # noqa: RUF009
+        "training data of its own; of a classifier a TSV file", instead_of=("data_path",),
+        also=("--train-data",),
+    )  # fmt: skip
+    valid_data_path: list[str] | None = flag(  # noqa: RUF009
+        "validation data of its own; of a classifier a TSV file", also=("--valid-data",)
+    )
     test_data_path: list[str] | None = flag("test data of its own")  # noqa: RUF009
     seq_length: int | None = flag(
         "tokens per sample; of the encoder, where there is a decoder too", bounds=POSITIVE,
@@ -171,7 +176,12 @@ class MaskingFields:
     biencoder_shared_query_context_model: bool = flag(
         "one tower for queries and contexts", False, on_load="model"
     )
-    bert_load: str | None = flag("run of a BERT that the towers begin from", on_load="own")
+    bert_load: str | None = flag(
+        "run of a BERT that the towers, or a classifier, begin from", on_load="own"
+    )
+    task: str | None = flag(
+        "what a classifier tells of two sentences", choices=("mnli", "qqp"), on_load="model"
+    )
     retriever_report_topk_accuracies: list[int] | None = flag(  # noqa: RUF009
         "report how often the right context is among the first k",
         bounds=POSITIVE,

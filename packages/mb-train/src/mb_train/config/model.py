@@ -19,8 +19,9 @@ class ModelFields:
     """Sizes and options of the network."""
 
     model: str = flag(
-        "what to train (ours)", "gpt", choices=("gpt", "bert", "t5", "ict"), on_load="model"
-    )
+        "what to train; a classifier is a BERT with a head of its own (ours)", "gpt",
+        choices=("gpt", "bert", "t5", "ict", "classifier"), on_load="model",
+    )  # fmt: skip
     num_layers: int | None = flag(
         "transformer layers; of the encoder, where there is a decoder too", bounds=POSITIVE,
         on_load="model", also=("--encoder-num-layers",), required=True

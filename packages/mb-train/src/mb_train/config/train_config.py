@@ -91,6 +91,7 @@ class TrainConfig(
         self._check_positions()
         self._check_decoder()
         self._check_samples()
+        self._check_classifier()
 
     @property
     def positions(self) -> int:
@@ -140,6 +141,15 @@ class TrainConfig(
         for words, given in packed.items():
             if given and self.model != "gpt":
                 raise ValueError(f"Expected --model gpt with {words}, got {self.model}.")
+
+    def _check_classifier(self) -> None:
+        if (self.model == "classifier") != (self.task is not None):
+            raise ValueError(
+                "Expected --model classifier and --task together, got --model "
+                f"{self.model} and {'no --task' if self.task is None else f'--task {self.task}'}."
+            )
+        if self.task is not None and self.train_data_path is None:
+            raise ValueError("Expected --train-data with --task, a TSV file, got none.")
 
 
 @cache

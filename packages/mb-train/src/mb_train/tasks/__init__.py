@@ -5,6 +5,7 @@ from mb_train.tasks.base import Dataset as Dataset
 from mb_train.tasks.base import Datasets as Datasets
 from mb_train.tasks.base import Task as Task
 from mb_train.tasks.bert import BertTask as BertTask
+from mb_train.tasks.classify import ClassifyTask as ClassifyTask
 from mb_train.tasks.gpt import GPTTask as GPTTask
 from mb_train.tasks.ict import ICTTask as ICTTask
 from mb_train.tasks.make import make_task as make_task

@@ -13,11 +13,11 @@ from mb_parallel.tensor_parallel import Plan
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
-from mb_train.models.bert import Bert
 from mb_train.models.ict import ICT, LOSS
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of, stacked
+from mb_train.tasks.from_bert import trained_bert
 
 
 class ICTTask:
@@ -63,21 +63,8 @@ class ICTTask:
             compute_dtype=compute_dtype,
         )
         if config.bert_load is not None:
-            model.begin_from(self._bert(Path(config.bert_load)))
+            model.begin_from(trained_bert(config.bert_load, self.model_config))
         return model
-
-    def _bert(self, run: Path) -> Bert:
-        from mb_train.loading import load_trained  # which makes models by tasks
-
-        trained = load_trained(run, kinds=("bert",))
-        wanted, found = self.model_config, trained.model.config
-        for name in ("vocab_size", "max_positions", "num_layers", "hidden_size", "moe"):
-            if getattr(wanted, name) != getattr(found, name):
-                raise ValueError(
-                    f"Expected a BERT of the towers' {name}, {getattr(wanted, name)}, in {run} "
-                    f"(--bert-load), got {getattr(found, name)}."
-                )
-        return trained.model
 
     def tensor_plan(self) -> Plan:
         """Not reached: see the class."""

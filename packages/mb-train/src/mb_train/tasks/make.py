@@ -12,6 +12,7 @@ from torch import nn
 from mb_train.config import TrainConfig
 from mb_train.tasks.base import Task
 from mb_train.tasks.bert import BertTask
+from mb_train.tasks.classify import ClassifyTask
 from mb_train.tasks.gpt import GPTTask
 from mb_train.tasks.ict import ICTTask
 from mb_train.tasks.t5 import T5Task
@@ -33,6 +34,8 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
         return BertTask(config, tokenizer, vocab_size=vocab_size)
     if config.model == "t5":
         return T5Task(config, tokenizer, vocab_size=vocab_size, mesh=mesh)
+    if config.model == "classifier":
+        return ClassifyTask(config, tokenizer, vocab_size=vocab_size, mesh=mesh)
     if config.model == "ict":
         return ICTTask(config, tokenizer, vocab_size=vocab_size, mesh=mesh)
     marks = _middle_tokens(config, tokenizer) if config.fim_data else None

@@ -1,0 +1,106 @@
+"""`mb-train finetune RUN --task mnli`: a trained BERT learns to tell classes, on a user's files.
+
+It is a run like any other, of the model and the tokenizer of RUN, with a head of its own: whatever
+flag a run takes may follow. What is not said is Megatron-LM's: three passes over the data, a rate
+of 5e-5 that falls in a line, and RUN-TASK as its folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mb_train.config import GROUPS, TrainConfig, whole
+from mb_train.flags import Parser, parse, resolve
+from mb_train.host import prepare_host
+from mb_train.run_folder import find_checkpoint, read_saved_run
+
+# Besides the model: what its sequences and its vocabulary are.
+_KEPT = (
+    "seq_length", "tokenizer", "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model",
+    "vocab_extra_ids",
+)  # fmt: skip
+_DEFAULTS: dict[str, Any] = {
+    "model": "classifier", "micro_batch_size": 16, "lr": 5e-5, "lr_decay_style": "linear",
+    "lr_warmup_fraction": 0.065, "weight_decay": 0.1, "clip_grad": 1.0, "log_interval": 10,
+    "eval_interval": 100,
+}  # fmt: skip
+
+
+def finetune(arguments: Sequence[str]) -> int:
+    """A BERT learns to tell classes."""
+    parser = Parser(
+        prog="mb-train finetune",
+        description="Fine-tune the BERT of a run on pairs of sentences. Takes the flags of a run "
+        "beside its own.",
+    )
+    parser.add_argument("run", help="run folder of a BERT, or one of its iteration folders")
+    parser.add_argument("--task", required=True, choices=("mnli", "qqp"), help="whose columns")
+    parser.add_argument("--train-data", required=True, metavar="FILE", help="TSV")
+    parser.add_argument("--valid-data", required=True, metavar="FILE", help="TSV")
+    parser.add_argument("--epochs", type=float, default=3, help="passes over the data; default 3")
+    options, rest = parser.parse_known_args(arguments)
+    command = parse(rest)
+    checkpoint = find_checkpoint(Path(options.run))
+    if checkpoint is None:
+        raise ValueError(f"Expected a checkpoint in {options.run}, found none.")
+    run = read_saved_run(checkpoint)
+    saved = run.inherited()
+    if saved["model"] != "bert":
+        raise ValueError(f"Expected a BERT in {options.run}, got {saved['model']}.")
+    from mb_train.tasks.pairs import read_pairs
+
+    pairs, valid = (
+        len(read_pairs(Path(file), options.task))
+        for file in (options.train_data, options.valid_data)
+    )
+    if not options.epochs > 0:
+        raise ValueError(f"Expected --epochs above 0, got {options.epochs:g}.")
+    names = [f.name for group in ("model", "moe") for f in dataclasses.fields(GROUPS[group])]
+    base = {name: saved[name] for name in (*names, *_KEPT) if name in saved}
+    base |= _DEFAULTS | {
+        "task": options.task, "bert_load": options.run, "train_iters": 1,
+        "train_data_path": [options.train_data], "valid_data_path": [options.valid_data],
+        "make_vocab_size_divisible_by": run.identity["padded_vocab_size"],  # as many as it had
+        "save": f"{options.run.rstrip('/')}-{options.task}",
+    }  # fmt: skip
+    config = resolve(command, base)
+    batch = _batch(config)
+    if not {"train_iters", "train_samples"} & command.values.keys():
+        iterations = math.ceil(options.epochs * pairs / batch)
+        config = dataclasses.replace(config, train_iters=iterations)
+    if "eval_iters" not in command.values:
+        config = dataclasses.replace(config, eval_iters=math.ceil(valid / batch))
+    return _run(config, valid)
+
+
+def _batch(config: TrainConfig) -> int:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return config.global_batch_size or whole(config.micro_batch_size) * ranks
+
+
+def _run(config: TrainConfig, valid: int) -> int:
+    """Train, then measure on every pair of the validation file, in this process."""
+    prepare_host()
+    from mb_train.loading import load_trained
+    from mb_train.tasks.make import one_process_task
+    from mb_train.train import train
+
+    result = train(config)
+    if os.environ.get("RANK", "0") != "0" or result.checkpoint is None:
+        return 1 if result.diverged else 0
+    trained = load_trained(result.checkpoint, "auto", kinds=("classifier",))
+    vocab_size = trained.saved.identity["padded_vocab_size"]
+    task = one_process_task(trained.config, trained.tokenizer, vocab_size=vocab_size)
+    _, dataset, _ = task.build_datasets(config.data_by_part() or {}, (0, valid, 0))
+    assert dataset is not None
+    found = task.evaluate_more(trained.model, dataset, valid)
+    print(f" {valid} pairs of {' '.join(config.valid_data_path or [])}:")
+    for name, value in found.items():
+        print(f"  {name}: {value:.4f}")
+    print(f" checkpoint: {result.checkpoint}")
+    return 1 if result.diverged else 0

@@ -1,0 +1,80 @@
+"""A BERT with a head that tells of which class a text, or a pair of texts, is.
+
+Letters: B texts, S tokens of a text, N its segments (text and padding), D hidden, C classes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mb_train.models.bert import Bert
+from mb_train.models.config import TransformerConfig
+from mb_train.models.linear import Linear
+from mb_train.models.output import ExpertReports, ModelOutput
+
+LOSS = "classification loss"
+
+
+class Classifier(nn.Module):
+    """A linear map of what BERT's pooler makes of the first token, behind a dropout.
+
+    Args:
+        config: of the BERT.
+        classes: C.
+        compute_dtype: dtype of the activations; parameters are made in fp32.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        classes: int,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.bert = Bert(config, compute_dtype=compute_dtype)
+        self.bert.lm_head = self.bert.order_head = None
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.head = Linear(config.hidden_size, classes, std=config.init_std)
+
+    @torch.no_grad()
+    def begin_from(self, bert: Bert) -> None:
+        """Take a BERT's weights but its heads'; the pooler's where it was trained with one.
+
+        Raises:
+            RuntimeError: a BERT of other sizes.
+        """
+        own = self.bert.state_dict()
+        kept = {name: tensor for name, tensor in bert.state_dict().items() if name in own}
+        fresh = {name: tensor for name, tensor in own.items() if name.startswith("pooler.")}
+        self.bert.load_state_dict(fresh | kept)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        token_types_BS: Tensor,
+        ends_BN: Tensor,
+        valid_BS: Tensor,
+        labels_B: Tensor,
+        weights_B: Tensor,
+    ) -> ModelOutput:
+        """The loss of telling each text's class.
+
+        Args:
+            x: tokens [B, S], int64; token_types_BS, ends_BN, valid_BS: as `Bert.forward`'s.
+            labels_B: int64 in [0, C); weights_B: fp32 weight of each text's loss in the sum.
+        """
+        scores_BC, reports = self.scores(x, token_types_BS, ends_BN, valid_BS)
+        losses_B = F.cross_entropy(scores_BC, labels_B, reduction="none")
+        return reports.output(None, {LOSS: (losses_B * weights_B).sum()})
+
+    def scores(
+        self, tokens_BS: Tensor, token_types_BS: Tensor, ends_BN: Tensor, valid_BS: Tensor
+    ) -> tuple[Tensor, ExpertReports]:
+        """Scores of the classes, [B, C] fp32, and what the experts report."""
+        assert self.bert.pooler is not None
+        x_BSD, reports = self.bert.encode(tokens_BS, token_types_BS, ends_BN, valid_BS)
+        return self.head(self.dropout(self.bert.pooler(x_BSD[:, 0]))).float(), reports

@@ -1,0 +1,116 @@
+"""Fine-tuning on a user's file: the columns, the samples, and that it learns."""
+
+import pytest
+import torch
+from mb_data import load_tokenizer
+from mb_train.cli import main
+from mb_train.config import TrainConfig
+from mb_train.convert.hugging_face import write_run
+from mb_train.tasks.make import whole_model
+from mb_train.tasks.pairs import PairDataset, read_pairs
+
+WORDS = ["good", "bad", "well", "ill", *(f"w{i}" for i in range(23))]
+V = 7 + len(WORDS)  # with the two that a tokenizer appends
+
+
+def mnli_row(a, b, label):
+    return "\t".join([*map(str, range(8)), a, b, "x", label, label])
+
+
+def qqp_row(a, b, label):
+    return "\t".join(["7", "8", "9", a, b, label])
+
+
+ROWS = {"mnli": (mnli_row, "entailment", "neutral"), "qqp": (qqp_row, "1", "0")}
+
+
+def write(path, task, count):
+    """Pairs whose second sentence begins with the same word as the first, or with another."""
+    row, same, other = ROWS[task]
+    g, lines = torch.Generator().manual_seed(count), ["a header"]
+    for i in range(count):
+        word = torch.randint(2, (1,), generator=g).item()
+        second = ("well", "ill")[word if i % 2 else 1 - word]
+        filler = WORDS[4 + int(torch.randint(23, (1,), generator=g))]
+        lines.append(row(f"{('good', 'bad')[word]} {filler}", second, same if i % 2 else other))
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finetune")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
+    config = TrainConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=12, micro_batch_size=2,
+        train_iters=1, lr=1.0, model="bert", init_method_std=0.2, moe_num_experts=2, moe_top_k=1,
+        vocab_file=str(folder / "vocab.txt"), make_vocab_size_divisible_by=V,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    state = whole_model(config, vocab_size=V).state_dict()
+    write_run(folder / "run", config, state, say=lambda line: None)
+    return folder / "run"
+
+
+def test_it_learns(bert, tmp_path, capsys):
+    train, valid = tmp_path / "train.tsv", tmp_path / "valid.tsv"
+    write(train, "mnli", 301)
+    write(valid, "mnli", 53)
+    arguments = [
+        "finetune", str(bert), "--task", "mnli", "--train-data", str(train), "--valid-data",
+        str(valid), "--epochs", "8", "--micro-batch-size", "16", "--lr", "3e-3", "--save",
+        str(tmp_path / "out"), "--device", "cpu", "--eval-interval", "1000",
+        "--hidden-dropout", "0", "--attention-dropout", "0",
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "iteration      151/     151" in said
+    assert "53 pairs of" in said
+    found = {
+        name: float(value)
+        for name, value in (
+            line.strip().split(": ") for line in said.splitlines()[-4:] if line.startswith("  ")
+        )
+    }
+    assert found["most frequent label"] == pytest.approx(27 / 53, abs=1e-4)
+    assert found["accuracy"] > 0.9
+
+
+def test_pairs_become_samples_of_two_segments(bert, tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("h\n" + mnli_row("good w1 w2", "bad", "contradiction") + "\r\n\n")
+    pairs = read_pairs(path, "mnli")
+    assert pairs == [("good w1 w2", "bad", 0)]
+    (tmp_path / "qqp.tsv").write_text("h\n" + qqp_row("a", "b", "1"))
+    assert read_pairs(tmp_path / "qqp.tsv", "qqp") == [("a", "b", 1)]
+    tokenizer = load_tokenizer(str(bert.parent / "vocab.txt"))
+    sample = PairDataset(pairs, tokenizer, seq_length=9)[0]
+    good, bad, w1, w2 = (tokenizer.token_id(word) for word in ("good", "bad", "w1", "w2"))
+    assert sample["text"].tolist() == [2, good, w1, w2, 3, bad, 3, 0, 0]
+    assert sample["types"].tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0]
+    assert sample["padding_mask"].tolist() == [1] * 7 + [0] * 2
+    short = PairDataset(pairs, tokenizer, seq_length=5)[0]
+    assert short["text"].tolist() == [2, good, 3, bad, 3]
+    again = PairDataset(pairs * 5, tokenizer, seq_length=9, num_samples=12, seed=1)
+    assert len(again) == 12
+
+
+def test_what_is_no_data_is_refused_and_nothing_is_written(bert, tmp_path, capsys):
+    good, bad = tmp_path / "good.tsv", tmp_path / "bad.tsv"
+    write(good, "qqp", 4)
+    out = tmp_path / "out"
+
+    def refused(says, train, *more):
+        files = ["--train-data", str(train), "--valid-data", str(good), "--save", str(out)]
+        assert main(["finetune", str(bert), "--task", "qqp", *files, *more]) == 2
+        assert says in capsys.readouterr().err
+        assert not out.exists()
+
+    bad.write_text("header\n1\t2\n")
+    refused("line 2: expected at least 6 columns of qqp, got 2", bad)
+    bad.write_text("header\n" + qqp_row("a", "b", "2"))
+    refused("line 2: expected a label of 0, 1, got '2'", bad)
+    bad.write_text("header\n")
+    refused("below the first line", bad)
+    refused("No such file", tmp_path / "none.tsv")
+    refused("--epochs above 0", good, "--epochs", "0")

@@ -8,10 +8,19 @@ from mb_parallel import ParallelDims
 from mb_parallel.recompute import apply_recompute
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.flops import flops_per_token
 from mb_train.models.gpt import GPT
 from mb_train.recipes import recipe
-from mb_train.sizing import GIB, _activations, host_memory, memory_warning, sizes
+from mb_train.sizing import (
+    GIB,
+    _activations,
+    checkpoint_bytes,
+    host_memory,
+    memory_warning,
+    sizes,
+)
 from mb_train.tasks.architecture import transformer_config
+from torch.utils.flop_counter import FlopCounterMode
 
 KINDS = {
     "dense": {},
@@ -22,7 +31,13 @@ KINDS = {
     },
     "experts": {"moe_num_experts": 8, "moe_top_k": 2},
     "gated-experts": {"moe_num_experts": 4, "moe_top_k": 1, "swiglu": True},
+    "shared-expert": {
+        "moe_num_experts": 4, "moe_top_k": 1, "swiglu": True,
+        "moe_shared_expert_intermediate_size": 96,
+    },
+    "experts-recompute": {"moe_num_experts": 4, "moe_top_k": 2, "moe_recompute": True},
     "recompute": {"recompute_granularity": "full"},
+    "fp32-residual": {"fp32_residual_connection": True, "bf16": True},
 }  # fmt: skip
 
 
@@ -56,15 +71,38 @@ def kept_bytes(model, config):
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_are_what_autograd_keeps(kind):
     config = config_of(**KINDS[kind])
-    model = GPT(transformer_config(config, 64)).train()
+    dtype, width = (torch.bfloat16, 2) if config.bf16 else (torch.float32, 4)
+    model = GPT(transformer_config(config, 64), compute_dtype=dtype).train()
     if config.recompute_granularity == "full":
         apply_recompute(model.stack.blocks.values(), "full")
-    counted = _activations(model, config, ParallelDims(), 4)
+    counted = _activations(model, config, ParallelDims(), width)
     kept = kept_bytes(model, config)
+    if config.bf16:  # casts of the weights, counted with those
+        kept -= 2 * sum(p.numel() for p in model.stack.blocks.parameters() if p.ndim > 1)
     if kind == "recompute":  # and one layer again in the backward pass
         alone = config_of(num_layers=1)
         kept += kept_bytes(GPT(transformer_config(alone, 64)).train(), alone)
     assert counted == pytest.approx(kept, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["dense", "modern", "experts", "gated-experts", "shared-expert"])
+def test_arithmetic_is_what_the_operations_are_counted_to_take(kind):
+    config = config_of(**KINDS[kind])
+    model = GPT(transformer_config(config, 64)).train()
+    tokens_BS = torch.randint(0, 50, (config.micro_batch_size, config.seq_length))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens_BS, labels_BS=tokens_BS).total().backward()
+    # torch counts no attention on a CPU: two products over the square of positions, three times.
+    attention = 3 * 2 * 2 * config.seq_length * config.hidden_size * config.num_layers
+    counted = counter.get_total_flops() / tokens_BS.numel() + attention
+    assert flops_per_token(config, 64) == pytest.approx(counted, rel=1e-3)
+
+
+def test_moments_in_16_bit_are_half_as_large():
+    config = config_of(optimizer_state_dtype="bf16")
+    found = sizes(config, 64, 1, "CPU")
+    assert found.optimizer == 4 * found.parameters
+    assert checkpoint_bytes(config, found.parameters) == 8 * found.parameters
 
 
 @pytest.mark.parametrize("kind", ["dense", "modern", "experts"])

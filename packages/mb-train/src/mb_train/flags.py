@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import textwrap
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from mb_train.config import GROUPS, TrainConfig, flag_name
@@ -42,21 +44,52 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message[:1].upper() + message[1:])
 
 
-def build_parser(commands: Iterable[str] = ()) -> argparse.ArgumentParser:
+_ABOUT = """\
+Train a transformer, dense or Mixture-of-Experts. With no flag: a small dropless MoE GPT on
+Python's own library.
+
+  mb-train --recipe dmoe-125m --data-path my_text_document
+  mb-train --load runs/dmoe-125m
+  torchrun --nproc_per_node 8 -m mb_train --recipe dmoe-125m --data-path my_text_document
+"""
+
+
+# Choices of more letters than this are in a flag's text, not in its line.
+_LONG = 50
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str, **_: Any) -> None:
+        super().__init__(prog, max_help_position=38, width=100)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        name = action.option_strings[0]  # other spellings are in the text
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{name.removeprefix('--')}"
+        if name == "-h" or action.nargs == 0:
+            return ", ".join(action.option_strings[:2] if name == "-h" else [name])
+        return f"{name} {self._format_args(action, action.dest.upper())}"
+
+
+def build_parser(
+    commands: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> argparse.ArgumentParser:
     """The parser of a training run; its result holds only what was typed.
 
     Args:
-        commands: what else the program does, for the help.
+        commands: what else the program does, by name; their docstrings are for the help.
     """
     from mb_train import __version__
 
     parser = Parser(
         prog="mb-train",
-        description="Train a transformer, dense or Mixture-of-Experts. With no flag: a small "
-        "dropless MoE GPT on Python's own library.",
-        epilog=f"Other commands, each with a --help: {', '.join(commands)}. "
-        "Accepted from Megatron scripts without effect, the matter being settled here: "
-        + ", ".join(SETTLED) + ".",
+        usage="mb-train [FLAGS]\n       mb-train COMMAND [ARGUMENTS]",
+        description=_ABOUT + _listed(commands),
+        epilog=textwrap.fill(
+            "Accepted from Megatron scripts without effect, the matter being settled here: "
+            + ", ".join(SETTLED) + ".", 98, break_on_hyphens=False,
+        ),
+        formatter_class=_Help,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )  # fmt: skip
@@ -80,10 +113,21 @@ def build_parser(commands: Iterable[str] = ()) -> argparse.ArgumentParser:
     return parser
 
 
+def _listed(commands: Mapping[str, Callable[..., Any]]) -> str:
+    if not commands:
+        return ""
+    lines = [
+        f"  {name:10}{(call.__doc__ or '').splitlines()[0]}" for name, call in commands.items()
+    ]
+    return "\n".join(["\nother commands, each with a --help:", *lines])
+
+
 def _add_field(group: Any, f: Field[Any]) -> None:
     kind, about = _TYPES[f.name], spec(f)
     names = [flag_name(f.name), *about.also]
     text = about.help.replace("%", "%%")
+    if about.also:
+        text += f" (also {', '.join(about.also)})"
     if kind is bool:
         # `--no-no-load-optim` would help nobody.
         negated = not f.name.startswith("no_")
@@ -96,14 +140,21 @@ def _add_field(group: Any, f: Field[Any]) -> None:
         text += f" (default {f.default})"
     extra: dict[str, Any] = {"metavar": f.name.split("_")[-1].upper()}
     if about.choices:
-        extra = {"choices": about.choices}
+        words = ", ".join(map(str, about.choices))
+        if len(words) > _LONG:
+            text += f"; one of {words}"
+            extra["choices"] = about.choices
+        else:
+            extra = {"choices": about.choices}
     if typing.get_origin(kind) is list:
         (kind,) = typing.get_args(kind)
         extra |= {"nargs": about.count or "+"}
     group.add_argument(*names, type=kind, dest=f.name, help=text, **extra)
 
 
-def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> CommandLine:
+def parse(
+    argv: Sequence[str], commands: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+) -> CommandLine:
     """Read the command line; `commands` as for `build_parser`.
 
     Raises:

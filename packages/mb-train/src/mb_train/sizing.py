@@ -37,7 +37,8 @@ _BANDWIDTH_TB = {
 }  # fmt: skip
 # Fragmentation, workspaces of the matrix products, tensors that live for one layer's backward.
 _SLACK = 1.05
-_STATE_BYTES = {"adam": 8, "sgd": 4, "adafactor": 0, "muon": 4}
+# Numbers of optimizer state for each parameter; Adafactor's few are not counted.
+_MOMENTS = {"adam": 2, "sgd": 1, "adafactor": 0, "muon": 1}
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,24 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
     waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1
     gradients = 4 * (here if waiting else sharded)
+    if ranks == 1 and narrow and micro_batches == 1:
+        gradients -= 2 * experts_rank  # theirs are in the dtype of the arithmetic until they add up
     return Sizes(
         parameters=total,
         active=int(total - experts + experts * share),
         weights=int(4 * sharded + cast),
         gradients=int(gradients),
-        optimizer=int(_STATE_BYTES.get(config.optimizer, 8) * sharded),
+        optimizer=int(_state_bytes(config) * sharded),
         activations=int(_activations(model, config, dims, narrow or 4)),
         step_flops=flops,
         step_s=_seconds(flops / ranks, here, sharded, micro_batches, device),
     )
+
+
+def _state_bytes(config: TrainConfig) -> int:
+    """Bytes of optimizer state for each parameter."""
+    halves = config.optimizer in ("adam", "muon") and config.optimizer_state_dtype == "bf16"
+    return _MOMENTS[config.optimizer] * (2 if halves else 4)
 
 
 def _activations(model: nn.Module, config: TrainConfig, dims: ParallelDims, width: int) -> float:
@@ -126,12 +135,19 @@ def _activations(model: nn.Module, config: TrainConfig, dims: ParallelDims, widt
     kv = config.kv_heads * config.head_size
     rotated = heads + kv if config.position_embedding_type == "rope" else 0
     around = 4 * hidden  # the inputs of both norms, and what comes out of them
+    if config.fp32_residual_connection:
+        around += 2 * hidden * (4 - width) // width  # what goes into the norms
     if config.hidden_dropout:
         around += 2 * hidden // width  # masks of a byte
     inside = heads + 2 * kv + rotated + heads  # q, k, v, what attention returns
     gated = 2 if config.is_glu else 1
     dense = (4 if config.is_glu else 2) * config.ffn_size
     experts = config.moe_top_k * gated * config.expert_ffn_size
+    if config.moe_recompute:
+        experts = 0
+    elif config.moe_saved_activation_bits is not None:
+        experts = experts * config.moe_saved_activation_bits // (8 * width)
+    experts += gated * (config.moe_shared_expert_intermediate_size or 0)
     experts += (4 * (config.moe_num_experts or 0) * 3) // width  # logits and scores in fp32
     split = dims.tp if config.sequence_parallel else 1
     layers = whole(config.num_layers)
@@ -190,7 +206,7 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
 
 def checkpoint_bytes(config: TrainConfig, parameters: int) -> int:
     """Bytes of one checkpoint on disk."""
-    state = 0 if config.no_save_optim else _STATE_BYTES.get(config.optimizer, 8)
+    state = 0 if config.no_save_optim else _state_bytes(config)
     return (4 + state) * parameters
 
 

@@ -1,0 +1,122 @@
+"""What `mb-train plan` says of a run beside what the run then takes, on one GPU.
+
+    python packages/mb-train/benchmarks/plan.py [--cases dense-125m dmoe-125m] [--steps 12]
+
+Each case trains a few steps on random tokens, without evaluation or checkpoint. Memory is the most
+that torch's allocator had given out, time the median step after the warm-up; the plan's error is
+its figure over the measured one, less 1. Under 90 s in all on an H200. Prints a table, then one
+line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import mb_data
+import numpy as np
+import torch
+from mb_train import train as loop
+from mb_train.cli import main as train
+from mb_train.config import TrainConfig
+from mb_train.recipes import recipe
+from mb_train.run_log import read_log
+from mb_train.sizing import GIB, sizes
+
+# Recipe -> the flags that make it one GPU's.
+CASES: dict[str, dict[str, int]] = {
+    "dense-125m": {"micro_batch_size": 32, "global_batch_size": 64},
+    "dmoe-125m": {"micro_batch_size": 32, "global_batch_size": 64},
+    "olmoe-1b-7b": {"num_layers": 2, "micro_batch_size": 4, "global_batch_size": 8},
+}
+WARM_UP = 4
+
+
+def tokens(path: Path, count: int) -> str:
+    """Random tokens below 50,000 as a data set; its prefix."""
+    generator = np.random.default_rng(0)
+    with mb_data.IndexedDatasetBuilder(path, np.uint16) as builder:
+        for _ in range(64):
+            builder.add_document(generator.integers(0, 50_000, count // 64, dtype=np.uint16))
+    return str(path)
+
+
+def measure(name: str, data: str, folder: Path, steps: int, device: str) -> dict[str, Any]:
+    """Plan and actual figures of one case."""
+    fields = recipe(name) | CASES[name] | {"train_iters": steps, "device": device}
+    words = ["--recipe", name, "--data-path", data, "--split", "100,0,0", "--save", str(folder)]
+    words += ["--eval-iters", "0", "--log-interval", "1", "--train-iters", str(steps)]
+    words += ["--device", device, "--tokenizer", "gpt2"]
+    for field, value in CASES[name].items():
+        words += ["--" + field.replace("_", "-"), str(value)]
+    on_gpu = device == "cuda"
+    if on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    if train(words) != 0:
+        raise SystemExit(f"mb-train {' '.join(words)} failed")
+    events = [e for e in read_log(folder / "log.jsonl") if e["event"] == "train"]
+    (start,) = (e for e in read_log(folder / "log.jsonl") if e["event"] == "start")
+    times = [e["ms_per_iteration"] for e in events[WARM_UP:]]
+    found = sizes(
+        TrainConfig(**fields),
+        vocab_size(name),
+        1,
+        torch.cuda.get_device_name() if on_gpu else "CPU",
+    )
+    return {
+        "case": name,
+        "parameters": start["parameters"],
+        "planned_parameters": found.parameters,
+        "gib": max(e["memory_allocated"] or 0 for e in events) / GIB,
+        "planned_gib": found.memory / GIB,
+        "ms": statistics.median(times),
+        "planned_ms": None if found.step_s is None else 1e3 * found.step_s,
+    }
+
+
+def vocab_size(name: str) -> int:
+    """GPT-2's vocabulary, padded as the recipe has it."""
+    by = recipe(name).get("make_vocab_size_divisible_by", 128)
+    size = mb_data.load_tokenizer("gpt2").vocab_size
+    return mb_data.padded_vocab_size(size, divisible_by=by, tensor_parallel=1)
+
+
+def main() -> None:
+    """Measure the cases and print them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--steps", type=int, default=12, help=f"more than {WARM_UP}; default 12")
+    options = parser.parse_args()
+    if options.steps <= WARM_UP:
+        raise SystemExit(f"Expected --steps above {WARM_UP}, got {options.steps}.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loop.save = lambda run, **_: None  # the log is wanted, 15 GB of weights are not
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        data = tokens(Path(folder) / "random", 4_000_000)
+        for name in options.cases:
+            rows.append(measure(name, data, Path(folder) / name, options.steps, device))
+    print(f"\n{'':14}{'GiB':>8}{'plan':>8}{'error':>8}{'ms':>9}{'plan':>9}{'error':>8}")
+    for row in rows:
+        assert row["parameters"] == row["planned_parameters"], row
+        line = f"{row['case']:14}"
+        for kind, digits in (("gib", 8), ("ms", 9)):
+            got, planned = row[kind], row[f"planned_{kind}"]
+            known = got and planned is not None
+            error = f"{planned / got - 1:+8.1%}" if known else f"{'unknown':>8}"
+            line += f"{got:{digits}.1f}{planned or 0.0:{digits}.1f}{error}"
+        print(line)
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    print(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

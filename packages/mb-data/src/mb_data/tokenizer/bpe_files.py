@@ -27,7 +27,8 @@ def from_merges(
     entries = [*byte_to_letter().values(), *(merge.replace(" ", "") for merge in merges)]
     ids = {entry: i for i, entry in enumerate(entries)}
     added = {END_OF_TEXT: len(ids)}
-    return _build(name, ids, merges, added, {"eod": len(ids)}, fingerprint, num_extra_ids, engine)
+    end = {"eod": len(ids)}
+    return _build(name, ids, merges, added, end, fingerprint, num_extra_ids, engine, by_rank=True)
 
 
 def from_vocab_and_merges(
@@ -150,6 +151,7 @@ def _build(
     patterns: Sequence[str] = (GPT2_PATTERN,),
     ignore_merges: bool = False,
     form: Form | None = None,
+    by_rank: bool = False,
 ) -> ByteLevelBPE:
     size = max([*ids.values(), *added.values()]) + 1
     extra_ids = range(size, size + num_extra_ids)
@@ -166,6 +168,7 @@ def _build(
         patterns=patterns,
         ignore_merges=ignore_merges,
         form=form,
+        by_rank=by_rank,
         engine=engine,
     )
 

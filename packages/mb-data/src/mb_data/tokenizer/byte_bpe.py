@@ -31,6 +31,7 @@ class ByteLevelBPE(Tokenizer):
         special: ids of special tokens by role.
         special_text: text of special tokens by id, for ``decode``.
         patterns, ignore_merges, form: see ``ReadableBPE``.
+        by_rank: see ``FastBPE``.
         engine: "gigatoken", "python", or "auto" for the first that works.
 
     Raises:
@@ -52,6 +53,7 @@ class ByteLevelBPE(Tokenizer):
         patterns: Sequence[str] = (GPT2_PATTERN,),
         ignore_merges: bool = False,
         form: Form | None = None,
+        by_rank: bool = False,
         engine: str = "auto",
     ) -> None:
         if engine not in ("auto", "gigatoken", "python"):
@@ -74,7 +76,7 @@ class ByteLevelBPE(Tokenizer):
         self._fast: FastBPE | None = None
         if engine != "python":
             try:
-                self._fast = FastBPE(self.readable, self._separator)
+                self._fast = FastBPE(self.readable, self._separator, by_rank=by_rank)
             except ModuleNotFoundError:
                 if engine == "gigatoken":
                     raise

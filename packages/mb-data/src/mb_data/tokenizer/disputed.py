@@ -27,13 +27,14 @@ class DisputedLetters:
 
     def __init__(self, points: npt.NDArray[np.bool_]) -> None:
         self.points = points
-        # The first two bytes of a letter say which 1, 64 or 4,096 letters it is one of.
-        self._starts = np.zeros(1 << 14, dtype=bool)
-        for first in range(0xC2, 0xF5):
-            for second in range(0x80, 0xC0):
-                low, high = _letters(first, second)
-                self._starts[first << 6 | second & 0x3F] = bool(points[low:high].any())
-        self._leads: npt.NDArray[np.bool_] = np.any(self._starts.reshape(256, 64), axis=1)
+        # The first two bytes of a letter say which 1, 64 or 4,096 letters it is one of: [256, 64].
+        starts = np.zeros((256, 64), dtype=bool)
+        starts[0xC2:0xE0] = points[0x80:0x800].reshape(30, 64)
+        starts[0xE0:0xF0] = points[:0x10000].reshape(16, 64, 64).any(axis=2)
+        planes = np.append(points, np.zeros(0x140000 - POINTS, dtype=bool))
+        starts[0xF0:0xF5] = planes.reshape(5, 64, 4096).any(axis=2)
+        self._starts = starts.reshape(-1)
+        self._leads: npt.NDArray[np.bool_] = np.any(starts, axis=1)
 
     def find(self, texts: Sequence[bytes]) -> list[int]:
         """Numbers of the texts with such a letter, ascending."""
@@ -64,18 +65,6 @@ def disputed_letters(*, wordpiece: bool = False) -> DisputedLetters:
                 points[int(first, 16) : int(last, 16) + 1] = True
     points[ord("Σ")] = wordpiece
     return DisputedLetters(points)
-
-
-def _letters(first: int, second: int) -> tuple[int, int]:
-    """The range of letters whose UTF-8 starts with these two bytes."""
-    tail = second & 0x3F
-    if first < 0xE0:
-        low, count = (first & 0x1F) << 6 | tail, 1
-    elif first < 0xF0:
-        low, count = (first & 0xF) << 12 | tail << 6, 1 << 6
-    else:
-        low, count = (first & 7) << 18 | tail << 12, 1 << 12
-    return low, min(low + count, POINTS)
 
 
 def _decode(data: npt.NDArray[np.uint8], places: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:

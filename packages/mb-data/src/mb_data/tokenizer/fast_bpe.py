@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import binascii
 import json
 import os
 import tempfile
@@ -45,17 +45,21 @@ class FastBPE:
     Args:
         readable: vocabulary, merges and patterns. Normalization is the caller's.
         separator: the id that ends each text's tokens; of no entry of the vocabulary.
+        by_rank: let the engine merge by ids instead of by the list of merges: it loads in half the
+            time. The same for vocabularies whose ids are in the order of their merges, as tiktoken
+            takes GPT-2's; `separator` must be the next id.
 
     Raises:
         ModuleNotFoundError: gigatoken is not installed.
         RuntimeError: the engine does not know these patterns.
     """
 
-    def __init__(self, readable: ReadableBPE, separator: int) -> None:
+    def __init__(self, readable: ReadableBPE, separator: int, *, by_rank: bool = False) -> None:
         self.readable = readable
+        self._by_rank = by_rank or readable.merges is None
         self.separator = separator
-        # Vocabularies without merges are ranks 0, 1, ... to the engine, whatever the first id is.
-        self._first_id = min(readable.ids.values()) if readable.merges is None else 0
+        # Ranks are 0, 1, ... to the engine, whatever the first id is.
+        self._first_id = min(readable.ids.values()) if self._by_rank else 0
         self._engine = self._load()
 
     def encode(
@@ -82,7 +86,7 @@ class FastBPE:
         from gigatoken.gigatoken_rs import BPETokenizer, load_hf_json
 
         readable = self.readable
-        if readable.merges is None:
+        if self._by_rank:
             scheme = SCHEMES.get("|".join(readable.patterns))
             ranks = sorted(readable.ids.items(), key=lambda entry: entry[1])
             dense = [i for _, i in ranks] == list(range(ranks[0][1], ranks[0][1] + len(ranks)))
@@ -93,7 +97,8 @@ class FastBPE:
                 path = os.path.join(directory, "ranks")
                 with open(path, "wb") as file:
                     for rank, (entry, _) in enumerate(ranks):
-                        file.write(b"%s %d\n" % (base64.b64encode(letters_to_bytes(entry)), rank))
+                        word = binascii.b2a_base64(letters_to_bytes(entry), newline=False)
+                        file.write(b"%s %d\n" % (word, rank))
                 return BPETokenizer.from_tiktoken(path, scheme, special)
         words: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
         if readable.patterns != (GPT2_PATTERN,):  # which is what ByteLevel does by itself
@@ -106,7 +111,7 @@ class FastBPE:
             "model": {
                 "type": "BPE",
                 "vocab": {**readable.ids, SEPARATOR: self.separator},
-                "merges": list(readable.merges),
+                "merges": list(readable.merges or ()),
                 "ignore_merges": readable.ignore_merges,
             },
         }

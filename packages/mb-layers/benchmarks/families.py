@@ -7,6 +7,8 @@ For each causal language model whose experts are stacked, a random two-layer mod
 
 - logits, gradients: largest difference of `mb_layers.transformers.use` from transformers' eager;
 - path: "fused", or "steps" where the experts have what the fused op lacks;
+- generation: whether four tokens generated with a cache are eager's, after `use` (and after
+  `swap_blocks`, where there is a form of block);
 - swap: of `swap_blocks` from eager, logits; "-": no form of block known;
 - round trip: whether swap, save_pretrained, from_pretrained and swap, restore_blocks give the
   weights bit for bit.
@@ -60,6 +62,20 @@ OWN: dict[str, dict[str, Any]] = {
             "hidden_size": 32,
         },
     },
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8, "topk_method": "greedy"},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "beam": {"num_hidden_layers": 4},
+    "flint": {"num_hidden_layers": 4},
+    "dots1": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+    "cohere2_moe": {"shared_expert_combination_strategy": "sum"},
     "nemotron_h": {"layers_block_type": ["attention", "moe"], "mlp_hidden_act": "relu2"},
 }
 
@@ -97,6 +113,14 @@ def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     logits.float().log_softmax(-1)[..., 7].sum().backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return logits.detach(), grads
+
+
+def generate(model: nn.Module) -> list[list[int]]:
+    """Tokens that a cache helped to generate."""
+    tokens = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(6))
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "use_cache": True}
+    with torch.no_grad():
+        return model.generate(tokens, attention_mask=torch.ones_like(tokens), **options).tolist()
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -137,10 +161,13 @@ def measure(kind: str) -> dict[str, Any]:
         "gradients": max(relative(our_grads[name], grad) for name, grad in grads.items()),
         "path": "steps" if None in paths else "fused",
     }
+    generated = generate(model)
+    row["generation"] = generate(ours) == generated
     if any(type(m).__name__ in FORMS for m in model.modules()):
         swapped = copy.deepcopy(model)
         mb.swap_blocks(swapped)
         row["swap"] = relative(run(swapped)[0], logits)
+        row["generation"] &= generate(swapped) == generated
         row["round trip"] = round_trip(model)
     return row
 
@@ -167,7 +194,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     rows, failed = [], {}
-    print("| family | logits | gradients | path | swap | round trip |\n|---|---|---|---|---|---|")
+    print("| family | logits | gradients | path | generation | swap | round trip |")
+    print("|---|---|---|---|---|---|---|")
     for kind in names:
         try:
             row = measure(kind)
@@ -178,8 +206,8 @@ def main() -> None:
         swap = f"{row['swap']:.1e}" if "swap" in row else "-"
         trip = {True: "exact", False: "differs", None: "-"}[row.get("round trip")]
         print(
-            f"| {kind} | {row['logits']:.1e} | {row['gradients']:.1e} | {row['path']} | {swap} | "
-            f"{trip} |",
+            f"| {kind} | {row['logits']:.1e} | {row['gradients']:.1e} | {row['path']} | "
+            f"{'same' if row['generation'] else 'differs'} | {swap} | {trip} |",
             flush=True,
         )
     for kind, why in failed.items():

@@ -91,9 +91,37 @@ FAMILIES = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
     },
+    # Names of their own for router, bias and shared expert.
+    "afmoe": {
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "num_dense_layers": 0,
+        "route_scale": 1.5,
+        "head_dim": 16,
+    },
+    "ernie4_5_moe": {
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 0,
+    },
+    "hunyuan_v1_moe": {
+        "intermediate_size": 16,
+        "num_experts": 6,
+        "moe_topk": 2,
+        "head_dim": 16,
+    },
     "gemma_gate": {"intermediate_size": 16, "num_experts": 9, "hidden_act": "gelu_pytorch_tanh"},
 }
-BLOCKS = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "granitemoe"]
+BLOCKS = [
+    *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "granitemoe"),
+    *("afmoe", "ernie4_5_moe", "hunyuan_v1_moe"),
+]
 
 
 def build(family: str, **overrides: object) -> torch.nn.Module:

@@ -1,14 +1,14 @@
 """A transformers MoE block as a `dMoE`, and back: the config, and every tensor by rename.
 
-Blocks come in few forms. `FORMS` says which class has which, and each form which `MoEConfig` it is;
-widths are read off the weights. The names of the tensors are read off the state dict.
+`mb_layers.transformers.forms` says which class of block routes in which way; widths are read off
+the weights, the names of the tensors off the state dict.
 
 Letters: D hidden, F expert ffn width, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from mb_layers.config import MoEConfig
 from mb_layers.moe import dMoE
 from mb_layers.state_dicts import Rule, translate, translate_back
 from mb_layers.transformers.experts import GLU_NAMES, IMPLEMENTATION, activation_name
+from mb_layers.transformers.forms import FORMS as FORMS
 
 
 def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
@@ -71,7 +72,7 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
         "load_balancing_loss_weight": top_k * (getattr(config, "router_aux_loss_coef", None) or 0),
         "init_method_std": config.initializer_range,
     }
-    shared = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
+    shared: Any = next((m for m in map(block._modules.get, _SHARED) if m is not None), None)
     if shared is not None:
         fields["shared_expert_hidden_size"] = shared.down_proj.in_features
         fields["shared_expert_gate"] = hasattr(block, "shared_expert_gate")
@@ -102,11 +103,29 @@ def _names(config: MoEConfig) -> Collection[str]:
     return dMoE(config, device="meta").state_dict().keys()
 
 
+# What blocks call the parts of theirs that have names of several kinds.
+_ROUTERS = ("gate.weight", "router.weight", "router.gate.weight", "gate.wg.weight")
+_FLAT_BIASES = ("gate.e_score_correction_bias", "e_score_correction_bias", "expert_bias")
+_BIAS_OF_ROWS = "gate.moe_statics.e_score_correction_bias"  # [1, E]
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+
+
 def _rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
-    router = "gate.weight" if "gate.weight" in names else "router.weight"
-    rules = [Rule("router.weight", (router,))]
-    if config.balancing_bias:
-        name = "gate.e_score_correction_bias"
+    def called(candidates: Sequence[str], suffix: str = "") -> str:
+        return next((c for c in candidates if c + suffix in names), candidates[0])
+
+    rules = [Rule("router.weight", (called(_ROUTERS),))]
+    if config.balancing_bias and _BIAS_OF_ROWS in names:
+        rules.append(
+            Rule(
+                "router.balancing_bias",
+                (_BIAS_OF_ROWS,),
+                lambda bias: bias.float().flatten(),
+                lambda bias: (bias[None],),
+            )
+        )
+    elif config.balancing_bias:
+        name = called(_FLAT_BIASES)
         rules.append(Rule("router.balancing_bias", (name,), Tensor.float, lambda bias: (bias,)))
     if "experts.gate_up_proj" in names:
         rules.append(Rule("experts.w1", ("experts.gate_up_proj",)))
@@ -120,7 +139,7 @@ def _rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
         rules.append(Rule("experts.w1", w1, _stack_pairs, _split_pairs))
         rules.append(Rule("experts.w2", w2, _stack, Tensor.unbind))
     if config.shared_expert_hidden_size is not None:
-        shared = "shared_expert" if "shared_expert.gate_proj.weight" in names else "shared_experts"
+        shared = called(_SHARED, ".gate_proj.weight")
         pair = (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
         rules.append(Rule("shared_expert.w1", pair, _stack_pairs, _split_pairs))
         down = (f"{shared}.down_proj.weight",)
@@ -142,84 +161,3 @@ def _stack_pairs(*tensors: Tensor) -> Tensor:
 
 def _split_pairs(stacked: Tensor) -> Sequence[Tensor]:
     return [half for expert in stacked for half in expert.chunk(2)]
-
-
-def _softmax(config: Any) -> dict[str, Any]:
-    return {"renormalize": config.norm_topk_prob}
-
-
-def _softmax_after_top_k(config: Any) -> dict[str, Any]:
-    if getattr(config, "router_jitter_noise", 0):
-        raise ValueError(
-            f"expected router_jitter_noise=0, got {config.router_jitter_noise}: Mixtral shows the "
-            "experts the jittered tokens, dMoE only the router; set it to 0 and pass jitter_eps="
-        )
-    return {"renormalize": True}
-
-
-def _groups(config: Any, score_top: int) -> dict[str, Any]:
-    if (config.n_group or 1) == 1:
-        return {}
-    return {
-        "num_expert_groups": config.n_group,
-        "top_k_groups": config.topk_group,
-        "group_score_top": score_top,
-    }
-
-
-def _deepseek_v2(config: Any) -> dict[str, Any]:
-    groups = _groups(config, 1) if config.topk_method == "group_limited_greedy" else {}
-    return {"routed_scaling_factor": config.routed_scaling_factor, **groups}
-
-
-def _deepseek_v3(config: Any) -> dict[str, Any]:
-    return _groups(config, 2) | {
-        "score_function": "sigmoid",
-        "renormalize": config.norm_topk_prob,
-        "routed_scaling_factor": config.routed_scaling_factor,
-        "balancing_bias": True,
-    }
-
-
-FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    **dict.fromkeys(
-        (
-            "OlmoeSparseMoeBlock",
-            "FlexOlmoSparseMoeBlock",
-            "Qwen2MoeSparseMoeBlock",
-            "Qwen3MoeSparseMoeBlock",
-            "Qwen3NextSparseMoeBlock",
-            "Qwen3OmniMoeThinkerTextSparseMoeBlock",
-            "Qwen3OmniMoeTalkerTextSparseMoeBlock",
-            "MellumSparseMoeBlock",
-        ),
-        _softmax,
-    ),
-    **dict.fromkeys(
-        (
-            "MixtralSparseMoeBlock",
-            "MiniMaxSparseMoeBlock",
-            "GraniteMoeMoE",
-            "GraniteMoeHybridMoE",
-            "GraniteMoeSharedMoE",
-        ),
-        _softmax_after_top_k,
-    ),
-    **dict.fromkeys(("DeepseekV2Moe", "DeepseekOcr2TextMoe"), _deepseek_v2),
-    **dict.fromkeys(
-        (
-            "DeepseekV3MoE",
-            "DeepseekV32MoE",
-            "BailingHybridMoE",
-            "Dots1MoE",
-            "ExaoneMoeSparseMoEBlock",
-            "Glm4MoeMoE",
-            "Glm4MoeLiteMoE",
-            "Glm4vMoeTextMoE",
-            "GlmMoeDsaMoE",
-            "KimiLinearMoE",
-            "SolarOpenMoE",
-        ),
-        _deepseek_v3,
-    ),
-}

@@ -1,0 +1,157 @@
+"""How transformers' MoE blocks route, in our words: class of block -> fields of `MoEConfig`.
+
+The forms are few: softmax over all experts or over the chosen ones, sigmoids with or without a bias
+for the choice, groups. A block that computes what `dMoE` cannot is refused by the field that says
+so; a class that is not here has a router of another form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Form = Callable[[Any], dict[str, Any]]
+
+
+def _softmax(config: Any) -> dict[str, Any]:
+    return {"renormalize": config.norm_topk_prob}
+
+
+def _plain_softmax(config: Any) -> dict[str, Any]:
+    return {"renormalize": False}
+
+
+def _softmax_after_top_k(config: Any) -> dict[str, Any]:
+    _refuse_jitter(config)
+    return {"renormalize": True}
+
+
+def _softmax_and_bias(config: Any) -> dict[str, Any]:
+    return {"renormalize": True, "balancing_bias": True}
+
+
+def _sigmoid(config: Any) -> dict[str, Any]:
+    return {"score_function": "sigmoid", "renormalize": config.norm_topk_prob}
+
+
+def _sigmoid_and_bias(scale: str | None) -> Form:
+    """Sigmoids that add up to `config.<scale>`, chosen with a bias."""
+
+    def form(config: Any) -> dict[str, Any]:
+        _refuse_jitter(config)
+        return {
+            "score_function": "sigmoid",
+            "renormalize": True,
+            "balancing_bias": True,
+            "routed_scaling_factor": float(getattr(config, scale)) if scale else 1.0,
+        }
+
+    return form
+
+
+def _laguna(config: Any) -> dict[str, Any]:
+    if config.moe_router_logit_softcapping:
+        raise ValueError(
+            "expected moe_router_logit_softcapping=0, got "
+            f"{config.moe_router_logit_softcapping}: dMoE does not cap logits"
+        )
+    return _sigmoid_and_bias("moe_routed_scaling_factor")(config)
+
+
+def _lfm2(config: Any) -> dict[str, Any]:
+    return _sigmoid(config) | {
+        "balancing_bias": config.use_expert_bias,
+        "routed_scaling_factor": float(config.routed_scaling_factor),
+    }
+
+
+def _cohere2(config: Any) -> dict[str, Any]:
+    if config.num_shared_experts and config.shared_expert_combination_strategy != "sum":
+        raise ValueError(
+            "expected shared_expert_combination_strategy='sum', got "
+            f"{config.shared_expert_combination_strategy!r}: dMoE adds the shared expert"
+        )
+    return _sigmoid(config) if config.expert_selection_fn == "sigmoid" else {"renormalize": True}
+
+
+def _deepseek_v2(config: Any) -> dict[str, Any]:
+    groups = _groups(config, 1) if config.topk_method == "group_limited_greedy" else {}
+    return {"routed_scaling_factor": config.routed_scaling_factor, **groups}
+
+
+def _deepseek_v3(config: Any) -> dict[str, Any]:
+    return _groups(config, 2) | {
+        "score_function": "sigmoid",
+        "renormalize": config.norm_topk_prob,
+        "routed_scaling_factor": config.routed_scaling_factor,
+        "balancing_bias": True,
+    }
+
+
+def _groups(config: Any, score_top: int) -> dict[str, Any]:
+    if (config.n_group or 1) == 1:
+        return {}
+    return {
+        "num_expert_groups": config.n_group,
+        "top_k_groups": config.topk_group,
+        "group_score_top": score_top,
+    }
+
+
+def _refuse_jitter(config: Any) -> None:
+    if getattr(config, "router_jitter_noise", 0):
+        raise ValueError(
+            f"expected router_jitter_noise=0, got {config.router_jitter_noise}: the block shows "
+            "the experts the jittered tokens, dMoE only the router; set it to 0 and pass "
+            "jitter_eps="
+        )
+
+
+_CLASSES: dict[Form, tuple[str, ...]] = {
+    _softmax: (
+        "OlmoeSparseMoeBlock",
+        "FlexOlmoSparseMoeBlock",
+        "Qwen2MoeSparseMoeBlock",
+        "Qwen3MoeSparseMoeBlock",
+        "Qwen3NextSparseMoeBlock",
+        "Qwen3OmniMoeThinkerTextSparseMoeBlock",
+        "Qwen3OmniMoeTalkerTextSparseMoeBlock",
+        "Qwen4ExpTextSparseMoeBlock",
+        "MellumSparseMoeBlock",
+    ),
+    _plain_softmax: ("JambaSparseMoeBlock",),
+    _softmax_after_top_k: (
+        "MixtralSparseMoeBlock",
+        "MiniMaxSparseMoeBlock",
+        "GraniteMoeMoE",
+        "GraniteMoeHybridMoE",
+        "GraniteMoeSharedMoE",
+        "GraniteMoeSWAMoE",
+        "HunYuanMoEV1Moe",
+        "Qwen3_5MoeSparseMoeBlock",
+    ),
+    _softmax_and_bias: ("Ernie4_5_MoeSparseMoeBlock",),
+    _sigmoid: ("FlintSparseMoeBlock",),
+    _sigmoid_and_bias("route_scale"): ("AfmoeSparseMoeBlock",),
+    _sigmoid_and_bias("router_scaling_factor"): ("HYV3MoE",),
+    _sigmoid_and_bias(None): ("MiniMaxM2SparseMoeBlock",),
+    _laguna: ("LagunaSparseMoeBlock",),
+    _lfm2: ("Lfm2MoeSparseMoeBlock",),
+    _cohere2: ("Cohere2MoeSparseMoeBlock",),
+    _deepseek_v2: ("DeepseekV2Moe", "DeepseekOcr2TextMoe"),
+    _deepseek_v3: (
+        "DeepseekV3MoE",
+        "DeepseekV32MoE",
+        "AXK2MoE",
+        "BailingHybridMoE",
+        "Dots1MoE",
+        "ExaoneMoeSparseMoEBlock",
+        "Glm4MoeMoE",
+        "Glm4MoeLiteMoE",
+        "Glm4vMoeTextMoE",
+        "GlmMoeDsaMoE",
+        "KimiLinearMoE",
+        "SolarOpenMoE",
+    ),
+}
+FORMS = {name: form for form, names in _CLASSES.items() for name in names}

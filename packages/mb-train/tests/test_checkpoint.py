@@ -413,26 +413,34 @@ def test_names_do_not_change_by_what_is_wrapped_around_a_module(tmp_path):
     assert torch.equal(wrapped[0].weight, model[0].weight)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("room", [True, False], ids=["device", "host"])
-def test_a_snapshot_of_a_gpu_keeps_the_state_of_its_moment(tmp_path, monkeypatch, room):
+@pytest.mark.parametrize(
+    ("device", "room"),
+    [
+        ("cpu", False),
+        pytest.param("cuda", True, marks=pytest.mark.gpu),
+        pytest.param("cuda", False, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_snapshot_keeps_the_state_of_its_moment(tmp_path, monkeypatch, device, room):
     model, optimizer = make(width=1000)
-    model.cuda()
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    x = torch.ones(2, 3, device="cuda")
+    x = torch.ones(2, 3, device=device)
     model(x).square().sum().backward()
     optimizer.step()
     if not room:
         monkeypatch.setattr(saver_module, "_fits_on_device", lambda tensors: False)
     saver = Saver(tmp_path, asynchronous=True)
-    for iteration in (1, 2):  # the second reuses what the first has allocated
+    for iteration in (1, 2, 3):  # the second reuses what the first has allocated
+        if iteration == 3:
+            optimizer = None  # fewer tensors than before
         before = [p.detach().clone() for p in model.parameters()]
         begin(saver, model, optimizer, iteration)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(3)
         assert saver.wait()
-        other = make(width=1000, seed=1)[0].cuda()
+        other = make(width=1000, seed=1)[0].to(device)
         load_checkpoint(tmp_path / f"iter_{iteration:07d}", other, None)
         assert all(map(torch.equal, before, other.parameters()))
     assert (saver._stager is None) == room

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -78,7 +78,8 @@ class Saver:
         self._pending: tuple[int, Future[None]] | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._stager: DefaultStager | None = None
+        self._stager: BlockingAsyncStager | None = None
+        self._staged: set[str] = set()
         if asynchronous:
             self._thread = ThreadPoolExecutor(
                 1, thread_name_prefix="saver", initializer=_use_device, initargs=(_device(),)
@@ -160,8 +161,6 @@ class Saver:
         """End the writing thread, after what it has to do; call `wait` before."""
         if self._thread is not None:
             self._thread.shutdown()
-        if self._stager is not None:
-            self._stager.close()
 
     def _draft(self, iteration: int) -> Path:
         return self._folder / (iteration_folder(iteration) + ".partial")
@@ -176,15 +175,12 @@ class Saver:
         """A copy that the training cannot change, on the device if there is room."""
         if _fits_on_device(tensors):
             return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        if self._stager is None:
+        if self._stager is None or self._staged != tensors.keys():
+            # Memory that stays from one checkpoint to the next, pinned beside a GPU: copies into
+            # it are several times faster. (DefaultStager of torch 2.11 serves once.)
             on_gpu = torch.cuda.is_available()
-            options = StagingOptions(
-                use_pinned_memory=on_gpu,  # its copies are several times faster
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=on_gpu,
-            )
-            self._stager = DefaultStager(options)
+            self._stager = BlockingAsyncStager(cache_staged_state_dict=on_gpu)
+            self._staged = set(tensors)
         staged: Any = self._stager.stage(dict(tensors))
         return staged
 

@@ -260,9 +260,8 @@ def call(model, batch):
 
 def train(rank, world_size, options):
     """Losses per step, all metrics, every step's gradients and the parameters at the end."""
-    mesh = ParallelDims(dp_shard=options.dp, tp=options.tp, pp=options.pp, ep=options.ep).build(
-        "cpu"
-    )
+    dims = ParallelDims(dp_shard=options.dp, tp=options.tp, pp=options.pp, ep=options.ep)
+    mesh = dims.build(options.device)
     count = options.pp * options.stages_per_rank
     layers = split_layers(L, count, first_lighter=options.first_lighter)
     indices = [0]

@@ -29,6 +29,11 @@ SAME = (
     "--eval-interval 5 --eval-iters 1 --attention-dropout 0 --hidden-dropout 0 "
     "--make-vocab-size-divisible-by 128 --adam-eps 1e-3"
 )
+# What an MoE layer has besides its experts, so that every layout has to spread it right.
+BESIDES = (
+    "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --moe-output-bias "
+    "--moe-z-loss-weight 0.01"
+)
 TP, PP, EP = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
 SP, A2A, GATHER = (
     "--sequence-parallel",
@@ -122,18 +127,21 @@ def _deviations(run: Path, expected: Path) -> dict[str, float]:
     return found
 
 
+def _flags(tokens: str, run: Path, more: str = "", *, moe: bool) -> list[str]:
+    return tiny_run.flags(tokens, run, SAME, BESIDES if moe else "", more, moe=moe)
+
+
 def _all_runs(folder: Path) -> dict[str, Path]:
     """Train every layout, and one process with and without experts."""
     tokens = tiny_run.write_tokens(folder)
     runs = {name: folder / name.replace(" ", "-") for name in LAYOUTS}
     for moe in (True, False):
         runs[f"one {moe}"] = run = folder / f"one-{moe}"
-        assert main(tiny_run.flags(tokens, run, SAME, moe=moe)) == 0
+        assert main(_flags(tokens, run, moe=moe)) == 0
     for ranks in sorted({ranks for ranks, *_ in LAYOUTS.values()}):
         names = [name for name in LAYOUTS if LAYOUTS[name][0] == ranks]
         lines = [
-            tiny_run.flags(tokens, runs[name], SAME, LAYOUTS[name][1], moe=LAYOUTS[name][2])
-            for name in names
+            _flags(tokens, runs[name], LAYOUTS[name][1], moe=LAYOUTS[name][2]) for name in names
         ]
         for said in run_ranks(_train, ranks, lines, timeout_s=900.0):
             for name, error in zip(names, said, strict=True):

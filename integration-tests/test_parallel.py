@@ -67,7 +67,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "dp4": (4, "", True),
     "hybrid 2 x 2": (4, f"--data-parallel-replicas 2 {EP} 2", True),
     "ep4": (4, f"{EP} 4", True),
-    "dp2 ep2": (4, f"{EP} 2 --zero-stage 3", True),
+    "dp2 ep2 zero3, chunks": (4, f"{EP} 2 --zero-stage 3 {A2A} --moe-a2a-overlap-degree 2", True),
     "pp4": (4, f"{PP} 4", True),
     "tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),
     "tp2 ep4": (4, f"{TP} 2 {EP} 4", True),

@@ -29,6 +29,11 @@ SAME = (
     "--eval-interval 5 --eval-iters 1 --attention-dropout 0 --hidden-dropout 0 "
     "--make-vocab-size-divisible-by 128 --adam-eps 1e-3"
 )
+# What an MoE layer has besides its experts, so that every layout has to spread it right.
+BESIDES = (
+    "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --moe-output-bias "
+    "--moe-z-loss-weight 0.01"
+)
 TP, PP, EP = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
 SP, A2A, GATHER = (
     "--sequence-parallel",
@@ -62,7 +67,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "dp4": (4, "", True),
     "hybrid 2 x 2": (4, f"--data-parallel-replicas 2 {EP} 2", True),
     "ep4": (4, f"{EP} 4", True),
-    "dp2 ep2": (4, f"{EP} 2 --zero-stage 3", True),
+    "dp2 ep2 zero3, chunks": (4, f"{EP} 2 --zero-stage 3 {A2A} --moe-a2a-overlap-degree 2", True),
     "pp4": (4, f"{PP} 4", True),
     "tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),
     "tp2 ep4": (4, f"{TP} 2 {EP} 4", True),
@@ -122,18 +127,21 @@ def _deviations(run: Path, expected: Path) -> dict[str, float]:
     return found
 
 
+def _flags(tokens: str, run: Path, more: str = "", *, moe: bool) -> list[str]:
+    return tiny_run.flags(tokens, run, SAME, BESIDES if moe else "", more, moe=moe)
+
+
 def _all_runs(folder: Path) -> dict[str, Path]:
     """Train every layout, and one process with and without experts."""
     tokens = tiny_run.write_tokens(folder)
     runs = {name: folder / name.replace(" ", "-") for name in LAYOUTS}
     for moe in (True, False):
         runs[f"one {moe}"] = run = folder / f"one-{moe}"
-        assert main(tiny_run.flags(tokens, run, SAME, moe=moe)) == 0
+        assert main(_flags(tokens, run, moe=moe)) == 0
     for ranks in sorted({ranks for ranks, *_ in LAYOUTS.values()}):
         names = [name for name in LAYOUTS if LAYOUTS[name][0] == ranks]
         lines = [
-            tiny_run.flags(tokens, runs[name], SAME, LAYOUTS[name][1], moe=LAYOUTS[name][2])
-            for name in names
+            _flags(tokens, runs[name], LAYOUTS[name][1], moe=LAYOUTS[name][2]) for name in names
         ]
         for said in run_ranks(_train, ranks, lines, timeout_s=900.0):
             for name, error in zip(names, said, strict=True):

@@ -38,6 +38,15 @@ LAYERS = {
     "paper-125m": (32768, 768, 3072, 64, 1, "gelu"),
     "olmoe": (16384, 2048, 1024, 64, 8, "swiglu"),
 }
+# How rows come to experts: arguments of `parallelize_experts`.
+WAYS: dict[str, dict[str, Any]] = {
+    "all_gather": {"dispatcher": "all_gather"},
+    "all_to_all": {"dispatcher": "all_to_all"},
+    "all_to_all, 2 chunks": {"dispatcher": "all_to_all", "chunks": 2},
+    "peer": {"dispatcher": "peer"},
+    "peer, rows kept": {"dispatcher": "peer", "keep_rows": True},
+    "peer, exact": {"dispatcher": "peer", "row_policy": "exact"},
+}
 
 
 def in_turns(
@@ -133,7 +142,7 @@ def layer(mesh: ParallelMesh, name: str, routing: str, seconds: float) -> dict[s
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
 
-    def build(dispatcher: str | None, **options: Any) -> Callable[[], None]:
+    def build(options: dict[str, Any] | None) -> Callable[[], None]:
         torch.manual_seed(0)
         moe = dMoE(config, device="cuda", dtype=torch.bfloat16)
         if routing == "zipf":
@@ -143,8 +152,8 @@ def layer(mesh: ParallelMesh, name: str, routing: str, seconds: float) -> dict[s
             with torch.no_grad():
                 moe.router.weight.normal_(std=1 / hidden**0.5)
                 moe.router.bias.copy_(-popularity.log())
-        if dispatcher is not None:
-            parallelize_experts(moe, mesh, dispatcher=dispatcher, equal_tokens=True, **options)
+        if options is not None:
+            parallelize_experts(moe, mesh, equal_tokens=True, **options)
 
         def run() -> None:
             y, aux_loss, _ = moe(x)
@@ -155,13 +164,7 @@ def layer(mesh: ParallelMesh, name: str, routing: str, seconds: float) -> dict[s
 
         return run
 
-    calls = {
-        "one GPU": build(None),
-        "all_gather": build("all_gather"),
-        "all_to_all": build("all_to_all"),
-        "peer": build("peer"),
-        "peer, rows kept": build("peer", keep_rows=True),
-    }
+    calls = {"one GPU": build(None)} | {way: build(options) for way, options in WAYS.items()}
     return in_turns(calls, seconds)
 
 
@@ -176,13 +179,8 @@ def memory_of(mesh: ParallelMesh, name: str) -> dict[str, float]:
         activation=activation,
     )
     held = {}
-    ways: dict[str, dict[str, Any]] = {
-        "all_gather": {"dispatcher": "all_gather"},
-        "all_to_all": {"dispatcher": "all_to_all"},
-        "peer": {"dispatcher": "peer"},
-        "peer, rows kept": {"dispatcher": "peer", "keep_rows": True},
-    }
-    for way, options in ways.items():
+    budget = {"dispatcher": "peer", "row_policy": "budget", "row_budget": 1.25}
+    for way, options in (WAYS | {"peer, budget 1.25": budget}).items():
         moe = dMoE(config, device="cuda", dtype=torch.bfloat16)
         parallelize_experts(moe, mesh, equal_tokens=True, **options)
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -238,8 +238,7 @@ def _compiled(rank, ranks):
     model = _build({})
     mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
     parallelize_experts(model, mesh)
-    for layer in model.layers:
-        layer["moe"].compile(backend="eager")
+    model.layers[1]["moe"].compile(backend="eager")  # the second: its input has a gradient
     return _train(model, mesh, [5, 3])
 
 

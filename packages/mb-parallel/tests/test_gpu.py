@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 TOKENS, HIDDEN = 777, 256
-DISPATCHERS = ("all_gather", "all_to_all", "peer")
+DISPATCHERS = ("all_gather", "all_to_all", "all_to_all in 3 chunks", "peer")
 CASES = {
     "top-1": {"top_k": 1},
     "top-4": {"top_k": 4, "renormalize": True},
@@ -63,7 +63,8 @@ def _compare(rank: int, ranks: int, dtype: torch.dtype) -> list[tuple[str, float
         expected = _through(_layer(dtype, **overrides), x)
         for dispatcher in DISPATCHERS:
             layer = _layer(dtype, **overrides)
-            said = parallelize_experts(layer, mesh, dispatcher=dispatcher)
+            kind, *chunks = dispatcher.split(" in ")
+            said = parallelize_experts(layer, mesh, dispatcher=kind, chunks=3 if chunks else 1)
             assert f"by {dispatcher}, as asked for" in said, said
             got = _through(layer, x[mine])
             again = _through(layer, x[mine])

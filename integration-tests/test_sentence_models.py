@@ -27,6 +27,7 @@ ONE = {
     "bert": f"--model bert {MOE}",
     "t5": f"--model t5 --decoder-seq-length 12 --vocab-extra-ids 8 {MOE} "
     "--position-embedding-type relative",
+    "t5 learned": f"--model t5 --decoder-seq-length 12 --vocab-extra-ids 8 {MOE}",
     # A query is held against the blocks of all ranks: one process has them in one micro-batch.
     "ict": "--model ict --micro-batch-size 8",
     "ict experts": f"--model ict --micro-batch-size 8 {MOE} --moe-loss-weight 0",
@@ -41,6 +42,7 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "t5 ep2": ("t5", f"{EP} 2"),
     "t5 tp2": ("t5", f"{TP} 2"),
     "t5 tp2 sp": ("t5", f"{TP} 2 {SP}"),
+    "t5 pp2": ("t5 learned", f"{PP} 2"),
     "ict dp2": ("ict", "--micro-batch-size 4"),
     "ict ep2": ("ict experts", f"--micro-batch-size 4 {EP} 2"),
 }

@@ -376,6 +376,7 @@ def test_packed_samples_give_the_losses_of_each_by_itself(positions, binary_head
     task = packed_task(bert_binary_head=binary_head)
     samples = [bert_sample(n, seed) for seed, n in enumerate([4, 3, 2, S, 5, 1])]
     packed = task.collate([samples[:3], samples[3:4], samples[4:]])
+    assert packed.keys() >= set(task.loss_weights.values())
     single = task.collate(samples)
     assert packed["ends_BN"].tolist() == [[4, 7, 9, 10], [10, 10, 10, 10], [5, 6, 6, 10]]
     torch.manual_seed(0)

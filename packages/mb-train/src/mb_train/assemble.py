@@ -6,6 +6,7 @@ sharding of data parallelism. A model's own text knows of none of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,7 @@ from mb_train.execute import Executor, Sequential, WithinBudget
 from mb_train.graphs import Graphed, check_capturable
 from mb_train.models.transformer import Block
 from mb_train.tasks import Task
+from mb_train.tasks.base import Borders
 
 
 @dataclass
@@ -73,22 +75,22 @@ def assemble(
     """
     if config.cuda_graph:
         check_capturable(config, device, mesh.dims.world_size)
-    names = _stages(config, mesh)
+    runs, indices = _stages(task, config, mesh)
     parts, total, notes = [], 0, []
-    for layers, first, last in names:
+    for index in indices:
         torch.manual_seed(config.seed)
         with device:
             model = task.build_model(compute_dtype=compute_dtype)
         total = sum(p.numel() for p in model.parameters())
-        if len(layers) < whole(config.num_layers):
-            model.keep(layers, first=first, last=last)
+        if len(runs) > 1:
+            model.keep(runs[index], first=index == 0, last=index == len(runs) - 1)
         notes = _spread(model, task, config, mesh, device, compute_dtype)
         parts.append(model)
     working_copies = hold_working_copies(parts, compute_dtype)
     executor: Executor
     copies: list[nn.Parameter] = []
     if mesh.pp_size > 1:
-        executor = _pipeline(parts, task, config, mesh, compute_dtype)
+        executor = _pipeline(parts, task.borders(runs), task, config, mesh, compute_dtype)
         copies = executor.copies
     elif config.cuda_graph:
         executor = Graphed(parts[0], task.first_input, working_copies)
@@ -101,6 +103,7 @@ def assemble(
 
 def _pipeline(
     parts: list[nn.Module],
+    borders: Borders,
     task: Task,
     config: TrainConfig,
     mesh: ParallelMesh,
@@ -114,25 +117,26 @@ def _pipeline(
         hidden_size=whole(config.hidden_size),
         dtype=torch.float32 if config.fp32_residual_connection else compute_dtype,
         sequence_parallel=config.sequence_parallel,
-        tied=task.tied_parameters,
+        streams=borders.streams,
+        tied=borders.tied,
     )
 
 
-def _stages(config: TrainConfig, mesh: ParallelMesh) -> list[tuple[range, bool, bool]]:
-    """The layers of each stage on this rank, and whether it is the first and the last."""
-    layers = whole(config.num_layers)
+def _stages(
+    task: Task, config: TrainConfig, mesh: ParallelMesh
+) -> tuple[list[range], Sequence[int]]:
+    """The layers of all stages, and which stages are this rank's."""
     if mesh.pp_size == 1:
-        return [(range(layers), True, True)]
+        return [range(task.layers)], [0]
     chunk = config.num_layers_per_virtual_pipeline_stage
-    per_rank = 1 if chunk is None else layers // (mesh.pp_size * chunk)
+    per_rank = 1 if chunk is None else task.layers // (mesh.pp_size * chunk)
     indices = stage_indices(
         config.schedule_in_force,
         pp_size=mesh.pp_size,
         pp_rank=mesh.pp_rank,
         stages_per_rank=per_rank,
     )
-    runs = split_layers(layers, mesh.pp_size * per_rank)
-    return [(runs[index], index == 0, index == len(runs) - 1) for index in indices]
+    return split_layers(task.layers, mesh.pp_size * per_rank), indices
 
 
 def _spread(

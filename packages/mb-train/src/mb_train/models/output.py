@@ -11,7 +11,8 @@ from torch import Tensor
 class ModelOutput(NamedTuple):
     """Letters: B sequences, S tokens, D hidden, L the Mixture-of-Experts layers of this part.
 
-    x: hidden states [B, S, D] for the next stage; None where the model ends.
+    x: hidden states [B, S, D] for the next stage, or those of a decoder and of its encoder; None
+        where the model ends.
     losses: fp32 scalars by name, each summed with the weights that the batch gives its terms; {}
         where the model does not end.
     aux_loss: fp32 scalar, this part's share of the mean over all MoE layers of their weighted
@@ -19,7 +20,7 @@ class ModelOutput(NamedTuple):
     metrics: detached, each [L, ...] in the order of the layers; {} without such layers.
     """
 
-    x: Tensor | None
+    x: Tensor | tuple[Tensor, Tensor] | None
     losses: dict[str, Tensor]
     aux_loss: Tensor | None
     metrics: dict[str, Tensor]
@@ -57,7 +58,9 @@ class ExpertReports:
             self._aux_losses.append(aux_loss)
             self._metrics.append(metrics)
 
-    def output(self, x: Tensor | None, losses: dict[str, Tensor]) -> ModelOutput:
+    def output(
+        self, x: Tensor | tuple[Tensor, Tensor] | None, losses: dict[str, Tensor]
+    ) -> ModelOutput:
         """The model's output."""
         if not self._aux_losses:
             return ModelOutput(x, losses, None, {})

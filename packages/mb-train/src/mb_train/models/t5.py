@@ -3,6 +3,9 @@
 Positions are T5's relative bias (arXiv 1910.10683, section 2.1), or Megatron-LM's learned table.
 One embedding serves encoder, decoder and, if tied, the head.
 
+In a pipeline the blocks of the encoder come first, then the decoder's: between stages travel the
+encoder's hidden states, and with them the decoder's once it has begun.
+
 Letters: B sequences, S tokens of the encoder, R tokens of the decoder, N segments of a sequence, D
 hidden, H heads, V padded vocabulary.
 """
@@ -26,7 +29,7 @@ from mb_train.models.stack import Stack
 
 
 class T5(nn.Module):
-    """A T5.
+    """A T5, or one stage of it.
 
     Args:
         config: of the encoder; positions "relative" or "learned".
@@ -52,7 +55,9 @@ class T5(nn.Module):
         self.cross_entropy = linear_cross_entropy
         self.compute_dtype = compute_dtype
         self.head_scale = config.hidden_size**-0.5 if scale_head else 1.0
-        self.embedding = Embedding(config)
+        # Which of the ends are here: tokens become states, the decoder begins, the loss comes out.
+        self.first = self.begins = self.last = True
+        self.embedding: Embedding | None = Embedding(config)
         self.encoder = Stack(config, compute_dtype=compute_dtype)
         decoder = replace(config, num_layers=decoder_layers, moe_layers=None)
         self.decoder = Stack(decoder, cross=True, compute_dtype=compute_dtype)
@@ -67,9 +72,38 @@ class T5(nn.Module):
         bias = nn.Parameter(torch.zeros(config.vocab_size)) if head_bias else None
         self.register_parameter("head_bias", bias)
 
+    def keep(self, layers: range, *, first: bool, last: bool) -> None:
+        """Cut the model down to a pipeline stage: these blocks, and what the ends need.
+
+        Args:
+            layers: the encoder's from 0 to L - 1, the decoder's from L on.
+            first: tokens come in here. last: the loss comes out here.
+
+        Raises:
+            ValueError: relative positions, which all blocks share.
+        """
+        if self.encoder_bias is not None:
+            raise ValueError(
+                "Expected learned or rotary positions of a T5 in pipeline stages, got relative "
+                "ones, which all stages would share."
+            )
+        L = self.config.num_layers
+        self.first, self.begins, self.last = first, L in layers, last
+        self.encoder.keep(range(layers.start, min(layers.stop, L)), last=L - 1 in layers)
+        self.decoder.keep(range(max(layers.start - L, 0), max(layers.stop - L, 0)), last=last)
+        if not last:
+            self.head = None
+            self.register_parameter("head_bias", None)
+        if not (first or self.begins):
+            if last and self.config.tie_embeddings:
+                assert self.embedding is not None
+                self.embedding.keep_tokens()
+            else:
+                self.embedding = None
+
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | tuple[Tensor, Tensor],
         *,
         ends_BN: Tensor,
         valid_BS: Tensor,
@@ -82,7 +116,8 @@ class T5(nn.Module):
         """The loss of writing the spans, named "lm loss".
 
         Args:
-            x: tokens of the encoder [B, S], int64.
+            x: tokens of the encoder [B, S], int64; on a stage that is not the first the encoder's
+                hidden states [B, S, D], behind the decoder's [B, R, D] if it has begun.
             ends_BN, decoder_ends_BN: the place behind each segment, int64, ascending to S and to R;
                 tokens attend within one, the decoder's to the encoder's of the same number too.
                 Padding is the last. [B, 1] if there is none.
@@ -91,10 +126,24 @@ class T5(nn.Module):
                 [0, V) even where their weight is 0.
             weights_BR: fp32 weight of each label's loss in the sum.
         """
-        memory_BSD, encoder_reports = self.encode(x, ends_BN, valid_BS)
+        x_BRD, memory_BSD = x if isinstance(x, tuple) else (None, x)
+        length = valid_BS.shape[1]
+        reports = ExpertReports(self.encoder.num_moe_layers)
+        if self.first or len(self.encoder.blocks):
+            memory_BSD, reports = self.encode(memory_BSD, ends_BN, valid_BS)
+        if x_BRD is None and not self.begins:
+            reports = ExpertReports.joined(reports, ExpertReports(self.decoder.num_moe_layers))
+            return reports.output(memory_BSD, {})
         x_BRD, decoder_reports = self.decode(
-            decoder_tokens_BR, decoder_ends_BN, decoder_valid_BR, memory_BSD, (ends_BN, x.shape[1])
+            decoder_tokens_BR if x_BRD is None else x_BRD,
+            decoder_ends_BN,
+            decoder_valid_BR,
+            memory_BSD,
+            (ends_BN, length),
         )
+        reports = ExpertReports.joined(reports, decoder_reports)
+        if not self.last:
+            return reports.output((x_BRD, memory_BSD), {})
         loss = self.cross_entropy(
             x_BRD * self.head_scale,
             self._head_weight(),
@@ -103,28 +152,21 @@ class T5(nn.Module):
             bias_V=self.head_bias,
             reduction="sum",
         )
-        return ExpertReports.joined(encoder_reports, decoder_reports).output(
-            None, {"lm loss": loss}
-        )
+        return reports.output(None, {"lm loss": loss})
 
-    def encode(
-        self, tokens_BS: Tensor, ends_BN: Tensor, valid_BS: Tensor
-    ) -> tuple[Tensor, ExpertReports]:
-        """The encoder's hidden states [B, S, D], and what its experts report."""
-        length = tokens_BS.shape[1]
-        bias = None if self.encoder_bias is None else self.encoder_bias(length)
-        flash = self._flash(tokens_BS, bias)
-        context = BlockContext(
-            **within_segments(ends_BN, length, causal=False, flash=flash),
-            bias=bias,
-            rope=self._rope(tokens_BS),
-            valid_BS=valid_BS,
-        )
-        return self.encoder(self._embed(tokens_BS), context)
+    def encode(self, x: Tensor, ends_BN: Tensor, valid_BS: Tensor) -> tuple[Tensor, ExpertReports]:
+        """The encoder's hidden states [B, S, D], and what its experts report.
+
+        Args:
+            x: its tokens; hidden states on a stage that is not the first.
+        """
+        bias = None if self.encoder_bias is None else self.encoder_bias(valid_BS.shape[1])
+        context = self._context(ends_BN, valid_BS, causal=False, bias=bias)
+        return self.encoder(self._embed(x) if self.first else x, context)
 
     def decode(
         self,
-        tokens_BR: Tensor,
+        x: Tensor,
         ends_BN: Tensor,
         valid_BR: Tensor,
         memory_BSD: Tensor,
@@ -133,20 +175,16 @@ class T5(nn.Module):
         """The decoder's hidden states [B, R, D], and what its experts report.
 
         Args:
+            x: its tokens; hidden states on a stage that it does not begin on.
             memory_BSD: what `encode` returned; attended: the ends there, and S.
         """
-        length = tokens_BR.shape[1]
+        length = valid_BR.shape[1]
         bias = None if self.decoder_bias is None else self.decoder_bias(length)
-        context = BlockContext(
-            **within_segments(ends_BN, length, causal=True, flash=self._flash(tokens_BR, bias)),
-            bias=bias,
-            rope=self._rope(tokens_BR),
-            valid_BS=valid_BR,
-        )
-        flash = self._flash(tokens_BR)
+        context = self._context(ends_BN, valid_BR, causal=True, bias=bias)
+        flash = self._flash(ends_BN)
         within = within_segments(ends_BN, length, causal=False, flash=flash, attended=attended)
         cross = BlockContext(**within, source_BSD=memory_BSD)
-        return self.decoder(self._embed(tokens_BR), context, cross)
+        return self.decoder(self._embed(x) if self.begins else x, context, cross)
 
     @torch.no_grad()
     def write(
@@ -176,17 +214,26 @@ class T5(nn.Module):
         logits = (x_BRD @ self._head_weight().to(x_BRD.dtype).t()).float()
         return logits if self.head_bias is None else logits + self.head_bias
 
-    def _flash(self, tokens: Tensor, bias: Tensor | None = None) -> bool:
-        how = {"training": self.training, "bias": bias}
-        return flash_takes(self.config, self.compute_dtype, tokens.device, **how)
+    def _context(
+        self, ends_BN: Tensor, valid_BS: Tensor, *, causal: bool, bias: Tensor | None
+    ) -> BlockContext:
+        flash = self._flash(ends_BN, bias)
+        within = within_segments(ends_BN, valid_BS.shape[1], causal=causal, flash=flash)
+        rope = None
+        if self.config.positions == "rope":
+            rope = rotary_tables(self.config, running_positions(valid_BS))
+        return BlockContext(**within, bias=bias, rope=rope, valid_BS=valid_BS)
 
-    def _rope(self, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self.config.positions != "rope":
-            return None
-        return rotary_tables(self.config, running_positions(tokens))
+    def _flash(self, ends_BN: Tensor, bias: Tensor | None = None) -> bool:
+        how = {"training": self.training, "bias": bias}
+        return flash_takes(self.config, self.compute_dtype, ends_BN.device, **how)
 
     def _embed(self, tokens: Tensor) -> Tensor:
+        assert self.embedding is not None
         return self.embedding(tokens, running_positions(tokens)).to(self.compute_dtype)
 
     def _head_weight(self) -> Tensor:
-        return self.embedding.tokens.weight if self.head is None else self.head.weight
+        if self.head is not None:
+            return self.head.weight
+        assert self.embedding is not None
+        return self.embedding.tokens.weight

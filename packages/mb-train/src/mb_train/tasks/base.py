@@ -10,7 +10,7 @@ however they are spread.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -32,6 +32,18 @@ class Dataset(Protocol):
 Datasets: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
 
 
+class Borders(NamedTuple):
+    """What the stages of a pipeline have to do with each other; see `mb_parallel.Pipeline`.
+
+    tied: parameters of the first stage of which others have copies; {} if none is tied.
+    streams: the entries of a batch that are as long as what crosses each border; None: the first
+        input's alone.
+    """
+
+    tied: Mapping[str, str | Mapping[int, str]]
+    streams: list[list[str]] | None = None
+
+
 class Task(Protocol):
     """A kind of model and what it learns.
 
@@ -40,14 +52,22 @@ class Task(Protocol):
         loss_weights: for each loss by name, the entry of a batch with the weights of its terms.
         sequence_length: tokens per sample that count for throughput.
         sentences: whether it reads files that were split into sentences.
-        tied_parameters: of a pipeline's last stage by their names on the first, {} if none is tied.
+        layers: blocks of the model, those of a decoder behind its encoder's.
     """
 
     first_input: str
     loss_weights: dict[str, str]
     sequence_length: int
     sentences: bool
-    tied_parameters: dict[str, str]
+    layers: int
+
+    def borders(self, runs: Sequence[range]) -> Borders:
+        """Of a pipeline with these runs of layers as its stages.
+
+        Raises:
+            ValueError: the model cannot be a pipeline.
+        """
+        ...
 
     def build_model(self, *, compute_dtype: torch.dtype) -> Any:
         """A model with fresh weights on the current default device.

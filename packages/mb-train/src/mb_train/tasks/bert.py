@@ -15,7 +15,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.bert import LM_LOSS, ORDER_LOSS, Bert
 from mb_train.models.plans import bert_plan
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, batches_of
 from mb_train.tasks.packed import PackedSamples, bert_lengths, more_samples
 
 
@@ -37,11 +37,10 @@ class BertTask:
     def __init__(self, config: TrainConfig, tokenizer: Any, *, vocab_size: int) -> None:
         self.loss_weights = {LM_LOSS: "weights_BM"}
         if config.bert_binary_head:
-            self.loss_weights[ORDER_LOSS] = "order_weights_B"
+            self.loss_weights[ORDER_LOSS] = "order_weights_BP"
         self.sequence_length = whole(config.seq_length)
         self.model_config = transformer_config(config, vocab_size)
-        tokens = "embedding.tokens.weight"
-        self.tied_parameters = {tokens: tokens}
+        self.layers = self.model_config.num_layers
         self._config, self._tokenizer = config, tokenizer
         # No sequence has more: see `mb_data.masking`, which rounds for each sample.
         self._most = config.samples_per_sequence
@@ -55,6 +54,11 @@ class BertTask:
             binary_head=self._config.bert_binary_head,
             compute_dtype=compute_dtype,
         )
+
+    def borders(self, runs: Sequence[range]) -> Borders:
+        """The head has a copy of the embedding."""
+        tokens = "embedding.tokens.weight"
+        return Borders({tokens: tokens})
 
     def tensor_plan(self) -> Plan:
         """See `models.plans`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,15 @@ from mb_parallel.tensor_parallel import Plan
 from mb_train.config import TrainConfig, whole
 from mb_train.models.classifier import LOSS, Classifier
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of, padded_ends, stacked
+from mb_train.tasks.base import (
+    Borders,
+    DataPaths,
+    Dataset,
+    Datasets,
+    batches_of,
+    padded_ends,
+    stacked,
+)
 from mb_train.tasks.from_bert import trained_bert
 from mb_train.tasks.pairs import FORMS, PairDataset, read_pairs
 
@@ -47,7 +55,7 @@ class ClassifyTask:
         self.loss_weights = {LOSS: "weights_B"}
         self.sequence_length = whole(config.seq_length)
         self.model_config = transformer_config(config, vocab_size)
-        self.tied_parameters: dict[str, str] = {}
+        self.layers = self.model_config.num_layers
         self._config, self._tokenizer, self._name = config, tokenizer, config.task
 
     def build_model(self, *, compute_dtype: torch.dtype) -> Classifier:
@@ -57,6 +65,10 @@ class ClassifyTask:
         if self._config.bert_load is not None:
             model.begin_from(trained_bert(self._config.bert_load, self.model_config))
         return model
+
+    def borders(self, runs: Sequence[range]) -> Borders:
+        """Not reached: see the class."""
+        raise ValueError("Expected no pipeline stages for --model classifier.")
 
     def tensor_plan(self) -> Plan:
         """Not reached: see the class."""

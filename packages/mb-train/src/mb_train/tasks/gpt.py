@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mb_data
@@ -13,7 +14,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.gpt import GPT
 from mb_train.models.plans import gpt_plan
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import DataPaths, Dataset, Datasets
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets
 
 
 class GPTTask:
@@ -43,13 +44,17 @@ class GPTTask:
         self.loss_weights = {"lm loss": "weights_BS"}
         self.sequence_length = whole(config.seq_length)
         self.model_config = transformer_config(config, vocab_size)
-        tied, tokens = self.model_config.tie_embeddings, "embedding.tokens.weight"
-        self.tied_parameters = {tokens: tokens} if tied else {}
+        self.layers = self.model_config.num_layers
         self._config, self._eod, self._marks = config, eod, marks
 
     def build_model(self, *, compute_dtype: torch.dtype) -> GPT:
         """A GPT with fresh weights."""
         return GPT(self.model_config, compute_dtype=compute_dtype)
+
+    def borders(self, runs: Sequence[range]) -> Borders:
+        """A tied head has a copy of the embedding."""
+        tokens = "embedding.tokens.weight"
+        return Borders({tokens: tokens} if self.model_config.tie_embeddings else {})
 
     def tensor_plan(self) -> Plan:
         """See `models.plans`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.ict import ICT, LOSS
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of, stacked
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, batches_of, stacked
 from mb_train.tasks.from_bert import trained_bert
 
 
@@ -47,7 +48,7 @@ class ICTTask:
         self.loss_weights = {LOSS: "weights_B"}
         self.sequence_length = 2 * whole(config.seq_length)
         self.model_config = transformer_config(config, vocab_size)
-        self.tied_parameters: dict[str, str] = {}
+        self.layers = self.model_config.num_layers
         self._config, self._tokenizer, self._mesh = config, tokenizer, mesh
 
     def build_model(self, *, compute_dtype: torch.dtype) -> ICT:
@@ -65,6 +66,10 @@ class ICTTask:
         if config.bert_load is not None:
             model.begin_from(trained_bert(config.bert_load, self.model_config))
         return model
+
+    def borders(self, runs: Sequence[range]) -> Borders:
+        """Not reached: see the class."""
+        raise ValueError("Expected no pipeline stages for --model ict.")
 
     def tensor_plan(self) -> Plan:
         """Not reached: see the class."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mb_data
@@ -15,7 +16,15 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.plans import t5_plan
 from mb_train.models.t5 import T5
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of, padded_ends, stacked
+from mb_train.tasks.base import (
+    Borders,
+    DataPaths,
+    Dataset,
+    Datasets,
+    batches_of,
+    padded_ends,
+    stacked,
+)
 
 
 class T5Task:
@@ -28,7 +37,8 @@ class T5Task:
         mesh: how the run is spread.
 
     Raises:
-        ValueError: pipeline stages, or an activation or experts that mb_layers refuses.
+        ValueError: relative positions in pipeline stages, an activation or experts that mb_layers
+            refuses.
     """
 
     first_input = "tokens_BS"
@@ -37,16 +47,15 @@ class T5Task:
     def __init__(
         self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: ParallelMesh
     ) -> None:
-        if mesh.pp_size > 1:
+        if mesh.pp_size > 1 and config.position_embedding_type == "relative":
             raise ValueError(
-                "Expected one pipeline stage for --model t5, whose decoder needs what the encoder "
-                f"makes at every layer, got {mesh.pp_size}. Spread it by data, tensor and expert "
-                "parallelism."
+                "Expected learned or rotary positions for --model t5 in pipeline stages, which "
+                "would share relative ones."
             )
         self.loss_weights = {"lm loss": "weights_BR"}
         self.sequence_length = whole(config.seq_length) + whole(config.decoder_seq_length)
         self.model_config = transformer_config(config, vocab_size)
-        self.tied_parameters: dict[str, str] = {}
+        self.layers = self.model_config.num_layers + config.decoder_layers
         self._config, self._tokenizer = config, tokenizer
 
     def build_model(self, *, compute_dtype: torch.dtype) -> T5:
@@ -58,6 +67,25 @@ class T5Task:
             scale_head=self._config.scale_head,
             compute_dtype=compute_dtype,
         )
+
+    def borders(self, runs: Sequence[range]) -> Borders:
+        """The encoder's states cross every border, the decoder's those behind its first layer."""
+        config, last = self.model_config, len(runs) - 1
+        first = config.num_layers  # of the decoder
+        begins = next(stage for stage, layers in enumerate(runs) if first in layers)
+        tied: dict[str, dict[int, str]] = {}
+        for table, stages in (
+            ("tokens", {begins, last} if config.tie_embeddings else {begins}),
+            ("positions", {begins} if config.positions == "learned" else set()),
+        ):
+            name = f"embedding.{table}.weight"
+            if copies := {stage: name for stage in stages if stage > 0}:
+                tied[name] = copies
+        streams = [
+            ["tokens_BS"] if layers.stop <= first else ["decoder_tokens_BR", "tokens_BS"]
+            for layers in runs[:-1]
+        ]
+        return Borders(tied, streams)
 
     def tensor_plan(self) -> Plan:
         """See `models.plans`."""

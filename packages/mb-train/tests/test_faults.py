@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import mb_data
@@ -155,6 +156,24 @@ def test_a_full_disk_does_not_end_the_run(run, monkeypatch, capsys, asynchronous
     assert "could not save iteration 2: OSError: [Errno 28] No space left" in out
     assert names(run.folder) == ["iter_0000001", "iter_0000003"]
     assert not list(run.folder.glob("*.partial"))
+
+
+def test_a_run_whose_end_is_not_saved_says_so(run, monkeypatch, capsys):
+    """torch's writer, on a disk that is really full, says `unexpected pos 704 vs 598`."""
+    import torch.distributed.checkpoint as dcp
+
+    def full(*arguments):
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    assert run("--train-iters", 1) == 0
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    room = shutil.disk_usage(run.folder)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
+    assert go_on(run.folder, "--train-iters", 2) == 1
+    out = capsys.readouterr().out
+    assert "could not save iteration 2: 1e-06 GB are free for 0.0" in out
+    assert "unexpected pos 704 vs 598. Training goes on; the latest checkpoint is that of 1" in out
+    assert "iter_0000001, the latest there is: the end of the run could not be saved" in out
 
 
 @pytest.fixture

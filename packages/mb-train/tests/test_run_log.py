@@ -109,3 +109,25 @@ def test_a_line_cut_short_by_a_kill_spoils_no_other(tmp_path):
     ]  # fmt: skip
     path.write_text('[1]\n{"event": 3}\n')
     assert [event["event"] for event in read_log(path)] == ["torn", "torn"]
+
+
+def test_what_a_full_disk_does_not_take_is_written_later(tmp_path, monkeypatch):
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write("a", n=1)
+    real, room = log._file, 5
+
+    class Full:
+        def write(self, content):
+            nonlocal room
+            if not room:
+                raise OSError(28, "No space left on device")
+            written, room = content[:room], 0
+            return real.write(written)
+
+    log._file = Full()
+    log.write("b", n=2)
+    log.write("c", n=3)
+    log._file = real
+    log.write("d", n=4)
+    log.close()
+    assert [e["event"] for e in read_log(tmp_path / "log.jsonl")] == ["a", "b", "c", "d"]

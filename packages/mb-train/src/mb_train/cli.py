@@ -17,7 +17,7 @@ from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig
 from mb_train.flags import parse
 from mb_train.host import prepare_host
-from mb_train.run_folder import LOG_FILE
+from mb_train.run_folder import LOG_FILE, iteration_of
 from mb_train.starting import command_line, plan
 from mb_train.toml_file import to_toml
 
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 1 if the run diverged, 2 for bad input."""
+    """Run the command line.
+
+    Returns:
+        The exit code: 0, 1 if the run diverged or its end is not saved, 2 for bad input.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments and arguments[0] in COMMANDS:
@@ -68,7 +72,7 @@ def _train(arguments: list[str]) -> int:
     result = train(config, start)
     if leader:
         _close(config, result)
-    return 1 if result.diverged else 0
+    return 1 if result.diverged or _unsaved(config, result) else 0
 
 
 def _headline(config: TrainConfig) -> str:
@@ -77,6 +81,13 @@ def _headline(config: TrainConfig) -> str:
     if not config.by_samples:
         length = f"{config.train_iters} steps"
     return f"{kind} {config.model.upper()}, {length}, to {config.save or 'nowhere'}"
+
+
+def _unsaved(config: TrainConfig, result: Result) -> bool:
+    """Whether the end of a run is in no checkpoint though it was to be."""
+    if config.save is None:
+        return False
+    return result.checkpoint is None or iteration_of(result.checkpoint) != result.iteration
 
 
 def _close(config: TrainConfig, result: Result) -> None:
@@ -94,7 +105,8 @@ def _close(config: TrainConfig, result: Result) -> None:
         print(" nothing was kept: no --save")
         return
     folder = Path(config.save)
-    print(f" checkpoint           {result.checkpoint}")
+    behind = ", the latest there is: the end of the run could not be saved"
+    print(f" checkpoint           {result.checkpoint}{behind * _unsaved(config, result)}")
     print(f" picture              {draw(folder)}")
     print(f" log                  {folder / LOG_FILE}")
     print(f" go on with           {command_line('--load', str(folder))}")

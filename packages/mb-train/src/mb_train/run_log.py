@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from mb_train.config import TrainConfig
 
@@ -24,6 +25,9 @@ class Board(Protocol):
 class RunLog:
     """Appends events to RUN/log.jsonl, and scalars to boards; either may be absent.
 
+    What a full disk does not take is held back and written with a later event: a checkpoint that
+    fills the disk, fails and is removed costs the log nothing, nor the run.
+
     Args:
         path: of the log; None writes none.
         boards: see `open_boards`.
@@ -37,20 +41,18 @@ class RunLog:
         config: TrainConfig | None = None,
     ) -> None:
         self._boards, self._config = boards, config
-        self._file: IO[str] | None = None
+        self._file: io.FileIO | None = None
+        self._held = b""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
             if torn:  # a kill cut the last line short: the next begins on its own
-                self._file.write("\n")
+                self._append(b"\n")
 
     def write(self, event: str, **values: Any) -> None:
         """Append one object; not-a-number becomes null, so that every JSON reader takes it."""
-        if self._file is not None:
-            record = {"event": event, **values}
-            self._file.write(json.dumps(_finite(record)) + "\n")
-            self._file.flush()
+        self._append((json.dumps(_finite({"event": event, **values})) + "\n").encode())
         shown = scalars(event, values, self._config) if self._boards else {}
         for board in self._boards:
             if shown:
@@ -58,10 +60,21 @@ class RunLog:
 
     def close(self) -> None:
         """Close the files."""
+        self._append(b"")
         if self._file is not None:
             self._file.close()
         for board in self._boards:
             board.close()
+
+    def _append(self, content: bytes) -> None:
+        if self._file is None:
+            return
+        self._held += content
+        while self._held:
+            try:
+                self._held = self._held[self._file.write(self._held) :]
+            except OSError:
+                return
 
 
 # Megatron's name of a scalar -> the entry of a "train" event, and the switch that it has, if any.

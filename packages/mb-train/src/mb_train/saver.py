@@ -75,6 +75,7 @@ class Saver:
     ) -> None:
         self._folder, self._keep, self._say = folder, keep, say
         self.latest: int | None = None
+        self._bytes = 0  # of this rank in the checkpoint under way
         self._pending: tuple[int, Future[None]] | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -134,6 +135,7 @@ class Saver:
             state=dict(state or {}),
         )
         tensors = tensors_of(model, optimizer)
+        self._bytes = sum(map(_local_bytes, tensors.values()))
         problem = _attempt(lambda: self._begin(run) if rank() == 0 else None)
         if any_rank(problem is not None):
             return self._failed(iteration, problem or "another rank failed")
@@ -216,6 +218,9 @@ class Saver:
         write_text(self._folder / LATEST, f"{iteration}\n")
 
     def _failed(self, iteration: int, problem: str) -> bool:
+        free = shutil.disk_usage(self._folder).free
+        if free < self._bytes:  # torch's writer tells of positions in its file instead
+            problem = f"{free / 1e9:.3g} GB are free for {self._bytes / 1e9:.3g} GB; {problem}"
         if rank() == 0:
             shutil.rmtree(self._draft(iteration), ignore_errors=True)
         self._say(f" could not save iteration {iteration}: {problem}. {self.in_force()}")
@@ -281,6 +286,11 @@ def _attempt(action: Callable[[], Any]) -> str | None:
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
 
 
 def _device() -> int | None:

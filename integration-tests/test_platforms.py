@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,28 @@ PLATFORMS = {
 pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
 
 
-def stand_in(folder: Path, name: str, version: str, requires: list[str]) -> None:
+# All but block-sparse, whose stanford-stk comes as source alone.
+EXTRAS = ["mb-layers[transformers]", "mb-data[all]"]
+EXTRAS += ["mb-train[tensorboard,convert,retrieval,serve]"]
+
+
+def stand_in(
+    folder: Path,
+    name: str,
+    version: str,
+    requires: list[str],
+    extras: dict[str, list[str]] | None = None,
+) -> None:
     """Write a wheel of nothing but metadata."""
     stem = f"{name.replace('-', '_')}-{version}"
     metadata = [f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n"]
     metadata += [f"Requires-Dist: {requirement}\n" for requirement in requires]
+    for extra, more in (extras or {}).items():
+        metadata.append(f"Provides-Extra: {extra}\n")
+        for requirement in more:
+            words, _, marker = requirement.partition(";")
+            marker = f'({marker}) and extra == "{extra}"' if marker else f'extra == "{extra}"'
+            metadata.append(f"Requires-Dist: {words}; {marker}\n")
     wheel = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{stem}.dist-info/METADATA", "".join(metadata))
@@ -42,17 +60,20 @@ def members(tmp_path: Path) -> Path:
     for member in MEMBERS:
         text = (ROOT / "packages" / member / "pyproject.toml").read_text()
         project = tomllib.loads(text)["project"]
-        stand_in(tmp_path, member, project["version"], project["dependencies"])
+        extras = project.get("optional-dependencies", {})
+        stand_in(tmp_path, member, project["version"], project["dependencies"], extras)
     return tmp_path
 
 
-def resolve(links: Path, platform: str, *requirements: str) -> subprocess.Popen[str]:
+def resolve(
+    links: Path, platform: str, *options: str, extras: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     """Start resolving; one release a line, like `torch==2.13.0`, comes on stdout."""
     command = ["uv", "pip", "compile", "-", "--quiet", "--no-header", "--no-annotate"]
     command += ["--only-binary", ":all:", "--python", sys.executable]
     command += ["--python-platform", platform, "--find-links", str(links)]
     process = subprocess.Popen(
-        [*command, *requirements],
+        [*command, *options],
         cwd=links,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -60,24 +81,26 @@ def resolve(links: Path, platform: str, *requirements: str) -> subprocess.Popen[
         text=True,
     )
     assert process.stdin is not None
-    process.stdin.write("\n".join(MEMBERS))
+    process.stdin.write("\n".join([*MEMBERS, *extras]))
     process.stdin.close()
     process.stdin = None
     return process
 
 
 def test_every_platform_has_wheels(members: Path) -> None:
-    """From the index in use; the resolutions wait for it side by side."""
+    """With their extras, from the index in use; the resolutions wait for it side by side."""
     probe = ["uv", "pip", "compile", "-", "--quiet", "--refresh"]
     reached = subprocess.run(probe, input="regex", cwd=members, capture_output=True, text=True)
     if reached.returncode:
         pytest.skip("no package index can be reached")
-    running = {name: resolve(members, platform) for name, platform in PLATFORMS.items()}
+    running = {
+        name: resolve(members, platform, extras=EXTRAS) for name, platform in PLATFORMS.items()
+    }
     for name, process in running.items():
         resolved, errors = process.communicate()
         assert process.returncode == 0, f"{name}\n{errors}"
         names = {line.split("==")[0] for line in resolved.split()}
-        assert names >= {*MEMBERS, "torch"}, name
+        assert names >= {*MEMBERS, "torch", "pyarrow", "transformers", "uvicorn"}, name
         assert "stanford-stk" not in names, name
 
 

@@ -74,7 +74,7 @@ def mutate(folder: Path, count: int) -> dict[str, int]:
 
 def kill(folder: Path, count: int) -> dict[str, int]:
     rng = random.Random(1)
-    corpus = write_sample_corpus(folder / "corpus.jsonl", max_bytes=3_000_000)
+    corpus = write_sample_corpus(folder / "corpus.jsonl", max_bytes=5_000_000)
     preprocess(corpus, folder / "once", append_eod=True, workers=1, block_bytes=20_000)
     code = (
         "import sys, mb_data.books; mb_data.books.SAVE_INTERVAL = 0.01\n"
@@ -85,15 +85,21 @@ def kill(folder: Path, count: int) -> dict[str, int]:
     while kills < count:
         runs += 1
         while True:
+            before = _saved(folder)
             run = subprocess.Popen([sys.executable, "-c", code, corpus, folder / "out"])
+            # At work, however long the start takes: once there is another state on disk. One in
+            # eight is killed anywhere.
+            anywhere = rng.random() < 0.125
+            while run.poll() is None and _saved(folder) == before and not anywhere:
+                time.sleep(0.002)
             try:
-                run.wait(rng.uniform(0.3, 2.5) if kills < count else None)
+                longest = 2.0 if anywhere else 0.2
+                run.wait(rng.uniform(0, longest) if kills < count else None)
                 break
             except subprocess.TimeoutExpired:
                 run.kill()
                 run.wait()
                 kills += 1
-                time.sleep(0.05)
         if run.returncode:
             raise SystemExit(f"a run ended with exit code {run.returncode}")
         for end in ("bin", "idx"):
@@ -101,6 +107,14 @@ def kill(folder: Path, count: int) -> dict[str, int]:
             a, b = (name.read_bytes() for name in names)
             different += a != b
     return {"kills": kills, "runs": runs, "files_that_differ": different}
+
+
+def _saved(folder: Path) -> int:
+    """When the state of the run under way was last recorded, 0 if never."""
+    try:
+        return (folder / "out.partial" / "state.json").stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ import pytest
 from mb_data.tokenizer.byte_bpe import byte_to_letter
 from mb_train import run_log
 from mb_train.cli import main
+from mb_train.config import TrainConfig
 from mb_train.flags import parse
+from mb_train.recipes import recipe
 from mb_train.starting import command_line, plan
 
 TINY = [
@@ -164,6 +166,23 @@ def test_separate_data_for_each_part(finished, tmp_path, capsys):
     missing = ["--train-data-path", whole, "--test-data-path", "nowhere"]
     assert main([*TINY, *missing, "--train-iters", "2"]) == 2
     assert "Expected nowhere.bin to be a file" in capsys.readouterr().err
+    # The same from a file, as Megatron Core has it.
+    parts = {"train": [1, whole, "2", str(other)], "valid": [str(other)], "test": []}
+    (tmp_path / "parts.json").write_text(json.dumps(parts))
+    (tmp_path / "words").write_text(f"1 {whole}\n2 {other}\n")
+    named = TrainConfig(**recipe("quickstart"), per_split_data_args_path=f"{tmp_path}/parts.json")
+    assert named.data_by_part() == {
+        "train": ["1", whole, "2", str(other)], "valid": [str(other)], "test": None,
+    }  # fmt: skip
+    words = ["--data-args-path", f"{tmp_path}/words", "--train-iters", "2"]
+    assert main([*TINY, *words, "--save", str(tmp_path / "other")]) == 0
+    saved = json.loads((tmp_path / "other" / "iter_0000002" / "run.json").read_text())
+    assert saved["data"]["bin_bytes"] == sizes[:2]
+    (tmp_path / "parts.json").write_text('{"train": []}')
+    with pytest.raises(ValueError, match="Expected lists of train, valid and test in"):
+        named.data_by_part()
+    with pytest.raises(ValueError, match="one of the ways to name data, got --data-path and --dat"):
+        TrainConfig(**recipe("quickstart"), data_path=["a"], data_args_path="b")
 
 
 def test_whole_documents_with_their_middle_last(tmp_path, capsys):

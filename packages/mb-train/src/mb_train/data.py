@@ -76,7 +76,7 @@ def prepare_data(
         OSError: no such file.
     """
     parts = config.data_by_part()
-    paths = parts or config.data_path or [_sample_corpus(config, task, folder, say)]
+    paths = parts or config.data_words() or [_sample_corpus(config, task, folder, say)]
     given = paths.values() if isinstance(paths, dict) else [paths]
     prefixes = [path for words in given for path in words or () if not _is_number(path)]
     suffixes = (".bin", ".idx") if config.task is None else ("",)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, flag, flag_name
 
@@ -14,7 +16,18 @@ class DataFields:
 
     data_path: list[str] | None = flag(  # noqa: RUF009, a field like the others
         "prefix of .bin and .idx, or weights and prefixes by turns; default: Python's own library",
-        instead_of=("train_data_path", "valid_data_path", "test_data_path"),
+        instead_of=(
+            "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
+            "per_split_data_args_path",
+        ),
+    )  # fmt: skip
+    data_args_path: str | None = flag(
+        "file with the words of --data-path",
+        instead_of=("data_path", "train_data_path", "per_split_data_args_path"),
+    )
+    per_split_data_args_path: str | None = flag(
+        "JSON file with the data of train, valid and test, each as the words of --data-path",
+        instead_of=("data_path", "train_data_path", "data_args_path"),
     )
     split: str = flag(
         "shares of documents for training, validation and test", "969,30,1", on_load="fixed"
@@ -99,11 +112,33 @@ class DataFields:
         return self.document_packing == "best_fit"
 
     def data_by_part(self) -> dict[str, list[str] | None] | None:
-        """Separate data of "train", "valid" and "test"; None where one `--data-path` is split."""
+        """Separate data of "train", "valid" and "test"; None where one `--data-path` is split.
+
+        Raises:
+            ValueError: a --per-split-data-args-path that does not hold them.
+            OSError: no such file.
+        """
+        if self.per_split_data_args_path is not None:
+            return _read_parts(self.per_split_data_args_path)
         if self.train_data_path is None:
             return None
         parts = self.train_data_path, self.valid_data_path, self.test_data_path
         return dict(zip(("train", "valid", "test"), parts, strict=True))
+
+    def data_words(self) -> list[str] | None:
+        """`--data-path`, or what stands in the file of that name.
+
+        Raises:
+            ValueError: the file holds no prefix, or weights without prefixes.
+            OSError: no such file.
+        """
+        if self.data_args_path is None:
+            return self.data_path
+        words = Path(self.data_args_path).read_text("utf-8").split()
+        if not words:
+            raise ValueError(f"Expected data paths in {self.data_args_path}, got an empty file.")
+        _check_blend("data_args_path", words)
+        return words
 
     def check_data(self) -> None:
         """Raise ValueError for files that exclude each other."""
@@ -112,6 +147,10 @@ class DataFields:
             raise ValueError(
                 f"Expected --data-path or separate paths, got it and --{own[0]}-data-path."
             )
+        ways = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
+        given = [flag_name(name) for name in ways if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"Expected one of the ways to name data, got {' and '.join(given)}.")
         if own and "train" not in own:
             raise ValueError(f"Expected --train-data-path with --{own[0]}-data-path, got none.")
         if self.merge_file is not None and self.vocab_file is None:
@@ -124,6 +163,23 @@ class DataFields:
             )
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             _check_blend(name, getattr(self, name))
+
+
+def _read_parts(path: str) -> dict[str, list[str] | None]:
+    """The lists of a JSON file by their part; an empty one is none."""
+    names = ("train", "valid", "test")
+    try:
+        parts = json.loads(Path(path).read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"Expected JSON in {path}, got {error}.") from error
+    if not isinstance(parts, dict) or not all(isinstance(parts.get(n), list) for n in names):
+        raise ValueError(f"Expected lists of train, valid and test in {path}.")
+    words = {name: [str(word) for word in parts[name]] or None for name in names}
+    if words["train"] is None:
+        raise ValueError(f"Expected data of train in {path}, got none.")
+    for name in names:
+        _check_blend("per_split_data_args_path", words[name])
+    return words
 
 
 def _check_blend(name: str, paths: list[str] | None) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import torch
 from mb_layers import MoE, MoEConfig, dMoE
@@ -36,14 +37,19 @@ OPTIONS: dict[str, dict] = {
 }
 
 
-def compute_nothing(library: Library) -> None:
+@contextmanager
+def computing_nothing() -> Generator[None]:
     """Let every op of mb_kernels on CPU tensors do what it does on fake ones."""
-    names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
-             if name.startswith("mb::")}  # fmt: skip
-    for name in names:
-        fake = registry.find(f"mb::{name}").fake_impl.kernel
+    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    library = Library("mb", "IMPL")
+    for name in sorted(name for name in names if name.startswith("mb::")):
+        fake = registry.find(name).fake_impl.kernel
         if fake is not None:
-            library.impl(name, fake.func, "CPU", allow_override=True)
+            library.impl(name.removeprefix("mb::"), fake.func, "CPU", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 def microseconds(step: Callable[[], object], calls: int, rounds: int) -> float:
@@ -85,16 +91,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="two options and calls, for the tests")
     smoke = parser.parse_args().smoke
-    torch.set_num_threads(1)
-    library = Library("mb", "IMPL")
-    compute_nothing(library)
     calls, rounds = (2, 1) if smoke else (200, 15)
-    rows = [measure(name, calls, rounds) for name in list(OPTIONS)[: 2 if smoke else None]]
+    with computing_nothing():
+        rows = [measure(name, calls, rounds) for name in list(OPTIONS)[: 2 if smoke else None]]
     print(f"{'us per call':16} {'forward':>8} {'and backward':>13}")
     for row in rows:
         print(f"{row['option']:16} {row['forward']:8} {row['forward and backward']:13}")
     print(json.dumps({"rows": rows}))
-    library._destroy()
 
 
 if __name__ == "__main__":

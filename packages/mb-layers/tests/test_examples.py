@@ -6,7 +6,9 @@ import json
 import runpy
 from pathlib import Path
 
+import mb_kernels
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -32,16 +34,18 @@ def test_swapped_transformers_model_keeps_its_logits() -> None:
     assert max(run("swap_transformers.py")) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["run.py", "qwen3.py", "families.py"])
+@pytest.mark.parametrize("name", ["run.py", "host.py", "qwen3.py", "families.py"])
 def test_benchmarks_run_tiny_on_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if name != "run.py":
+    if name not in ("run.py", "host.py"):
         pytest.importorskip("transformers")
     monkeypatch.setattr("sys.argv", [name, "--smoke"])
     runpy.run_path(str(EXAMPLES.parent / "benchmarks" / name))["main"]()
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert len(rows) == 2
+    if name == "host.py":  # whose ops computed nothing
+        assert mb_kernels.bin_tokens(torch.tensor([[1], [0]]), 2).order_N.tolist() == [1, 0]
     if name == "qwen3.py":  # two experts implementations, one model
         assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)
     if name == "families.py":

@@ -173,6 +173,7 @@ def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts
         tensors |= {"weights": torch.rand(tokens, generator=generator), "bias": normal(6)}
         return Op(call, tensors, ("x", "weight", "bias"), twin)
     if name in ("sdd", "dsd", "dds"):
+        pytest.importorskip("stk")  # the extra block-sparse
         return _block_sparse(name, min(tokens, 2), hidden, normal)
     if name == "sparse_expert_mlp":
         call, twin = twins(

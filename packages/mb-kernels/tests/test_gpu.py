@@ -323,7 +323,7 @@ def test_compiles_without_a_graph_break():
 
 @pytest.mark.parametrize(("activation", "top_k"), [("geglu", 2), ("relu", 1)])
 def test_a_warm_layer_compiles_nothing(activation, top_k, monkeypatch):
-    sizes = {"tokens": 272, "hidden_size": 208, "ffn_hidden_size": 176, "num_experts": 6}
+    sizes = {"tokens": 272, "hidden_size": 208, "ffn_hidden_size": 176, "num_experts": 8}
     count = warm_up(**sizes, top_k=top_k, activation=activation)
     assert count > 10
     compiled = []
@@ -333,13 +333,13 @@ def test_a_warm_layer_compiles_nothing(activation, top_k, monkeypatch):
         torch.randn(shape, device="cuda", dtype=dtype).requires_grad_()
         for shape, dtype in (
             ((272, 208), torch.bfloat16),
-            ((6, 352 if activation == "geglu" else 176, 208), torch.bfloat16),
-            ((6, 208, 176), torch.bfloat16),
-            ((272, 6), torch.float32),
+            ((8, 352 if activation == "geglu" else 176, 208), torch.bfloat16),
+            ((8, 208, 176), torch.bfloat16),
+            ((272, 8), torch.float32),
         )
     )
     weights, ids, probs = topk_softmax(logits, top_k, renormalize=True)
-    bins = bin_tokens(ids, 6)
+    bins = bin_tokens(ids, 8)
     losses = router_losses(
         *(logits, probs, bins.tokens_per_expert_E, bins.offsets_E1[-1]),
         load_balancing_weight=0.1,

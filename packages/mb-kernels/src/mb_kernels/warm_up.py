@@ -36,7 +36,8 @@ def warm_up(
 
     Args:
         tokens: T of one call. Few kernels look at it, and only at its factors of 16.
-        hidden_size, ffn_hidden_size, num_experts, top_k: D, F, E and K.
+        hidden_size, ffn_hidden_size, num_experts, top_k: D, F, E and K. Where 4 does not divide E
+            the router's losses are compiled at their first use: the count they read lies unaligned.
         activation: a name from ``mb_kernels.activation``.
         dtype, logits_dtype: of x and weights, and of the router's logits.
         device: of the layer; None is the current GPU.

@@ -272,8 +272,9 @@ def bin_tokens(
     offsets = order.new_empty(num_experts + 1)
     if slots == 0:
         return order, inverse, counts.zero_(), offsets.zero_()
-    block = _BLOCK if ids.is_cuda else 64  # the interpreter sorts slowly
-    blocks = cdiv(cdiv(slots, block), plan_of(ids).units)  # per program
+    plan = plan_of(ids)
+    block = 64 if plan.interpreted else _BLOCK  # the interpreter sorts slowly
+    blocks = cdiv(cdiv(slots, block), plan.units)  # per program
     grid = (cdiv(slots, block * blocks),)
     groups = max(power_of_two(num_experts + 1), 16)
     histograms = order.new_empty(grid[0] * groups)

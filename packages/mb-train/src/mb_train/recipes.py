@@ -56,11 +56,16 @@ def t5_quickstart() -> Recipe:
 
 
 def ict_quickstart() -> Recipe:
-    """A retriever with one tower that finds the docstring which a sentence was taken from."""
+    """A retriever with one tower that finds the docstring which a sentence was taken from.
+
+    One layer that begins with the mean of a text's words, for want of positions, and so large an
+    init that the mean is heard: what a short training can learn is which words count.
+    """
     return _sentences("ict") | {
-        "seq_length": 96, "micro_batch_size": 32, "train_iters": 300, "lr": 2e-3, "min_lr": 2e-4,
+        "num_layers": 1, "hidden_size": 192, "position_embedding_type": "none",
+        "init_method_std": 0.1, "seq_length": 96, "micro_batch_size": 64, "train_iters": 300,
+        "lr": 1e-3, "min_lr": 1e-4, "moe_num_experts": 4, "moe_top_k": 1, "eval_iters": 10,
         "biencoder_shared_query_context_model": True, "retriever_score_scaling": True,
-        "eval_iters": 10, "moe_num_experts": 4, "moe_top_k": 1,
     }  # fmt: skip
 
 

@@ -393,10 +393,13 @@ class _Clock:
 @contextlib.contextmanager
 def _deterministic(asked: bool) -> Generator[None]:
     """torch's own switch, for as long as the context lasts; our kernels add up in a fixed order."""
-    if asked:  # cuBLAS reads it when it is first used
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if not asked:  # the switch imports torch's compiler, even to stay as it is
+        yield
+        return
+    # cuBLAS reads it when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(asked or before)
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:

@@ -38,6 +38,7 @@ KINDS = {
         "balance_over": "sequence",
     },
     "biases-recompute": {"mlp_bias": True, "output_bias": True, "recompute": True},
+    "biases-capacity": {"mlp_bias": True, "capacity_factor": 0.8},
     "8-bit": {"saved_activation_bits": 8},
     "4-bit": {"saved_activation_bits": 4},
     "sparse": {"mlp_impl": "sparse", "ffn_hidden_size": 256},

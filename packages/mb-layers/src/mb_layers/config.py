@@ -73,7 +73,8 @@ class MoEConfig:
             for [B, S, D], 0 for Megatron's [S, B, D].
 
     Capacity, for `MoE` (None for `dMoE`, which drops nothing):
-        capacity_factor: an expert takes at most ceil(factor * K * T / E) slots.
+        capacity_factor: an expert takes at most ceil(factor * K * T / E) slots; slots of padding
+            and of zero experts are not among the K * T.
         eval_capacity_factor: the factor in eval mode; None: the same.
         min_capacity: but never fewer slots than this.
         drop_policy: who is kept when there are more: the first by "position", or the ones with

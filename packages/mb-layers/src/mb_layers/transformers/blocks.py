@@ -25,8 +25,7 @@ def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
     """Return a `dMoE` with the weights, dtype, device and `requires_grad` of a transformers block.
 
     Args:
-        block: a block of `FORMS`: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and V3, GLM-4,
-            Granite and those built like them.
+        block: a block of a class in `FORMS`.
         overrides: fields of `MoEConfig` to set otherwise than the block has them.
 
     transformers' balancing loss is K when balanced, ours 1, so `load_balancing_loss_weight` is K

@@ -21,6 +21,7 @@ from mb_kernels import Bins
 from mb_layers.dispatch import Dispatched
 from mb_layers.experts import cast_alike
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks
 from mb_parallel.expert_parallel.overlap import Chunk, Chunks, Exchange
@@ -53,6 +54,9 @@ class AllToAllDispatcher:
         self.chunks = chunks
         self.placement = Placement(num_experts, place.size, place.rank)
 
+    # Numbers of rows are new to the host each time: compiled, it would be compiled again and again.
+
+    @_disable_dynamo
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Exchange counts, then tokens and routing; bins hold the slots of this rank's experts."""
         (x_TD,) = cast_alike(x_TD)  # autocast's dtype travels, not fp32
@@ -80,6 +84,7 @@ class AllToAllDispatcher:
             ._replace(tokens_per_expert_E=counts_E, kept_slots=kept, state=Chunks(under_way, sent))
         )
 
+    @_disable_dynamo
     def combine(self, y_RD: Tensor | list[Tensor], dispatched: Dispatched) -> Tensor:
         """Send the rows back, and sum each token's in the order of ranks."""
         state: Chunks = dispatched.state

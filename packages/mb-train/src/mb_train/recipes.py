@@ -63,8 +63,8 @@ def ict_quickstart() -> Recipe:
     """
     return _sentences("ict") | {
         "num_layers": 1, "hidden_size": 192, "position_embedding_type": "none",
-        "init_method_std": 0.1, "seq_length": 96, "micro_batch_size": 64, "train_iters": 300,
-        "lr": 1e-3, "min_lr": 1e-4, "moe_num_experts": 4, "moe_top_k": 1, "eval_iters": 10,
+        "init_method_std": 0.1, "seq_length": 96, "micro_batch_size": 64, "train_iters": 350,
+        "lr": 1e-3, "min_lr": 1e-4, "moe_num_experts": 4, "moe_top_k": 1, "eval_iters": 5,
         "biencoder_shared_query_context_model": True, "retriever_score_scaling": True,
     }  # fmt: skip
 

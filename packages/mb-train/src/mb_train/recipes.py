@@ -51,7 +51,7 @@ def t5_quickstart() -> Recipe:
     """A T5 with experts that writes the spans which were taken out of Python's docstrings."""
     return _sentences("t5") | {
         "seq_length": 64, "decoder_seq_length": 40, "vocab_extra_ids": 20, "mask_prob": 0.3,
-        "micro_batch_size": 32, "train_iters": 600, "lr": 3e-3, "min_lr": 3e-4,
+        "micro_batch_size": 32, "train_iters": 450, "lr": 3e-3, "min_lr": 3e-4,
     }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from mb_parallel.optimizer import WorkingCopies
 from torch import Tensor, nn
 
 from mb_train.config import TrainConfig
-from mb_train.execute import Losses, Sequential
+from mb_train.execute import Losses, Sequential, add_losses, backward
 from mb_train.models.output import ModelOutput
 from mb_train.tasks import Batch
 
@@ -100,8 +100,7 @@ class Graphed(Sequential):
         for index, batch in enumerate(batches):
             before(index)
             losses, metrics = self._graph.run(batch)
-            for name, value in losses.items():
-                totals[name] = totals[name] + value if name in totals else value
+            add_losses(totals, losses)
             measured(metrics)
         return totals
 
@@ -147,11 +146,8 @@ class _MicroBatchGraph:
 
     def _passes(self, call: Callable[[Batch], ModelOutput]) -> tuple[Losses, dict[str, Tensor]]:
         output = call(self._batch)
-        loss = torch.stack([value.reshape(()) for value in output.losses.values()]).sum()
-        if output.aux_loss is not None:
-            loss = loss + output.aux_loss * self._share
-        with torch.autograd.set_multithreading_enabled(False):
-            (loss * self._scale).backward()
+        aux_loss = None if output.aux_loss is None else output.aux_loss * self._share
+        backward(output.losses, aux_loss, self._scale)
         losses = {name: value.detach() for name, value in output.losses.items()}
         return losses, {name: value.detach() for name, value in output.metrics.items()}
 

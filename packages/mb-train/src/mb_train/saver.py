@@ -305,15 +305,14 @@ def _use_device(device: int | None) -> None:
 
 def _fits_on_device(tensors: Mapping[str, Tensor]) -> bool:
     """Whether the GPU holds a copy beside the most that training has ever used."""
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-    on_gpu = [t for t in local if t.is_cuda]
+    on_gpu = [tensor for tensor in tensors.values() if tensor.is_cuda]
     if not on_gpu:
         return False
     device = on_gpu[0].device
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     # A twentieth more, for what the allocator cannot put into the holes there are.
-    return 1.05 * sum(t.numel() * t.element_size() for t in on_gpu) < free + unused
+    return 1.05 * sum(map(_local_bytes, on_gpu)) < free + unused
 
 
 def _replace_folder(draft: Path, final: Path) -> None:

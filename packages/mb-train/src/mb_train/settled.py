@@ -24,7 +24,10 @@ SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--no-scatter-gather-tensors-in-pipeline": (0, "there is no such switch to turn off"),
     "--distribute-saved-activations": (0, "--sequence-parallel shares them"),
     "--distribute-checkpointed-activations": (0, "--sequence-parallel shares them"),
-    "--pipeline-model-parallel-split-rank": (1, "T5's encoder and decoder share their stage"),
+    "--pipeline-model-parallel-split-rank": (
+        1,
+        "T5's layers are shared out evenly, the decoder's behind the encoder's",
+    ),
     "--standalone-embedding-stage": (0, "stages are cut between layers"),
     "--distributed-backend": (1, "the device decides: NCCL on GPUs, gloo on CPUs"),
     "--local_rank": (1, "torchrun says it in LOCAL_RANK"),

@@ -6,6 +6,7 @@ from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher as AllToAl
 from mb_parallel.expert_parallel.apply import choose_dispatcher as choose_dispatcher
 from mb_parallel.expert_parallel.apply import parallelize_experts as parallelize_experts
 from mb_parallel.expert_parallel.balance import set_micro_batch as set_micro_batch
+from mb_parallel.expert_parallel.balance import step_counts as step_counts
 from mb_parallel.expert_parallel.collectives import Place as Place
 from mb_parallel.expert_parallel.peer import PeerBuffers as PeerBuffers
 from mb_parallel.expert_parallel.peer import PeerDispatcher as PeerDispatcher

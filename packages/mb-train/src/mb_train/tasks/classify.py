@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from mb_parallel import ParallelMesh
-from mb_parallel.tensor_parallel import Plan
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.classifier import LOSS, Classifier
-from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.base import (
-    Borders,
     DataPaths,
     Dataset,
     Datasets,
@@ -23,11 +20,11 @@ from mb_train.tasks.base import (
     padded_ends,
     stacked,
 )
-from mb_train.tasks.from_bert import trained_bert
+from mb_train.tasks.from_bert import UncutTask, trained_bert
 from mb_train.tasks.pairs import FORMS, PairDataset, read_pairs
 
 
-class ClassifyTask:
+class ClassifyTask(UncutTask):
     """See `base.Task`.
 
     Args:
@@ -40,23 +37,14 @@ class ClassifyTask:
         ValueError: tensor or pipeline parallelism, or experts that mb_layers refuses.
     """
 
-    first_input = "tokens_BS"
-    sentences = True
-
     def __init__(
         self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: ParallelMesh
     ) -> None:
-        if mesh.tp_size > 1 or mesh.pp_size > 1:
-            raise ValueError(
-                "Expected data and expert parallelism alone for --model classifier, got "
-                f"tensor-parallel size {mesh.tp_size} and {mesh.pp_size} pipeline stages."
-            )
+        super().__init__(config, vocab_size=vocab_size, mesh=mesh)
         assert config.task is not None
         self.loss_weights = {LOSS: "weights_B"}
         self.sequence_length = whole(config.seq_length)
-        self.model_config = transformer_config(config, vocab_size)
-        self.layers = self.model_config.num_layers
-        self._config, self._tokenizer, self._name = config, tokenizer, config.task
+        self._tokenizer, self._name = tokenizer, config.task
 
     def build_model(self, *, compute_dtype: torch.dtype) -> Classifier:
         """A classifier with fresh weights, or on a trained BERT."""
@@ -65,14 +53,6 @@ class ClassifyTask:
         if self._config.bert_load is not None:
             model.begin_from(trained_bert(self._config.bert_load, self.model_config))
         return model
-
-    def borders(self, runs: Sequence[range]) -> Borders:
-        """Not reached: see the class."""
-        raise ValueError("Expected no pipeline stages for --model classifier.")
-
-    def tensor_plan(self) -> Plan:
-        """Not reached: see the class."""
-        raise ValueError("Expected no tensor parallelism for --model classifier.")
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
         """A TSV file for each part; the training's pairs come in another order each time."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,16 @@ import mb_data
 import numpy as np
 import torch
 from mb_parallel import ParallelMesh
-from mb_parallel.tensor_parallel import Plan
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.ict import ICT, LOSS
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
-from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, batches_of, stacked
-from mb_train.tasks.from_bert import trained_bert
+from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of, stacked
+from mb_train.tasks.from_bert import UncutTask, trained_bert
 
 
-class ICTTask:
+class ICTTask(UncutTask):
     """See `base.Task`.
 
     Args:
@@ -34,22 +31,13 @@ class ICTTask:
         ValueError: tensor or pipeline parallelism, or experts that mb_layers refuses.
     """
 
-    first_input = "tokens_BS"
-    sentences = True
-
     def __init__(
         self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: ParallelMesh
     ) -> None:
-        if mesh.tp_size > 1 or mesh.pp_size > 1:
-            raise ValueError(
-                "Expected data and expert parallelism alone for --model ict, got tensor-parallel "
-                f"size {mesh.tp_size} and {mesh.pp_size} pipeline stages."
-            )
+        super().__init__(config, vocab_size=vocab_size, mesh=mesh)
         self.loss_weights = {LOSS: "weights_B"}
         self.sequence_length = 2 * whole(config.seq_length)
-        self.model_config = transformer_config(config, vocab_size)
-        self.layers = self.model_config.num_layers
-        self._config, self._tokenizer, self._mesh = config, tokenizer, mesh
+        self._tokenizer, self._mesh = tokenizer, mesh
 
     def build_model(self, *, compute_dtype: torch.dtype) -> ICT:
         """Two towers, or one, with fresh weights."""
@@ -66,14 +54,6 @@ class ICTTask:
         if config.bert_load is not None:
             model.begin_from(trained_bert(config.bert_load, self.model_config))
         return model
-
-    def borders(self, runs: Sequence[range]) -> Borders:
-        """Not reached: see the class."""
-        raise ValueError("Expected no pipeline stages for --model ict.")
-
-    def tensor_plan(self) -> Plan:
-        """Not reached: see the class."""
-        raise ValueError("Expected no tensor parallelism for --model ict.")
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
         """Megatron's samples over files that were split into sentences, and their titles.

@@ -10,8 +10,11 @@ import unicodedata
 import numpy as np
 import pytest
 from mb_data import load_tokenizer, megatron_tokenizer
+from mb_data.tokenizer import fast_bpe
 from mb_data.tokenizer.disputed import disputed_letters
+from mb_data.tokenizer.fast_bpe import SINGLE_BYTES
 from mb_data.tokenizer.rank_files import MEGATRON_PATTERNS, PATTERNS
+from mb_data.tokenizer.readable_bpe import ReadableBPE
 
 tokenizers = pytest.importorskip("tokenizers")
 GPT2 = load_tokenizer("gpt2", engine="python")
@@ -142,6 +145,50 @@ def test_every_letter_of_unicode(structure):
     assert tokenizer.careful_documents == 1
 
 
+def test_care_is_taken_of_what_surrounds_a_letter_not_of_the_document(structure, monkeypatch):
+    tokenizer = load_tokenizer(structure[0])
+    rng = random.Random(1)
+    signs = [*" \n\t'aZ0.(/é中²\u0301", "\n\n", "  ", "'s ", " = ", "word ", " 2026"]
+    texts = []
+    for letters in (0, 1, 3, 0, 2):
+        text = rng.choices(signs, k=4000)
+        for place in range(letters):
+            text[1000 + 40 * place] = "\U00010d4a"
+        texts.append("".join(text))
+    read: list[bytes] = []
+    monkeypatch.setattr(
+        tokenizer, "_read", lambda texts, way=tokenizer._read: read.extend(texts) or way(texts)
+    )
+    tokens, lengths = tokenizer.encode_documents([text.encode() for text in texts])
+    assert lengths.tolist() == [len(tokenizer.readable.encode(text)) for text in texts]
+    assert tokens.tolist() == [i for text in texts for i in tokenizer.readable.encode(text)]
+    assert tokenizer.careful_documents == 3
+    assert sum("\U00010d4a" in piece.decode() for piece in read) == len(read) > 2
+    assert sum(map(len, read)) < 3000
+
+    odd = ReadableBPE(SINGLE_BYTES, [], [r"\S+ ?|\s+"])  # whose words end with the space
+    assert odd.pieces(texts[1].encode()) == [texts[1].encode()]
+
+
+def test_the_engine_is_loaded_for_the_first_text(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(bpe_json(*STRUCTURES["qwen3"])))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.engine == "gigatoken"
+    assert "engine" not in vars(tokenizer._fast)
+    tokens = tokenizer.encode("a b")
+    assert tokens == tokenizer.readable.encode("a b")
+    assert "engine" in vars(tokenizer._fast)
+
+    def refuse(*_):
+        raise RuntimeError("rank 17 is odd")
+
+    tokenizer = load_tokenizer(tmp_path)
+    monkeypatch.setattr(fast_bpe, "_from_merges", refuse)
+    with pytest.warns(RuntimeWarning, match="cannot read this vocabulary .rank 17 is odd"):
+        assert tokenizer.encode("a b") == tokens
+    assert tokenizer.engine == "python"
+
+
 @pytest.mark.parametrize("append_eod", [False, True])
 def test_no_text_is_a_separator(append_eod):
     """A document that ended like the separator's start used to lose its tail to the next one."""
@@ -150,6 +197,7 @@ def test_no_text_is_a_separator(append_eod):
     pieces = [mark[a:b] for mark in marks for a in (0, 1) for b in range(len(mark) - 2, 29)]
     rng = random.Random(0)
     texts = ["".join(rng.choices([*pieces, "x", "y "], k=3)) for _ in range(300)]
+    texts += [f"{'x' * count}{marks[0]} y" for count in range(220, 260)]  # cut in the middle of it
     tokens, lengths = tokenizer.encode_documents(
         [text.encode() for text in texts], append_eod=append_eod
     )

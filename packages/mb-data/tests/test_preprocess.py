@@ -302,7 +302,7 @@ class LyingEngine:
 @pytest.mark.parametrize("tail", ["", " and more." * 1000], ids=["short", "long"])
 def test_a_difference_between_engines_stops_the_run(tmp_path, append_eod, tail):
     tokenizer = load_tokenizer("gpt2")
-    tokenizer._fast._engine = LyingEngine(tokenizer._fast._engine)
+    tokenizer._fast.engine = LyingEngine(tokenizer._fast.engine)
     source = write(tmp_path / "in.jsonl", [{"text": f"The quick dog.{tail}"}])
     with pytest.raises(ValueError, match=r"line 1, 'text': .* differ at token 2, letter 9: \[3797"):
         preprocess(source, tmp_path / "out", tokenizer=tokenizer, append_eod=append_eod, workers=1)

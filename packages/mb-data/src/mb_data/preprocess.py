@@ -187,6 +187,7 @@ def preprocess(
     with PartialOutput(
         prefix, outputs, job.dtype, settings, resume=resume, restart=restart
     ) as partial:
+        tokenizer.prepare()  # once, for all workers that are forked
         before = partial.state
         if before.bad_lines and not skip:
             raise ValueError(

@@ -64,6 +64,10 @@ class Tokenizer(ABC):
         flat = (token for row in rows for token in row)
         return np.fromiter(flat, dtype=np.uint32, count=int(lengths.sum())), lengths
 
+    def prepare(self) -> None:
+        """Load what encoding needs, as before a fork; the first text does so otherwise."""
+        return
+
     def reference_start(self, text: str, letters: int) -> list[int] | None:
         """First tokens of a text, by an implementation independent of ``encode``.
 

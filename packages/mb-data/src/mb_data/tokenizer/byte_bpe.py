@@ -8,6 +8,7 @@ readable twin, and counted.
 from __future__ import annotations
 
 import unicodedata
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -85,6 +86,19 @@ class ByteLevelBPE(Tokenizer):
     def engine(self) -> str:
         return "python" if self._fast is None else "gigatoken"
 
+    def prepare(self) -> None:
+        if self._fast is not None:
+            try:
+                _ = self._fast.engine
+            except RuntimeError as error:
+                warnings.warn(
+                    f"{self.name}: gigatoken cannot read this vocabulary ({error}); the readable "
+                    "implementation takes its place, at a MB of text a second",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                self._fast = None
+
     def encode(self, text: str) -> list[int]:
         tokens, _ = self.encode_documents([text.encode()])
         return tokens.tolist()
@@ -119,24 +133,39 @@ class ByteLevelBPE(Tokenizer):
         self, texts: list[bytes]
     ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
         """Tokens of all texts, each followed by the separator's, and the positions of those."""
+        self.prepare()
         if self._fast is None:
             return self._read(texts)
-        careful = disputed_letters().find(texts)
         if self.readable.form:
             texts = [_normalize(text, self.readable.form) for text in texts]
+        careful = set(disputed_letters().find(texts))
         if not careful:
             found = self._fast.encode(texts)
             if found is not None:
                 return found
-            careful = [i for i, text in enumerate(texts) if SEPARATOR.encode() in text]
-            careful = careful or list(range(len(texts)))
+        careful.update(i for i, text in enumerate(texts) if SEPARATOR.encode() in text)
+        assert careful, "the engine found an end of document that no text has"
         self.careful_documents += len(careful)
-        chosen = set(careful)
-        fast = self._encode_terminated([t for i, t in enumerate(texts) if i not in chosen])
-        slow = self._read([texts[i] for i in careful])
-        order = np.zeros(len(texts), dtype=bool)
-        order[careful] = True
-        return _interleave(order, fast, slow)
+        return self._encode_carefully(texts, careful)
+
+    def _encode_carefully(
+        self, texts: list[bytes], careful: set[int]
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """The same, where some texts need care: what is read of them is what surrounds the places
+        that do. A text of many megabytes may have one, and reading takes a second for each."""
+        parts = [self.readable.pieces(t) if i in careful else [t] for i, t in enumerate(texts)]
+        pieces = [piece for part in parts for piece in part]
+        slow = np.array([SEPARATOR.encode() in piece for piece in pieces])
+        slow[disputed_letters().find(pieces)] = True
+        tokens, ends = _interleave(
+            slow,
+            self._encode_terminated([p for p, read in zip(pieces, slow, strict=True) if not read]),
+            self._read([p for p, read in zip(pieces, slow, strict=True) if read]),
+        )
+        inner = np.ones(len(pieces), dtype=bool)
+        inner[np.cumsum([len(part) for part in parts]) - 1] = False
+        ends_of_texts = ends[~inner] - np.cumsum(inner)[~inner]
+        return np.delete(tokens, ends[inner]), ends_of_texts
 
     def _read(self, texts: Sequence[bytes]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
         rows = [self.readable.encode(text.decode()) for text in texts]
@@ -174,7 +203,7 @@ class ByteLevelBPE(Tokenizer):
 
 def _check(name: str, ids: Mapping[str, int], merges: Sequence[str]) -> None:
     letters = byte_to_letter().values()
-    unknown = set().union(*ids).difference(letters)
+    unknown = set("".join(ids)).difference(letters)
     if unknown:
         entry = next(entry for entry in ids if not unknown.isdisjoint(entry))
         raise ValueError(f"{name}: a letter of entry {entry!r} stands for no byte")

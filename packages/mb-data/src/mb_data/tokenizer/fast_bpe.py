@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import binascii
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from binascii import b2a_base64
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -56,11 +57,30 @@ class FastBPE:
 
     def __init__(self, readable: ReadableBPE, separator: int, *, by_rank: bool = False) -> None:
         self.readable = readable
-        self._by_rank = by_rank or readable.merges is None
         self.separator = separator
-        # Ranks are 0, 1, ... to the engine, whatever the first id is.
-        self._first_id = min(readable.ids.values()) if self._by_rank else 0
-        self._engine = self._load()
+        if not (by_rank or readable.merges is None):
+            self._scheme = None
+            # An engine of single bytes knows the same patterns, and loads in a millisecond.
+            _from_merges(ReadableBPE(SINGLE_BYTES, [], readable.patterns), len(SINGLE_BYTES))
+            return
+        from gigatoken import gigatoken_rs  # noqa: F401  # is it there?
+
+        self._scheme = SCHEMES.get("|".join(readable.patterns))
+        ids = readable.ids.values()
+        if self._scheme is None or len(ids) != max(ids) - min(ids) + 1:
+            raise RuntimeError(f"no engine for the patterns {list(readable.patterns)}")
+
+    @cached_property
+    def engine(self) -> BPETokenizer:
+        """Loaded when the first text is encoded: who wants an id of a tokenizer need not wait."""
+        if self._scheme is None:
+            return _from_merges(self.readable, self.separator)
+        return _from_ranks(self.readable.ids, self._scheme, self.separator - self._first_id)
+
+    @property
+    def _first_id(self) -> int:
+        """Ranks are 0, 1, ... to the engine, whatever the first id is."""
+        return 0 if self._scheme is None else min(self.readable.ids.values())
 
     def encode(
         self, texts: Sequence[bytes]
@@ -70,7 +90,7 @@ class FastBPE:
         None if a text contains ``SEPARATOR``. One call on the joined texts is the engine's fastest
         form, and the tokens are what ``append_eod`` wants on disk.
         """
-        tokens = self._engine.encode(SEPARATOR.encode().join([*texts, b""]))
+        tokens = self.engine.encode(SEPARATOR.encode().join([*texts, b""]))
         if self._first_id:
             tokens = tokens + np.uint32(self._first_id)
         ends = np.flatnonzero(tokens == self.separator)
@@ -79,50 +99,53 @@ class FastBPE:
     def forget(self) -> None:
         """Drop the words it has seen, which only a new engine does: it keeps every distinct one,
         10 bytes of memory for each byte of random letters."""
-        del self._engine
-        self._engine = self._load()
+        self.__dict__.pop("engine", None)
 
-    def _load(self) -> BPETokenizer:
-        from gigatoken.gigatoken_rs import BPETokenizer, load_hf_json
 
-        readable = self.readable
-        if self._by_rank:
-            scheme = SCHEMES.get("|".join(readable.patterns))
-            ranks = sorted(readable.ids.items(), key=lambda entry: entry[1])
-            dense = [i for _, i in ranks] == list(range(ranks[0][1], ranks[0][1] + len(ranks)))
-            if scheme is None or not dense:
-                raise RuntimeError(f"no engine for the patterns {list(readable.patterns)}")
-            special = {SEPARATOR: self.separator - self._first_id}
-            with tempfile.TemporaryDirectory() as directory:
-                path = os.path.join(directory, "ranks")
-                with open(path, "wb") as file:
-                    for rank, (entry, _) in enumerate(ranks):
-                        word = binascii.b2a_base64(letters_to_bytes(entry), newline=False)
-                        file.write(b"%s %d\n" % (word, rank))
-                return BPETokenizer.from_tiktoken(path, scheme, special)
-        words: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
-        if readable.patterns != (GPT2_PATTERN,):  # which is what ByteLevel does by itself
-            split = {"type": "Split", "behavior": "Isolated", "invert": False}
-            stages = [split | {"pattern": {"Regex": pattern}} for pattern in readable.patterns]
-            words = {"type": "Sequence", "pretokenizers": [*stages, words | {"use_regex": False}]}
-        description = {
-            "added_tokens": [{"id": self.separator, "content": SEPARATOR, "special": True}],
-            "pre_tokenizer": words,
-            "model": {
-                "type": "BPE",
-                "vocab": {**readable.ids, SEPARATOR: self.separator},
-                "merges": list(readable.merges or ()),
-                "ignore_merges": readable.ignore_merges,
-            },
-        }
-        engine = load_hf_json(json.dumps(description, ensure_ascii=False))
-        assert not hasattr(engine, "encode_no_normalize"), "SentencePiece, which was not asked for"
-        return cast("BPETokenizer", engine)
+def _from_merges(readable: ReadableBPE, separator: int) -> BPETokenizer:
+    from gigatoken.gigatoken_rs import load_hf_json
+
+    words: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
+    if readable.patterns != (GPT2_PATTERN,):  # which is what ByteLevel does by itself
+        split = {"type": "Split", "behavior": "Isolated", "invert": False}
+        stages = [split | {"pattern": {"Regex": pattern}} for pattern in readable.patterns]
+        words = {"type": "Sequence", "pretokenizers": [*stages, words | {"use_regex": False}]}
+    description = {
+        "added_tokens": [{"id": separator, "content": SEPARATOR, "special": True}],
+        "pre_tokenizer": words,
+        "model": {
+            "type": "BPE",
+            "vocab": {**readable.ids, SEPARATOR: separator},
+            "merges": list(readable.merges or ()),
+            "ignore_merges": readable.ignore_merges,
+        },
+    }
+    engine = load_hf_json(json.dumps(description, ensure_ascii=False))
+    assert not hasattr(engine, "encode_no_normalize"), "SentencePiece, which was not asked for"
+    return cast("BPETokenizer", engine)
+
+
+def _from_ranks(ids: Mapping[str, int], scheme: str, separator: int) -> BPETokenizer:
+    from gigatoken.gigatoken_rs import BPETokenizer
+
+    entries = sorted(ids, key=ids.__getitem__)
+    spelt = letters_to_bytes("".join(entries))  # at once, which is many times faster
+    lines, start = [], 0
+    for rank, entry in enumerate(entries):
+        end = start + len(entry)
+        lines.append(b"%s %d\n" % (b2a_base64(spelt[start:end], newline=False), rank))
+        start = end
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "ranks")
+        with open(path, "wb") as file:
+            file.writelines(lines)
+        return BPETokenizer.from_tiktoken(path, scheme, {SEPARATOR: separator})
 
 
 def letters_to_bytes(entry: str) -> bytes:
-    """The bytes that an entry of the vocabulary spells."""
+    """The bytes that an entry of the vocabulary spells, or several of them."""
     return entry.translate(_BYTE_OF).encode("latin-1")
 
 
+SINGLE_BYTES = {letter: i for i, letter in enumerate(byte_to_letter().values())}
 _BYTE_OF = {ord(letter): chr(byte) for byte, letter in byte_to_letter().items()}

@@ -35,8 +35,8 @@ class FastSentencePiece:
 
     Args:
         description: a tokenizer.json's content, of BPE with byte fallback.
-        library: the same tokens from the library the file belongs to.
         careful: a text that this matches is left to the library.
+        library: the same tokens from the library the file belongs to.
 
     Raises:
         ModuleNotFoundError: gigatoken is not installed.
@@ -46,8 +46,9 @@ class FastSentencePiece:
     def __init__(
         self,
         description: dict[str, Any],
-        library: Callable[[str], list[int]],
         careful: str | None = None,
+        *,
+        library: Callable[[str], list[int]],
     ) -> None:
         self._data = json.dumps(description, ensure_ascii=False)
         self._library = library

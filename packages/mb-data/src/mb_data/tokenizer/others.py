@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from os import PathLike, fspath
 from typing import Any
 
@@ -20,10 +21,10 @@ from mb_data.tokenizer.fast_sentencepiece import FastSentencePiece, model_descri
 
 
 class LibraryTokenizer(Tokenizer):
-    """What the two below share. ``_fast`` is gigatoken, where it gives the library's tokens."""
+    """What the two below share."""
 
     library: str
-    _fast: FastSentencePiece | None = None
+    fast: bool  # whether to use gigatoken where it can
     _added: dict[int, str]  # tokens that the library does not know, by id
 
     @property
@@ -52,17 +53,26 @@ class LibraryTokenizer(Tokenizer):
         if self._fast is not None:
             self._fast.forget()
 
+    def prepare(self) -> None:
+        _ = self._fast
+
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         return _decode(ids, self, self._added, self._decode_run)
 
     def _decode_run(self, ids: list[int]) -> str:
         raise NotImplementedError
 
-    def _speed_up(
-        self, description: dict[str, Any], careful: str | None = None
-    ) -> FastSentencePiece | None:
+    def _description(self) -> tuple[dict[str, Any], str | None]:
+        """What ``FastSentencePiece`` takes; raises RuntimeError for what it cannot do."""
+        raise NotImplementedError
+
+    @cached_property
+    def _fast(self) -> FastSentencePiece | None:
+        """gigatoken, where it gives the library's tokens: found out when a text is encoded."""
+        if not self.fast:
+            return None
         try:
-            return FastSentencePiece(description, self.encode, careful)
+            return FastSentencePiece(*self._description(), library=self.encode)
         except (ModuleNotFoundError, RuntimeError, ValueError):
             return None
 
@@ -120,7 +130,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self._added = {i: text for text, i in added.items()}
         self._added |= {i: f"<extra_id_{n}>" for n, i in enumerate(self.extra_ids)}
         self.vocab_size = base + num_extra_ids
-        self._fast = self._speed_up(description) if fast else None
+        self.fast = fast
+        self._read_from = description
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:
@@ -129,6 +140,9 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         if not self._renumbered:
             return [encoding.ids for encoding in encodings]
         return [[self._renumbered.get(i, i) for i in encoding.ids] for encoding in encodings]
+
+    def _description(self) -> tuple[dict[str, Any], str | None]:
+        return self._read_from, None
 
     def token_id(self, text: str) -> int | None:
         return self._ids.get(text)
@@ -190,16 +204,13 @@ class SentencePieceTokenizer(LibraryTokenizer):
             self.special["eod"] = self.special["eos"]
         self.extra_ids = tuple(self._add(f"<extra_id_{i}>") for i in range(num_extra_ids))
         self.vocab_size = size + len(self._added)
-        if fast:
-            try:
-                self._fast = self._speed_up(
-                    *model_description(self._library.serialized_model_proto())
-                )
-            except RuntimeError:
-                self._fast = None
+        self.fast = fast
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._library.EncodeAsIds(text.encode()) for text in texts]
+
+    def _description(self) -> tuple[dict[str, Any], str | None]:
+        return model_description(self._library.serialized_model_proto())
 
     def token_id(self, text: str) -> int | None:
         return {**self._pieces, **{added: i for i, added in self._added.items()}}.get(text)

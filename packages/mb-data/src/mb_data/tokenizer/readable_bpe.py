@@ -11,14 +11,18 @@ installed, and every preprocessing run compares the two on a sample.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
+from itertools import pairwise, product
 from typing import Any, Literal
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
+BEFORE_SPACES = re.compile(rb"[!-~](?= [!-~])")
+PIECE_BYTES = 256
 REMEMBERED = 64  # letters of a word
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
@@ -76,6 +80,28 @@ class ReadableBPE:
         if len(text) > letters:
             words = words[:-2]
         return [token for word in words for token in self.encode_word(word)]
+
+    def pieces(self, text: bytes) -> list[bytes]:
+        """A text cut into pieces of a few hundred bytes whose words are those of the text.
+
+        It is cut before a space between two signs of ASCII, where today's patterns always end a
+        word; by patterns that do not, it stays whole.
+        """
+        if not self._spaces_begin_words:
+            return [text]
+        places = [0]
+        for match in BEFORE_SPACES.finditer(text):
+            if match.end() - places[-1] >= PIECE_BYTES:
+                places.append(match.end())
+        return [text[a:b] for a, b in pairwise([*places, len(text)])]
+
+    @cached_property
+    def _spaces_begin_words(self) -> bool:
+        for before, after in product("aZ09.,;:'\"!?()[]{}<>/\\|@#$%&*+-=_~^`", "aZst0'\"(./"):
+            left, right = f"x y{before}", f" {after}b c\n"
+            if [*self.words(left + right)] != [*self.words(left), *self.words(right)]:
+                return False
+        return True
 
     def encode_word(self, word: str) -> tuple[int, ...]:
         # Long words seldom come again, and remembering them costs memory.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -126,13 +126,23 @@ class WordPiece(Tokenizer):
             self.special[role] = self._add(piece)
         self.extra_ids = tuple(self._add(f"<extra_id_{i}>") for i in range(num_extra_ids))
         self.vocab_size = len(self.pieces)
-        self._engine: Any = None
-        if engine != "python":
-            try:
-                self._engine = self.load_engine(ids, lower_case)
-            except ModuleNotFoundError:
-                if engine == "tokenizers":
-                    raise
+        self._wanted = engine
+        if engine == "tokenizers":
+            self.prepare()
+
+    @cached_property
+    def _engine(self) -> Any:
+        if self._wanted == "python":
+            return None
+        try:
+            return self.load_engine(self.readable.ids, self.readable.lower_case)
+        except ModuleNotFoundError:
+            if self._wanted == "tokenizers":
+                raise
+            return None
+
+    def prepare(self) -> None:
+        _ = self._engine
 
     @property
     def engine(self) -> str:

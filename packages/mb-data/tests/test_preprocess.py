@@ -11,16 +11,19 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import mb_data
 import mb_data.books
 import mb_data.maintenance
 import mb_data.partial
 import mb_data.pipeline
+import mb_data.reading
 import numpy as np
 import pytest
 from mb_data import IndexedDataset, load_tokenizer
 from mb_data.pipeline import WorkerDiedError
+from mb_data.shelf import Shelf
 
 
 @pytest.fixture(autouse=True)
@@ -406,13 +409,20 @@ SLOW_RUN = """
 """
 
 
-@pytest.mark.parametrize("packing", ["", ".gz"])
+@pytest.mark.parametrize("packing", ["", ".gz", "many archives"])
 def test_kill_9_in_the_middle_and_run_again(tmp_path, packing):
     source = write(tmp_path / "in.jsonl", random_records(5, 400))
     lines = source.read_bytes().splitlines(keepends=True)
     data = b"".join(line + b"bad\n" * (i % 50 == 0) for i, line in enumerate(lines))
     source = tmp_path / f"in.jsonl{packing}"
-    source.write_bytes(gzip.compress(data) if packing else data)
+    if packing == "many archives":
+        source.mkdir()
+        lines = data.splitlines(keepends=True)
+        for i, start in enumerate((0, 200, 201, 202, 230, 260, 290, 320, 350)):  # the first: half
+            stop = [200, 201, 202, 230, 260, 290, 320, 350, None][i]
+            (source / f"{i}.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[start:stop])))
+    else:
+        source.write_bytes(gzip.compress(data) if packing else data)
     run = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SLOW_RUN), str(source), str(tmp_path / "out")]
     )
@@ -497,6 +507,51 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     with pytest.warns(RuntimeWarning, match="this file system has no locks"):
         preprocess(source, tmp_path / "out", workers=1)
     assert documents(tmp_path / "out_text_document") == [[64]]
+
+
+@pytest.mark.parametrize("options", [{}, {"split_sentences": True}, {"shard": (1, 2)}])
+def test_many_archives_are_unpacked_by_the_workers(tmp_path, monkeypatch, options):
+    """Of any sizes, in any worker: the first is so long that all others wait for it on the disk."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i, count in enumerate((300, 0, 1, 40, 0, 7, 20, 60, 5, 0, 100, 3, 0)):
+        records = write(tmp_path / "raw.jsonl", random_records(i, count)).read_bytes()
+        packed = gzip.compress(records + b"bad\n" * (i == 3))
+        (folder / f"{i:02}.jsonl.gz").write_bytes(packed[:-30] if i == 7 else packed)
+    settings = {"block_bytes": 2000, "on_error": "skip", "append_eod": True, **options}
+    with monkeypatch.context() as patched:
+        patched.setattr(mb_data.reading, "APART", 99)
+        once = preprocess(folder, tmp_path / "once", workers=2, **settings)
+    monkeypatch.setattr(mb_data.reading, "APART", 2)
+    for workers in (1, 3):
+        summary = preprocess(folder, tmp_path / "out", workers=workers, **settings)
+        assert summary.bad_lines == once.bad_lines
+        assert summary.documents == once.documents > 0
+        assert output_bytes(Path(summary.outputs[0])) == output_bytes(Path(once.outputs[0]))
+        report = tmp_path / "out_skipped.txt"
+        if once.bad_lines:
+            assert report.read_text() == (tmp_path / "once_skipped.txt").read_text()
+    (folder / "00.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\nbad\n'))
+    if not options:
+        with pytest.raises(ValueError, match=r"00\.jsonl\.gz, line 2: "):
+            preprocess(folder, tmp_path / "new", workers=2)
+
+
+def test_a_shelf_gives_back_what_it_was_given(tmp_path):
+    shelf = Shelf(tmp_path, room=2)
+    rng = np.random.default_rng(0)
+    given = {
+        key: [rng.integers(0, 9, rng.integers(0, 50)).astype(d) for d in ("u2", "i4", "i4")]
+        for key in range(20)
+    }
+    for turn in (range(20), reversed(range(20)), [3, 1, 2, *range(4, 20), 0]):
+        for key in range(20):
+            shelf.put(key, given[key])
+        for key in turn:
+            for found, expected in zip(shelf.take(key), given[key], strict=True):
+                assert found.dtype == expected.dtype
+                assert found.tolist() == expected.tolist()
+    assert not os.listdir(tmp_path)
 
 
 def test_a_damaged_archive_is_left_out_and_named(tmp_path):

@@ -70,8 +70,11 @@ class Books(AbstractContextManager):
         self.failure: BaseException | None = None
         self.stopping = threading.Event()
 
-    def place(self, number: int, block: Block, result: Result) -> list[Place]:
-        """Where the data of the next block goes; raises ValueError for what must stop the run."""
+    def place(self, block: Block, result: Result, units: int, inside: int) -> list[Place]:
+        """Where the data of the next block goes; raises ValueError for what must stop the run.
+
+        With it ``units`` of work are done, and ``inside`` blocks of the next.
+        """
         before = self.placed
         lines = before.lines if block.start else 0
         if result.fatal:
@@ -89,7 +92,9 @@ class Books(AbstractContextManager):
         ]
         self.placed = State(
             places=tuple(places),
-            blocks=number + 1,
+            blocks=before.blocks + 1,
+            units=units,
+            inside=inside,
             lines=lines + result.lines,
             position=block.position,
             documents=before.documents + sum(k.documents for k in result.keys),
@@ -100,7 +105,7 @@ class Books(AbstractContextManager):
             reported=reported,
             line_limit=self.line_limit,
         )
-        self.states[number] = self.placed
+        self.states[before.blocks] = self.placed
         return list(before.places)
 
     def _where(self, block: Block, lines: int, line: int, last: int) -> str:

@@ -41,13 +41,16 @@ class Place(NamedTuple):
 class State(NamedTuple):
     """Where a run stands after its first ``blocks`` blocks.
 
-    ``lines`` counts those of the current input file, ``position`` input bytes, ``reported`` bytes
-    of the list of bad lines, ``line_limit`` is the longest line that was no bad one; the others are
-    sums over all keys.
+    Those are all blocks of the first ``units`` units of work, each a block or an archive of many,
+    and ``inside`` more of the next one, an archive. ``lines`` counts those of the current input
+    file, ``position`` input bytes, ``reported`` bytes of the list of bad lines, ``line_limit`` is
+    the longest line that was no bad one; the others are sums over all keys.
     """
 
     places: tuple[Place, ...]
     blocks: int = 0
+    units: int = 0
+    inside: int = 0
     lines: int = 0
     position: int = 0
     documents: int = 0

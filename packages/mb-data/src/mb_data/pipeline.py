@@ -3,7 +3,8 @@
 A worker keeps a block's tokens and reports how many there are. As soon as all blocks before it
 have reported, the parent knows where its tokens belong in the output, says so, and the worker
 writes them there: tokens never travel between processes, and the files are those of a run with
-one worker. A worker does not wait for its place: it goes on with up to ``AHEAD`` further blocks.
+one worker. A worker does not wait for its place: it goes on with up to ``AHEAD`` further blocks,
+or with the archive that it unpacks, whose blocks then wait on its ``Shelf``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,8 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mb_data.encode import Encoded, Job, encode_block
-from mb_data.partial import Place
-from mb_data.reading import Block
+from mb_data.partial import Place, State
+from mb_data.reading import Archive, Block
+from mb_data.shelf import Shelf
 
 AHEAD = 2
 CACHE_BYTES = 256 << 20  # what a worker may grow by before its tokenizer forgets
@@ -60,21 +63,31 @@ class WorkerDiedError(RuntimeError):
     """A worker process ended by itself, as when the system ran out of memory."""
 
 
+# A block by its unit of work and its place in that, 0 where the unit is a block.
+Key = tuple[int, int]
+
+
 def run_workers(
     job: Job,
-    blocks: Iterator[tuple[int, Block]],
+    work: Iterator[tuple[int, Block | Archive]],
     *,
+    start: State,
     workers: int,
     files: Sequence[tuple[Path, Path, Path]],
-    place: Callable[[int, Block, Result], list[Place]],
+    directory: Path,
+    place: Callable[[Block, Result, int, int], list[Place]],
     written: Callable[[int], None],
     tick: Callable[[], None],
 ) -> None:
-    """Encode numbered blocks, consecutive from any number on, and write them into ``files``.
+    """Encode numbered units of work, consecutive from any number on, and write them into ``files``.
 
     Args:
+        start: what is done; the first unit is number ``start.units``, without the first
+            ``start.inside`` blocks.
         files: of tokens, sizes and counts, one triple a key.
-        place: called for each block in order; returns where its data goes, or raises.
+        directory: for what waits for its place.
+        place: called for each block in order, with the units and the blocks of the next one that
+            are done with it; returns where its data goes, or raises.
         written: called with a block's number when its data is in the files, in any order.
         tick: called at least every ``TICK`` seconds.
 
@@ -82,38 +95,47 @@ def run_workers(
         WorkerDiedError: a worker was killed.
         OSError: a worker could not read or write.
     """
-    reported: dict[int, tuple[_Worker, Block, Result]] = {}
-    upcoming = next(blocks, None)
-    next_place = upcoming[0] if upcoming else 0
+    reported: dict[Key, tuple[_Worker, Block, Result]] = {}
+    ends: dict[int, int] = {}  # of units: how many blocks there were
+    unit, inside, number = start.units, start.inside, start.blocks
+    upcoming = next(work, None)
     team: list[_Worker] = []
     try:
         for _ in range(workers):
-            team.append(_Worker(job, files, [worker.connection for worker in team]))
+            team.append(_Worker(job, files, directory, [w.connection for w in team]))
         while True:
             while upcoming:
-                worker = min(team, key=lambda member: (member.encoding, len(member.blocks)))
-                # One block waits in the pipe; not one of megabytes, as it would fill the pipe.
-                waiting = 0 if upcoming[1].data else 1
-                if worker.encoding > waiting or len(worker.blocks) > AHEAD:
+                worker = min(team, key=lambda member: (len(member.tasks), len(member.blocks)))
+                if not worker.takes(upcoming[1]):
                     break
-                worker.encode(*upcoming)
-                upcoming = next(blocks, None)
-            busy: dict[Any, _Worker] = {w.connection: w for w in team if w.blocks}
+                if isinstance(upcoming[1], Block):
+                    ends[upcoming[0]] = 1
+                worker.give(*upcoming, start.inside if upcoming[0] == start.units else 0)
+                upcoming = next(work, None)
+            busy: dict[Any, _Worker] = {w.connection: w for w in team if w.tasks or w.blocks}
             if not busy:
                 return
             for ready in wait([*busy, *(worker.process.sentinel for worker in team)], TICK):
                 if ready not in busy:
                     raise next(w for w in team if w.process.sentinel == ready).death()
                 worker = busy[ready]
-                kind, number, value = worker.receive()
+                kind, key, value = worker.receive()
                 if kind == "encoded":
-                    reported[number] = worker, worker.blocks[number], value
+                    reported[key] = worker, *value
+                elif kind == "end":
+                    ends[key[0]] = key[1]
                 else:
-                    written(number)
-            while next_place in reported:
-                worker, block, result = reported.pop(next_place)
-                worker.write(next_place, place(next_place, block, result))
-                next_place += 1
+                    written(value)
+            while True:
+                while ends.get(unit) == inside:
+                    unit, inside = unit + 1, 0
+                if (unit, inside) not in reported:
+                    break
+                worker, block, result = reported.pop((unit, inside))
+                whole = ends.get(unit) == inside + 1
+                places = place(block, result, unit + whole, 0 if whole else inside + 1)
+                worker.write((unit, inside), number, places)
+                inside, number = inside + 1, number + 1
             tick()
     finally:
         for worker in team:
@@ -124,7 +146,11 @@ class _Worker:
     """A worker process, seen from the parent."""
 
     def __init__(
-        self, job: Job, files: Sequence[tuple[Path, Path, Path]], siblings: list[Connection]
+        self,
+        job: Job,
+        files: Sequence[tuple[Path, Path, Path]],
+        directory: Path,
+        siblings: list[Connection],
     ) -> None:
         # A fork is the fastest start and inherits the loaded tokenizer; it is only safe while no
         # other thread can hold a lock.
@@ -133,42 +159,57 @@ class _Worker:
         self.connection, theirs = context.Pipe()
         inherited = [*siblings, self.connection] if fork else []
         self.process: BaseProcess = context.Process(
-            target=_serve, args=(theirs, inherited, job, files), daemon=True
+            target=_serve, args=(theirs, inherited, job, files, directory), daemon=True
         )
         with warnings.catch_warnings():
             # Python 3.12 warns of any thread, NumPy's idle ones included.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
         theirs.close()
-        self.blocks: dict[int, Block] = {}
-        self.encoding = 0
+        self.tasks: dict[int, Block | Archive] = {}  # units of work that it has not finished
+        self.blocks: dict[Key, Block] = {}  # those encoded, but not written yet
 
-    def encode(self, number: int, block: Block) -> None:
-        self._send("encode", number, block)
-        self.blocks[number] = block._replace(data=None)
-        self.encoding += 1
+    def takes(self, task: Block | Archive) -> bool:
+        """Whether to give it one more unit of work now."""
+        unwritten = len({unit for unit, _ in (*self.blocks, *((unit, 0) for unit in self.tasks))})
+        # One block waits in the pipe; not one of megabytes, as it would fill the pipe, and neither
+        # an archive nor behind one.
+        small = isinstance(task, Block) and not task.data
+        small = small and not any(isinstance(other, Archive) for other in self.tasks.values())
+        return len(self.tasks) <= small and unwritten <= AHEAD
 
-    def write(self, number: int, places: list[Place]) -> None:
-        self._send("write", number, places)
+    def give(self, unit: int, task: Block | Archive, skip: int) -> None:
+        self._send("encode", (unit, skip), task)
+        self.tasks[unit] = task._replace(data=None) if isinstance(task, Block) else task
 
-    def receive(self) -> tuple[str, int, Any]:
+    def write(self, key: Key, number: int, places: list[Place]) -> None:
+        self._send("write", key, (number, places))
+
+    def receive(self) -> tuple[str, Key, Any]:
         try:
-            kind, number, value = self.connection.recv()
+            kind, key, value = self.connection.recv()
         except (EOFError, ConnectionResetError):
             raise self.death() from None
         if kind == "failed":
             raise value
         if kind == "encoded":
-            self.encoding -= 1
-        else:
-            del self.blocks[number]
-        return kind, number, value
+            self.blocks[key] = value[0]
+        if kind == "written":
+            del self.blocks[key]
+        if kind == "end" or (kind == "encoded" and isinstance(self.tasks[key[0]], Block)):
+            del self.tasks[key[0]]
+        return kind, key, value
 
     def death(self) -> WorkerDiedError:
         self.process.join(1)
         code = self.process.exitcode
         how = f"by signal {-code}" if code and code < 0 else f"with exit code {code}"
-        places = [f"{b.path}, bytes {b.start:,} to {b.stop:,}" for b in self.blocks.values()]
+        places = [
+            f"{task.path}, bytes {task.start:,} to {task.stop:,}"
+            if isinstance(task, Block)
+            else task.source.path
+            for task in self.tasks.values()
+        ]
         return WorkerDiedError(
             f"worker process {self.process.pid} ended {how} while it worked on "
             f"{'; '.join(places) or 'nothing'}. If memory ran out, use fewer --workers. "
@@ -192,43 +233,83 @@ def _serve(
     inherited: list[Connection],
     job: Job,
     files: Sequence[tuple[Path, Path, Path]],
+    directory: Path,
 ) -> None:
     """The worker's side: obey "encode" and "write" until the parent is gone."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     for other in inherited:  # or the end of the parent would go unnoticed
         other.close()
-    targets = [[path.open("r+b", buffering=0) for path in paths] for paths in files]
-    held: dict[int, Encoded] = {}
-    limit = _resident_bytes() + CACHE_BYTES
+    servant = _Servant(connection, job, files, directory)
     while True:
         try:
-            command, number, value = connection.recv()
+            command, key, value = connection.recv()
         except (EOFError, OSError):
             return
         try:
-            if command == "encode":
-                held[number] = encoded = encode_block(job, value)
-                reply = "encoded", number, _result(encoded)
-            else:
-                encoded = held.pop(number)
-                for place, data, target in zip(value, encoded.keys, targets, strict=True):
-                    _write_at(target[0], data.tokens, place.tokens)
-                    _write_at(target[1], data.sizes, place.sequences)
-                    _write_at(target[2], data.counts, place.counts)
-                reply = "written", number, None
-                del encoded
-                if _resident_bytes() > limit:
-                    job.tokenizer.forget()
-                    limit = max(limit, _resident_bytes() + CACHE_BYTES)
+            servant.obey(command, key, value)
+            continue
         except (ValueError, OSError, ModuleNotFoundError) as error:
-            reply = "failed", number, error
+            reply = "failed", key, error
         except Exception:
-            reply = "failed", number, RuntimeError(f"in a worker:\n{traceback.format_exc()}")
+            reply = "failed", key, RuntimeError(f"in a worker:\n{traceback.format_exc()}")
         try:
             connection.send(reply)
         except BrokenPipeError:  # the parent is gone
             return
+
+
+class _Servant:
+    """What a worker process does when told to."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        job: Job,
+        files: Sequence[tuple[Path, Path, Path]],
+        directory: Path,
+    ) -> None:
+        self.connection = connection
+        self.job = job
+        self.targets = [path.open("r+b", buffering=0) for paths in files for path in paths]
+        self.shelf = Shelf(directory, AHEAD + 1)
+        self.memory = _resident_bytes() + CACHE_BYTES
+
+    def obey(self, command: str, key: Key, value: Any) -> None:
+        if command == "write":
+            self.write(key, *value)
+        elif isinstance(value, Block):
+            self.encode(key, value)
+        else:
+            self.unpack(key, value)
+
+    def unpack(self, key: Key, archive: Archive) -> None:
+        """Encode the blocks of an archive, from one on; meanwhile "write" is all that is asked."""
+        unit, inside = key
+        for block in islice(archive.blocks(), inside, None):
+            self.encode((unit, inside), block)
+            inside += 1
+            self.forget()
+            while self.connection.poll():
+                self.obey(*self.connection.recv())
+        self.connection.send(("end", (unit, inside), None))
+
+    def encode(self, key: Key, block: Block) -> None:
+        encoded = encode_block(self.job, block)
+        self.shelf.put(key, [a for k in encoded.keys for a in (k.tokens, k.sizes, k.counts)])
+        self.connection.send(("encoded", key, (block._replace(data=None), _result(encoded))))
+
+    def write(self, key: Key, number: int, places: list[Place]) -> None:
+        offsets = [index for place in places for index in place]
+        for target, array, index in zip(self.targets, self.shelf.take(key), offsets, strict=True):
+            _write_at(target, array, index)
+        self.connection.send(("written", key, number))
+        self.forget()
+
+    def forget(self) -> None:
+        if _resident_bytes() > self.memory:
+            self.job.tokenizer.forget()
+            self.memory = max(self.memory, _resident_bytes() + CACHE_BYTES)
 
 
 def _resident_bytes() -> int:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ import numpy as np
 from mb_data.books import Books, Progress
 from mb_data.indexed_dataset import DTYPE_CODES, best_dtype
 from mb_data.partial import PartialOutput, State
-from mb_data.reading import blocks
+from mb_data.reading import Block, blocks
 from mb_data.sources import TEXT_UNITS, Source, find_sources
 from mb_data.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT = 2  # of the partial output: raise it when a resumed run would differ
+FORMAT = 3  # of the partial output: raise it when a resumed run would differ
 BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 20
 
@@ -199,25 +200,27 @@ def preprocess(
                 f"{partial.directory} keeps a run whose longest line was {before.line_limit:,} "
                 "bytes; give that --max-line-mb again, or --restart to drop it"
             )
+        work = blocks(sources, block_bytes, max_line_bytes, mine=mine)
+        first = next(work, None)
         run = Books(
             partial,
             sources,
             skip=skip,
             line_limit=max_line_bytes,
-            first=next(blocks(sources, block_bytes, max_line_bytes, mine=mine), None)
-            if shard
-            else None,
+            first=first if isinstance(first, Block) else None,
             shard=shard,
             on_progress=on_progress,
         )
-        todo = enumerate(blocks(sources, block_bytes, max_line_bytes, mine=mine))
+        todo = enumerate(chain([] if first is None else [first], work))
         try:
             with run:
                 run_workers(
                     job,
-                    (item for item in todo if item[0] >= before.blocks),
+                    (item for item in todo if item[0] >= before.units),
+                    start=before,
                     workers=min(workers, _count_blocks(sources, block_bytes) or workers),
                     files=[partial.key_files(key) for key in range(len(keys))],
+                    directory=partial.directory,
                     place=run.place,
                     written=run.written,
                     tick=run.tick,

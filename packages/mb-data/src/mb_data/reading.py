@@ -1,9 +1,10 @@
 """Input files in blocks of whole documents, whatever their number, size, format or compression.
 
 Plain files are described as byte ranges and Parquet files as row groups, which the workers read
-themselves; what only reads from its start to its end (compressed files, pipes, standard input,
-object stores) is read here and travels as bytes. A line belongs to the block its first byte lies
-in, so blocks depend on nothing but the file and ``block_bytes``.
+themselves. What only reads from its start to its end (compressed files, pipes, standard input,
+object stores) is read here and travels as bytes; of many compressed files each worker unpacks its
+own. A line belongs to the block its first byte lies in, so blocks depend on nothing but the file
+and ``block_bytes``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 from mb_data.compression import decoding_errors, decompress
 from mb_data.sources import STDIN, Source, open_remote
 
 PIECE = 1 << 18  # bytes read at a time
+# From so many compressed files on, workers unpack whole ones by themselves; of fewer the blocks are
+# shared out, or one large file would be one worker's. Eight workers that unpack gzip encode about
+# twice what one process can unpack for them.
+APART = 8
 
 
 class Block(NamedTuple):
@@ -38,19 +44,34 @@ class Block(NamedTuple):
     problem: str | None = None
 
 
+class Archive(NamedTuple):
+    """A compressed file for a worker to unpack; ``before`` bytes on disk are before it."""
+
+    source: Source
+    before: int
+    block_bytes: int
+    max_line_bytes: int
+
+    def blocks(self) -> Iterator[Block]:
+        return _stream_blocks(self.source, self.block_bytes, self.max_line_bytes, self.before)
+
+
 def blocks(
     sources: Sequence[Source],
     block_bytes: int,
     max_line_bytes: int,
     *,
     mine: Callable[[int], bool] = lambda _: True,
-) -> Iterator[Block]:
-    """All documents of all sources, in order.
+) -> Iterator[Block | Archive]:
+    """All documents of all sources, in order; ``APART`` compressed files and more as they are.
 
     Args:
         mine: which parts to read, by the position of their first byte in all sources laid end to
             end; a source that only reads as a whole goes by its own first byte.
     """
+    befores = [0, *accumulate(source.size for source in sources)]
+    packed = [s.packed and mine(before) for s, before in zip(sources, befores, strict=False)]
+    apart = sum(packed) >= APART
     before = 0
     for source in sources:
         if source.unit == "parquet":
@@ -68,7 +89,8 @@ def blocks(
                 if mine(before + start):
                     yield Block(source.path, start, stop, None, before + stop, source.unit)
         elif mine(before):
-            yield from _stream_blocks(source, block_bytes, max_line_bytes, before)
+            archive = Archive(source, before, block_bytes, max_line_bytes)
+            yield from [archive] if apart and source.packed else archive.blocks()
         before += source.size
 
 

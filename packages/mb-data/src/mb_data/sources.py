@@ -49,6 +49,11 @@ class Source:
         return self.path == STDIN or (not self.remote and not self.size and not self.seekable)
 
     @property
+    def packed(self) -> bool:
+        """It is a compressed file on a disk of this machine."""
+        return bool(self.size) and not self.seekable and not self.remote
+
+    @property
     def remote(self) -> bool:
         return "://" in self.path
 

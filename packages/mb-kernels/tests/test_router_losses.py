@@ -42,6 +42,28 @@ def test_values_are_their_definitions(tokens, experts, k):
     assert got.dropped_fraction.item() == pytest.approx(1 - kept.item() / (tokens * k))
 
 
+@pytest.mark.parametrize(("tokens", "experts"), [(37, 6), (5, 1), (0, 4)])
+@pytest.mark.parametrize("share", [None, 0.5, 0.0])
+def test_sigmoids_are_divided_by_their_sum(tokens, experts, share):
+    logits, _, counts, kept = make(tokens, experts, 1)
+    mask = None if share is None else torch.arange(tokens) < share * tokens
+    options = {"score_function": "sigmoid", "mask_T": mask, "num_tokens": 9} | WEIGHTS
+    got = router_losses(logits, None, counts, kept, **options)
+    real = logits if mask is None else logits[mask]
+    p = 1 / (1 + (-real).exp())
+    p = p / p.sum(dim=1, keepdim=True)
+    balance = experts * (p.sum(dim=0) * counts).sum() / max(counts.sum().item(), 1) / 9
+    z = real.exp().sum(dim=1).log().square().sum() / 9
+    assert_close("balance", got.load_balancing_loss, balance.detach())
+    assert_close("z", got.z_loss, z.detach())
+    assert_close("entropy", got.router_entropy, -(p * p.log()).sum().detach() / 9)
+    assert_close("aux_loss", got.aux_loss, 0.3 * balance + 0.05 * z)
+    d_got, d_want = (
+        torch.autograd.grad(loss, logits)[0] for loss in (got.aux_loss, 0.3 * balance + 0.05 * z)
+    )
+    assert_close("d_logits", d_got, d_want)
+
+
 @pytest.mark.parametrize("kept_share", [0.5, 0.0])
 @pytest.mark.parametrize("divide", [None, 7, 0])
 def test_padding_counts_nowhere(kept_share, divide):
@@ -98,6 +120,12 @@ def test_wrong_shapes_are_named():
         router_losses(logits, probs, counts, kept, mask_T=counts, **WEIGHTS)
     with pytest.raises(ValueError, match=r"num_tokens: expected one number; got \(2,\)"):
         router_losses(logits, probs, counts, kept, num_tokens=torch.ones(2), **WEIGHTS)
+    with pytest.raises(ValueError, match="expected softmax or sigmoid; got 'softplus'"):
+        router_losses(logits, probs, counts, kept, score_function="softplus", **WEIGHTS)
+    with pytest.raises(ValueError, match="None with score_function='sigmoid'; got a tensor with"):
+        router_losses(logits, probs, counts, kept, score_function="sigmoid", **WEIGHTS)
+    with pytest.raises(ValueError, match=r"probs_TE: expected the softmax .* got None with 'softm"):
+        router_losses(logits, None, counts, kept, **WEIGHTS)
 
 
 def test_compiles_without_graph_breaks():

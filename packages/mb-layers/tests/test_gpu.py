@@ -37,6 +37,7 @@ KINDS = {
         "shared_expert_gate": True,
         "balance_over": "sequence",
     },
+    "sigmoid": {"score_function": "sigmoid", "renormalize": True},
     "biases-recompute": {"mlp_bias": True, "output_bias": True, "recompute": True},
     "biases-capacity": {"mlp_bias": True, "capacity_factor": 0.8},
     "8-bit": {"saved_activation_bits": 8},

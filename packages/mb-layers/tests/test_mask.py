@@ -112,7 +112,8 @@ def test_valid_tokens_make_uneven_shares_add_up() -> None:
     assert abs(sum(naive) / 2 - whole) > 1e-4
 
 
-def test_padding_takes_the_fused_losses() -> None:
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_padding_takes_the_fused_losses(scores: str) -> None:
     """One op for losses and metrics with a mask too: a `where` more, and views, not sixty ops."""
 
     class Ops(TorchDispatchMode):
@@ -120,7 +121,7 @@ def test_padding_takes_the_fused_losses() -> None:
             self.names = [*getattr(self, "names", []), op.name()]
             return op(*args, **(kwargs or {}))
 
-    layer, x = build(), torch.randn(9, 16, dtype=torch.float64)
+    layer, x = build(score_function=scores), torch.randn(9, 16, dtype=torch.float64)
     launched = []
     for arguments in ({}, {"mask": torch.arange(9) < 6}):
         with Ops() as ops:

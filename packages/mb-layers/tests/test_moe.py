@@ -311,3 +311,42 @@ def test_ids_of_no_expert_are_counted_as_dropped() -> None:
 def test_wrong_input_is_named(bad: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"expected floating-point x of shape \[\.\.\., 16\], got"):
         build()(bad)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_gradients_with_few_bits_are_those_at_the_rounded_pre_activations(bits: int) -> None:
+    """Of a shared expert's gate and of the router too, which sum few numbers that cancel.
+
+    So they are off by up to their own size in 4 bits, but by rounding alone.
+    """
+    torch.manual_seed(3)
+    config = MoEConfig(
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_experts=1,
+        score_function="sigmoid",
+        shared_expert_hidden_size=48,
+        shared_expert_gate=True,
+        init_method_std=0.1,
+        load_balancing_loss_weight=0.0,
+        saved_activation_bits=bits,
+    )
+    layer = dMoE(config)
+    x = torch.randn(7, 32, requires_grad=True)
+    grad_y = torch.randn(7, 32)
+    names, leaves = zip(*layer.named_parameters(), strict=True)
+    got = torch.autograd.grad((layer(x).y * grad_y).sum(), (x, *leaves))
+    exact = dict(zip(names, leaves, strict=True))
+
+    def network(prefix: str, gate: str) -> torch.Tensor:
+        h = x @ exact[f"{prefix}.w1"][0].T
+        codes, scales = mb_kernels.quantize(h, bits)
+        rounded = mb_kernels.dequantize(codes, scales, bits=bits, dtype=h.dtype)
+        left, right = (h + (rounded - h).detach()).chunk(2, dim=1)
+        y = (torch.nn.functional.silu(left) * right) @ exact[f"{prefix}.w2"][0].T
+        return torch.sigmoid(x @ exact[gate].T) * y
+
+    y = network("experts", "router.weight") + network("shared_expert", "shared_expert.gate")
+    wanted = torch.autograd.grad((y * grad_y).sum(), (x, *leaves))
+    for name, a, b in zip(("x", *names), got, wanted, strict=True):
+        assert_close(name, a, b)

@@ -76,26 +76,33 @@ def warm_up(
 def rehearse_routing(
     tokens: int, experts: int, top_k: int, dtype: torch.dtype, renormalize: bool
 ) -> None:
-    """Routing and the router's losses, forward and backward, on tensors without memory."""
-    from mb_kernels.router_losses import kernels as router_losses
+    """Softmax routing and its losses, forward and backward, on tensors without memory."""
     from mb_kernels.routing import kernels as routing
 
     wide = partial(_empty, dtype=torch.float32)
-    logits, ids, counts = (
-        _empty(tokens, experts, dtype=dtype),
-        _int32(tokens, top_k),
-        _int32(experts),
-    )
+    logits, ids = _empty(tokens, experts, dtype=dtype), _int32(tokens, top_k)
     probs, weights = wide(tokens, experts), wide(tokens, top_k)
     routing.topk_softmax(logits, top_k, renormalize)
     for d_probs in (probs, None):
         routing.topk_softmax_backward(weights, d_probs, probs, weights, ids, renormalize)
     routing.bin_tokens(ids, experts, None)
-    lse = wide(tokens)
+    rehearse_losses(tokens, experts, dtype, sigmoid=False)
+
+
+def rehearse_losses(tokens: int, experts: int, dtype: torch.dtype, *, sigmoid: bool) -> None:
+    """A router's losses, forward and backward, with and without a mask."""
+    from mb_kernels.router_losses import kernels as router_losses
+
+    wide = partial(_empty, dtype=torch.float32)
+    logits, counts, lse = _empty(tokens, experts, dtype=dtype), _int32(experts), wide(tokens)
+    probs = None if sigmoid else wide(tokens, experts)
+    options = (0.1, 0.1, sigmoid)
     for mask in (None, _empty(tokens, dtype=torch.bool)):
         given = (None, None) if mask is None else (wide(), _int32())
-        router_losses.router_losses(logits, probs, counts, counts, _int32(), mask, *given, 0.1, 0.1)
-        router_losses.router_losses_backward(wide(), probs, counts, lse, wide(), mask, 0.1, 0.1)
+        router_losses.router_losses(logits, probs, counts, counts, _int32(), mask, *given, *options)
+        router_losses.router_losses_backward(
+            wide(), logits if probs is None else probs, counts, lse, wide(), mask, *options
+        )
 
 
 def rehearse_experts(

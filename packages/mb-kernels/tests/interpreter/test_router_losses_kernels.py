@@ -8,12 +8,16 @@ from mb_kernels.testing import assert_close
 WEIGHTS = {"load_balancing_weight": 0.3, "z_weight": 0.05}
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["own counts", "global counts"])
+@pytest.mark.parametrize(
+    ("elsewhere", "score_function"),
+    [(False, "softmax"), (True, "softmax"), (True, "sigmoid")],
+    ids=["own counts", "global counts", "sigmoid"],
+)
 @pytest.mark.parametrize(
     ("tokens", "experts", "k"),
     [(37, 6, 2), (5, 1, 1), (300, 128, 8), (5, 5000, 1), (2100, 5, 2), (0, 4, 2)],
 )
-def test_kernels_equal_the_reference(tokens, experts, k, elsewhere):
+def test_kernels_equal_the_reference(tokens, experts, k, elsewhere, score_function):
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(tokens, experts, generator=generator).mul(3).requires_grad_()
     logits.data[:1, :1] = 400.0  # every other probability of that token underflows
@@ -21,9 +25,11 @@ def test_kernels_equal_the_reference(tokens, experts, k, elsewhere):
     bins = reference.bin_tokens(ids, experts, capacity=max(tokens * k // experts, 1))
     counts, kept = bins.tokens_per_expert_E, bins.offsets_E1[-1]
     other = torch.arange(experts, dtype=torch.int64) if elsewhere else None
-    got = router_losses(logits, probs, counts, kept, balance_counts_E=other, **WEIGHTS)
+    options = {"balance_counts_E": other, "score_function": score_function} | WEIGHTS
+    probs = probs if score_function == "softmax" else None
+    got = router_losses(logits, probs, counts, kept, **options)
     exact = logits.detach().double().requires_grad_()
-    want = reference.router_losses(exact, exact, counts, kept, balance_counts_E=other, **WEIGHTS)
+    want = reference.router_losses(exact, None, counts, kept, **options)
     for name, a, b in zip(got._fields, got, want, strict=True):
         assert_close(name, a, b, dtype=torch.float32)
     (d_got,) = torch.autograd.grad(2 * got.aux_loss, logits)
@@ -33,19 +39,22 @@ def test_kernels_equal_the_reference(tokens, experts, k, elsewhere):
 
 @pytest.mark.parametrize("kept_share", [0.6, 0.0])
 @pytest.mark.parametrize("divide", [None, 11, 2.5])
-def test_padding_other_divisors_and_meant_slots(kept_share, divide):
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_padding_other_divisors_and_meant_slots(kept_share, divide, score_function):
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(300, 6, generator=generator).mul(3).requires_grad_()
     mask = torch.rand(300, generator=generator) < kept_share
     _, ids, probs = topk_softmax(logits, 2)
     bins = reference.bin_tokens(torch.where(mask[:, None], ids, -1), 6)
     options = {"mask_T": mask, "slots": bins.offsets_E1[-1] + 5} | WEIGHTS
+    options["score_function"] = score_function
+    probs = probs if score_function == "softmax" else None
     options["num_tokens"] = torch.tensor(divide) if divide == 11 else divide
     args = (bins.tokens_per_expert_E, bins.offsets_E1[-1])
     got = router_losses(logits, probs, *args, **options)
     exact = logits.detach().double().requires_grad_()
-    want = reference.router_losses(exact, exact, *args, **options)
-    alone = reference.router_losses(exact[mask], exact[mask], *args, **(options | {"mask_T": None}))
+    want = reference.router_losses(exact, None, *args, **options)
+    alone = reference.router_losses(exact[mask], None, *args, **(options | {"mask_T": None}))
     for name, a, b, c in zip(got._fields, got, want, alone, strict=True):
         assert_close(name, a, b, dtype=torch.float32)
         assert_close(name, b, c)

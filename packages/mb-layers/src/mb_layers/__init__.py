@@ -7,8 +7,9 @@ from mb_layers.dispatch import TokenDispatcher as TokenDispatcher
 from mb_layers.dispatch import capacity as capacity
 from mb_layers.experts import Experts as Experts
 from mb_layers.factored import add_lora as add_lora
-from mb_layers.factored import freeze_in_bits as freeze_in_bits
 from mb_layers.factored import merge_lora as merge_lora
+from mb_layers.frozen import FrozenWeight as FrozenWeight
+from mb_layers.frozen import freeze_in_bits as freeze_in_bits
 from mb_layers.losses import attach_aux_loss as attach_aux_loss
 from mb_layers.losses import load_balancing_loss as load_balancing_loss
 from mb_layers.losses import sequence_load_balancing_loss as sequence_load_balancing_loss

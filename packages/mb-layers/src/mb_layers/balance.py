@@ -1,8 +1,8 @@
 """What a layer reports of its routing: the weighted auxiliary loss and the metrics.
 
-Softmax routing balanced over micro-batches or the global batch takes `mb_kernels.router_losses`,
-three launches, with padding too; whatever else there is (sigmoid scores, sequences, a router of
-one's own) the definitions in `mb_layers.losses`.
+Routing balanced over micro-batches or the global batch takes `mb_kernels.router_losses`, three
+launches, with padding too; whatever else there is (sequences, a router of one's own) the
+definitions in `mb_layers.losses`.
 
 Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 """
@@ -57,16 +57,18 @@ def router_losses(
     """
     # An id of no expert, but for -1, was meant for one: its slot is dropped.
     slots = None if ids_are_experts else (routed.expert_ids_TK != -1).sum()
-    if probs_of_logits and config.score_function == "softmax" and config.balance_over != "sequence":
+    if probs_of_logits and config.balance_over != "sequence":
         assert routed.probs_TE is not None
         assert routed.logits_TE is not None
+        is_softmax = config.score_function == "softmax"
         return mb_kernels.router_losses(
             routed.logits_TE,
-            routed.probs_TE.detach(),
+            routed.probs_TE.detach() if is_softmax else None,
             dispatched.tokens_per_expert_E,
             dispatched.kept_slots,
             load_balancing_weight=config.load_balancing_loss_weight,
             z_weight=config.z_loss_weight,
+            score_function=config.score_function,
             balance_counts_E=balance_counts_E,
             mask_T=mask_T,
             num_tokens=num_tokens,

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched
 from mb_layers.factored import map_weight, weight_of
+from mb_layers.frozen import FrozenWeight
 from mb_layers.losses import at_least_fp32
 from mb_layers.steps import expert_mlp_in_steps
 
@@ -82,7 +83,8 @@ class _StackedMLP(nn.Module):
         config = self.config
         num_experts = bins.offsets_E1.shape[0] - 1
         hidden = x_RD.shape[1]
-        parts = self._parts(num_experts) if "parametrizations" in self._modules else None
+        in_parts = "parametrizations" in self._modules or isinstance(self.w1, FrozenWeight)
+        parts = self._parts(num_experts) if in_parts else None
         if parts is not None:
             return self._run_in_steps(x_RD, parts, bins, weights_RK)
         weights = self.local_parameters(num_experts)

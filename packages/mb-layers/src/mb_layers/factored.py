@@ -1,10 +1,10 @@
 """Experts' weights that are more than a tensor: low-rank adapters, frozen weights in few bits.
 
 A weight W + s B A is never formed: its product with the rows is x W^T + s (x A^T) B^T, two grouped
-products of rank r beside the frozen one. A frozen weight in 4 or 8 bits is decoded for a product
-and let go of, again in the backward pass. Both are torch parametrizations of the stacked weights,
-so that everything else (state dicts, copies, code that asks for `experts.w1`) sees what it expects;
-adapters that PEFT puts on with `target_parameters` are recognised by the same attributes.
+products of rank r beside the frozen one. A `FrozenWeight` in 4 or 8 bits is decoded for a product
+and let go of, again in the backward pass. Adapters are torch parametrizations of the stacked
+weights, so that everything else (state dicts, copies, code that asks for `experts.w1`) sees what it
+expects; those that PEFT puts on with `target_parameters` are recognised by the same attributes.
 
     add_lora(layer.experts, rank=8, alpha=16)      # freezes w1 and w2, trains the adapters
     merge_lora(layer.experts)                      # adds them to the weights
@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from mb_layers.frozen import FrozenWeight
+
 
 class LowRank(NamedTuple):
     """scaling * lhs @ rhs, lhs [E, R, r] and rhs [E, r, C]."""
@@ -33,18 +35,10 @@ class LowRank(NamedTuple):
     scaling: float
 
 
-class Frozen(NamedTuple):
-    """A weight [E, R, C] in codes and scales of `mb_kernels.quantize`."""
-
-    codes: Tensor
-    scales: Tensor
-    bits: int
-
-
 class Factored(NamedTuple):
-    """A weight [E, R, C]: the base and what is added to it."""
+    """A weight [E, R, C]: the base, plain or a `FrozenWeight`, and what is added to it."""
 
-    base: Tensor | Frozen
+    base: Tensor
     added: tuple[LowRank, ...]
 
 
@@ -73,22 +67,6 @@ class LoRA(nn.Module):
         return weight + self.scaling * (self.b @ self.a).to(weight.dtype)
 
 
-class FrozenBits(nn.Module):
-    """Parametrization that keeps a frozen weight [E, R, C] in 4 or 8 bits (`quantize`'s bound)."""
-
-    def __init__(self, bits: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.bits, self.dtype = bits, dtype
-
-    def forward(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The decoded weight."""
-        return mb_kernels.dequantize(codes, scales.float(), bits=self.bits, dtype=self.dtype)
-
-    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scales = mb_kernels.quantize(weight, self.bits)
-        return codes, scales
-
-
 def add_lora(
     experts: nn.Module, *, rank: int, alpha: float, names: tuple[str, ...] = ("w1", "w2")
 ) -> None:
@@ -112,89 +90,76 @@ def add_lora(
             f"{config.mlp_impl!r} and {config.saved_activation_bits}; recompute=True saves memory"
         )
     for name in names:
-        weight = getattr(experts, name)
-        for parameter in _originals(experts, name):
-            parameter.requires_grad_(False)
-        adapter = LoRA(weight.detach(), rank=rank, alpha=alpha)
+        with torch.no_grad():
+            adapter = LoRA(getattr(experts, name), rank=rank, alpha=alpha)
+        if not parametrize.is_parametrized(experts, name):
+            getattr(experts, name).requires_grad_(False)
         parametrize.register_parametrization(experts, name, adapter, unsafe=True)
 
 
 def merge_lora(experts: nn.Module) -> None:
     """Add the adapters to the weights, which are plain parameters again and trainable.
 
-    Weights frozen in bits are decoded for it.
+    Weights frozen in bits are decoded for it, adapters or not.
     """
     for name in ("w1", "w2"):
-        if not parametrize.is_parametrized(experts, name):
-            continue
         with torch.no_grad():
-            parametrize.remove_parametrizations(experts, name, leave_parametrized=True)
-        merged = getattr(experts, name).detach()
-        if name not in experts._parameters:  # a weight frozen in bits had no parameter to return to
-            delattr(experts, name)
+            merged = getattr(experts, name).detach()
+        if parametrize.is_parametrized(experts, name):
+            parametrize.remove_parametrizations(experts, name, leave_parametrized=False)
+        if isinstance(merged, FrozenWeight):
+            merged = merged.decoded()
         experts.register_parameter(name, nn.Parameter(merged))
-
-
-def freeze_in_bits(experts: nn.Module, bits: int) -> None:
-    """Keep the frozen weights w1 and w2 of `Experts` in 4 or 8 bits; do it before `add_lora`."""
-    for name in ("w1", "w2"):
-        weight = getattr(experts, name).requires_grad_(False)
-        frozen = FrozenBits(bits, weight.dtype)
-        parametrize.register_parametrization(experts, name, frozen, unsafe=True)
 
 
 def weight_of(module: nn.Module, name: str) -> Tensor | Factored:
     """Return a module's weight, its parts unmerged where it is made of parts known here."""
-    if not parametrize.is_parametrized(module, name):
+    adapters: list[Any] = []
+    base: Any = module._parameters.get(name)
+    if base is None and parametrize.is_parametrized(module, name):
+        parametrizations: Any = module.parametrizations
+        base, adapters = parametrizations[name].original, list(parametrizations[name])
+    if base is None or not all(hasattr(a, "lhs") and hasattr(a, "rhs") for a in adapters):
         return getattr(module, name)
-    parametrizations: Any = module.parametrizations
-    kinds = list(parametrizations[name])
-    base: Any = None
-    if isinstance(kinds[0], FrozenBits):
-        originals = parametrizations[name]
-        base = Frozen(originals.original0, originals.original1, kinds.pop(0).bits)
-    if not all(hasattr(k, "lhs") and hasattr(k, "rhs") and hasattr(k, "scaling") for k in kinds):
-        return getattr(module, name)
-    if base is None:
-        base = parametrizations[name].original
-    return Factored(base, tuple(LowRank(k.lhs, k.rhs, k.scaling) for k in kinds))
+    if isinstance(base, FrozenWeight):
+        # An alias: parametrize, and so PEFT, refuses a parameter that autograd holds.
+        base = base.detach()
+    elif not adapters:
+        return base
+    return Factored(base, tuple(LowRank(a.lhs, a.rhs, a.scaling) for a in adapters))
 
 
 class Form(NamedTuple):
     """What a weight is apart from its tensors."""
 
     factored: bool
-    bits: int | None
     scalings: tuple[float, ...]
 
 
 def flatten(weight: Tensor | Factored) -> tuple[Form, list[Tensor]]:
     """Take a weight apart into its form and its tensors, the base's before the adapters'."""
     if isinstance(weight, Tensor):
-        return Form(False, None, ()), [weight]
-    frozen = isinstance(weight.base, Frozen)
-    bits = weight.base.bits if frozen else None
-    tensors = [weight.base.codes, weight.base.scales] if frozen else [weight.base]
+        return Form(False, ()), [weight]
+    tensors = [weight.base]
     for lhs, rhs, _ in weight.added:
         tensors += (lhs, rhs)
-    return Form(True, bits, tuple(added.scaling for added in weight.added)), tensors
+    return Form(True, tuple(added.scaling for added in weight.added)), tensors
 
 
 def unflatten(form: Form, tensors: Sequence[Tensor]) -> Tensor | Factored:
     """The inverse of `flatten`."""
+    base, *added = tensors
     if not form.factored:
-        return tensors[0]
-    start = 1 if form.bits is None else 2
-    base = tensors[0] if form.bits is None else Frozen(tensors[0], tensors[1], form.bits)
-    pairs = zip(tensors[start::2], tensors[start + 1 :: 2], form.scalings, strict=True)
+        return base
+    pairs = zip(added[::2], added[1::2], form.scalings, strict=True)
     return Factored(base, tuple(LowRank(*parts) for parts in pairs))
 
 
 def map_weight(weight: Tensor | Factored, fn: Callable[[Tensor], Tensor]) -> Tensor | Factored:
-    """Apply fn to the tensors of a weight; the codes of a frozen one stay as they are."""
+    """Apply fn to the tensors of a weight; a frozen one stays as it is."""
     if isinstance(weight, Tensor):
         return fn(weight)
-    base = weight.base if isinstance(weight.base, Frozen) else fn(weight.base)
+    base = weight.base if isinstance(weight.base, FrozenWeight) else fn(weight.base)
     added = (LowRank(fn(lhs), fn(rhs), scaling) for lhs, rhs, scaling in weight.added)
     return Factored(base, tuple(added))
 
@@ -205,10 +170,12 @@ def grouped_linear(
     """`mb_kernels.grouped_gemm` with a weight in parts, all of x's dtype but the codes."""
     if isinstance(weight, Tensor):
         return mb_kernels.grouped_gemm(x_NC, weight, offsets_E1, transpose_weight=transpose_weight)
-    if isinstance(weight.base, Frozen):
-        y_NR = _FrozenProduct.apply(x_NC, *weight.base, offsets_E1, transpose_weight)
+    base = weight.base
+    if isinstance(base, FrozenWeight):
+        parts = (base.codes, base.scales, base.bits)
+        y_NR = _FrozenProduct.apply(x_NC, *parts, offsets_E1, transpose_weight)
     else:
-        y_NR = grouped_linear(x_NC, weight.base, offsets_E1, transpose_weight=transpose_weight)
+        y_NR = grouped_linear(x_NC, base, offsets_E1, transpose_weight=transpose_weight)
     for lhs, rhs, scaling in map(_padded, weight.added):
         first, second = (rhs, lhs) if transpose_weight else (lhs, rhs)
         u_Nr = grouped_linear(x_NC, first, offsets_E1, transpose_weight=transpose_weight)
@@ -230,13 +197,11 @@ def weight_gradients(
     # The weight's gradient is p^T q, [R, C] whichever way the product took it.
     p, q = (dy_NR, x_NC) if transpose_weight else (x_NC, dy_NR)
     grads: list[Tensor | None] = [None] * len(wanted)
-    if isinstance(weight, Tensor) or isinstance(weight.base, Tensor):
-        grads[0] = grouped_outer(p, q, offsets_E1) if wanted[0] else None
+    grads[0] = grouped_outer(p, q, offsets_E1) if wanted[0] else None
     if isinstance(weight, Tensor):
         return grads
-    start = len(wanted) - 2 * len(weight.added)
     for n, added in enumerate(weight.added):
-        at, rank = start + 2 * n, added.lhs.shape[2]
+        at, rank = 1 + 2 * n, added.lhs.shape[2]
         lhs, rhs, scaling = _padded(added)
         if wanted[at]:
             u_Nr = grouped_linear(q, rhs, offsets_E1, transpose_weight=True)
@@ -275,22 +240,14 @@ class _FrozenProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(codes, scales, offsets_E1)
         ctx.bits, ctx.transpose_weight = bits, transpose_weight
-        weight = mb_kernels.dequantize(codes, scales.float(), bits=bits, dtype=x_NC.dtype)
+        weight = mb_kernels.dequantize(codes, scales, bits=bits, dtype=x_NC.dtype)
         return mb_kernels.grouped_gemm(x_NC, weight, offsets_E1, transpose_weight=transpose_weight)
 
     @staticmethod
     def backward(ctx: Any, grad_NR: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # ty: ignore[incompatible-method-override]
         codes, scales, offsets_E1 = ctx.saved_tensors
-        weight = mb_kernels.dequantize(codes, scales.float(), bits=ctx.bits, dtype=grad_NR.dtype)
+        weight = mb_kernels.dequantize(codes, scales, bits=ctx.bits, dtype=grad_NR.dtype)
         grad_NC = mb_kernels.grouped_gemm(
             grad_NR.contiguous(), weight, offsets_E1, transpose_weight=not ctx.transpose_weight
         )
         return grad_NC, None, None, None, None, None
-
-
-def _originals(module: nn.Module, name: str) -> list[Tensor]:
-    if not parametrize.is_parametrized(module, name):
-        return [getattr(module, name)]
-    parametrizations: Any = module.parametrizations
-    held = parametrizations[name]
-    return [held.original] if hasattr(held, "original") else []

@@ -16,8 +16,8 @@ is the loss of the global batch exactly (arXiv 2501.11873): only counts are exch
 
 The z-loss (ST-MoE, arXiv 2202.08906, eq. 5) is the mean of logsumexp(logits)^2.
 
-These are the definitions. For softmax routing a layer calls `mb_kernels.router_losses`, the same
-numbers in three launches.
+These are the definitions. Where it can a layer calls `mb_kernels.router_losses`, the same numbers
+in three launches.
 
 Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 """

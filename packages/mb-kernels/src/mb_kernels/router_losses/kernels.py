@@ -26,6 +26,7 @@ def router_sums_fwd_kernel(
     scalars_ptr,  # [P, 3] fp32: sum of lse^2, sum of entropy, tokens that count
     lse_ptr,  # [T] fp32
     tokens,
+    SIGMOID: tl.constexpr,  # probabilities: sigmoids over their sum, not the softmax
     E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -50,11 +51,17 @@ def router_sums_fwd_kernel(
         if mask_ptr is not None:
             live = live & (tl.load(mask_ptr + t, mask=live, other=0) != 0)
         counted += live.to(tl.float32)
-        p = tl.where(live[:, None], exps / total[:, None], 0.0)
+        if SIGMOID:
+            scores = tl.where((e < E)[None, :], tl.sigmoid(x), 0.0)
+            p = tl.where(live[:, None], scores / tl.sum(scores, 1)[:, None], 0.0)
+            log_p = tl.log(tl.where(p > 0, p, 1.0))
+        else:
+            p = tl.where(live[:, None], exps / total[:, None], 0.0)
+            log_p = x - lse[:, None]
         sums += tl.sum(p, 0)
         squares += tl.where(live, lse * lse, 0.0)
         # p log p is 0 where p underflows to 0
-        entropies -= tl.sum(tl.where(p > 0, p * (x - lse[:, None]), 0.0), 1)
+        entropies -= tl.sum(tl.where(p > 0, p * log_p, 0.0), 1)
     tl.store(sums_ptr + tl.program_id(0) * BLOCK_E + e, sums)
     tl.store(scalars_ptr + tl.program_id(0) * 3, tl.sum(squares, 0))
     tl.store(scalars_ptr + tl.program_id(0) * 3 + 1, tl.sum(entropies, 0))
@@ -118,7 +125,7 @@ def router_scalars_fwd_kernel(
 @triton.jit
 def router_losses_bwd_kernel(
     d_aux_ptr,  # [] fp32
-    probs_ptr,  # [T, E] fp32
+    kept_ptr,  # [T, E] probabilities in fp32, or the logits of sigmoids
     balance_counts_ptr,  # [E] integers
     lse_ptr,  # [T] fp32
     divisor_ptr,  # [] fp32
@@ -127,6 +134,7 @@ def router_losses_bwd_kernel(
     tokens,
     balance_scale,  # load_balancing_weight E
     z_scale,  # 2 z_weight
+    SIGMOID: tl.constexpr,
     E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -137,10 +145,16 @@ def router_losses_bwd_kernel(
     at = t.to(tl.int64)[:, None] * E + e[None, :]
     load = tl.load(balance_counts_ptr + e, mask=e < E, other=0).to(tl.float32)
     c = balance_scale * load / tl.maximum(tl.sum(load, 0), 1.0)
-    p = tl.load(probs_ptr + at, mask=inside, other=0.0)
-    lse = tl.load(lse_ptr + t, mask=t < tokens, other=0.0)
-    slope = c[None, :] - tl.sum(p * c[None, :], 1)[:, None] + z_scale * lse[:, None]
-    d_logits = tl.load(d_aux_ptr) / tl.load(divisor_ptr) * p * slope
+    kept = tl.load(kept_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + t, mask=t < tokens, other=0.0)[:, None]
+    if SIGMOID:
+        scores = tl.where(inside, tl.sigmoid(kept), 0.0)
+        p = scores / tl.where(inside, tl.sum(scores, 1)[:, None], 1.0)
+        slope = p * (1.0 - scores) * (c[None, :] - tl.sum(p * c[None, :], 1)[:, None])
+        slope += z_scale * lse * tl.exp(kept - lse)
+    else:
+        slope = kept * (c[None, :] - tl.sum(kept * c[None, :], 1)[:, None] + z_scale * lse)
+    d_logits = tl.load(d_aux_ptr) / tl.load(divisor_ptr) * slope
     if mask_ptr is not None:
         counts = tl.load(mask_ptr + t, mask=t < tokens, other=0) != 0
         d_logits = tl.where(counts[:, None], d_logits, 0.0)
@@ -159,7 +173,7 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
 
 def router_losses(
     logits: Tensor,
-    probs: Tensor,
+    probs: Tensor | None,
     balance_counts: Tensor,
     counts: Tensor,
     kept: Tensor,
@@ -168,14 +182,15 @@ def router_losses(
     slots: Tensor | None,
     balance_weight: float,
     z_weight: float,
+    sigmoid: bool,
 ) -> tuple[Tensor, ...]:
     tokens, experts = logits.shape
     block_t, block_e = _blocks(experts)
     parts = min(cdiv(tokens, block_t), plan_of(logits).units)
-    sums = probs.new_empty((parts, block_e))
-    scalars = probs.new_empty((parts, 3))
-    lse = probs.new_empty(tokens)
-    *results, divisor = [probs.new_empty(()) for _ in range(7)]
+    sums = logits.new_empty((parts, block_e), dtype=torch.float32)
+    scalars = sums.new_empty((parts, 3))
+    lse = sums.new_empty(tokens)
+    *results, divisor = [sums.new_empty(()) for _ in range(7)]
     if tokens:
         launch(
             router_sums_fwd_kernel,
@@ -186,6 +201,7 @@ def router_losses(
             scalars,
             lse,
             tokens,
+            SIGMOID=sigmoid,
             E=experts,
             BLOCK_T=block_t,
             BLOCK_E=block_e,
@@ -213,23 +229,24 @@ def router_losses(
 
 def router_losses_backward(
     d_aux: Tensor,
-    probs: Tensor,
+    kept: Tensor,
     balance_counts: Tensor,
     lse: Tensor,
     divisor: Tensor,
     mask: Tensor | None,
     balance_weight: float,
     z_weight: float,
+    sigmoid: bool,
 ) -> Tensor:
-    tokens, experts = probs.shape
-    d_logits = torch.empty_like(probs)
+    tokens, experts = kept.shape
+    d_logits = torch.empty_like(kept, dtype=torch.float32)
     if tokens:
         block_t, block_e = _blocks(experts)
         launch(
             router_losses_bwd_kernel,
             (cdiv(tokens, block_t),),
             d_aux,
-            probs,
+            kept,
             balance_counts,
             lse,
             divisor,
@@ -238,6 +255,7 @@ def router_losses_backward(
             tokens,
             balance_weight * experts,
             2 * z_weight,
+            SIGMOID=sigmoid,
             E=experts,
             BLOCK_T=block_t,
             BLOCK_E=block_e,

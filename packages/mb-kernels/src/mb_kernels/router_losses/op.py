@@ -20,25 +20,29 @@ from mb_kernels.runtime import checks, registration
 
 def router_losses(
     logits_TE: Tensor,
-    probs_TE: Tensor,
+    probs_TE: Tensor | None,
     tokens_per_expert_E: Tensor,
     kept_slots: Tensor,
     *,
     load_balancing_weight: float,
     z_weight: float,
+    score_function: str = "softmax",
     balance_counts_E: Tensor | None = None,
     mask_T: Tensor | None = None,
     num_tokens: Tensor | float | None = None,
     slots: Tensor | None = None,
 ) -> RouterLosses:
-    """Load-balancing loss, z-loss and load statistics of softmax routing.
+    """Load-balancing loss, z-loss and load statistics of a router.
 
     Args:
         logits_TE: [T, E], the router's logits; aux_loss is differentiable in them alone.
-        probs_TE: [T, E], their softmax as ``topk_softmax`` returns it. Kept for the backward.
+        probs_TE: [T, E], their softmax as ``topk_softmax`` returns it, kept for the backward. None
+            for sigmoids, where the logits are kept.
         tokens_per_expert_E: [E], slots routed to each expert, before capacity drops any.
         kept_slots: scalar, how many of those slots an expert computes (``bins.offsets_E1[-1]``).
         load_balancing_weight, z_weight: weights of the two losses in aux_loss.
+        score_function: what the probabilities of the load-balancing loss and the entropy are:
+            "softmax", or "sigmoid" of each logit divided by the sum over the experts.
         balance_counts_E: [E], the counts to balance if not ``tokens_per_expert_E``: those of the
             global batch.
         mask_T: bool [T], False for padding, which enters no loss; None: every token counts.
@@ -54,10 +58,19 @@ def router_losses(
         ValueError: shapes, dtypes or devices that do not match.
     """
     experts = logits_TE.shape[-1]
-    if logits_TE.ndim != 2 or probs_TE.shape != logits_TE.shape:
+    if score_function not in ("softmax", "sigmoid"):
+        raise ValueError(f"score_function: expected softmax or sigmoid; got {score_function!r}.")
+    sigmoid = score_function == "sigmoid"
+    if (probs_TE is None) != sigmoid:
+        raise ValueError(
+            "probs_TE: expected the softmax of logits_TE, or None with score_function='sigmoid'; "
+            f"got {'None' if probs_TE is None else 'a tensor'} with {score_function!r}."
+        )
+    given = logits_TE if probs_TE is None else probs_TE
+    if logits_TE.ndim != 2 or given.shape != logits_TE.shape:
         raise ValueError(
             "probs_TE: expected the shape [tokens, experts] of logits_TE, "
-            f"{tuple(logits_TE.shape)}; got {tuple(probs_TE.shape)}. Flatten leading dimensions."
+            f"{tuple(logits_TE.shape)}; got {tuple(given.shape)}. Flatten leading dimensions."
         )
     balance = tokens_per_expert_E if balance_counts_E is None else balance_counts_E
     for name, counts in (
@@ -70,12 +83,12 @@ def router_losses(
                 f"got shape {tuple(counts.shape)}."
             )
     checks.require_floating("logits_TE", logits_TE)
-    if probs_TE.dtype is not torch.promote_types(logits_TE.dtype, torch.float32):
+    if probs_TE is not None and probs_TE.dtype is not _wide(logits_TE):
         raise ValueError(
             "probs_TE: expected float32, or float64 of logits in float64, as topk_softmax returns "
             f"it; got {probs_TE.dtype} for logits in {logits_TE.dtype}."
         )
-    checks.require_device("logits_TE", logits_TE, probs_TE=probs_TE)
+    checks.require_device("logits_TE", logits_TE, probs_TE=given)
     checks.require_indices(
         "logits_TE",
         logits_TE,
@@ -108,13 +121,19 @@ def router_losses(
         slots,
         float(load_balancing_weight),
         float(z_weight),
+        sigmoid,
     )
     return RouterLosses(*losses)
 
 
+def _wide(logits: Tensor) -> torch.dtype:
+    """The dtype that probabilities and sums have."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
 def _reference(
     logits: Tensor,
-    probs: Tensor,
+    probs: Tensor | None,
     balance_counts: Tensor,
     counts: Tensor,
     kept: Tensor,
@@ -123,6 +142,7 @@ def _reference(
     slots: Tensor | None,
     balance_weight: float,
     z_weight: float,
+    sigmoid: bool,
 ) -> tuple[Tensor, ...]:
     losses = reference_losses(
         logits,
@@ -131,41 +151,43 @@ def _reference(
         kept.reshape(()),
         load_balancing_weight=balance_weight,
         z_weight=z_weight,
+        score_function="sigmoid" if sigmoid else "softmax",
         balance_counts_E=balance_counts,
         mask_T=mask,
         num_tokens=num_tokens,
         slots=slots,
     )
-    lse = torch.logsumexp(logits.to(probs.dtype), dim=-1)
-    return *losses, lse, divisor(logits, mask, num_tokens).to(probs.dtype)
+    lse = torch.logsumexp(logits.to(_wide(logits)), dim=-1)
+    return *losses, lse, divisor(logits, mask, num_tokens).to(lse.dtype)
 
 
-def _fake(logits: Tensor, probs: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    scalars = (probs.new_empty(()) for _ in RouterLosses._fields)
-    return *scalars, probs.new_empty(probs.shape[0]), probs.new_empty(())
+def _fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    scalars = (logits.new_empty((), dtype=_wide(logits)) for _ in RouterLosses._fields)
+    lse = logits.new_empty(logits.shape[0], dtype=_wide(logits))
+    return *scalars, lse, lse.new_empty(())
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, probs, balance_counts, _, _, mask, _, _, ctx.balance_weight, ctx.z_weight = inputs
+    logits, probs, balance_counts, _, _, mask, _, _, *ctx.options = inputs
     ctx.logits_dtype = logits.dtype
-    ctx.save_for_backward(probs, balance_counts, *output[-2:], mask)
+    kept = logits if probs is None else probs
+    ctx.save_for_backward(kept, balance_counts, *output[-2:], mask)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # no zeros for the outputs without a gradient
 
 
 def _backward(ctx: Any, d_aux: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if d_aux is None:
-        return (None,) * 10
-    d_logits = torch.ops.mb.router_losses_backward(
-        d_aux, *ctx.saved_tensors, ctx.balance_weight, ctx.z_weight
-    )
-    return d_logits.to(ctx.logits_dtype), *(None,) * 9
+        return (None,) * 11
+    d_logits = torch.ops.mb.router_losses_backward(d_aux, *ctx.saved_tensors, *ctx.options)
+    return d_logits.to(ctx.logits_dtype), *(None,) * 10
 
 
 registration.register(
-    "router_losses(Tensor logits, Tensor probs, Tensor balance_counts, Tensor counts, "
+    "router_losses(Tensor logits, Tensor? probs, Tensor balance_counts, Tensor counts, "
     "Tensor kept, Tensor? mask, Tensor? num_tokens, Tensor? slots, float balance_weight, "
-    "float z_weight) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float z_weight, bool sigmoid) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_reference,
     kernels="mb_kernels.router_losses.kernels",
     fake=_fake,
@@ -173,9 +195,9 @@ registration.register(
     backward=_backward,
 )
 registration.register(
-    "router_losses_backward(Tensor d_aux, Tensor probs, Tensor balance_counts, Tensor lse, "
-    "Tensor divisor, Tensor? mask, float balance_weight, float z_weight) -> Tensor",
+    "router_losses_backward(Tensor d_aux, Tensor kept, Tensor balance_counts, Tensor lse, "
+    "Tensor divisor, Tensor? mask, float balance_weight, float z_weight, bool sigmoid) -> Tensor",
     reference=reference_backward,
     kernels="mb_kernels.router_losses.kernels",
-    fake=lambda d_aux, probs, *_: probs.new_empty(probs.shape),
+    fake=lambda d_aux, kept, *_: kept.new_empty(kept.shape, dtype=_wide(kept)),
 )

@@ -1,6 +1,7 @@
 """Reference of ``mb_kernels.router_losses``: the router's losses and load, from their definitions.
 
-With p = softmax(logits), n_e the slots routed to expert e and lse a token's logsumexp:
+With p = softmax(logits), or sigmoids divided by their sum (DeepSeek-V3, arXiv:2412.19437), n_e the
+slots routed to expert e and lse a token's logsumexp:
 
 - load-balancing loss ``E / Σ n · Σ_e n_e · mean_t p_te`` (Switch Transformer, arXiv:2101.03961), 1
   when balanced;
@@ -32,12 +33,13 @@ class RouterLosses(NamedTuple):
 
 def router_losses(
     logits_TE: Tensor,
-    probs_TE: Tensor,
+    probs_TE: Tensor | None,
     tokens_per_expert_E: Tensor,
     kept_slots: Tensor,
     *,
     load_balancing_weight: float,
     z_weight: float,
+    score_function: str = "softmax",
     balance_counts_E: Tensor | None = None,
     mask_T: Tensor | None = None,
     num_tokens: Tensor | float | None = None,
@@ -52,7 +54,12 @@ def router_losses(
     meant = (counts_E.sum() if slots is None else slots.reshape(())).to(accumulator)
     load_E = balance_counts_E.to(accumulator)
     load_E = load_E / load_E.sum().clamp(min=1)
-    probs_TE, lse_T = torch.softmax(logits_TE, dim=-1), torch.logsumexp(logits_TE, dim=-1)
+    lse_T = torch.logsumexp(logits_TE, dim=-1)
+    if score_function == "sigmoid":
+        probs_TE = torch.sigmoid(logits_TE)
+        probs_TE = probs_TE / probs_TE.sum(dim=-1, keepdim=True)
+    else:
+        probs_TE = torch.softmax(logits_TE, dim=-1)
     if mask_T is not None:
         probs_TE, lse_T = probs_TE.where(mask_T[:, None], 0), lse_T.where(mask_T, 0)
     balance = experts * (load_E * probs_TE.sum(dim=0)).sum() / tokens
@@ -78,20 +85,32 @@ def divisor(logits_TE: Tensor, mask_T: Tensor | None, num_tokens: Tensor | float
 
 def router_losses_backward(
     d_aux: Tensor,
-    probs_TE: Tensor,
+    kept_TE: Tensor,
     balance_counts_E: Tensor,
     lse_T: Tensor,
     tokens: Tensor,
     mask_T: Tensor | None,
     load_balancing_weight: float,
     z_weight: float,
+    sigmoid: bool,
 ) -> Tensor:
-    """Gradient of aux_loss for the logits: ``p · (c_e - <c, p>) + 2 z_weight lse p / T``, where
-    ``c_e = load_balancing_weight E n_e / (T Σ n)`` and T is the divisor ``tokens``; 0 for padding.
+    """Gradient of aux_loss for the logits, of what the forward kept; 0 for padding.
+
+    Softmax kept its probabilities: ``p · (c_e - <c, p>) + 2 z_weight lse p / T``, where
+    ``c_e = load_balancing_weight E n_e / (T Σ n)`` and T is the divisor ``tokens``. Sigmoid kept
+    the logits: ``p · (1 - s) · (c_e - <c, p>)`` with s = sigmoid(logits), and the softmax of the
+    z-loss beside it.
     """
-    counts_E = balance_counts_E.to(probs_TE.dtype)
-    scale = load_balancing_weight * probs_TE.shape[1] / tokens
+    counts_E = balance_counts_E.to(lse_T.dtype)
+    scale = load_balancing_weight * kept_TE.shape[1] / tokens
     c_E = scale * counts_E / counts_E.sum().clamp(min=1)
-    slope_TE = c_E - (probs_TE @ c_E)[:, None] + (2 * z_weight / tokens) * lse_T[:, None]
-    d_logits_TE = d_aux * probs_TE * slope_TE
+    softmax_TE = probs_TE = kept_TE
+    falling_TE: Tensor | float = 1.0
+    if sigmoid:
+        kept_TE = kept_TE.to(lse_T.dtype)
+        softmax_TE, scores_TE = torch.exp(kept_TE - lse_T[:, None]), torch.sigmoid(kept_TE)
+        probs_TE, falling_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True), 1 - scores_TE
+    slope_TE = falling_TE * (c_E - (probs_TE @ c_E)[:, None])
+    z_TE = (2 * z_weight / tokens) * lse_T[:, None] * softmax_TE
+    d_logits_TE = d_aux * (probs_TE * slope_TE + z_TE)
     return d_logits_TE if mask_T is None else d_logits_TE.where(mask_T[:, None], 0)

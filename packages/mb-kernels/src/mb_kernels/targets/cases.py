@@ -26,7 +26,7 @@ from mb_kernels.permute import kernels as permute
 from mb_kernels.quantize import kernels as quantize
 from mb_kernels.targets.record import record
 from mb_kernels.targets.table import GateCase, Target
-from mb_kernels.warm_up import rehearse_experts, rehearse_routing
+from mb_kernels.warm_up import rehearse_experts, rehearse_losses, rehearse_routing
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -66,7 +66,7 @@ LAYERS = (
 _IN_FULL = ("sm90", "gfx942")
 _NOT_BRIEFLY = {
     *(layer.label for layer in (LAYERS[3], LAYERS[4], LAYERS[5], LAYERS[7])),
-    *("E60 K4", "D720 fp32", "gelu", "sparse bfloat16 D720"),
+    *("E60 K4", "E256 sigmoid", "D720 fp32", "gelu", "sparse bfloat16 D720"),
 }
 _WIDTHS = ((2048, 1024), (720, 720))
 ALL_LAYERS = tuple(
@@ -170,6 +170,7 @@ def _small_ops() -> dict[str, Callable[[], object]]:
     return {
         "E128 K8": partial(rehearse_routing, 16384, 128, 8, _BF16, True),
         "E60 K4": partial(rehearse_routing, 16383, 60, 4, _FP32, True),
+        "E256 sigmoid": partial(rehearse_losses, 16384, 256, _FP32, sigmoid=True),
         "D2048": partial(permuted, _BF16, 2048),
         "D720 fp32": partial(permuted, _FP32, 720),
         "8 bits": partial(quantised, 8, 1024),

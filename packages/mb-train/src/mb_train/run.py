@@ -16,6 +16,7 @@ from pathlib import Path
 import mb_data
 import torch
 import torch.distributed as dist
+from mb_data import Tokenizer
 from mb_parallel import ParallelDims, check_same, rank, world_size
 from mb_parallel.optimizer import describe
 from torch import Tensor
@@ -152,7 +153,7 @@ class Run:
         self.say(datetime_line("after model, optimizer, and learning rate scheduler are built"))
         self.folder = Path(config.save) if config.save else None
         with self.timers("train/valid/test-data-iterators-setup"):
-            self.data = self._prepare_data(start)
+            self.data = self._prepare_data(start, tokenizer)
         self.say(datetime_line("after dataloaders are built"))
         self.log = self._open_folder(start)
         self.saver: Saver | None = None
@@ -184,12 +185,12 @@ class Run:
         if self.scaler is not None and "loss_scale" in start.saved.state:
             self.scaler.load_state_dict(start.saved.state["loss_scale"])
 
-    def _prepare_data(self, start: Start | None) -> Data:
+    def _prepare_data(self, start: Start | None, tokenizer: Tokenizer) -> Data:
         folder = (self.folder or Path("runs")) / "data"
         samples = train_samples(self.config, self.batch_size)
         data = prepare_data(
             self.config, self.task, self.batch_size, samples, folder, self.say,
-            vocab_size=self.vocab_size,
+            tokenizer=tokenizer, vocab_size=self.vocab_size,
         )  # fmt: skip
         if start is None or self.config.finetune:
             return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import binascii
+import importlib
 import json
 import os
 import tempfile
@@ -49,6 +50,9 @@ class FastBPE:
             time. The same for vocabularies whose ids are in the order of their merges, as tiktoken
             takes GPT-2's; `separator` must be the next id.
 
+    The engine is made at the first text, 0.3 s for GPT-2's vocabulary, but for patterns of which
+    only itself can say whether it knows them: who wants sizes and ids does not wait for it.
+
     Raises:
         ModuleNotFoundError: gigatoken is not installed.
         RuntimeError: the engine does not know these patterns.
@@ -60,7 +64,12 @@ class FastBPE:
         self.separator = separator
         # Ranks are 0, 1, ... to the engine, whatever the first id is.
         self._first_id = min(readable.ids.values()) if self._by_rank else 0
-        self._engine = self._load()
+        self._engine: BPETokenizer | None = None
+        importlib.import_module("gigatoken.gigatoken_rs")
+        if self._by_rank:
+            self._scheme()
+        elif readable.patterns != (GPT2_PATTERN,):
+            self._engine = self._load()
 
     def encode(
         self, texts: Sequence[bytes]
@@ -70,6 +79,8 @@ class FastBPE:
         None if a text contains ``SEPARATOR``. One call on the joined texts is the engine's fastest
         form, and the tokens are what ``append_eod`` wants on disk.
         """
+        if self._engine is None:
+            self._engine = self._load()
         tokens = self._engine.encode(SEPARATOR.encode().join([*texts, b""]))
         if self._first_id:
             tokens = tokens + np.uint32(self._first_id)
@@ -79,27 +90,31 @@ class FastBPE:
     def forget(self) -> None:
         """Drop the words it has seen, which only a new engine does: it keeps every distinct one,
         10 bytes of memory for each byte of random letters."""
-        del self._engine
-        self._engine = self._load()
+        self._engine = None
+
+    def _scheme(self) -> str:
+        """The engine's name of the patterns, for ids that are ranks."""
+        ids = self.readable.ids.values()
+        dense = len(set(ids)) == len(ids) == max(ids) + 1 - self._first_id
+        scheme = SCHEMES.get("|".join(self.readable.patterns))
+        if scheme is None or not dense:
+            raise RuntimeError(f"no engine for the patterns {list(self.readable.patterns)}")
+        return scheme
 
     def _load(self) -> BPETokenizer:
         from gigatoken.gigatoken_rs import BPETokenizer, load_hf_json
 
         readable = self.readable
         if self._by_rank:
-            scheme = SCHEMES.get("|".join(readable.patterns))
-            ranks = sorted(readable.ids.items(), key=lambda entry: entry[1])
-            dense = [i for _, i in ranks] == list(range(ranks[0][1], ranks[0][1] + len(ranks)))
-            if scheme is None or not dense:
-                raise RuntimeError(f"no engine for the patterns {list(readable.patterns)}")
+            entries = sorted(readable.ids, key=readable.ids.__getitem__)
             special = {SEPARATOR: self.separator - self._first_id}
             with tempfile.TemporaryDirectory() as directory:
                 path = os.path.join(directory, "ranks")
                 with open(path, "wb") as file:
-                    for rank, (entry, _) in enumerate(ranks):
+                    for rank, entry in enumerate(entries):
                         word = binascii.b2a_base64(letters_to_bytes(entry), newline=False)
                         file.write(b"%s %d\n" % (word, rank))
-                return BPETokenizer.from_tiktoken(path, scheme, special)
+                return BPETokenizer.from_tiktoken(path, self._scheme(), special)
         words: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
         if readable.patterns != (GPT2_PATTERN,):  # which is what ByteLevel does by itself
             split = {"type": "Split", "behavior": "Isolated", "invert": False}

@@ -22,6 +22,7 @@ from mb_parallel.optimizer import describe
 from torch import Tensor
 
 from mb_train import run_folder
+from mb_train.ahead import compile_ahead, outcome
 from mb_train.assemble import Assembled, assemble
 from mb_train.balance import BalancingBias
 from mb_train.checkpoint import Progress, load_checkpoint
@@ -126,6 +127,7 @@ class Run:
         warning = memory_warning(config, vocab_size, world_size(), device, device_name(device))
         if warning is not None:
             self.say(warning)
+        compiling = compile_ahead(config, self.mesh, device, self.compute_dtype)
         self.progress = Progress(0, 0)
         # This rank's of the last step, on the device.
         self.last_losses: dict[str, Tensor] = {}
@@ -171,6 +173,9 @@ class Run:
         )
         if start is not None:
             self.say(loaded_line(self.progress.iteration, start.checkpoint))
+        if compiling is not None:
+            with self.timers("kernel-compilation-wait"):
+                self.say(outcome(compiling))
         self.say("done with setup ...")
         self.say(self.timers.lines())
 

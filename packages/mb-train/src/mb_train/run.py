@@ -247,6 +247,10 @@ class Run:
         if self.saver is not None:
             self.saver.close()
 
+    def reports(self, iteration: int) -> bool:
+        """Whether a progress line is due after this step, whatever happens in it."""
+        return iteration % self.config.log_interval == 0 or iteration == self.iterations
+
     def say(self, line: str) -> None:
         """Print a line, on rank 0."""
         self.last_sign = time.monotonic()

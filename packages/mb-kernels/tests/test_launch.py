@@ -192,7 +192,7 @@ def test_what_is_compiled_ahead_is_compiled_in_threads():
 
 def test_a_cpu_has_nothing_to_warm_up():
     sizes = {"tokens": 64, "hidden_size": 32, "ffn_hidden_size": 32, "num_experts": 4, "top_k": 2}
-    assert warm_up(**sizes, device="cpu") == 0
+    assert warm_up(**sizes, device="cpu").result() == 0
     with pytest.raises(ValueError, match=r"activation: expected one of .* got 'swigloo'"):
         warm_up(**sizes, activation="swigloo")
 

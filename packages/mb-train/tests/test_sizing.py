@@ -138,18 +138,43 @@ def test_ranks_share_the_state():
     assert sizes(stages, 64, 2, "H200").optimizer == pytest.approx(alone.optimizer / 2, rel=0.01)
 
 
-def test_the_times_that_the_constants_are_from():
-    """GPT-2 125M and dMoE-125M on one H200: 534 k and 380 k tokens/s (65,536 tokens a step)."""
-    for name, also, measured in (
-        ("dense-125m-1gpu", {"micro_batch_size": 32}, 534e3),
-        ("dmoe-125m", {"micro_batch_size": 64}, 380e3),
-    ):
-        fields = recipe(name) | also | {"global_batch_size": 64}
-        config = TrainConfig(**fields)
-        found = sizes(config, 51200, 1, "NVIDIA H200")
-        assert found.step_s is not None
-        assert 65536 / found.step_s == pytest.approx(measured, rel=0.15)
-    assert sizes(config, 51200, 1, "Some GPU").step_s is None
+MEASURED = {  # benchmarks/results/2026-11-22-h200.md: sequences, k tokens/s, GiB
+    "dense": (32, 523.4, 12.5, {}),
+    "dense-64": (64, 566.1, 22.0, {}),
+    "dmoe-64": (64, 440.1, 65.1, {"moe_num_experts": 64}),
+    "dmoe-16": (16, 258.7, 55.5, {"moe_num_experts": 64}),
+    "dmoe-64-bf16": (64, 444.8, 51.3, {"moe_num_experts": 64, "optimizer_state_dtype": "bf16"}),
+    "dmoe-16-bf16": (16, 289.5, None, {"moe_num_experts": 64, "optimizer_state_dtype": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_what_was_measured_on_one_h200(case):
+    sequences, rate, gib, also = MEASURED[case]
+    batch = {"micro_batch_size": sequences, "global_batch_size": sequences, "hidden_dropout": 0.0}
+    config = TrainConfig(**recipe("dense-125m") | batch | also)
+    found = sizes(config, 50304, 1, "NVIDIA H200")
+    assert found.step_s is not None
+    assert 1.024 * sequences / found.step_s == pytest.approx(rate, rel=0.1)
+    if gib is not None:
+        assert found.memory / GIB == pytest.approx(gib, rel=0.1)
+
+
+def test_a_gpu_of_no_data_sheet_has_no_time():
+    assert sizes(config_of(), 64, 1, "Some GPU").step_s is None
+
+
+def test_gradients_of_earlier_micro_batches_lie_beside_the_activations():
+    one, several = (
+        sizes(config_of(moe_num_experts=8, global_batch_size=size), 64, 1, "H200")
+        for size in (2, 8)
+    )
+    kept = one.weights + one.optimizer
+    assert one.memory == pytest.approx(1.05 * (kept + max(one.gradients, one.activations)))
+    also = several.gradients + several.activations
+    assert several.memory == pytest.approx(1.05 * (several.weights + several.optimizer + also))
+    assert several.gradients == pytest.approx(4 * several.parameters)  # beside 16-bit copies: fp32
+    assert one.gradients < 3 * one.parameters
 
 
 def test_a_run_that_will_not_fit_is_warned_of():

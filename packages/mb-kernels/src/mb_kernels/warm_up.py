@@ -2,13 +2,14 @@
 
 Triton compiles a kernel when it is launched for the first time, so that a layer's first forward and
 backward wait for some twenty of them in turn. Here the ops run on tensors without memory; what they
-would launch is listed and compiled in threads, for all but a twentieth of the work is done where
-Python's lock is free.
+would launch is listed, which is quick, and then compiled in threads, beside whatever the caller
+does next: all but a twentieth of the work is done where Python's lock is free.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
 
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -31,8 +32,10 @@ def warm_up(
     device: torch.device | str | None = None,
     training: bool = True,
     threads: int | None = None,
-) -> int:
-    """Compile what ``topk_softmax``, ``bin_tokens``, ``router_losses`` and ``expert_mlp`` launch.
+) -> Future[int]:
+    """Begin to compile what routing, the router's losses and ``expert_mlp`` launch.
+
+    What is launched in the meantime waits for its own kernel alone.
 
     Args:
         tokens: T of one call. Few kernels look at it, and only at its factors of 16.
@@ -45,7 +48,8 @@ def warm_up(
         threads: None is one for each core.
 
     Returns:
-        The number of kernels looked up or compiled, 0 on a device without kernels.
+        A future of the number of kernels looked up or compiled, 0 on a device without kernels; its
+        ``result()`` waits for all of them.
 
     Raises:
         ValueError: an unknown activation.
@@ -55,22 +59,32 @@ def warm_up(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     here = torch.empty(0, device=device, dtype=dtype)
     if not use_triton(here) or not here.is_cuda:
-        return 0
+        nothing: Future[int] = Future()
+        nothing.set_result(0)
+        return nothing
     from mb_kernels.runtime.launch import compile_beside, record
     from mb_kernels.runtime.plan import assume, plan_on
     from mb_kernels.runtime.registration import device_of
 
-    with device_of(here):
-        with assume(partial(plan_on, here.device)), record() as launches:
-            for renormalize in (False, True):
-                rehearse_routing(tokens, num_experts, top_k, logits_dtype, renormalize)
-            rehearse_experts(
-                *(tokens, hidden_size, ffn_hidden_size, num_experts, top_k, activation, dtype),
-                keep_rows=training and top_k == 1,
-                training=training,
-            )
-        compile_beside(launches, threads or os.cpu_count() or 1)
-    return len(launches)
+    with device_of(here), assume(partial(plan_on, here.device)), record() as launches:
+        for renormalize in (False, True):
+            rehearse_routing(tokens, num_experts, top_k, logits_dtype, renormalize)
+        rehearse_experts(
+            *(tokens, hidden_size, ffn_hidden_size, num_experts, top_k, activation, dtype),
+            keep_rows=training and top_k == 1,
+            training=training,
+        )
+
+    def compile_all() -> int:
+        with device_of(here):  # the current device is a thread's own
+            compile_beside(launches, threads or os.cpu_count() or 1)
+        return len(launches)
+
+    pool = ThreadPoolExecutor(1, thread_name_prefix="warm-up")
+    try:
+        return pool.submit(compile_all)
+    finally:
+        pool.shutdown(wait=False)
 
 
 def rehearse_routing(

@@ -20,11 +20,11 @@ import mb_data
 import numpy as np
 import torch
 import torch.distributed as dist
+from mb_data import Tokenizer
 from mb_parallel import ParallelMesh, rank, world_size
 
 from mb_train.config import TrainConfig
 from mb_train.tasks import Batch, Dataset, Task
-from mb_train.tokenizers import load_tokenizer
 
 T = TypeVar("T")
 
@@ -56,6 +56,7 @@ def prepare_data(
     folder: Path,
     say: Callable[[str], None],
     *,
+    tokenizer: Tokenizer,
     vocab_size: int,
 ) -> Data:
     """Find or make the token files, and build the datasets over them.
@@ -69,6 +70,7 @@ def prepare_data(
         samples: sequences of the whole training.
         folder: where the sample corpus is kept.
         say: prints a line of progress.
+        tokenizer: of the sample corpus.
         vocab_size: of the model.
 
     Raises:
@@ -76,7 +78,7 @@ def prepare_data(
         OSError: no such file.
     """
     parts = config.data_by_part()
-    paths = parts or config.data_words() or [_sample_corpus(config, task, folder, say)]
+    paths = parts or config.data_words() or [_sample_corpus(tokenizer, task, folder, say)]
     given = paths.values() if isinstance(paths, dict) else [paths]
     prefixes = [path for words in given for path in words or () if not _is_number(path)]
     suffixes = (".bin", ".idx") if config.task is None else ("",)
@@ -141,11 +143,10 @@ def _is_number(text: str) -> bool:
 
 
 def _sample_corpus(
-    config: TrainConfig, task: Task, folder: Path, say: Callable[[str], None]
+    tokenizer: Tokenizer, task: Task, folder: Path, say: Callable[[str], None]
 ) -> str:
     sentences = task.sentences
     text = folder / ("documentation.jsonl" if sentences else "sample.jsonl")
-    tokenizer = load_tokenizer(config)
     name = "".join(c if c.isalnum() else "-" for c in tokenizer.name)
     output = folder / f"sample-{name}"
     prefix = f"{output}_text_{'sentence' if sentences else 'document'}"

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from mb_parallel import any_rank
+from mb_parallel.optimizer import local
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mb_train.checkpoint import Progress
 
@@ -101,8 +101,7 @@ def numbers(tensors: Iterable[Tensor]) -> bool:
     """Whether there is neither NaN nor infinity in any rank's tensors; all ranks call it."""
     verdicts = []
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.is_floating_point():
-            verdicts.append(local.isfinite().all())
+        if tensor.is_floating_point():
+            verdicts.append(local(tensor).isfinite().all())
     bad = bool(verdicts) and not bool(torch.stack(verdicts).all())
     return not any_rank(bad)

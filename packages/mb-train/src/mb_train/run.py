@@ -16,11 +16,13 @@ from pathlib import Path
 import mb_data
 import torch
 import torch.distributed as dist
+from mb_data import Tokenizer
 from mb_parallel import ParallelDims, check_same, rank, world_size
 from mb_parallel.optimizer import describe
 from torch import Tensor
 
 from mb_train import run_folder
+from mb_train.ahead import compile_ahead, outcome
 from mb_train.assemble import Assembled, assemble
 from mb_train.balance import BalancingBias
 from mb_train.checkpoint import Progress, load_checkpoint
@@ -125,6 +127,7 @@ class Run:
         warning = memory_warning(config, vocab_size, world_size(), device, device_name(device))
         if warning is not None:
             self.say(warning)
+        compiling = compile_ahead(config, self.mesh, device, self.compute_dtype)
         self.progress = Progress(0, 0)
         # This rank's of the last step, on the device.
         self.last_losses: dict[str, Tensor] = {}
@@ -152,7 +155,7 @@ class Run:
         self.say(datetime_line("after model, optimizer, and learning rate scheduler are built"))
         self.folder = Path(config.save) if config.save else None
         with self.timers("train/valid/test-data-iterators-setup"):
-            self.data = self._prepare_data(start)
+            self.data = self._prepare_data(start, tokenizer)
         self.say(datetime_line("after dataloaders are built"))
         self.log = self._open_folder(start)
         self.saver: Saver | None = None
@@ -170,6 +173,9 @@ class Run:
         )
         if start is not None:
             self.say(loaded_line(self.progress.iteration, start.checkpoint))
+        if compiling is not None:
+            with self.timers("kernel-compilation-wait"):
+                self.say(outcome(compiling))
         self.say("done with setup ...")
         self.say(self.timers.lines())
 
@@ -184,12 +190,12 @@ class Run:
         if self.scaler is not None and "loss_scale" in start.saved.state:
             self.scaler.load_state_dict(start.saved.state["loss_scale"])
 
-    def _prepare_data(self, start: Start | None) -> Data:
+    def _prepare_data(self, start: Start | None, tokenizer: Tokenizer) -> Data:
         folder = (self.folder or Path("runs")) / "data"
         samples = train_samples(self.config, self.batch_size)
         data = prepare_data(
             self.config, self.task, self.batch_size, samples, folder, self.say,
-            vocab_size=self.vocab_size,
+            tokenizer=tokenizer, vocab_size=self.vocab_size,
         )  # fmt: skip
         if start is None or self.config.finetune:
             return data
@@ -240,6 +246,10 @@ class Run:
         self.log.close()
         if self.saver is not None:
             self.saver.close()
+
+    def reports(self, iteration: int) -> bool:
+        """Whether a progress line is due after this step, whatever happens in it."""
+        return iteration % self.config.log_interval == 0 or iteration == self.iterations
 
     def say(self, line: str) -> None:
         """Print a line, on rank 0."""

@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from mb_parallel import any_rank, rank, world_size
+from mb_parallel.optimizer import local
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
 from mb_train.checkpoint import Modules, Optimizers, Progress, as_list, cause_of, quiet, tensors_of
 from mb_train.checksums import SUMS_FILE, format_sums, sum_of
@@ -289,8 +289,8 @@ def _attempt(action: Callable[[], Any]) -> str | None:
 
 
 def _local_bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
+    shard = local(tensor)
+    return shard.numel() * shard.element_size()
 
 
 def _device() -> int | None:

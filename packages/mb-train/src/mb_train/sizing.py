@@ -1,9 +1,10 @@
 """`mb-train plan`: what a run will need, before it is started: parameters, memory, time of a step.
 
-Memory is counted from what our text keeps: fp32 weights, gradients and optimizer state, the weights
-in the dtype of the arithmetic, and of every layer the tensors that its backward pass reads. Time is
-arithmetic at the share of the device's peak that a dense model reaches, and traffic of the weights
-at its memory bandwidth; what ranks tell each other is not counted.
+Memory is counted from what our text keeps: fp32 weights, gradients and optimizer state, weights in
+the dtype of the arithmetic, and of every layer the tensors that its backward pass reads. The most is
+needed at the loss, when all layers have left theirs, or at the end of the backward pass, when all
+gradients are there. Time is arithmetic at the share of the device's peak that a dense model reaches,
+and traffic of the weights at its bandwidth; what ranks tell each other is not counted.
 
 Letters: T tokens of a micro-batch, D hidden, F ffn width, H query heads, G key-value heads, C width
 of a head, K experts per token, L layers, E experts.
@@ -25,10 +26,13 @@ from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
 
 GIB = 2**30
-# GPT-2 125M, compiled, on one H200: 534 k tokens/s of 0.86 GFLOP each are 0.46 of 989 TFLOP/s.
-_SHARE_OF_PEAK = 0.46
-# Passes over all weights (optimizer, casts) reach about this much of the bandwidth.
-_SHARE_OF_BANDWIDTH = 0.8
+# GPT-2 125M, compiled, on one H200: 523 k and 566 k tokens/s of 0.86 GFLOP each, in steps of 32 and
+# of 64 sequences, are 0.46 and 0.50 of 989 TFLOP/s (benchmarks/results/2026-11-22-h200.md).
+_SHARE_OF_PEAK = 0.48
+# The optimizer's pass over 3.7 B weights, with the norm before it: 3.4 to 3.7 of 4.8 TB/s.
+_SHARE_OF_BANDWIDTH = 0.75
+# Logits that the loss has at once, `linear_cross_entropy`'s on a GPU, and their tokens.
+_LOGITS, _LOGIT_ROWS = 2**29, 8192
 # TB/s by a part of the device's name, the more particular first: the makers' data sheets.
 _BANDWIDTH_TB = {
     "GB200": 8.0, "B200": 8.0, "H200": 4.8, "H100 PCIe": 2.0, "H100": 3.35, "A100": 2.04,
@@ -47,7 +51,8 @@ class Sizes:
 
     Attributes:
         parameters: of the whole model; active: of those, what a token meets.
-        weights, gradients, optimizer, activations: bytes of a rank.
+        weights, gradients, optimizer, activations: bytes of a rank; activations with the loss.
+        accumulates: gradients of earlier micro-batches are there at the loss of a later one.
         step_flops: of all ranks together.
         step_s: seconds; None for a device whose peak is not known.
     """
@@ -58,14 +63,16 @@ class Sizes:
     gradients: int
     optimizer: int
     activations: int
+    accumulates: bool
     step_flops: float
     step_s: float | None
 
     @property
     def memory(self) -> int:
         """Bytes of a rank, all in all."""
-        kept = self.weights + self.gradients + self.optimizer + self.activations
-        return int(kept * _SLACK)
+        both = (self.gradients, self.activations)
+        passing = sum(both) if self.accumulates else max(both)
+        return int((self.weights + self.optimizer + passing) * _SLACK)
 
 
 def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Sizes:
@@ -93,32 +100,74 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     total = sum(p.numel() for p in model.parameters())
     share = config.moe_top_k / config.moe_num_experts if config.moe_num_experts else 0.0
-    dense_rank = (total - experts) / (dims.tp * dims.pp)
-    experts_rank = experts / (dims.ep * dims.pp)
-    here = dense_rank + experts_rank
     expert_shards = max(dims.dp * dims.tp // dims.ep // dims.dp_replicate, 1)
-    sharded = dense_rank / dims.dp_shard + experts_rank / expert_shards
     narrow = 2 if device != "CPU" or config.fp16 or config.bf16 else 0
-    # Casts to 16 bit live until the backward pass; ZeRO 3 gathers a layer at a time instead.
-    cast = narrow * (here / whole(config.num_layers) if config.zero_stage == 3 else here)
     batch = config.batch_size(dims.dp)
     flops = flops_per_token(config, vocab_size) * batch * whole(config.seq_length)
     micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
+    parts = [
+        _Part((total - experts) / (dims.tp * dims.pp), dims.dp_shard, copied=False),
+        # Experts that nobody else has keep copies in the dtype of the arithmetic.
+        _Part(experts / (dims.ep * dims.pp), expert_shards, copied=narrow > 0 and ranks == 1),
+    ]
+    here, sharded = sum(part.here for part in parts), sum(part.sharded for part in parts)
+    # Casts to 16 bit live until the backward pass; ZeRO 3 gathers a layer at a time instead.
+    cast = narrow * (here / whole(config.num_layers) if config.zero_stage == 3 else here)
     # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
     waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1
-    gradients = 4 * (here if waiting else sharded)
-    if ranks == 1 and narrow and micro_batches == 1:
-        gradients -= 2 * experts_rank  # theirs are in the dtype of the arithmetic until they add up
+    gradients = sum(
+        part.gradient_bytes(micro_batches) * (part.here if waiting else part.sharded)
+        for part in parts
+    )
+    activations = _activations(model, config, dims, narrow or 4)
     return Sizes(
         parameters=total,
         active=int(total - experts + experts * share),
         weights=int(4 * sharded + cast),
         gradients=int(gradients),
         optimizer=int(_state_bytes(config) * sharded),
-        activations=int(_activations(model, config, dims, narrow or 4)),
+        activations=int(activations + _loss(config, vocab_size, dims, narrow or 4)),
+        accumulates=micro_batches > 1,
         step_flops=flops,
-        step_s=_seconds(flops / ranks, here, sharded, micro_batches, device),
+        step_s=_seconds(
+            flops / ranks,
+            sum(part.traffic(_state_bytes(config), micro_batches) for part in parts),
+            device,
+        ),
     )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The dense parameters of a rank, or its experts.
+
+    Attributes:
+        here: parameters that the rank computes with.
+        shards: ranks that share their state.
+        copied: copies in 16 bit stay from step to step, which the optimizer writes.
+    """
+
+    here: float
+    shards: int
+    copied: bool
+
+    @property
+    def sharded(self) -> float:
+        return self.here / self.shards
+
+    def gradient_bytes(self, micro_batches: int) -> int:
+        """Of each parameter; beside a copy in its dtype until several add up."""
+        return 2 if self.copied and micro_batches == 1 else 4
+
+    def traffic(self, state_bytes: int, micro_batches: int) -> float:
+        """Bytes that a step moves for them, products apart."""
+        gradient = self.gradient_bytes(micro_batches)
+        # Read and written: weights and state; read: the gradient, by the norm and by the optimizer.
+        step = 2 * 4 + 2 * state_bytes + 2 * gradient + 2 * self.copied
+        # Of each micro-batch: the weights are cast, the gradients too, and added to a sum in fp32.
+        adding = 10 if micro_batches > 1 else 0
+        each = adding if self.copied else 6 + 8
+        return step * self.sharded + each * self.here * micro_batches
 
 
 def _state_bytes(config: TrainConfig) -> int:
@@ -165,19 +214,22 @@ def _activations(model: nn.Module, config: TrainConfig, dims: ParallelDims, widt
     return width * tokens * kept * in_flight + ends
 
 
-def _seconds(
-    flops: float, here: float, sharded: float, micro_batches: int, device: str
-) -> float | None:
-    """Seconds of a step on one rank."""
+def _loss(config: TrainConfig, vocab_size: int, dims: ParallelDims, width: int) -> float:
+    """Bytes that the loss needs: a slice of logits, and the gradient of the head's weight."""
+    tokens = whole(config.micro_batch_size) * whole(config.seq_length)
+    rows = min(tokens, _LOGIT_ROWS, _LOGITS // vocab_size)
+    share = vocab_size / dims.tp
+    return rows * share * width + 4 * share * whole(config.hidden_size)
+
+
+def _seconds(flops: float, traffic: float, device: str) -> float | None:
+    """Seconds of a step on one rank, with so much arithmetic and so many bytes of weights."""
     peak = peak_flops(device)
     bandwidth = next(
         (1e12 * tb for part, tb in _BANDWIDTH_TB.items() if part.lower() in device.lower()), None
     )
     if peak is None or bandwidth is None:
         return None
-    # AdamW reads weight, gradient and two moments, and writes all but the gradient: 28 bytes.
-    # Every micro-batch casts the weights (6 bytes) and adds to the gradients (8).
-    traffic = 28 * sharded + 14 * here * micro_batches
     return flops / (_SHARE_OF_PEAK * peak) + traffic / (_SHARE_OF_BANDWIDTH * bandwidth)
 
 

@@ -116,7 +116,7 @@ def _loop(run: Run, stop: StopFlag) -> Result:
         done = train_step(run, stream, accumulator)
         iteration = run.progress.iteration
         stopped_by = _reason_to_stop(run, begun, stop)
-        if iteration % config.log_interval == 0 or iteration == run.iterations or stopped_by:
+        if run.reports(iteration) or stopped_by:
             params_norm = _params_norm(run) if config.log_params_norm else None
             stats = accumulator.collect(done.grad_norm, params_norm, done.zeros_in_grad)
             samples = run.progress.consumed_samples
@@ -171,7 +171,7 @@ def _loop(run: Run, stop: StopFlag) -> Result:
 
 
 class Step(NamedTuple):
-    """What is known of a step, on the device; `zeros_in_grad` is None if it is not asked for."""
+    """What is known of a step, on the device; `zeros_in_grad` is None if they were not counted."""
 
     grad_norm: Tensor
     zeros_in_grad: Tensor | None
@@ -212,7 +212,8 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> S
             scaler=run.scaler,
             uncounted=run.model.copies,
         )
-        zeros = _zeros_in_grad(run) if config.log_num_zeros_in_grad else None
+        counts = config.log_num_zeros_in_grad and run.reports(iteration + 1)
+        zeros = _zeros_in_grad(run) if counts else None
         run.optimizer.zero_grad(set_to_none=True)
         run.balancing_bias.update()
     if run.scaler is not None and done.skipped.item():

@@ -64,6 +64,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     if kept is None:
         assert not any(isinstance(value, Tensor) for value in constants.values())
         compiled = kernel[grid](*args, **constants)
+        if hasattr(compiled, "finalize_compile"):  # `compile_beside` is at it in another thread
+            compiled = compiled.result()
         captured = tuple((names, n, names.get(n)) for (n, _), (_, names) in _globals(kernel))
         values = tuple(constants[n] for n in kernel.arg_names[len(args) :])
         _compiled[key] = compiled, values, captured

@@ -1,0 +1,99 @@
+"""Seconds from typing a command to its first step, with empty caches of kernels and full ones.
+
+    python packages/mb-train/benchmarks/start.py [--kinds dense dmoe] [--way eager|compiled] [FLAGS]
+
+Each row is a process of its own that trains three steps of `dense-125m` or `dmoe-125m`, 8 sequences
+each, on random tokens. `cold` begins with empty caches of Triton and Inductor, `warm` with what
+`cold` left, `in turn` is cold without compiling the experts' kernels ahead. Columns are moments at
+which lines of the log appear: the program answers; torch and the device are there; model and
+optimizer are built; all is set up; the first and the third step are done. Some 2 minutes on an
+H200 for all rows. Further flags go to the runs. Prints a table, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import mb_data
+import numpy as np
+
+MOMENTS = {
+    "answers": "mb-train ",
+    "device": "using world size",
+    "model": "[after model",
+    "set up": "done with setup",
+    "step 1": " iteration        1/",
+    "step 3": " iteration        3/",
+}
+KINDS = ("dense", "dmoe")
+WAYS = {"eager": "--no-compile", "compiled": "--compile"}
+IN_TURN = (
+    "import sys, mb_train.run as run; run.compile_ahead = lambda *_: None; "
+    "from mb_train.cli import main; sys.exit(main())"
+)
+
+
+def start(program: list[str], words: list[str], caches: Path) -> dict[str, float]:
+    """Seconds until each moment."""
+    environment = dict(os.environ, PYTHONUNBUFFERED="1")
+    environment["TRITON_CACHE_DIR"] = str(caches / "triton")
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(caches / "inductor")
+    begun, found, said = time.perf_counter(), {}, []
+    with subprocess.Popen(
+        [sys.executable, *program, *words], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            for name, beginning in MOMENTS.items():
+                if line.startswith(beginning):
+                    found.setdefault(name, time.perf_counter() - begun)
+    if process.returncode:
+        raise SystemExit("".join(said[-30:]))
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--way", choices=WAYS, help="without torch.compile or with it only")
+    options, rest = parser.parse_known_args()
+    ways = {options.way: WAYS[options.way]} if options.way else WAYS
+    rows = []
+    print(f"{'':24}" + "".join(f"{name:>9}" for name in MOMENTS))
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "random"
+        with mb_data.IndexedDatasetBuilder(data, np.uint16) as builder:
+            for document in np.random.default_rng(0).integers(0, 50_000, (64, 4096), np.uint16):
+                builder.add_document(document)
+        for kind in options.kinds:
+            for way, flag in ways.items():
+                words = ["--recipe", f"{kind}-125m", flag, "--data-path", str(data)]
+                words += ["--micro-batch-size", "8", "--global-batch-size", "8"]
+                words += ["--split", "100,0,0", "--eval-iters", "0", "--log-interval", "1"]
+                words += ["--train-iters", "3", "--tokenizer", "gpt2", "--lr-warmup-fraction", "0"]
+                words += rest
+                caches = Path(folder) / f"{kind}-{way}"
+                states = {"cold": caches, "warm": caches}
+                if kind == "dmoe" and way == "eager":
+                    states["in turn"] = Path(folder) / "in-turn"
+                for state, cache in states.items():
+                    program = ["-c", IN_TURN] if state == "in turn" else ["-m", "mb_train"]
+                    found = start(program, words, cache)
+                    rows.append({"kind": kind, "way": way, "caches": state, **found})
+                    times = "".join(f"{found[name]:9.1f}" for name in MOMENTS)
+                    print(f"{kind:6} {way:9} {state:7}{times}", flush=True)
+    print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

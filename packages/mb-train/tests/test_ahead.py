@@ -1,0 +1,84 @@
+"""Kernels compiled while a run is set up: of which layers, and what is said."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import mb_kernels
+import pytest
+import torch
+from mb_train.ahead import compile_ahead, outcome
+from mb_train.config import TrainConfig
+from mb_train.recipes import recipe
+
+GPU = torch.device("cuda")
+
+
+def begun(monkeypatch, device=GPU, ep_size=1, **fields):
+    """The arguments that `warm_up` got; None if it was not called."""
+    found = []
+    monkeypatch.setattr(mb_kernels, "warm_up", lambda **given: found.append(given) or Future())
+    config = TrainConfig(**recipe("dmoe-125m") | fields)
+    mesh = SimpleNamespace(ep_size=ep_size)
+    future = compile_ahead(config, mesh, device, torch.bfloat16)
+    assert (future is None) == (not found)
+    return found[0] if found else None
+
+
+def test_a_layer_of_experts_is_compiled_as_it_will_be_called(monkeypatch):
+    given = begun(
+        monkeypatch, micro_batch_size=4, moe_top_k=2, moe_ffn_hidden_size=100, swiglu=True,
+        moe_router_fp32=False,
+    )  # fmt: skip
+    assert given == {
+        "tokens": 4 * 1024, "hidden_size": 768, "ffn_hidden_size": 112, "num_experts": 64,
+        "top_k": 2, "activation": "swiglu", "dtype": torch.bfloat16,
+        "logits_dtype": torch.bfloat16, "device": GPU,
+    }  # fmt: skip
+    assert begun(monkeypatch)["logits_dtype"] is torch.float32
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"moe_num_experts": None},
+        {"device": torch.device("cpu")},
+        {"ep_size": 2},
+        {"moe_mlp_impl": "sparse"},
+        {"moe_mlp_bias": True},
+        {"moe_saved_activation_bits": 8},
+    ],
+)
+def test_other_layers_are_left_to_their_first_call(monkeypatch, fields):
+    assert begun(monkeypatch, **fields) is None
+
+
+def test_a_kernel_that_does_not_compile_ends_no_set_up():
+    good, bad = Future(), Future()
+    good.set_result(21)
+    bad.set_exception(RuntimeError("no such instruction"))
+    assert "21 compiled" in outcome(good)
+    assert "not compiled ahead, RuntimeError: no such instruction" in outcome(bad)
+
+
+@pytest.mark.gpu
+def test_the_first_step_compiles_no_kernel_of_the_experts(tmp_path, monkeypatch):
+    from mb_train import run
+    from mb_train.cli import main
+    from triton import knobs
+
+    compiled, ahead = [], []
+    monkeypatch.setattr(
+        knobs.runtime, "jit_cache_hook", lambda **given: compiled.append(given["fn"].module)
+    )
+
+    def waited(compiling):
+        ahead.append(outcome(compiling))
+        compiled.clear()
+        return ahead[0]
+
+    monkeypatch.setattr(run, "outcome", waited)
+    words = ["--recipe", "quickstart", "--hidden-size", "208", "--num-attention-heads", "4"]
+    words += ["--train-iters", "1", "--eval-iters", "0", "--save", str(tmp_path)]
+    assert main(words) == 0
+    assert "not compiled ahead" not in ahead[0]
+    assert not [module for module in compiled if "expert_mlp" in module or "routing" in module]

@@ -347,11 +347,6 @@ def test_bm25_ranks_by_rare_words_and_short_texts():
     assert recall([0, 4, 5, 9], 5) == 0.5
 
 
-def test_relative_positions_are_refused_in_stages():
-    with pytest.raises(ValueError, match="learned or rotary"):
-        Bert(replace(SMALL, positions="relative")).keep(range(1), first=True, last=False)
-
-
 def packed_task(**change):
     sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": S}
     run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "model": "bert", "mask_prob": 0.3}

@@ -25,10 +25,10 @@ class BlockContext(NamedTuple):
     """What all blocks of a stack share.
 
     causal: no token sees a later one.
-    mask: bool [B or 1, 1, Q, S], true where attention is allowed, `causal` already in it; None
-        allows everything that `causal` does.
+    mask: bool [B or 1, 1, Q, S], true where attention is allowed, or numbers [B or 1, H, Q, S] that
+        are added to the scores, -inf where it is not; `causal` already in it. None allows
+        everything that `causal` does.
     bounds: in place of a mask, for the kernel that attends within segments.
-    bias: added to the scores, [1, H, Q, S] (T5's relative positions).
     rope: cosine and sine, fp32 [B or 1, S, 1, rotated width of a head].
     source_BSD: what a cross attention attends to, an encoder's output.
     valid_BS: nonzero for real tokens, which alone visit experts; None if none is padding.
@@ -38,7 +38,6 @@ class BlockContext(NamedTuple):
     causal: bool = True
     mask: Tensor | None = None
     bounds: Bounds | None = None
-    bias: Tensor | None = None
     rope: tuple[Tensor, Tensor] | None = None
     source_BSD: Tensor | None = None
     valid_BS: Tensor | None = None
@@ -85,19 +84,13 @@ class CoreAttention(nn.Module):
         if context.bounds is not None:
             how = {"causal": context.causal, "scale": self.scale}
             return attend(q_BQHC, k_BSGC, v_BSGC, context.bounds, **how)
-        mask = context.mask
-        if context.bias is not None:
-            if mask is None and context.causal:
-                mask = torch.ones_like(context.bias, dtype=torch.bool).tril()
-            mask = context.bias if mask is None else context.bias.masked_fill(~mask, -torch.inf)
-            mask = mask.to(q_BQHC.dtype)
         y_BHQC = F.scaled_dot_product_attention(
             q_BQHC.transpose(1, 2),
             k_BSGC.transpose(1, 2),
             v_BSGC.transpose(1, 2),
-            attn_mask=mask,
+            attn_mask=context.mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=context.causal and mask is None,
+            is_causal=context.causal and context.mask is None,
             scale=self.scale,
             enable_gqa=q_BQHC.shape[2] != k_BSGC.shape[2],
         )

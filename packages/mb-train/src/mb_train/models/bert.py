@@ -95,19 +95,13 @@ class Bert(nn.Module):
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
         """Cut the model down to a pipeline stage: these blocks, and what the ends need.
 
-        Raises:
-            ValueError: relative positions, which all blocks share.
+        Each stage keeps the table of relative positions, which are to stay equal.
         """
-        if self.bias is not None:
-            raise ValueError(
-                "Expected learned or rotary positions of a BERT in pipeline stages, got relative "
-                "ones, which all stages would share."
-            )
         self.first, self.last = first, last
         self.stack.keep(layers, last=last)
         if not last:
             self.lm_head = self.pooler = self.order_head = None
-        if not first and last:
+        if not first and self.lm_head is not None:
             assert self.embedding is not None
             self.embedding.keep_tokens()
         elif not first:
@@ -190,12 +184,12 @@ class Bert(nn.Module):
             assert self.embedding is not None
             x = self.embedding(x, positions_BS, token_types_BS).to(self.compute_dtype)
         rope = rotary_tables(self.config, positions_BS) if self.config.positions == "rope" else None
-        bias = None if self.bias is None else self.bias(length)
+        bias = None if self.bias is None else self.bias(length).to(self.compute_dtype)
         flash = flash_takes(
             self.config, self.compute_dtype, x.device, training=self.training, bias=bias
         )
-        within = within_segments(ends_BN, length, causal=False, flash=flash)
-        return self.stack(x, BlockContext(**within, bias=bias, rope=rope, valid_BS=valid_BS))
+        within = within_segments(ends_BN, length, causal=False, flash=flash, bias=bias)
+        return self.stack(x, BlockContext(**within, rope=rope, valid_BS=valid_BS))
 
 
 def _at(x_BSD: Tensor, places_BM: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
 from mb_train.models.linear import Linear
-from mb_train.models.output import ExpertReports, ModelOutput
+from mb_train.models.output import ModelOutput
 
 LOSS = "classification loss"
 
 
 class Classifier(nn.Module):
-    """A linear map of what BERT's pooler makes of the first token, behind a dropout.
+    """A linear map of what BERT's pooler makes of the first token, behind a dropout; or a stage.
 
     Args:
         config: of the BERT.
@@ -37,7 +37,13 @@ class Classifier(nn.Module):
         self.bert = Bert(config, compute_dtype=compute_dtype)
         self.bert.lm_head = self.bert.order_head = None
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.head = Linear(config.hidden_size, classes, std=config.init_std)
+        self.head: Linear | None = Linear(config.hidden_size, classes, std=config.init_std)
+
+    def keep(self, layers: range, *, first: bool, last: bool) -> None:
+        """Cut the model down to a pipeline stage: these blocks, and what the ends need."""
+        self.bert.keep(layers, first=first, last=last)
+        if not last:
+            self.head = None
 
     @torch.no_grad()
     def begin_from(self, bert: Bert) -> None:
@@ -64,17 +70,17 @@ class Classifier(nn.Module):
         """The loss of telling each text's class.
 
         Args:
-            x: tokens [B, S], int64; token_types_BS, ends_BN, valid_BS: as `Bert.forward`'s.
+            x, token_types_BS, ends_BN, valid_BS: as `Bert.forward`'s.
             labels_B: int64 in [0, C); weights_B: fp32 weight of each text's loss in the sum.
         """
-        scores_BC, reports = self.scores(x, token_types_BS, ends_BN, valid_BS)
-        losses_B = F.cross_entropy(scores_BC, labels_B, reduction="none")
+        x_BSD, reports = self.bert.encode(x, token_types_BS, ends_BN, valid_BS)
+        if self.head is None:
+            return reports.output(x_BSD, {})
+        losses_B = F.cross_entropy(self.scores(x_BSD), labels_B, reduction="none")
         return reports.output(None, {LOSS: (losses_B * weights_B).sum()})
 
-    def scores(
-        self, tokens_BS: Tensor, token_types_BS: Tensor, ends_BN: Tensor, valid_BS: Tensor
-    ) -> tuple[Tensor, ExpertReports]:
-        """Scores of the classes, [B, C] fp32, and what the experts report."""
+    def scores(self, x_BSD: Tensor) -> Tensor:
+        """Scores of the classes from encoded texts, [B, C] fp32."""
         assert self.bert.pooler is not None
-        x_BSD, reports = self.bert.encode(tokens_BS, token_types_BS, ends_BN, valid_BS)
-        return self.head(self.dropout(self.bert.pooler(x_BSD[:, 0]))).float(), reports
+        assert self.head is not None
+        return self.head(self.dropout(self.bert.pooler(x_BSD[:, 0]))).float()

@@ -5,6 +5,8 @@ A plan serves a whole model and any pipeline stage of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mb_parallel.tensor_parallel import (
     ColumnParallel,
     JoinOutput,
@@ -41,22 +43,48 @@ def gpt_plan(config: TransformerConfig) -> Plan:
     }
 
 
-def bert_plan(config: TransformerConfig) -> Plan:
+def bert_plan(config: TransformerConfig, *, bert: str = "") -> Plan:
     """Of a BERT, whose heads are small and need whole sequences: every rank runs them alike.
+
+    Args:
+        bert: path of it in the model.
 
     Raises:
         ValueError: as for `gpt_plan`.
     """
+    within = f"{bert}." if bert else ""
     return {
-        **embedding_plan(),
-        **_stack_plan("stack", config),
-        "bias.table": _HEADS_BIAS,
-        "lm_head.*": Replicated(),
-        "lm_head": Sharded({"bias": 0}),
-        "pooler": Replicated(),
-        "order_head": Replicated(),
-        "": _BertEnd(),
+        **embedding_plan(f"{within}embedding"),
+        **_stack_plan(f"{within}stack", config),
+        f"{within}bias.table": _HEADS_BIAS,
+        f"{within}lm_head.*": Replicated(),
+        f"{within}lm_head": Sharded({"bias": 0}),
+        f"{within}pooler": Replicated(),
+        f"{within}order_head": Replicated(),
+        bert: _BertEnd(),
     }
+
+
+def classifier_plan(config: TransformerConfig) -> Plan:
+    """Of a classifier on a BERT.
+
+    Raises:
+        ValueError: as for `gpt_plan`.
+    """
+    return {**bert_plan(config, bert="bert"), "head": Replicated()}
+
+
+def ict_plan(config: TransformerConfig) -> Plan:
+    """Of a retriever's towers.
+
+    Raises:
+        ValueError: as for `gpt_plan`.
+    """
+    plan: dict[str, Style | Callable[[nn.Module], Style]] = {}
+    for tower in ("query", "block"):
+        plan |= bert_plan(config, bert=f"{tower}.bert")
+        plan[f"{tower}.projection"] = Replicated()
+    return plan
 
 
 def t5_plan(config: TransformerConfig) -> Plan:

@@ -6,7 +6,7 @@ stays for thousands of steps with what it knows of a word without its neighbours
 near, as those of ALiBi (arXiv 2108.12409) do for good: each with a reach of its own, and where
 tokens to come are seen, every second head ahead and the others back.
 
-Letters: H heads, Q and S tokens of a sequence, N buckets.
+Letters: H heads, Q and S tokens of a sequence, A distances, N buckets.
 """
 
 from __future__ import annotations
@@ -41,11 +41,22 @@ class RelativeBias(nn.Module):
 
     def forward(self, length: int) -> Tensor:
         """[1, H, length, length] in the table's dtype."""
-        positions = torch.arange(length, device=self.table.weight.device)
-        buckets_QS = relative_buckets(
-            positions[None] - positions[:, None], bidirectional=self.bidirectional
-        )
-        return self.table(buckets_QS).permute(2, 0, 1)[None]
+        distance = torch.arange(1 - length, length + 1, device=self.table.weight.device)
+        bias_HA = self.table(relative_buckets(distance, bidirectional=self.bidirectional)).t()
+        return _by_distance(bias_HA)[None]
+
+
+def _by_distance(bias_HA: Tensor) -> Tensor:
+    """bias_HQS, contiguous, whose [h, q, s] is bias_HA[h, s - q + S - 1], A being 2 S.
+
+    Rows of 2 S, laid end to end and read in rows of 2 S - 1, are each a step behind the one before.
+    A gradient comes back as a sum over rows, where an index for each pair would scatter S^2 of them
+    into a few numbers.
+    """
+    H, A = bias_HA.shape
+    S = A // 2
+    end_to_end = bias_HA[:, None].expand(H, S, A).reshape(H, S * A)
+    return end_to_end[:, : S * (A - 1)].view(H, S, A - 1)[..., S - 1 :].contiguous()
 
 
 def near_scores(heads: int, *, bidirectional: bool) -> Tensor:

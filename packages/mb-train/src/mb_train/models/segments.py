@@ -4,11 +4,11 @@ Tokens attend within the segment they are of. A packed sequence of several docum
 for each, a padded one has its padding in a segment of its own. Segments lie one behind the other,
 so a batch says where they end, and the rest follows.
 
-What attention is given of it is one of two. A mask over all pairs serves everywhere; it costs
-B S^2 and turns the fast kernels away. Flash attention over sequences of unequal length
-(`torch.nn.attention.varlen`, torch 2.11) computes the pairs within segments alone, in memory that
-grows with the tokens: it takes all segments of a batch as one row and the places where they begin.
-It knows no dropout, no bias, and no number above 16 bits.
+What attention is given of it is one of two. A mask over all pairs serves everywhere, and takes a
+bias by distance in; it costs B S^2 and turns the fast kernels away. Flash attention over sequences
+of unequal length (`torch.nn.attention.varlen`, torch 2.11) computes the pairs within segments
+alone, in memory that grows with the tokens: it takes all segments of a batch as one row and the
+places where they begin. It knows no dropout, no bias, and no number above 16 bits.
 
 Letters: B sequences, S tokens of a sequence (Q that attend, S attended to), N segments of a
 sequence, T = B S tokens, H query heads, G key-value heads, C width of a head.
@@ -64,6 +64,7 @@ def within_segments(
     causal: bool,
     flash: bool,
     attended: tuple[Tensor, int] | None = None,
+    bias: Tensor | None = None,
 ) -> dict[str, Any]:
     """`causal` and `bounds` or `mask` of a `BlockContext` whose tokens attend within segments.
 
@@ -71,9 +72,11 @@ def within_segments(
         ends_BN: the place behind each segment of a sequence, ascending to `length`; a segment may
             be empty. With N = 1 nothing divides a sequence: there is neither mask nor bounds.
         length: tokens of a sequence.
-        flash: whether `flash_takes` what is to be computed.
+        flash: whether `flash_takes` what is to be computed, a bias among it.
         attended: the ends, as many, and the length of the sequences attended to; None means the
             same sequences.
+        bias: numbers to add to the scores, [1, H, Q, S] in the dtype of the queries. They and what
+            may not be seen make one mask for all blocks of a stack: [B, H, Q, S] once, not in each.
 
     Raises:
         ValueError: another number of segments in the sequences attended to.
@@ -85,13 +88,17 @@ def within_segments(
             f"{list(other_BN.shape)}."
         )
     found: dict[str, Any] = {"causal": causal}
-    if ends_BN.shape[1] == 1:
+    divided = ends_BN.shape[1] > 1
+    if bias is None and not divided:
         return found
     if flash:
         edges = _edges(ends_BN, length), _edges(other_BN, others)
         return found | {"bounds": Bounds(*edges, length, others)}
+    if not divided:  # alike for all sequences
+        ends_BN, other_BN = ends_BN[:1], other_BN[:1]
     segments_BQ, segments_BS = segments_of(ends_BN, length), segments_of(other_BN, others)
-    return found | {"mask": segment_mask(segments_BQ, segments_BS, causal=causal)}
+    mask = segment_mask(segments_BQ, segments_BS, causal=causal)
+    return found | {"mask": mask if bias is None else bias.masked_fill(~mask, -torch.inf)}
 
 
 def segments_of(ends_BN: Tensor, length: int) -> Tensor:

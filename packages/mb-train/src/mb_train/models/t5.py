@@ -61,7 +61,8 @@ class T5(nn.Module):
         self.encoder = Stack(config, compute_dtype=compute_dtype)
         decoder = replace(config, num_layers=decoder_layers, moe_layers=None)
         self.decoder = Stack(decoder, cross=True, compute_dtype=compute_dtype)
-        self.encoder_bias = self.decoder_bias = None
+        self.encoder_bias: RelativeBias | None = None
+        self.decoder_bias: RelativeBias | None = None
         if config.positions == "relative":
             self.encoder_bias = RelativeBias(config, bidirectional=True)
             self.decoder_bias = RelativeBias(config, bidirectional=False)
@@ -79,18 +80,17 @@ class T5(nn.Module):
             layers: the encoder's from 0 to L - 1, the decoder's from L on.
             first: tokens come in here. last: the loss comes out here.
 
-        Raises:
-            ValueError: relative positions, which all blocks share.
+        The first stage has both tables of relative positions, the others those of their blocks;
+        they are to stay equal.
         """
-        if self.encoder_bias is not None:
-            raise ValueError(
-                "Expected learned or rotary positions of a T5 in pipeline stages, got relative "
-                "ones, which all stages would share."
-            )
         L = self.config.num_layers
         self.first, self.begins, self.last = first, L in layers, last
         self.encoder.keep(range(layers.start, min(layers.stop, L)), last=L - 1 in layers)
         self.decoder.keep(range(max(layers.start - L, 0), max(layers.stop - L, 0)), last=last)
+        if not (first or self.encoder.blocks):
+            self.encoder_bias = None
+        if not (first or self.decoder.blocks):
+            self.decoder_bias = None
         if not last:
             self.head = None
             self.register_parameter("head_bias", None)
@@ -160,8 +160,7 @@ class T5(nn.Module):
         Args:
             x: its tokens; hidden states on a stage that is not the first.
         """
-        bias = None if self.encoder_bias is None else self.encoder_bias(valid_BS.shape[1])
-        context = self._context(ends_BN, valid_BS, causal=False, bias=bias)
+        context = self._context(ends_BN, valid_BS, self.encoder_bias, causal=False)
         return self.encoder(self._embed(x) if self.first else x, context)
 
     def decode(
@@ -179,8 +178,7 @@ class T5(nn.Module):
             memory_BSD: what `encode` returned; attended: the ends there, and S.
         """
         length = valid_BR.shape[1]
-        bias = None if self.decoder_bias is None else self.decoder_bias(length)
-        context = self._context(ends_BN, valid_BR, causal=True, bias=bias)
+        context = self._context(ends_BN, valid_BR, self.decoder_bias, causal=True)
         flash = self._flash(ends_BN)
         within = within_segments(ends_BN, length, causal=False, flash=flash, attended=attended)
         cross = BlockContext(**within, source_BSD=memory_BSD)
@@ -215,14 +213,16 @@ class T5(nn.Module):
         return logits if self.head_bias is None else logits + self.head_bias
 
     def _context(
-        self, ends_BN: Tensor, valid_BS: Tensor, *, causal: bool, bias: Tensor | None
+        self, ends_BN: Tensor, valid_BS: Tensor, relative: RelativeBias | None, *, causal: bool
     ) -> BlockContext:
+        length = valid_BS.shape[1]
+        bias = None if relative is None else relative(length).to(self.compute_dtype)
         flash = self._flash(ends_BN, bias)
-        within = within_segments(ends_BN, valid_BS.shape[1], causal=causal, flash=flash)
+        within = within_segments(ends_BN, length, causal=causal, flash=flash, bias=bias)
         rope = None
         if self.config.positions == "rope":
             rope = rotary_tables(self.config, running_positions(valid_BS))
-        return BlockContext(**within, bias=bias, rope=rope, valid_BS=valid_BS)
+        return BlockContext(**within, rope=rope, valid_BS=valid_BS)
 
     def _flash(self, ends_BN: Tensor, bias: Tensor | None = None) -> bool:
         how = {"training": self.training, "bias": bias}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mb_data
@@ -17,6 +17,8 @@ from mb_train.models.plans import bert_plan
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, batches_of
 from mb_train.tasks.packed import PackedSamples, bert_lengths, more_samples
+
+_TOKENS, _BIAS = "embedding.tokens.weight", "bias.table.weight"
 
 
 class BertTask:
@@ -56,9 +58,11 @@ class BertTask:
         )
 
     def borders(self, runs: Sequence[range]) -> Borders:
-        """The head has a copy of the embedding."""
-        tokens = "embedding.tokens.weight"
-        return Borders({tokens: tokens})
+        """The head has a copy of the embedding, every stage one of the relative positions."""
+        tied: dict[str, Mapping[int, str]] = {_TOKENS: {-1: _TOKENS}}
+        if self.model_config.positions == "relative":
+            tied[_BIAS] = dict.fromkeys(range(1, len(runs)), _BIAS)
+        return Borders(tied)
 
     def tensor_plan(self) -> Plan:
         """See `models.plans`."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from mb_parallel import ParallelMesh
+from mb_parallel.tensor_parallel import Plan
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.classifier import LOSS, Classifier
+from mb_train.models.plans import classifier_plan
+from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.base import (
+    Borders,
     DataPaths,
     Dataset,
     Datasets,
@@ -20,31 +23,42 @@ from mb_train.tasks.base import (
     padded_ends,
     stacked,
 )
-from mb_train.tasks.from_bert import UncutTask, trained_bert
+from mb_train.tasks.from_bert import trained_bert
 from mb_train.tasks.pairs import FORMS, PairDataset, read_pairs
 
 
-class ClassifyTask(UncutTask):
+class ClassifyTask:
     """See `base.Task`.
 
     Args:
         config: the run.
         tokenizer: with [CLS], [SEP] and [PAD].
         vocab_size: padded.
-        mesh: how the run is spread.
 
     Raises:
-        ValueError: tensor or pipeline parallelism, or experts that mb_layers refuses.
+        ValueError: an activation or experts that mb_layers refuses.
     """
 
-    def __init__(
-        self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: ParallelMesh
-    ) -> None:
-        super().__init__(config, vocab_size=vocab_size, mesh=mesh)
+    first_input = "tokens_BS"
+    sentences = True
+
+    def __init__(self, config: TrainConfig, tokenizer: Any, *, vocab_size: int) -> None:
         assert config.task is not None
         self.loss_weights = {LOSS: "weights_B"}
         self.sequence_length = whole(config.seq_length)
-        self._tokenizer, self._name = tokenizer, config.task
+        self.model_config = transformer_config(config, vocab_size)
+        self.layers = self.model_config.num_layers
+        self._config, self._tokenizer, self._name = config, tokenizer, config.task
+
+    def borders(self, runs: Sequence[range]) -> Borders:
+        """Relative positions are every stage's."""
+        relative = self.model_config.positions == "relative"
+        name = "bert.bias.table.weight"
+        return Borders({name: dict.fromkeys(range(1, len(runs)), name)} if relative else {})
+
+    def tensor_plan(self) -> Plan:
+        """See `models.plans`."""
+        return classifier_plan(self.model_config)
 
     def build_model(self, *, compute_dtype: torch.dtype) -> Classifier:
         """A classifier with fresh weights, or on a trained BERT."""
@@ -92,7 +106,8 @@ class ClassifyTask(UncutTask):
         right, device = 0, next(model.parameters()).device
         for _, batch in batches_of(self, samples, device):
             names = ("tokens_BS", "token_types_BS", "ends_BN", "valid_BS")
-            scores_BC, _ = model.scores(*(batch[name] for name in names))
+            x_BSD, _ = model.bert.encode(*(batch[name] for name in names))
+            scores_BC = model.scores(x_BSD)
             right += int((scores_BC.argmax(1) == batch["labels_B"]).sum())
         commonest = np.bincount([sample["label"] for sample in samples]).max()
         return {"accuracy": right / count, "most frequent label": float(commonest) / count}

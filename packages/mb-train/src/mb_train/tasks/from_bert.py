@@ -1,71 +1,37 @@
-"""What tasks of models made of BERTs share: a trained one to begin from, and no cut through it."""
+"""A trained BERT for a model made of BERTs to begin from (`--bert-load`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
-from mb_parallel import ParallelMesh
-from mb_parallel.tensor_parallel import Plan
+import torch
 
-from mb_train.config import TrainConfig
 from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
-from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import Borders
 
-_SAME = (
-    "vocab_size", "max_positions", "positions", "num_layers", "hidden_size", "num_heads",
-    "ffn_size", "activation", "norm", "post_norm",
-)  # fmt: skip
-
-
-class UncutTask:
-    """Base of tasks whose models are spread by data and expert parallelism alone.
-
-    Args:
-        config: the run.
-        vocab_size: padded.
-        mesh: how the run is spread.
-
-    Raises:
-        ValueError: tensor or pipeline parallelism, or experts that mb_layers refuses.
-    """
-
-    first_input = "tokens_BS"
-    sentences = True
-
-    def __init__(self, config: TrainConfig, *, vocab_size: int, mesh: ParallelMesh) -> None:
-        if mesh.tp_size > 1 or mesh.pp_size > 1:
-            raise ValueError(
-                f"Expected data and expert parallelism alone for --model {config.model}, got "
-                f"tensor-parallel size {mesh.tp_size} and {mesh.pp_size} pipeline stages."
-            )
-        self.model_config = transformer_config(config, vocab_size)
-        self.layers = self.model_config.num_layers
-        self._config = config
-
-    def borders(self, runs: Sequence[range]) -> Borders:
-        """Not reached: see the class."""
-        raise ValueError(f"Expected no pipeline stages for --model {self._config.model}.")
-
-    def tensor_plan(self) -> Plan:
-        """Not reached: see the class."""
-        raise ValueError(f"Expected no tensor parallelism for --model {self._config.model}.")
+# What a model on top of a BERT may choose anew; all else says what the weights compute.
+_FREE = {
+    "attention_dropout", "hidden_dropout", "init_std", "output_init_std", "fp32_residual",
+    "tie_embeddings", "moe",
+}  # fmt: skip
 
 
 def trained_bert(run: str, wanted: TransformerConfig) -> Bert:
-    """The BERT of a run (`--bert-load`).
+    """The BERT of a run, trained on any layout, or of a Hugging Face folder.
+
+    Args:
+        run: the folder.
+        wanted: what it has to be, but for dropout and initial weights.
 
     Raises:
-        ValueError: no BERT there, or one of other sizes than `wanted`.
+        ValueError: no BERT there, or another than `wanted`.
     """
-    from mb_train.loading import load_trained  # which makes models by tasks
-
-    trained = load_trained(Path(run), kinds=("bert",))
-    found = trained.model.config
+    bert = _read_bert(Path(run), wanted.vocab_size)
+    found = bert.config
+    names = [field.name for field in fields(TransformerConfig) if field.name not in _FREE]
     for name, here, there in (
-        *((name, getattr(wanted, name), getattr(found, name)) for name in _SAME),
+        *((name, getattr(wanted, name), getattr(found, name)) for name in names),
         ("experts", _experts(wanted), _experts(found)),
     ):
         if here != there:
@@ -73,7 +39,30 @@ def trained_bert(run: str, wanted: TransformerConfig) -> Bert:
                 f"Expected a BERT of this model's {name}, {here}, in {run} (--bert-load), got "
                 f"{there}."
             )
-    return trained.model
+    return bert
+
+
+def _read_bert(folder: Path, vocab_size: int) -> Bert:
+    if not (folder / "config.json").is_file():
+        from mb_train.loading import load_trained  # which makes models by tasks
+
+        return load_trained(folder, kinds=("bert",)).model
+    from mb_train.convert.hugging_face import read_model
+    from mb_train.tasks.make import whole_model
+
+    config, weights = read_model(folder)
+    if config.model != "bert":
+        raise ValueError(f"Expected a BERT in {folder} (--bert-load), got {config.model}.")
+    # Theirs is not padded: rows of no token come behind it.
+    by_token = ("embedding.tokens.weight", "lm_head.bias")
+    rows = max(len(weights[by_token[0]]), vocab_size)
+    for name in by_token:
+        tensor = weights[name]
+        weights[name] = torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
+    bert = whole_model(config, vocab_size=rows)
+    assert isinstance(bert, Bert)
+    bert.load_state_dict(weights, assign=True)
+    return bert
 
 
 def _experts(config: TransformerConfig) -> tuple[int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,19 @@ import mb_data
 import numpy as np
 import torch
 from mb_parallel import ParallelMesh
+from mb_parallel.tensor_parallel import Plan
 from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.ict import ICT, LOSS
+from mb_train.models.plans import ict_plan
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
-from mb_train.tasks.base import DataPaths, Dataset, Datasets, batches_of, stacked
-from mb_train.tasks.from_bert import UncutTask, trained_bert
+from mb_train.tasks.architecture import transformer_config
+from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, batches_of, stacked
+from mb_train.tasks.from_bert import trained_bert
 
 
-class ICTTask(UncutTask):
+class ICTTask:
     """See `base.Task`.
 
     Args:
@@ -28,16 +32,34 @@ class ICTTask(UncutTask):
         mesh: over whose data-parallel ranks blocks are gathered.
 
     Raises:
-        ValueError: tensor or pipeline parallelism, or experts that mb_layers refuses.
+        ValueError: pipeline stages, of which two towers have none, or experts that mb_layers
+            refuses.
     """
+
+    first_input = "tokens_BS"
+    sentences = True
 
     def __init__(
         self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: ParallelMesh
     ) -> None:
-        super().__init__(config, vocab_size=vocab_size, mesh=mesh)
+        if mesh.pp_size > 1:
+            raise ValueError(
+                "Expected data, tensor and expert parallelism for --model ict, got "
+                f"{mesh.pp_size} pipeline stages, of which two towers side by side have none."
+            )
+        self.model_config = transformer_config(config, vocab_size)
+        self.layers = self.model_config.num_layers
         self.loss_weights = {LOSS: "weights_B"}
         self.sequence_length = 2 * whole(config.seq_length)
-        self._tokenizer, self._mesh = tokenizer, mesh
+        self._config, self._tokenizer, self._mesh = config, tokenizer, mesh
+
+    def borders(self, runs: Sequence[range]) -> Borders:
+        """Of one stage."""
+        return Borders({})
+
+    def tensor_plan(self) -> Plan:
+        """See `models.plans`."""
+        return ict_plan(self.model_config)
 
     def build_model(self, *, compute_dtype: torch.dtype) -> ICT:
         """Two towers, or one, with fresh weights."""

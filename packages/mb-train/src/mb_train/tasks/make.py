@@ -33,9 +33,9 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
     if config.model == "bert":
         return BertTask(config, tokenizer, vocab_size=vocab_size)
     if config.model == "t5":
-        return T5Task(config, tokenizer, vocab_size=vocab_size, mesh=mesh)
+        return T5Task(config, tokenizer, vocab_size=vocab_size)
     if config.model == "classifier":
-        return ClassifyTask(config, tokenizer, vocab_size=vocab_size, mesh=mesh)
+        return ClassifyTask(config, tokenizer, vocab_size=vocab_size)
     if config.model == "ict":
         return ICTTask(config, tokenizer, vocab_size=vocab_size, mesh=mesh)
     marks = _middle_tokens(config, tokenizer) if config.fim_data else None

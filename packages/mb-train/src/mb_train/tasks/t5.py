@@ -8,7 +8,6 @@ from typing import Any
 import mb_data
 import numpy as np
 import torch
-from mb_parallel import ParallelMesh
 from mb_parallel.tensor_parallel import Plan
 from torch import Tensor
 
@@ -34,24 +33,15 @@ class T5Task:
         config: the run.
         tokenizer: with special tokens and sentinels (`--vocab-extra-ids`).
         vocab_size: padded.
-        mesh: how the run is spread.
 
     Raises:
-        ValueError: relative positions in pipeline stages, an activation or experts that mb_layers
-            refuses.
+        ValueError: an activation or experts that mb_layers refuses.
     """
 
     first_input = "tokens_BS"
     sentences = True
 
-    def __init__(
-        self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: ParallelMesh
-    ) -> None:
-        if mesh.pp_size > 1 and config.position_embedding_type == "relative":
-            raise ValueError(
-                "Expected learned or rotary positions for --model t5 in pipeline stages, which "
-                "would share relative ones."
-            )
+    def __init__(self, config: TrainConfig, tokenizer: Any, *, vocab_size: int) -> None:
         self.loss_weights = {"lm loss": "weights_BR"}
         self.sequence_length = whole(config.seq_length) + whole(config.decoder_seq_length)
         self.model_config = transformer_config(config, vocab_size)
@@ -73,13 +63,16 @@ class T5Task:
         config, last = self.model_config, len(runs) - 1
         first = config.num_layers  # of the decoder
         begins = next(stage for stage, layers in enumerate(runs) if first in layers)
+        shared = {"embedding.tokens": {begins, last} if config.tie_embeddings else {begins}}
+        if config.positions == "learned":
+            shared["embedding.positions"] = {begins}
+        if config.positions == "relative":
+            shared["encoder_bias.table"] = {s for s, run in enumerate(runs) if run.start < first}
+            shared["decoder_bias.table"] = {s for s, run in enumerate(runs) if run.stop > first}
         tied: dict[str, dict[int, str]] = {}
-        for table, stages in (
-            ("tokens", {begins, last} if config.tie_embeddings else {begins}),
-            ("positions", {begins} if config.positions == "learned" else set()),
-        ):
-            name = f"embedding.{table}.weight"
-            if copies := {stage: name for stage in stages if stage > 0}:
+        for module, stages in shared.items():
+            name = f"{module}.weight"
+            if copies := {stage: name for stage in sorted(stages) if stage > 0}:
                 tied[name] = copies
         streams = [
             ["tokens_BS"] if layers.stop <= first else ["decoder_tokens_BR", "tokens_BS"]

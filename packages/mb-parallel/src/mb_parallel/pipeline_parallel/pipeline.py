@@ -22,8 +22,8 @@ every cross-attention reads: a stage returns `x=(own, encoder)` and is called wi
 `streams` says what crosses each border, by the entries of the batch that are as long: with stages 0
 and 1 of an encoder and 2 and 3 of a decoder [["tokens"], ["tokens"], ["decoder_tokens", "tokens"]].
 
-**Losses.** Losses add up over the micro-batches of all data-parallel ranks: weigh them beforehand so
-that their sum is what is to be descended (for a plain mean, by 1 / micro-batches of all ranks).
+**Losses.** Losses add up over the micro-batches of all data-parallel ranks: weigh them beforehand
+so that their sum is what is to be descended (for a plain mean, by 1 / micro-batches of all ranks).
 Auxiliary losses are averaged over them here. Nothing divides gradients afterwards.
 
 Letters: M micro-batches, B sequences, S tokens of a sequence, D hidden, L MoE layers.
@@ -190,9 +190,7 @@ class Pipeline:
         if key not in self._schedules:
             self._schedules[key] = self._build(batches[0], len(batches), train=train)
         schedule, stages = self._schedules[key]
-        passing = Pass(
-            batches, self.first_input, len(batches) * self.dp_size, loss_scale, before
-        )
+        passing = Pass(batches, self.first_input, len(batches) * self.dp_size, loss_scale, before)
         for stage in stages:
             stage.passing = passing
         # Torch splits what it is given by micro-batch: their numbers are all it needs.

@@ -95,3 +95,38 @@ def test_uniform_assignment_spreads_slots_evenly() -> None:
     assert routed.expert_ids_TK.flatten().tolist() == [s % 8 for s in range(48)]
     assert torch.equal(routed.weights_TK, torch.softmax(x @ layer.router.weight.T, -1).topk(3)[0])
     assert layer(x).metrics["load_imbalance"].item() == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"top_k": 1},
+        {"recompute": True},
+        {"mlp_bias": True},
+        {"mlp_bias": True, "recompute": True},
+        {"mlp_impl": "sparse", "ffn_hidden_size": 128},
+        {"hidden_size": 12},
+        {"saved_activation_bits": 8},
+    ],
+    ids=str,
+)
+def test_tokens_whose_memory_is_written_again_have_their_gradients(options):
+    """As by a dispatcher into whose buffers the next layer's tokens come before the backward."""
+    sizes = {"hidden_size": 16, "ffn_hidden_size": 32, "num_experts": 4, "top_k": 2}
+    layer = dMoE(MoEConfig(**(sizes | options)))
+    config = layer.config
+    results = []
+    for overwritten in (False, True):
+        torch.manual_seed(4)
+        x = torch.randn(6, config.hidden_size)
+        ids = torch.randint(4, (6, config.top_k), dtype=torch.int32)
+        weights = torch.rand(6, config.top_k).requires_grad_()
+        dispatched = layer.dispatcher.dispatch(x.requires_grad_(), weights, ids)
+        y = layer.experts(dispatched._replace(x_stays=not overwritten))
+        if overwritten:
+            x.data.fill_(torch.nan)
+        parameters = list(layer.experts.parameters())
+        results.append(torch.autograd.grad(y.square().sum(), [x, weights, *parameters]))
+    for stayed, gone in zip(*results, strict=True):
+        assert torch.equal(stayed, gone)

@@ -5,8 +5,9 @@
 
 - exchange: every rank sends its tokens of 16, 64 and 256 MiB to uniformly drawn ranks (top-1), and
   gets them back. "peer" gathers the rows, stores them and waits; the baseline is an
-  `all_to_all_single` of the same bytes in equal parts, without gathering or sorting anything.
-  GB/s are bus bytes: those that leave a rank, (P - 1) / P of all.
+  `all_to_all_single` of the same bytes in equal parts, without gathering or sorting anything. Both
+  are captured as CUDA graphs of several exchanges: launched one by one, what is small waits for
+  Python. GB/s are bus bytes: those that leave a rank, (P - 1) / P of all.
 - layer: a dMoE layer, forward and backward, with each dispatcher, against a layer with all experts
   on this GPU and the same tokens. Routing is uniform or by Zipf's law.
 
@@ -33,6 +34,7 @@ from torch import Tensor
 
 MIB = 2**20
 HIDDEN = 2048
+CAPTURED = 8  # exchanges in a graph
 # name: tokens of each rank, hidden, ffn, experts, top-k, activation
 LAYERS = {
     "paper-125m": (32768, 768, 3072, 64, 1, "gelu"),
@@ -78,6 +80,21 @@ def in_turns(
     return dict(zip(calls, medians.tolist(), strict=True))
 
 
+def captured(call: Callable[[], Any]) -> Callable[[], None]:
+    """`call`, several times in one graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(CAPTURED):
+            call()
+    return graph.replay
+
+
 def exchange(mesh: ParallelMesh, size: int, seconds: float) -> dict[str, float]:
     """Times of `size` bytes per rank, there and back."""
     ep = mesh.axis("ep")
@@ -90,11 +107,8 @@ def exchange(mesh: ParallelMesh, size: int, seconds: float) -> dict[str, float]:
     bins = bin_tokens(peers_T1, ranks)
     routing_TW = torch.ones(tokens, 2, device="cuda")
     out_TD = torch.empty_like(x_TD)
-    marks: list[list[torch.cuda.Event]] = []
 
-    def peer() -> None:
-        marks.append([torch.cuda.Event(enable_timing=True) for _ in range(3)])
-        marks[-1][0].record()
+    def dispatch() -> Tensor:
         memory.push(
             "tokens",
             x_TD,
@@ -102,12 +116,12 @@ def exchange(mesh: ParallelMesh, size: int, seconds: float) -> dict[str, float]:
             order_N=bins.order_N,
             payload=routing_TW,
         )
-        counts_P = memory.wait("tokens")
-        marks[-1][1].record()
+        return memory.wait("tokens")
+
+    def combine() -> None:
         memory.push("home", memory.rows("tokens"), counts_P)
         memory.wait("home")
         memory.sum_home(memory.rows("home"), peers_T1, bins.inverse_N, bins.offsets_E1)
-        marks[-1][2].record()
 
     def all_to_all() -> None:
         dist.all_to_all_single(out_TD, x_TD, group=place.group)
@@ -116,16 +130,15 @@ def exchange(mesh: ParallelMesh, size: int, seconds: float) -> dict[str, float]:
         order_T = bins.order_N.long()
         dist.all_to_all_single(out_TD, x_TD[order_T], group=place.group)
 
-    calls = {"all_to_all": all_to_all, "gather + all_to_all": gathered_all_to_all}
-    times = in_turns(calls, seconds)
-    in_turns({"peer": peer}, seconds)
-    torch.cuda.synchronize()
-    ours = torch.tensor(
-        [statistics.median(m[i].elapsed_time(m[i + 1]) for m in marks[5:]) for i in range(2)]
-    )
-    dist.all_reduce(ours, dist.ReduceOp.MAX)
-    times["peer dispatch"], times["peer combine"] = ours.tolist()
-    return times
+    counts_P = dispatch()  # what `combine` sends home
+    calls: dict[str, Callable[[], Any]] = {
+        "all_to_all": all_to_all,
+        "gather + all_to_all": gathered_all_to_all,
+        "peer dispatch": dispatch,
+        "peer combine": combine,
+    }
+    graphs = {name: captured(call) for name, call in calls.items()}
+    return {name: ms / CAPTURED for name, ms in in_turns(graphs, seconds).items()}
 
 
 def layer(mesh: ParallelMesh, name: str, routing: str, seconds: float) -> dict[str, float]:

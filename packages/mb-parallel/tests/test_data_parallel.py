@@ -71,7 +71,7 @@ def train(dims, zero_stage, name, recompute=None, device="cpu"):
     """Losses, norms, gradients, and every parameter and moment whole, of five steps.
 
     Micro-batch m goes to rank m % dp. They are of unequal sizes, one has no sample at all; losses
-    are weighted so that the mean over ranks is the mean over samples.
+    add up over ranks to the mean over samples.
     """
     # Without sizes: this process alone, in whatever world.
     alone = ParallelMesh(ParallelDims(), None, None, None)
@@ -91,7 +91,7 @@ def train(dims, zero_stage, name, recompute=None, device="cpu"):
         for m in mine:
             set_gradient_sync(model, m == mine[-1])
             loss = (model(data[step, m, : int(valid[m])]) - 1).square().sum() / valid.sum()
-            (loss * mesh.dp_size).backward()
+            loss.backward()
             total += loss.detach()
         result = clip_and_step(optimizer, max_norm=0.5, mesh=mesh)
         grads = {n: full(p.grad) for n, p in model.named_parameters()}
@@ -304,7 +304,7 @@ def expert_grads(rank, world_size, layouts):
         apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=2)
         part = mesh.dp_rank * mesh.tp_size + mesh.tp_rank
         x = tokens().chunk(mesh.dp_size * mesh.tp_size)[part]
-        ((model(x) - 1).square().sum() / len(tokens()) * mesh.dp_size).backward()
+        ((model(x) - 1).square().sum() / len(tokens())).backward()
         results.append({n: full(p.grad) for n, p in model.named_parameters() if "experts" in n})
     return results
 

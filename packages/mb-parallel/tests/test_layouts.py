@@ -57,8 +57,6 @@ def train(options, dims, zero_stage):
     history = []
     for batches in data(options):
         mine = batches[mesh.dp_rank :: mesh.dp_size]
-        for batch in mine:  # the mean over ranks is the mean over the global batch
-            batch["weights"] = batch["weights"] * mesh.dp_size
         if pipeline is not None:
             loss = pipeline.step(mine, loss_scale=1.0)["lm loss"].clone()
         else:
@@ -69,14 +67,14 @@ def train(options, dims, zero_stage):
                 output = stage(batch["tokens"], **rest)
                 total = output.losses["lm loss"]
                 if output.aux_loss is not None:
-                    total = total + output.aux_loss / len(mine)
+                    total = total + output.aux_loss / len(batches)
                 total.backward()
                 loss = loss + output.losses["lm loss"].detach()
         copies = [] if pipeline is None else pipeline.copies
         result = clip_and_step(optimizer, max_norm=0.5, mesh=mesh, uncounted=copies)
         grads = {n: whole(p.grad) for n, p in stage.named_parameters()}
         mesh.all_reduce(loss, "dp")
-        history.append((loss / mesh.dp_size, result.grad_norm, grads))
+        history.append((loss, result.grad_norm, grads))
         optimizer.zero_grad()
     state = {
         (n, kind): whole(value)

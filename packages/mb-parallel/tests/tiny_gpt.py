@@ -299,8 +299,6 @@ def train(rank, world_size, options):
     for batches in data(options):
         metrics = []
         batches = batches[mesh.dp_rank :: options.dp]
-        for batch in batches:  # the mean over dp ranks is the loss
-            batch["weights"] = batch["weights"] * options.dp
         if pipeline is not None:
             losses = pipeline.step(batches, loss_scale=options.loss_scale, measured=metrics.append)
             loss = losses["lm loss"]
@@ -312,14 +310,14 @@ def train(rank, world_size, options):
                 output = call(stages[0], batch)
                 total = output.losses["lm loss"]
                 if output.aux_loss is not None:
-                    total = total + output.aux_loss / len(batches)
+                    total = total + output.aux_loss / (len(batches) * options.dp)
                 (total * options.loss_scale).backward()
                 loss = loss + output.losses["lm loss"].detach()
                 metrics.append(output.metrics)
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         for parameter in trained.values():
             parameter.grad /= options.loss_scale
-        history["loss"].append(mesh.all_reduce(loss, "dp").item() / options.dp)
+        history["loss"].append(mesh.all_reduce(loss, "dp").item())
         history["metrics"].append(metrics)
         history["grads"].append({name: whole(p.grad) for name, p in trained.items()})
         optimizer.step()
@@ -331,7 +329,7 @@ def train(rank, world_size, options):
         else:
             with torch.no_grad():
                 loss = sum(call(stages[0], batch).losses["lm loss"] for batch in batches)
-        history["eval"].append(mesh.all_reduce(loss, "dp").item() / options.dp)
+        history["eval"].append(mesh.all_reduce(loss, "dp").item())
         for stage in stages:
             stage.train()
     history["parameters"] = {name: whole(p.detach()) for name, p in parameters.items()}

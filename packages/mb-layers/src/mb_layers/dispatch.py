@@ -32,6 +32,8 @@ class Dispatched(NamedTuple):
     state: whatever `combine` needs.
     max_rows: the most slots that the experts of this rank can have got, for `expert_mlp`; None:
         all of R K.
+    x_stays: False if the memory of x_RD is written again before the backward pass, so that the
+        experts have to keep what they will need of it.
     """
 
     x_RD: Tensor
@@ -41,6 +43,7 @@ class Dispatched(NamedTuple):
     kept_slots: Tensor
     state: Any = None
     max_rows: int | None = None
+    x_stays: bool = True
 
 
 class TokenDispatcher(Protocol):

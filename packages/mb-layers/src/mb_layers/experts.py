@@ -77,7 +77,13 @@ class _StackedMLP(nn.Module):
                 nn.init.zeros_(bias)
 
     def run(
-        self, x_RD: Tensor, bins: Bins, weights_RK: Tensor, *, max_rows: int | None = None
+        self,
+        x_RD: Tensor,
+        bins: Bins,
+        weights_RK: Tensor,
+        *,
+        max_rows: int | None = None,
+        x_stays: bool = True,
     ) -> Tensor:
         """Return y_RD, each token's weighted sum over the experts that `bins` gives it."""
         config = self.config
@@ -85,6 +91,8 @@ class _StackedMLP(nn.Module):
         hidden = x_RD.shape[1]
         in_parts = "parametrizations" in self._modules or isinstance(self.w1, FrozenWeight)
         parts = self._parts(num_experts) if in_parts else None
+        if not x_stays and (parts is not None or config.mlp_bias or config.mlp_impl == "sparse"):
+            x_RD = x_RD.clone()  # the fused op keeps less, and by itself
         if parts is not None:
             return self._run_in_steps(x_RD, parts, bins, weights_RK)
         weights = self.local_parameters(num_experts)
@@ -104,6 +112,7 @@ class _StackedMLP(nn.Module):
                 max_rows=max_rows,
                 recompute=config.recompute,
                 saved_activation_bits=config.saved_activation_bits,
+                x_stays=x_stays,
             )
         return y_RD if y_RD.shape[1] == hidden else y_RD[:, :hidden]
 
@@ -195,7 +204,11 @@ class Experts(_StackedMLP):
     def forward(self, dispatched: Dispatched) -> Tensor:
         """Return y_RD: each token's sum over its experts, weighted by its routing weights."""
         return self.run(
-            dispatched.x_RD, dispatched.bins, dispatched.weights_RK, max_rows=dispatched.max_rows
+            dispatched.x_RD,
+            dispatched.bins,
+            dispatched.weights_RK,
+            max_rows=dispatched.max_rows,
+            x_stays=dispatched.x_stays,
         )
 
     def extra_repr(self) -> str:

@@ -15,11 +15,15 @@ AdamW, within a step of several micro-batches:
 In stage 1 and 2 compute weights live from the first forward to the last backward of a step. Stage 2
 holds the whole gradient of one block at a time. With one micro-batch a step, 1 and 2 are the same.
 
+Gradients are sums over ranks, and nothing divides them: what is trained is the sum of the losses
+that the ranks call backward on. A mean is a matter of the loss, where it costs nothing; of billions
+of gradients it is a pass over each.
+
 Experts have a mesh of their own. A rank's experts see the tokens of all ranks they are dispatched
 from, so their gradients are sums already, and over the copies of an expert they are summed again:
-the mean over data-parallel ranks is that total over dp, whatever the number of copies. Of experts
-with one copy there is nothing to gather or to reduce: FSDP2 leaves them alone, and they cast their
-weights on use, or hold copies to compute with (`optimizer.hold_working_copies`).
+the same total, whatever the number of copies. Of experts with one copy there is nothing to gather
+or to reduce: FSDP2 leaves them alone, and they cast their weights on use, or hold copies to compute
+with (`optimizer.hold_working_copies`).
 
 Applied from outside, the model's own code knows nothing of it. One process pays nothing at all.
 """
@@ -37,7 +41,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from mb_parallel.mesh import ParallelMesh
-from mb_parallel.optimizer.shards import divide_gradient, local
+from mb_parallel.optimizer.shards import local
 
 _STAGE = "_mb_zero_stage"
 
@@ -54,8 +58,8 @@ def apply_data_parallel(
 ) -> None:
     """Shard `model` in place over `mesh`; its parameters become DTensors.
 
-    Gradients become the mean over data-parallel ranks: each rank's loss is the mean over its own
-    samples, or weighted so that the mean over ranks is the loss wanted.
+    Gradients become sums over data-parallel ranks: let the ranks' losses add up to the one wanted.
+    For the mean over ranks divide each rank's by `mesh.dp_size`, auxiliary losses too.
 
     Args:
         model: parameters on the mesh's device, equal on every rank (same seed) or DTensors over the
@@ -94,13 +98,14 @@ def apply_data_parallel(
             _shard_experts(experts, mesh, compute_dtype, reshard)
         else:
             alone |= set(experts.parameters())
-    for parameter in alone:
-        divide_gradient(parameter, mesh.dims.dp)
     common: dict[str, Any] = {"mesh": dense, "mp_policy": policy, "ignored_params": alone}
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, **common)
     # What no block owns (embeddings, final norm, head) is needed at both ends of the step: keep it.
     fully_shard(model, reshard_after_forward=False, **common)
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # else by a product on the way, if by 1
     setattr(model, _STAGE, zero_stage)
 
 
@@ -145,15 +150,10 @@ def _shard_experts(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     expert_mesh = _sharding_mesh(mesh.expert, "edp_replicate", "edp_shard")
-    unit = fully_shard(
+    fully_shard(
         experts,
         mesh=expert_mesh,
         mp_policy=policy,
         reshard_after_forward=reshard,
         shard_placement_fn=placement,
     )
-    if mesh.dims.edp != mesh.dims.dp:
-        unit.set_gradient_divide_factor(float(mesh.dims.dp))
-        if mesh.expert.device_type == "cpu" and shards > 1:
-            # gloo sums but does not multiply on the way.
-            unit.set_force_sum_reduction_for_comms(True)

@@ -95,7 +95,7 @@ def assemble(
     elif config.cuda_graph:
         executor = Graphed(parts[0], task.first_input, working_copies)
     else:
-        executor = Sequential(parts[0], task.first_input)
+        executor = Sequential(parts[0], task.first_input, dp_size=mesh.dp_size)
     if config.moe_row_policy == "budget" and any_rank(bool(budgets_of(parts))):
         executor = WithinBudget(executor, parts, device)
     return Assembled(parts, executor, total, copies, notes, working_copies)

@@ -103,7 +103,7 @@ class Accumulator:
         """Add one step.
 
         Args:
-            losses: of this data-parallel rank, scalars whose mean over those ranks is the loss.
+            losses: of this data-parallel rank, scalars whose sum over those ranks is the loss.
             skipped: whether the update was skipped, a scalar; None means not.
         """
         for name, loss in losses.items():
@@ -142,17 +142,15 @@ class Accumulator:
         return stats
 
     def _unpack(self, values: list[float], asked: list[str]) -> IntervalStats:
-        ranks, place = self._mesh.dp_size, 0
+        place = 0
 
         def take(count: int) -> list[float]:
             nonlocal place
             place += count
             return values[place - count : place]
 
-        losses = {
-            name: [v / ranks for v in take(len(parts))] for name, parts in self._losses.items()
-        }
-        passes = ranks * max(self._passes, 1)
+        losses = {name: take(len(parts)) for name, parts in self._losses.items()}
+        passes = self._mesh.dp_size * max(self._passes, 1)
         means = {key: [v / passes for v in take(s.numel())] for key, s in self._sums.items()}
         counts: list[list[float]] = []
         if self._counts_LE is not None:

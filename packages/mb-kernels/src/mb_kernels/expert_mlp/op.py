@@ -42,6 +42,7 @@ def expert_mlp(
     max_rows: int | None = None,
     recompute: bool = False,
     saved_activation_bits: int | None = None,
+    x_stays: bool = True,
 ) -> Tensor:
     """Send every token through its experts and sum their weighted outputs.
 
@@ -64,6 +65,9 @@ def expert_mlp(
         saved_activation_bits: keep the pre-activations in 8 or 4 bits, by ``quantize``. The output
             is exact, the gradients are those at the rounded pre-activations. None keeps them as
             they are.
+        x_stays: False if the memory of x_TD is written before the backward pass, as a buffer for
+            what other ranks send is: what is needed of x_TD then is kept apart. With one expert a
+            token that is so anyway on a GPU, but for ``recompute``; else it is a copy of x_TD.
 
     Returns:
         y_TD [T, D] in the dtype of x_TD. Differentiable in x_TD, weights, biases and weights_TK.
@@ -84,6 +88,8 @@ def expert_mlp(
         bins, weights_TK = _bounded(bins, weights_TK, max_rows)
     if b1_EF is not None or b2_ED is not None:
         _check_biases(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED, saved_activation_bits)
+        if recompute and not x_stays:
+            x_TD = x_TD.clone()  # without recompute they keep rows of their own
         arguments = (x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation, b1_EF, b2_ED)
         if recompute:
             return checkpoint(_from_parts, *arguments, use_reentrant=False)
@@ -94,6 +100,8 @@ def expert_mlp(
     indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
     saved_bits = (saved_activation_bits or _WHOLE) if differentiable and not recompute else 0
     keep_rows = saved_bits > 0 and weights_TK.shape[1] == 1 and registration.use_triton(x_TD)
+    if differentiable and not (x_stays or keep_rows):
+        x_TD = x_TD.clone()
     return torch.ops.mb.expert_mlp(
         x_TD, w1_EFD, w2_EDF, *indices, weights_TK, activation, saved_bits, keep_rows
     )[0]

@@ -50,7 +50,7 @@ def parallelize_experts(
     sequence_parallel: bool = True,
     equal_tokens: bool = False,
     max_tokens: int | None = None,
-    keep_rows: bool = False,
+    keep_rows: bool | None = None,
     chunks: int = 1,
     row_policy: str = "worst",
     row_budget: float = 2.0,
@@ -73,6 +73,7 @@ def parallelize_experts(
         max_tokens: for "peer": the most tokens a rank ever brings to a layer. None: the most that
             any rank brings to the first one.
         keep_rows: for "peer": keep received tokens for the backward instead of sending them again.
+            None: where the experts keep them anyway, with one choice of a token on a rank.
         chunks: for "all_to_all": cut a rank's tokens into so many, and exchange one while the
             experts compute on another. Worth it where the exchange takes as long as the products
             of many tokens do: each chunk reads the experts' weights once more.
@@ -178,7 +179,7 @@ def _spread(
     name: str,
     dispatcher: str,
     buffers: PeerBuffers,
-    keep_rows: bool,
+    keep_rows: bool | None,
     options: dict[str, Any],
 ) -> str:
     """Shard the experts' parameters, give the layer its dispatcher, and say what a rank holds."""
@@ -195,6 +196,10 @@ def _spread(
         if options["chunks"] > 1:
             compute_in_chunks(layer.experts)
     else:
+        if keep_rows is None:
+            one = min(layer.config.top_k, placement.experts_per_rank) == 1
+            fused = layer.config.mlp_impl == "grouped" and not layer.config.mlp_bias
+            keep_rows = one and fused and not layer.config.recompute
         layer.dispatcher = PeerDispatcher(
             experts, place, buffers, keep_rows=keep_rows, rows=options["rows"]
         )

@@ -6,8 +6,9 @@ in fp32 in fixed order. Nothing is read back between logits and output, shapes a
 CUDA graph can hold the layer. Buffers have room for every token of every rank: nothing overflows.
 
 All layers share the buffers, so what a rank received is gone when the backward comes. It is sent
-again from where it belongs, beside the gradients, or kept (`keep_rows`): twice the traffic of
-tokens, or P T rows of memory a layer.
+again from where it belongs, beside the gradients, or the experts keep it (`keep_rows`): twice the
+traffic of tokens, or P T rows of memory a layer. With one choice of a token on a rank they keep its
+row anyway.
 
 Letters: T tokens, D hidden, K top-k, P ranks, M the most tokens a rank may bring, R = P M rows,
 J choices of a token on one rank, W = 2 K words of routing.
@@ -179,7 +180,8 @@ class PeerDispatcher:
         num_experts: E of the layer.
         place: the expert-parallel group.
         buffers: shared with the other layers.
-        keep_rows: keep a copy of what was received for the backward, instead of sending it again.
+        keep_rows: let the experts keep what they will need of what was received, for the backward,
+            instead of sending it again.
         rows: how much room the experts make; None: for the worst case.
     """
 
@@ -215,7 +217,9 @@ class PeerDispatcher:
         kept, state = counts_E.sum(dtype=torch.int32), (route, x_TD.detach())
         balanced = self.placement.balanced_slots(memory.layout.rows, top_k)
         most = self.rows.most(local_bins, balanced)
-        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, kept, state, most)
+        return Dispatched(
+            x_RD, weights_RJ, local_bins, counts_E, kept, state, most, x_stays=not self.keep_rows
+        )
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Store the experts' rows into the memory of where their tokens belong, and sum there."""
@@ -242,8 +246,7 @@ class _Send(torch.autograd.Function):
         route.counts_P = route.send(x_TD, routing_TW, "tokens", step=0)
         taken_R1 = (route.buffers.places(memory) < route.counts_P[:, None]).view(-1, 1)
         routing_RW = torch.where(taken_R1, memory.payload("tokens"), -1.0)
-        x_RD = memory.rows("tokens")
-        return x_RD.clone() if route.keep_rows else x_RD, routing_RW
+        return memory.rows("tokens"), routing_RW
 
     @staticmethod
     def backward(ctx: Any, dx_RD: Tensor, d_routing_RW: Tensor) -> tuple[Tensor, Tensor, None]:  # ty: ignore[incompatible-method-override]

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-_DIVISOR = "_mb_gradient_divisor"
-
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, its own storage; a plain tensor itself."""
@@ -42,18 +40,6 @@ def local_grad(parameter: Tensor) -> Tensor:
     if shard.stride() != weight.stride() and not (shard.is_contiguous() and weight.is_contiguous()):
         shard = torch.empty_like(weight, dtype=shard.dtype).copy_(shard)
     return shard
-
-
-def divide_gradient(parameter: Tensor, divisor: int) -> None:
-    """Let every gradient be divided by `divisor` on its way to `parameter`, or to a copy of it."""
-    if divisor > 1 and parameter.requires_grad:
-        setattr(parameter, _DIVISOR, divisor)
-        parameter.register_hook(lambda grad: grad / divisor)
-
-
-def follow_division(copy: Tensor, parameter: Tensor) -> None:
-    """Divide the gradients of `copy` as `divide_gradient` was told to for `parameter`."""
-    divide_gradient(copy, getattr(parameter, _DIVISOR, 1))
 
 
 def shaped_like(shard: Tensor, parameter: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from mb_layers import Experts
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mb_parallel.optimizer.shards import follow_division, local, shaped_like
+from mb_parallel.optimizer.shards import local, shaped_like
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -55,7 +55,6 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
             if parameter.requires_grad:
                 parameter.grad_dtype = None  # any: its gradient comes in the copy's
                 copy.requires_grad_()
-                follow_division(copy, parameter)
                 copy.register_post_accumulate_grad_hook(functools.partial(_hand_over, parameter))
         self.refresh()
 

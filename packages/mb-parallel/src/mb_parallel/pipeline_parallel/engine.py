@@ -37,8 +37,8 @@ class Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, and make of its output the tensors that go on."""
-        passing, batches = self.passing, len(self.passing.batches)
-        passing.before(self.number + self.stage_index * batches)
+        passing = self.passing
+        passing.before(self.number + self.stage_index * len(passing.batches))
         batch = passing.batches[self.number]
         rest = {name: value for name, value in batch.items() if name != passing.first_input}
         received = args[0] if len(args) == 1 else args
@@ -54,7 +54,7 @@ class Stage(PipelineStage):
             return output.x
         first, *others = output.x if isinstance(output.x, tuple) else (output.x,)
         if output.aux_loss is not None:
-            first = attach_aux_loss(first, output.aux_loss, passing.loss_scale / batches)
+            first = attach_aux_loss(first, output.aux_loss, passing.loss_scale / passing.passes)
         streams = tuple(self._own(stream) for stream in (first, *others))
         return streams[0] if len(streams) == 1 else streams
 
@@ -96,5 +96,5 @@ class Stage(PipelineStage):
         """What to call backward on, [1]."""
         total = torch.stack([loss.reshape(()) for loss in output.losses.values()]).sum()
         if output.aux_loss is not None:
-            total = total + output.aux_loss / len(self.passing.batches)
+            total = total + output.aux_loss / self.passing.passes
         return total.reshape(1) * self.passing.loss_scale

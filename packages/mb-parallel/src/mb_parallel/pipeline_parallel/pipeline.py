@@ -22,9 +22,9 @@ every cross-attention reads: a stage returns `x=(own, encoder)` and is called wi
 `streams` says what crosses each border, by the entries of the batch that are as long: with stages 0
 and 1 of an encoder and 2 and 3 of a decoder [["tokens"], ["tokens"], ["decoder_tokens", "tokens"]].
 
-**Losses.** Micro-batch losses add up: weigh them beforehand so that their sum over the step is what
-is to be descended (for a plain mean, by 1 / micro-batches). Auxiliary losses are averaged over
-micro-batches here. Nothing divides gradients afterwards.
+**Losses.** Losses add up over the micro-batches of all data-parallel ranks: weigh them beforehand
+so that their sum is what is to be descended (for a plain mean, by 1 / micro-batches of all ranks).
+Auxiliary losses are averaged over them here. Nothing divides gradients afterwards.
 
 Letters: M micro-batches, B sequences, S tokens of a sequence, D hidden, L MoE layers.
 """
@@ -109,6 +109,7 @@ class Pipeline:
                 "weights apart and needs the weights whole from forward to backward, got 3."
             )
         self.stages, self.group = list(stages), pp.get_group()
+        self.dp_size = mesh.dp_size
         self.num_stages = mesh.pp_size * len(stages)
         self.first_input, self.hidden_size, self.dtype = first_input, hidden_size, dtype
         self.shards = mesh.tp_size if sequence_parallel else 1
@@ -189,7 +190,7 @@ class Pipeline:
         if key not in self._schedules:
             self._schedules[key] = self._build(batches[0], len(batches), train=train)
         schedule, stages = self._schedules[key]
-        passing = Pass(batches, self.first_input, loss_scale, before)
+        passing = Pass(batches, self.first_input, len(batches) * self.dp_size, loss_scale, before)
         for stage in stages:
             stage.passing = passing
         # Torch splits what it is given by micro-batch: their numbers are all it needs.

@@ -36,11 +36,14 @@ class StageOutput(Protocol):
 class Pass:
     """One trip of a step's micro-batches through the stages of this rank, and what they said.
 
+    passes: micro-batches of all data-parallel ranks in the step, over which auxiliary losses are
+        averaged.
     losses, metrics: by stage, a value for each micro-batch, in their order.
     """
 
     batches: Sequence[Batch]
     first_input: str
+    passes: int
     loss_scale: Tensor | float
     before: Callable[[int], None]
     losses: dict[int, list[Mapping[str, Tensor]]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Runs benchmarks by name: a table, then one JSON line.
 
-    python packages/mb-kernels/benchmarks/run.py [NAME ...] [--quick]
+    python packages/mb-kernels/benchmarks/run.py [NAME ...] [--quick] [--shape dsv3 ...]
 
 Every benchmark is a module beside this one with ``run(*, quick)``, which yields a table per shape,
 a list of rows that are dicts; it is printed at once. Dated tables are kept in `results/`.
@@ -35,12 +35,18 @@ def main() -> None:
     names = f"of {', '.join(BENCHMARKS)} (the default), {', '.join(ON_REQUEST)}"
     parser.add_argument("names", nargs="*", help=names)
     parser.add_argument("--quick", action="store_true", help="fewer baselines")
+    parser.add_argument("--shape", action="append", help="of layer.SHAPES; default: all")
     arguments = parser.parse_args()
     known = (*BENCHMARKS, *ON_REQUEST)
     unknown = set(arguments.names) - set(known)
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; expected {', '.join(known)}")
     sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    shapes = importlib.import_module("layer").SHAPES
+    if set(arguments.shape or ()) - set(shapes):
+        parser.error(f"--shape: expected of {', '.join(shapes)}; got {arguments.shape}")
+    for name in set(shapes) - set(arguments.shape or shapes):
+        del shapes[name]
     machine = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

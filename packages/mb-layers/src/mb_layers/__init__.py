@@ -21,6 +21,9 @@ from mb_layers.model import update_balancing_biases as update_balancing_biases
 from mb_layers.moe import MoE as MoE
 from mb_layers.moe import MoEOutput as MoEOutput
 from mb_layers.moe import dMoE as dMoE
+from mb_layers.replay import RecordedRouting as RecordedRouting
+from mb_layers.replay import record_routing as record_routing
+from mb_layers.replay import replay_routing as replay_routing
 from mb_layers.router import Router as Router
 from mb_layers.router import RouterOutput as RouterOutput
 from mb_layers.router import update_balancing_bias as update_balancing_bias

@@ -67,15 +67,21 @@ class Collected:
         return counts
 
 
+def moe_layers(model: nn.Module) -> dict[str, _MoELayer]:
+    """Return the `dMoE` and `MoE` layers of a model by name; it is an error to have none."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, _MoELayer)}
+    if not layers:
+        raise ValueError("expected a model with dMoE or MoE layers, found none")
+    return layers
+
+
 @contextmanager
 def collect(model: nn.Module) -> Generator[Collected]:
     """Collect what every `dMoE` and `MoE` in `model` returns while the context is open.
 
     For models called as they are: a compiled model has its hooks compiled in, or not.
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, _MoELayer)}
-    if not layers:
-        raise ValueError("expected a model with dMoE or MoE layers, found none")
+    layers = moe_layers(model)
     collected = Collected(layers)
     names = {id(layer): name for name, layer in layers.items()}
 

@@ -1,0 +1,178 @@
+"""The routing of one run of a model, recorded and replayed in another.
+
+In reinforcement learning the engine that generates and the one that trains choose other experts for
+some tokens, from rounding alone, and the update is then not of the policy that acted. Rollout
+routing replay (R3, arXiv 2510.11370) trains through the experts of the rollout; the router still
+gives the weights, and gets its gradient.
+
+    with record_routing(policy) as routing:
+        policy.generate(prompt)
+    with replay_routing(trained, routing.expert_ids()):
+        loss = trained(tokens, labels=labels).loss
+        loss.backward()
+
+Both work on every `dMoE` and `MoE` of a model, transformers' after `swap_blocks`.
+
+Letters: L MoE layers, E experts, K top-k, B sequences, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mb_layers.model import moe_layers
+from mb_layers.moe import MoEOutput, _MoELayer
+from mb_layers.router import RouterOutput
+
+
+class RecordedRouting:
+    """The experts that tokens visited, by layer name, one entry per forward pass."""
+
+    def __init__(self) -> None:
+        self.passes: dict[str, list[Tensor]] = {}
+
+    def expert_ids(self) -> dict[str, Tensor]:
+        """Return each layer's ids [..., S, K], its passes one behind the other along S.
+
+        The passes of `generate` are the prompt and then one token each: the routing of the whole
+        sequence but for its last token, which no layer has seen.
+        """
+        return {name: torch.cat(ids, dim=-2) for name, ids in self.passes.items()}
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
+    """Record the experts that each MoE layer of the model chooses while the context is open."""
+    recorded = RecordedRouting()
+    chosen: dict[str, Tensor] = {}
+    hooks = []
+
+    def watch(name: str, layer: _MoELayer) -> None:
+        def choose(router: nn.Module, args: Any, routed: RouterOutput) -> None:
+            if routed.token_ids_N is not None:
+                raise ValueError(
+                    f"expected routers that choose experts for tokens, got {name!r} with one that "
+                    "chooses tokens for experts"
+                )
+            chosen[name] = routed.expert_ids_TK.detach()
+
+        def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
+            if not _recomputing():
+                ids_TK = chosen.pop(name)
+                ids = ids_TK.view(*output.y.shape[:-1], ids_TK.shape[1])
+                recorded.passes.setdefault(name, []).append(ids)
+
+        hooks.append(layer.router.register_forward_hook(choose))
+        hooks.append(layer.register_forward_hook(keep))
+
+    try:
+        for name, layer in moe_layers(model).items():
+            watch(name, layer)
+        yield recorded
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def replay_routing(model: nn.Module, expert_ids: Mapping[str, Tensor] | Tensor) -> Generator[None]:
+    """Send tokens to the given experts in every pass of the model while the context is open.
+
+    The backward pass belongs inside too: layers that are recomputed there outside of the context
+    raise an error, for they would choose anew.
+
+    Args:
+        model: its MoE layers are called with x [..., D].
+        expert_ids: integers, by layer name [..., K] as `record_routing` has them, or for all layers
+            in their order [..., L, K], as vLLM returns them (`enable_return_routed_experts`). The
+            leading dimensions are x's, or T = their product. A token whose ids are all negative
+            (of a prompt, or the last one of a rollout) is routed by the router.
+
+    Raises:
+        ValueError: ids of other layers, of another shape, or of no expert.
+    """
+    layers = moe_layers(model)
+    by_name = _by_name(expert_ids, layers)
+    forced = [_Forced(name, layer, by_name[name]) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for one in forced:
+            one.close()
+
+
+def _by_name(
+    expert_ids: Mapping[str, Tensor] | Tensor, layers: Mapping[str, _MoELayer]
+) -> dict[str, Tensor]:
+    if isinstance(expert_ids, Tensor):
+        if expert_ids.dim() < 3 or expert_ids.shape[-2] != len(layers):
+            raise ValueError(
+                f"expected expert ids [..., {len(layers)} MoE layers, K], got a tensor of shape "
+                f"{tuple(expert_ids.shape)}"
+            )
+        expert_ids = dict(zip(layers, expert_ids.unbind(-2), strict=True))
+    if expert_ids.keys() != layers.keys():
+        raise ValueError(
+            f"expected expert ids of the layers {', '.join(layers)}, got those of "
+            f"{', '.join(expert_ids) or 'none'}"
+        )
+    for name, ids in expert_ids.items():
+        config = layers[name].config
+        whole = ids.numel() and not ids.is_floating_point() and ids.dtype != torch.bool
+        if ids.numel() and not (whole and int(ids.max()) < config.num_choices):
+            raise ValueError(
+                f"expected integer expert ids below {config.num_choices} for {name!r}, got "
+                f"{ids.dtype} up to {ids.max().item()}"
+            )
+    return dict(expert_ids)
+
+
+class _Forced:
+    """A hook that calls a layer with `routing`, and once closed refuses to recompute that call."""
+
+    def __init__(self, name: str, layer: _MoELayer, ids: Tensor) -> None:
+        self.name = name
+        self.ids: Tensor | None = ids
+        self.some_are_free = bool((ids < 0).all(dim=-1).any())
+        self.handle = layer.register_forward_pre_hook(self, with_kwargs=True)
+
+    def close(self) -> None:
+        self.ids = None
+
+    def __call__(self, layer: _MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.ids is not None:
+            return args, kwargs | {"routing": self._routing(layer, *args, **kwargs)}
+        if _recomputing():
+            raise ValueError(
+                "expected the backward pass inside replay_routing, got a layer recomputed outside, "
+                "which would choose its experts anew; move loss.backward() into the context"
+            )
+        # A new pass: nothing of the old one will be recomputed. The layer may be a copy of ours.
+        layer._forward_pre_hooks.pop(self.handle.id, None)
+        layer._forward_pre_hooks_with_kwargs.pop(self.handle.id, None)
+        return None
+
+    def _routing(self, layer: _MoELayer, x: Tensor, **_: Any) -> Tensor:
+        assert self.ids is not None
+        shape = (*x.shape[:-1], layer.config.top_k)
+        if self.ids.shape not in (shape, (math.prod(shape[:-1]), shape[-1])):
+            raise ValueError(
+                f"expected expert ids of shape {shape} for {self.name!r}, got "
+                f"{tuple(self.ids.shape)}"
+            )
+        routing = self.ids.to(x.device, torch.int32).reshape(shape)
+        if not self.some_are_free:
+            return routing
+        with torch.no_grad():
+            own = layer.router(x.reshape(-1, x.shape[-1])).expert_ids_TK.view(shape)
+        return torch.where((routing < 0).all(dim=-1, keepdim=True), own, routing)
+
+
+def _recomputing() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,167 @@
+"""Routing recorded in one run and replayed in another: same experts, live weights, recompute."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from layers_oracle import assert_close
+from mb_layers import (
+    AsMLP,
+    ExpertChoiceRouter,
+    MoE,
+    MoEConfig,
+    collect,
+    dMoE,
+    record_routing,
+    replay_routing,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+SIZES = {"hidden_size": 16, "ffn_hidden_size": 16, "num_experts": 6, "top_k": 2}
+
+
+class Blocks(nn.Module):
+    def __init__(self, recompute: bool = False, **overrides) -> None:
+        super().__init__()
+        config = MoEConfig(**(SIZES | {"init_method_std": 0.3} | overrides))
+        cls = dMoE if config.capacity_factor is None else MoE
+        layers = [AsMLP(cls(config, dtype=torch.float64), aux_scale=None) for _ in range(2)]
+        self.layers = nn.ModuleList(layers)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
+        return x
+
+
+def experts_of(model: nn.Module, x: Tensor) -> list[list[int]]:
+    with collect(model) as moe:
+        model(x)
+    return moe.metrics()["tokens_per_expert"].tolist()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"score_function": "sigmoid", "renormalize": True}, {"capacity_factor": 0.7}],
+    ids=["softmax", "sigmoid", "capacity"],
+)
+def test_replayed_experts_are_the_recorded_ones_with_live_weights(overrides: dict) -> None:
+    rollout, trained = Blocks(**overrides), Blocks(**overrides)
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    with record_routing(rollout) as routing, collect(rollout) as moe:
+        rollout(x)
+    ids = routing.expert_ids()
+    assert {name: i.shape for name, i in ids.items()} == dict.fromkeys(
+        ("layers.0.layer", "layers.1.layer"), (2, 7, 2)
+    )
+    expected = moe.metrics()["tokens_per_expert"].tolist()
+    assert experts_of(trained, x) != expected
+    with replay_routing(trained, ids), collect(trained) as moe:
+        y = trained(x)
+        y.square().sum().backward()
+    assert moe.metrics()["tokens_per_expert"].tolist() == expected
+    assert all(layer.layer.router.weight.grad.abs().sum() > 0 for layer in trained.layers)
+    by_hand = x
+    for layer, each in zip(trained.layers, ids.values(), strict=True):
+        by_hand = by_hand + layer.layer(by_hand, routing=each).y
+    assert_close("y", y, by_hand)
+    assert experts_of(trained, x) != expected  # nothing stays
+    with replay_routing(trained, torch.stack(tuple(ids.values()), dim=-2).flatten(0, 1).short()):
+        assert_close("y from [T, L, K]", trained(x), y)
+
+
+def test_recomputed_layers_replay_too_or_say_so() -> None:
+    plain = Blocks()
+    recomputed = Blocks(recompute=True)
+    recomputed.load_state_dict(plain.state_dict())
+    x = torch.randn(9, 16, dtype=torch.float64)
+    ids = torch.randint(0, 6, (9, 2, 2))
+    grads = []
+    for model in (plain, recomputed):
+        with replay_routing(model, ids), record_routing(model) as routing:
+            model(x).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+        for name, each in zip(routing.expert_ids().values(), ids.unbind(1), strict=True):
+            assert torch.equal(name, each.int())
+    for got, expected in zip(*reversed(grads), strict=True):
+        assert_close("gradient", got, expected)
+    with replay_routing(recomputed, ids):
+        loss = recomputed(x).sum()
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(recomputed)))
+    with pytest.raises(ValueError, match="expected the backward pass inside replay_routing"):
+        loss.backward()
+    for model in (recomputed, twin):
+        model(x=x).sum().backward()  # the next pass is a plain one
+        assert not any(layer.layer._forward_pre_hooks for layer in model.layers)
+
+
+def test_tokens_without_ids_are_the_routers() -> None:
+    model = Blocks()
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    with record_routing(model) as routing:
+        expected = model(x)
+    ids = torch.stack(tuple(routing.expert_ids().values()), dim=-2)
+    ids[:, 2:] = -1
+    with replay_routing(model, ids):
+        assert_close("y", model(x), expected)
+    with replay_routing(model, torch.full_like(ids, -1)):
+        assert_close("y", model(x), expected)
+    ids = torch.full_like(ids, -1)
+    ids[0, 0, 0] = torch.tensor([3, -1])  # one slot of two: the other stays empty
+    with replay_routing(model, ids):
+        first = model.layers[0].layer(x)
+    whole = model.layers[0].layer(x)
+    assert first.metrics["tokens_per_expert"].sum() == whole.metrics["tokens_per_expert"].sum() - 1
+
+
+def test_generated_passes_join_to_the_routing_of_the_sequence() -> None:
+    pytest.importorskip("transformers")
+    import mb_layers.transformers as mb
+    from tiny_models import build
+
+    model = build("qwen3_moe").eval()
+    mb.swap_blocks(model)
+    prompt = torch.randint(3, 60, (2, 6))
+    with record_routing(model) as routing:
+        tokens = model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    ids = routing.expert_ids()
+    assert all(each.shape == (2, 9, 3) for each in ids.values())
+    with record_routing(model) as at_once:
+        model(tokens[:, :-1], use_cache=False)
+    for name, each in at_once.expert_ids().items():
+        assert torch.equal(each, ids[name])
+    trained = copy.deepcopy(model).train()
+    with torch.no_grad():
+        for layer in trained.model.layers:
+            layer.mlp.moe.router.weight.normal_()
+    with replay_routing(trained, ids), record_routing(trained) as replayed:
+        trained(tokens[:, :-1], labels=tokens[:, :-1]).loss.backward()
+    for name, each in replayed.expert_ids().items():
+        assert torch.equal(each, ids[name])
+
+
+def test_other_ids_are_named() -> None:
+    model, x = Blocks(), torch.randn(3, 16, dtype=torch.float64)
+    for bad, why in (
+        (torch.zeros(3, 3, 2).int(), r"\[\.\.\., 2 MoE layers, K\], got a tensor of shape \(3, 3"),
+        ({"layers.0.layer": torch.zeros(3, 2).int()}, "got those of layers.0.layer"),
+        (torch.full((3, 2, 2), 6), r"below 6 for 'layers.0.layer', got torch.int64 up to 6"),
+        (torch.zeros(3, 2, 2), "integer expert ids below 6 .* got torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=why), replay_routing(model, bad):
+            pass
+    with (
+        replay_routing(model, torch.zeros(4, 2, 2).int()),
+        pytest.raises(ValueError, match=r"of shape \(3, 2\) for 'layers.0.layer', got \(4, 2\)"),
+    ):
+        model(x)
+    layer = dMoE(MoEConfig(**SIZES), router=ExpertChoiceRouter(MoEConfig(**SIZES)))
+    with record_routing(layer), pytest.raises(ValueError, match="chooses tokens for experts"):
+        layer(x.float())
+    with pytest.raises(ValueError, match="found none"), record_routing(nn.Linear(2, 2)):
+        pass

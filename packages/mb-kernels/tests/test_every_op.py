@@ -144,10 +144,16 @@ def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts
         options = {"expert_mlp_recompute": {"recompute": True},
                    "expert_mlp_8bit": {"saved_activation_bits": 8}}.get(name, {})  # fmt: skip
         call, twin = twins(
-            lambda m, bins, x, w1, w2, weights: m.expert_mlp(x, w1, w2, bins, weights, **options)
+            lambda m, bins, x, w1, w2, weights, **biases: m.expert_mlp(
+                *(x, w1, w2, bins, weights), **options, **biases
+            )
         )
         tensors = {"x": normal(tokens, hidden), "w1": w1, "w2": w2, "weights": weights, **bins}
-        return Op(call, tensors, ("x", "w1", "w2", "weights"), twin)
+        if name == "expert_mlp_recompute":
+            tensors["b1_EF"] = normal(experts, 2 * F)
+        if name == "expert_mlp_8bit":
+            tensors["b2_ED"] = normal(experts, hidden)
+        return Op(call, tensors, tuple(n for n in tensors if n not in bins), twin)
     if name == "quantize":
         call, twin = (
             lambda x: mb_kernels.dequantize(*mb_kernels.quantize(x, 4), bits=4, dtype=x.dtype),
@@ -365,11 +371,12 @@ def test_transforms_and_forward_mode_are_errors(name):
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
-def test_routing_weights_of_another_dtype_cost_no_precision(weights):
-    op = make_op("expert_mlp")
+def test_routing_weights_and_biases_of_another_dtype_cost_no_precision(weights):
+    op = make_op("expert_mlp_bias")
     x = torch.float32 if interpret else torch.float64
     tensors = {n: t.to(x) if t.is_floating_point() else t for n, t in op.tensors.items()}
-    tensors["weights"] = tensors["weights"].to(weights)
+    for name in ("weights", "b1", "b2"):
+        tensors[name] = tensors[name].to(weights)
     got, want = results(op, tensors), results(op, tensors, call=op.twin, double=True)
     for what in ("output 0", "gradient of x", "gradient of w1", "gradient of w2"):
         assert_close(what, got[what], want[what].to(x))
@@ -406,6 +413,13 @@ def test_nothing_inside(experts):
         y = mb_kernels.expert_mlp(*leaves[:3], bins, leaves[3])
         for t in (y, *torch.autograd.grad(y.sum(), leaves)):
             assert not t.any()
+        b2 = torch.ones(experts, 16, requires_grad=True)
+        y = mb_kernels.expert_mlp(*leaves[:3], bins, leaves[3], b2_ED=b2)
+        assert torch.equal(y, torch.ones(4, 16))
+        *grads, d_b2 = torch.autograd.grad(y.sum(), [*leaves, b2])
+        assert d_b2.sum() == 4 * 16
+        assert grads[3].sum() == 4 * 16
+        assert not any(g.any() for g in grads[:3])
 
 
 @pytest.mark.skipif(interpret, reason="the kernels look at offsets under MB_DEBUG=1 alone")

@@ -5,7 +5,15 @@ import torch
 from mb_kernels import bin_tokens, expert_mlp, is_glu, reference
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, activate, activate_backward
 from mb_kernels.runtime import registration
-from mb_kernels.testing import TOLERANCES, assert_close, make_expert_ids, relative_error
+from mb_kernels.testing import (
+    TOLERANCES,
+    Case,
+    assert_close,
+    make_expert_ids,
+    make_inputs,
+    relative_error,
+    run_expert_mlp,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 CASES = [
@@ -36,15 +44,15 @@ def make_case(case, activation="swiglu", dtype=torch.float64):
     return x, w1, leaf(experts, hidden, ffn), bins, leaf(tokens, top_k)
 
 
-def loop_over_slots(x, w1, w2, bins, weights, activation):
+def loop_over_slots(x, w1, w2, bins, weights, activation, b1=(0.0,) * 8, b2=(0.0,) * 8):
     """The definition, one slot at a time."""
     top_k = weights.shape[1]
     y = 0 * x
     for e in range(w1.shape[0]):
         for r in range(bins.offsets_E1[e], bins.offsets_E1[e + 1]):
             t, k = divmod(bins.order_N[r].item(), top_k)
-            a = activate(w1[e] @ x[t], activation)
-            y[t] = y[t] + weights[t, k] * (w2[e] @ a)
+            a = activate(w1[e] @ x[t] + b1[e], activation)
+            y[t] = y[t] + weights[t, k] * (w2[e] @ a + b2[e])
     return y
 
 
@@ -72,12 +80,13 @@ def test_matches_loop_over_slots(case, recompute, op):
 
 @pytest.mark.parametrize("activation", [*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS])
 def test_every_activation(activation):
-    inputs = make_case(CASES[0], activation)
-    want_y, want = gradients(reference.expert_mlp, inputs, activation=activation)
-    got_y, got = gradients(expert_mlp, inputs, activation=activation)
-    assert_close("y", got_y, want_y)
-    for name, g, w in zip(("dx", "dw1", "dw2", "dweights"), got, want, strict=True):
-        assert_close(name, g, w)
+    for bias in (None, torch.float64):
+        case = Case(*CASES[3], activation, bias)
+        inputs = make_inputs(case, dtype=torch.float64)
+        want = run_expert_mlp(reference.expert_mlp, inputs, activation=activation)
+        got = run_expert_mlp(expert_mlp, inputs, activation=activation)
+        for name, w in want.items():
+            assert_close(name, got[name], w)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -96,6 +105,19 @@ def test_low_precision_follows_float64(dtype):
     for name, g, w in zip(("dx", "dw1", "dw2", "dweights"), got, want, strict=True):
         assert g.dtype is dtype
         assert_close(name, g, w)
+
+
+@pytest.mark.parametrize("op", [expert_mlp, reference.expert_mlp], ids=["op", "reference"])
+def test_biases_match_loop_over_slots(op):
+    inputs = make_inputs(Case(*CASES[3], "swigluoai", torch.float64), dtype=torch.float64)
+
+    def loop(x, w1, w2, bins, weights, *, b1_EF, b2_ED):
+        return loop_over_slots(x, w1, w2, bins, weights, "swigluoai", b1_EF, b2_ED)
+
+    want = run_expert_mlp(loop, inputs)
+    got = run_expert_mlp(op, inputs, activation="swigluoai")
+    for name, w in want.items():
+        assert_close(name, got[name], w)
 
 
 def test_frozen_weights_get_no_gradient():
@@ -121,7 +143,11 @@ def test_opcheck(top_k):
     case = (17, 4, 4, 4, top_k, "skewed", 3)
     x, w1, w2, bins, weights = make_case(case, dtype=torch.float32)
     inputs = (x, w1, w2, bins.order_N, bins.inverse_N, bins.offsets_E1, weights)
-    torch.library.opcheck(torch.ops.mb.expert_mlp.default, (*inputs, "swiglu", 16, top_k == 1))
+    b1, b2 = (torch.randn(4, size).requires_grad_() for size in (8, 4))
+    for biases in ((None, None), (b1, b2)):
+        torch.library.opcheck(
+            torch.ops.mb.expert_mlp.default, (*inputs, *biases, "swiglu", 16, top_k == 1)
+        )
 
 
 def test_tokens_kept_as_rows_give_the_same_gradients():
@@ -129,7 +155,7 @@ def test_tokens_kept_as_rows_give_the_same_gradients():
 
     def op(keep_rows):
         indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
-        inputs = (x, w1, w2, *indices, weights, "swiglu", 16, keep_rows)
+        inputs = (x, w1, w2, *indices, weights, None, None, "swiglu", 16, keep_rows)
         return torch.ops.mb.expert_mlp(*inputs)[0]
 
     want_y, want = gradients(lambda *_: op(False), (x, w1, w2, bins, weights))

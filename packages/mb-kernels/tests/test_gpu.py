@@ -52,6 +52,10 @@ CASES = [
     Case(300, 128, 4096, 3, 1, "uniform", None, "gelu"),
     Case(0, 128, 128, 4, 2),
     Case(1, 16, 16, 2, 1),
+    Case(517, 320, 176, 7, 2, activation="swigluoai", bias=torch.bfloat16),
+    Case(1000, 256, 512, 16, 8, "skewed", None, "reglu", torch.float32),
+    Case(700, 192, 272, 9, 1, "skewed", 50, "gelu", torch.float32),
+    Case(40, 128, 144, 16, 2, "empty_experts", None, "geglu", torch.float16),
 ]
 
 
@@ -304,7 +308,7 @@ def test_opcheck(top_k):
         (
             *(inputs[n] for n in ("x", "w1", "w2")),
             *(bins.order_N, bins.inverse_N, bins.offsets_E1, inputs["weights"]),
-            *("swiglu", 16, top_k == 1),
+            *(None, None, "swiglu", 16, top_k == 1),
         ),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )

@@ -338,10 +338,13 @@ def test_up(simulated, activation, ffn, offsets, save_h):
     a = torch.full((rows + dropped, ffn), float("nan")).bfloat16()
     tile = TILES["up_hopper"]["sm90"]
     tiles = tile_list(offsets, tile.block_m)
-    hopper_up.up(x, w1, tiles, h, a, activation, save_h=save_h, tile=tile)
+    bias = activation in ("geglu", "gelu")
+    b1 = 16 * torch.randn(experts, columns, generator=generator) if bias else None
+    hopper_up.up(x, w1, b1, tiles, h, a, activation, save_h=save_h, tile=tile)
 
     expert = torch.repeat_interleave(torch.tensor(offsets).diff())
     z = torch.einsum("nd,nfd->nf", x[:rows].float(), w1.float()[expert])
+    z = z + b1[expert] if bias else z
     assert_close("a", a[:rows], activate(z, activation), dtype=torch.bfloat16)
     assert a[rows:].isnan().all()
     if save_h:

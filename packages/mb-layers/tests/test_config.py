@@ -47,7 +47,6 @@ BAD = {
         {"saved_activation_bits": 8, "recompute": True},
         "with recompute=True, got 8; recompute saves no activations",
     ),
-    "bits and bias": ({"saved_activation_bits": 4, "mlp_bias": True}, "with mlp_bias=True, got 4"),
     "bits and relu": (
         {"saved_activation_bits": 8, "activation": "reglu"},
         "with activation='reglu', got 8; values that round to 0 would lose their gradient",

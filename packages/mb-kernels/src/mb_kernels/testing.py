@@ -101,9 +101,11 @@ class Case(NamedTuple):
     routing: str = "uniform"
     capacity: int | None = None
     activation: str = "swiglu"
+    bias: torch.dtype | None = None  # of the biases, if the experts have some
 
     def __str__(self) -> str:
         tail = "" if self.capacity is None else f"-C{self.capacity}"
+        tail += "" if self.bias is None else f"-bias {self.bias}"
         return (
             f"T{self.tokens}-D{self.hidden}-F{self.ffn}-E{self.experts}-K{self.top_k}-"
             f"{self.activation}-{self.routing}{tail}"
@@ -128,7 +130,7 @@ def make_inputs(
 
     columns = case.ffn * (2 if is_glu(case.activation) else 1)
     weights_dtype = torch.promote_types(dtype, torch.float32)
-    return {
+    inputs = {
         "x": normal(case.tokens, case.hidden).requires_grad_(),
         "w1": normal(case.experts, columns, case.hidden, scale=case.hidden**-0.5).requires_grad_(),
         "w2": normal(case.experts, case.hidden, case.ffn, scale=case.ffn**-0.5).requires_grad_(),
@@ -136,14 +138,21 @@ def make_inputs(
         "weights": normal(case.tokens, case.top_k).abs().to(weights_dtype).requires_grad_(),
         "d_y": normal(case.tokens, case.hidden),
     }
+    if case.bias is not None:
+        bias = torch.promote_types(dtype, case.bias) if dtype is torch.float64 else case.bias
+        inputs["b1"] = normal(case.experts, columns).to(bias).requires_grad_()
+        inputs["b2"] = normal(case.experts, case.hidden).to(bias).requires_grad_()
+    return inputs
 
 
 def run_expert_mlp(
     op: Callable[..., Tensor], inputs: Mapping[str, Any], **options: Any
 ) -> dict[str, Tensor]:
-    """Output of ``op`` on ``inputs`` and the gradients of its four differentiable arguments."""
-    leaves = {name: inputs[name] for name in ("x", "w1", "w2", "weights")}
-    y = op(inputs["x"], inputs["w1"], inputs["w2"], inputs["bins"], inputs["weights"], **options)
+    """Output of ``op`` on ``inputs`` and the gradients of its differentiable arguments."""
+    leaves = {n: inputs[n] for n in ("x", "w1", "w2", "weights", "b1", "b2") if n in inputs}
+    biases = {n: inputs[key] for n, key in (("b1_EF", "b1"), ("b2_ED", "b2")) if key in inputs}
+    arguments = (inputs[n] for n in ("x", "w1", "w2", "bins", "weights"))
+    y = op(*arguments, **biases, **options)
     grads = torch.autograd.grad(y, list(leaves.values()), inputs["d_y"])
     return {"y": y.detach(), **{f"d_{n}": g for n, g in zip(leaves, grads, strict=True)}}
 
@@ -151,9 +160,15 @@ def run_expert_mlp(
 def expert_mlp_errors(
     case: Case, *, dtype: torch.dtype, device: torch.device | str, **options: Any
 ) -> dict[str, float]:
-    """Relative error of ``expert_mlp`` and its gradients against the float64 reference."""
+    """Relative error of ``expert_mlp`` and its gradients against the float64 reference.
+
+    Those of biases in a dtype with another tolerance are scaled to that of ``dtype``.
+    """
     inputs = make_inputs(case, dtype=dtype, device=device)
     got = run_expert_mlp(expert_mlp, inputs, activation=case.activation, **options)
     exact = make_inputs(case, dtype=torch.float64, device=device)
     want = run_expert_mlp(reference.expert_mlp, exact, activation=case.activation)
-    return {name: error(got[name], want[name], dtype) for name in want}
+    errors = {name: error(got[name], want[name], dtype) for name in want}
+    for name in errors.keys() & {"d_b1", "d_b2"}:
+        errors[name] *= min(TOLERANCES[dtype] / TOLERANCES[got[name].dtype], 1.0)
+    return errors

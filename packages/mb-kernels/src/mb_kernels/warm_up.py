@@ -29,6 +29,7 @@ def warm_up(
     activation: str = "swiglu",
     dtype: torch.dtype = torch.bfloat16,
     logits_dtype: torch.dtype = torch.float32,
+    bias_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     training: bool = True,
     threads: int | None = None,
@@ -43,6 +44,7 @@ def warm_up(
             the router's losses are compiled at their first use: the count they read lies unaligned.
         activation: a name from ``mb_kernels.activation``.
         dtype, logits_dtype: of x and weights, and of the router's logits.
+        bias_dtype: of the experts' biases, if they have some.
         device: of the layer; None is the current GPU.
         training: with the backward, else the forward alone, which saves nothing.
         threads: None is one for each core.
@@ -71,6 +73,7 @@ def warm_up(
             rehearse_routing(tokens, num_experts, top_k, logits_dtype, renormalize)
         rehearse_experts(
             *(tokens, hidden_size, ffn_hidden_size, num_experts, top_k, activation, dtype),
+            bias_dtype=bias_dtype,
             keep_rows=training and top_k == 1,
             training=training,
         )
@@ -129,6 +132,7 @@ def rehearse_experts(
     dtype: torch.dtype,
     *,
     keep_rows: bool,
+    bias_dtype: torch.dtype | None = None,
     training: bool = True,
 ) -> None:
     """``expert_mlp``, forward and backward, on tensors without memory."""
@@ -138,14 +142,18 @@ def rehearse_experts(
     empty = partial(_empty, dtype=dtype)
     x, w1, w2 = empty(tokens, hidden), empty(experts, columns, hidden), empty(experts, hidden, ffn)
     indices = (_int32(rows), _int32(rows), _int32(experts + 1))
-    inputs = (w1, w2, *indices, _empty(tokens, top_k, dtype=torch.float32))
+    b1 = b2 = None
+    if bias_dtype is not None:
+        b1, b2 = (_empty(experts, size, dtype=bias_dtype) for size in (columns, hidden))
+    inputs = (w1, w2, *indices, _empty(tokens, top_k, dtype=torch.float32), b1, b2)
     saved_bits = 16 if training else 0
     *_, h, tiles, kept = steps.expert_mlp(x, *inputs, activation, saved_bits, keep_rows)
     if training:
         steps.expert_mlp_backward(
             empty(tokens, hidden),
             kept if keep_rows else x,
-            *(*inputs, h, tiles, activation, keep_rows, [True] * 4),
+            *(*inputs, h, tiles, activation, keep_rows),
+            [True] * 4 + [bias_dtype is not None] * 2,
         )
 
 

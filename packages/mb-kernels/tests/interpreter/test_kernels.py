@@ -37,12 +37,14 @@ CASES = [
     Case(40, 16, 16, 4, 2, "one_expert", None, "geglu"),
     Case(0, 16, 16, 4, 2),
     Case(40, 32, 16, 3, 2, activation="swigluoai"),
+    Case(25, 32, 48, 4, 3, "empty_experts", 9, "swigluoai", torch.float32),
+    Case(40, 16, 48, 3, 1, "skewed", 20, "gelu", torch.float32),
 ]
 
 # 16-bit and up to 8 rows per expert: the tiles of a decoder, here with more rows than fit one.
 FEW_ROWS = [
     Case(12, 48, 32, 5, 3, "skewed"),
-    Case(20, 32, 48, 4, 1, "one_expert", None, "gelu"),
+    Case(20, 32, 48, 4, 1, "one_expert", None, "gelu", torch.float32),
 ]
 
 
@@ -68,7 +70,7 @@ def operands(request):
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, torch.float32) for case in CASES]
-    + [(case, torch.float16) for case in (CASES[0], *FEW_ROWS)],
+    + [(case, torch.float16) for case in (CASES[0], CASES[-1], *FEW_ROWS)],
     ids=str,
 )
 def test_expert_mlp(case, dtype):

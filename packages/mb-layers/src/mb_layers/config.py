@@ -264,8 +264,6 @@ class MoEConfig:
             ),
             ("recompute", self.recompute, "recompute saves no activations at all"),
             ("mlp_impl", self.mlp_impl == "sparse", "use mlp_impl='grouped'"),
-            ("mlp_bias", self.mlp_bias, "use mlp_bias=False, or recompute=True"),
-            ("shared_expert_bias", self.shared_expert_bias, "use recompute=True"),
         ):
             if value:
                 raise ValueError(

@@ -91,7 +91,7 @@ class _StackedMLP(nn.Module):
         hidden = x_RD.shape[1]
         in_parts = "parametrizations" in self._modules or isinstance(self.w1, FrozenWeight)
         parts = self._parts(num_experts) if in_parts else None
-        if not x_stays and (parts is not None or config.mlp_bias or config.mlp_impl == "sparse"):
+        if not x_stays and (parts is not None or config.mlp_impl == "sparse"):
             x_RD = x_RD.clone()  # the fused op keeps less, and by itself
         if parts is not None:
             return self._run_in_steps(x_RD, parts, bins, weights_RK)
@@ -99,9 +99,7 @@ class _StackedMLP(nn.Module):
         x_RD, (w1, w2, b1, b2) = pad_widths(x_RD, weights, gated=config.is_glu)
         x_RD, w1, w2 = cast_alike(x_RD, w1, w2)
         arguments = (x_RD, w1, w2, bins, weights_RK)
-        if b1 is not None and b2 is not None:
-            y_RD = self._run_in_steps(x_RD, (w1, w2, b1, b2), bins, weights_RK)
-        elif config.mlp_impl == "sparse":
+        if config.mlp_impl == "sparse":
             y_RD = mb_kernels.sparse_expert_mlp(
                 *arguments, activation=config.activation, recompute=config.recompute
             )
@@ -109,6 +107,8 @@ class _StackedMLP(nn.Module):
             y_RD = mb_kernels.expert_mlp(
                 *arguments,
                 activation=config.activation,
+                b1_EF=b1,
+                b2_ED=b2,
                 max_rows=max_rows,
                 recompute=config.recompute,
                 saved_activation_bits=config.saved_activation_bits,

@@ -1,6 +1,6 @@
 """The expert computation put together from products, for experts that the fused op does not know.
 
-Biases, gates of another form, transposed weights, weights in parts (`mb_layers.factored`). Put
+Gates of another form, transposed weights, weights in parts (`mb_layers.factored`). Put
 together by plain autograd it would keep four tensors of rows, of T K D and T K F elements. Kept are
 x and the pre-activations, as by the fused op: in the backward pass rows are gathered again and
 activated again, and the gradient of a routing weight needs no output of the experts, for

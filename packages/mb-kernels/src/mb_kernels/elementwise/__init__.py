@@ -1,1 +1,1 @@
-"""Bias and activation of rows between two products, where no product's epilogue does them."""
+"""Activations of rows between two products, where no product's epilogue does them."""

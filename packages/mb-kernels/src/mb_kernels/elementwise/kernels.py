@@ -1,6 +1,6 @@
 """Kernels of ``mb_kernels.elementwise``: a program takes a stretch of one row.
 
-Letters: R rows, L columns, E experts.
+Letters: R rows, L columns.
 """
 
 import triton
@@ -54,29 +54,6 @@ def activation_kernel(
         tl.store(out_ptr + at, (d_a * slope).to(kind), mask=inside)
 
 
-@triton.jit
-def add_bias_kernel(
-    rows_ptr,  # [R, L]
-    bias_ptr,  # [E, L]
-    offsets_ptr,  # [E + 1]
-    out_ptr,  # [R, L]
-    L,
-    E: tl.constexpr,
-    EXPERTS: tl.constexpr,  # a power of two from E on
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    e = tl.arange(0, EXPERTS)
-    ends = tl.load(offsets_ptr + 1 + e, mask=e < E, other=2147483647)
-    expert = tl.sum((ends <= row).to(tl.int32))
-    at = row.to(tl.int64) * L + i
-    x = tl.load(rows_ptr + at, mask=i < L, other=0.0).to(tl.float32)
-    bias_at = bias_ptr + expert.to(tl.int64) * L + i
-    x += tl.load(bias_at, mask=(i < L) & (expert < E), other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=i < L)
-
-
 def activation(h: Tensor, activation: str) -> Tensor:
     columns = _columns(h, activation)
     out = h.new_empty((h.shape[0], columns))
@@ -103,26 +80,6 @@ def gated_activation_backward(
     d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     _launch(gate, up, d_a, d_gate, d_up, activation)
     return d_gate, d_up
-
-
-def add_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    out = rows.new_empty(rows.shape)
-    if out.numel():
-        experts, columns = bias.shape
-        block = min(power_of_two(columns), _ELEMENTS)
-        launch(
-            add_bias_kernel,
-            (rows.shape[0], cdiv(columns, block)),
-            rows,
-            bias,
-            offsets,
-            out,
-            columns,
-            E=experts,
-            EXPERTS=power_of_two(experts),
-            BLOCK=block,
-        )
-    return out
 
 
 def _columns(h: Tensor, activation: str) -> int:

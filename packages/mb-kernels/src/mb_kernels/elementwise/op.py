@@ -1,9 +1,8 @@
-"""Activation and bias as ops of their own, for computations that are put together from products.
+"""Activations as ops of their own, for computations that are put together from products.
 
-``expert_mlp`` has them inside its products; ``grouped_experts``, experts with biases and the
-block-sparse MLP call these.
+``expert_mlp`` has them inside its products; ``grouped_experts`` and the block-sparse MLP call them.
 
-Letters: R rows, L columns, E experts.
+Letters: R rows, L columns.
 """
 
 from typing import Any
@@ -31,22 +30,6 @@ def _activation_backward(ctx: Any, d_a: Tensor) -> tuple[Tensor, None]:
 def _gated_backward(ctx: Any, d_a: Tensor) -> tuple[Tensor, Tensor, None]:
     gate, up = ctx.saved_tensors
     return *torch.ops.mb.gated_activation_backward(d_a, gate, up, ctx.activation), None
-
-
-def _bias_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, bias, offsets = inputs
-    ctx.save_for_backward(offsets)
-    ctx.bias_dtype = bias.dtype
-
-
-def _bias_backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, Tensor | None, None]:
-    (offsets,) = ctx.saved_tensors
-    d_bias = None
-    if ctx.needs_input_grad[1]:
-        # Sums over runs of rows are a weight gradient of ones, of which 16 are the least it takes.
-        ones = d_rows.new_ones((d_rows.shape[0], 16))
-        d_bias = torch.ops.mb.grouped_outer(ones, d_rows, offsets)[:, 0].to(ctx.bias_dtype)
-    return d_rows, d_bias, None
 
 
 registration.register(
@@ -79,13 +62,4 @@ registration.register(
     reference=reference.gated_activation_backward,
     kernels=_KERNELS,
     fake=lambda d_a, gate, up, activation: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
-)
-registration.register(
-    "add_bias(Tensor rows, Tensor bias, Tensor offsets) -> Tensor",
-    reference=reference.add_bias,
-    kernels=_KERNELS,
-    fake=lambda rows, bias, offsets: rows.new_empty(rows.shape),
-    setup_context=_bias_setup,
-    backward=_bias_backward,
-    differentiable_twice=True,
 )

@@ -1,6 +1,6 @@
 """Reference of ``mb_kernels.elementwise``: in fp32 (fp64 for fp64), rounded once.
 
-Letters: R rows, L columns, E experts.
+Letters: R rows, L columns.
 """
 
 import torch
@@ -29,15 +29,6 @@ def gated_activation_backward(
     d_h = activation_backward(d_a, torch.cat([gate, up], dim=1), name)
     d_gate, d_up = d_h.chunk(2, dim=1)
     return d_gate, d_up
-
-
-def add_bias(rows_RL: Tensor, bias_EL: Tensor, offsets_E1: Tensor) -> Tensor:
-    """Each row plus its expert's bias; rows of no expert stay."""
-    row = torch.arange(rows_RL.shape[0], device=rows_RL.device)
-    expert = torch.searchsorted(offsets_E1[1:].contiguous(), row.to(offsets_E1.dtype), right=True)
-    taken = (expert < bias_EL.shape[0])[:, None]
-    bias_RL = _wide(bias_EL)[expert.clamp(max=bias_EL.shape[0] - 1)]
-    return (_wide(rows_RL) + torch.where(taken, bias_RL, 0)).to(rows_RL.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -115,17 +115,18 @@ def dact(
     activation: str,
     *,
     tile: Tile,
+    more_partials: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh like h; a' = s·act(h) [N, F]; partials [column tiles, N] fp32 of the weights' gradient.
 
-    do is [N, D] in the order of rows.
+    do is [N, D] in the order of rows. The last ``more_partials`` partials are left to the caller.
     """
     _, hidden, ffn = w2.shape
     rows = order.shape[0]
     dh = torch.empty_like(h)
     a = h.new_empty((rows, ffn))
     columns = cdiv(ffn, tile.block_n)
-    partials = h.new_empty((columns, rows), dtype=torch.float32)
+    partials = h.new_empty((columns + more_partials, rows), dtype=torch.float32)
     plan = plan_of(do)
     if plan.specialized:
         from mb_kernels.expert_mlp.hopper import dact as hopper

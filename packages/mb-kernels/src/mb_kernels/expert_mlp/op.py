@@ -13,12 +13,11 @@ Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k,
 from typing import Any
 
 import torch
+import torch.nn.functional as functions
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from mb_kernels.activation import is_glu
 from mb_kernels.bins import Bins, row_tiles
-from mb_kernels.elementwise import op as elementwise  # noqa: F401  (registers its ops)
 from mb_kernels.expert_mlp.reference import expert_mlp_backward, expert_mlp_forward
 from mb_kernels.permute.op import bins_of
 from mb_kernels.permute.reference import combine, gather
@@ -53,8 +52,7 @@ def expert_mlp(
         bins: from ``bin_tokens`` on expert ids [T, K] with E experts.
         weights_TK: [T, K] routing weights, normally fp32.
         activation: a name from ``mb_kernels.activation``.
-        b1_EF: [E, F], or [E, 2F] as w1: added to the pre-activations. With a bias the computation
-            is put together from its parts, and keeps rows and activations too.
+        b1_EF: [E, F], or [E, 2F] as w1: added to the pre-activations. Any dtype, as b2_ED.
         b2_ED: [E, D], added to each expert's output before it is weighted.
         max_rows: the most rows that all experts together compute, at least ``bins.offsets_E1[-1]``;
             tensors of rows get this size instead of T·K, and so does what is kept. The caller knows
@@ -77,6 +75,7 @@ def expert_mlp(
             kernels cannot take.
     """
     _check(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
+    _check_biases(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED)
     if saved_activation_bits not in (None, 4, 8) or (recompute and saved_activation_bits):
         raise ValueError(
             "saved_activation_bits: expected 4, 8 or None, and None with recompute=True, which "
@@ -86,16 +85,10 @@ def expert_mlp(
         raise ValueError(f"max_rows: expected None or at least 1; got {max_rows}.")
     if max_rows is not None and max_rows < bins.order_N.shape[0]:
         bins, weights_TK = _bounded(bins, weights_TK, max_rows)
-    if b1_EF is not None or b2_ED is not None:
-        _check_biases(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED, saved_activation_bits)
-        if recompute and not x_stays:
-            x_TD = x_TD.clone()  # without recompute they keep rows of their own
-        arguments = (x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation, b1_EF, b2_ED)
-        if recompute:
-            return checkpoint(_from_parts, *arguments, use_reentrant=False)
-        return _from_parts(*arguments)
+    if b2_ED is not None and w2_EDF.shape[2] == 0:  # the output is the bias: F of zeros, not none
+        w1_EFD, w2_EDF, b1_EF = _widened(w1_EFD, w2_EDF, is_glu(activation))
     differentiable = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (x_TD, w1_EFD, w2_EDF, weights_TK)
+        t is not None and t.requires_grad for t in (x_TD, w1_EFD, w2_EDF, weights_TK, b1_EF, b2_ED)
     )
     indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
     saved_bits = (saved_activation_bits or _WHOLE) if differentiable and not recompute else 0
@@ -103,7 +96,8 @@ def expert_mlp(
     if differentiable and not (x_stays or keep_rows):
         x_TD = x_TD.clone()
     return torch.ops.mb.expert_mlp(
-        x_TD, w1_EFD, w2_EDF, *indices, weights_TK, activation, saved_bits, keep_rows
+        *(x_TD, w1_EFD, w2_EDF, *indices, weights_TK, b1_EF, b2_ED),
+        *(activation, saved_bits, keep_rows),
     )[0]
 
 
@@ -121,29 +115,10 @@ def _bounded(bins: Bins, weights_TK: Tensor, max_rows: int) -> tuple[Bins, Tenso
     return bounded, weights_TK
 
 
-def _from_parts(
-    x_TD: Tensor,
-    w1_EFD: Tensor,
-    w2_EDF: Tensor,
-    bins: Bins,
-    weights_TK: Tensor,
-    activation: str,
-    b1_EF: Tensor | None,
-    b2_ED: Tensor | None,
-) -> Tensor:
-    """The computation of experts with biases, which the fused products do not add."""
-    rows_ND = torch.ops.mb.gather(
-        x_TD, bins.order_N, bins.inverse_N, bins.offsets_E1, weights_TK.shape[1]
-    )
-    h_NF = torch.ops.mb.grouped_gemm(rows_ND, w1_EFD, bins.offsets_E1, True)
-    if b1_EF is not None:
-        h_NF = torch.ops.mb.add_bias(h_NF, b1_EF, bins.offsets_E1)
-    a_NF = torch.ops.mb.activation(h_NF, activation)
-    y_ND = torch.ops.mb.grouped_gemm(a_NF, w2_EDF, bins.offsets_E1, True)
-    if b2_ED is not None:
-        y_ND = torch.ops.mb.add_bias(y_ND, b2_ED, bins.offsets_E1)
-    indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
-    return torch.ops.mb.combine(y_ND, *indices, weights_TK, weights_TK.shape[1])
+def _widened(w1_EFD: Tensor, w2_EDF: Tensor, glu: bool) -> tuple[Tensor, Tensor, None]:
+    """Weights of the least width, all zeros, in place of weights of none."""
+    rows = 32 if glu else 16
+    return functions.pad(w1_EFD, (0, 0, 0, rows)), functions.pad(w2_EDF, (0, 16)), None
 
 
 def _check_biases(
@@ -152,13 +127,7 @@ def _check_biases(
     w2_EDF: Tensor,
     b1_EF: Tensor | None,
     b2_ED: Tensor | None,
-    saved_activation_bits: int | None,
 ) -> None:
-    if saved_activation_bits is not None:
-        raise ValueError(
-            "saved_activation_bits: expected None for experts with biases; got "
-            f"{saved_activation_bits}. Use recompute=True, which keeps less."
-        )
     for name, bias, shape in (
         ("b1_EF", b1_EF, tuple(w1_EFD.shape[:2])),
         ("b2_ED", b2_ED, tuple(w2_EDF.shape[:2])),
@@ -223,12 +192,14 @@ def _forward_reference(
     inverse: Tensor,
     offsets: Tensor,
     weights: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
     activation: str,
     saved_bits: int,
     keep_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     bins = bins_of(order, inverse, offsets)
-    y, h = expert_mlp_forward(x, w1, w2, bins, weights, activation)
+    y, h = expert_mlp_forward(x, w1, w2, bins, weights, activation, b1, b2)
     rows = gather(x, bins, 1) if keep_rows else x.new_empty(0)
     return y, h if saved_bits else x.new_empty(0), order.new_empty((0, 4)), rows
 
@@ -242,6 +213,8 @@ def _backward_reference(
     inverse: Tensor,
     offsets: Tensor,
     weights: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
     h: Tensor,
     tiles: Tensor,
     activation: str,
@@ -252,9 +225,12 @@ def _backward_reference(
     if in_rows:
         x = combine(x, bins, None, 1)
     if h.numel() == 0:
-        h = expert_mlp_forward(x, w1, w2, bins, weights, activation)[1]
-    grads = expert_mlp_backward(do, x, w1, w2, bins, weights, h, activation)
-    return tuple(g if need else x.new_empty(0) for g, need in zip(grads, needs, strict=True))
+        h = expert_mlp_forward(x, w1, w2, bins, weights, activation, b1, b2)[1]
+    grads = expert_mlp_backward(do, x, w1, w2, bins, weights, h, activation, b1, b2)
+    return tuple(
+        g if need and g is not None else x.new_empty(0)
+        for g, need in zip(grads, needs, strict=True)
+    )
 
 
 def _forward_fake(
@@ -265,6 +241,8 @@ def _forward_fake(
     inverse: Tensor,
     offsets: Tensor,
     weights: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
     activation: str,
     saved_bits: int,
     keep_rows: bool,
@@ -284,15 +262,17 @@ def _backward_fake(
     inverse: Tensor,
     offsets: Tensor,
     weights: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
     h: Tensor,
     tiles: Tensor,
     activation: str,
     in_rows: bool,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    like = (x, w1, w2, weights)
+    like = (x, w1, w2, weights, b1, b2)
     return tuple(
-        t.new_empty(t.shape) if need else x.new_empty(0)
+        t.new_empty(t.shape) if need and t is not None else x.new_empty(0)
         for t, need in zip(like, needs, strict=True)
     )
 
@@ -306,21 +286,21 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if do is None:
-        return (None,) * 10
+        return (None,) * 12
     needed = ctx.needs_input_grad
-    needs = [needed[0], needed[1], needed[2], needed[6]]
+    needs = [needed[i] for i in (0, 1, 2, 6, 7, 8)]
     saved = ctx.saved_tensors  # read once: under checkpoint a second reading fails
-    tensors, tiles, kept = saved[:7], saved[7], saved[8:]
+    tensors, tiles, kept = saved[:9], saved[9], saved[10:]
     h = kept[0]
     if ctx.saved_bits in (4, 8):
         h = dequantize(*kept, bits=ctx.saved_bits, dtype=do.dtype)
     grads = torch.ops.mb.expert_mlp_backward(
         do, *tensors, h, tiles, ctx.activation, ctx.in_rows, needs
     )
-    dx, dw1, dw2, dweights = (g if n else None for g, n in zip(grads, needs, strict=True))
-    return dx, dw1, dw2, None, None, None, dweights, None, None, None
+    dx, dw1, dw2, *others = (g if n else None for g, n in zip(grads, needs, strict=True))
+    return dx, dw1, dw2, None, None, None, *others, None, None, None
 
 
 def _forward_flops(
@@ -338,6 +318,8 @@ def _backward_flops(
     inverse_shape: Any,
     offsets_shape: Any,
     weights_shape: Any,
+    b1_shape: Any,
+    b2_shape: Any,
     h_shape: Any,
     tiles_shape: Any,
     activation: str,
@@ -348,13 +330,16 @@ def _backward_flops(
     up = 2 * order_shape[0] * w1_shape[1] * w1_shape[2]
     down = 2 * order_shape[0] * w2_shape[1] * w2_shape[2]
     recomputed = up if h_shape[0] == 0 and order_shape[0] > 0 else 0
-    dx, dw1, dw2, _ = needs
+    dx, dw1, dw2 = needs[:3]
     return recomputed + down + dx * up + dw1 * up + dw2 * down
 
 
-_INPUTS = "Tensor x, Tensor w1, Tensor w2, Tensor order, Tensor inverse, Tensor offsets"
+_INPUTS = (
+    "Tensor x, Tensor w1, Tensor w2, Tensor order, Tensor inverse, Tensor offsets, "
+    "Tensor weights, Tensor? b1, Tensor? b2"
+)
 registration.register(
-    f"expert_mlp({_INPUTS}, Tensor weights, str activation, int saved_bits, bool keep_rows) "
+    f"expert_mlp({_INPUTS}, str activation, int saved_bits, bool keep_rows) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     reference=_forward_reference,
     kernels="mb_kernels.expert_mlp.steps",
@@ -367,8 +352,8 @@ registration.register(
     ),
 )
 registration.register(
-    f"expert_mlp_backward(Tensor do, {_INPUTS}, Tensor weights, Tensor h, Tensor tiles, "
-    "str activation, bool in_rows, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"expert_mlp_backward(Tensor do, {_INPUTS}, Tensor h, Tensor tiles, str activation, "
+    "bool in_rows, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward_reference,
     kernels="mb_kernels.expert_mlp.steps",
     fake=_backward_fake,

@@ -7,6 +7,8 @@ Row r has token t(r), expert e(r) and weight s_r; ``h_r = W1 x_t``, ``a_r = act(
 - ``q_r = W2^T do_t``, and the weight's gradient is ``<do_t, y_r> = <q_r, a_r>``: y_r is never kept.
 - ``dh_r = act'(h_r) · s_r q_r``; ``dW2 = Σ do_t (s_r a_r)^T``; ``dW1 = Σ dh_r x_t^T``.
 - ``dx_t = Σ W1^T dh_r`` over the rows of the token.
+- With biases ``h_r = W1 x_t + b1`` and ``y_r = W2 a_r + b2``: ``<do_t, b2>`` comes to the weight's
+  gradient; ``db1 = Σ dh_r``, ``db2 = Σ s_r do_t``.
 
 Letters: T tokens, D hidden, F ffn width (F or 2F for GLU in w1), E experts, K top-k, N rows.
 """
@@ -18,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from mb_kernels.activation import activate_backward
 from mb_kernels.bins import Bins
 from mb_kernels.elementwise.reference import activation as _activate
-from mb_kernels.elementwise.reference import add_bias
 from mb_kernels.grouped_gemm.reference import gmm, grouped_gemm, grouped_outer
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.reference import dequantize, quantize
@@ -55,33 +56,60 @@ def expert_mlp(
     if max_rows is not None and bins.offsets_E1[-1] > max_rows:
         weights_TK = weights_TK * torch.nan
     h_NF = grouped_gemm(gather(x_TD, bins, weights_TK.shape[1]), w1_EFD, bins.offsets_E1)
-    if b1_EF is not None:
-        h_NF = add_bias(h_NF, b1_EF, bins.offsets_E1)
-    if b2_ED is not None:
-        y_ND = grouped_gemm(_activate(h_NF, activation), w2_EDF, bins.offsets_E1)
-        return combine(add_bias(y_ND, b2_ED, bins.offsets_E1), bins, weights_TK)
-    y_TD = _down(h_NF, w2_EDF, bins, weights_TK, activation)
+    h_NF = _add_bias(h_NF, b1_EF, bins)
+    y_TD = _down(h_NF, w2_EDF, b2_ED, bins, weights_TK, activation)
     if saved_activation_bits is None:
         return y_TD
     # The value of y, with the gradient that the rounded pre-activations give.
     codes, scales = quantize(h_NF, saved_activation_bits)
     rounded_NF = dequantize(codes, scales, bits=saved_activation_bits, dtype=h_NF.dtype)
-    rounded_TD = _down(h_NF + (rounded_NF - h_NF).detach(), w2_EDF, bins, weights_TK, activation)
+    rounded_NF = h_NF + (rounded_NF - h_NF).detach()
+    rounded_TD = _down(rounded_NF, w2_EDF, b2_ED, bins, weights_TK, activation)
     return rounded_TD + (y_TD - rounded_TD).detach()
 
 
-def _down(h_NF: Tensor, w2_EDF: Tensor, bins: Bins, weights_TK: Tensor, activation: str) -> Tensor:
+def _down(
+    h_NF: Tensor,
+    w2_EDF: Tensor,
+    b2_ED: Tensor | None,
+    bins: Bins,
+    weights_TK: Tensor,
+    activation: str,
+) -> Tensor:
     y_ND = grouped_gemm(_activate(h_NF, activation), w2_EDF, bins.offsets_E1)
-    return combine(y_ND, bins, weights_TK)
+    return combine(_add_bias(y_ND, b2_ED, bins), bins, weights_TK)
+
+
+def _add_bias(rows_NC: Tensor, bias_EC: Tensor | None, bins: Bins) -> Tensor:
+    """Rows plus their experts' biases, in fp32 (fp64 for fp64), rounded once."""
+    if bias_EC is None:
+        return rows_NC
+    wide = torch.float64 if rows_NC.dtype is torch.float64 else torch.float32
+    return (rows_NC.to(wide) + _rows_of(bias_EC.to(wide), bins)).to(rows_NC.dtype)
+
+
+def _rows_of(bias_EC: Tensor, bins: Bins) -> Tensor:
+    """[N, C]: to each row its expert's; zeros to rows of no expert."""
+    counts_E = bins.offsets_E1.diff().long()
+    rows_RC = bias_EC.repeat_interleave(counts_E, dim=0)
+    nobody = bins.order_N.shape[0] - rows_RC.shape[0]
+    return torch.cat([rows_RC, rows_RC.new_zeros(nobody, bias_EC.shape[1])])
 
 
 def expert_mlp_forward(
-    x_TD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, bins: Bins, weights_TK: Tensor, activation: str
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    bins: Bins,
+    weights_TK: Tensor,
+    activation: str,
+    b1_EF: Tensor | None = None,
+    b2_ED: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, D] and the pre-activations h [N, F or 2F] that the backward needs."""
     h_NF = grouped_gemm(gather(x_TD, bins, weights_TK.shape[1]), w1_EFD, bins.offsets_E1)
-    y_ND = grouped_gemm(_activate(h_NF, activation), w2_EDF, bins.offsets_E1)
-    return combine(y_ND, bins, weights_TK), h_NF
+    h_NF = _add_bias(h_NF, b1_EF, bins)
+    return _down(h_NF, w2_EDF, b2_ED, bins, weights_TK, activation), h_NF
 
 
 def expert_mlp_backward(
@@ -93,8 +121,10 @@ def expert_mlp_backward(
     weights_TK: Tensor,
     h_NF: Tensor,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients for x_TD, w1_EFD, w2_EDF and weights_TK by the formulas atop this module."""
+    b1_EF: Tensor | None = None,
+    b2_ED: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients for x, w1, w2, weights, b1 and b2 by the formulas atop this module."""
     top_k = weights_TK.shape[1]
     order_N = bins.order_N.long()
     do_ND = gather(do_TD, bins, top_k)
@@ -103,14 +133,26 @@ def expert_mlp_backward(
     a_NF = _activate(h_NF, activation)
     q_NF = grouped_gemm(do_ND, w2_EDF, bins.offsets_E1, transpose_weight=False).to(wide)
 
+    dots_N = (q_NF * a_NF.to(wide)).sum(dim=1)
+    dh_NF = activate_backward(s_N1 * q_NF, h_NF.to(wide), activation)
+    d_b1_EF = None if b1_EF is None else _sums(dh_NF, bins).to(b1_EF.dtype)
+    d_b2_ED = None
+    if b2_ED is not None:
+        dots_N = dots_N + (do_ND.to(wide) * _rows_of(b2_ED.to(wide), bins)).sum(dim=1)
+        d_b2_ED = _sums(s_N1 * do_ND.to(wide), bins).to(b2_ED.dtype)
     d_weights_N = weights_TK.new_zeros(weights_TK.numel())
-    d_weights_N[order_N] = (q_NF * a_NF.to(wide)).sum(dim=1).to(weights_TK.dtype)
-    dh_NF = activate_backward(s_N1 * q_NF, h_NF.to(wide), activation).to(h_NF.dtype)
+    d_weights_N[order_N] = dots_N.to(weights_TK.dtype)
+    dh_NF = dh_NF.to(h_NF.dtype)
     d_w2_EDF = grouped_outer(do_ND, (s_N1 * a_NF).to(do_ND.dtype), bins.offsets_E1)
     d_w1_EFD = grouped_outer(dh_NF, gather(x_TD, bins, top_k), bins.offsets_E1)
     dx_ND = grouped_gemm(dh_NF, w1_EFD, bins.offsets_E1, transpose_weight=False)
     dx_TD = combine(dx_ND, bins, None, top_k)
-    return dx_TD, d_w1_EFD, d_w2_EDF, d_weights_N.view_as(weights_TK)
+    return dx_TD, d_w1_EFD, d_w2_EDF, d_weights_N.view_as(weights_TK), d_b1_EF, d_b2_ED
+
+
+def _sums(rows_NC: Tensor, bins: Bins) -> Tensor:
+    """[E, C]: the sum of each expert's rows."""
+    return grouped_outer(rows_NC.new_ones(rows_NC.shape[0], 1), rows_NC, bins.offsets_E1)[:, 0]
 
 
 def grouped_experts(

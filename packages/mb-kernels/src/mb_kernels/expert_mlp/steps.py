@@ -3,8 +3,8 @@
 | forward | backward |
 |---|---|
 | tile schedule, kept for the backward | |
-| up: gather (or spread x first), w1, activation | [up again, to recompute h], spread do |
-| down: w2 | dact: dh, s·a, partials of the weights' gradient; their sum |
+| up: gather (or spread x first), w1, [b1], activation | [up again, to recompute h], spread do |
+| down: w2, [b2] | dact: dh, s·a, partials of the weights' gradient; their sum; [of biases' too] |
 | combine (K = 1: inside down) | dw2; dX, combine (K = 1: inside dX); [spread x], dw1 |
 
 The forward gathers tokens inside the up-projection, but on Hopper, or where the backward is to have
@@ -18,6 +18,7 @@ Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k,
 import torch
 from torch import Tensor
 
+from mb_kernels.expert_mlp.bias import dots, expert_sums
 from mb_kernels.expert_mlp.dact import dact
 from mb_kernels.expert_mlp.plan import ExpertPlan, expert_plan
 from mb_kernels.expert_mlp.up import up
@@ -37,11 +38,14 @@ def expert_mlp(
     inverse: Tensor,
     offsets: Tensor,
     weights: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
     activation: str,
     saved_bits: int,
     keep_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, w1, w2, weights = operand(x), operand(w1), operand(w2), operand(weights)
+    b1, b2 = (b if b is None else operand(b) for b in (b1, b2))
     rows, top_k, save_h = order.shape[0], weights.shape[1], saved_bits > 0
     plan = expert_plan(plan_of(x), activation, rows, w1.shape[0], keep_rows=keep_rows)
     row_tiles = schedule(offsets, rows, plan.up.block_m)
@@ -54,6 +58,7 @@ def expert_mlp(
     h, a = up(
         source,
         w1,
+        b1,
         row_tiles,
         activation,
         order=None if plan.in_rows else order,
@@ -63,7 +68,7 @@ def expert_mlp(
     )
     kept = source if keep_rows else _nothing(x)
     del source
-    y = _to_tokens(a, w2, plan, tiles, (order, inverse, offsets), top_k, weights)
+    y = _to_tokens(a, w2, b2, plan, tiles, (order, inverse, offsets), top_k, weights)
     return y, h, row_tiles, kept
 
 
@@ -76,28 +81,31 @@ def expert_mlp_backward(
     inverse: Tensor,
     offsets: Tensor,
     weights: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
     h: Tensor,
     row_tiles: Tensor,
     activation: str,
     in_rows: bool,
     needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    need_x, need_w1, need_w2, need_weights = needs
-    rows, top_k = order.shape[0], weights.shape[1]
+) -> tuple[Tensor, ...]:
+    need_x, need_w1, need_w2, need_weights, need_b1, need_b2 = needs
+    rows, top_k, experts = order.shape[0], weights.shape[1], w1.shape[0]
     do, x, w1, w2, weights, h = (operand(t) for t in (do, x, w1, w2, weights, h))
+    b1, b2 = (b if b is None else operand(b) for b in (b1, b2))
     if rows == 0 or w1.numel() == 0:
-        dx, d_w1, d_w2, d_weights = (
-            torch.zeros_like(t) if need else x.new_empty(0)
-            for t, need in zip((x, w1, w2, weights), needs, strict=True)
+        return tuple(
+            torch.zeros_like(t) if need and t is not None else _nothing(x)
+            for t, need in zip((x, w1, w2, weights, b1, b2), needs, strict=True)
         )
-        return dx, d_w1, d_w2, d_weights
-    plan = expert_plan(plan_of(x), activation, rows, w1.shape[0], keep_rows=in_rows)
+    plan = expert_plan(plan_of(x), activation, rows, experts, keep_rows=in_rows)
     tiles = _Tiles(offsets, rows, plan.up.block_m, row_tiles)
     if h.numel() == 0:
         source = spread(x, inverse, top_k, rows) if plan.in_rows and not in_rows else x
         h, _ = up(
             source,
             w1,
+            b1,
             row_tiles,
             activation,
             order=None if plan.in_rows else order,
@@ -108,20 +116,29 @@ def expert_mlp_backward(
         del source
 
     tile = plan.dact
+    listed = tiles(tile.block_m)
     do_rows = spread(do, inverse, top_k, rows)
+    biased = b2 is not None and (need_weights or need_b2)
+    more = dots(do.shape[1]) if biased else 0
     dh, a, partials = dact(
-        do_rows, w2, order, weights, tiles(tile.block_m), h, activation, tile=tile
+        do_rows, w2, order, weights, listed, h, activation, tile=tile, more_partials=more
     )
+    d_b1 = d_b2 = _nothing(x)
+    if b1 is not None and need_b1:
+        d_b1 = expert_sums(dh, listed, tile.block_m, offsets, b1)
+    if biased:
+        weighted = (order, weights, partials[-more:])
+        d_b2 = expert_sums(do_rows, listed, tile.block_m, offsets, b2, weighted=weighted)
     d_weights = sum_partials(partials, order, offsets, weights) if need_weights else _nothing(x)
     del partials, h
     d_w2 = outer(do_rows, a, offsets, plan.outer) if need_w2 else _nothing(x)
     del a, do_rows
     indices = (order, inverse, offsets)
-    dx = _to_tokens(dh, w1, plan, tiles, indices, top_k, None) if need_x else _nothing(x)
+    dx = _to_tokens(dh, w1, None, plan, tiles, indices, top_k, None) if need_x else _nothing(x)
     d_w1 = _nothing(x)
     if need_w1:
         d_w1 = outer(dh, x if in_rows else spread(x, inverse, top_k, rows), offsets, plan.outer)
-    return dx, d_w1, d_w2, d_weights
+    return dx, d_w1, d_w2, d_weights, d_b1, d_b2 if need_b2 else _nothing(x)
 
 
 def _nothing(x: Tensor) -> Tensor:
@@ -132,13 +149,14 @@ def _nothing(x: Tensor) -> Tensor:
 def _to_tokens(
     rows: Tensor,
     w: Tensor,
+    bias: Tensor | None,
     plan: ExpertPlan,
     tiles: "_Tiles",
     indices: tuple[Tensor, Tensor, Tensor],
     top_k: int,
     weights: Tensor | None,
 ) -> Tensor:
-    """Each row times its expert's weight, summed per token: down with routing weights, else dX."""
+    """Rows times weights, plus bias, summed per token: down with routing weights, else dX."""
     order = indices[0]
     down = weights is not None
     tile = plan.down if down else plan.dx
@@ -149,6 +167,7 @@ def _to_tokens(
         tiles(tile.block_m),
         transpose_weight=down,
         tile=tile,
+        bias=bias,
         scatter_order=order if single else None,
         scatter_rows=indices[1].shape[0],
         scale=weights if single else None,

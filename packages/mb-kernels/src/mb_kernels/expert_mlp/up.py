@@ -1,4 +1,4 @@
-"""The up-projection: gather tokens, multiply by w1, apply the activation, in one kernel.
+"""The up-projection: gather tokens, multiply by w1, add the bias, apply the activation.
 
 Writes the pre-activations h (if the backward needs them) and the activations a. For a GLU one
 accumulator holds the gate columns beside the up columns of the same output tile, so that the
@@ -15,7 +15,7 @@ from torch import Tensor
 from mb_kernels.activation import base_function, is_glu
 from mb_kernels.bins import row_tiles
 from mb_kernels.language.activation import activate, up_factor
-from mb_kernels.language.memory import load_weight, store_rows, token_rows
+from mb_kernels.language.memory import load_bias, load_weight, store_rows, token_rows
 from mb_kernels.language.tiles import first_item, halves, locate, piece
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
@@ -27,6 +27,7 @@ from mb_kernels.targets.table import Tile
 def up_fwd_kernel(
     x_ptr,  # [T, D], or [N, D] in the order of rows without order_ptr
     w,  # [E, F, D], or [2E, F, D] for GLU: tensor descriptor or pointer
+    b_ptr,  # [E, F], or [E, 2F] for GLU: added to the product; or None
     order_ptr,  # [N] int32: slot of each row, or None
     tiles_ptr,  # from schedule()
     h,  # [N, 1, F], or [N, 2, F] for GLU, with SAVE_H: ragged tensor descriptor or pointer
@@ -78,6 +79,9 @@ def up_fwd_kernel(
         col = column * BLOCK_N
         if GLU:
             gate, up = halves(acc)
+            if b_ptr is not None:
+                gate += load_bias(b_ptr, e, 0, 2, col, F, BLOCK_N, BLOCK_N)
+                up += load_bias(b_ptr, e, 1, 2, col, F, BLOCK_N, BLOCK_N)
             if SAVE_H:
                 store_rows(h, gate, 0, 2, row, rows, col, F, BLOCK_N, DESCRIPTORS)
                 store_rows(h, up, 1, 2, row, rows, col, F, BLOCK_N, DESCRIPTORS)
@@ -86,6 +90,8 @@ def up_fwd_kernel(
         else:
             for i in tl.static_range(PIECES):
                 z = piece(acc, i, PIECES)
+                if b_ptr is not None:
+                    z += load_bias(b_ptr, e, 0, 1, col, F, BLOCK_N, BLOCK_N // PIECES)
                 if SAVE_H:
                     store_rows(h, z, 0, 1, row, rows, col, F, BLOCK_N, DESCRIPTORS)
                 value = activate(z, ACTIVATION, PTX)
@@ -101,6 +107,7 @@ def _pieces(activation: str) -> int:
 def up(
     x: Tensor,
     w1: Tensor,
+    b1: Tensor | None,
     tiles: Tensor,
     activation: str,
     *,
@@ -123,7 +130,7 @@ def up(
     if order is None and plan.specialized:
         from mb_kernels.expert_mlp.hopper import up as hopper
 
-        hopper.up(x, w1, tiles, h, a, activation, save_h=save_h, tile=tile)
+        hopper.up(x, w1, b1, tiles, h, a, activation, save_h=save_h, tile=tile)
         return h, a
     stack = 2 if glu else 1
     h_arg, a_arg, w = h, a, w1
@@ -140,6 +147,7 @@ def up(
         (plan.programs(items, tile),),
         x,
         w,
+        b1,
         order,
         tiles,
         h_arg,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.bins import row_tiles
-from mb_kernels.language.memory import store_rows
+from mb_kernels.language.memory import load_bias, store_rows
 from mb_kernels.language.tiles import first_item, halves, locate, multiply_rows
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
@@ -23,6 +23,7 @@ from mb_kernels.targets.table import DECODED_ROWS, FEW_ROWS, Tile
 def grouped_gemm_kernel(
     x,  # [N, K]: ragged tensor descriptor or pointer
     w,  # [E, M, K] or [E, K, M]: tensor descriptor or pointer
+    bias_ptr,  # [E, M]: added to the product; or None
     order_ptr,  # [N] int32: output row of each row, with SCATTER
     weights_ptr,  # [N] by slot, with SCALE
     tiles_ptr,  # from schedule()
@@ -61,6 +62,11 @@ def grouped_gemm_kernel(
             acc = tl.where(group < E, acc, 0.0)
         # Two stores of half the columns need half the registers and shared memory of one.
         left, right = halves(acc)
+        if bias_ptr is not None:
+            W: tl.constexpr = BLOCK_N // 2
+            live = group < E
+            left += tl.where(live, load_bias(bias_ptr, e, 0, 1, col, M, BLOCK_N, W), 0.0)
+            right += tl.where(live, load_bias(bias_ptr, e, 0, 1, col + W, M, BLOCK_N, W), 0.0)
         if SCATTER:
             slot = tl.load(order_ptr + row + r, mask=m, other=0)
             y_row = y + slot.to(tl.int64)[:, None] * M
@@ -96,12 +102,13 @@ def rows_times_weights(
     *,
     transpose_weight: bool,
     tile: Tile,
+    bias: Tensor | None = None,
     scatter_order: Tensor | None = None,
     scatter_rows: int = 0,
     scale: Tensor | None = None,
     fill_dropped: bool,
 ) -> Tensor:
-    """[N, M]: row r times its expert's weight.
+    """[N, M]: row r times its expert's weight, plus its expert's row of ``bias`` [E, M].
 
     ``scatter_order`` sends row r to row scatter_order[r] of ``scatter_rows``, scaled by ``scale``
     there; rows that none is sent to are zero.
@@ -127,6 +134,7 @@ def rows_times_weights(
         (plan.programs(items, tile),),
         x_arg,
         w_arg,
+        bias,
         scatter_order,
         scale,
         tiles,

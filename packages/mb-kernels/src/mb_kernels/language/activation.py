@@ -116,7 +116,8 @@ def activate_with_derivative(z, BASE: tl.constexpr, PTX: tl.constexpr = _PORTABL
         clamped = tl.minimum(z, 7.0)
         sigmoid = _sigmoid(1.702 * clamped, PTX)
         value = clamped * sigmoid
-        return value, tl.where(z <= 7.0, sigmoid + 1.702 * value * (1 - sigmoid), 0.0)
+        # In this form, for the sake of registers.
+        return value, tl.where(z <= 7.0, sigmoid, 0.0) * (1.0 + 1.702 * (clamped - value))
     else:
         tl.static_assert(BASE == "squared_relu")
         # From the slope, for the sake of registers: squaring the maximum spills on Hopper.

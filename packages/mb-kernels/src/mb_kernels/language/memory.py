@@ -95,6 +95,19 @@ def load_rows(
 
 
 @triton.jit
+def load_bias(b, e, part: tl.constexpr, parts: tl.constexpr, col, COLS: tl.constexpr,
+              BLOCK: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """[1, W] fp32 at columns col.. of part ``part`` of b [E, parts, COLS].
+
+    BLOCK is the width of the tile that the columns are a piece of.
+    """
+    cols = col + tl.arange(0, W)
+    at = b + (e.to(tl.int64) * parts + part) * COLS + cols
+    values = tl.load(at) if COLS % BLOCK == 0 else tl.load(at, mask=cols < COLS, other=0.0)
+    return values.to(tl.float32)[None, :]
+
+
+@triton.jit
 def store_rows(out, block, part: tl.constexpr, parts: tl.constexpr, row, count, col,
                COLS: tl.constexpr, BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr):  # fmt: skip
     """Write the first ``count`` rows of block at (row, part, col) of out [N, parts, COLS].

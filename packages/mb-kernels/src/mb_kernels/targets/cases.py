@@ -41,12 +41,14 @@ class Layer(NamedTuple):
     top_k: int = 8
     tokens: int = 16384
     experts: int = 64
+    bias: torch.dtype | None = None
 
     @property
     def label(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         tokens = "" if self.tokens == 16384 else f" T{self.tokens}"
-        return f"{self.activation} {dtype} D{self.hidden} F{self.ffn} K{self.top_k}{tokens}"
+        bias = "" if self.bias is None else " bias"
+        return f"{self.activation} {dtype} D{self.hidden} F{self.ffn} K{self.top_k}{tokens}{bias}"
 
 
 # 720 divides no tile. With K = 1 rows go straight to their tokens; 256 rows per expert are few.
@@ -62,6 +64,10 @@ LAYERS = (
     Layer(_BF16, "swiglu", tokens=2**20),  # 2**31 elements of x
     Layer(_BF16, "swiglu", 2048, 768, 8, 64, 128),  # few rows, of which weights are all there is
     Layer(_BF16, "gelu", 720, 720, 1, 64, 64),
+    Layer(_BF16, "swigluoai", 2880, 2880, 4, experts=32, bias=_BF16),  # GPT-OSS 20B
+    Layer(_BF16, "gelu", 768, 3072, 1, bias=_FP32),
+    Layer(_BF16, "gelu", 720, 720, 1, 64, 64, bias=_BF16),
+    Layer(_FP32, "swigluoai", 720, 720, 8, bias=_FP32),
 )
 _IN_FULL = ("sm90", "gfx942")
 _NOT_BRIEFLY = {
@@ -70,9 +76,13 @@ _NOT_BRIEFLY = {
 }
 _WIDTHS = ((2048, 1024), (720, 720))
 ALL_LAYERS = tuple(
-    Layer(dtype, activation, hidden, ffn, top_k)
-    for dtype, activation, (hidden, ffn), top_k in itertools.product(
-        (_BF16, _FP16, _FP32), (*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS), _WIDTHS, (1, 8)
+    Layer(dtype, activation, hidden, ffn, top_k, bias=bias)
+    for dtype, activation, (hidden, ffn), top_k, bias in itertools.product(
+        (_BF16, _FP16, _FP32),
+        (*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS),
+        _WIDTHS,
+        (1, 8),
+        (None, _FP32),
     )
 )
 
@@ -106,7 +116,9 @@ def _run_layer(layer: Layer) -> None:
     """Forward and backward, once with the rows kept for it and once with x alone."""
     sizes = (layer.tokens, layer.hidden, layer.ffn, layer.experts, layer.top_k)
     for keep in (False, True) if layer.top_k == 1 else (False,):
-        rehearse_experts(*sizes, layer.activation, layer.dtype, keep_rows=keep)
+        rehearse_experts(
+            *sizes, layer.activation, layer.dtype, keep_rows=keep, bias_dtype=layer.bias
+        )
 
 
 def _products() -> dict[str, Callable[[], object]]:
@@ -165,7 +177,6 @@ def _small_ops() -> dict[str, Callable[[], object]]:
         h, d_a = _empty(64, 2048 * (2 if is_glu(activation) else 1)), _empty(64, 2048)
         elementwise.activation(h, activation)
         elementwise.activation_backward(d_a, h, activation)
-        elementwise.add_bias(d_a, _empty(8, 2048), _int32(9))
 
     return {
         "E128 K8": partial(rehearse_routing, 16384, 128, 8, _BF16, True),

@@ -1,7 +1,7 @@
 """transformers' stacked experts through `mb_kernels`: the implementation "mb".
 
-Experts of the common form (gate over up, one activation, no bias) take the fused `expert_mlp`;
-others (GPT-OSS: biases, clamped gate, transposed weights) the same kernels step by step.
+Experts of the common form (gate over up, one activation) take the fused `expert_mlp`, others
+(GPT-OSS: transposed and interleaved weights) the same kernels step by step.
 
 Letters: T tokens, D hidden, F expert ffn width, E experts, K top-k.
 """
@@ -76,7 +76,9 @@ def experts_forward(
     b1, b2 = biases or (None, None)
     gate = self._apply_gate if self.has_gate else self.act_fn
     if activation is not None and isinstance(w1, Tensor) and isinstance(w2, Tensor):
-        y_TD = mb_kernels.expert_mlp(x_TD, w1, w2, bins, weights_TK, activation=activation)
+        y_TD = mb_kernels.expert_mlp(
+            x_TD, w1, w2, bins, weights_TK, activation=activation, b1_EF=b1, b2_ED=b2
+        )
     else:
         known = {*names, "parametrizations"}
         y_TD = expert_mlp_in_steps(
@@ -100,7 +102,7 @@ ExpertsInterface.register(IMPLEMENTATION, experts_forward)
 
 def fused_activation(experts: Any) -> str | None:
     """Our name of the experts' activation if `expert_mlp` computes just what they do."""
-    if experts.has_bias or experts.is_transposed or getattr(experts, "has_post_expert_norm", False):
+    if experts.is_transposed or getattr(experts, "has_post_expert_norm", False):
         return None
     # A gate of the module's own (clamped, say) is not the one transformers gives by default.
     own_gate = type(experts)._apply_gate.__module__ != ExpertsInterface.__module__

@@ -45,8 +45,8 @@ _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 MULTIPLY_WARPS = gl.constexpr(8)
 EPILOGUE_WARPS = gl.constexpr(4)
-# Of 168 for each thread; `multiply` keeps 160, of which 128 hold the accumulator.
-EPILOGUE_REGISTERS = gl.constexpr(176)
+# Of 168 for each thread of twelve warps; `multiply` keeps 160, of which 128 hold the accumulator.
+EPILOGUE_REGISTERS = gl.constexpr(184)
 # Columns of a tile are handed over in pieces of 64, whole 128-byte lines of a row. dact in one loop
 # over pieces of 64 rows: 0.25 ms, with 32 columns 0.31 (top-1, hidden 768, ffn 3072).
 PIECES = gl.constexpr(4)

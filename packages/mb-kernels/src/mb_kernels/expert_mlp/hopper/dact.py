@@ -19,6 +19,7 @@ from mb_kernels.expert_mlp.hopper.core import (
 )
 from mb_kernels.language.activation import activate_with_derivative, up_factor, up_gradient
 from mb_kernels.language.tiles import locate
+from mb_kernels.runtime.launch import cdiv
 from mb_kernels.targets.table import Tile
 
 
@@ -44,11 +45,11 @@ def _finish_piece(
     if GLU:
         up = _load_h(h + F, near[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N).to(gl.float32)
         factor = up_factor(up, ACTIVATION)
-        product = value * factor
-        partial = gl.sum(q * product, 1)
+        partial = gl.sum(q * value * factor, 1)
         q *= s[:, None]
-        gl.store(to_a, (product * s[:, None]).to(kind), mask=mask)
-        gl.store(dh + F + to_h, up_gradient(q * value, up, ACTIVATION).to(kind), mask=mask)
+        d_up = up_gradient(q * value, up, ACTIVATION)
+        gl.store(dh + F + to_h, d_up.to(kind), mask=mask)
+        gl.store(to_a, (value * factor * s[:, None]).to(kind), mask=mask)
         slope *= factor
     else:
         partial = gl.sum(q * value, 1)
@@ -200,7 +201,7 @@ def dact(
         do,
         w2,
         (1, tile.block_k, tile.block_n),
-        partials.shape[0],
+        cdiv(ffn, tile.block_n),
         tile,
         *(order, weights, tiles, h, dh, a, partials, order.shape[0]),
         D=hidden,

@@ -24,7 +24,17 @@ from mb_kernels.targets.table import Tile
 
 
 @gluon.jit
+def _plus_bias(z, b, cols, F: gl.constexpr):
+    """z plus columns cols of b, rounded as z is; z without a b."""
+    if b is not None:
+        bias = gl.load(b + cols, mask=cols < F, other=0.0).to(gl.float32)
+        z = (z.to(gl.float32) + bias).to(z.dtype)
+    return z
+
+
+@gluon.jit
 def _finish_up(
+    b_ptr,
     tiles_ptr,
     h_ptr,
     a_ptr,
@@ -48,10 +58,15 @@ def _finish_up(
     c = gl.arange(0, W, gl.SliceLayout(0, BLOCK))[None, :]
     parity = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, row, row_end, column = locate(item, items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M)
+        e, row, row_end, column = locate(item, items // COLUMNS, tiles_ptr, COLUMNS, GROUP_M)
         count = row_end - row
         h = h_ptr + row.to(gl.int64) * (PARTS * F)
         a = a_ptr + row.to(gl.int64) * F
+        b_gate = b_ptr
+        b_up = b_ptr
+        if b_ptr is not None:
+            b_gate += e.to(gl.int64) * (PARTS * F)
+            b_up = b_gate + F
         cols = column * BLOCK_F + c
         mbarrier.wait(full, parity)
         parity ^= 1
@@ -62,11 +77,13 @@ def _finish_up(
                     live = at < count
                     mask = live if F % BLOCK_F == 0 else live & (cols < F)
                     z = tile.index(i).slice(half * HALF, HALF).load(BLOCK)
+                    z = _plus_bias(z, b_gate, cols, F)
                     value = activate(z.to(gl.float32), ACTIVATION, True)
                     if SAVE_H:
                         gl.store(h + (at * (PARTS * F) + cols), z, mask=mask)
                     if GLU:
                         up = tile.index(i + PIECES // 2).slice(half * HALF, HALF).load(BLOCK)
+                        up = _plus_bias(up, b_up, cols, F)
                         value *= up_factor(up.to(gl.float32), ACTIVATION)
                         if SAVE_H:
                             gl.store(h + F + (at * (PARTS * F) + cols), up, mask=mask)
@@ -79,6 +96,7 @@ def _finish_up(
 def up_fwd_kernel(
     x,  # [N, D], tokens copied to their rows: ragged tensor descriptor
     w,  # [E, F, D], or [2E, F, D] for GLU: tensor descriptor
+    b_ptr,  # [E, F], or [E, 2F] for GLU: added to the product; or None
     tiles_ptr,  # from schedule()
     h_ptr,  # [N, F], or [N, 2F] for GLU, with SAVE_H
     a_ptr,  # [N, F]
@@ -107,7 +125,7 @@ def up_fwd_kernel(
             ),
             (
                 _finish_up,
-                (tiles_ptr, h_ptr, a_ptr, tile, full, drained, items,
+                (b_ptr, tiles_ptr, h_ptr, a_ptr, tile, full, drained, items,
                  F, COLUMNS, GLU, ACTIVATION, SAVE_H, GROUP_M),
             ),
         ],
@@ -119,6 +137,7 @@ def up_fwd_kernel(
 def up(
     rows: Tensor,
     w1: Tensor,
+    b1: Tensor | None,
     tiles: Tensor,
     h: Tensor,
     a: Tensor,
@@ -137,7 +156,7 @@ def up(
         (parts, tile.block_n // parts, tile.block_k),
         cdiv(parts * ffn, tile.block_n),
         tile,
-        *(tiles, h, a),
+        *(b1, tiles, h, a),
         D=hidden,
         F=ffn,
         GLU=parts == 2,

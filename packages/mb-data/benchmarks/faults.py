@@ -4,8 +4,8 @@
 
 Mutates a dataset's ``.idx`` and ``.bin`` and reads everything of what still opens: every refusal
 must name the file. Kills preprocessing at random times and gives the command again until it ends,
-by turns of one file and of a folder of archives that the workers unpack: the bytes must be those of
-a run that was left alone. Prints one JSON line.
+one half with a file, the other with a folder of archives that the workers unpack: the bytes must be
+those of a run that was left alone. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def kill(folder: Path, count: int) -> dict[str, int]:
     kills = runs = different = 0
     while kills < count:
         runs += 1
-        source = (corpus, archives)[runs % 2]
+        half = 2 * kills // count  # a run is killed until its half of the kills is over
+        source = (corpus, archives)[half]
         while True:
             before = _saved(folder)
             run = subprocess.Popen([sys.executable, "-c", code, source, folder / "out"])
@@ -106,7 +107,7 @@ def kill(folder: Path, count: int) -> dict[str, int]:
                 time.sleep(0.002)
             try:
                 longest = 2.0 if anywhere else 0.2
-                run.wait(rng.uniform(0, longest) if kills < count else None)
+                run.wait(rng.uniform(0, longest) if 2 * kills // count == half else None)
                 break
             except subprocess.TimeoutExpired:
                 run.kill()
@@ -114,7 +115,7 @@ def kill(folder: Path, count: int) -> dict[str, int]:
                 kills += 1
         if run.returncode:
             raise SystemExit(f"a run ended with exit code {run.returncode}")
-        once = f"once{runs % 2}"
+        once = f"once{half}"
         for end in ("bin", "idx"):
             names = (folder / f"{side}_text_document.{end}" for side in (once, "out"))
             a, b = (name.read_bytes() for name in names)

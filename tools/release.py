@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,37 +100,47 @@ def run_example(member: str, python: Path, folder: Path) -> subprocess.Completed
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
-def main() -> None:
+def build_and_try(arguments: argparse.Namespace, scratch: Path) -> None:
+    """Build a member, try it beside the others, and only then put it into `arguments.out`."""
+    folder = copy_member(arguments.member, scratch / "new")
+    if arguments.version:
+        set_version(folder, arguments.version)
+    if arguments.home:
+        stamp(folder, arguments.home, arguments.tag)
+    build(folder, scratch / "dist")
+    for other in MEMBERS:
+        if other != arguments.member:
+            tag = last_tag(other)
+            print(f"{other}: {tag or 'not released yet, as it stands'}")
+            (scratch / "older").mkdir(exist_ok=True)
+            build(copy_member(other, scratch / "older", tag=tag), scratch / "wheels", "--wheel")
+    wheels = [*scratch.glob("dist/*.whl"), *scratch.glob("wheels/*.whl")]
+    python = install(scratch / "venv", *map(str, wheels))
+    for member in MEMBERS:
+        result = run_example(member, python, scratch)
+        if result.returncode:
+            raise RuntimeError(f"{member} fails beside {arguments.member}:\n{result.stderr}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for path in (*scratch.glob("dist/*.whl"), *scratch.glob("dist/*.tar.gz")):
+        shutil.copy(path, arguments.out)
+
+
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("member", choices=MEMBERS)
     parser.add_argument("--out", type=Path, required=True, help="folder for wheel and sdist")
     parser.add_argument("--version", help="another version than the one in pyproject.toml")
     parser.add_argument("--home", help="address of the repository")
     parser.add_argument("--tag", help="tag or branch that links point to")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if (arguments.home is None) != (arguments.tag is None):
         parser.error("expected --home and --tag together")
 
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        folder = copy_member(arguments.member, scratch / "new")
-        if arguments.version:
-            set_version(folder, arguments.version)
-        if arguments.home:
-            stamp(folder, arguments.home, arguments.tag)
-        build(folder, arguments.out)
-        for other in MEMBERS:
-            if other != arguments.member:
-                tag = last_tag(other)
-                print(f"{other}: {tag or 'not released yet, as it stands'}")
-                (scratch / "older").mkdir(exist_ok=True)
-                build(copy_member(other, scratch / "older", tag=tag), scratch / "wheels", "--wheel")
-        wheels = [*arguments.out.glob("*.whl"), *(scratch / "wheels").glob("*.whl")]
-        python = install(scratch / "venv", *(str(wheel.resolve()) for wheel in wheels))
-        for member in MEMBERS:
-            result = run_example(member, python, scratch)
-            if result.returncode:
-                sys.exit(f"{member} fails beside {arguments.member}:\n{result.stderr}")
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            build_and_try(arguments, Path(name))
+    except RuntimeError as error:
+        sys.exit(str(error))
     print(f"{arguments.member}: in {arguments.out}, and it runs beside the others")
 
 

@@ -3,19 +3,22 @@
     python packages/mb-data/benchmarks/faults.py --files 5000 --kills 100
 
 Mutates a dataset's ``.idx`` and ``.bin`` and reads everything of what still opens: every refusal
-must name the file. Kills preprocessing at random times and gives the command again until it ends:
-the bytes must be those of a run that was left alone. Prints one JSON line.
+must name the file. Kills preprocessing at random times and gives the command again until it ends,
+one half with a file, the other with a folder of archives that the workers unpack: the bytes must be
+those of a run that was left alone. Prints one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from mb_data import IndexedDataset, IndexedDatasetBuilder, preprocess, write_sample_corpus
@@ -75,7 +78,15 @@ def mutate(folder: Path, count: int) -> dict[str, int]:
 def kill(folder: Path, count: int) -> dict[str, int]:
     rng = random.Random(1)
     corpus = write_sample_corpus(folder / "corpus.jsonl", max_bytes=5_000_000)
-    preprocess(corpus, folder / "once", append_eod=True, workers=1, block_bytes=20_000)
+    lines = corpus.read_bytes().splitlines(keepends=True)
+    archives = folder / "archives"
+    archives.mkdir()
+    cuts = [0, len(lines) // 3, *sorted(rng.sample(range(len(lines)), 10)), len(lines)]
+    for i, (start, stop) in enumerate(pairwise(cuts)):
+        packed = gzip.compress(b"".join(lines[start:stop]))
+        (archives / f"{i:02}.jsonl.gz").write_bytes(packed)
+    preprocess(corpus, folder / "once0", append_eod=True, workers=1, block_bytes=20_000)
+    preprocess(archives, folder / "once1", append_eod=True, workers=1, block_bytes=20_000)
     code = (
         "import sys, mb_data.books; mb_data.books.SAVE_INTERVAL = 0.01\n"
         "from mb_data import preprocess\n"
@@ -84,9 +95,11 @@ def kill(folder: Path, count: int) -> dict[str, int]:
     kills = runs = different = 0
     while kills < count:
         runs += 1
+        half = 2 * kills // count  # a run is killed until its half of the kills is over
+        source = (corpus, archives)[half]
         while True:
             before = _saved(folder)
-            run = subprocess.Popen([sys.executable, "-c", code, corpus, folder / "out"])
+            run = subprocess.Popen([sys.executable, "-c", code, source, folder / "out"])
             # At work, however long the start takes: once there is another state on disk. One in
             # eight is killed anywhere.
             anywhere = rng.random() < 0.125
@@ -94,7 +107,7 @@ def kill(folder: Path, count: int) -> dict[str, int]:
                 time.sleep(0.002)
             try:
                 longest = 2.0 if anywhere else 0.2
-                run.wait(rng.uniform(0, longest) if kills < count else None)
+                run.wait(rng.uniform(0, longest) if 2 * kills // count == half else None)
                 break
             except subprocess.TimeoutExpired:
                 run.kill()
@@ -102,8 +115,9 @@ def kill(folder: Path, count: int) -> dict[str, int]:
                 kills += 1
         if run.returncode:
             raise SystemExit(f"a run ended with exit code {run.returncode}")
+        once = f"once{half}"
         for end in ("bin", "idx"):
-            names = (folder / f"{side}_text_document.{end}" for side in ("once", "out"))
+            names = (folder / f"{side}_text_document.{end}" for side in (once, "out"))
             a, b = (name.read_bytes() for name in names)
             different += a != b
     return {"kills": kills, "runs": runs, "files_that_differ": different}

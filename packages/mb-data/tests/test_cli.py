@@ -59,6 +59,8 @@ def test_ways_to_say_gpt2(command, tmp_path, flags):
         (["--worker", "2"], "unknown argument --worker, did you mean --workers?"),
         (["--tokenizer", "gpt-2"], "unknown tokenizer 'gpt-2'; did you mean gpt2?"),
         (["--tokenizer", "no/such.json"], "no/such.json: no such file"),
+        (["--vocab-file", "vocab", "--merge-file", "m"], "tokenizer vocab: no such file"),
+        (["--max-line-mb", "x"], "x: expected megabytes"),
         (["--vocab-file", "x"], "--vocab-file needs --tokenizer-type"),
         (["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "x"], "both --vocab-file and"),
         (["--tokenizer-type", "GPT2BPETokenizer", "--tokenizer", "x"], "goes without --tokenizer"),

@@ -124,8 +124,50 @@ def test_fill_in_the_middle_loses_nothing():
     assert 0.35 < share < 0.65
 
 
+def test_fill_in_the_middle_of_fragments():
+    """A repository's files are rearranged each by itself; what `leave` holds for is not."""
+    rng = np.random.default_rng(1)
+    documents = [  # of fragments of 0 to 39 tokens; fragments that begin with 7 are to be left
+        [[*([7] * (rng.random() < 0.3)), *rng.integers(10, 900, rng.integers(0, 40)).tolist()]
+         for _ in range(rng.integers(1, 6))]
+        for _ in range(60)
+    ]  # fmt: skip
+    joined = [[t for f in fragments for t in (*f, 1004)][:-1] for fragments in documents]
+    samples = [np.array([*text, EOD] + [EOD] * 60) for text in joined]
+    options = {"eod": EOD, "fragment_end": 1004, "leave": lambda text: text[0] == 7, "seed": 5}
+    changed = FillInTheMiddle(samples, MARKS, rate=1.0, fragment_rate=1.0, **options)
+    for i, fragments in enumerate(documents):
+        text = changed[i].tolist()
+        found = [[]]
+        for token in text[: text.index(EOD)]:
+            if token == 1004:
+                found.append([])
+            else:
+                found[-1].append(token)
+        for old, new in zip(fragments, found, strict=True):
+            if not old or old[0] == 7:
+                assert new == old
+            else:
+                assert new != old
+                assert undo(new) == old
+    counts = {}
+    for rates in ((0.5, 1.0), (1.0, 0.5), (0.0, 1.0)):
+        some = FillInTheMiddle(samples, MARKS, rate=rates[0], fragment_rate=rates[1], **options)
+        counts[rates] = sum((some[i] == 1001).sum() for i in range(60))
+    whole = sum((changed[i] == 1001).sum() for i in range(60))
+    assert 0.3 < counts[0.5, 1.0] / whole < 0.7
+    # Half of the fragments, and those documents whole that have one alone.
+    alone = sum(len(f) == 1 and len(f[0]) > 0 and f[0][0] != 7 for f in documents)
+    assert 0.3 < (counts[1.0, 0.5] - alone) / (whole - alone) < 0.7
+    assert counts[0.0, 1.0] == 0
+
+
 def test_fill_in_the_middle_refuses():
     with pytest.raises(ValueError, match="rate must lie between 0 and 1"):
         FillInTheMiddle([], MARKS, eod=EOD, rate=2, seed=0)
-    with pytest.raises(ValueError, match="four different tokens"):
+    with pytest.raises(ValueError, match="different tokens"):
         FillInTheMiddle([], MARKS, eod=1001, seed=0)
+    with pytest.raises(ValueError, match="different tokens"):
+        FillInTheMiddle([], MARKS, eod=EOD, fragment_end=EOD, seed=0)
+    with pytest.raises(ValueError, match="fragment_rate must lie"):
+        FillInTheMiddle([], MARKS, eod=EOD, fragment_rate=-1, seed=0)

@@ -255,17 +255,37 @@ def test_a_line_of_200_megabytes(tmp_path):
         ({"json_keys": ["a", "a"]}, "one or more different names"),
         ({"json_keys": ["a/b"]}, "'a/b' cannot be part of a file's name"),
         ({"workers": 0}, "workers must be at least 1"),
+        ({"output_prefix": "out/"}, "'out/': expected one that ends in a name"),
+        ({"output_prefix": "."}, "'.': expected one that ends in a name"),
         ({"on_error": "ignore"}, "expected stop or skip"),
         ({"split_sentences": True, "language": "klingonese"}, "give an ISO 639 code"),
     ],
 )
 def test_wrong_settings(tmp_path, options, message):
+    options = dict(options)
     source = write(tmp_path / "in.jsonl", [{"text": "a"}])
     if "split_sentences" in options:
         pytest.importorskip("sentencex")
     with pytest.raises(ValueError, match=message):
-        preprocess(source, tmp_path / "out", **options)
+        preprocess(source, options.pop("output_prefix", tmp_path / "out"), **options)
     assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_a_directory_where_the_output_goes(tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"text": "a"}])
+    (tmp_path / "out_text_document.idx").mkdir()
+    with pytest.raises(ValueError, match=r"out_text_document\.idx is a directory"):
+        preprocess(source, tmp_path / "out", workers=1)
+    with pytest.raises(FileNotFoundError, match=r"no: no such directory for the output"):
+        preprocess(source, tmp_path / "no" / "out")
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out_text_document.idx"]
+
+
+def test_numbers_that_python_refuses_are_none_of_our_business(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"n": %b, "text": "a"}\n{"n": 1e999, "text": "b"}\n' % (b"9" * 5000))
+    preprocess(source, tmp_path / "out", workers=1)
+    assert documents(tmp_path / "out_text_document") == [[64], [65]]
 
 
 def test_chosen_dtype(tmp_path):
@@ -692,8 +712,13 @@ def test_an_object_store(tmp_path):
     ("name", "content", "message"),
     [
         ("a.zip", b"PK\x03\x04rest", "a zip archive; unpack it: unzip -p"),
-        ("a.jsonl", "\ufeff{}".encode("utf-16-le"), "UTF-16; write it anew: iconv"),
+        ("a.jsonl", "\ufeff{}".encode("utf-16-le"), "UTF-16; write it anew: iconv -f UTF-16"),
+        ("a.jsonl", "{}".encode("utf-16-le"), "UTF-16LE; write it anew"),
+        ("a.jsonl", "{}".encode("utf-16-be"), "UTF-16BE; write it anew"),
+        ("a.jsonl", "{}".encode("utf-32"), "UTF-32; write it anew"),
         ("a.tar", b"x" * 600, "a tar archive"),
+        ("a.jsonl", b"a.json".ljust(257, b"\0") + b"ustar\0", "a tar archive"),
+        ("a.json", b'{\n  "text": "a"\n}\n', r"line 1: .*; make each object one line: jq -c \."),
     ],
 )
 def test_formats_that_are_not_read_say_what_to_do(tmp_path, name, content, message):

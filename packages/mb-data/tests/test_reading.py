@@ -74,6 +74,9 @@ def test_compressed_files_read_alike(tmp_path):
         path.write_bytes(pack(data[:half]) + pack(data[half:]))
         assert compression(path.read_bytes()[:8]) == name
         assert lines_of([path], 777) == data.splitlines()
+        if name == "zst":  # as seekable and parallel writers begin
+            path.write_bytes(b"\x5e\x2a\x4d\x18\x04\0\0\0abcd" + path.read_bytes())
+            assert lines_of([path], 777) == data.splitlines()
         path.write_bytes(path.read_bytes()[:-20])
         with pytest.raises(ValueError, match=rf"a\.jsonl\.{name}: damaged {name} data"):
             lines_of([path], 777)
@@ -122,6 +125,12 @@ def test_directories_and_patterns(tmp_path):
     assert names(tmp_path) == ["a.json.gz", "b.jsonl", "d.jsonl.xz", "sub/c.ndjson"]
     assert names(f"{tmp_path}/*.jsonl*") == ["b.jsonl", "d.jsonl.xz"]
     assert names(f"{tmp_path}/**/*.ndjson") == ["sub/c.ndjson"]
+    (tmp_path / "sub" / "loop").symlink_to(tmp_path)  # once more, and in it once more, and so on
+    (tmp_path / "sub" / "again.ndjson").symlink_to("c.ndjson")
+    assert names(f"{tmp_path}/**/*.ndjson") == ["sub/again.ndjson", "sub/c.ndjson"]
+    assert names(f"{tmp_path}/sub/loop/*.jsonl") == ["sub/loop/b.jsonl"]
+    for name in ("loop", "again.ndjson"):
+        (tmp_path / "sub" / name).unlink()
     with pytest.raises(FileNotFoundError, match="no file matches"):
         names(f"{tmp_path}/*.csv")
     (tmp_path / "empty").mkdir()

@@ -1,10 +1,13 @@
 """What a task makes of samples."""
 
+from functools import partial
+
 import mb_data
 import numpy as np
 import pytest
 from mb_train.config import TrainConfig
 from mb_train.tasks import GPTTask
+from mb_train.tasks.make import fill_in_the_middle
 
 EOD = 9
 SAMPLES = [[1, 2, EOD, 3, 4, EOD, EOD, 5], [EOD, 1, 2, 3, 4, 5, 6, EOD]]
@@ -53,16 +56,33 @@ def test_flags_choose_how_documents_become_samples(tmp_path):
         ("best_fit", mb_data.build_packed_datasets, {"eod": EOD}),
     ):
         config = gpt(**flags, **fim, document_packing=packing)._config
-        task = GPTTask(config, vocab_size=16, eod=EOD, marks=marks)
+        rates = {"rate": 0.75, "suffix_first_rate": 0.25}
+        fill = partial(mb_data.FillInTheMiddle, marks=marks, eod=EOD, seed=1234, **rates)
+        task = GPTTask(config, vocab_size=16, eod=EOD, rearranged=fill)
         got = task.build_datasets(paths, wanted)
         plain = gpt(**flags, document_packing=packing).build_datasets(paths, wanted)
         for one, bare, inner in zip(got, plain, build(paths, **how, **more), strict=True):
-            rates = {"rate": 0.75, "suffix_first_rate": 0.25}
-            expected = mb_data.FillInTheMiddle(inner, marks, eod=EOD, seed=1234, **rates)
-            for dataset, samples in ((one, expected), (bare, inner)):
+            for dataset, samples in ((one, fill(inner)), (bare, inner)):
                 assert len(dataset) == len(samples)
                 assert all(np.array_equal(dataset[i], samples[i]) for i in range(len(samples)))
             assert any(marks.middle in one[i] for i in range(len(one)))
+
+
+def test_flags_choose_how_the_middle_is_filled_in():
+    tokenizer = mb_data.load_tokenizer("gpt2", num_extra_ids=4)
+    marks = {f"fim_{part}_token": f"<extra_id_{i}>" for i, part in enumerate(("prefix", "middle"))}
+    flags = {"fim_data": True, "fim_suffix_token": "<extra_id_2>", "fim_rate": 0.75, **marks}
+    plain = fill_in_the_middle(gpt(**flags)._config, tokenizer)([])
+    assert plain.marks == tokenizer.extra_ids[:3]
+    assert (plain.rate, plain.suffix_first_rate, plain.eod) == (0.75, 0.5, tokenizer.eod)
+    assert (plain.fragment_end, plain.leave) == (None, None)
+    flags |= {"fim_split_sample": "<extra_id_3>", "fim_fragment_rate": 0.25}
+    files = fill_in_the_middle(gpt(**flags, fim_no_prefix="#!/bin")._config, tokenizer)([])
+    assert (files.fragment_end, files.fragment_rate) == (tokenizer.extra_ids[3], 0.25)
+    for text, left in (("#!/bin/sh\n", True), ("#!/usr", False), ("#!", False), ("", False)):
+        assert files.leave(np.array(tokenizer.encode(text), dtype=np.int64)) == left
+    with pytest.raises(ValueError, match="--fim-split-sample to be a special token of gpt2"):
+        fill_in_the_middle(gpt(**flags | {"fim_split_sample": "</s>"})._config, tokenizer)
 
 
 def test_what_fills_a_packed_sample_up_has_no_weight():

@@ -181,7 +181,10 @@ def _parser() -> _Parser:
 
 
 def _megabytes(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= 1 << 20:
         raise argparse.ArgumentTypeError(f"{text}: expected megabytes, more than 0, at most a TB")
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import re
 import sys
 from typing import Any, cast
 
@@ -13,11 +14,15 @@ MAGIC_NUMBERS = {
     b"\x28\xb5\x2f\xfd": "zst",
     b"\xfd7zXZ\x00": "xz",
 }
-START = 8  # bytes of a file that tell what it is
+# Zstandard's frames that hold none of the data, with which seekable and parallel writers begin.
+SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
+START = 512  # bytes of a file that tell what it is
 
 
 def compression(start: bytes) -> str | None:
     """The kind of a file that starts so, None if it is plain."""
+    if SKIPPABLE.match(start):
+        return "zst"
     return next((kind for magic, kind in MAGIC_NUMBERS.items() if start.startswith(magic)), None)
 
 

@@ -27,6 +27,22 @@ from mb_data.indexed_dataset import (
 PIECE = 1 << 20  # elements of an index written in one go
 
 
+def check_output_prefix(prefix: str | os.PathLike[str]) -> str:
+    """A prefix that files can be written under; raises ValueError or FileNotFoundError if not."""
+    path = os.fspath(prefix)
+    folder, name = os.path.split(path)
+    if name in ("", ".", ".."):
+        raise ValueError(
+            f"output prefix {path!r}: expected one that ends in a name, as in out/corpus"
+        )
+    if not os.path.isdir(folder or "."):
+        raise FileNotFoundError(f"{folder}: no such directory for the output")
+    for end in (".bin", ".idx"):
+        if os.path.isdir(path + end):
+            raise ValueError(f"{path}{end} is a directory; choose another output prefix")
+    return path
+
+
 class IndexedDatasetBuilder:
     """Writes a ``.bin``/``.idx`` pair, document by document.
 
@@ -35,11 +51,13 @@ class IndexedDatasetBuilder:
     success and leaves nothing behind on an error.
 
     Raises:
-        ValueError: the dtype has no code in the format, or tokens do not fit into it.
+        ValueError: the dtype has no code in the format, or tokens do not fit into it; a prefix that
+            ends in no name.
+        FileNotFoundError: the directory of the prefix is missing.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
-        self.prefix = os.fspath(prefix)
+        self.prefix = check_output_prefix(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in DTYPE_CODES:
             names = ", ".join(d.name for d in DTYPE_CODES)

@@ -205,8 +205,11 @@ def _values(job: Job, line: memoryview) -> list[bytes]:
         raise ValueError(_too_long(job))
     start = bytes(line[:100]).lstrip()[:1]
     try:
-        record = json.loads(str(line, "utf-8"))
+        # Numbers of thousands of digits, which Python refuses, are none of our business.
+        record = json.loads(str(line, "utf-8"), parse_int=lambda _: 0)
     except json.JSONDecodeError as error:
+        if bytes(line[:100]).strip() == start == b"{":
+            raise ValueError(f"{error}; make each object one line: jq -c .") from error
         if start == b"[":
             raise ValueError(f"{error}; of a JSON array make lines: jq -c '.[]'") from error
         if start != b"{":

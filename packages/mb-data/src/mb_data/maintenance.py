@@ -158,8 +158,10 @@ def shuffle(
     where the input was sorted, by source or by date.
 
     Raises:
-        ValueError: a dataset that is not whole, or the output would replace the input.
+        ValueError: a dataset that is not whole, the output would replace the input, a seed below 0.
     """
+    if seed < 0:
+        raise ValueError(f"the seed must be at least 0, got {seed}")
     if idx_path(prefix).resolve() == idx_path(output_prefix).resolve():
         raise ValueError(f"{output_prefix} is the input; give the result another name")
     problems = validate(prefix)
@@ -201,6 +203,8 @@ def convert(prefix: str | os.PathLike[str], output_prefix: str | os.PathLike[str
     index, data = idx_path(prefix), bin_path(prefix)
     if index.resolve() == idx_path(output_prefix).resolve():
         raise ValueError(f"{output_prefix} is the input; give the result another name")
+    if not index.is_file():
+        raise FileNotFoundError(f"{index}: no such file")
     raw = index.read_bytes()
     header = struct.Struct("<8s6Q")
     if len(raw) < header.size or not raw.startswith(LEGACY_MAGIC):

@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mb_data.books import Books, Progress
+from mb_data.dataset_builder import check_output_prefix
 from mb_data.indexed_dataset import DTYPE_CODES, best_dtype
 from mb_data.partial import PartialOutput, State
 from mb_data.reading import Block, blocks
@@ -141,9 +141,9 @@ def preprocess(
         raise ValueError(f"text_unit {text_unit!r}: expected {' or '.join(TEXT_UNITS)}")
     if shard is not None and not 0 <= shard[0] < shard[1]:
         raise ValueError(f"shard {shard}: expected (i, n) with i from 0 to n - 1")
-    prefix = os.fspath(output_prefix)
-    if not Path(prefix).name or not Path(prefix).parent.is_dir():
-        raise FileNotFoundError(f"{Path(prefix).parent}: no such directory for the output")
+    prefix = check_output_prefix(output_prefix)
+    level = "sentence" if split_sentences else "document"
+    outputs = tuple(check_output_prefix(f"{prefix}_{key}_{level}") for key in keys)
     sources = find_sources(inputs, text_unit=text_unit)
     if shard is not None and any(source.stream for source in sources):
         raise ValueError("a pipe cannot be read in shards: give files")
@@ -164,8 +164,6 @@ def preprocess(
 
     splitter = SentenceSplitter(language, keep_newlines=keep_newlines) if split_sentences else None
     job = Job(tokenizer, keys, append_eod, bos, _dtype(tokenizer, dtype), max_line_bytes, splitter)
-    level = "sentence" if split_sentences else "document"
-    outputs = tuple(f"{prefix}_{key}_{level}" for key in keys)
     settings: dict[str, Any] = {
         "format": FORMAT,
         "sources": [[s.path, s.size, s.version, s.unit] for s in sources],

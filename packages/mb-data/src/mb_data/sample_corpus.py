@@ -131,6 +131,8 @@ def _write(
 def written_whole(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     """A file to write that gets its name at the end, synced; after an error there is none."""
     target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target.parent}: no such directory for the output")
     temporary = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         with open(temporary, "xb") as file:

@@ -86,7 +86,14 @@ def find_sources(
                 raise FileNotFoundError(f"{item}: no {kinds} file inside")
             paths += found
         else:
-            matches = sorted(p for p in glob.glob(item, recursive=True) if os.path.isfile(p))
+            matches = sorted(
+                # A folder met again through a symbolic link is not read again.
+                {
+                    (os.path.realpath(os.path.dirname(p)), os.path.basename(p)): p
+                    for p in sorted(glob.glob(item, recursive=True), key=len, reverse=True)
+                    if os.path.isfile(p)
+                }.values()
+            )
             if not matches:
                 kind = "no file matches" if glob.has_magic(item) else "no such file"
                 raise FileNotFoundError(f"{item}: {kind}")
@@ -141,10 +148,22 @@ def _refuse_other_formats(path: str, start: bytes) -> None:
         raise ValueError(
             f"{path}: a zip archive; unpack it: unzip -p {path} | mb-data ... --input -"
         )
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError(f"{path}: UTF-16; write it anew: iconv -f utf-16 -t utf-8 {path}")
-    if start.startswith(b"ustar") or path.endswith((".tar", ".tar.gz", ".tgz", ".tar.zst")):
+    if encoding := _wide_encoding(start):
+        raise ValueError(f"{path}: {encoding}; write it anew: iconv -f {encoding} -t UTF-8 {path}")
+    if start[257:262] == b"ustar" or path.endswith((".tar", ".tar.gz", ".tgz", ".tar.zst")):
         raise ValueError(f"{path}: a tar archive; unpack it, or tar -xO it into standard input (-)")
+
+
+def _wide_encoding(start: bytes) -> str | None:
+    """The encoding of text in units of two or four bytes, by its byte order mark or its zeros."""
+    marks = {b"\xff\xfe\0\0": 32, b"\0\0\xfe\xff": 32, b"\xff\xfe": 16, b"\xfe\xff": 16}
+    for mark, bits in marks.items():
+        if start.startswith(mark):
+            return f"UTF-{bits}"
+    zeros = [byte == 0 for byte in start[:4]]
+    return {(False, True, False, True): "UTF-16LE", (True, False, True, False): "UTF-16BE"}.get(
+        tuple(zeros)
+    )
 
 
 def _find_remote(url: str) -> list[str]:

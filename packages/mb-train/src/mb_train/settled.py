@@ -47,6 +47,8 @@ SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--init-method-xavier-uniform": (0, "Megatron heeds it in vision models only"),
     "--data-parallel-random-init": (0, "all ranks begin from one initialization"),
     "--use-cpu-initialization": (0, "initialization does not depend on the number of ranks"),
+    "--fim-pad-token": (1, "rearranged samples are never short"),
+    "--fim-eod-token": (1, "documents end with the tokenizer's own end of document"),
     "--lazy-mpu-init": (1, "there is no such switch"),
     "--no-initialization": (0, "weights that are loaded are not drawn before"),
     "--empty-unused-memory-level": (1, "torch's allocator needs no help"),

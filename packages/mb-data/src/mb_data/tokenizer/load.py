@@ -245,7 +245,7 @@ def _find(name: str) -> list[Path]:
         paths = [paths[0].with_name("vocab.json"), paths[0].with_name("merges.txt")]
     for path in paths:
         if not path.is_file():
-            if path.parent != Path() or path.suffix:
+            if path.parent != Path() or path.suffix or len(paths) > 1:
                 _read(path)
             near = difflib.get_close_matches(name, NAMES, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""

@@ -74,6 +74,15 @@ class DataFields:
     fim_prefix_token: str = flag("what marks a document's prefix", "<fim_prefix>", on_load="said")
     fim_middle_token: str = flag("what marks its middle", "<fim_middle>", on_load="said")
     fim_suffix_token: str = flag("what marks its suffix", "<fim_suffix>", on_load="said")
+    fim_split_sample: str | None = flag(
+        "token between the fragments of a document, each rearranged by itself", on_load="said"
+    )
+    fim_fragment_rate: float = flag(
+        "share of the fragments so rearranged", 0.5, bounds=SHARE, on_load="said"
+    )
+    fim_no_prefix: str | None = flag(
+        "leave documents and fragments that begin so as they are", on_load="said"
+    )
     num_workers: int = flag("threads that prepare batches ahead", 2, bounds=AT_LEAST_0)
     data_cache_path: str | None = flag("folder for sample indices; default beside the data")
     # Another tokenizer is refused by its content, wherever its files lie: see `Run.identity`.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import mb_data
 import numpy as np
@@ -24,7 +24,7 @@ class GPTTask:
         config: the run.
         vocab_size: padded.
         eod: the end-of-document token.
-        marks: of fill-in-the-middle, if documents are so rearranged.
+        rearranged: what makes a dataset of rearranged documents of one, if they are to be.
 
     Raises:
         ValueError: an activation or experts that mb_layers refuses.
@@ -39,13 +39,13 @@ class GPTTask:
         *,
         vocab_size: int,
         eod: int,
-        marks: mb_data.MiddleTokens | None = None,
+        rearranged: Callable[[Dataset], Dataset] | None = None,
     ) -> None:
         self.loss_weights = {"lm loss": "weights_BS"}
         self.sequence_length = whole(config.seq_length)
         self.model_config = transformer_config(config, vocab_size)
         self.layers = self.model_config.num_layers
-        self._config, self._eod, self._marks = config, eod, marks
+        self._config, self._eod, self._rearranged = config, eod, rearranged
 
     def build_model(self, *, compute_dtype: torch.dtype) -> GPT:
         """A GPT with fresh weights."""
@@ -76,21 +76,10 @@ class GPTTask:
             parts = mb_data.build_packed_datasets(paths, eod=self._eod, **how)
         else:
             parts = mb_data.build_gpt_datasets(paths, **how)
-        train, valid, test = map(self._rearranged, parts)
-        return train, valid, test
-
-    def _rearranged(self, dataset: Dataset | None) -> Dataset | None:
-        config = self._config
-        if dataset is None or self._marks is None:
-            return dataset
-        return mb_data.FillInTheMiddle(
-            dataset,
-            self._marks,
-            eod=self._eod,
-            rate=config.fim_rate,
-            suffix_first_rate=config.fim_spm_rate,
-            seed=config.seed,
-        )
+        change = self._rearranged
+        if change is not None:
+            parts = cast(Datasets, tuple(part if part is None else change(part) for part in parts))
+        return parts
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
         """tokens_BS and labels_BS, one place apart, weights_BS, and what documents change.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mb_data
@@ -10,7 +12,7 @@ from mb_parallel import ParallelDims, ParallelMesh
 from torch import nn
 
 from mb_train.config import TrainConfig
-from mb_train.tasks.base import Task
+from mb_train.tasks.base import Dataset, Task
 from mb_train.tasks.bert import BertTask
 from mb_train.tasks.classify import ClassifyTask
 from mb_train.tasks.gpt import GPTTask
@@ -38,27 +40,49 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
         return ClassifyTask(config, tokenizer, vocab_size=vocab_size)
     if config.model == "ict":
         return ICTTask(config, tokenizer, vocab_size=vocab_size, mesh=mesh)
-    marks = _middle_tokens(config, tokenizer) if config.fim_data else None
-    return GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod, marks=marks)
+    fim = fill_in_the_middle(config, tokenizer) if config.fim_data else None
+    return GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod, rearranged=fim)
 
 
-def _middle_tokens(config: TrainConfig, tokenizer: Any) -> mb_data.MiddleTokens:
-    """Ids of the marks of fill-in-the-middle.
+def fill_in_the_middle(config: TrainConfig, tokenizer: Any) -> Callable[[Dataset], Dataset]:
+    """What makes `mb_data.FillInTheMiddle` of a dataset, by a run's `--fim-` flags.
 
     Raises:
         ValueError: the vocabulary has no such token.
     """
-    ids = {}
-    for part in mb_data.MiddleTokens._fields:
-        text = getattr(config, f"fim_{part}_token")
-        ids[part] = tokenizer.token_id(text)
-        if ids[part] is None:
+
+    def token(flag: str, text: str) -> int:
+        found = tokenizer.token_id(text)
+        if found is None:
             raise ValueError(
-                f"Expected --fim-{part}-token to be a special token of {tokenizer.name}, got "
-                f"{text!r}. Name one that it has, or append some: --vocab-extra-ids 3 makes "
-                "<extra_id_0> to <extra_id_2>."
+                f"Expected --{flag} to be a special token of {tokenizer.name}, got {text!r}. Name "
+                "one that it has, or append some: --vocab-extra-ids 3 makes <extra_id_0> to "
+                "<extra_id_2>."
             )
-    return mb_data.MiddleTokens(**ids)
+        return found
+
+    marks = mb_data.MiddleTokens(
+        token("fim-prefix-token", config.fim_prefix_token),
+        token("fim-middle-token", config.fim_middle_token),
+        token("fim-suffix-token", config.fim_suffix_token),
+    )
+    between, start = config.fim_split_sample, config.fim_no_prefix
+
+    def begins_so(tokens: Any) -> bool:
+        assert start is not None
+        return tokenizer.decode(tokens[: len(start.encode()) + 1]).startswith(start)
+
+    return partial(
+        mb_data.FillInTheMiddle,
+        marks=marks,
+        eod=tokenizer.eod,
+        rate=config.fim_rate,
+        suffix_first_rate=config.fim_spm_rate,
+        fragment_end=token("fim-split-sample", between) if between else None,
+        fragment_rate=config.fim_fragment_rate,
+        leave=begins_so if start else None,
+        seed=config.seed,
+    )
 
 
 def whole_model(

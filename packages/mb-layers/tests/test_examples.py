@@ -54,6 +54,27 @@ def test_benchmarks_run_tiny_on_cpu(
         assert rows[0]["round trip"]
 
 
+def test_blocks_without_a_model_are_dmoe_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of models with images, whose text part has groups, or no shared expert, or softmax."""
+    pytest.importorskip("transformers")
+    benchmarks = EXAMPLES.parent / "benchmarks"
+    monkeypatch.setattr("sys.argv", ["parts.py", "--smoke"])
+    monkeypatch.syspath_prepend(str(benchmarks))
+    runpy.run_path(str(benchmarks / "parts.py"))["main"]()
+    printed = capsys.readouterr().out
+    rows = json.loads(printed.splitlines()[-1])["rows"]
+    kinds = {(row["model"], row.get("groups")) for row in rows}
+    assert kinds == {
+        ("gemma4", None),
+        *(("mistral4", groups) for groups in (1, 4)),
+        *(("mimo_v2_flash", groups) for groups in (1, 4)),
+        ("qwen3_vl_moe", 1),
+    }
+    assert max(row[what] for row in rows for what in ("output", "gradients")) < 1e-5, printed
+
+
 def test_memory_by_option_is_what_the_page_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

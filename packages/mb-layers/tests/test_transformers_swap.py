@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import mb_layers.transformers as mb  # noqa: E402
-from mb_layers import MoEConfig  # noqa: E402
+from mb_layers import MoEConfig, add_lora, merge_lora  # noqa: E402
 from tiny_models import BLOCKS, build, outputs_and_gradients  # noqa: E402
 
 
@@ -206,6 +206,49 @@ def test_what_was_frozen_stays_frozen() -> None:
     mb.restore_blocks(model)
     for name, p in model.named_parameters():
         assert p.requires_grad == ("gate_up_proj" not in name and "shared_expert." not in name)
+
+
+@pytest.mark.parametrize("by", ["peft", "add_lora"])
+def test_adapters_on_swapped_blocks_are_saved_beside_the_blocks(by: str, tmp_path: Path) -> None:
+    model = build("qwen2_moe").eval()
+    original = copy.deepcopy(model)
+    tokens = torch.randint(3, 64, (2, 11))
+    layers = mb.swap_blocks(model)
+    swapped = copy.deepcopy(model)
+    adapted = model
+    if by == "peft":
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(
+            r=4,
+            target_modules=["q_proj"],
+            target_parameters=["experts.w1", "experts.w2"],
+            init_lora_weights=False,
+        )
+        adapted = peft.get_peft_model(model, config)
+        adapted.save_pretrained(tmp_path)
+        loaded = peft.PeftModel.from_pretrained(swapped, tmp_path)
+    else:
+        for tree in (model, swapped):
+            for name in layers:
+                add_lora(tree.get_submodule(name).moe.experts, rank=4, alpha=4.0)
+        for layer in layers.values():
+            layer.experts.parametrizations.w1[0].b.data.normal_()
+        loaded = swapped
+        loaded.load_state_dict(model.state_dict())
+        assert original.load_state_dict(model.state_dict(), strict=False).missing_keys == []
+    with torch.no_grad():
+        logits = adapted(input_ids=tokens).logits
+        torch.testing.assert_close(loaded(input_ids=tokens).logits, logits)
+        assert not torch.allclose(original(input_ids=tokens).logits, logits)
+        with pytest.raises(ValueError, match=r"a block without adapters, got moe\.experts.* merge"):
+            mb.restore_blocks(model)
+        if by == "peft":
+            model = adapted.merge_and_unload()
+        else:
+            for layer in layers.values():
+                merge_lora(layer.experts)
+        mb.restore_blocks(model)
+        torch.testing.assert_close(model(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
 
 
 def test_swap_refuses_what_it_cannot_do() -> None:

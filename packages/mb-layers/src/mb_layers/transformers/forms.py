@@ -79,6 +79,13 @@ def _deepseek_v2(config: Any) -> dict[str, Any]:
     return {"routed_scaling_factor": config.routed_scaling_factor, **groups}
 
 
+def _mistral4(config: Any) -> dict[str, Any]:
+    return _groups(config, 2) | {
+        "renormalize": getattr(config, "norm_topk_prob", True),
+        "routed_scaling_factor": config.routed_scaling_factor,
+    }
+
+
 def _deepseek_v3(config: Any) -> dict[str, Any]:
     return _groups(config, 2) | {
         "score_function": "sigmoid",
@@ -129,6 +136,7 @@ _CLASSES: dict[Form, tuple[str, ...]] = {
         "GraniteMoeSWAMoE",
         "HunYuanMoEV1Moe",
         "Qwen3_5MoeSparseMoeBlock",
+        "Qwen3VLMoeTextSparseMoeBlock",
     ),
     _softmax_and_bias: ("Ernie4_5_MoeSparseMoeBlock",),
     _sigmoid: ("FlintSparseMoeBlock",),
@@ -138,7 +146,8 @@ _CLASSES: dict[Form, tuple[str, ...]] = {
     _laguna: ("LagunaSparseMoeBlock",),
     _lfm2: ("Lfm2MoeSparseMoeBlock",),
     _cohere2: ("Cohere2MoeSparseMoeBlock",),
-    _deepseek_v2: ("DeepseekV2Moe", "DeepseekOcr2TextMoe"),
+    _deepseek_v2: ("DeepseekV2Moe", "DeepseekOcr2TextMoe", "UnlimitedOcrTextMoe"),
+    _mistral4: ("Mistral4MoE", "MistralLarge4TextMoE"),
     _deepseek_v3: (
         "DeepseekV3MoE",
         "DeepseekV32MoE",
@@ -151,6 +160,7 @@ _CLASSES: dict[Form, tuple[str, ...]] = {
         "Glm4vMoeTextMoE",
         "GlmMoeDsaMoE",
         "KimiLinearMoE",
+        "MiMoV2FlashMoE",
         "SolarOpenMoE",
     ),
 }

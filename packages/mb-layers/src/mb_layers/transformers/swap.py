@@ -8,7 +8,8 @@ accumulation steps, loss scale and mean over ranks reach it as they reach the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,18 +41,26 @@ class BlockAdapter(nn.Module):
         return y
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dict of the block that this layer replaced."""
+        """The state dict of the block that this layer replaced; adapters by names of their own."""
         destination, prefix = kwargs.get("destination"), kwargs.get("prefix", "")
         state = {} if destination is None else destination
         ours = self.moe.state_dict(keep_vars=kwargs.get("keep_vars", False))
-        theirs = translate_layer(ours, self.moe.config, self._names)
+        places = _places(ours)
+        weights = {name: ours.pop(place) for name, place in places.items()}
+        theirs = translate_layer(weights, self.moe.config, self._names)
         state.update({prefix + name: theirs[name] for name in self._names})
+        state.update({f"{prefix}moe.{name}": tensor for name, tensor in ours.items()})
         return state
 
     def block(self) -> nn.Module:
         """Return the original block with this layer's weights."""
         (block,) = self._block
         state = self.state_dict(keep_vars=True)
+        if more := state.keys() - set(self._names):
+            raise ValueError(
+                f"expected a block without adapters, got {', '.join(sorted(more))}; merge them "
+                "first: merge_lora, or PEFT's merge_and_unload"
+            )
         trainable = {name for name, tensor in state.items() if tensor.requires_grad}
         block.load_state_dict({name: t.detach() for name, t in state.items()}, assign=True)
         for name, parameter in block.named_parameters():
@@ -187,5 +196,17 @@ def _load_block_names(adapter: nn.Module, state: dict[str, Tensor], prefix: str,
     if not given.keys() >= set(adapter._names):
         return  # incomplete: load_state_dict names what is missing
     theirs = {name: state.pop(given[name]) for name in adapter._names}
+    places = _places(adapter.moe.state_dict())
     for name, tensor in translate_block(theirs, adapter.moe.config).items():
-        state[f"{prefix}moe.{name}"] = tensor
+        state[f"{prefix}moe.{places[name]}"] = tensor
+
+
+def _places(names: Iterable[str]) -> dict[str, str]:
+    """Where a layer's own tensors are, by name, when adapters are put on some of them."""
+    places = {}
+    for place in names:
+        name = re.sub(r"\.base_layer\b", "", place)  # PEFT's
+        name = re.sub(r"\bparametrizations\.(\w+)\.original$", r"\1", name)  # add_lora's
+        if not re.search(r"\.(lora_\w+|parametrizations)\.", name):
+            places[name] = place
+    return places

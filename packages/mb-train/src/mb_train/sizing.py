@@ -3,8 +3,8 @@
 Memory is counted from what our text keeps: fp32 weights, gradients and optimizer state, weights in
 the dtype of the arithmetic, and of every layer the tensors that its backward pass reads. The most
 is needed at the loss, when all layers have left theirs, or at the end of the backward pass, when
-all gradients are there. Time is arithmetic at the share of the device's peak that a dense model
-reaches, and traffic of the weights at its bandwidth; what ranks tell each other is not counted.
+all gradients are there. Time is arithmetic at the share of the peak that a dense model reaches, and
+traffic of the weights at the memory's bandwidth; what ranks tell each other is not counted.
 
 Letters: T tokens of a micro-batch, D hidden, F ffn width, H query heads, G key-value heads, C width
 of a head, K experts per token, L layers, E experts.

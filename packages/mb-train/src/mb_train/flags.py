@@ -44,6 +44,15 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message[:1].upper() + message[1:])
 
 
+def command_parser(name: str, description: str, *, loads: bool = False) -> Parser:
+    """The parser of `mb-train NAME`; `loads`: of a run's model, and the device to load it on."""
+    parser = Parser(prog=f"mb-train {name}", description=description)
+    if loads:
+        parser.add_argument("run", help="run folder, or one of its iteration folders")
+        parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    return parser
+
+
 _ABOUT = """\
 Train a transformer, dense or Mixture-of-Experts. With no flag: a small dropless MoE GPT on
 Python's own library.

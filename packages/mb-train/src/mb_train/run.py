@@ -17,7 +17,7 @@ import mb_data
 import torch
 import torch.distributed as dist
 from mb_data import Tokenizer
-from mb_parallel import ParallelDims, check_same, rank, world_size
+from mb_parallel import check_same, rank, world_size
 from mb_parallel.optimizer import describe
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from mb_train.checkpoint import Progress, load_checkpoint
 from mb_train.config import TrainConfig, whole
 from mb_train.data import Data, prepare_data
 from mb_train.folder_lock import locked
+from mb_train.layout import parallel_dims
 from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.reporting import (
     argument_lines,
@@ -285,21 +286,6 @@ def only_writer(save: str | None) -> Generator[list[str]]:
         if failure[0] is not None:
             raise failure[0]
         yield done
-
-
-def parallel_dims(config: TrainConfig, ranks: int) -> ParallelDims:
-    """How a run is spread over `ranks` ranks.
-
-    Raises:
-        ValueError: sizes that do not divide it.
-    """
-    return ParallelDims.for_world(
-        ranks,
-        tp=config.tensor_model_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        ep=config.expert_parallel_size(ranks),
-        dp_replicate=config.data_parallel_replicas,
-    )
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:

@@ -22,6 +22,7 @@ from torch import nn
 
 from mb_train.config import TrainConfig, whole
 from mb_train.flops import flops_per_token, peak_flops
+from mb_train.layout import parallel_dims
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
 
@@ -88,13 +89,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     """
     if config.model != "gpt":
         raise ValueError(f"Expected a GPT to plan for, got {config.model}.")
-    dims = ParallelDims.for_world(
-        ranks,
-        tp=config.tensor_model_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        ep=config.expert_parallel_size(ranks),
-        dp_replicate=config.data_parallel_replicas,
-    )
+    dims = parallel_dims(config, ranks)
     with torch.device("meta"):
         model = GPT(transformer_config(config, vocab_size))
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

@@ -7,11 +7,13 @@ Nothing else in the package lists fields by name.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -127,6 +129,21 @@ def whole(value: int | None) -> int:
     """A field that the checks have found to be there."""
     assert value is not None
     return value
+
+
+@contextlib.contextmanager
+def in_flags(names: Mapping[str, str]) -> Generator[None]:
+    """Within: a ValueError of another library names flags where it names its own arguments.
+
+    Args:
+        names: the field behind each argument.
+    """
+    try:
+        yield
+    except ValueError as error:
+        words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+        said = words.sub(lambda match: flag_name(names[match[1]]), str(error))
+        raise ValueError(said) from error
 
 
 def flag_name(name: str) -> str:

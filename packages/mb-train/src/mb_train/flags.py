@@ -173,9 +173,10 @@ def parse(
     parser = build_parser(commands)
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
-        known = [o for action in parser._actions for o in action.option_strings]
         word = unknown[0].split("=")[0]
-        kind = "flag" if word.startswith("-") else "argument"
+        kind, known = "argument", list(commands)
+        if word.startswith("-"):
+            kind, known = "flag", [o for a in parser._actions for o in a.option_strings]
         raise UsageError(f"Unknown {kind} {word}.{_nearest(word, known)}")
     values = vars(namespace)
     settled = [name for name in SETTLED if name in values]

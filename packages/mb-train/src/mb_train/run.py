@@ -279,8 +279,10 @@ def only_writer(save: str | None) -> Generator[list[str]]:
             try:
                 held.enter_context(locked(Path(save)))
                 done = run_folder.recover(Path(save))
-            except (ValueError, OSError) as error:
+            except ValueError as error:
                 failure = [error]
+            except OSError as error:
+                failure = [OSError(f"Cannot write into --save {save}: {error.strerror or error}.")]
         if world_size() > 1:
             dist.broadcast_object_list(failure, src=0)
         if failure[0] is not None:

@@ -114,6 +114,8 @@ def check_field(field: dataclasses.Field[Any], value: Any) -> None:
             f"Expected {about.count} values of {flag_name(field.name)}, got {len(value)}."
         )
     for item in value if isinstance(value, list) else [value]:
+        if item == "":
+            raise ValueError(f"Expected {flag_name(field.name)} to name something, got nothing.")
         if isinstance(item, float) and math.isinf(item):
             raise ValueError(f"Expected a finite {flag_name(field.name)}, got {item}.")
         if about.bounds is not None and not about.bounds.holds(item):

@@ -7,7 +7,8 @@ from mb_parallel import ParallelDims
 from mb_train.config import TrainConfig
 from mb_train.config.field import in_flags
 
-_FIELDS = {
+# The field behind each size that mb_parallel names.
+FIELDS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
@@ -21,6 +22,6 @@ def parallel_dims(config: TrainConfig, ranks: int) -> ParallelDims:
     Raises:
         ValueError: sizes that do not divide it.
     """
-    sizes = {name: getattr(config, field) for name, field in _FIELDS.items()}
-    with in_flags(_FIELDS):
+    sizes = {name: getattr(config, field) for name, field in FIELDS.items()}
+    with in_flags(FIELDS):
         return ParallelDims.for_world(ranks, **sizes | {"ep": config.expert_parallel_size(ranks)})

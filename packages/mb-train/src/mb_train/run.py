@@ -21,15 +21,15 @@ from mb_parallel import check_same, rank, world_size
 from mb_parallel.optimizer import describe
 from torch import Tensor
 
-from mb_train import run_folder
+from mb_train import layout, run_folder
 from mb_train.ahead import compile_ahead, outcome
 from mb_train.assemble import Assembled, assemble
 from mb_train.balance import BalancingBias
 from mb_train.checkpoint import Progress, load_checkpoint
 from mb_train.config import TrainConfig, whole
+from mb_train.config.field import in_flags
 from mb_train.data import Data, prepare_data
 from mb_train.folder_lock import locked
-from mb_train.layout import parallel_dims
 from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.reporting import (
     argument_lines,
@@ -87,7 +87,7 @@ class Run:
     def __init__(self, config: TrainConfig, device: torch.device, start: Start | None) -> None:
         self.last_sign = time.monotonic()
         check_same(config, "the configuration")  # first: with other sizes ranks make other groups
-        self.mesh = parallel_dims(config, world_size()).build(device.type)
+        self.mesh = layout.parallel_dims(config, world_size()).build(device.type)
         self.batch_size = config.batch_size(self.mesh.dp_size)
         # What the ranks of this start decided stays the run's own, on however many it goes on.
         config = dataclasses.replace(config, global_batch_size=self.batch_size)
@@ -133,9 +133,10 @@ class Run:
         # This rank's of the last step, on the device.
         self.last_losses: dict[str, Tensor] = {}
         with self.timers("model-and-optimizer-setup"):
-            self.model: Assembled = assemble(
-                self.task, config, self.mesh, device, self.compute_dtype
-            )
+            with in_flags(layout.FIELDS):
+                self.model: Assembled = assemble(
+                    self.task, config, self.mesh, device, self.compute_dtype
+                )
             self.optimizer = build_optimizer(self.model, config)
             self.scaler = build_scaler(config)
             self.balancing_bias = BalancingBias(self.model.parts, config, self.mesh)

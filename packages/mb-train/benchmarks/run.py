@@ -32,10 +32,10 @@ from mb_train.assemble import assemble
 from mb_train.balance import BalancingBias
 from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig, whole
+from mb_train.layout import parallel_dims
 from mb_train.metrics import Accumulator
 from mb_train.optimizer import build_optimizer
 from mb_train.recipes import recipe
-from mb_train.run import parallel_dims
 from mb_train.schedule import BatchSizes, build_schedule
 from mb_train.tasks import GPTTask
 from mb_train.timers import Timers

@@ -105,11 +105,15 @@ def _close(config: TrainConfig, result: Result) -> None:
         print(" nothing was kept: no --save")
         return
     folder = Path(config.save)
-    behind = ", the latest there is: the end of the run could not be saved"
-    print(f" checkpoint           {result.checkpoint}{behind * _unsaved(config, result)}")
+    kept = f"{result.checkpoint}, the latest there is" if result.checkpoint else "none"
+    kept = f"{kept}: the end of the run could not be saved"
+    if not _unsaved(config, result):
+        kept = str(result.checkpoint)
+    print(f" checkpoint           {kept}")
     print(f" picture              {draw(folder)}")
     print(f" log                  {folder / LOG_FILE}")
-    print(f" go on with           {command_line('--load', str(folder))}")
+    if result.checkpoint is not None:
+        print(f" go on with           {command_line('--load', str(folder))}")
 
 
 if __name__ == "__main__":

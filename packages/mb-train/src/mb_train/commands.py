@@ -9,16 +9,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mb_train.finetune import finetune
-from mb_train.flags import Parser
+from mb_train.flags import command_parser
 from mb_train.retrieval.commands import index, retrieve
 
-_DEVICES = ("auto", "cpu", "cuda")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def doctor(arguments: Sequence[str]) -> int:
     """What is this machine, and what is wrong with it?"""
-    parser = Parser(prog="mb-train doctor", description="What is this machine?")
+    parser = command_parser("doctor", "What is this machine?")
     parser.add_argument("--save", default="runs", help="folder that runs would be written to")
     options = parser.parse_args(arguments)
     from mb_train.doctor import diagnose
@@ -33,7 +32,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
 def report(arguments: Sequence[str]) -> int:
     """Draw the curves of one run or several."""
-    parser = Parser(prog="mb-train report", description="Draw the curves of one run or several.")
+    parser = command_parser("report", "Draw the curves of one run or several.")
     parser.add_argument("run", nargs="+", help="run folder; several are drawn side by side")
     parser.add_argument("--output", help="folder for picture and page; default the run's")
     parser.add_argument(
@@ -59,10 +58,10 @@ def report(arguments: Sequence[str]) -> int:
 
 def plan(arguments: Sequence[str]) -> int:
     """What a run will need."""
-    parser = Parser(
-        prog="mb-train plan",
-        description="What a run will need: parameters, memory per GPU, FLOPs, time of a step. "
-        "Takes the flags of a run beside its own.",
+    parser = command_parser(
+        "plan",
+        "What a run will need: parameters, memory per GPU, FLOPs, time of a step. Takes the flags "
+        "of a run beside its own.",
     )
     parser.add_argument("--gpus", type=int, help="ranks; default as many GPUs as there are, or 1")
     parser.add_argument("--gpu", help="name of the GPU (H200, MI300X, ...); default the one here")
@@ -92,10 +91,10 @@ def plan(arguments: Sequence[str]) -> int:
 
 def convert(arguments: Sequence[str]) -> int:
     """Hugging Face or Megatron folders to a run folder, and back to Hugging Face."""
-    parser = Parser(
-        prog="mb-train convert",
-        description="A Hugging Face folder (GPT-2, Mixtral, OLMoE, Qwen3-MoE) or a checkpoint of "
-        "Megatron's MegaBlocks fork to a run folder; a run folder to Hugging Face's format.",
+    parser = command_parser(
+        "convert",
+        "A Hugging Face folder (GPT-2, Mixtral, OLMoE, Qwen3-MoE) or a checkpoint of Megatron's "
+        "MegaBlocks fork to a run folder; a run folder to Hugging Face's format.",
     )
     parser.add_argument("source", help="Hugging Face folder, Megatron checkpoint, or run folder")
     parser.add_argument("target", help="folder to write, new or empty")
@@ -123,8 +122,7 @@ def convert(arguments: Sequence[str]) -> int:
 
 def generate(arguments: Sequence[str]) -> int:
     """Text from a checkpoint."""
-    parser = Parser(prog="mb-train generate", description="Text from a checkpoint.")
-    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser = command_parser("generate", "Text from a checkpoint.", loads=True)
     parser.add_argument(
         "--prompt", action="append", help="text to continue; several times for several texts"
     )
@@ -133,7 +131,6 @@ def generate(arguments: Sequence[str]) -> int:
     parser.add_argument("--top-k", type=int, default=0, help="choose among this many; 0 among all")
     parser.add_argument("--top-p", type=float, default=1.0, help="choose among this probability")
     parser.add_argument("--seed", type=int, default=0, help="of the choice; default 0")
-    parser.add_argument("--device", choices=_DEVICES, default="auto")
     options = parser.parse_args(arguments)
     from mb_train.generate import Generator, Sampling
 
@@ -161,8 +158,7 @@ def generate(arguments: Sequence[str]) -> int:
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Zero-shot tasks on a file."""
-    parser = Parser(prog="mb-train eval", description="Zero-shot tasks on a file.")
-    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser = command_parser("eval", "Zero-shot tasks on a file.", loads=True)
     parser.add_argument("file", nargs="?", help="what to evaluate on; lm_eval's tasks need none")
     parser.add_argument(
         "--task", default="perplexity",
@@ -176,7 +172,6 @@ def evaluate(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--batch-size", type=int, default=8, help="windows at a time; default 8")
     parser.add_argument("--include", type=Path, help="lm_eval: folder of further tasks")
-    parser.add_argument("--device", choices=_DEVICES, default="auto")
     options = parser.parse_args(arguments)
     import json
 
@@ -212,13 +207,9 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 def serve(arguments: Sequence[str]) -> int:
     """A model behind OpenAI's completions interface."""
-    parser = Parser(
-        prog="mb-train serve", description="A model behind OpenAI's completions interface."
-    )
-    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser = command_parser("serve", "A model behind OpenAI's completions interface.", loads=True)
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1, this machine alone")
     parser.add_argument("--port", type=int, default=8000, help="default 8000")
-    parser.add_argument("--device", choices=_DEVICES, default="auto")
     options = parser.parse_args(arguments)
     from mb_train.generate import Generator
     from mb_train.serve import serve

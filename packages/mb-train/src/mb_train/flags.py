@@ -44,6 +44,15 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message[:1].upper() + message[1:])
 
 
+def command_parser(name: str, description: str, *, loads: bool = False) -> Parser:
+    """The parser of `mb-train NAME`; `loads`: of a run's model, and the device to load it on."""
+    parser = Parser(prog=f"mb-train {name}", description=description)
+    if loads:
+        parser.add_argument("run", help="run folder, or one of its iteration folders")
+        parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    return parser
+
+
 _ABOUT = """\
 Train a transformer, dense or Mixture-of-Experts. With no flag: a small dropless MoE GPT on
 Python's own library.
@@ -164,9 +173,10 @@ def parse(
     parser = build_parser(commands)
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
-        known = [o for action in parser._actions for o in action.option_strings]
         word = unknown[0].split("=")[0]
-        kind = "flag" if word.startswith("-") else "argument"
+        kind, known = "argument", list(commands)
+        if word.startswith("-"):
+            kind, known = "flag", [o for a in parser._actions for o in a.option_strings]
         raise UsageError(f"Unknown {kind} {word}.{_nearest(word, known)}")
     values = vars(namespace)
     settled = [name for name in SETTLED if name in values]

@@ -17,16 +17,17 @@ import mb_data
 import torch
 import torch.distributed as dist
 from mb_data import Tokenizer
-from mb_parallel import ParallelDims, check_same, rank, world_size
+from mb_parallel import check_same, rank, world_size
 from mb_parallel.optimizer import describe
 from torch import Tensor
 
-from mb_train import run_folder
+from mb_train import layout, run_folder
 from mb_train.ahead import compile_ahead, outcome
 from mb_train.assemble import Assembled, assemble
 from mb_train.balance import BalancingBias
 from mb_train.checkpoint import Progress, load_checkpoint
 from mb_train.config import TrainConfig, whole
+from mb_train.config.field import in_flags
 from mb_train.data import Data, prepare_data
 from mb_train.folder_lock import locked
 from mb_train.optimizer import build_optimizer, build_scaler
@@ -86,7 +87,7 @@ class Run:
     def __init__(self, config: TrainConfig, device: torch.device, start: Start | None) -> None:
         self.last_sign = time.monotonic()
         check_same(config, "the configuration")  # first: with other sizes ranks make other groups
-        self.mesh = parallel_dims(config, world_size()).build(device.type)
+        self.mesh = layout.parallel_dims(config, world_size()).build(device.type)
         self.batch_size = config.batch_size(self.mesh.dp_size)
         # What the ranks of this start decided stays the run's own, on however many it goes on.
         config = dataclasses.replace(config, global_batch_size=self.batch_size)
@@ -132,9 +133,10 @@ class Run:
         # This rank's of the last step, on the device.
         self.last_losses: dict[str, Tensor] = {}
         with self.timers("model-and-optimizer-setup"):
-            self.model: Assembled = assemble(
-                self.task, config, self.mesh, device, self.compute_dtype
-            )
+            with in_flags(layout.FIELDS):
+                self.model: Assembled = assemble(
+                    self.task, config, self.mesh, device, self.compute_dtype
+                )
             self.optimizer = build_optimizer(self.model, config)
             self.scaler = build_scaler(config)
             self.balancing_bias = BalancingBias(self.model.parts, config, self.mesh)
@@ -278,28 +280,15 @@ def only_writer(save: str | None) -> Generator[list[str]]:
             try:
                 held.enter_context(locked(Path(save)))
                 done = run_folder.recover(Path(save))
-            except (ValueError, OSError) as error:
+            except ValueError as error:
                 failure = [error]
+            except OSError as error:
+                failure = [OSError(f"Cannot write into --save {save}: {error.strerror or error}.")]
         if world_size() > 1:
             dist.broadcast_object_list(failure, src=0)
         if failure[0] is not None:
             raise failure[0]
         yield done
-
-
-def parallel_dims(config: TrainConfig, ranks: int) -> ParallelDims:
-    """How a run is spread over `ranks` ranks.
-
-    Raises:
-        ValueError: sizes that do not divide it.
-    """
-    return ParallelDims.for_world(
-        ranks,
-        tp=config.tensor_model_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        ep=config.expert_parallel_size(ranks),
-        dp_replicate=config.data_parallel_replicas,
-    )
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:

@@ -3,8 +3,8 @@
 Memory is counted from what our text keeps: fp32 weights, gradients and optimizer state, weights in
 the dtype of the arithmetic, and of every layer the tensors that its backward pass reads. The most
 is needed at the loss, when all layers have left theirs, or at the end of the backward pass, when
-all gradients are there. Time is arithmetic at the share of the device's peak that a dense model
-reaches, and traffic of the weights at its bandwidth; what ranks tell each other is not counted.
+all gradients are there. Time is arithmetic at the share of the peak that a dense model reaches, and
+traffic of the weights at the memory's bandwidth; what ranks tell each other is not counted.
 
 Letters: T tokens of a micro-batch, D hidden, F ffn width, H query heads, G key-value heads, C width
 of a head, K experts per token, L layers, E experts.
@@ -22,6 +22,7 @@ from torch import nn
 
 from mb_train.config import TrainConfig, whole
 from mb_train.flops import flops_per_token, peak_flops
+from mb_train.layout import parallel_dims
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
 
@@ -88,13 +89,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     """
     if config.model != "gpt":
         raise ValueError(f"Expected a GPT to plan for, got {config.model}.")
-    dims = ParallelDims.for_world(
-        ranks,
-        tp=config.tensor_model_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        ep=config.expert_parallel_size(ranks),
-        dp_replicate=config.data_parallel_replicas,
-    )
+    dims = parallel_dims(config, ranks)
     with torch.device("meta"):
         model = GPT(transformer_config(config, vocab_size))
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, flag_name
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
@@ -17,6 +17,16 @@ def load_tokenizer(config: TrainConfig) -> Tokenizer:
         ValueError: an unknown name, a file that is no vocabulary, or a file that is missing.
         OSError: no such file.
     """
+    try:
+        return _load(config)
+    except ValueError as error:
+        names = ("tokenizer", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+        given = [n for n in (*names, "vocab_extra_ids") if getattr(config, n)]
+        said = " ".join(f"{flag_name(n)} {getattr(config, n)}" for n in given)
+        raise ValueError(f"{said}: {error}") from error
+
+
+def _load(config: TrainConfig) -> Tokenizer:
     import mb_data
 
     extra = config.vocab_extra_ids

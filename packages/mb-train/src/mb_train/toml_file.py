@@ -45,7 +45,7 @@ def read_toml(path: str) -> tuple[dict[str, Any], str | None]:
         raise UsageError(f"Expected recipe in {path} to be a name, got {named!r}.")
     for key, value in flat.items():
         if key not in _TYPES:
-            near = difflib.get_close_matches(key, _TYPES, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(key.lower(), _TYPES, n=1, cutoff=0.5)
             hint = f" The nearest is {near[0]}." if near else " See --help."
             raise UsageError(f"Unknown key {key!r} in {path}.{hint}")
         flat[key] = _checked(key, value, path)

@@ -7,11 +7,13 @@ Nothing else in the package lists fields by name.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,6 +114,8 @@ def check_field(field: dataclasses.Field[Any], value: Any) -> None:
             f"Expected {about.count} values of {flag_name(field.name)}, got {len(value)}."
         )
     for item in value if isinstance(value, list) else [value]:
+        if item == "":
+            raise ValueError(f"Expected {flag_name(field.name)} to name something, got nothing.")
         if isinstance(item, float) and math.isinf(item):
             raise ValueError(f"Expected a finite {flag_name(field.name)}, got {item}.")
         if about.bounds is not None and not about.bounds.holds(item):
@@ -127,6 +131,21 @@ def whole(value: int | None) -> int:
     """A field that the checks have found to be there."""
     assert value is not None
     return value
+
+
+@contextlib.contextmanager
+def in_flags(names: Mapping[str, str]) -> Generator[None]:
+    """Within: a ValueError of another library names flags where it names its own arguments.
+
+    Args:
+        names: the field behind each argument.
+    """
+    try:
+        yield
+    except ValueError as error:
+        words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+        said = words.sub(lambda match: flag_name(names[match[1]]), str(error))
+        raise ValueError(said) from error
 
 
 def flag_name(name: str) -> str:

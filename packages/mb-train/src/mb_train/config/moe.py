@@ -164,6 +164,12 @@ class MoEFields:
             if (layer := spec(f).layer) is not None
         } | {"capacity_factor": self.moe_capacity_factor or None}
 
+    @staticmethod
+    def moe_argument_names() -> dict[str, str]:
+        """The field behind each argument of `mb_layers.MoEConfig`."""
+        own = {spec(f).layer or "": f.name for f in fields(MoEFields) if spec(f).layer}
+        return own | {"capacity_factor": "moe_capacity_factor", "activation": "activation"}
+
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, has experts."""
         late = layer >= self.moe_first_k_dense

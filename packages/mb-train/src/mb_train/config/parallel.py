@@ -90,8 +90,9 @@ class ParallelFields:
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         if world_size % (tensor * pipeline):
             raise ValueError(
-                f"Expected tensor x pipeline parallel size = {tensor} x {pipeline} to divide the "
-                f"{world_size} ranks. Start a multiple of {tensor * pipeline}, or lower one."
+                "Expected --tensor-model-parallel-size x --pipeline-model-parallel-size = "
+                f"{tensor} x {pipeline} to divide the {world_size} ranks. Start a multiple of "
+                f"{tensor * pipeline}, or lower one."
             )
         return world_size // (tensor * pipeline)
 

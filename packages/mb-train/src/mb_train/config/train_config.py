@@ -125,6 +125,11 @@ class TrainConfig(
         return names
 
     def _check_positions(self) -> None:
+        if self.model == "gpt" and self.position_embedding_type == "relative":
+            raise ValueError(
+                "Expected --position-embedding-type learned, rope or none with --model gpt, got "
+                "relative."
+            )
         longest = max(whole(self.seq_length), self.decoder_seq_length or 0)
         if self.positions < longest:
             raise ValueError(

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mb_train.flags import Parser
-
-_DEVICES = ("auto", "cpu", "cuda")
+from mb_train.flags import command_parser
 
 
 def index(arguments: Sequence[str]) -> int:
     """Embed a corpus, and write its index."""
-    parser = Parser(
-        prog="mb-train index",
-        description="Embed every block of a corpus with a retriever (--model ict), write a FAISS "
-        "index of them, and report how often a sentence finds its block, beside BM25.",
+    parser = command_parser(
+        "index",
+        "Embed every block of a corpus with a retriever (--model ict), write a FAISS index of "
+        "them, and report how often a sentence finds its block, beside BM25.",
+        loads=True,
     )
-    parser.add_argument("run", help="run folder, or one of its iteration folders")
     parser.add_argument(
         "--corpus", required=True, metavar="PREFIX",
         help="token files of the corpus, split into sentences (mb-data preprocess)",
@@ -33,7 +31,6 @@ def index(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--queries", type=int, default=1000, help="sentences to look for; default 1000"
     )
-    parser.add_argument("--device", choices=_DEVICES, default="auto")
     options = parser.parse_args(arguments)
     from mb_train.retrieval.corpus_index import build_index
 
@@ -55,14 +52,12 @@ def index(arguments: Sequence[str]) -> int:
 
 def retrieve(arguments: Sequence[str]) -> int:
     """The blocks of an indexed corpus that are nearest to a query."""
-    parser = Parser(
-        prog="mb-train retrieve", description="The blocks of an indexed corpus nearest to a query."
+    parser = command_parser(
+        "retrieve", "The blocks of an indexed corpus nearest to a query.", loads=True
     )
-    parser.add_argument("run", help="run folder, or one of its iteration folders")
     parser.add_argument("query", help="in words")
     parser.add_argument("--index", help="folder of the index; default RUN/index")
     parser.add_argument("-k", "--count", type=int, default=5, help="how many; default 5")
-    parser.add_argument("--device", choices=_DEVICES, default="auto")
     options = parser.parse_args(arguments)
     from mb_train.retrieval.corpus_index import Retriever
 

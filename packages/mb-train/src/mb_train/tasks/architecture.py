@@ -5,6 +5,7 @@ from __future__ import annotations
 from mb_layers import MoEConfig
 
 from mb_train.config import TrainConfig, whole
+from mb_train.config.field import in_flags
 from mb_train.models.config import TransformerConfig
 from mb_train.models.transformer import output_std
 
@@ -58,11 +59,12 @@ def _experts(config: TrainConfig, output_init_std: float) -> MoEConfig | None:
     """The experts of a run; None for a dense model."""
     if config.moe_num_experts is None:
         return None
-    return MoEConfig(
-        hidden_size=whole(config.hidden_size),
-        ffn_hidden_size=config.expert_ffn_size,
-        activation=config.activation_name,
-        init_method_std=config.init_method_std,
-        output_init_std=output_init_std,
-        **config.moe_arguments(),
-    )
+    with in_flags(config.moe_argument_names()):
+        return MoEConfig(
+            hidden_size=whole(config.hidden_size),
+            ffn_hidden_size=config.expert_ffn_size,
+            activation=config.activation_name,
+            init_method_std=config.init_method_std,
+            output_init_std=output_init_std,
+            **config.moe_arguments(),
+        )

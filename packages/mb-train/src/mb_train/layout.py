@@ -1,0 +1,27 @@
+"""How the ranks of a run are divided."""
+
+from __future__ import annotations
+
+from mb_parallel import ParallelDims
+
+from mb_train.config import TrainConfig
+from mb_train.config.field import in_flags
+
+# The field behind each size that mb_parallel names.
+FIELDS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "dp_replicate": "data_parallel_replicas",
+}
+
+
+def parallel_dims(config: TrainConfig, ranks: int) -> ParallelDims:
+    """How a run is spread over `ranks` ranks.
+
+    Raises:
+        ValueError: sizes that do not divide it.
+    """
+    sizes = {name: getattr(config, field) for name, field in FIELDS.items()}
+    with in_flags(FIELDS):
+        return ParallelDims.for_world(ranks, **sizes | {"ep": config.expert_parallel_size(ranks)})

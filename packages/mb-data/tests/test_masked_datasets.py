@@ -263,6 +263,66 @@ class TestT5:
             for name, value in want.items():
                 assert sample[name].tolist() == value, (index, name)
 
+    def test_samples_that_share_sequences_fit_side_by_side(self, indexed):
+        found = {}
+        for shared in (False, True):
+            dataset = T5Dataset(
+                indexed,
+                range(indexed.num_documents),
+                vocabulary=VOCABULARY,
+                encoder_seq_length=40,
+                decoder_seq_length=11,
+                num_samples=100,
+                seed=3,
+                mask_prob=0.3,
+                mean_span=1.5,
+                share_decoder=shared,
+            )
+            lengths = dataset.lengths()
+            real = np.array(
+                [
+                    [np.sum(s["enc_mask"]), np.sum(s["dec_mask"])]
+                    for s in map(dataset.__getitem__, range(len(dataset)))
+                ]
+            )
+            assert (real <= lengths).all()
+            found[shared] = lengths, real
+        share = np.maximum(found[True][0][:, 0] * 11 // 40, 1)
+        assert found[True][0][:, 1].tolist() == share.tolist()
+        assert set(found[False][0][:, 1].tolist()) == {11}
+        assert found[True][1][:, 1].sum() < found[False][1][:, 1].sum()
+
+    def test_spans_are_as_long_as_asked_for(self, indexed):
+        means = []
+        for mean_span in (1.0, 1.5, 5.0):
+            dataset = T5Dataset(
+                indexed,
+                range(indexed.num_documents),
+                vocabulary=VOCABULARY,
+                encoder_seq_length=40,
+                decoder_seq_length=40,
+                num_samples=100,
+                seed=3,
+                mask_prob=0.3,
+                mean_span=mean_span,
+            )
+            samples = [dataset[i] for i in range(100)]
+            written = [s["text_dec"][s["dec_mask"] == 1] for s in samples]
+            spans = sum(int((tokens < 20).sum()) - 1 for tokens in written)
+            means.append((sum(map(len, written)) - len(written) - spans) / spans)
+        assert means[0] < means[1] < means[2]
+        with pytest.raises(ValueError, match="at least 1 word"):
+            T5Dataset(
+                indexed,
+                range(1),
+                vocabulary=VOCABULARY,
+                encoder_seq_length=40,
+                decoder_seq_length=40,
+                num_samples=1,
+                seed=3,
+                mean_span=0.5,
+            )
+
     @pytest.mark.parametrize(
         ("mask_prob", "decoder", "sentinels"),
         [(0.15, 40, 10), (0.5, 40, 10), (0.9, 6, 10), (0.5, 40, 1), (0.0, 1, 10), (0.5, 2, 10)],

@@ -1,101 +1,109 @@
-"""BERT and T5 beside transformers' compiled implementation, on one GPU, in one run.
+"""BERT, T5 and a retriever's towers beside transformers' compiled ones, on one GPU, in one run.
 
-    python packages/mb-train/benchmarks/models.py [bert] [t5]
+    python packages/mb-train/benchmarks/models.py [row ...]     rows by the start of their names
+    python packages/mb-train/benchmarks/models.py --tiny        the same text on a CPU, slowly
 
-BERT-110M: 64 sequences of 512, samples of 64 to 512 tokens, a seventh of them masked; padded, one
-sample to a sequence, and packed, as many as fit: theirs is padded, for its BERT knows no segments
-in a sequence. T5-220M: 32 sequences of 512 for the encoder and 114 for the decoder, relative
-positions. Both sides in bf16 autocast or its like, no dropout, compiled, AdamW in one pass; a step
-is forward, backward, clipping and optimizer. Counted are real tokens, not padding. Theirs gets SDPA
-and a head over masked places alone is not to be had: it scores every token, as people run it.
-Random tokens. Medians of the steps after the warm-up; a table, then one JSON document, come last.
+| row | what it trains |
+|---|---|
+| bert | BERT-110M, 32 sequences of 512, a seventh of the tokens masked |
+| t5 | T5-220M, 32 sequences of 512 to read and 128 to write, T5's positions or Megatron's |
+| ict | two towers of BERT-110M, 64 queries and 64 blocks of 256 |
+
+Samples have 64 to 512 tokens (a T5's decoder a quarter), a retriever's queries 8 to 64; "padded"
+has one in a sequence, "packed" as many as fit. transformers' models know no segments in a sequence
+and no positions of Megatron's: theirs are padded, and T5's own. Both sides: bf16 over fp32 weights
+(theirs by autocast), no dropout, compiled (ours block by block, theirs whole), AdamW in one pass,
+clipping; a step is all of that. Theirs gets SDPA; a head over masked places alone is not to be had
+there. Counted are real tokens.
+
+Every row is a process that builds, compiles and warms up beside the others; then each has the GPU
+for itself in turn. A rate is the median of windows of some steps; ours over theirs; one JSON
+document is the last line.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
-from mb_parallel import ParallelDims
-from mb_parallel.optimizer import clip_and_step
-from mb_train.assemble import assemble
-from mb_train.config import TrainConfig
-from mb_train.execute import weigh
-from mb_train.optimizer import build_optimizer
-from mb_train.recipes import recipe
-from mb_train.tasks.make import make_task
 
-WARM_UP, STEPS, VOCAB, LENGTH, TARGET = 5, 20, 30592, 512, 114
-BERT_ROWS, T5_ROWS = 64, 32
-DEVICE = torch.device("cuda")
+Arrays = dict[str, np.ndarray]
+Step = Callable[[], int]
+
+WARM_UP, WINDOWS, STEPS, BATCHES, MOST = 3, 5, 4, 3, 6
+TINY = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "ffn_hidden_size": 64}
 
 
-def time_steps(step: Callable[[], int]) -> dict[str, float]:
-    """Median tokens per second, the relative spread, and the memory at most."""
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(WARM_UP):
-        step()
-    seconds, tokens = [], []
-    for _ in range(STEPS):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        tokens.append(step())
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    rates = [count / s for count, s in zip(tokens, seconds, strict=True)]
-    middle = statistics.median(rates)
-    return {
-        "tokens_per_s": middle,
-        "spread": (max(rates) - min(rates)) / middle,
-        "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }
+class Sizes:
+    """Of a run on a GPU, or of one that shows on a CPU that nothing is broken."""
+
+    def __init__(self, tiny: bool) -> None:
+        self.tiny = tiny
+        self.device = torch.device("cpu" if tiny else "cuda")
+        self.vocab, self.length, self.target = (256, 48, 12) if tiny else (30592, 512, 128)
+        self.shortest, self.rows = (6, 4) if tiny else (64, 32)
+
+    def recipe(self, name: str, **change: Any) -> dict[str, Any]:
+        """Fields of a run: a recipe's, without dropout."""
+        from mb_train.recipes import recipe
+
+        fields = recipe(name) | {
+            "attention_dropout": 0.0, "hidden_dropout": 0.0, "save": None, "train_iters": 100,
+            "micro_batch_size": self.rows, "global_batch_size": self.rows,
+        }  # fmt: skip
+        if self.tiny:
+            fields |= TINY | {"bf16": False, "compile": False, "seq_length": self.length}
+            fields.pop("kv_channels", None)
+        return fields | change
+
+    def lengths(self, rng: np.random.Generator, count: int) -> list[int]:
+        """Tokens of some samples."""
+        return rng.integers(self.shortest, self.length + 1, count).tolist()
 
 
-def samples(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
-    """What BERT's dataset gives: samples of 64 to LENGTH tokens."""
-    made = []
-    for _ in range(count):
-        n = int(rng.integers(64, LENGTH + 1))
-        text, types, valid = np.zeros((3, LENGTH), np.int64)
-        text[:n], valid[:n], types[n // 2 : n] = rng.integers(5, 30000, n), 1, 1
-        labels = np.full(LENGTH, -1)
-        hidden = rng.choice(n, round(0.15 * n), replace=False)
-        labels[hidden] = text[hidden]
-        made.append({"text": text, "types": types, "padding_mask": valid, "labels": labels})
-    return made
+def on_device(
+    batches: list[Arrays], counted: tuple[str, ...], device: torch.device
+) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
+    """Batches again and again, and how many real tokens each has."""
+    counts = [sum(int(batch[name].sum()) for name in counted) for batch in batches]
+    there = [
+        {name: torch.from_numpy(np.ascontiguousarray(a)).to(device) for name, a in batch.items()}
+        for batch in batches
+    ]
+    while True:
+        for batch, count in zip(there, counts, strict=True):
+            yield dict(batch), count
 
 
-def packed(made: list[dict[str, Any]], rows: int, most: int) -> list[list[dict[str, Any]]]:
-    """Sequences of samples by next fit, `rows` of them."""
-    found, used = [[]], 0
-    for sample in made:
-        length = int(sample["padding_mask"].sum())
-        if used + length > LENGTH or len(found[-1]) == most:
-            found.append([])
-            used = 0
-        found[-1].append(sample)
-        used += length
-    return found[:rows]
+def our_step(fields: dict[str, Any], make: Callable[[Any], list[Arrays]], sizes: Sizes) -> Step:
+    """Our training step over the batches that `make` makes with the task."""
+    from mb_parallel import ParallelDims
+    from mb_parallel.optimizer import clip_and_step
+    from mb_train.assemble import assemble
+    from mb_train.config import TrainConfig
+    from mb_train.execute import weigh
+    from mb_train.optimizer import build_optimizer
+    from mb_train.tasks.make import make_task
 
-
-def ours(name: str, batches: list[dict[str, np.ndarray]], **change: Any) -> dict[str, float]:
-    """Our training step over batches of arrays, round and round."""
-    fields = recipe(name) | {
-        "attention_dropout": 0.0, "hidden_dropout": 0.0, "save": None, "train_iters": 100,
-    } | change  # fmt: skip
     config = TrainConfig(**fields)
-    mesh = ParallelDims().build("cuda")
-    task = make_task(config, None, vocab_size=VOCAB, mesh=mesh)
-    model = assemble(task, config, mesh, DEVICE, torch.bfloat16)
+    mesh = ParallelDims().build(sizes.device.type)
+    task = make_task(config, None, vocab_size=sizes.vocab, mesh=mesh)
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    model = assemble(task, config, mesh, sizes.device, dtype)
     optimizer = build_optimizer(model, config)
     model.train()
-    stream = _round(batches)
+    batches = make(task)
+    counted = tuple(name for name in batches[0] if "valid" in name)
+    stream = on_device(batches, counted, sizes.device)
 
     def step() -> int:
         batch, tokens = next(stream)
@@ -107,19 +115,20 @@ def ours(name: str, batches: list[dict[str, np.ndarray]], **change: Any) -> dict
         optimizer.zero_grad(set_to_none=True)
         return tokens
 
-    return time_steps(step)
+    return step
 
 
-def theirs(model: torch.nn.Module, batches: list[dict[str, np.ndarray]]) -> dict[str, float]:
+def their_step(model: torch.nn.Module, batches: list[Arrays], sizes: Sizes) -> Step:
     """The step of a transformers model, compiled whole."""
-    model = model.to(DEVICE).train()
-    run = torch.compile(model)
+    model = model.to(sizes.device).train()
+    run = model if sizes.tiny else torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    stream = _round(batches)
+    counted = tuple(name for name in batches[0] if "attention_mask" in name)
+    stream = on_device(batches, counted, sizes.device)
 
     def step() -> int:
         batch, tokens = next(stream)
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(sizes.device.type, torch.bfloat16, enabled=not sizes.tiny):
             loss = run(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
@@ -127,44 +136,79 @@ def theirs(model: torch.nn.Module, batches: list[dict[str, np.ndarray]]) -> dict
         optimizer.zero_grad(set_to_none=True)
         return tokens
 
-    return time_steps(step)
+    return step
 
 
-def _round(batches: list[dict[str, np.ndarray]]) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
-    """Batches on the device, again and again, and how many real tokens each has."""
-    counts = [
-        sum(int(a.sum()) for n, a in batch.items() if "valid" in n or "attention_mask" in n)
-        for batch in batches
-    ]
-    there = [
-        {n: torch.from_numpy(np.ascontiguousarray(a)).to(DEVICE) for n, a in batch.items()}
-        for batch in batches
-    ]
-    while True:
-        for batch, count in zip(there, counts, strict=True):
-            yield dict(batch), count
+def bert_samples(sizes: Sizes, rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
+    """What a BERT's dataset gives."""
+    made = []
+    for n in sizes.lengths(rng, count):
+        text, types, valid = np.zeros((3, sizes.length), np.int64)
+        text[:n], valid[:n], types[n // 2 : n] = rng.integers(5, sizes.vocab - 92, n), 1, 1
+        labels = np.full(sizes.length, -1)
+        hidden = rng.choice(n, max(round(0.15 * n), 1), replace=False)
+        labels[hidden] = text[hidden]
+        made.append({"text": text, "types": types, "padding_mask": valid, "labels": labels})
+    return made
 
 
-def bert() -> dict[str, dict[str, float]]:
-    """Ours padded and packed, theirs padded."""
-    from transformers import BertConfig, BertForMaskedLM
+def t5_samples(sizes: Sizes, rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
+    """What a T5's dataset gives: a quarter as much to write as to read."""
+    made = []
+    for n in sizes.lengths(rng, count):
+        sample: dict[str, Any] = {}
+        for side, length, real in (("enc", sizes.length, n), ("dec", sizes.target, n // 4)):
+            text, valid = np.zeros((2, length), np.int64)
+            text[:real], valid[:real] = rng.integers(5, sizes.vocab - 92, real), 1
+            sample |= {f"text_{side}": text, f"{side}_mask": valid}
+        written = sample["dec_mask"]
+        labels = np.where(written > 0, np.roll(sample["text_dec"], -1), -1)
+        made.append(sample | {"labels": labels, "loss_mask": written})
+    return made
 
-    rng, rows, most = np.random.default_rng(0), BERT_ROWS, 6
-    plain = [samples(rng, rows) for _ in range(3)]
-    change = {"bert_binary_head": False, "micro_batch_size": rows, "global_batch_size": rows}
-    found = {}
-    for label, samples_per_sequence in (("padded", 1), ("packed", most)):
-        given = change | {"samples_per_sequence": samples_per_sequence}
-        config = TrainConfig(**(recipe("bert-110m") | given))
-        task = make_task(config, None, vocab_size=VOCAB, mesh=ParallelDims().build("cuda"))
-        chosen: list[Any] = plain
-        if samples_per_sequence > 1:
-            chosen = [packed(samples(rng, 2 * rows), rows, most) for _ in range(3)]
-        found[label] = ours("bert-110m", [task.collate(part) for part in chosen], **given)
-    config = BertConfig(
-        vocab_size=VOCAB, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        attn_implementation="sdpa",
+
+def packed(made: list[dict[str, Any]], valid: str, sizes: Sizes) -> list[list[dict[str, Any]]]:
+    """Sequences of samples by next fit."""
+    found, used = [[]], 0
+    for sample in made:
+        length = int(sample[valid].sum())
+        if used + length > sizes.length or len(found[-1]) == MOST:
+            found.append([])
+            used = 0
+        found[-1].append(sample)
+        used += length
+    return found[: sizes.rows]
+
+
+def ours_of_text(name: str, *, packing: bool, **change: Any) -> Callable[[Sizes], Step]:
+    """A row of ours: BERT or T5."""
+    make, valid, model = (
+        (bert_samples, "padding_mask", "bert-110m") if name == "bert"
+        else (t5_samples, "enc_mask", "t5-220m")
     )  # fmt: skip
+
+    def build(sizes: Sizes) -> Step:
+        fields = sizes.recipe(model, samples_per_sequence=MOST if packing else 1, **change)
+        if name == "t5":
+            fields["decoder_seq_length"] = sizes.target
+
+        def batches(task: Any) -> list[Arrays]:
+            rng = np.random.default_rng(0)
+            if not packing:
+                return [task.collate(make(sizes, rng, sizes.rows)) for _ in range(BATCHES)]
+            many = (make(sizes, rng, 3 * sizes.rows) for _ in range(BATCHES))
+            return [task.collate(packed(part, valid, sizes)) for part in many]
+
+        return our_step(fields, batches, sizes)
+
+    return build
+
+
+def their_bert(sizes: Sizes) -> Step:
+    """BertForMaskedLM."""
+    from transformers import BertForMaskedLM
+
+    rng = np.random.default_rng(0)
     batches = [
         {
             "input_ids": np.stack([s["text"] for s in part]),
@@ -172,68 +216,190 @@ def bert() -> dict[str, dict[str, float]]:
             "attention_mask": np.stack([s["padding_mask"] for s in part]),
             "labels": np.stack([np.where(s["labels"] < 0, -100, s["labels"]) for s in part]),
         }
-        for part in plain
+        for part in (bert_samples(sizes, rng, sizes.rows) for _ in range(BATCHES))
     ]
-    return found | {"transformers, padded": theirs(BertForMaskedLM(config), batches)}
+    return their_step(BertForMaskedLM(_bert_config(sizes)), batches, sizes)
 
 
-def t5() -> dict[str, dict[str, float]]:
-    """Ours with T5's relative positions, and with learned ones; theirs."""
+def their_t5(sizes: Sizes) -> Step:
+    """T5ForConditionalGeneration."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    rng, rows = np.random.default_rng(0), T5_ROWS
-    encoder = [rng.integers(5, 30000, (rows, LENGTH)) for _ in range(3)]
-    decoder = [rng.integers(5, 30000, (rows, TARGET)) for _ in range(3)]
-    ones = np.ones((rows, LENGTH), np.int64)
-    lengths = rng.integers(64, LENGTH + 1, (3, rows))
-    valid = [(np.arange(LENGTH) < n[:, None]).astype(np.int64) * ones for n in lengths]
-    batches = [
-        {
-            "tokens_BS": x, "ends_BN": np.stack([v.sum(1), np.full(rows, LENGTH)], 1),
-            "valid_BS": v, "decoder_tokens_BR": y, "labels_BR": y,
-            "decoder_ends_BN": np.full((rows, 2), TARGET),
-            "decoder_valid_BR": np.ones_like(y), "weights_BR": np.ones(y.shape, np.float32),
-        }
-        for x, y, v in zip(encoder, decoder, valid, strict=True)
-    ]  # fmt: skip
-    found = {}
-    for positions in ("relative", "learned"):
-        found[f"padded, {positions}"] = ours(
-            "t5-220m", batches, micro_batch_size=rows, global_batch_size=rows,
-            decoder_seq_length=TARGET, position_embedding_type=positions,
-        )  # fmt: skip
+    rng = np.random.default_rng(0)
+    names = {"text_enc": "input_ids", "enc_mask": "attention_mask",
+             "text_dec": "decoder_input_ids", "dec_mask": "decoder_attention_mask"}  # fmt: skip
+    batches = []
+    for _ in range(BATCHES):
+        part = t5_samples(sizes, rng, sizes.rows)
+        batch = {theirs: np.stack([s[ours] for s in part]) for ours, theirs in names.items()}
+        labels = np.stack([s["labels"] for s in part])
+        batches.append(batch | {"labels": np.where(labels < 0, -100, labels)})
+    width = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16}
+    base = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
     config = T5Config(
-        vocab_size=VOCAB, d_model=768, d_ff=3072, num_layers=12, num_heads=12, dropout_rate=0.0,
-        decoder_start_token_id=0, use_cache=False,
+        vocab_size=sizes.vocab, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False,
+        **(width if sizes.tiny else base),
     )  # fmt: skip
-    given = [
-        {
-            "input_ids": x, "attention_mask": v, "decoder_input_ids": y,
-            "decoder_attention_mask": np.ones_like(y), "labels": y,
-        }
-        for x, y, v in zip(encoder, decoder, valid, strict=True)
-    ]  # fmt: skip
-    return found | {"transformers, padded": theirs(T5ForConditionalGeneration(config), given)}
+    config._attn_implementation = "sdpa"
+    return their_step(T5ForConditionalGeneration(config), batches, sizes)
 
 
-def main(names: list[str]) -> None:
-    """Run what is asked for, and print the table."""
-    torch.set_float32_matmul_precision("high")
-    results = {}
-    for name, measure in (("bert", bert), ("t5", t5)):
-        if not names or name in names:
-            results[name] = measure()
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for name, rows in results.items():
-        base = rows["transformers, padded"]["tokens_per_s"]
-        for label, row in rows.items():
-            rate, spread = row["tokens_per_s"], row["spread"]
-            print(
-                f"{name:5} {label:22} {rate:11,.0f} tokens/s  {rate / base:5.2f} x  spread "
-                f"{spread:4.0%}  {row['memory_gib']:5.1f} GiB"
+def pairs(sizes: Sizes) -> list[Arrays]:
+    """Queries and blocks for a retriever, [2 rows, half a length]."""
+    rng, rows, length = np.random.default_rng(0), 2 * sizes.rows, sizes.length // 2
+    found = []
+    for _ in range(BATCHES):
+        batch: Arrays = {}
+        for side, least, most in (("query", 8, length // 4), ("block", length // 2, length)):
+            n = rng.integers(min(least, most), most + 1, rows)
+            valid = (np.arange(length) < n[:, None]).astype(np.int64)
+            batch[f"{side}_BS"] = rng.integers(5, sizes.vocab - 92, (rows, length)) * valid
+            batch[f"{side}_valid_BS"] = valid
+        found.append(batch)
+    return found
+
+
+def our_ict(sizes: Sizes) -> Step:
+    """Two towers of ours."""
+
+    def batches(task: Any) -> list[Arrays]:
+        ones = np.ones(2 * sizes.rows, np.float32)
+        return [{"tokens_BS": b.pop("query_BS"), **b, "weights_B": ones} for b in pairs(sizes)]
+
+    rows = {"micro_batch_size": 2 * sizes.rows, "global_batch_size": 2 * sizes.rows}
+    fields = sizes.recipe("ict-bert", **rows, seq_length=sizes.length // 2)
+    return our_step(fields, batches, sizes)
+
+
+def their_ict(sizes: Sizes) -> Step:
+    """Two BertModels and the same loss."""
+    from transformers import BertModel
+
+    class Towers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = _bert_config(sizes)
+            self.towers = torch.nn.ModuleList(
+                BertModel(config, add_pooling_layer=False) for _ in range(2)
             )
+            self.maps = torch.nn.ModuleList(
+                torch.nn.Linear(config.hidden_size, 128) for _ in range(2)
+            )
+            self.scale = config.hidden_size**-0.5
+
+        def forward(self, **batch: torch.Tensor) -> Any:
+            found = []
+            for side, tower, to in zip(("query", "block"), self.towers, self.maps, strict=True):
+                ids, mask = batch[f"{side}_BS"], batch[f"{side}_attention_mask"]
+                states = tower(input_ids=ids, attention_mask=mask).last_hidden_state
+                found.append(to(states[:, 0]))
+            scores = found[0].float() @ found[1].float().t() * self.scale
+            own = torch.arange(len(scores), device=scores.device)
+            return argparse.Namespace(loss=torch.nn.functional.cross_entropy(scores, own))
+
+    batches = [
+        {name.replace("valid_BS", "attention_mask"): a for name, a in batch.items()}
+        for batch in pairs(sizes)
+    ]
+    return their_step(Towers(), batches, sizes)
+
+
+def _bert_config(sizes: Sizes) -> Any:
+    from transformers import BertConfig
+
+    width = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "intermediate_size": 64}  # fmt: skip
+    return BertConfig(
+        vocab_size=sizes.vocab, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        attn_implementation="sdpa", **(width if sizes.tiny else {}),
+    )  # fmt: skip
+
+
+_RELATIVE = {"position_embedding_type": "relative"}
+_NO_ORDER = {"bert_binary_head": False}
+ROWS: dict[str, Callable[[Sizes], Step]] = {
+    "bert transformers": their_bert,
+    "bert padded": ours_of_text("bert", packing=False, **_NO_ORDER),
+    "bert packed": ours_of_text("bert", packing=True, **_NO_ORDER),
+    "t5 transformers": their_t5,
+    "t5 padded, T5's positions": ours_of_text("t5", packing=False, **_RELATIVE),
+    "t5 packed, T5's positions": ours_of_text("t5", packing=True, **_RELATIVE),
+    "t5 padded, Megatron's": ours_of_text("t5", packing=False),
+    "t5 packed, Megatron's": ours_of_text("t5", packing=True),
+    "ict transformers": their_ict,
+    "ict padded": our_ict,
+}
+
+
+def measure(row: str, tiny: bool, parent: Connection) -> None:
+    """A row's process: get ready, say so, wait for its turn, answer."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    torch.set_float32_matmul_precision("high")
+    sizes = Sizes(tiny)
+    wait = (lambda: None) if tiny else torch.cuda.synchronize
+    begun = time.perf_counter()
+    step = ROWS[row](sizes)
+    for _ in range(1 if tiny else WARM_UP + BATCHES):
+        step()
+    wait()
+    parent.send(time.perf_counter() - begun)
+    parent.recv()
+    rates = []
+    for _ in range(1 if tiny else WINDOWS):
+        wait()
+        begun, tokens = time.perf_counter(), 0
+        for _ in range(STEPS):
+            tokens += step()
+        wait()
+        rates.append(tokens / (time.perf_counter() - begun))
+    middle = statistics.median(rates)
+    found = {"tokens_per_s": middle, "spread": (max(rates) - min(rates)) / middle}
+    if not tiny:
+        found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    parent.send(found)
+
+
+def main() -> None:
+    """Run what is asked for, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("rows", nargs="*", help="which, by the start of their names; default all")
+    parser.add_argument("--tiny", action="store_true", help="on a CPU, to see that it runs")
+    parser.add_argument("--ready-by", type=float, default=70.0, help="seconds to get ready in")
+    options = parser.parse_args()
+    chosen = [r for r in ROWS if not options.rows or r.startswith(tuple(options.rows))]
+    spawn, begun, there = get_context("spawn"), time.monotonic(), {}
+    for row in chosen:
+        here, far = spawn.Pipe()
+        process = spawn.Process(target=measure, args=(row, options.tiny, far), daemon=True)
+        process.start()
+        far.close()
+        there[row] = process, here
+    ready = []
+    for row, (process, here) in there.items():
+        try:
+            if here.poll(max(options.ready_by - (time.monotonic() - begun), 0.1)):
+                print(f"{row}: ready in {here.recv():.0f} s", flush=True)
+                ready.append(row)
+                continue
+            print(f"{row}: not ready in time", flush=True)
+        except EOFError:
+            print(f"{row}: failed", flush=True)
+        process.kill()
+    results: dict[str, dict[str, float]] = {}
+    for row in ready:
+        process, here = there[row]
+        here.send("go")
+        found = results[row] = here.recv()
+        process.join()
+        base = results.get(f"{row.split()[0]} transformers", {}).get("tokens_per_s")
+        share = "" if base is None else f"  {found['tokens_per_s'] / base:5.2f} x"
+        print(
+            f"{row:26} {found['tokens_per_s']:11,.0f} tokens/s{share}  spread "
+            f"{found['spread']:4.0%}  {found.get('memory_gib', 0):5.1f} GiB",
+            flush=True,
+        )
     print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -20,14 +20,15 @@ from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
-from mb_train.models.relative import near_scores, relative_buckets
+from mb_train.models.relative import RelativeBias, near_scores, relative_buckets
 from mb_train.models.segments import within_segments
 from mb_train.models.t5 import T5
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.bert import BertTask
 from mb_train.tasks.ict import ICTTask
 from mb_train.tasks.make import whole_model
-from mb_train.tasks.packed import PackedSamples, bert_lengths
+from mb_train.tasks.packed import PackedSamples, sample_lengths
+from mb_train.tasks.t5 import T5Task
 
 B, S, R, M, V = 3, 10, 7, 3, 37
 LENGTHS, WRITTEN = torch.tensor([10, 6, 1]), torch.tensor([7, 3, 2])
@@ -383,11 +384,51 @@ def test_packed_samples_give_the_losses_of_each_by_itself(positions, binary_head
         loss = torch.stack(list(output.losses.values())).sum()
         grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         found.append((output, [g for g in grads if g is not None]))
-    (one, grads), (other, others) = found
+    _assert_alike(*found)
+
+
+def _assert_alike(one, other):
+    """Outputs and gradients."""
+    (one, grads), (other, others) = one, other
     torch.testing.assert_close(one.losses, other.losses)
-    torch.testing.assert_close(grads, others, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads, others, rtol=1e-4, atol=1e-4)
     counts = "tokens_per_expert"
     assert torch.equal(one.metrics[counts], other.metrics[counts])
+
+
+def t5_sample(read, written, seed):
+    g = np.random.default_rng(seed)
+    sample = {name: np.zeros(S, np.int64) for name in ("text_enc", "enc_mask")}
+    sample |= {name: np.zeros(R, np.int64) for name in ("text_dec", "dec_mask", "loss_mask")}
+    sample["labels"] = np.full(R, -1)
+    sample["text_enc"][:read], sample["enc_mask"][:read] = g.integers(V, size=read), 1
+    for name in ("text_dec", "labels"):
+        sample[name][:written] = g.integers(V, size=written)
+    sample["dec_mask"][:written] = sample["loss_mask"][:written] = 1
+    return sample
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope", "relative"])
+def test_packed_samples_of_a_t5_give_the_losses_of_each_by_itself(positions):
+    """Also where one of the two sequences has no padding, or both are full."""
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": S}
+    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "model": "t5"}
+    more = {"decoder_seq_length": R, "samples_per_sequence": 3}
+    task = T5Task(TrainConfig(**sizes, **run, **more), None, vocab_size=V)
+    lengths = [(4, 3), (3, 1), (3, 2), (S, R), (5, 1), (2, 2)]
+    samples = [t5_sample(*both, seed) for seed, both in enumerate(lengths)]
+    packed = task.collate([samples[:3], samples[3:4], samples[4:]])
+    assert packed["ends_BN"].tolist() == [[4, 7, 10, 10], [10, 10, 10, 10], [5, 7, 7, 10]]
+    assert packed["decoder_ends_BN"].tolist() == [[3, 4, 6, 7], [7, 7, 7, 7], [1, 3, 3, 7]]
+    torch.manual_seed(0)
+    model = T5(replace(EXPERTS, positions=positions), decoder_layers=1)
+    found = []
+    for arrays in (packed, task.collate(samples)):
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        output = model(batch.pop("tokens_BS"), **batch)
+        grads = torch.autograd.grad(output.losses["lm loss"], list(model.parameters()))
+        found.append((output, grads))
+    _assert_alike(*found)
 
 
 @pytest.mark.gpu
@@ -418,8 +459,11 @@ def test_flash_attention_over_segments_is_the_masked_one(dtype):
 
 def test_samples_are_packed_in_their_order():
     lengths = np.array([4, 3, 2, 2, 10, 1, 1, 1, 1])
-    packed = PackedSamples(list(range(9)), lengths, room=10, most=3)
+    packed = PackedSamples(list(range(9)), lengths[:, None], rooms=[10], most=3)
     assert [packed[i] for i in range(len(packed))] == [[0, 1, 2], [3], [4], [5, 6, 7], [8]]
+    two = np.stack([lengths, [1, 1, 1, 5, 1, 5, 1, 1, 1]], axis=1)
+    packed = PackedSamples(list(range(9)), two, rooms=[10, 5], most=3)
+    assert [packed[i] for i in range(len(packed))] == [[0, 1, 2], [3], [4], [5], [6, 7, 8]]
 
 
 def test_fewer_sequences_take_the_same_samples(tmp_path):
@@ -446,8 +490,8 @@ def test_fewer_sequences_take_the_same_samples(tmp_path):
     for index in range(len(train)):
         found = [int(sample["padding_mask"].sum()) for sample in train[index]]
         assert sum(found) <= 40
-    lengths = bert_lengths(train.dataset).tolist()
-    assert lengths == [int(sample["padding_mask"].sum()) for sample in train.dataset]
+    lengths = sample_lengths(train.dataset).tolist()
+    assert lengths == [[int(sample["padding_mask"].sum())] for sample in train.dataset]
     assert max(len(train[index]) for index in range(len(train))) > 1
 
 
@@ -462,3 +506,18 @@ def test_heads_begin_near(bidirectional):
     else:
         assert first[:4] == [-3, -2, -1, 0]
     assert scores.min() >= -8
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("length", [1, 2, 7, 300])
+def test_a_bias_is_the_tables_row_of_the_distance(bidirectional, length):
+    torch.manual_seed(0)
+    bias = RelativeBias(SMALL, bidirectional=bidirectional)
+    places = torch.arange(length)
+    buckets = relative_buckets(places - places[:, None], bidirectional=bidirectional)
+    want, got = bias.table(buckets).permute(2, 0, 1)[None], bias(length)
+    assert torch.equal(got, want)
+    assert got.is_contiguous()
+    weight = torch.randn_like(want)
+    grads = [torch.autograd.grad((x * weight).sum(), bias.table.weight)[0] for x in (got, want)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-2)

@@ -81,6 +81,13 @@ class BertDataset:
     def __len__(self) -> int:
         return len(self.mapping)
 
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[samples, 1]: tokens, special ones included; no sample is read."""
+        first, end, target = np.asarray(self.mapping, np.int64).T
+        before = np.concatenate([[0], np.cumsum(self.indexed.sizes, dtype=np.int64)])
+        special = 2 + self.binary_head  # [CLS], and [SEP] behind each segment
+        return (np.minimum(before[end] - before[first], target) + special)[:, None]
+
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64] | int]:
         """Sample ``index``.
 

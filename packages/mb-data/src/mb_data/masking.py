@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 BERT_NGRAMS = 3
 T5_LONGEST_SPAN = 10  # words
-T5_GEOMETRIC = 0.2  # SpanBERT's; the mean before clipping is 5 words
+T5_MEAN_SPAN = 5.0  # words, before clipping: SpanBERT's geometric distribution with p = 0.2
 
 
 class MaskingTokenizer(Protocol):
@@ -155,8 +155,9 @@ def mask_t5(
     probability: float,
     max_predictions: float,
     max_target: int,
+    mean_span: float = T5_MEAN_SPAN,
 ) -> list[list[int]]:
-    """Choose the runs of positions to hide, in order.
+    """Choose the runs of positions to hide, in order, of ``mean_span`` words before clipping.
 
     Never more runs than sentinels, nor more tokens than ``max_target`` holds with a sentinel before
     each run; Megatron fails on samples that need more.
@@ -168,7 +169,7 @@ def mask_t5(
         return len(spans) < len(vocabulary.sentinels) and used + 1 + len(span) <= max_target
 
     def words_to_hide() -> int:
-        return min(int(rng.geometric(T5_GEOMETRIC)), T5_LONGEST_SPAN)
+        return min(int(rng.geometric(1 / mean_span)), T5_LONGEST_SPAN)
 
     budget = _budget(len(tokens), probability, max_predictions)
     words = vocabulary.words(tokens)

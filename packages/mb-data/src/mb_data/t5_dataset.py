@@ -20,7 +20,14 @@ import numpy.typing as npt
 
 from mb_data.blend import DataPaths, Parts, build_parts
 from mb_data.indexed_dataset import IndexedDataset
-from mb_data.masking import MaskingTokenizer, Vocabulary, mask_t5, pad_to, visible
+from mb_data.masking import (
+    T5_MEAN_SPAN,
+    MaskingTokenizer,
+    Vocabulary,
+    mask_t5,
+    pad_to,
+    visible,
+)
 from mb_data.sentence_index import sample_mapping
 
 ADDED = 2  # what Megatron leaves free in the encoder
@@ -39,6 +46,9 @@ class T5Dataset:
         seed: of the order and of the samples.
         mask_prob: share of the tokens to hide.
         short_seq_prob: share of samples with a shorter target.
+        mean_span: words of a hidden run in the mean, before runs of more than 10 are cut to 10.
+        share_decoder: samples are to share sequences: none takes more of the decoder than its text
+            may take of the encoder, so that what fits together in one fits in the other.
         cache_dir: where the index is kept; ``<prefix>_index/`` if None.
     """
 
@@ -54,8 +64,12 @@ class T5Dataset:
         seed: int,
         mask_prob: float = 0.15,
         short_seq_prob: float = 0.1,
+        mean_span: float = T5_MEAN_SPAN,
+        share_decoder: bool = False,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        if not mean_span >= 1:
+            raise ValueError(f"mean_span must be at least 1 word, got {mean_span}")
         if not 0 <= mask_prob < 1:
             raise ValueError(f"mask_prob must be at least 0 and below 1, got {mask_prob}")
         if decoder_seq_length < 1:
@@ -65,7 +79,7 @@ class T5Dataset:
         self.encoder_seq_length = encoder_seq_length
         self.decoder_seq_length = decoder_seq_length
         self.seed = seed
-        self.mask_prob = mask_prob
+        self.mask_prob, self.mean_span, self.share_decoder = mask_prob, mean_span, share_decoder
         self._index = sample_mapping(
             indexed,
             documents,
@@ -84,6 +98,19 @@ class T5Dataset:
 
     def __len__(self) -> int:
         return len(self.mapping)
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[samples, 2]: tokens in the encoder and in the decoder, at most; no sample is read."""
+        first, end, target = np.asarray(self.mapping, np.int64).T
+        before = np.concatenate([[0], np.cumsum(self.indexed.sizes, dtype=np.int64)])
+        text = np.minimum(before[end] - before[first], target)
+        return np.stack([text, self._decoder_room(text)], axis=1)
+
+    def _decoder_room(self, text: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
+        """Positions of the decoder for texts of so many tokens, its first token's included."""
+        if not self.share_decoder:
+            return np.full_like(text, self.decoder_seq_length)
+        return np.maximum(text * self.decoder_seq_length // self.encoder_seq_length, 1)
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64] | int]:
         """Sample ``index``.
@@ -106,7 +133,8 @@ class T5Dataset:
             np.random.RandomState((self.seed + index) % 2**32),
             probability=self.mask_prob,
             max_predictions=self.mask_prob * target,
-            max_target=self.decoder_seq_length - 1,
+            max_target=int(self._decoder_room(len(tokens))) - 1,
+            mean_span=self.mean_span,
         )
         pieces = visible(tokens, spans)
         encoder = list(next(pieces))
@@ -139,6 +167,8 @@ def build_t5_datasets(
     split_rounding: str = "shares",
     mask_prob: float = 0.15,
     short_seq_prob: float = 0.1,
+    mean_span: float = T5_MEAN_SPAN,
+    share_decoder: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Parts[T5Dataset]:
     """Train, validation and test datasets; see ``build_gpt_datasets`` and ``T5Dataset``.
@@ -159,6 +189,8 @@ def build_t5_datasets(
             seed=seed,
             mask_prob=mask_prob,
             short_seq_prob=short_seq_prob,
+            mean_span=mean_span,
+            share_decoder=share_decoder,
             cache_dir=cache_dir,
         )
 

@@ -218,13 +218,17 @@ class MaskingFields:
     """How samples of BERT, T5 and the retriever (ICT) are made, and its two towers."""
 
     mask_prob: float = flag("share of tokens that are masked", 0.15, bounds=SHARE, on_load="fixed")
+    mean_noise_span_length: float = flag(
+        "words of a span that is taken out for a T5, in the mean, before spans of more than 10 are "
+        "cut to 10 (ours)", 5.0, bounds=AT_LEAST_1, on_load="fixed",
+    )  # fmt: skip
     short_seq_prob: float = flag(
         "share of samples that are shorter than the sequence length", 0.1, bounds=SHARE,
         on_load="fixed",
     )  # fmt: skip
     samples_per_sequence: int = flag(
-        "lay up to so many short samples of a BERT into one sequence, each of which sees itself "
-        "alone (ours)", 1, bounds=AT_LEAST_1, on_load="fixed",
+        "lay up to so many short samples of a BERT or a T5 into one sequence, each of which sees "
+        "itself alone (ours)", 1, bounds=AT_LEAST_1, on_load="fixed",
     )  # fmt: skip
     titles_data_path: str | None = flag(
         "titles of the documents, for the retriever; default PREFIX_title_document beside "

@@ -24,7 +24,7 @@ from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.relative import RelativeBias
-from mb_train.models.segments import flash_takes, within_segments
+from mb_train.models.segments import flash_takes, positions_of, within_segments
 from mb_train.models.stack import Stack
 
 
@@ -161,7 +161,7 @@ class T5(nn.Module):
             x: its tokens; hidden states on a stage that is not the first.
         """
         context = self._context(ends_BN, valid_BS, self.encoder_bias, causal=False)
-        return self.encoder(self._embed(x) if self.first else x, context)
+        return self.encoder(self._embed(x, ends_BN) if self.first else x, context)
 
     def decode(
         self,
@@ -182,7 +182,7 @@ class T5(nn.Module):
         flash = self._flash(ends_BN)
         within = within_segments(ends_BN, length, causal=False, flash=flash, attended=attended)
         cross = BlockContext(**within, source_BSD=memory_BSD)
-        return self.decoder(self._embed(x) if self.begins else x, context, cross)
+        return self.decoder(self._embed(x, ends_BN) if self.begins else x, context, cross)
 
     @torch.no_grad()
     def write(
@@ -228,9 +228,10 @@ class T5(nn.Module):
         how = {"training": self.training, "bias": bias}
         return flash_takes(self.config, self.compute_dtype, ends_BN.device, **how)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, ends_BN: Tensor) -> Tensor:
         assert self.embedding is not None
-        return self.embedding(tokens, running_positions(tokens)).to(self.compute_dtype)
+        positions = positions_of(ends_BN, tokens.shape[1])
+        return self.embedding(tokens, positions).to(self.compute_dtype)
 
     def _head_weight(self) -> Tensor:
         if self.head is not None:

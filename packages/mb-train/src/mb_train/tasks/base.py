@@ -127,12 +127,18 @@ def stacked(samples: list[Any], name: str) -> np.ndarray:
     return np.stack([np.asarray(sample[name], np.int64) for sample in samples])
 
 
-def padded_ends(*valid_BS: np.ndarray) -> list[np.ndarray]:
-    """The ends of text and padding, int64 [B, 2] for each; [B, 1] if none has any padding.
+def segment_ends(*streams: tuple[np.ndarray, int]) -> list[np.ndarray]:
+    """The ends of samples and, last, of the padding, int64 [B, P + 1] for each stream of a batch.
+
+    [B, 1] where no sequence of any stream has padding or a second sample.
 
     Args:
-        valid_BS: 1 for tokens, 0 for the padding behind them; int [B, S] each, S its own.
+        streams: tokens of each sample of a sequence, [B, P], and tokens of a sequence.
     """
-    ends = [np.stack([v.sum(1), np.full(len(v), v.shape[1])], axis=1) for v in valid_BS]
-    full = all((end[:, 0] == end[:, 1]).all() for end in ends)
-    return [end[:, 1:] if full else end for end in ends]
+    divided = any((lengths_BP[:, 0] < size).any() for lengths_BP, size in streams)
+    found = []
+    for lengths_BP, size in streams:
+        whole_B1 = np.full((len(lengths_BP), 1), size)
+        behind_BP = np.cumsum(lengths_BP, axis=1)
+        found.append(np.concatenate([behind_BP, whole_B1], axis=1) if divided else whole_B1)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import mb_data
@@ -15,10 +16,18 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.bert import LM_LOSS, ORDER_LOSS, Bert
 from mb_train.models.plans import bert_plan
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, batches_of
-from mb_train.tasks.packed import PackedSamples, bert_lengths, more_samples
+from mb_train.tasks.base import (
+    Borders,
+    DataPaths,
+    Dataset,
+    Datasets,
+    batches_of,
+    segment_ends,
+)
+from mb_train.tasks.packed import laid, lengths_of, pack
 
 _TOKENS, _BIAS = "embedding.tokens.weight", "bias.table.weight"
+_VALID = "padding_mask"  # of a sample
 
 
 class BertTask:
@@ -70,19 +79,10 @@ class BertTask:
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
         """Megatron's samples over files that were split into sentences, packed if asked for."""
-        found = self._build_datasets(paths, num_samples)
         if self._most == 1:
-            return found
-        wanted = list(num_samples)
-        while True:
-            train, valid, test = (None if part is None else self._packed(part) for part in found)
-            counts = [math.inf if part is None else len(part) for part in (train, valid, test)]
-            few = [part for part in range(3) if counts[part] < num_samples[part]]
-            if not few:
-                return train, valid, test
-            for part in few:
-                wanted[part] = more_samples(wanted[part], int(counts[part]), num_samples[part])
-            found = self._build_datasets(paths, wanted)
+            return self._build_datasets(paths, num_samples)
+        build = partial(self._build_datasets, paths)
+        return pack(build, num_samples, rooms=[self.sequence_length], most=self._most)
 
     def _build_datasets(self, paths: DataPaths, num_samples: Sequence[int]) -> Datasets:
         config = self._config
@@ -100,10 +100,6 @@ class BertTask:
             cache_dir=config.data_cache_path,
         )
 
-    def _packed(self, dataset: Dataset) -> PackedSamples:
-        room = self.sequence_length
-        return PackedSamples(dataset, bert_lengths(dataset), room=room, most=self._most)
-
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
         """See `Bert.forward`; places to restore come first in a row, then others of weight 0.
 
@@ -111,31 +107,24 @@ class BertTask:
             samples: for each sequence a sample, or a list of those that it is packed with.
         """
         rows = [sample if isinstance(sample, list) else [sample] for sample in samples]
-        lengths_BP = np.zeros((len(rows), self._most), np.int64)
-        for lengths_P, row in zip(lengths_BP, rows, strict=True):
-            lengths_P[: len(row)] = [np.sum(sample["padding_mask"]) for sample in row]
-        behind_BP = np.cumsum(lengths_BP, axis=1)
-
-        def laid(name: str) -> np.ndarray:
-            return np.stack([_in_a_row(row, name, self.sequence_length) for row in rows])
-
-        labels_BS, valid_BS = laid("labels"), laid("padding_mask")
+        lengths_BP = lengths_of(rows, _VALID, self._most)
+        (ends_BN,) = segment_ends((lengths_BP, self.sequence_length))
+        labels_BS = laid(rows, "labels", _VALID)
         places_BM = np.argsort(labels_BS < 0, axis=1, kind="stable")[:, : self._places]
         labels_BM = np.take_along_axis(labels_BS, places_BM, axis=1)
-        whole_B1 = np.full((len(rows), 1), self.sequence_length)
-        divided = (lengths_BP[:, :1] < whole_B1).any()
         batch = {
-            "tokens_BS": laid("text"),
-            "token_types_BS": laid("types"),
-            "ends_BN": np.concatenate([behind_BP, whole_B1], axis=1) if divided else whole_B1,
-            "valid_BS": valid_BS,
+            "tokens_BS": laid(rows, "text", _VALID),
+            "token_types_BS": laid(rows, "types", _VALID),
+            "ends_BN": ends_BN,
+            "valid_BS": laid(rows, _VALID, _VALID),
             "masked_BM": places_BM,
             "labels_BM": np.maximum(labels_BM, 0),
             "weights_BM": (labels_BM >= 0).astype(np.float32),
         }
         if self._config.bert_binary_head:
             there_BP = lengths_BP > 0
-            batch["first_BP"] = np.where(there_BP, behind_BP - lengths_BP, 0)
+            before_BP = np.cumsum(lengths_BP, axis=1) - lengths_BP
+            batch["first_BP"] = np.where(there_BP, before_BP, 0)
             order_BP = np.zeros_like(lengths_BP)
             order_BP[there_BP] = [sample["is_random"] for row in rows for sample in row]
             batch["order_BP"] = order_BP
@@ -174,9 +163,3 @@ class BertTask:
         if model.order_head is not None:
             found["order accuracy"] = in_order / max(ordered, 1.0)
         return found
-
-
-def _in_a_row(samples: list[Any], name: str, length: int) -> np.ndarray:
-    """One entry of samples, each without its padding but the last, int64 [length]."""
-    parts = [sample[name][: np.sum(sample["padding_mask"])] for sample in samples[:-1]]
-    return np.concatenate([*parts, samples[-1][name]])[:length].astype(np.int64)

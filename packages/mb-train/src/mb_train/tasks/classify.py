@@ -20,7 +20,7 @@ from mb_train.tasks.base import (
     Dataset,
     Datasets,
     batches_of,
-    padded_ends,
+    segment_ends,
     stacked,
 )
 from mb_train.tasks.from_bert import trained_bert
@@ -89,7 +89,7 @@ class ClassifyTask:
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
         """See `Classifier.forward`."""
         valid_BS = stacked(samples, "padding_mask")
-        (ends_BN,) = padded_ends(valid_BS)
+        (ends_BN,) = segment_ends((valid_BS.sum(1, keepdims=True), self.sequence_length))
         return {
             "tokens_BS": stacked(samples, "text"),
             "token_types_BS": stacked(samples, "types"),

@@ -7,13 +7,14 @@ the order of samples, and with it what a run has seen at any step, stays that of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mb_data
 import numpy as np
 import numpy.typing as npt
 
-from mb_train.tasks.base import Dataset
+from mb_train.tasks.base import Dataset, Datasets
 
 
 class PackedSamples:
@@ -21,21 +22,28 @@ class PackedSamples:
 
     Args:
         dataset: the samples.
-        lengths: tokens of each sample, or more; none is longer than `room`.
-        room: tokens of a sequence.
+        lengths: [samples, streams]: tokens of each sample in each stream (a T5 has two), or more.
+        rooms: tokens of a sequence in each stream; no sample has more.
         most: samples of a sequence at most.
     """
 
     def __init__(
-        self, dataset: Dataset, lengths: npt.NDArray[np.integer], *, room: int, most: int
+        self,
+        dataset: Dataset,
+        lengths: npt.NDArray[np.integer],
+        *,
+        rooms: Sequence[int],
+        most: int,
     ) -> None:
         self.dataset = dataset
-        starts, used, held = [], room, 0
-        for sample, length in enumerate(lengths.tolist()):
-            if used + length > room or held == most:
+        starts, left, held = [], [0] * len(rooms), most
+        for sample, taken in enumerate(lengths.tolist()):
+            left = [room - length for room, length in zip(left, taken, strict=True)]
+            if min(left) < 0 or held == most:
                 starts.append(sample)
-                used = held = 0
-            used, held = used + length, held + 1
+                left = [room - length for room, length in zip(rooms, taken, strict=True)]
+                held = 0
+            held += 1
         self._starts = np.array([*starts, len(lengths)], np.int64)
 
     def __len__(self) -> int:
@@ -48,23 +56,70 @@ class PackedSamples:
         return [self.dataset[sample] for sample in range(start, end)]
 
 
-def bert_lengths(dataset: Dataset) -> npt.NDArray[np.int64]:
-    """Tokens of each sample of a BERT's dataset, special ones included: without reading a sample.
+def pack(
+    build: Callable[[Sequence[int]], Datasets],
+    num_samples: tuple[int, int, int],
+    *,
+    rooms: Sequence[int],
+    most: int,
+) -> Datasets:
+    """Training, validation and test set of packed sequences.
 
     Args:
-        dataset: an `mb_data.BertDataset`, or a blend of some.
+        build: makes the sets of samples, at least so many in each.
+        num_samples: sequences that each must have.
+        rooms, most: see `PackedSamples`.
     """
+    wanted = list(num_samples)
+    while True:
+        train, valid, test = (
+            None
+            if part is None
+            else PackedSamples(part, sample_lengths(part), rooms=rooms, most=most)
+            for part in build(wanted)
+        )
+        counts = [math.inf if part is None else len(part) for part in (train, valid, test)]
+        few = [part for part in range(3) if counts[part] < num_samples[part]]
+        if not few:
+            return train, valid, test
+        for part in few:
+            wanted[part] = more_samples(wanted[part], int(counts[part]), num_samples[part])
+
+
+def sample_lengths(dataset: Dataset) -> npt.NDArray[np.int64]:
+    """[samples, streams] tokens of each sample of a BERT's or a T5's dataset, or of a blend."""
     if isinstance(dataset, mb_data.BlendedDataset):
-        lengths = np.empty(len(dataset), np.int64)
-        for number, source in enumerate(dataset.datasets):
+        parts = [sample_lengths(source) for source in dataset.datasets]
+        lengths = np.empty((len(dataset), parts[0].shape[1]), np.int64)
+        for number, part in enumerate(parts):
             own = dataset.dataset_index == number
-            lengths[own] = bert_lengths(source)[dataset.dataset_sample_index[own]]
+            lengths[own] = part[dataset.dataset_sample_index[own]]
         return lengths
-    assert isinstance(dataset, mb_data.BertDataset)
-    first, end, target = np.asarray(dataset.mapping, np.int64).T
-    before = np.concatenate([[0], np.cumsum(dataset.indexed.sizes, dtype=np.int64)])
-    special = 2 + dataset.binary_head  # [CLS], and [SEP] behind each segment
-    return np.minimum(before[end] - before[first], target) + special
+    assert isinstance(dataset, (mb_data.BertDataset, mb_data.T5Dataset))
+    return dataset.lengths()
+
+
+def lengths_of(rows: list[list[Any]], valid: str, most: int) -> npt.NDArray[np.int64]:
+    """[B, P] tokens of each sample of each sequence, 0 where it has fewer than P = `most`.
+
+    Args:
+        valid: the entry of a sample that is 1 for tokens and 0 for the padding behind them.
+    """
+    lengths_BP = np.zeros((len(rows), most), np.int64)
+    for lengths_P, row in zip(lengths_BP, rows, strict=True):
+        lengths_P[: len(row)] = [np.sum(sample[valid]) for sample in row]
+    return lengths_BP
+
+
+def laid(rows: list[list[Any]], name: str, valid: str) -> npt.NDArray[np.int64]:
+    """[B, S]: one entry of samples, those of a sequence without their padding but the last."""
+
+    def in_a_row(samples: list[Any]) -> npt.NDArray[np.int64]:
+        parts = [sample[name][: np.sum(sample[valid])] for sample in samples[:-1]]
+        last = samples[-1][name]
+        return np.concatenate([*parts, last])[: len(last)].astype(np.int64)
+
+    return np.stack([in_a_row(row) for row in rows])
 
 
 def more_samples(samples: int, found: int, wanted: int) -> int:

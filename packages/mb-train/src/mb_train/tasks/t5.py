@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import mb_data
@@ -21,9 +24,11 @@ from mb_train.tasks.base import (
     Dataset,
     Datasets,
     batches_of,
-    padded_ends,
-    stacked,
+    segment_ends,
 )
+from mb_train.tasks.packed import laid, lengths_of, pack
+
+_READ, _WRITTEN = "enc_mask", "dec_mask"  # of a sample: what is not padding
 
 
 class T5Task:
@@ -47,6 +52,8 @@ class T5Task:
         self.model_config = transformer_config(config, vocab_size)
         self.layers = self.model_config.num_layers + config.decoder_layers
         self._config, self._tokenizer = config, tokenizer
+        self._rooms = [whole(config.seq_length), whole(config.decoder_seq_length)]
+        self._most = config.samples_per_sequence
 
     def build_model(self, *, compute_dtype: torch.dtype) -> T5:
         """A T5 with fresh weights; with Megatron's learned positions it has its head's bias too."""
@@ -85,37 +92,49 @@ class T5Task:
         return t5_plan(self.model_config)
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
-        """Megatron's samples over files that were split into sentences."""
-        config = self._config
+        """Megatron's samples over files that were split into sentences, packed if asked for."""
+        if self._most == 1:
+            return self._build_datasets(paths, num_samples)
+        build = partial(self._build_datasets, paths)
+        return pack(build, num_samples, rooms=self._rooms, most=self._most)
+
+    def _build_datasets(self, paths: DataPaths, num_samples: Sequence[int]) -> Datasets:
+        config, (encoder, decoder) = self._config, self._rooms
         return mb_data.build_t5_datasets(
             paths,
             tokenizer=self._tokenizer,
             split=config.split,
             split_rounding=config.split_rounding,
-            encoder_seq_length=whole(config.seq_length),
-            decoder_seq_length=whole(config.decoder_seq_length),
+            encoder_seq_length=encoder,
+            decoder_seq_length=decoder,
             num_samples=num_samples,
             seed=config.seed,
             mask_prob=config.mask_prob,
+            mean_span=config.mean_noise_span_length,
             short_seq_prob=config.short_seq_prob,
+            share_decoder=self._most > 1,
             cache_dir=config.data_cache_path,
         )
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
-        """See `T5.forward`."""
-        labels_BR = stacked(samples, "labels")
-        encoder_BS, decoder_BR = stacked(samples, "enc_mask"), stacked(samples, "dec_mask")
+        """See `T5.forward`.
+
+        Args:
+            samples: for each pair of sequences a sample, or a list of those that it is packed with.
+        """
+        rows = [sample if isinstance(sample, list) else [sample] for sample in samples]
+        read, written = (lengths_of(rows, mask, self._most) for mask in (_READ, _WRITTEN))
         # Padding of the decoder attends to the encoder's, or to nothing where it has none.
-        ends_BN, decoder_ends_BN = padded_ends(encoder_BS, decoder_BR)
+        ends_BN, decoder_ends_BN = segment_ends(*zip((read, written), self._rooms, strict=True))
         return {
-            "tokens_BS": stacked(samples, "text_enc"),
+            "tokens_BS": laid(rows, "text_enc", _READ),
             "ends_BN": ends_BN,
-            "valid_BS": encoder_BS,
-            "decoder_tokens_BR": stacked(samples, "text_dec"),
+            "valid_BS": laid(rows, _READ, _READ),
+            "decoder_tokens_BR": laid(rows, "text_dec", _WRITTEN),
             "decoder_ends_BN": decoder_ends_BN,
-            "decoder_valid_BR": decoder_BR,
-            "labels_BR": np.maximum(labels_BR, 0),
-            "weights_BR": stacked(samples, "loss_mask").astype(np.float32),
+            "decoder_valid_BR": laid(rows, _WRITTEN, _WRITTEN),
+            "labels_BR": np.maximum(laid(rows, "labels", _WRITTEN), 0),
+            "weights_BR": laid(rows, "loss_mask", _WRITTEN).astype(np.float32),
         }
 
     @torch.no_grad()
@@ -124,10 +143,14 @@ class T5Task:
 
         `token accuracy`: share of their tokens that are the model's first choice, given those
         before; `most frequent token`: what always guessing the commonest would reach; `exact match
-        of spans`: share of the spans that greedy writing gets right whole.
+        of spans`: share of the spans that greedy writing gets right whole; `most frequent span`:
+        what always writing the commonest would reach.
         """
-        samples = [dataset[i] for i in range(count)]
-        right = right_tokens = spans = 0
+        items = (dataset[i] for i in range(count))
+        apart = (item if isinstance(item, list) else [item] for item in items)
+        samples = list(islice(chain.from_iterable(apart), count))
+        right = right_tokens = 0
+        spans: Counter[tuple[int, ...]] = Counter()
         tokens: list[Tensor] = []
         device = next(model.parameters()).device
         special = torch.tensor([*self._tokenizer.extra_ids, self._tokenizer.eos], device=device)
@@ -151,14 +174,15 @@ class T5Task:
                 wanted = self._spans([t for t in sample["labels"].tolist() if t >= 0])
                 found = self._spans(written)
                 right += sum(found.get(sentinel) == span for sentinel, span in wanted.items())
-                spans += len(wanted)
+                spans.update(map(tuple, wanted.values()))
         every = torch.cat(tokens)
         if not len(every):
             return {}
         return {
             "token accuracy": right_tokens / len(every),
             "most frequent token": float(every.unique(return_counts=True)[1].max()) / len(every),
-            "exact match of spans": right / spans,
+            "exact match of spans": right / spans.total(),
+            "most frequent span": spans.most_common(1)[0][1] / spans.total(),
         }
 
     def _spans(self, tokens: list[int]) -> dict[int, list[int]]:

@@ -119,11 +119,12 @@ def _deviations(run: Path, expected: Path) -> dict[str, float]:
         )
     got, wanted = _tensors(run), _tensors(expected)
     assert got.keys() == wanted.keys()
-    for kind in ("model.", "optimizer.exp_avg."):
-        names = [name for name in wanted if name.startswith(kind)]
-        found[kind.rstrip(".")] = max(
-            float((got[n] - wanted[n]).norm() / wanted[n].norm().clamp(min=1e-12)) for n in names
-        )
+    for name, value in wanted.items():
+        first, second, *_ = name.split(".")
+        kind = "weights" if first == "model" else second
+        if first in ("model", "optimizer") and value.is_floating_point():
+            error = float((got[name] - value).norm() / value.norm().clamp(min=1e-12))
+            found[kind] = max(found.get(kind, 0.0), error)
     return found
 
 

@@ -128,7 +128,7 @@ def _stages(
     """The layers of all stages, and which stages are this rank's."""
     if mesh.pp_size == 1:
         return [range(task.layers)], [0]
-    chunk = config.num_layers_per_virtual_pipeline_stage
+    chunk = config.layers_of_a_chunk
     per_rank = 1 if chunk is None else task.layers // (mesh.pp_size * chunk)
     indices = stage_indices(
         config.schedule_in_force,

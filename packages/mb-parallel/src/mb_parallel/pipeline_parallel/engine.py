@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from mb_layers.losses import attach_aux_loss
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -27,6 +29,10 @@ class Stage(PipelineStage):
     number: int
     in_halves: bool
     counts: list[StepCounts]
+    # By micro-batch, between the halves of its backward pass. Torch keeps the nodes where the other
+    # half begins, but Python has no share in that of an `autograd.Function`: it goes with its graph
+    # (before torch 2.13). A view's node, which is not of that kind, owns all behind it.
+    graphs: dict[int, list[Any]]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See the base class; notes which micro-batch it is."""
@@ -48,7 +54,9 @@ class Stage(PipelineStage):
         if self.is_last:
             detached = {name: value.detach() for name, value in output.losses.items()}
             passing.losses.setdefault(self.stage_index, []).append(detached)
-            return self._total(output)
+            total = self._total(output)
+            self._hold([total])
+            return total
         assert output.x is not None
         if not torch.is_grad_enabled():
             return output.x
@@ -56,7 +64,12 @@ class Stage(PipelineStage):
         if output.aux_loss is not None:
             first = attach_aux_loss(first, output.aux_loss, passing.loss_scale / passing.passes)
         streams = tuple(self._own(stream) for stream in (first, *others))
+        self._hold(streams)
         return streams[0] if len(streams) == 1 else streams
+
+    def _hold(self, outputs: Iterable[Tensor]) -> None:
+        if self.in_halves and torch.is_grad_enabled():
+            self.graphs[self.number] = [x.view_as(x).grad_fn for x in outputs]
 
     def _own(self, stream: Tensor) -> Tensor:
         """A stream that is no other's memory where the schedule would mind."""
@@ -67,15 +80,25 @@ class Stage(PipelineStage):
 
     # What a backward pass computes again is of its own micro-batch, not of the forward's latest.
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> Any:
         """See the base class."""
         self._resume(bwd_chunk_id)
-        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if full_backward:
+            self.graphs.pop(bwd_chunk_id, None)
+        return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See the base class."""
         self._resume(bwd_chunk_id)
-        return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        done = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.graphs.pop(bwd_chunk_id, None)
+        return done
 
     def _resume(self, number: int) -> None:
         for counts in self.counts:
@@ -91,6 +114,10 @@ class Stage(PipelineStage):
         """See the base class; nothing without a backward pass."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """See the base class; none of a rank with itself (in a V), which gloo does not do."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def _total(self, output: StageOutput) -> Tensor:
         """What to call backward on, [1]."""

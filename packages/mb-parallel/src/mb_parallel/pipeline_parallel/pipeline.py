@@ -251,7 +251,7 @@ class Pipeline:
         ]
         for stage in stages:
             stage.in_halves = self.kind.in_halves
-            stage.counts = step_counts(stage.submod)
+            stage.counts, stage.graphs = step_counts(stage.submod), {}
         # The losses are scaled already: the schedule is not to divide gradients.
         loss_fn = (lambda total, number: total) if train else None
         kind = self.kind.load(micro_batches=micro_batches, num_stages=self.num_stages, train=train)

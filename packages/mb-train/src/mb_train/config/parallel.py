@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import AT_LEAST_1, POSITIVE, flag, whole
+from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, POSITIVE, flag, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class ParallelFields:
     )
     pipeline_model_parallel_size: int = flag("stages of the pipeline", 1, bounds=POSITIVE)
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        "layers of one chunk, where a stage holds several", bounds=POSITIVE
+        "layers of one chunk, where a stage holds several; 0: it holds one", bounds=AT_LEAST_0
     )
     pipeline_schedule: str = flag(
         "order of the micro-batches in a pipeline; all but gpipe and 1f1b need "
@@ -74,12 +74,17 @@ class ParallelFields:
     @property
     def schedule_in_force(self) -> str:
         """The pipeline's schedule; 1f1b over several chunks a rank is interleaved."""
-        chunks = self.num_layers_per_virtual_pipeline_stage is not None
+        chunks = self.layers_of_a_chunk is not None
         return (
             "interleaved-1f1b"
             if chunks and self.pipeline_schedule == "1f1b"
             else self.pipeline_schedule
         )
+
+    @property
+    def layers_of_a_chunk(self) -> int | None:
+        """Layers of each of a rank's chunks of the pipeline; None where it has one."""
+        return self.num_layers_per_virtual_pipeline_stage or None
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that train on different sequences.
@@ -109,10 +114,7 @@ class ParallelFields:
                 "Expected one of --moe-expert-model-parallelism (all data-parallel ranks) and "
                 f"--expert-model-parallel-size, got both ({self.expert_model_parallel_size})."
             )
-        chunk, stages = (
-            self.num_layers_per_virtual_pipeline_stage,
-            self.pipeline_model_parallel_size,
-        )
+        chunk, stages = self.layers_of_a_chunk, self.pipeline_model_parallel_size
         if stages > num_layers:
             raise ValueError(
                 f"Expected --pipeline-model-parallel-size of at most --num-layers {num_layers}, "
@@ -121,10 +123,11 @@ class ParallelFields:
         if chunk is not None and (stages < 2 or num_layers % (stages * whole(chunk))):
             raise ValueError(
                 "Expected --num-layers to be a multiple of --num-layers-per-virtual-pipeline-stage "
-                f"x stages, of at least 2 stages, got {num_layers}, {chunk} and {stages}."
+                f"x stages, of at least 2 stages, got {num_layers}, {chunk} and {stages}. 0 is for "
+                "one chunk a stage."
             )
         if self.pipeline_schedule not in ("gpipe", "1f1b") and chunk is None:
             raise ValueError(
                 "Expected --num-layers-per-virtual-pipeline-stage with --pipeline-schedule "
-                f"{self.pipeline_schedule}, got none."
+                f"{self.pipeline_schedule}, got none. Without it there are 1f1b and gpipe."
             )

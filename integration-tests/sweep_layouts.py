@@ -1,0 +1,222 @@
+"""Models and layouts drawn at random, each against one process: a tool, not a test.
+
+    python integration-tests/sweep_layouts.py --draws 20 --seed 1 --go-on
+
+A draw is a model (experts, top-k, capacity, biases, shared experts, positions, heads, norms), an
+optimizer, and a layout of two or four ranks (data, tensor, sequence, pipeline and expert
+parallelism, schedule, dispatcher, ZeRO stage, recompute). Three steps with accumulation, sequences
+with unequal numbers of tokens that count: the largest deviation of losses, gradient norms, weights
+and moments is printed. With `--go-on` two more steps follow: of the ranks from the process's
+checkpoint, and of the process from theirs. What the configuration refuses is said with its message.
+
+Draws leave out what is not equal by definition: dropping slots where ranks of different samples
+share a capacity, a balance over the global batch, a bias of keys by itself (in their norm), whose
+gradient is rounding alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import random
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import mb_data
+import numpy as np
+from mb_parallel.testing import run_ranks
+from mb_train.cli import main
+from test_parallel import _deviations, _train
+
+SAME = (
+    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16 "
+    "--train-iters 3 --lr 3e-3 --lr-decay-style constant --log-interval 1 --eval-interval 3 "
+    "--eval-iters 1 --split 80,20,0 --device cpu --tokenizer null:255 "
+    "--make-vocab-size-divisible-by 64 --attention-dropout 0 --hidden-dropout 0 --adam-eps 1e-3 "
+    "--eod-mask-loss"
+)
+# Muon iterates in bf16, Adafactor divides by the roots of small sums, bf16 moments are rounded by
+# the last bits of the weights.
+OPTIMIZERS = {
+    "adam": 1e-5, "sgd": 1e-5, "adafactor": 1e-3, "muon": 2e-2,
+    "adam --optimizer-state-dtype bf16": 2e-2,
+}  # fmt: skip
+ONE_PROCESS = (
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1"
+    " --no-sequence-parallel --data-parallel-replicas 1 --pipeline-schedule 1f1b"
+    " --num-layers-per-virtual-pipeline-stage 0"
+)
+
+
+def write_tokens(folder: Path) -> str:
+    """Documents of 3 to 40 tokens, each with its end, which `--eod-mask-loss` does not count."""
+    prefix, rng = folder / "walks", np.random.default_rng(0)
+    with mb_data.IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(80):
+            walk = (rng.integers(30) + np.cumsum(rng.integers(1, 4, size=rng.integers(3, 41)))) % 30
+            builder.add_document(np.append(walk, 255))
+    return str(prefix)
+
+
+def draw(rng: random.Random) -> tuple[int, str, str]:
+    """Ranks, the model's flags and the layout's."""
+    ranks = rng.choice([2, 4, 4])
+    tp, pp = rng.choice([(t, p) for t in (1, 2, 4) for p in (1, 2, 4) if ranks % (t * p) == 0])
+    dp = ranks // (tp * pp)
+    layout = [f"--tensor-model-parallel-size {tp}", f"--pipeline-model-parallel-size {pp}"]
+    layout += [f"--zero-stage {rng.choice([1, 2, 3])}"]
+    if dp == 4 and rng.random() < 0.5:
+        layout += ["--data-parallel-replicas 2"]
+    if tp > 1 and rng.random() < 0.6:
+        layout += ["--sequence-parallel"]
+    if pp > 1:
+        schedules = ["gpipe", "1f1b"]
+        if pp == 2:
+            schedules += ["interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]
+        schedule = rng.choice(schedules)
+        layout += [f"--pipeline-schedule {schedule}"]
+        if schedule not in ("gpipe", "1f1b"):
+            layout += ["--num-layers-per-virtual-pipeline-stage 1"]
+    layout += [rng.choice(["", "", "--recompute-granularity full", "--recompute-granularity "
+                           "selective", "--recompute-granularity full --recompute-method block "
+                           "--recompute-num-layers 1"])]  # fmt: skip
+    optimizer = rng.choice(["adam", "adam", *OPTIMIZERS])
+    model = [f"--optimizer {optimizer}", f"--micro-batch-size {rng.choice([1, 2])}"]
+    model += [f"--global-batch-size {rng.choice([8, 16])}"]
+    model += [rng.choice(["", "--untie-embeddings-and-output-weights"])]
+    model += [rng.choice(["", "--group-query-attention --num-query-groups 2"]) if tp < 4 else ""]
+    model += [rng.choice(["", "--position-embedding-type rope", "--position-embedding-type none"])]
+    model += [
+        rng.choice(
+            [
+                "",
+                "--normalization RMSNorm",
+                "--normalization RMSNorm --qk-layernorm",
+                "--scale-head",
+            ]
+        )
+    ]
+    model += [rng.choice(["", "", "--disable-bias-linear", "--add-qkv-bias"])]
+    if rng.random() < 0.8:
+        experts(rng, ranks // pp, tp, model, layout)
+    model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
+    return ranks, " ".join(filter(None, model)), " ".join(filter(None, layout))
+
+
+def experts(rng: random.Random, ranks: int, tp: int, model: list[str], layout: list[str]) -> None:
+    """Add flags of a model with experts on `ranks` of a pipeline stage."""
+    count = rng.choice([2, 4, 8])
+    ep = rng.choice([size for size in (1, 2, 4) if ranks % size == 0])
+    top_k = rng.choice([k for k in (1, 2, 3) if k <= count])
+    layout += [f"--expert-model-parallel-size {ep}"]
+    dispatcher = rng.choice(["auto", "all_gather", "all_to_all"])
+    layout += [f"--moe-dispatcher {dispatcher}"]
+    if dispatcher == "all_to_all":
+        layout += [f"--moe-a2a-overlap-degree {rng.choice([1, 1, 2, 3])}"]
+    else:
+        layout += [f"--moe-row-policy {rng.choice(['worst', 'exact', 'budget'])}"]
+        layout += [f"--moe-row-budget {rng.choice([1.0, 1.3, 2.0])}"]
+    layout += [rng.choice(["", "", "--moe-recompute"])]
+    model += [f"--moe-num-experts {count} --moe-top-k {top_k} --moe-loss-weight 0.05"]
+    if rng.random() < 0.4:
+        # Dropped are the same slots where the ranks that share a capacity share the samples.
+        factor = rng.choice([0.5, 1.0]) if tp % ep == 0 else float(count)
+        model += [f"--moe-capacity-factor {factor}"]
+        model += [f"--moe-drop-policy {rng.choice(['position', 'probability'])}"]
+    if "--sequence-parallel" not in layout:
+        model += [rng.choice(["", "--moe-balance-over sequence"])]
+    for flags in (
+        "--moe-shared-expert-intermediate-size 16",
+        "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
+        "--moe-z-loss-weight 0.01", "--moe-output-bias", "--moe-mlp-bias", "--moe-router-bias",
+        "--moe-renormalize", "--moe-layer-freq 2", "--moe-first-k-dense 1",
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        "--moe-weights-on-input", "--moe-num-zero-experts 1",
+    ):  # fmt: skip
+        if rng.random() < 0.2:
+            model += [flags]
+
+
+class Pair(NamedTuple):
+    """A draw's flags, and the folders of its runs on ranks and on one process."""
+
+    model: str
+    layout: str
+    spread: Path
+    alone: Path
+
+    def further(self) -> Pair:
+        """Where the two go on from each other's checkpoint."""
+        spread, alone = (run.with_name(f"{run.name}-on") for run in (self.spread, self.alone))
+        return self._replace(spread=spread, alone=alone)
+
+
+def sweep(draws: list[tuple[int, str, str]], folder: Path, *, go_on: bool) -> bool:
+    """Train all, print a line for each; whether all are equal."""
+    data, equal = ["--data-path", write_tokens(folder)], True
+    for ranks in sorted({ranks for ranks, *_ in draws}):
+        pairs = [
+            Pair(m, layout, folder / f"{ranks}-{i}", folder / f"{ranks}-{i}-alone")
+            for i, (r, m, layout) in enumerate(draws)
+            if r == ranks
+        ]
+        begin = [[*SAME.split(), *pair.model.split(), *data] for pair in pairs]
+        spread = [
+            [*line, *pair.layout.split(), "--save", str(pair.spread)]
+            for line, pair in zip(begin, pairs, strict=True)
+        ]
+        said = on_ranks(ranks, spread)
+        for pair, line, error in zip(pairs, begin, said, strict=True):
+            if not error:
+                in_one([*line, "--save", str(pair.alone)])
+            equal &= told(ranks, pair, error)
+        pairs = [pair for pair, error in zip(pairs, said, strict=True) if not error and go_on]
+        spread = [
+            ["--load", str(pair.alone), "--save", str(pair.further().spread), "--train-iters", "5",
+             *pair.layout.split()]
+            for pair in pairs
+        ]  # fmt: skip
+        for pair, error in zip(pairs, on_ranks(ranks, spread) if pairs else [], strict=True):
+            more = ["--load", str(pair.spread), "--save", str(pair.further().alone)]
+            in_one([*more, "--train-iters", "5", *ONE_PROCESS.split()])
+            equal &= told(ranks, pair.further(), error)
+    return equal
+
+
+def on_ranks(ranks: int, lines: list[list[str]]) -> list[str]:
+    """What a rank said of each line that failed, "" of the others."""
+    by_rank = run_ranks(_train, ranks, lines, timeout_s=1800.0)
+    return [next((error for error in errors if error), "") for errors in zip(*by_rank, strict=True)]
+
+
+def in_one(line: list[str]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(line) == 0
+
+
+def told(ranks: int, pair: Pair, error: str) -> bool:
+    """Print how a draw did; whether it is without fault."""
+    what = f"{ranks}: {pair.model} | {pair.layout}\n   "
+    if error:
+        defect = "Traceback" in error or pair.spread.name.endswith("-on")
+        print("DEFECT" if defect else "refused", what, error, flush=True)
+        return not defect
+    worst = _deviations(pair.spread, pair.alone)
+    limit = max(limit for name, limit in OPTIMIZERS.items() if f"--optimizer {name} " in pair.model)
+    fine = max(worst.values()) < limit
+    figures = "  ".join(f"{name} {value:.0e}" for name, value in worst.items())
+    print("ok     " if fine else "DIFFERS", what, figures, flush=True)
+    return fine
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Random layouts against one process.")
+    parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--go-on", action="store_true", help="from each other's checkpoints, too")
+    arguments = parser.parse_args()
+    drawn = [draw(random.Random(f"{arguments.seed} {n}")) for n in range(arguments.draws)]
+    with tempfile.TemporaryDirectory() as made:
+        raise SystemExit(not sweep(drawn, Path(made), go_on=arguments.go_on))

@@ -198,6 +198,15 @@ def test_no_host_sync():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.fixture(params=[False, True], ids=["", "beside"])
+def copies_beside(request):
+    """The backward's copies and sums on the stream of the products, or on another."""
+    before = plan_of(torch.empty(0, dtype=torch.bfloat16, device="cuda"))
+    with assume(lambda dtype: replace(before, dtype=dtype, beside=request.param)):
+        yield
+
+
+@pytest.mark.usefixtures("copies_beside")
 @pytest.mark.parametrize("top_k", [1, 4], ids=["K1", "K4"])
 def test_cuda_graph_replays_new_routing(top_k):
     inputs = layer_inputs()
@@ -224,13 +233,21 @@ def test_cuda_graph_replays_new_routing(top_k):
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_bitwise_the_same_twice(case):
+def test_bitwise_the_same_twice_and_on_two_streams(case):
     inputs = make_inputs(case, dtype=torch.bfloat16, device="cuda")
-    first, second = (
-        run_expert_mlp(expert_mlp, inputs, activation=case.activation) for _ in range(2)
+    plan = plan_of(inputs["x"])
+    first, *others = (
+        run_with(lambda dtype, b=beside: replace(plan, dtype=dtype, beside=b), case, inputs)
+        for beside in (False, False, True, True)
     )
     for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+        for other in others:
+            assert torch.equal(value, other[name]), name
+
+
+def run_with(plan, case, inputs):
+    with assume(plan):
+        return run_expert_mlp(expert_mlp, inputs, activation=case.activation)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])

@@ -28,7 +28,8 @@ class Plan:
     persistent programs are dealt; descriptors: operands pass through tensor descriptors (TMA);
     specialized: the expert MLP's kernels in Gluon, warps for the epilogue apart, see
     ``expert_mlp.hopper``; interpreted: on the CPU by Triton's interpreter; tiles_per_program: see
-    ``programs``.
+    ``programs``; beside: the expert MLP's backward copies rows and sums them on a second stream,
+    see ``runtime.beside``.
     """
 
     target: Target
@@ -38,6 +39,7 @@ class Plan:
     specialized: bool
     interpreted: bool = False
     tiles_per_program: int | None = None
+    beside: bool = False
 
     def tile(self, op: str) -> Tile:
         """The tile of ``op``, a key of ``TILES``."""

@@ -401,7 +401,7 @@ def test_disk_full(tmp_path, monkeypatch):
 
 
 OTHER_SYSTEMS = """
-    import fcntl as locks, os, sys, types
+    import fcntl as locks, os, subprocess, sys, types
 
     for name in ("pread", "pwrite", "fdatasync", "sched_getaffinity", "fork"):
         delattr(os, name)

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -387,16 +388,56 @@ def interrupted_run_goes_on(tmp_path, source, **options):
 def test_disk_full(tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", random_records(3, 200))
 
-    def no_space(descriptor, data, offset, pwrite=os.pwrite):
-        if offset > 20_000:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwrite(descriptor, data, offset)
+    def in_little_room(job, block, encode=mb_data.pipeline.encode_block):
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, most))
+        return encode(job, block)
 
-    monkeypatch.setattr(os, "pwrite", no_space)
-    with pytest.raises(OSError, match=r"No space left on device.*out\.partial"):
+    monkeypatch.setattr(mb_data.pipeline, "encode_block", in_little_room)
+    with pytest.raises(OSError, match=r"File too large.*out\.partial"):
         preprocess(source, tmp_path / "out", workers=2, block_bytes=5000)
     monkeypatch.undo()
     interrupted_run_goes_on(tmp_path, source, workers=2, block_bytes=5000)
+
+
+OTHER_SYSTEMS = """
+    import fcntl as locks, os, subprocess, sys, types
+
+    for name in ("pread", "pwrite", "fdatasync", "sched_getaffinity", "fork"):
+        delattr(os, name)
+    sys.platform = "darwin"  # the standard library itself would not load as another one
+    import mb_data.system
+    if sys.argv[1] == "Windows":
+        def locking(descriptor, mode, count):
+            assert os.lseek(descriptor, 0, os.SEEK_CUR) > 1 << 20
+            try:
+                locks.lockf(descriptor, locks.LOCK_EX | locks.LOCK_NB, count)
+            except OSError as error:
+                raise PermissionError(*error.args)
+        sys.modules["msvcrt"] = types.SimpleNamespace(locking=locking, LK_NBLCK=2)
+        sys.modules["fcntl"] = sys.modules["resource"] = None
+        mb_data.system.WINDOWS = True
+    from mb_data import build_gpt_datasets, preprocess
+
+    if __name__ == "__main__":
+        preprocess(sys.argv[2], sys.argv[3], workers=1, block_bytes=5000)
+        prefix = f"{sys.argv[3]}_text_document"
+        build_gpt_datasets(prefix, split="1", seq_length=8, num_samples=(9, 0, 0), seed=1)
+"""
+
+
+@pytest.mark.parametrize("platform", ["macOS", "Windows"])
+def test_systems_that_lack_what_linux_has(tmp_path, platform):
+    source = write(tmp_path / "in.jsonl", random_records(3, 60))
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(OTHER_SYSTEMS))
+    command = [sys.executable, script, platform, source, tmp_path / "out"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    preprocess(source, tmp_path / "once", workers=1)
+    assert output_bytes(tmp_path / "out_text_document") == output_bytes(
+        tmp_path / "once_text_document"
+    )
 
 
 def test_killed_worker(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from mb_data.indexed_dataset import (
     bin_path,
     idx_path,
 )
+from mb_data.system import sync_directory
 
 PIECE = 1 << 20  # elements of an index written in one go
 
@@ -228,17 +229,6 @@ def write_index(
         first = int(ends[-1])
     if modes is not None:
         file.write(modes.tobytes())
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory survive a power cut."""
-    if os.name == "nt":  # where directories cannot be opened
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sync(file: IO[bytes]) -> None:

@@ -37,10 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-try:
-    import fcntl
-except ImportError:  # no such locks on Windows: every process builds, the last one's file stays
-    fcntl = None
+from mb_data.system import lock
 
 MAGIC = b"MBINDEX\x00"
 FIXED = struct.Struct("<8sQI")
@@ -227,15 +224,13 @@ def _bytes_of(array: npt.NDArray) -> memoryview:
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Generator[None]:
     """Hold a lock that ends with the process, however it ends."""
-    if fcntl is None:
-        yield
-        return
     with open(path, "ab") as file:
         # Some network file systems refuse locks; then everyone builds.
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file.fileno())
         try:
             yield
         finally:
             # Whoever comes later, on this lock or a new one, looks for the index before it builds.
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(PermissionError):  # Windows keeps what is open
+                path.unlink(missing_ok=True)

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mb_data.dataset_builder import sync_directory, write_index
+from mb_data.dataset_builder import write_index
 from mb_data.indexed_dataset import bin_path, idx_path
+from mb_data.system import sync_directory, sync_file, try_lock
 
 LOCK_PATIENCE = 2.0  # seconds: workers of a killed run hold its lock until they notice
 
@@ -144,12 +145,14 @@ class PartialOutput:
         """Sync what was written and record ``state``, which must not be ahead of it."""
         self._report.flush()
         for file in self._files:
-            os.fdatasync(file.fileno())
+            sync_file(file.fileno())
         _write_synced(self.directory / "state.json", _to_json(state))
         self.kept = state.blocks
 
     def finish(self, state: State) -> None:
         """Write the indices and give everything its final name."""
+        for file in self._files:
+            file.close()  # or Windows would not rename it
         for key, place in enumerate(state.places):
             tokens, sizes, counts = self.key_files(key)
             os.truncate(tokens, place.tokens * self.dtype.itemsize)
@@ -167,7 +170,6 @@ class PartialOutput:
             os.replace(self.directory / f"{key}.idx", idx_path(output))
         self.report_target.unlink(missing_ok=True)  # that of an earlier run says nothing now
         if state.reported:
-            self._report.flush()
             os.replace(self._report.name, self.report_target)
         sync_directory(self.directory.parent)
 
@@ -218,8 +220,6 @@ class PartialOutput:
         return state
 
     def _acquire_lock(self) -> int:
-        import fcntl  # here: reading datasets needs no locks, which not every system has
-
         if self.directory.exists():
             if not self.directory.is_dir():
                 raise ValueError(f"{self.directory} is in the way; choose another --output-prefix")
@@ -234,21 +234,22 @@ class PartialOutput:
             except FileNotFoundError:  # the other run has just finished
                 continue
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.fstat(lock).st_ino == path.stat().st_ino:
-                        os.truncate(lock, 0)
-                        os.pwrite(lock, str(os.getpid()).encode(), 0)
-                        return lock
-            except BlockingIOError:
-                if time.monotonic() > give_up:
-                    owner = os.pread(lock, 20, 0).decode() or "unknown"
+                if try_lock(lock):
+                    with contextlib.suppress(FileNotFoundError):
+                        if os.fstat(lock).st_ino == path.stat().st_ino:
+                            os.ftruncate(lock, 0)
+                            os.lseek(lock, 0, os.SEEK_SET)
+                            os.write(lock, str(os.getpid()).encode())
+                            return lock
+                elif time.monotonic() > give_up:
+                    owner = path.read_bytes()[:20].decode() or "unknown"
                     os.close(lock)
                     raise ValueError(
                         f"another run (process {owner}) is writing {self.directory.stem}; "
                         "wait for it or choose another --output-prefix"
-                    ) from None
-                time.sleep(0.05)
+                    )
+                else:
+                    time.sleep(0.05)
             except OSError as error:  # as on some network file systems
                 warnings.warn(
                     f"{self.directory}: this file system has no locks ({error.strerror}); see that "

@@ -31,6 +31,7 @@ from mb_data.encode import Encoded, Job, encode_block
 from mb_data.partial import Place, State
 from mb_data.reading import Archive, Block
 from mb_data.shelf import Shelf
+from mb_data.system import resident_bytes
 
 AHEAD = 2
 CACHE_BYTES = 256 << 20  # what a worker may grow by before its tokenizer forgets
@@ -273,7 +274,7 @@ class _Servant:
         self.job = job
         self.targets = [path.open("r+b", buffering=0) for paths in files for path in paths]
         self.shelf = Shelf(directory, AHEAD + 1)
-        self.memory = _resident_bytes() + CACHE_BYTES
+        self.memory = resident_bytes() + CACHE_BYTES
 
     def obey(self, command: str, key: Key, value: Any) -> None:
         if command == "write":
@@ -307,21 +308,9 @@ class _Servant:
         self.forget()
 
     def forget(self) -> None:
-        if _resident_bytes() > self.memory:
+        if resident_bytes() > self.memory:
             self.job.tokenizer.forget()
-            self.memory = max(self.memory, _resident_bytes() + CACHE_BYTES)
-
-
-def _resident_bytes() -> int:
-    """Memory of this process; where the system only tells its peak, that."""
-    import resource  # here: not every system has it
-
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except FileNotFoundError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak << 10
+            self.memory = max(self.memory, resident_bytes() + CACHE_BYTES)
 
 
 def _result(encoded: Encoded) -> Result:
@@ -335,10 +324,9 @@ def _result(encoded: Encoded) -> Result:
 def _write_at(file: FileIO, values: npt.NDArray, index: int) -> None:
     """Write an array to where its first element has this index."""
     view = np.ascontiguousarray(values).data.cast("B")
-    offset = index * values.itemsize
-    while view:
-        try:
-            count = os.pwrite(file.fileno(), view, offset)
-        except OSError as error:  # which does not know the file
-            raise OSError(error.errno, error.strerror, str(file.name)) from None
-        view, offset = view[count:], offset + count
+    try:
+        file.seek(index * values.itemsize)
+        while view:
+            view = view[file.write(view) :]
+    except OSError as error:  # which does not know the file
+        raise OSError(error.errno, error.strerror, str(file.name)) from None

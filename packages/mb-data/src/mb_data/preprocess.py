@@ -14,7 +14,6 @@ row groups are read as they are.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from mb_data.indexed_dataset import DTYPE_CODES, best_dtype
 from mb_data.partial import PartialOutput, State
 from mb_data.reading import Block, blocks
 from mb_data.sources import TEXT_UNITS, Source, find_sources
+from mb_data.system import cores
 from mb_data.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 3  # of the partial output: raise it when a resumed run would differ
@@ -134,7 +134,7 @@ def preprocess(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if workers is None:
-        workers = _cores()
+        workers = cores()
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     if text_unit not in TEXT_UNITS:
@@ -256,12 +256,6 @@ def _count_blocks(sources: Sequence[Source], block_bytes: int) -> int:
     if not all(source.seekable and source.unit != "parquet" for source in sources):
         return 0
     return max(1, sum(-(-source.size // block_bytes) for source in sources))
-
-
-def _cores() -> int:
-    if sys.platform == "linux":  # those this process may use, as in a container
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _dtype(tokenizer: Tokenizer, name: str | None) -> np.dtype:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -99,17 +98,21 @@ def read_lines(block: Block, max_line_bytes: int) -> list[memoryview]:
     longer than that. Views, as copies of all lines would cost as much as parsing them."""
     if block.data is not None:
         return [memoryview(block.data)] if block.unit == "file" else _split(block.data)
-    with open(block.path, "rb", buffering=0) as file:
+    with open(block.path, "rb") as file:  # whose reads are never short, as a raw file's may be
         if block.unit == "file":
             return [memoryview(file.read(min(block.stop, max_line_bytes + 1)))]
-        data = os.pread(file.fileno(), block.stop - block.start, block.start)
+        whole = True
+        if block.start:
+            file.seek(block.start - 1)
+            whole = file.read(1) == b"\n"
+        data = file.read(block.stop - block.start)
         lines = _split(data)
-        if block.start and os.pread(file.fileno(), 1, block.start - 1) != b"\n":
+        if not whole:
             del lines[:1]  # began in an earlier block
         if not lines or data.endswith(b"\n"):
             return lines
         parts, offset, limit = [lines[-1]], block.stop, block.stop + max_line_bytes
-        while offset <= limit and (part := os.pread(file.fileno(), PIECE, offset)):
+        while offset <= limit and (part := file.read(PIECE)):
             end = part.find(b"\n")
             parts.append(memoryview(part)[:end] if end >= 0 else memoryview(part))
             if end >= 0:

@@ -1,0 +1,81 @@
+"""What each system does in its own way: locks, syncing, counting cores, the memory of a process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+WINDOWS = os.name == "nt"
+LOCKED_BYTE = 1 << 30  # Windows keeps what is locked from being read: this, far behind the content
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file for this process, until it is closed; False if another one has it.
+
+    Raises OSError where the file system has no locks.
+    """
+    if WINDOWS:
+        import msvcrt
+
+        os.lseek(descriptor, LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        except PermissionError:
+            return False
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock(descriptor: int) -> None:
+    """Wait for that lock; raises OSError where the file system has none."""
+    if not WINDOWS:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return
+    while not try_lock(descriptor):
+        time.sleep(0.05)
+
+
+def sync_file(descriptor: int) -> None:
+    """Wait until a file's content is on the disk; of its other properties, the size alone."""
+    getattr(os, "fdatasync", os.fsync)(descriptor)  # which macOS and Windows do not have
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory survive a power cut."""
+    if WINDOWS:  # where directories cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cores() -> int:
+    """Those that this process may use, as in a container."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def resident_bytes() -> int:
+    """Memory of this process; its peak where that is all the system tells, 0 on Windows."""
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if WINDOWS:
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10

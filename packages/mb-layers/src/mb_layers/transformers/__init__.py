@@ -14,6 +14,8 @@ a `dMoE` with the same weights, and `swap_blocks` does so for a whole model, who
 transformers' own; `restore_blocks` is the way back.
 """
 
+from mb_layers.transformers.adapters import adapters_by_expert as adapters_by_expert
+from mb_layers.transformers.adapters import save_adapters as save_adapters
 from mb_layers.transformers.blocks import config_from_block as config_from_block
 from mb_layers.transformers.blocks import moe_from_block as moe_from_block
 from mb_layers.transformers.blocks import translate_block as translate_block

@@ -1,0 +1,118 @@
+"""Experts' adapters in PEFT's form with one pair of matrices per expert and projection.
+
+Adapters on stacked weights are saved in layouts of their own, by `add_lora` and by PEFT's
+`target_parameters` alike. Engines that serve adapters over experts know them by expert:
+
+    base_model.model.model.layers.0.mlp.experts.3.gate_proj.lora_A.weight   [r, D]
+
+A gate and its up projection are one stacked weight here: they share lora_A, and each has its half
+of lora_B.
+
+Letters: E experts, D hidden, F expert ffn width, r rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mb_layers.experts import Experts
+from mb_layers.factored import Factored, LowRank, weight_of
+
+_GATE_UP, _UP, _DOWN = slice(0, 2), slice(1, 2), slice(2, 3)  # of the projections' names
+_STACKED = {"gate_up_proj": _GATE_UP, "up_proj": _UP, "down_proj": _DOWN}
+
+
+def adapters_by_expert(
+    model: nn.Module, *, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[dict[str, Tensor], float]:
+    """Return the tensors of all experts' adapters by PEFT's names, and their common scaling.
+
+    Args:
+        model: a transformers model after `swap_blocks` with `add_lora` on its experts, or one
+            whose experts PEFT adapts by `target_parameters`.
+        projections: what the model's checkpoints call gate, up and down projection of an expert;
+            Mixtral's are ("w1", "w3", "w2").
+
+    Raises:
+        ValueError: no adapters, adapters of several scalings, or weights of another layout.
+    """
+    tensors: dict[str, Tensor] = {}
+    scalings = set()
+    for experts, stacked, added in _adapted(model):
+        scalings.add(added.scaling)
+        names = projections[stacked]
+        for name, lhs in zip(names, added.lhs.chunk(len(names), dim=1), strict=True):
+            for e, (a, b) in enumerate(zip(added.rhs, lhs, strict=True)):
+                place = f"base_model.model.{experts}.{e}.{name}"
+                for side, factor in (("lora_A", a), ("lora_B", b)):
+                    # A copy: safetensors takes no tensor twice, and gate and up share theirs.
+                    copy = factor.detach().clone(memory_format=torch.contiguous_format)
+                    tensors[f"{place}.{side}.weight"] = copy
+    if len(scalings) != 1:
+        raise ValueError(
+            "expected adapters on the experts of a model, all of one alpha / rank, got "
+            f"{'none' if not scalings else sorted(scalings)}"
+        )
+    return tensors, scalings.pop()
+
+
+def save_adapters(
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> None:
+    """Write the experts' adapters as a PEFT adapter, `adapters_by_expert` in a folder.
+
+    Adapters that PEFT has on other modules of the model are not the experts': they are not in it.
+    """
+    from safetensors.torch import save_file
+
+    tensors, scaling = adapters_by_expert(model, projections=projections)
+    rank = next(iter(tensors.values())).shape[0]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": getattr(getattr(model, "config", None), "_name_or_path", None),
+        "r": rank,
+        "lora_alpha": scaling * rank,
+        "target_modules": list(projections),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, slice, LowRank]]:
+    """(experts' name in the original model, the projections of a weight, its adapter)."""
+    for name, module in model.named_modules():
+        place = name.removeprefix("base_model.model.").replace(".moe.experts", ".experts")
+        if isinstance(module, Experts):
+            first = _GATE_UP if module.config.is_glu else _UP
+            for weight, stacked in (("w1", first), ("w2", _DOWN)):
+                parts = weight_of(module, weight)
+                added = parts.added if isinstance(parts, Factored) else ()
+                if len(added) > 1:
+                    raise ValueError(f"expected one adapter on {name}.{weight}, got {len(added)}")
+                for one in added:
+                    yield place, stacked, one
+        elif type(module).__name__ == "ParamWrapper":
+            wrapper: Any = module
+            base = wrapper.get_base_layer()
+            if wrapper.parameter_name not in _STACKED or getattr(base, "is_transposed", False):
+                raise ValueError(
+                    "expected adapters on gate_up_proj, up_proj or down_proj of layout [E, rows, "
+                    f"columns], got {wrapper.parameter_name!r} of {type(base).__name__}"
+                )
+            (adapter,) = wrapper.active_adapters
+            added = LowRank(*wrapper.get_delta_factors(adapter))
+            yield place.replace(".base_layer", ""), _STACKED[wrapper.parameter_name], added

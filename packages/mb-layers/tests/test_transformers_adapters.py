@@ -1,0 +1,103 @@
+"""Adapters on stacked experts, saved for engines that know experts one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from mb_layers import add_lora
+from torch import Tensor, nn
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+import mb_layers.transformers as mb  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from tiny_models import build  # noqa: E402
+
+
+class Expert(nn.Module):
+    """One expert in modules of its own, as checkpoints on the Hub name it."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        gate, up = gate_up.chunk(2)
+        for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            linear.weight = nn.Parameter(weight.clone())
+            self.add_module(name, linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def by_expert(model: nn.Module) -> nn.Module:
+    """The experts of a model, each by itself, under the same names."""
+    twin = nn.Module()
+    twin.config = {"model_type": "custom"}
+    for n, layer in enumerate(model.model.layers):
+        stacked = layer.mlp.experts
+        pairs = zip(stacked.gate_up_proj.detach(), stacked.down_proj.detach(), strict=True)
+        module = twin
+        for part in ("model", "layers", str(n), "mlp"):
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.experts = nn.ModuleList(Expert(*pair) for pair in pairs)
+    return twin
+
+
+@pytest.mark.parametrize("by", ["add_lora", "target_parameters"])
+def test_saved_adapters_are_those_of_the_single_experts(by: str, tmp_path: Path) -> None:
+    model = build("qwen3_moe").eval()
+    twin = by_expert(model)
+    if by == "add_lora":
+        layers = mb.swap_blocks(model)
+        for layer in layers.values():
+            add_lora(layer.experts, rank=4, alpha=8.0)
+            for name in ("w1", "w2"):
+                layer.experts.parametrizations[name][0].b.data.normal_()
+        weights = [(layer.experts.w1, layer.experts.w2) for layer in layers.values()]
+    else:
+        config = peft.LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules=["q_proj"],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+            init_lora_weights=False,
+        )
+        model = peft.get_peft_model(model, config)
+    mb.save_adapters(model, tmp_path)
+    loaded = peft.PeftModel(twin, peft.PeftConfig.from_pretrained(tmp_path))
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert not peft.set_peft_model_state_dict(loaded, tensors).unexpected_keys
+    if by == "target_parameters":
+        model = model.merge_and_unload()
+        experts = [layer.mlp.experts for layer in model.model.layers]
+        weights = [(each.gate_up_proj, each.down_proj) for each in experts]
+    x = torch.randn(5, 32)
+    for n, (gate_up, down) in enumerate(weights):
+        for e in range(gate_up.shape[0]):
+            expected = Expert(gate_up[e].detach(), down[e].detach())(x)
+            got = loaded.get_submodule(f"base_model.model.model.layers.{n}.mlp.experts.{e}")(x)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_has_no_such_form_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="all of one alpha / rank, got none"):
+        mb.save_adapters(build("qwen3_moe"), tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+    model = build("olmoe")
+    layers = list(mb.swap_blocks(model).values())
+    for layer, alpha in zip(layers, (4.0, 8.0), strict=True):
+        add_lora(layer.experts, rank=4, alpha=alpha)
+    with pytest.raises(ValueError, match=r"got \[1.0, 2.0\]"):
+        mb.adapters_by_expert(model)
+    add_lora(layers[0].experts, rank=2, alpha=2.0)
+    with pytest.raises(ValueError, match=r"one adapter on model.layers.0.mlp.*w1, got 2"):
+        mb.adapters_by_expert(model)
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=parameters)
+    with pytest.raises(ValueError, match=r"columns\], got .* of GptOssExperts"):
+        mb.adapters_by_expert(peft.get_peft_model(build("gpt_oss"), config))

@@ -15,7 +15,7 @@ class Clock:
 def clock(monkeypatch):
     monkeypatch.setattr(console.time, "monotonic", lambda: Clock.now)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("COLUMNS", "19")
     monkeypatch.setattr(Clock, "now", 100.0)
     return Clock
 
@@ -40,7 +40,7 @@ def test_a_terminal_has_one_line_that_is_written_over(clock):
     for step in range(1, 4):
         clock.now += 1
         shown.show(f"iteration {step} of 3 is done")
-        assert screen(out.getvalue()) == f"training ...\n  iteration {step} of 3"  # 19 columns
+        assert screen(out.getvalue()) == f"training ...\n  iteration {step} of 3"  # in 19 columns
         clock.now += 0.1
         shown.show("too soon")
     shown.say(" iteration 3")

@@ -1,10 +1,11 @@
 """Seconds from typing a command to its first step, with empty caches of kernels and full ones.
 
-    python packages/mb-train/benchmarks/start.py [--kinds dense dmoe] [--way eager|compiled] [FLAGS]
+    python packages/mb-train/benchmarks/start.py [--kinds dense dmoe] [--way eager|compiled]
+        [--states cold warm in-turn] [FLAGS]
 
 Each row is a process of its own that trains three steps of `dense-125m` or `dmoe-125m`, 8 sequences
 each, on random tokens. `cold` begins with empty caches of Triton and Inductor, `warm` with what
-`cold` left, `in turn` is cold without compiling the experts' kernels ahead. Columns are moments at
+`cold` left, `in-turn` is cold without compiling the experts' kernels ahead. Columns are moments at
 which lines of the log appear: the program answers; torch and the device are there; model and
 optimizer are built; all is set up; the first and the third step are done. Some 2 minutes on an
 H200 for all rows. Further flags go to the runs. Prints a table, then one line of JSON.
@@ -32,7 +33,7 @@ MOMENTS = {
     "step 1": " iteration        1/",
     "step 3": " iteration        3/",
 }
-KINDS = ("dense", "dmoe")
+KINDS, STATES = ("dense", "dmoe"), ("cold", "warm", "in-turn")
 WAYS = {"eager": "--no-compile", "compiled": "--compile"}
 IN_TURN = (
     "import sys, mb_train.run as run; run.compile_ahead = lambda *_: None; "
@@ -66,6 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--way", choices=WAYS, help="without torch.compile or with it only")
+    parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
     options, rest = parser.parse_known_args()
     ways = {options.way: WAYS[options.way]} if options.way else WAYS
     rows = []
@@ -85,9 +87,10 @@ def main() -> None:
                 caches = Path(folder) / f"{kind}-{way}"
                 states = {"cold": caches, "warm": caches}
                 if kind == "dmoe" and way == "eager":
-                    states["in turn"] = Path(folder) / "in-turn"
+                    states["in-turn"] = Path(folder) / "in-turn"
+                states = {state: states[state] for state in options.states if state in states}
                 for state, cache in states.items():
-                    program = ["-c", IN_TURN] if state == "in turn" else ["-m", "mb_train"]
+                    program = ["-c", IN_TURN] if state == "in-turn" else ["-m", "mb_train"]
                     found = start(program, words, cache)
                     rows.append({"kind": kind, "way": way, "caches": state, **found})
                     times = "".join(f"{found[name]:9.1f}" for name in MOMENTS)

@@ -32,9 +32,10 @@ def test_a_layer_of_experts_is_compiled_as_it_will_be_called(monkeypatch):
     assert given == {
         "tokens": 4 * 1024, "hidden_size": 768, "ffn_hidden_size": 112, "num_experts": 64,
         "top_k": 2, "activation": "swiglu", "dtype": torch.bfloat16,
-        "logits_dtype": torch.bfloat16, "device": GPU,
+        "logits_dtype": torch.bfloat16, "bias_dtype": None, "device": GPU,
     }  # fmt: skip
-    assert begun(monkeypatch)["logits_dtype"] is torch.float32
+    biased = begun(monkeypatch, moe_mlp_bias=True)
+    assert biased["logits_dtype"] is biased["bias_dtype"] is torch.float32
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,6 @@ def test_a_layer_of_experts_is_compiled_as_it_will_be_called(monkeypatch):
         {"device": torch.device("cpu")},
         {"ep_size": 2},
         {"moe_mlp_impl": "sparse"},
-        {"moe_mlp_bias": True},
         {"moe_saved_activation_bits": 8},
     ],
 )

@@ -67,6 +67,7 @@ def test_a_stream(client):
         (choice,) = json.loads(line)["choices"]
         texts[choice["index"]] += choice["text"]
         reasons[choice["index"]] = choice["finish_reason"]
+    assert len({json.loads(line)["id"] for line in lines}) == 1
     assert texts == ["ba", "edc"]
     assert reasons == ["stop", "stop"]
 

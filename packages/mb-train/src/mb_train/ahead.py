@@ -24,9 +24,9 @@ def compile_ahead(
         The number of kernels to come. None where they are not known beforehand: without a GPU, for
         experts of other ranks, for those that do not run as one op.
     """
-    whole_op = config.moe_mlp_impl == "grouped" and not config.moe_mlp_bias
-    one_shape = mesh.ep_size == 1 and config.moe_saved_activation_bits is None
-    if config.moe_num_experts is None or device.type != "cuda" or not (whole_op and one_shape):
+    one_op = config.moe_mlp_impl == "grouped" and config.moe_saved_activation_bits is None
+    here = device.type == "cuda" and mesh.ep_size == 1
+    if config.moe_num_experts is None or not (one_op and here):
         return None
     return mb_kernels.warm_up(
         tokens=whole(config.micro_batch_size) * whole(config.seq_length),
@@ -37,6 +37,7 @@ def compile_ahead(
         activation=config.activation_name,
         dtype=compute_dtype,
         logits_dtype=torch.float32 if config.moe_router_fp32 else compute_dtype,
+        bias_dtype=torch.float32 if config.moe_mlp_bias else None,
         device=device,
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from mb_train.balance import BalancingBias
 from mb_train.checkpoint import Progress, load_checkpoint
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
+from mb_train.console import Console
 from mb_train.data import Data, prepare_data
 from mb_train.folder_lock import locked
 from mb_train.optimizer import build_optimizer, build_scaler
@@ -54,9 +54,6 @@ from mb_train.tasks import Task, make_task
 from mb_train.timers import Timers
 from mb_train.tokenizers import load_tokenizer
 from mb_train.toml_file import to_toml
-
-# Nobody should wait longer than 10 s for a sign of life; steps of up to 2 s are allowed for.
-_HEARTBEAT_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,9 @@ class Run:
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, start: Start | None) -> None:
-        self.last_sign = time.monotonic()
+        console = Console(silent=rank() != 0)
+        self.say, self.sign_of_life = console.say, console.show
+        self._console = console
         check_same(config, "the configuration")  # first: with other sizes ranks make other groups
         self.mesh = layout.parallel_dims(config, world_size()).build(device.type)
         self.batch_size = config.batch_size(self.mesh.dp_size)
@@ -245,6 +244,7 @@ class Run:
 
     def close(self) -> None:
         """Close the log and end the saver's threads."""
+        self._console.clear()
         self.log.close()
         if self.saver is not None:
             self.saver.close()
@@ -252,17 +252,6 @@ class Run:
     def reports(self, iteration: int) -> bool:
         """Whether a progress line is due after this step, whatever happens in it."""
         return iteration % self.config.log_interval == 0 or iteration == self.iterations
-
-    def say(self, line: str) -> None:
-        """Print a line, on rank 0."""
-        self.last_sign = time.monotonic()
-        if rank() == 0:
-            print(line, flush=True)
-
-    def sign_of_life(self, doing: str) -> None:
-        """Say what is going on if nothing has been said for a while."""
-        if time.monotonic() - self.last_sign > _HEARTBEAT_S:
-            self.say(f"  {doing}")
 
 
 @contextlib.contextmanager

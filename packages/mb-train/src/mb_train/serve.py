@@ -123,12 +123,12 @@ def application(generator: Generator, name: str) -> Starlette:
         used = sum(len(generator.tokenizer.encode(prompt)) for prompt in request.prompts)
         new = sum(len(one.tokens) for one in found)
         usage = {"prompt_tokens": used, "completion_tokens": new, "total_tokens": used + new}
-        return JSONResponse(_answer(name, texts, reasons) | {"usage": usage})
+        return JSONResponse(_heading(name) | {"choices": _choices(texts, reasons), "usage": usage})
 
     async def events(request: Request) -> AsyncIterator[str]:
-        said = [0] * len(request.prompts)
+        said, heading = [0] * len(request.prompts), _heading(name)
         if request.echo:
-            yield _event(_answer(name, request.prompts, [None] * len(said)))
+            yield _event(heading | {"choices": _choices(request.prompts, [None] * len(said))})
         async with one_at_a_time:
             try:
                 async for found in _steps(generator, request):
@@ -136,7 +136,8 @@ def application(generator: Generator, name: str) -> Starlette:
                         new = one.text[max(said[index], 0) :]
                         if said[index] < 0 or not (new or one.finish_reason):
                             continue
-                        yield _event(_answer(name, [new], [one.finish_reason], first=index))
+                        choices = _choices([new], [one.finish_reason], first=index)
+                        yield _event(heading | {"choices": choices})
                         said[index] = -1 if one.finish_reason else len(one.text)
             except ValueError as error:
                 yield _event({"error": {"message": str(error)}})
@@ -189,17 +190,19 @@ async def _steps(generator: Generator, request: Request) -> AsyncIterator[list[C
         yield found
 
 
-def _answer(
-    name: str, texts: list[str], reasons: list[str | None], *, first: int = 0
-) -> dict[str, Any]:
-    choices = [
+def _heading(name: str) -> dict[str, Any]:
+    """What every part of an answer begins with."""
+    about = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
+    return about | {"created": int(time.time()), "model": name}
+
+
+def _choices(
+    texts: list[str], reasons: list[str | None], *, first: int = 0
+) -> list[dict[str, Any]]:
+    return [
         {"text": text, "index": index, "logprobs": None, "finish_reason": reason}
         for index, (text, reason) in enumerate(zip(texts, reasons, strict=True), first)
     ]
-    return {
-        "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion",
-        "created": int(time.time()), "model": name, "choices": choices,
-    }  # fmt: skip
 
 
 def _event(content: dict[str, Any]) -> str:

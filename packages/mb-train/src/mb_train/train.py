@@ -107,7 +107,7 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     valid_losses: dict[str, float] = {}
     first_loss = stopped_by = None
     diverged = False
-    iteration = evaluated_at = saved_at = run.progress.iteration
+    iteration = started_at = evaluated_at = saved_at = run.progress.iteration
     reported = run.progress.consumed_samples
     run.say("training ...")
     run.say(datetime_line("before the start of training step"))
@@ -134,7 +134,7 @@ def _loop(run: Run, stop: StopFlag) -> Result:
                     True,
                     guard.reason(run.data.train, run.progress, run.batch_size),
                 )
-        run.sign_of_life(f"iteration {iteration} of {run.iterations} is done")
+        run.sign_of_life(_how_far(run, started_at, time.monotonic() - begun))
         if config.eval_interval and iteration % config.eval_interval == 0:
             with clock.paused():
                 valid_losses = evaluate(run, run.data.valid, f"iteration {iteration}", stop)
@@ -335,6 +335,15 @@ def _stream(run: Run, dataset: Dataset, *, consumed_samples: int) -> Generator[B
         vocab_size=run.vocab_size,
         cyclic=run.config.dataloader_type == "cyclic",
     )
+
+
+def _how_far(run: Run, started_at: int, seconds: float) -> str:
+    """Where a run stands, and how long it still needs at the pace it has had."""
+    done = run.progress.iteration
+    left = round(seconds / (done - started_at) * (run.iterations - done))
+    hours, minutes = left // 3600, left // 60 % 60
+    long = f"{hours} h {minutes} min" if hours else f"{minutes} min {left % 60} s"
+    return f"iteration {done} of {run.iterations} is done, {long} left"
 
 
 def _reason_to_stop(run: Run, begun: float, stop: StopFlag) -> str | None:

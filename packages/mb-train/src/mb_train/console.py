@@ -1,0 +1,69 @@
+"""What a run prints: lines, and on a terminal one more that says what is going on just now.
+
+That one is written over again and again, and gone when a line is printed. In a file, or a pipe, it
+is a line of its own, and only if nothing has been said for a while.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from typing import TextIO
+
+# Nobody should wait longer than 10 s for a sign of life; steps of up to 2 s are allowed for.
+_HEARTBEAT_S = 8.0
+_REWRITE_S = 0.2
+_CLEAR = "\r\x1b[2K"
+
+
+class Console:
+    """Where a run speaks.
+
+    Args:
+        silent: of all ranks but one.
+        stream: default standard output.
+    """
+
+    def __init__(self, *, silent: bool = False, stream: TextIO | None = None) -> None:
+        self._silent, self._stream = silent, stream
+        self._said = self._shown = time.monotonic()
+        self._live = False
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        self._said = time.monotonic()
+        if self._silent:
+            return
+        self.clear()
+        print(line, file=self._out, flush=True)
+
+    def show(self, doing: str) -> None:
+        """Say what is going on: at once on a terminal, elsewhere if it has long been quiet."""
+        now = time.monotonic()
+        if self._silent:
+            return
+        if not self._rewrites:
+            if now - self._said > _HEARTBEAT_S:
+                self.say(f"  {doing}")
+        elif now - self._shown > _REWRITE_S:
+            width = shutil.get_terminal_size().columns - 1
+            self._out.write(_CLEAR + f"  {doing}"[:width])
+            self._out.flush()
+            self._shown, self._live = now, True
+
+    def clear(self) -> None:
+        """Take the line that is written over away."""
+        if self._live:
+            self._out.write(_CLEAR)
+            self._out.flush()
+            self._live = False
+
+    @property
+    def _out(self) -> TextIO:
+        return self._stream or sys.stdout
+
+    @property
+    def _rewrites(self) -> bool:
+        return self._out.isatty() and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,75 @@
+"""What is printed while a run is on its way."""
+
+import io
+
+import pytest
+from mb_train import console
+from mb_train.console import Console
+
+
+class Clock:
+    now = 100.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(console.time, "monotonic", lambda: Clock.now)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "19")
+    monkeypatch.setattr(Clock, "now", 100.0)
+    return Clock
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def screen(written):
+    """What stands on a terminal after this."""
+    shown = ""
+    for chunk in written.split("\r\x1b[2K"):
+        shown = shown[: shown.rfind("\n") + 1] + chunk
+    return shown
+
+
+def test_a_terminal_has_one_line_that_is_written_over(clock):
+    out = Terminal()
+    shown = Console(stream=out)
+    shown.say("training ...")
+    for step in range(1, 4):
+        clock.now += 1
+        shown.show(f"iteration {step} of 3 is done")
+        assert screen(out.getvalue()) == f"training ...\n  iteration {step} of 3"  # in 19 columns
+        clock.now += 0.1
+        shown.show("too soon")
+    shown.say(" iteration 3")
+    assert screen(out.getvalue()) == "training ...\n iteration 3\n"
+    clock.now += 1
+    shown.show("saving")
+    shown.clear()
+    assert screen(out.getvalue()) == "training ...\n iteration 3\n"
+
+
+@pytest.mark.parametrize("terminal", ["file", "dumb"])
+def test_a_file_gets_whole_lines_and_few(clock, monkeypatch, terminal):
+    out = io.StringIO() if terminal == "file" else Terminal()
+    if terminal == "dumb":
+        monkeypatch.setenv("TERM", "dumb")
+    said = Console(stream=out)
+    said.say("training ...")
+    for step in range(1, 13):
+        clock.now += 1
+        said.show(f"iteration {step}")
+    said.clear()
+    assert out.getvalue() == "training ...\n  iteration 9\n"
+
+
+def test_other_ranks_are_silent(clock):
+    out = Terminal()
+    silent = Console(silent=True, stream=out)
+    silent.say("one")
+    clock.now += 20
+    silent.show("two")
+    silent.clear()
+    assert out.getvalue() == ""

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mb_train.config import TrainConfig
 from mb_train.convert import export_model, import_model, read_model
 from mb_train.convert.architectures import architecture_for
+from mb_train.loading import load_trained
 from mb_train.tasks.make import whole_model
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -106,6 +108,46 @@ def test_there_and_back(tmp_path, kind):
         outputs_of_theirs(back, *inputs(19)), outputs_of_theirs(model, *inputs(19)), strict=True
     ):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("cased", [True, False])
+def test_a_list_of_words_is_a_tokenizer(tmp_path, cased):
+    """As the first BERTs have it: beside it, or not, whether it is cased."""
+    folder = tmp_path / "theirs"
+    theirs("bert").save_pretrained(folder)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Hello", "hello"]
+    words += [f"w{i}" for i in range(70)]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+    if cased:
+        (folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    import_model(folder, tmp_path / "run")
+    export_model(tmp_path / "run", tmp_path / "back")
+    for run in ("run", "again"):
+        tokenizer = load_trained(tmp_path / run, kinds=("bert",)).tokenizer
+        assert tokenizer.encode("Hello") == [5 if cased else 6]
+        if run == "run":
+            import_model(tmp_path / "back", tmp_path / "again")
+
+
+def test_a_retriever_begins_from_theirs(tmp_path):
+    """Its vocabulary padded; another epsilon than the run's is refused."""
+    model = theirs("bert")
+    model.save_pretrained(tmp_path)
+    sizes = {
+        "num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "ffn_hidden_size": 80,
+        "max_position_embeddings": 24, "seq_length": 24, "post_layernorm": True,
+        "activation": "gelu", "layernorm_epsilon": 1e-12,
+    }  # fmt: skip
+    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "bert_load": str(tmp_path)}
+    config = TrainConfig(**sizes, **run, model="ict")
+    ict = whole_model(config, vocab_size=128).eval()
+    x, _, valid, _ = inputs(19)
+    with torch.no_grad():
+        got, _ = ict.query(x, valid)
+        want = model.bert(x, attention_mask=valid).last_hidden_state[:, 0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"norm_eps, 1e-05, .* \(--bert-load\), got 1e-12"):
+        whole_model(replace(config, layernorm_epsilon=1e-5), vocab_size=128)
 
 
 @kinds

@@ -6,8 +6,9 @@ import mb_data
 import numpy as np
 import pytest
 from mb_train.config import TrainConfig
+from mb_train.models.transformer import DenseMLP
 from mb_train.tasks import GPTTask
-from mb_train.tasks.make import fill_in_the_middle
+from mb_train.tasks.make import fill_in_the_middle, whole_model
 
 EOD = 9
 SAMPLES = [[1, 2, EOD, 3, 4, EOD, EOD, 5], [EOD, 1, 2, 3, 4, 5, 6, EOD]]
@@ -122,3 +123,16 @@ def test_layers_with_experts_by_their_flags():
     config = gpt(num_layers=5, **experts, moe_ffn_hidden_size=24).model_config
     assert [config.has_experts(layer) for layer in range(5)] == [False, False, True, False, True]
     assert (config.moe.ffn_hidden_size, config.ffn_size) == (24, 64)
+
+
+def test_both_sides_of_a_t5_have_experts_by_their_flags():
+    sizes = {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8}
+    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "model": "t5"}
+    more = {"decoder_num_layers": 4, "decoder_seq_length": 8, "moe_num_experts": 2}
+    model = whole_model(TrainConfig(**sizes, **run, **more, moe_layer_freq=2), vocab_size=32)
+    for stack, expected in (
+        (model.encoder, [True, False, True]), (model.decoder, [True, False, True, False]),
+    ):  # fmt: skip
+        found = [not isinstance(block.mlp, DenseMLP) for block in stack.blocks.values()]
+        assert found == expected
+        assert stack.num_moe_layers == 2

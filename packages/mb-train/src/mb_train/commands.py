@@ -93,8 +93,9 @@ def convert(arguments: Sequence[str]) -> int:
     """Hugging Face or Megatron folders to a run folder, and back to Hugging Face."""
     parser = command_parser(
         "convert",
-        "A Hugging Face folder (GPT-2, Mixtral, OLMoE, Qwen3-MoE) or a checkpoint of Megatron's "
-        "MegaBlocks fork to a run folder; a run folder to Hugging Face's format.",
+        "A Hugging Face folder (GPT-2, Mixtral, OLMoE, Qwen3-MoE, BERT, MegatronBert, T5) or a "
+        "checkpoint of Megatron's MegaBlocks fork to a run folder; a run folder to Hugging Face's "
+        "format.",
     )
     parser.add_argument("source", help="Hugging Face folder, Megatron checkpoint, or run folder")
     parser.add_argument("target", help="folder to write, new or empty")

@@ -30,9 +30,13 @@ from mb_train.tasks.make import whole_model
 from mb_train.tokenizers import load_tokenizer
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model",
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt",
+    "tokenizer.model", "spiece.model",
     "special_tokens_map.json", "generation_config.json",
 )  # fmt: skip
+_CASED = "BertWordPieceCase"
+# Of them, those that a tokenizer is made of, the first that is there.
+_MAIN_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def read_model(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tensor]]:
@@ -92,17 +96,15 @@ def import_model(
     refuse_run(target)
     if tokenizer is None:
         kept = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-        main = next(
-            (n for n in ("tokenizer.json", "tokenizer.model", "vocab.json") if n in kept), None
-        )
+        main = next((name for name in _MAIN_FILES if name in kept), None)
         if main is None:
             raise ValueError(f"Expected a tokenizer in {source}, found none. Give --tokenizer.")
-        tokenizer = str((target / "tokenizer" / main).absolute())
-        config, weights = read_model(source, tokenizer=str(source / main))
-        (target / "tokenizer").mkdir(parents=True, exist_ok=True)
+        config, weights = read_model(source, **_tokenizer_fields(source / main))
+        folder = target / "tokenizer"
+        folder.mkdir(parents=True, exist_ok=True)
         for name in kept:
-            shutil.copyfile(source / name, target / "tokenizer" / name)
-        config = dataclasses.replace(config, tokenizer=tokenizer)
+            shutil.copyfile(source / name, folder / name)
+        config = dataclasses.replace(config, **_tokenizer_fields((folder / main).absolute()))
     else:
         config, weights = read_model(source, tokenizer=tokenizer)
     write_run(target, config, weights, say=say)
@@ -128,6 +130,15 @@ def write_run(
         model, None, Progress(0, 0), config=dataclasses.asdict(config), identity=identity, data={}
     ):
         raise OSError(f"Cannot write {target}.")
+
+
+def _tokenizer_fields(file: Path) -> dict[str, str]:
+    """How a run names a tokenizer; a bare list of words does not say whether it is cased."""
+    about = file.with_name("tokenizer_config.json")
+    words = file.name == "vocab.txt" and about.is_file()
+    if words and not json.loads(about.read_text()).get("do_lower_case", True):
+        return {"tokenizer_type": _CASED, "vocab_file": str(file)}
+    return {"tokenizer": str(file)}
 
 
 def export_model(
@@ -174,6 +185,8 @@ def export_model(
         write_tensors(draft, weights)
         write_text(draft / "config.json", json.dumps(about, indent=2) + "\n")
         copied = _copy_tokenizer(config, draft)
+        if config.tokenizer_type == _CASED:
+            write_text(draft / "tokenizer_config.json", '{"do_lower_case": false}\n')
         if target.exists():
             target.rmdir()
         os.rename(draft, target)

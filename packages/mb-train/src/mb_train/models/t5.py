@@ -34,6 +34,7 @@ class T5(nn.Module):
     Args:
         config: of the encoder; positions "relative" or "learned".
         decoder_layers: of the decoder, which is else as the encoder.
+        decoder_moe_layers: which of them have experts; None means all, if there are any.
         head_bias: a bias per token on the scores (Megatron-LM).
         scale_head: multiply hidden states by D^-1/2 before a tied head (T5 1.0).
         compute_dtype: dtype of the activations; parameters are made in fp32.
@@ -46,6 +47,7 @@ class T5(nn.Module):
         config: TransformerConfig,
         *,
         decoder_layers: int,
+        decoder_moe_layers: tuple[bool, ...] | None = None,
         head_bias: bool = False,
         scale_head: bool = False,
         compute_dtype: torch.dtype = torch.float32,
@@ -59,7 +61,7 @@ class T5(nn.Module):
         self.first = self.begins = self.last = True
         self.embedding: Embedding | None = Embedding(config)
         self.encoder = Stack(config, compute_dtype=compute_dtype)
-        decoder = replace(config, num_layers=decoder_layers, moe_layers=None)
+        decoder = replace(config, num_layers=decoder_layers, moe_layers=decoder_moe_layers)
         self.decoder = Stack(decoder, cross=True, compute_dtype=compute_dtype)
         self.encoder_bias: RelativeBias | None = None
         self.decoder_bias: RelativeBias | None = None

@@ -57,9 +57,11 @@ class T5Task:
 
     def build_model(self, *, compute_dtype: torch.dtype) -> T5:
         """A T5 with fresh weights; with Megatron's learned positions it has its head's bias too."""
+        config = self._config
         return T5(
             self.model_config,
             decoder_layers=self._config.decoder_layers,
+            decoder_moe_layers=tuple(map(config.has_experts, range(config.decoder_layers))),
             head_bias=self._config.position_embedding_type == "learned",
             scale_head=self._config.scale_head,
             compute_dtype=compute_dtype,

@@ -2,15 +2,17 @@
 
     python packages/mb-train/benchmarks/run.py [dense] [dmoe]
 
-    torchrun --nproc_per_node 2 packages/mb-train/benchmarks/run.py scaling
+    torchrun --nproc_per_node 2 packages/mb-train/benchmarks/run.py scaling [dispatchers]
 
 `paper`: GPT-2 125M with 64 GELU experts in every layer, beside its dense counterpart and capacity
-factor 1. `scaling`: under torchrun, tokens of all GPUs; one GPU gives the line to compare with.
+factor 1. `scaling`: under torchrun, tokens of all GPUs, beside what each of them does alone at the
+same time; `dispatchers`: the other ways of tokens to experts.
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
 (bf16 autocast, fused AdamW), eager and compiled. `dmoe`: 64 top-1 SwiGLU experts of width 2048 in
 every layer, 16 sequences, against transformers' Mixtral of that shape with `grouped_mm` experts.
 Random tokens, no dropout; a step is forward, backward, clipping and optimizer. Medians over the
-steps after the warm-up; the last line is one JSON document.
+steps after the warm-up, and the quicker quarter, which a busy host disturbs less; host: the
+milliseconds that Python takes for a step, from an empty queue. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from mb_parallel import distributed, rank, world_size
+from mb_parallel import ParallelDims, ParallelMesh, distributed, rank, world_size
 from mb_train.assemble import assemble
 from mb_train.balance import BalancingBias
 from mb_train.checkpoint import Progress
@@ -42,7 +44,7 @@ from mb_train.timers import Timers
 from mb_train.train import train_step
 from torch import Tensor, nn
 
-V, S, WARM_UP, STEPS = 50304, 1024, 5, 15
+V, S, WARM_UP, STEPS, HOST_STEPS = 50304, 1024, 5, 30, 3
 
 
 def time_steps(step: Callable[[], None], sequences: int) -> dict[str, float]:
@@ -61,8 +63,16 @@ def time_steps(step: Callable[[], None], sequences: int) -> dict[str, float]:
     marks[-1].synchronize()
     seconds = [one.elapsed_time(next_) / 1000 for one, next_ in itertools.pairwise(marks)]
     median = statistics.median(seconds)
+    host = []
+    for _ in range(HOST_STEPS):
+        begun = time.perf_counter()
+        step()
+        host.append(time.perf_counter() - begun)
+        torch.cuda.synchronize()
     return {
         "tokens_per_s": sequences * S / median,
+        "quicker_quarter": sequences * S / statistics.quantiles(seconds, n=4)[0],
+        "host_ms": 1000 * min(host),
         "spread": (max(seconds) - min(seconds)) / median,
         "warm_s": warm_s,
         "gib": torch.cuda.max_memory_allocated() / 2**30,
@@ -88,7 +98,9 @@ def ours(sequences: int, *, compiled: bool, ranks: int = 1, **change: object) ->
     batch = {"micro_batch_size": sequences, "global_batch_size": sequences * ranks}
     config = TrainConfig(**(recipe("dense-125m") | same | batch | change))
     device = torch.device("cuda", torch.cuda.current_device())
-    mesh = parallel_dims(config, ranks).build("cuda")
+    mesh = ParallelMesh(ParallelDims(), None, None, None)  # alone, in whatever world
+    if ranks > 1:
+        mesh = parallel_dims(config, ranks).build("cuda")
     task = GPTTask(config, vocab_size=V, eod=50256)
     model = assemble(task, config, mesh, device, torch.bfloat16)
     run = SimpleNamespace(
@@ -222,10 +234,14 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
         "dMoE --compile, 16 sequences": lambda: ours(16, compiled=True, **PAPER),
     },
     "scaling": {
-        "dense, 32 sequences a GPU": lambda: spread(32),
+        "dense, a GPU alone": lambda: ours(64, compiled=True),
+        "dense, 64 sequences a GPU": lambda: spread(64),
+        "dMoE, a GPU alone": lambda: ours(64, compiled=True, **PAPER),
+        "dMoE ep, peer": lambda: by_experts("peer"),
+    },
+    "dispatchers": {
         "dMoE ep, all_to_all": lambda: by_experts("all_to_all"),
         "dMoE ep, all_gather": lambda: by_experts("all_gather"),
-        "dMoE ep, peer": lambda: by_experts("peer"),
     },
 }
 
@@ -242,22 +258,24 @@ def main() -> None:
 def measure_all() -> None:
     results = []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{'case':6} {'what':34} {'k tokens/s':>10} {'spread':>7} {'warm s':>7} {'GiB':>6}")
+    columns = ("k tokens/s", "quarter", "spread", "host ms", "warm s", "GiB")
+    print(f"{'case':11} {'what':34}" + "".join(f"{column:>11}" for column in columns))
     for case in sys.argv[1:] or ("dense", "dmoe", "paper"):
         for what, measure in CASES[case].items():
             torch.cuda.reset_peak_memory_stats()
             try:
                 found = measure()
             except Exception as error:  # one that fails should not cost the others
-                print(f"{case:6} {what:34} failed: {type(error).__name__}: {str(error)[:300]}")
+                print(f"{case:11} {what:34} failed: {type(error).__name__}: {str(error)[:300]}")
                 results.append({"case": case, "what": what, "error": type(error).__name__})
                 continue
             finally:
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
             print(
-                f"{case:6} {what:34} {found['tokens_per_s'] / 1000:10.1f} {found['spread']:7.1%} "
-                f"{found['warm_s']:7.1f} {found['gib']:6.1f}",
+                f"{case:11} {what:34}{found['tokens_per_s'] / 1000:11.1f}"
+                f"{found['quicker_quarter'] / 1000:11.1f}{found['spread']:11.1%}"
+                f"{found['host_ms']:11.1f}{found['warm_s']:11.1f}{found['gib']:11.1f}",
                 flush=True,
             )
             results.append({"case": case, "what": what, **found})

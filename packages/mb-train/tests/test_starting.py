@@ -84,6 +84,8 @@ def test_the_advice_can_be_typed(finished, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert command_line() == "torchrun --nproc_per_node 8 -m mb_train"
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert command_line() == "torchrun --nnodes 2 --nproc_per_node 8 -m mb_train"
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,9 @@ def command_line(*arguments: str) -> str:
         words = ["python", "-m", "mb_train"]
         ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            words = ["torchrun", "--nproc_per_node", ranks, "-m", "mb_train"]
+            nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+            spread = [] if nodes == "1" else ["--nnodes", nodes]
+            words = ["torchrun", *spread, "--nproc_per_node", ranks, "-m", "mb_train"]
     if "UV_RUN_RECURSION_DEPTH" in os.environ:  # set by `uv run`, and by nothing else
         words = ["uv", "run", *words]
     return shlex.join([*words, *arguments])

@@ -50,18 +50,19 @@ def push_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
+    programs = tl.num_programs(0)
     peer_P = tl.arange(0, PEERS)
     count_P = tl.load(counts_ptr + peer_P, mask=peer_P < P, other=0)
-    end_P = tl.cumsum(count_P, 0)
-    total = tl.sum(count_P, 0)
-    for first in range(tl.program_id(0) * BLOCK_R, total, tl.num_programs(0) * BLOCK_R):
-        r = first + tl.arange(0, BLOCK_R)
-        live = r < total
-        before = (end_P[None, :] <= r[:, None]) & (peer_P < P)[None, :]
-        peer = tl.minimum(tl.sum(before.to(tl.int32), 1), P - 1)
-        i = r - tl.sum(tl.where(before, count_P[None, :], 0), 1)
+    # Blocks of rows go to the peers by turns, this rank among them, and a program's too: with one
+    # destination after the other the links stand still while a rank copies its own rows.
+    for turn in range(tl.program_id(0), tl.cdiv(tl.max(count_P, 0), BLOCK_R) * P, programs):
+        block = turn // P
+        peer = (turn + block * P // programs + rank) % P
+        i = block * BLOCK_R + tl.arange(0, BLOCK_R)
+        live = i < tl.sum(tl.where(peer_P == peer, count_P, 0), 0)
+        r = i + tl.sum(tl.where(peer_P < peer, count_P, 0), 0)
         source = tl.load(order_ptr + r, mask=live, other=0) // C if GATHER else peer * M + i
-        arena = tl.load(table_ptr + peer, mask=live, other=0)
+        arena = tl.load(table_ptr + peer)
         to = (arena + rows_at).to(tl.pointer_type(x_ptr.dtype.element_ty))
         to = tl.multiple_of(to + (rank * M + i).to(tl.int64) * D, 16)
         for start in range(0, D, BLOCK_D):

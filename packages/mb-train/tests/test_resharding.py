@@ -201,7 +201,8 @@ def _damaged(rank, world, folder):
 
 OPTIMIZERS = {
     "adamw": AdamW, "adafactor": Adafactor, "muon": Muon, "sgd": SGD,
-    "momentum": partial(SGD, momentum=0.9), "bf16 moments": partial(AdamW, state_dtype=torch.bfloat16),
+    "momentum": partial(SGD, momentum=0.9),
+    "bf16 moments": partial(AdamW, state_dtype=torch.bfloat16),
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from mb_kernels import (
     warm_up,
 )
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS
+from mb_kernels.exchange import Layout, PeerMemory
 from mb_kernels.runtime import registration
 from mb_kernels.runtime.plan import assume, plan_of
 from mb_kernels.testing import (
@@ -427,3 +428,30 @@ def test_on_a_device_that_is_not_the_current_one():
         results.append(weight.cpu())
     assert_close("weight", results[1], results[0])
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_ranks_exchange_rows_on_a_device_that_is_not_the_current_one(index):
+    if torch.cuda.device_count() <= index:
+        pytest.skip("needs another GPU")
+    device = torch.device("cuda", index)
+    layout = Layout(ranks=2, tokens=7, hidden=16, words=2, dtype=torch.bfloat16)
+    arenas = [torch.zeros(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    table = torch.tensor([arena.data_ptr() for arena in arenas], device=device)
+    error = torch.zeros(3, dtype=torch.int32).pin_memory()
+    memories = [PeerMemory(layout, r, a, table, error, polls=1000) for r, a in enumerate(arenas)]
+    with torch.cuda.device(0):
+        tokens = [torch.randn(n, 16, device=device).bfloat16() for n in (7, 4)]
+        peers = [torch.arange(len(x), device=device).int()[:, None] % 2 for x in tokens]
+        bins = [bin_tokens(p, 2) for p in peers]
+        for memory, x, b in zip(memories, tokens, bins, strict=True):
+            memory.push("tokens", x, b.tokens_per_expert_E, order_N=b.order_N)
+        counts = [memory.wait("tokens") for memory in memories]
+        for memory, c in zip(memories, counts, strict=True):
+            memory.push("home", memory.rows("tokens") * (memory.rank + 1), c)
+        for memory, x, p, b in zip(memories, tokens, peers, bins, strict=True):
+            memory.wait("home")
+            got = memory.sum_home(memory.rows("home"), p, b.inverse_N, b.offsets_E1)
+            assert torch.equal(got, x * (p + 1))
+    assert not error.any()
+    assert [c.tolist() for c in counts] == [[4, 2], [3, 2]]

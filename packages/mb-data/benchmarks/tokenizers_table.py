@@ -66,7 +66,7 @@ def row(name: str, path: Path, texts: list[str]) -> None:
 
 def find_judge(path: Path) -> tuple[str, Callable[[str], list[int]]]:
     """The library a file belongs to, where there is one; else the readable twin."""
-    if ".model" in path.suffixes:
+    if ".model" in path.suffixes and not path.read_bytes()[:200].isascii():  # or it is ranks
         library = load_tokenizer(path, engine="sentencepiece")
         return "sentencepiece", library.encode
     if path.name == "tokenizer.json":

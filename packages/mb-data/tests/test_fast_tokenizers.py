@@ -13,15 +13,12 @@ from mb_data import load_tokenizer, megatron_tokenizer
 from mb_data.tokenizer import fast_bpe
 from mb_data.tokenizer.disputed import disputed_letters
 from mb_data.tokenizer.fast_bpe import SINGLE_BYTES
-from mb_data.tokenizer.rank_files import MEGATRON_PATTERNS, PATTERNS
+from mb_data.tokenizer.rank_files import MEGATRON_PATTERNS, PATTERNS, PUBLICATIONS
 from mb_data.tokenizer.readable_bpe import ReadableBPE
 
 tokenizers = pytest.importorskip("tokenizers")
 GPT2 = load_tokenizer("gpt2", engine="python")
-QWEN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN = PATTERNS["qwen2"]
 DEEPSEEK = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
@@ -313,11 +310,11 @@ def ranks():
     return {GPT2.byte_strings[i]: i for i in range(50256)}
 
 
-def oracle(pattern, first=0):
+def oracle(pattern, first=0, table=None):
     import tiktoken
 
     encoding = tiktoken.Encoding(
-        "oracle", pat_str=pattern, mergeable_ranks=ranks(), special_tokens={}
+        "oracle", pat_str=pattern, mergeable_ranks=table or ranks(), special_tokens={}
     )
     return lambda text: [first + token for token in encoding.encode_ordinary(text)]
 
@@ -335,11 +332,15 @@ def rank_rows(first=0):
     ]
 
 
+def write_ranks(path, table):
+    lines = [f"{base64.b64encode(text).decode()} {rank}" for text, rank in table.items()]
+    path.write_text("\n".join(lines) + "\n")
+
+
 @pytest.mark.parametrize("name", ["r50k_base", "cl100k_base", "o200k_base"])
 def test_tiktoken_files(tmp_path, name):
     path = tmp_path / f"{name}.tiktoken"
-    lines = [f"{base64.b64encode(text).decode()} {rank}" for text, rank in ranks().items()]
-    path.write_text("\n".join(lines) + "\n")
+    write_ranks(path, ranks())
     tokenizer = load_tokenizer(path)
     assert tokenizer.engine == "gigatoken"
     expected = oracle(tokenizer.readable.patterns[0])
@@ -356,6 +357,35 @@ def test_tiktoken_files(tmp_path, name):
     (tmp_path / "r50k_base.tiktoken").write_text("what\n")
     with pytest.raises(ValueError, match=r"r50k_base\.tiktoken: expected lines of base64"):
         load_tokenizer(tmp_path / "r50k_base.tiktoken")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "qwen.tiktoken"])
+def test_ranks_of_llama_and_qwen(tmp_path, monkeypatch, name):
+    """Llama 3 and 4 call theirs a model, and have words that no merges make."""
+    size, path = 50258, tmp_path / name
+    table = ranks() | {b"qzxjq": size - 2, b" zqx\xffzqx": size - 1}
+    ends = {"<|begin_of_text|>": size, "<|end_of_text|>": size + 1}
+    monkeypatch.setitem(
+        PUBLICATIONS, size, PUBLICATIONS[128_000]._replace(special=ends, size=size + 256)
+    )
+    write_ranks(path, table)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.engine == "gigatoken"
+    expected = oracle(tokenizer.readable.patterns[0], table=table)
+    for text in [*undisputed(7), "qzxjq qzxjq", "aqzxjq", "aaaaaaaaaaaa" * 9, "=== ====  ====="]:
+        if name == "qwen.tiktoken":
+            text = unicodedata.normalize("NFC", text)
+        assert tokenizer.encode(text) == expected(text)
+    assert tokenizer.encode("qzxjq") == [size - 2]
+    if name == "tokenizer.model":
+        assert (tokenizer.bos, tokenizer.eod, tokenizer.vocab_size) == (size, size + 1, size + 256)
+        assert tokenizer.decode([size + 1, size + 2]) == f"<|end_of_text|><SPECIAL_{size + 2}>"
+        write_ranks(path, ranks())
+        with pytest.raises(ValueError, match=r"by its size tokenizer\.model of Llama 3 and 4"):
+            load_tokenizer(path)
+    else:
+        assert (tokenizer.eod, tokenizer.vocab_size) == (151643, 151851)
+        assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
 
 
 def test_tekken(tmp_path):

@@ -122,13 +122,17 @@ def test_byte_level_structures_reach_the_engine(structure):
 
 def test_every_letter_of_unicode(structure):
     """Engine and twin agree on every undisputed letter in four surroundings, and where a letter is
-    disputed the document takes the readable way."""
+    disputed the document takes the readable way.
+
+    The engine asks the same tables for all structures: letters are shared out between them.
+    """
     path, _ = structure
+    number = list(STRUCTURES).index(path.parent.name[:-1])
     tokenizer = load_tokenizer(path)
     known = disputed_letters()
     skip = {*range(0xD800, 0xE000), *range(0x3400, 0x9FF0), *range(0xAC10, 0xD7A0)}
     points = [p for p in range(0x80, 0x30000) if p not in skip and not known.points[p]]
-    points = [p for p in points if p < 0x3000 or p % 11 == 0]
+    points = [p for p in points if p < 0x250 or p % (5 if p < 0x3000 else 55) == number]
     surroundings = ["a{0}b {0} {0}c{0}'s 1{0}2\n{0}\r\n", "A{0}A{0}{0}.{0}\t{0} {0}\u0301"]
     for around in surroundings:
         texts = [around.format(chr(p)).encode() for p in points]
@@ -427,10 +431,12 @@ def test_megatrons_tiktokenizer(tmp_path, pattern):
         megatron_tokenizer("TikTokenizer", **options, tiktoken_special_tokens=["<unk>", "<s>"])
 
 
-def test_bert_on_every_letter_equals_the_readable_twin():
+def test_bert_on_letters_equals_the_readable_twin():
+    """All of the alphabets, one in seven of the rest; benchmarks/disputed_letters.py tries all."""
     tokenizer = load_tokenizer("bert-base-uncased")
     skip = {*range(0xD800, 0xE000), *range(0x3500, 0x9F00), *range(0xAC10, 0xD7A0)}
-    texts = [f"a{chr(p)}b {chr(p)}c x{chr(p)}" for p in range(0x80, 0x20000) if p not in skip]
+    points = [*range(0x80, 0x3000), *range(0x3000, 0x20000, 7)]
+    texts = [f"a{chr(p)}b {chr(p)}c x{chr(p)}" for p in points if p not in skip]
     assert tokenizer.encode_batch(texts) == list(map(tokenizer.readable.encode, texts))
     before = tokenizer.careful_documents
     assert tokenizer.encode("ΟΔΟΣ ΟΔΟΣ.") == tokenizer.readable.encode("οδος οδος.")

@@ -367,7 +367,8 @@ def test_tiktoken_files(tmp_path, name):
 def test_ranks_of_llama_and_qwen(tmp_path, monkeypatch, name):
     """Llama 3 and 4 call theirs a model, and have words that no merges make."""
     size, path = 50258, tmp_path / name
-    table = ranks() | {b"qzxjq": size - 2, b" zqx\xffzqx": size - 1}
+    odd = {b"qzxjq": size - 2, b" zqx\xffzqx": size - 1}
+    table = ranks() | odd if name == "tokenizer.model" else ranks()
     ends = {"<|begin_of_text|>": size, "<|end_of_text|>": size + 1}
     monkeypatch.setitem(
         PUBLICATIONS, size, PUBLICATIONS[128_000]._replace(special=ends, size=size + 256)
@@ -380,8 +381,8 @@ def test_ranks_of_llama_and_qwen(tmp_path, monkeypatch, name):
         if name == "qwen.tiktoken":
             text = unicodedata.normalize("NFC", text)
         assert tokenizer.encode(text) == expected(text)
-    assert tokenizer.encode("qzxjq") == [size - 2]
     if name == "tokenizer.model":
+        assert tokenizer.encode("qzxjq") == [size - 2]
         assert (tokenizer.bos, tokenizer.eod, tokenizer.vocab_size) == (size, size + 1, size + 256)
         assert tokenizer.decode([size + 1, size + 2]) == f"<|end_of_text|><SPECIAL_{size + 2}>"
         write_ranks(path, ranks())
@@ -390,6 +391,11 @@ def test_ranks_of_llama_and_qwen(tmp_path, monkeypatch, name):
     else:
         assert (tokenizer.eod, tokenizer.vocab_size) == (151643, 151851)
         assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
+        write_ranks(path, ranks() | odd)
+        tokenizer = load_tokenizer(path)
+        with pytest.warns(RuntimeWarning, match="its ranks are not those of merges"):
+            assert tokenizer.encode("qzxjq a") == [size - 2, *GPT2.encode(" a")]
+        assert tokenizer.engine == "python"
 
 
 def test_tekken(tmp_path):

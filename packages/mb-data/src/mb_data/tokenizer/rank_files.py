@@ -48,12 +48,15 @@ class Publication(NamedTuple):
     """What a file of ranks leaves to code: how text is cut and normalized, and what is special.
 
     ``size`` is that of the vocabulary, where more special ids are reserved than have a name.
+    ``merged`` is False where some entries are words that no merges make: found whole or not at all.
+    The engine panics at the ranks of such, and gets their merges instead.
     """
 
     scheme: str
     special: dict[str, int]
     form: Form | None = None
     size: int = 0
+    merged: bool = True
 
 
 _GPT2 = Publication("gpt2", {"<|endoftext|>": 50256})
@@ -70,10 +73,10 @@ PUBLICATIONS: dict[str | int, Publication] = {
     "o200k_base": Publication("o200k", {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
     "qwen": Publication("qwen2", {text: 151643 + i for i, text in enumerate(_QWEN)}, "NFC"),
     128_000: Publication(  # Llama 3
-        "olmo3", {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001}, size=128256
+        "olmo3", {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001}, None, 128256, False
     ),
     200_000: Publication(  # Llama 4
-        "o200k", {"<|begin_of_text|>": 200000, "<|end_of_text|>": 200001}, size=202048
+        "o200k", {"<|begin_of_text|>": 200000, "<|end_of_text|>": 200001}, None, 202048, False
     ),
 }
 # Megatron's TikTokenizer: two patterns, and special tokens below the ranks.
@@ -116,6 +119,7 @@ def from_tiktoken(
         known.special | reserved,
         pattern=PATTERNS[known.scheme],
         form=known.form,
+        merged=known.merged,
         fingerprint=fingerprint,
         num_extra_ids=num_extra_ids,
         engine=engine,
@@ -205,6 +209,7 @@ def _build(
     *,
     pattern: str,
     form: Form | None = None,
+    merged: bool = True,
     fingerprint: str,
     num_extra_ids: int,
     engine: str,
@@ -215,6 +220,8 @@ def _build(
     if "eos" in roles:
         roles["eod"] = roles["eos"]
     size = max([*ids.values(), *special.values()], default=-1) + 1
+    schemes = {known: scheme for scheme, known in PATTERNS.items()}
+    first, last = min(ids.values(), default=0), max(ids.values(), default=0)
     extra_ids = range(size, size + num_extra_ids)
     texts = {i: text for text, i in special.items()}
     texts |= {i: f"<extra_id_{n}>" for n, i in enumerate(extra_ids)}
@@ -225,6 +232,7 @@ def _build(
         "extra_ids": extra_ids,
         "patterns": (pattern,),
         "form": form,
+        "scheme": schemes.get(pattern) if merged and len(ids) == last - first + 1 else None,
     }
     try:
         return ByteLevelBPE(name, ids, None, engine=engine, **options)

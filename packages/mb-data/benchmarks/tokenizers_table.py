@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mb_data import load_tokenizer, write_sample_corpus
+from mb_data import Tokenizer, load_tokenizer, write_sample_corpus
 
 TESTS = Path(__file__).parents[1] / "tests" / "test_fast_tokenizers.py"
 
@@ -52,7 +52,7 @@ def row(name: str, path: Path, texts: list[str]) -> None:
     seconds, (tokens, lengths) = measured(lambda: tokenizer.encode_documents(data))
     ends = lengths.cumsum().tolist()
     rows = [tokens[end - n : end].tolist() for n, end in zip(lengths, ends, strict=True)]
-    label, judge = find_judge(path)
+    label, judge = find_judge(path, tokenizer)
     few = slice(None, None, 4)
     slow, expected = measured(lambda: [judge(text) for text in texts[few]])
     part = sum(map(len, data[few])) / 1e6
@@ -64,15 +64,13 @@ def row(name: str, path: Path, texts: list[str]) -> None:
     )
 
 
-def find_judge(path: Path) -> tuple[str, Callable[[str], list[int]]]:
+def find_judge(path: Path, tokenizer: Tokenizer) -> tuple[str, Callable[[str], list[int]]]:
     """The library a file belongs to, where there is one; else the readable twin."""
-    if ".model" in path.suffixes:
-        library = load_tokenizer(path, engine="sentencepiece")
-        return "sentencepiece", library.encode
+    library = getattr(tokenizer, "library", "python")
     if path.name == "tokenizer.json":
-        library = load_tokenizer(path, engine="tokenizers")
-        return "tokenizers", library.encode
-    return "readable twin", load_tokenizer(path, engine="python").encode
+        library = "tokenizers"
+    twin = load_tokenizer(path, engine=library)
+    return "readable twin" if library == "python" else library, twin.encode
 
 
 def measured(work: Callable[[], Any]) -> tuple[float, Any]:

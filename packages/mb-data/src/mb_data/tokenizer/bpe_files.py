@@ -28,7 +28,7 @@ def from_merges(
     ids = {entry: i for i, entry in enumerate(entries)}
     added = {END_OF_TEXT: len(ids)}
     end = {"eod": len(ids)}
-    return _build(name, ids, merges, added, end, fingerprint, num_extra_ids, engine, by_rank=True)
+    return _build(name, ids, merges, added, end, fingerprint, num_extra_ids, engine, scheme="gpt2")
 
 
 def from_vocab_and_merges(
@@ -151,7 +151,7 @@ def _build(
     patterns: Sequence[str] = (GPT2_PATTERN,),
     ignore_merges: bool = False,
     form: Form | None = None,
-    by_rank: bool = False,
+    scheme: str | None = None,
 ) -> ByteLevelBPE:
     size = max([*ids.values(), *added.values()]) + 1
     extra_ids = range(size, size + num_extra_ids)
@@ -168,7 +168,7 @@ def _build(
         patterns=patterns,
         ignore_merges=ignore_merges,
         form=form,
-        by_rank=by_rank,
+        scheme=scheme,
         engine=engine,
     )
 

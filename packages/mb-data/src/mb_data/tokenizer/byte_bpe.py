@@ -32,7 +32,7 @@ class ByteLevelBPE(Tokenizer):
         special: ids of special tokens by role.
         special_text: text of special tokens by id, for ``decode``.
         patterns, ignore_merges, form: see ``ReadableBPE``.
-        by_rank: see ``FastBPE``.
+        scheme: see ``FastBPE``.
         engine: "gigatoken", "python", or "auto" for the first that works.
 
     Raises:
@@ -54,7 +54,7 @@ class ByteLevelBPE(Tokenizer):
         patterns: Sequence[str] = (GPT2_PATTERN,),
         ignore_merges: bool = False,
         form: Form | None = None,
-        by_rank: bool = False,
+        scheme: str | None = None,
         engine: str = "auto",
     ) -> None:
         if engine not in ("auto", "gigatoken", "python"):
@@ -77,7 +77,7 @@ class ByteLevelBPE(Tokenizer):
         self._fast: FastBPE | None = None
         if engine != "python":
             try:
-                self._fast = FastBPE(self.readable, self._separator, by_rank=by_rank)
+                self._fast = FastBPE(self.readable, self._separator, scheme=scheme)
             except ModuleNotFoundError:
                 if engine == "gigatoken":
                     raise

@@ -9,6 +9,7 @@
 | ``vocab.json`` or ``merges.txt``        | the two together, from one directory              |
 | two paths with ``:`` between            | such a pair under other names                     |
 | ``tekken.json``, ``o200k_base.tiktoken``| ranks of byte strings                             |
+| ``….model`` of lines of base64          | the same: Llama 3 and 4                           |
 | ``….model``, ``….model.v3``             | SentencePiece                                     |
 | any other ``….txt``                     | WordPiece vocabulary                              |
 | a directory                             | the first of these that is in it                  |
@@ -21,6 +22,7 @@ import gzip
 import hashlib
 import io
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from importlib import resources
@@ -37,6 +39,7 @@ BERT = "bert-base-uncased"
 # The pieces that a word of English letters and digits falls into at worst are among them.
 LEAST_PIECES = 4352
 NAMES = ("gpt2", BERT, f"{BERT}:<size>", "null:<size>")
+RANKS = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")  # the first line of such a file
 IN_DIRECTORY = (
     "tokenizer.json",
     "vocab.json",
@@ -270,9 +273,9 @@ def _from_file(
     options: dict[str, Any] = {"fingerprint": digest, "num_extra_ids": num_extra_ids}
     if len(paths) == 2:
         return from_vocab_and_merges(name, *contents, engine=engine, **options)
-    if path.name == "tekken.json":
+    if path.name.startswith("tekken") and path.suffix == ".json":
         return from_tekken(name, path, contents[0], engine=engine, **options)
-    if path.suffix == ".tiktoken":
+    if path.suffix == ".tiktoken" or RANKS.match(contents[0]):
         return from_tiktoken(name, path, contents[0], engine=engine, **options)
     if path.suffix == ".json":
         return from_tokenizer_json(name, path, contents[0], engine=engine, **options)

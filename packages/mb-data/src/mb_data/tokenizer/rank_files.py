@@ -1,6 +1,7 @@
-"""Vocabularies as lists of byte strings by rank: ``….tiktoken``, ``tekken.json``, and Megatron's
-TikTokenizer. Merges are not listed: of two neighbours that make an entry, the lowest ranked merge
-first. Such a file seldom says how text is cut into words; who names the file does.
+"""Vocabularies as lists of byte strings by rank: ``….tiktoken``, ``tekken.json``, the
+``tokenizer.model`` of Llama 3 and 4, and Megatron's TikTokenizer. Merges are not listed: of two
+neighbours that make an entry, the lowest ranked merge first. Such a file seldom says how text is
+cut into words; who names the file does.
 """
 
 from __future__ import annotations
@@ -10,23 +11,73 @@ import binascii
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mb_data.tokenizer.byte_bpe import ByteLevelBPE
-from mb_data.tokenizer.fast_bpe import SCHEMES
-from mb_data.tokenizer.readable_bpe import byte_to_letter
+from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, byte_to_letter
 
-PATTERNS = {scheme: pattern for pattern, scheme in SCHEMES.items()}
-# What OpenAI's files leave to code: the pattern and the special tokens.
-TIKTOKEN_FILES: dict[str, tuple[str, dict[str, int]]] = {
-    "r50k_base": ("gpt2", {"<|endoftext|>": 50256}),
-    "gpt2": ("gpt2", {"<|endoftext|>": 50256}),
-    "cl100k_base": (
+PATTERNS = {
+    "gpt2": GPT2_PATTERN,
+    "olmo3": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "qwen2": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "gpt4": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+        r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s+"
+    ),
+    "o200k": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "nemotron": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+
+
+class Publication(NamedTuple):
+    """What a file of ranks leaves to code: how text is cut and normalized, and what is special.
+
+    ``size`` is that of the vocabulary, where more special ids are reserved than have a name.
+    ``merged`` is False where some entries are words that no merges make: found whole or not at all.
+    The engine panics at the ranks of such, and gets their merges instead.
+    """
+
+    scheme: str
+    special: dict[str, int]
+    form: Form | None = None
+    size: int = 0
+    merged: bool = True
+
+
+_GPT2 = Publication("gpt2", {"<|endoftext|>": 50256})
+_QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
+# By the names of the files, and by their numbers of ranks where all have the name tokenizer.model.
+PUBLICATIONS: dict[str | int, Publication] = {
+    "r50k_base": _GPT2,
+    "gpt2": _GPT2,
+    "cl100k_base": Publication(
         "gpt4",
         {"<|endoftext|>": 100257, "<|fim_prefix|>": 100258, "<|fim_middle|>": 100259}
         | {"<|fim_suffix|>": 100260, "<|endofprompt|>": 100276},
     ),
-    "o200k_base": ("o200k", {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+    "o200k_base": Publication("o200k", {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+    "qwen": Publication("qwen2", {text: 151643 + i for i, text in enumerate(_QWEN)}, "NFC"),
+    128_000: Publication(  # Llama 3
+        "olmo3", {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001}, None, 128256, False
+    ),
+    200_000: Publication(  # Llama 4
+        "o200k", {"<|begin_of_text|>": 200000, "<|end_of_text|>": 200001}, None, 202048, False
+    ),
 }
 # Megatron's TikTokenizer: two patterns, and special tokens below the ranks.
 MEGATRON_PATTERNS = {
@@ -37,29 +88,38 @@ MEGATRON_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 ROLES = {"<s>": "bos", "</s>": "eos", "<mask>": "mask", "<pad>": "pad", "<cls>": "cls"} | {
     "<sep>": "sep",
     "<|endoftext|>": "eos",
+    "<|begin_of_text|>": "bos",
+    "<|end_of_text|>": "eos",
 }
 
 
 def from_tiktoken(
     name: str, path: Path, data: bytes, *, fingerprint: str, num_extra_ids: int, engine: str
 ) -> ByteLevelBPE:
-    """A ``.tiktoken`` file of OpenAI's, known by its name: lines of base64 and rank."""
-    if path.stem not in TIKTOKEN_FILES:
-        raise ValueError(
-            f"{path}: such a file does not say how text is cut into words; known by their names "
-            f"are {', '.join(f'{known}.tiktoken' for known in TIKTOKEN_FILES)}"
-        )
-    scheme, special = TIKTOKEN_FILES[path.stem]
+    """Lines of base64 and rank: OpenAI's and Qwen's ``.tiktoken`` files, known by their names, and
+    the ``tokenizer.model`` of Llama 3 and 4, known by its size."""
     try:
         rows = [line.split() for line in data.split(b"\n") if line.strip()]
         ranks = {base64.b64decode(text, validate=True): int(rank) for text, rank in rows}
     except (ValueError, binascii.Error) as error:
         raise ValueError(f"{path}: expected lines of base64 and a rank: {error}") from error
+    known = PUBLICATIONS.get(path.stem if path.suffix == ".tiktoken" else len(ranks))
+    if known is None:
+        names = [f"{name}.tiktoken" for name in PUBLICATIONS if isinstance(name, str)]
+        raise ValueError(
+            f"{path}: such a file does not say how text is cut into words; known by their names "
+            f"are {', '.join(names)}, by its size tokenizer.model of Llama 3 and 4. Take the "
+            "model's tokenizer.json"
+        )
+    taken = {*ranks.values(), *known.special.values()}
+    reserved = {f"<SPECIAL_{i}>": i for i in range(known.size) if i not in taken}
     return _build(
         name,
         ranks,
-        special,
-        pattern=PATTERNS[scheme],
+        known.special | reserved,
+        pattern=PATTERNS[known.scheme],
+        form=known.form,
+        merged=known.merged,
         fingerprint=fingerprint,
         num_extra_ids=num_extra_ids,
         engine=engine,
@@ -148,6 +208,8 @@ def _build(
     special: Mapping[str, int],
     *,
     pattern: str,
+    form: Form | None = None,
+    merged: bool = True,
     fingerprint: str,
     num_extra_ids: int,
     engine: str,
@@ -158,6 +220,8 @@ def _build(
     if "eos" in roles:
         roles["eod"] = roles["eos"]
     size = max([*ids.values(), *special.values()], default=-1) + 1
+    schemes = {known: scheme for scheme, known in PATTERNS.items()}
+    first, last = min(ids.values(), default=0), max(ids.values(), default=0)
     extra_ids = range(size, size + num_extra_ids)
     texts = {i: text for text, i in special.items()}
     texts |= {i: f"<extra_id_{n}>" for n, i in enumerate(extra_ids)}
@@ -167,6 +231,8 @@ def _build(
         "special_text": texts,
         "extra_ids": extra_ids,
         "patterns": (pattern,),
+        "form": form,
+        "scheme": schemes.get(pattern) if merged and len(ids) == last - first + 1 else None,
     }
     try:
         return ByteLevelBPE(name, ids, None, engine=engine, **options)

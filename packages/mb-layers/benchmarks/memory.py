@@ -9,12 +9,13 @@ Errors are relative to exact gradients, in fp32 on random weights and tokens.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 
 import torch
 from mb_kernels.activation import GLU_ACTIVATIONS
-from mb_layers import MoE, MoEConfig, add_lora, dMoE, freeze_in_bits
-from torch import Tensor
+from mb_layers import FrozenWeight, MoE, MoEConfig, add_lora, dMoE, freeze_in_bits
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 SHAPE = {"hidden_size": 512, "ffn_hidden_size": 192, "num_experts": 32, "top_k": 8}
@@ -29,6 +30,7 @@ OPTIONS: dict[str, dict] = {
     "shared expert": {"shared_expert_hidden_size": 192},
     "mlp_bias": {"mlp_bias": True},
     "mlp_bias, recompute": {"mlp_bias": True, "recompute": True},
+    "mlp_bias, saved_activation_bits=4": {"mlp_bias": True, "saved_activation_bits": 4},
     "LoRA, rank 16": {},
     "LoRA, rank 16, recompute": {"recompute": True},
     "LoRA over 4 bits": {},
@@ -36,9 +38,13 @@ OPTIONS: dict[str, dict] = {
 ACTIVATIONS = (*GLU_ACTIVATIONS, "gelu", "gelu_tanh", "silu", "squared_relu")
 
 
-def saved_bytes(layer: dMoE, x: Tensor, **arguments: Tensor) -> int:
+def saved_bytes(layer: nn.Module, *inputs: Tensor, **arguments: Tensor) -> int:
     """Bytes of the storages that one forward pass keeps, without the layer's own."""
-    own = {t.untyped_storage().data_ptr() for t in layer.state_dict().values()}
+    own = {
+        part.untyped_storage().data_ptr()
+        for t in layer.state_dict().values()
+        for part in ((t.codes, t.scales) if isinstance(t, FrozenWeight) else (t,))
+    }
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -48,7 +54,7 @@ def saved_bytes(layer: dMoE, x: Tensor, **arguments: Tensor) -> int:
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layer(x, **arguments)
+        output = layer(*inputs, **arguments)
     del output
     return sum(kept.values())
 
@@ -70,7 +76,32 @@ def memory(tokens: int, device: str) -> list[dict]:
             arguments = {"mask": torch.arange(tokens, device=device) % 4 > 0}
         per_token = saved_bytes(layer, x.requires_grad_(), **arguments) / tokens
         rows.append({"option": name, "bytes per token": round(per_token)})
+    if importlib.util.find_spec("transformers"):
+        rows.append({"option": "transformers' GPT-OSS", "bytes per token": gpt_oss(tokens, device)})
     return rows
+
+
+def gpt_oss(tokens: int, device: str) -> int:
+    """Bytes per token that GPT-OSS's experts keep on our kernels: clamped gates and biases."""
+    import mb_layers.transformers as mb
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = GptOssConfig(
+        hidden_size=SHAPE["hidden_size"],
+        intermediate_size=SHAPE["ffn_hidden_size"],
+        num_local_experts=SHAPE["num_experts"],
+    )
+    config._experts_implementation = mb.IMPLEMENTATION
+    options = {"device": device, "dtype": torch.bfloat16}
+    experts = GptOssExperts(config).to(**options)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.02)
+    x = torch.randn(tokens, SHAPE["hidden_size"], **options).requires_grad_()
+    scores = torch.randn(tokens, SHAPE["num_experts"], **options).requires_grad_()
+    weights, ids = scores.softmax(dim=-1).topk(SHAPE["top_k"])
+    return round(saved_bytes(experts, x, ids, weights) / tokens)
 
 
 def errors(tokens: int, device: str) -> list[dict]:

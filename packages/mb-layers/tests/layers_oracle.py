@@ -23,7 +23,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda h: h.clamp(min=0),
     "squared_relu": lambda h: h.clamp(min=0) ** 2,
 }
-GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{
+        glu: lambda gate, up, act=ACTIVATIONS[plain]: act(gate) * up
+        for glu, plain in (
+            ("swiglu", "silu"),
+            ("geglu", "gelu"),
+            ("geglu_tanh", "gelu_tanh"),
+            ("reglu", "relu"),
+        )
+    },
+    "swigluoai": lambda gate, up: (
+        gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1)
+    ),
+}
 
 
 def assert_close(
@@ -85,7 +98,7 @@ def run_one_expert(
         h = h + params[f"{prefix}.b1"][e]
     if config.activation in GATES:
         gate, up = h[: w2.shape[1]], h[w2.shape[1] :]
-        y = w2 @ (ACTIVATIONS[GATES[config.activation]](gate) * up)
+        y = w2 @ GATES[config.activation](gate, up)
     else:
         y = w2 @ ACTIVATIONS[config.activation](h)
     return y + params[f"{prefix}.b2"][e] if f"{prefix}.b2" in params else y

@@ -205,3 +205,23 @@ def test_attach_aux_loss_lives_in_other_peoples_code(how: str) -> None:
 def test_attach_aux_loss_wants_a_scalar() -> None:
     with pytest.raises(ValueError, match=r"scalar aux_loss, got shape \(2,\)"):
         attach_aux_loss(torch.zeros(3), torch.zeros(2))
+
+
+@pytest.mark.parametrize("balance_over", ["micro_batch", "sequence"])
+def test_a_token_whose_sigmoids_underflow_leaves_the_loss_finite(balance_over: str) -> None:
+    config = MoEConfig(
+        hidden_size=16,
+        ffn_hidden_size=16,
+        num_experts=4,
+        score_function="sigmoid",
+        balance_over=balance_over,
+    )
+    layer = dMoE(config)
+    torch.nn.init.constant_(layer.router.weight, -1)
+    x = torch.randn(1, 5, 16)
+    x[0, 2] = 20.0  # logits of -320
+    _, aux_loss, metrics = layer(x)
+    aux_loss.backward()
+    assert aux_loss.isfinite()
+    assert metrics["router_entropy"].isfinite()
+    assert layer.router.weight.grad.isfinite().all()

@@ -103,8 +103,9 @@ def test_renormalize_is_softmax_after_top_k() -> None:
 def test_sigmoids_that_all_underflow_give_zero_and_not_nan() -> None:
     router = build(score_function="sigmoid", renormalize=True)
     torch.nn.init.constant_(router.weight, -10)
-    weights = router(torch.full((3, 48), 10.0)).weights_TK
-    assert torch.equal(weights, torch.zeros(3, 2))
+    routed = router(torch.full((3, 48), 10.0))
+    assert torch.equal(routed.weights_TK, torch.zeros(3, 2))
+    assert torch.equal(routed.probs_TE, torch.zeros_like(routed.probs_TE))
 
 
 def test_jitter_moves_the_router_in_training_alone() -> None:

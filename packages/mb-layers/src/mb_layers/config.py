@@ -31,9 +31,9 @@ class MoEConfig:
         ffn_hidden_size: F, the inner width of one expert.
         num_experts: E.
         top_k: K, experts per token.
-        activation: a name of `mb_kernels.activation`: "swiglu", "geglu", "geglu_tanh" and "reglu"
-            are gated (w1 is [E, 2F, D], gate over up); "gelu", "gelu_tanh", "silu", "relu" and
-            "squared_relu" are not (w1 is [E, F, D]).
+        activation: a name of `mb_kernels.activation`: "swiglu", "geglu", "geglu_tanh", "reglu" and
+            GPT-OSS's clamped "swigluoai" are gated (w1 is [E, 2F, D], gate over up); "gelu",
+            "gelu_tanh", "silu", "relu" and "squared_relu" are not (w1 is [E, F, D]).
 
     Router:
         score_function: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).

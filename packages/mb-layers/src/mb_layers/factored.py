@@ -133,17 +133,21 @@ class Form(NamedTuple):
     """What a weight is apart from its tensors."""
 
     factored: bool
+    frozen: tuple[int, torch.dtype] | None
     scalings: tuple[float, ...]
 
 
 def flatten(weight: Tensor | Factored) -> tuple[Form, list[Tensor]]:
-    """Take a weight apart into its form and its tensors, the base's before the adapters'."""
+    """Take a weight apart into its form and its plain tensors, the base's before the adapters'."""
     if isinstance(weight, Tensor):
-        return Form(False, ()), [weight]
-    tensors = [weight.base]
+        return Form(False, None, ()), [weight]
+    base = weight.base
+    frozen, tensors = None, [base]
+    if isinstance(base, FrozenWeight):
+        frozen, tensors = (base.bits, base.dtype), [base.codes, base.scales]
     for lhs, rhs, _ in weight.added:
         tensors += (lhs, rhs)
-    return Form(True, tuple(added.scaling for added in weight.added)), tensors
+    return Form(True, frozen, tuple(added.scaling for added in weight.added)), tensors
 
 
 def unflatten(form: Form, tensors: Sequence[Tensor]) -> Tensor | Factored:
@@ -151,6 +155,9 @@ def unflatten(form: Form, tensors: Sequence[Tensor]) -> Tensor | Factored:
     base, *added = tensors
     if not form.factored:
         return base
+    if form.frozen is not None:
+        scales, *added = added
+        base = FrozenWeight(base, scales, *form.frozen)
     pairs = zip(added[::2], added[1::2], form.scalings, strict=True)
     return Factored(base, tuple(LowRank(*parts) for parts in pairs))
 
@@ -200,8 +207,9 @@ def weight_gradients(
     grads[0] = grouped_outer(p, q, offsets_E1) if wanted[0] else None
     if isinstance(weight, Tensor):
         return grads
+    start = len(wanted) - 2 * len(weight.added)
     for n, added in enumerate(weight.added):
-        at, rank = 1 + 2 * n, added.lhs.shape[2]
+        at, rank = start + 2 * n, added.lhs.shape[2]
         lhs, rhs, scaling = _padded(added)
         if wanted[at]:
             u_Nr = grouped_linear(q, rhs, offsets_E1, transpose_weight=True)

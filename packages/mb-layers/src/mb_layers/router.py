@@ -170,7 +170,7 @@ class Router(nn.Module):
             probs_TE = torch.softmax(logits_TE, dim=-1)
             return probs_TE, probs_TE
         scores_TE = torch.sigmoid(logits_TE)
-        return scores_TE, scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+        return scores_TE, scores_TE / _not_zero(scores_TE.sum(dim=-1, keepdim=True))
 
     def choice(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
         """Return what the best K are chosen by, [T, E]: the scores, the bias added."""
@@ -188,8 +188,7 @@ class Router(nn.Module):
         norm_T1 = torch.linalg.vector_norm(
             chosen_TK, ord=config.renormalize_p, dim=-1, keepdim=True
         )
-        # K sigmoids can all underflow to 0; a softmax's largest cannot.
-        return chosen_TK / norm_T1.clamp(min=torch.finfo(torch.float32).tiny)
+        return chosen_TK / _not_zero(norm_T1)
 
     def _mask_groups(self, choice_TE: Tensor) -> Tensor:
         """Set the scores outside each token's best groups to -inf."""
@@ -237,6 +236,11 @@ def update_balancing_bias(router: Router, tokens_per_expert_E: Tensor, *, rate: 
     counts_E = tokens_per_expert_E.to(router.balancing_bias.device, torch.float32)
     step_E = rate * torch.sign(counts_E.mean() - counts_E)
     router.balancing_bias += step_E - step_E.mean()
+
+
+def _not_zero(sums_T1: Tensor) -> Tensor:
+    """What to divide scores by: a token's sigmoids can all underflow to 0."""
+    return sums_T1.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _top_ids(scores_TE: Tensor, k: int) -> Tensor:

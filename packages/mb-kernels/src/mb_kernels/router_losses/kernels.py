@@ -19,6 +19,12 @@ _BLOCK = 4096  # logits a program holds at once: 32 per thread of 4 warps
 
 
 @triton.jit
+def _shares(scores):
+    # The smallest normal number: a token's sigmoids can all underflow.
+    return scores / tl.maximum(tl.sum(scores, 1), 1.1754944e-38)[:, None]
+
+
+@triton.jit
 def router_sums_fwd_kernel(
     logits_ptr,  # [T, E]
     mask_ptr,  # [T] uint8, 0 for padding, or None
@@ -53,7 +59,7 @@ def router_sums_fwd_kernel(
         counted += live.to(tl.float32)
         if SIGMOID:
             scores = tl.where((e < E)[None, :], tl.sigmoid(x), 0.0)
-            p = tl.where(live[:, None], scores / tl.sum(scores, 1)[:, None], 0.0)
+            p = tl.where(live[:, None], _shares(scores), 0.0)
             log_p = tl.log(tl.where(p > 0, p, 1.0))
         else:
             p = tl.where(live[:, None], exps / total[:, None], 0.0)
@@ -149,7 +155,7 @@ def router_losses_bwd_kernel(
     lse = tl.load(lse_ptr + t, mask=t < tokens, other=0.0)[:, None]
     if SIGMOID:
         scores = tl.where(inside, tl.sigmoid(kept), 0.0)
-        p = scores / tl.where(inside, tl.sum(scores, 1)[:, None], 1.0)
+        p = _shares(scores)
         slope = p * (1.0 - scores) * (c[None, :] - tl.sum(p * c[None, :], 1)[:, None])
         slope += z_scale * lse * tl.exp(kept - lse)
     else:

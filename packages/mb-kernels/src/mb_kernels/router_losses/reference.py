@@ -56,8 +56,7 @@ def router_losses(
     load_E = load_E / load_E.sum().clamp(min=1)
     lse_T = torch.logsumexp(logits_TE, dim=-1)
     if score_function == "sigmoid":
-        probs_TE = torch.sigmoid(logits_TE)
-        probs_TE = probs_TE / probs_TE.sum(dim=-1, keepdim=True)
+        probs_TE = _shares(torch.sigmoid(logits_TE))
     else:
         probs_TE = torch.softmax(logits_TE, dim=-1)
     if mask_T is not None:
@@ -71,6 +70,13 @@ def router_losses(
         router_entropy=torch.special.entr(probs_TE.detach()).sum() / tokens,
         load_imbalance=counts_E.max() * experts / meant.clamp(min=1),
         dropped_fraction=(meant - kept_slots) / meant.clamp(min=1),
+    )
+
+
+def _shares(scores_TE: Tensor) -> Tensor:
+    """Each row divided by its sum; zeros where all of it underflowed."""
+    return scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(
+        min=torch.finfo(torch.float32).tiny
     )
 
 
@@ -109,7 +115,7 @@ def router_losses_backward(
     if sigmoid:
         kept_TE = kept_TE.to(lse_T.dtype)
         softmax_TE, scores_TE = torch.exp(kept_TE - lse_T[:, None]), torch.sigmoid(kept_TE)
-        probs_TE, falling_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True), 1 - scores_TE
+        probs_TE, falling_TE = _shares(scores_TE), 1 - scores_TE
     slope_TE = falling_TE * (c_E - (probs_TE @ c_E)[:, None])
     z_TE = (2 * z_weight / tokens) * lse_T[:, None] * softmax_TE
     d_logits_TE = d_aux * (probs_TE * slope_TE + z_TE)

@@ -1,10 +1,15 @@
 """Freed memory is used again instead of being asked for anew."""
 
+import ctypes
+import os
 import platform
 import subprocess
 import sys
 
 import pytest
+from mb_train.doctor import _check_memory
+from mb_train.host import keep_freed_memory
+from mb_train.run_folder import sync_directory
 
 PROGRAM = """
 import resource, sys
@@ -33,3 +38,20 @@ def test_freed_memory_is_kept():
     # The third round of the same allocations: no new page, or as many as at first.
     assert faults["kept"] < 100
     assert faults["given back"] > 100
+
+
+def test_windows_lacks_some_of_it(monkeypatch, tmp_path):
+    """What raises there is not called: a C library of the program, folders as files, sysconf."""
+
+    def lacking(*_):
+        raise TypeError("not on Windows")
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(ctypes, "CDLL", lacking)
+    monkeypatch.setattr(os, "open", lacking)
+    monkeypatch.delattr(os, "sysconf")
+    keep_freed_memory()
+    sync_directory(tmp_path)
+    facts = []
+    _check_memory(facts)
+    assert not any(fact.startswith("memory") for fact in facts)

@@ -160,7 +160,7 @@ def _vendor() -> str | None:
 def _check_memory(facts: list[str]) -> None:
     try:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    except (ValueError, OSError):
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
         return
     enough = "" if size >= _ENOUGH_RAM_GB else f": small runs (the large want {_ENOUGH_RAM_GB:g})"
     facts.append(f"memory      {size:.1f} GB of RAM{enough}")

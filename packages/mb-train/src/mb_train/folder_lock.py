@@ -46,7 +46,8 @@ def locked(folder: Path) -> Generator[None]:
     finally:
         note.unlink(missing_ok=True)
         if folder in made and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
-            (folder / LOCK_FILE).unlink()  # nothing came of the run: as if it had not been
+            with suppress(PermissionError):  # Windows: it is open
+                (folder / LOCK_FILE).unlink()  # nothing came of the run: as if it had not been
         lock.release()
         with suppress(OSError):
             for path in made:

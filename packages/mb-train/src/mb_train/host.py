@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 
 # malloc.h of glibc. Memory up to the first size comes from the heap, and the heap gives none of it
 # back; beyond it every allocation asks the kernel.
@@ -25,6 +26,8 @@ def keep_freed_memory() -> None:
     `quickstart` took 9.3 s of system time, and take 1.1 s with this, for a fifth more memory.
     Other C libraries are left as they are.
     """
+    if sys.platform == "win32":  # a program there has no one C library to ask for
+        return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)

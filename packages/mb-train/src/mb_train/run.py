@@ -103,52 +103,27 @@ class Run:
         self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
         self.say(argument_lines(config))
         tokenizer = load_tokenizer(config)
-        vocab_size = mb_data.padded_vocab_size(
-            tokenizer.vocab_size,
-            divisible_by=config.make_vocab_size_divisible_by,
-            tensor_parallel=self.mesh.tp_size,
-        )
-        if start is not None:
-            # A model keeps its size on any number of tensor-parallel ranks that divides it.
-            saved = start.saved.identity.get("padded_vocab_size", 0)
-            if saved >= tokenizer.vocab_size and saved % self.mesh.tp_size == 0:
-                vocab_size = saved
-        self.vocab_size = vocab_size
+        self.vocab_size = self._padded_vocabulary(tokenizer, start)
         self.identity = {
             **config.model_identity(),
-            "padded_vocab_size": vocab_size,
+            "padded_vocab_size": self.vocab_size,
             "tokenizer": tokenizer.fingerprint,
         }
         if start is not None:
             start.saved.check_model(self.identity)
-
-        self.task: Task = make_task(config, tokenizer, vocab_size=vocab_size, mesh=self.mesh)
-        self.say(vocabulary_line(tokenizer.vocab_size, vocab_size))
-        warning = memory_warning(config, vocab_size, world_size(), device, device_name(device))
+        self.task: Task = make_task(config, tokenizer, vocab_size=self.vocab_size, mesh=self.mesh)
+        self.say(vocabulary_line(tokenizer.vocab_size, self.vocab_size))
+        warning = memory_warning(config, self.vocab_size, world_size(), device, device_name(device))
         if warning is not None:
             self.say(warning)
         compiling = compile_ahead(config, self.mesh, device, self.compute_dtype)
-        self.progress = Progress(0, 0)
-        # This rank's of the last step, on the device.
-        self.last_losses: dict[str, Tensor] = {}
         with self.timers("model-and-optimizer-setup"):
-            with in_flags(layout.FIELDS):
-                self.model: Assembled = assemble(
-                    self.task, config, self.mesh, device, self.compute_dtype
-                )
-            self.optimizer = build_optimizer(self.model, config)
-            self.scaler = build_scaler(config)
-            self.balancing_bias = BalancingBias(self.model.parts, config, self.mesh)
-            # Of steps that an overflow skipped: Megatron's schedule does not count them.
-            self.skipped_samples = 0
-            if start is not None:
-                self._load(start)
-        dims = self.mesh
+            self._build(start)
         self.say(
             parameters_line(
                 sum(p.numel() for part in self.model.parts for p in part.parameters()),
-                tensor_rank=dims.tp_rank,
-                pipeline_rank=dims.pp_rank,
+                tensor_rank=self.mesh.tp_rank,
+                pipeline_rank=self.mesh.pp_rank,
             )
         )
         for note in (*self.model.notes, describe(self.optimizer)):
@@ -179,6 +154,35 @@ class Run:
                 self.say(outcome(compiling))
         self.say("done with setup ...")
         self.say(self.timers.lines())
+
+    def _padded_vocabulary(self, tokenizer: Tokenizer, start: Start | None) -> int:
+        """V: as the flags pad it, or as a checkpoint has it."""
+        size, ranks = tokenizer.vocab_size, self.mesh.tp_size
+        if start is not None:
+            # A model keeps its size on any number of tensor-parallel ranks that divides it.
+            saved = start.saved.identity.get("padded_vocab_size", 0)
+            if saved >= size and saved % ranks == 0:
+                return saved
+        divisible_by = self.config.make_vocab_size_divisible_by
+        return mb_data.padded_vocab_size(size, divisible_by=divisible_by, tensor_parallel=ranks)
+
+    def _build(self, start: Start | None) -> None:
+        """The model, what trains it, and where they stand."""
+        config = self.config
+        self.progress = Progress(0, 0)
+        # Of steps that an overflow skipped: Megatron's schedule does not count them.
+        self.skipped_samples = 0
+        # This rank's of the last step, on the device.
+        self.last_losses: dict[str, Tensor] = {}
+        with in_flags(layout.FIELDS):
+            self.model: Assembled = assemble(
+                self.task, config, self.mesh, self.device, self.compute_dtype
+            )
+        self.optimizer = build_optimizer(self.model, config)
+        self.scaler = build_scaler(config)
+        self.balancing_bias = BalancingBias(self.model.parts, config, self.mesh)
+        if start is not None:
+            self._load(start)
 
     def _load(self, start: Start) -> None:
         config = self.config

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -242,7 +243,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames inside `path` durable."""
+    """Make renames inside `path` durable. Windows opens no folder: its file system sees to that."""
+    if sys.platform == "win32":
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,8 +7,9 @@ not end the run. Weights that are not numbers are not saved: the latest checkpoi
 go on from.
 
 Asynchronous, the training waits only for a copy of the state: on the device if it has room for one
-beside the largest step so far (44 GB take 20 ms), else in host memory. A thread writes from the
-copy, and the loop's `poll` makes the checkpoint the latest once every rank is done.
+beside the largest step so far (44 GB take 20 ms), else in host memory. A thread does the rest, and
+whatever waits for a disk: the syncs of a checkpoint take seconds on some. The loop's `poll` tells
+when every rank is done.
 """
 
 from __future__ import annotations
@@ -136,13 +137,13 @@ class Saver:
         )
         tensors = tensors_of(model, optimizer)
         self._bytes = sum(map(_local_bytes, tensors.values()))
-        problem = _attempt(lambda: self._begin(run) if rank() == 0 else None)
+        problem = _attempt(lambda: self._begin(iteration) if rank() == 0 else None)
         if any_rank(problem is not None):
             return self._failed(iteration, problem or "another rank failed")
         if self._thread is None:
-            return self._finish(iteration, _attempt(lambda: self._write(iteration, tensors)))
+            return self._finish(iteration, _attempt(lambda: self._write(run, tensors)))
         copy = self._snapshot(tensors)
-        self._pending = iteration, self._thread.submit(self._write, iteration, copy)
+        self._pending = iteration, self._thread.submit(self._write, run, copy)
         return True
 
     def poll(self) -> bool:
@@ -167,11 +168,10 @@ class Saver:
     def _draft(self, iteration: int) -> Path:
         return self._folder / (iteration_folder(iteration) + ".partial")
 
-    def _begin(self, run: SavedRun) -> None:
-        draft = self._draft(run.iteration)
+    def _begin(self, iteration: int) -> None:
+        draft = self._draft(iteration)
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        write_text(draft / RUN_FILE, json.dumps(asdict(run), indent=1) + "\n")
 
     def _snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A copy that the training cannot change, on the device if there is room."""
@@ -186,23 +186,20 @@ class Saver:
         staged: Any = self._stager.stage(dict(tensors))
         return staged
 
-    def _write(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write this rank's shards; the coordinator writes the metadata and the checksums."""
+    def _write(self, run: SavedRun, tensors: Mapping[str, Tensor]) -> None:
+        """Write this rank's shards; rank 0 writes what is about all of them, and commits."""
         with quiet():
             dcp.save(
                 dict(tensors),
-                storage_writer=_Writer(self._draft(iteration)),
+                storage_writer=_Writer(self._draft(run.iteration), run),
                 process_group=self._group,
                 no_dist=world_size() == 1,
             )
 
     def _finish(self, iteration: int, problem: str | None) -> bool:
-        """Rank 0 makes a written draft the latest checkpoint; the others wait for that."""
+        """Say what became of a checkpoint, equal on all ranks."""
         if any_rank(problem is not None):
             return self._failed(iteration, problem or "another rank failed")
-        problem = _attempt(lambda: self._commit(iteration) if rank() == 0 else None)
-        if any_rank(problem is not None):
-            return self._failed(iteration, problem or "rank 0 failed")
         self.latest = iteration
         self._say(saved_line(iteration, self._folder))
         if rank() == 0 and self._keep is not None:
@@ -212,10 +209,6 @@ class Saver:
                 else:
                     self._thread.submit(shutil.rmtree, old, ignore_errors=True)
         return True
-
-    def _commit(self, iteration: int) -> None:
-        _replace_folder(self._draft(iteration), self._folder / iteration_folder(iteration))
-        write_text(self._folder / LATEST, f"{iteration}\n")
 
     def _failed(self, iteration: int, problem: str) -> bool:
         free = shutil.disk_usage(self._folder).free
@@ -250,7 +243,14 @@ def surplus(folder: Path, keep: int) -> list[Path]:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's writer, which also leaves a SHA256SUMS. The sums travel among the write results."""
+    """torch's writer, which also leaves a SHA256SUMS and makes the draft the latest checkpoint.
+
+    The sums travel among the write results. What `finish` raises on rank 0 is raised on all.
+    """
+
+    def __init__(self, draft: Path, run: SavedRun) -> None:
+        super().__init__(draft)
+        self._run = run
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         results = super().write_data(plan, planner).wait()
@@ -268,6 +268,7 @@ class _Writer(dcp.FileSystemWriter):
         shards = [result for result in everything if not isinstance(result.storage_data, str)]
         super().finish(metadata, [shards])
         folder = Path(self.path)
+        write_text(folder / RUN_FILE, json.dumps(asdict(self._run), indent=1) + "\n")
         sums = {
             result.index.fqn: result.storage_data
             for result in everything
@@ -275,6 +276,8 @@ class _Writer(dcp.FileSystemWriter):
         }
         sums |= {name: sum_of(folder / name) for name in (".metadata", RUN_FILE)}
         write_text(folder / SUMS_FILE, format_sums(sums))
+        _replace_folder(folder, folder.with_name(iteration_folder(self._run.iteration)))
+        write_text(folder.with_name(LATEST), f"{self._run.iteration}\n")
 
 
 def _attempt(action: Callable[[], Any]) -> str | None:

@@ -525,7 +525,7 @@ def test_a_bias_is_the_tables_row_of_the_distance(bidirectional, length):
 
 @torch.no_grad()
 def test_a_decoders_token_begins_by_looking_for_itself():
-    """With every second head, where both sides have it; and embeddings have variance 1."""
+    """Where both sides have it; and embeddings have variance 1."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "head_size": 16}
     config = replace(SMALL, **sizes, positions="relative", init_std=0.1, output_init_std=0.1)
@@ -540,5 +540,4 @@ def test_a_decoders_token_begins_by_looking_for_itself():
     model.decode(tokens, ends, ones, memory, (ends, 8))
     q, k = (x[0].transpose(0, 1) for x in found)
     own = (q @ k.mT / 4).softmax(-1).diagonal(dim1=1, dim2=2).mean(1)
-    assert own[::2].min() > 0.7
-    assert own[1::2].max() < 0.4
+    assert own.min() > 0.7

@@ -37,9 +37,8 @@ class T5(nn.Module):
 
     With relative positions a cross attention has none, and a decoder finds the place of a span by
     the token that stands for it alone. That is learned late: until the encoder says something of
-    use there, looking there is no use, and the other way round. So every second head begins with
-    keys that are made as its queries are (mimetic initialisation, arXiv 2305.09828), and a token
-    looks for itself.
+    use there, looking there is no use, and the other way round. So a head's keys are made at first
+    as its queries are (mimetic initialisation, arXiv 2305.09828), and a token looks for itself.
 
     Args:
         config: of the encoder; positions "relative" or "learned".
@@ -261,11 +260,10 @@ class T5(nn.Module):
 
 @torch.no_grad()
 def _look_for_itself(cross: Attention, config: TransformerConfig) -> None:
-    """Make the keys of every second head from states as its queries are made."""
+    """Make keys from states as queries are made, those of the first head of each group."""
     groups, head = config.num_kv_heads, config.head_size
     scale = config.attention_scale or head**-0.5
     q_GRCD = cross.q.weight.unflatten(0, (groups, -1, head))
     kv_G2CD = cross.kv.weight.unflatten(0, (groups, 2, head))
-    chosen_GCD = q_GRCD[::2, 0]
-    nn.init.normal_(chosen_GCD, std=math.sqrt(ALIKE / (head * scale * config.hidden_size)))
-    kv_G2CD[::2, 0] = chosen_GCD
+    nn.init.normal_(q_GRCD[:, 0], std=math.sqrt(ALIKE / (head * scale * config.hidden_size)))
+    kv_G2CD[:, 0] = q_GRCD[:, 0]

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig
 from mb_train.models import gpt, segments
+from mb_train.models.attention import BlockContext
 from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.segments import (
@@ -15,6 +16,7 @@ from mb_train.models.segments import (
     segment_mask,
     within_segments,
 )
+from mb_train.models.transformer import Block
 from mb_train.tasks.gpt import ends_of, positions_within
 
 ENDS = {
@@ -57,7 +59,7 @@ def check(ends, heads, groups, width, scale, *, dtype, device):
     if found is None:  # nothing divides the sequences
         assert ends_BN.shape[1] == 1
         edges = torch.arange(0, B * S + 1, S, device=device).int()
-        found = segments.Bounds(edges, edges, S, S)
+        found = segments.Bounds(edges, edges, S, S, segments.flash_kernel())
     mask = segment_mask(segments_of(ends_BS).to(device), causal=True)
     q, k, v = (
         torch.randn(B, S, n, width, dtype=dtype, device=device) for n in (heads, groups, groups)
@@ -152,3 +154,24 @@ def test_documents_are_counted_in_powers_of_two():
     ]  # fmt: skip
     assert ends_of(np.array(ENDS["one"])).tolist() == [[12], [12]]
     assert ends_of(np.array(ENDS["every"])).shape == (1, 16)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_block_over_segments_is_one_graph(experts):
+    """torch's kernel in it: a break would cost the host as much again in every block."""
+    moe = MoEConfig(hidden_size=32, ffn_hidden_size=48, num_experts=2, top_k=1)
+    config = _config(num_kv_heads=4, moe=moe if experts else None)
+    block = Block(config, 0, cross=True, compute_dtype=torch.bfloat16)
+    ends = torch.tensor([[5, 12], [12, 12]])
+    context = BlockContext(**within_segments(ends, 12, causal=False, flash=True))
+    x = torch.randn(2, 12, 32, dtype=torch.bfloat16)
+    traced = []
+
+    def only_traced(graph, inputs):
+        traced.append(graph)
+        raise RuntimeError("traced to its end")
+
+    compiled = torch.compile(block, fullgraph=True, backend=only_traced)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="traced to its end"):
+        compiled(x, context, context._replace(source_BSD=x))
+    assert "varlen_attn" in traced[0].code

@@ -521,3 +521,23 @@ def test_a_bias_is_the_tables_row_of_the_distance(bidirectional, length):
     weight = torch.randn_like(want)
     grads = [torch.autograd.grad((x * weight).sum(), bias.table.weight)[0] for x in (got, want)]
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-2)
+
+
+@torch.no_grad()
+def test_a_decoders_token_begins_by_looking_for_itself():
+    """Where both sides have it; and embeddings have variance 1."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "head_size": 16}
+    config = replace(SMALL, **sizes, positions="relative", init_std=0.1, output_init_std=0.1)
+    model = T5(config, decoder_layers=1, scale_head=True)
+    assert model.embedding.tokens.weight.std() == pytest.approx(1, abs=0.1)
+    found = []
+    model.decoder.blocks["0"].cross.core.register_forward_pre_hook(
+        lambda core, arguments: found.extend(arguments[:2])
+    )
+    tokens, (ones, ends) = torch.arange(8)[None], (torch.ones(1, 8).long(), torch.tensor([[8]]))
+    memory, _ = model.encode(tokens, ends, ones)
+    model.decode(tokens, ends, ones, memory, (ends, 8))
+    q, k = (x[0].transpose(0, 1) for x in found)
+    own = (q @ k.mT / 4).softmax(-1).diagonal(dim1=1, dim2=2).mean(1)
+    assert own.min() > 0.7

@@ -49,12 +49,14 @@ class Bounds(NamedTuple):
     queries, keys: int32 [B N + 1], in the tokens that attend and in those attended to; the last
         is their number, and a segment may be empty.
     longest_query, longest_key: at least the tokens of the longest segment.
+    kernel: what `flash_kernel` found: a compiled block takes it as it is, and need not look for it.
     """
 
     queries: Tensor
     keys: Tensor
     longest_query: int
     longest_key: int
+    kernel: Callable[..., Any]
 
 
 def within_segments(
@@ -92,8 +94,9 @@ def within_segments(
     if bias is None and not divided:
         return found
     if flash:
-        edges = _edges(ends_BN, length), _edges(other_BN, others)
-        return found | {"bounds": Bounds(*edges, length, others)}
+        edges, kernel = (_edges(ends_BN, length), _edges(other_BN, others)), flash_kernel()
+        assert kernel is not None
+        return found | {"bounds": Bounds(*edges, length, others, kernel)}
     if not divided:  # alike for all sequences
         ends_BN, other_BN = ends_BN[:1], other_BN[:1]
     segments_BQ, segments_BS = segments_of(ends_BN, length), segments_of(other_BN, others)
@@ -157,14 +160,13 @@ def attend(
     scale: float | None,
 ) -> Tensor:
     """Attention within each segment, y_BQHC; scores times `scale`, None meaning 1 / sqrt(C)."""
-    varlen_attn = flash_kernel()
-    assert varlen_attn is not None
     groups = q_BQHC.shape[2] // k_BSGC.shape[2]
     if groups > 1:
         k_BSGC, v_BSGC = (x.repeat_interleave(groups, dim=2) for x in (k_BSGC, v_BSGC))
     q_THC, k_THC, v_THC = (x.flatten(0, 1).contiguous() for x in (q_BQHC, k_BSGC, v_BSGC))
     window = (-1, 0 if causal else -1)
-    y_THC = varlen_attn(q_THC, k_THC, v_THC, *bounds, scale=scale, window_size=window)
+    *where, kernel = bounds
+    y_THC = kernel(q_THC, k_THC, v_THC, *where, scale=scale, window_size=window)
     assert isinstance(y_THC, Tensor)
     return y_THC.view_as(q_BQHC)
 

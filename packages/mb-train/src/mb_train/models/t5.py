@@ -12,13 +12,14 @@ hidden, H heads, V padded vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
-from mb_train.models.attention import BlockContext, rotary_tables
+from mb_train.models.attention import Attention, BlockContext, rotary_tables
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear
@@ -26,17 +27,26 @@ from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.relative import RelativeBias
 from mb_train.models.segments import flash_takes, positions_of, within_segments
 from mb_train.models.stack import Stack
+from mb_train.models.transformer import Block
+
+ALIKE = 44.0  # a token's score at first with itself on the other side, were its state its own alone
 
 
 class T5(nn.Module):
     """A T5, or one stage of it.
+
+    With relative positions a cross attention has none, and a decoder finds the place of a span by
+    the token that stands for it alone. That is learned late: until the encoder says something of
+    use there, looking there is no use, and the other way round. So a head's keys are made at first
+    as its queries are (mimetic initialisation, arXiv 2305.09828), and a token looks for itself.
 
     Args:
         config: of the encoder; positions "relative" or "learned".
         decoder_layers: of the decoder, which is else as the encoder.
         decoder_moe_layers: which of them have experts; None means all, if there are any.
         head_bias: a bias per token on the scores (Megatron-LM).
-        scale_head: multiply hidden states by D^-1/2 before a tied head (T5 1.0).
+        scale_head: multiply hidden states by D^-1/2 before a tied head, and begin with embeddings
+            of variance 1, for which that is (T5 1.0).
         compute_dtype: dtype of the activations; parameters are made in fp32.
     """
 
@@ -60,6 +70,8 @@ class T5(nn.Module):
         # Which of the ends are here: tokens become states, the decoder begins, the loss comes out.
         self.first = self.begins = self.last = True
         self.embedding: Embedding | None = Embedding(config)
+        if scale_head:
+            nn.init.normal_(self.embedding.tokens.weight)
         self.encoder = Stack(config, compute_dtype=compute_dtype)
         decoder = replace(config, num_layers=decoder_layers, moe_layers=decoder_moe_layers)
         self.decoder = Stack(decoder, cross=True, compute_dtype=compute_dtype)
@@ -68,6 +80,10 @@ class T5(nn.Module):
         if config.positions == "relative":
             self.encoder_bias = RelativeBias(config, bidirectional=True)
             self.decoder_bias = RelativeBias(config, bidirectional=False)
+            for block in self.decoder.blocks.values():
+                assert isinstance(block, Block)
+                assert block.cross is not None
+                _look_for_itself(block.cross, config)
         self.head: Linear | None = None
         if not config.tie_embeddings:
             size = (config.hidden_size, config.vocab_size)
@@ -240,3 +256,14 @@ class T5(nn.Module):
             return self.head.weight
         assert self.embedding is not None
         return self.embedding.tokens.weight
+
+
+@torch.no_grad()
+def _look_for_itself(cross: Attention, config: TransformerConfig) -> None:
+    """Make keys from states as queries are made, those of the first head of each group."""
+    groups, head = config.num_kv_heads, config.head_size
+    scale = config.attention_scale or head**-0.5
+    q_GRCD = cross.q.weight.unflatten(0, (groups, -1, head))
+    kv_G2CD = cross.kv.weight.unflatten(0, (groups, 2, head))
+    nn.init.normal_(q_GRCD[:, 0], std=math.sqrt(ALIKE / (head * scale * config.hidden_size)))
+    kv_G2CD[:, 0] = q_GRCD[:, 0]

@@ -10,8 +10,8 @@ and moments is printed. With `--go-on` two more steps follow: of the ranks from 
 checkpoint, and of the process from theirs. What the configuration refuses is said with its message.
 
 Draws leave out what is not equal by definition: dropping slots where ranks of different samples
-share a capacity, a balance over the global batch, a bias of keys by itself (in their norm), whose
-gradient is rounding alone.
+share a capacity, a balance over the global batch, and a bias of keys, whose gradient is rounding
+alone, where it is a parameter by itself (in their norm) or scaled by itself (by Adafactor).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAME = (
 # weights.
 OPTIMIZERS = {
     "adam": 1e-5, "sgd": 1e-5, "adafactor": 1e-3, "muon": 1e-4,
-    "adam --optimizer-state-dtype bf16": 2e-2,
+    "adam --optimizer-state-dtype bf16": 5e-2,
 }  # fmt: skip
 ONE_PROCESS = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1"
@@ -98,7 +98,8 @@ def draw(rng: random.Random) -> tuple[int, str, str]:
             ]
         )
     ]
-    model += [rng.choice(["", "", "--disable-bias-linear", "--add-qkv-bias"])]
+    biases = ["", "", "--disable-bias-linear", "--add-qkv-bias"]
+    model += ["--disable-bias-linear" if optimizer == "adafactor" else rng.choice(biases)]
     if rng.random() < 0.8:
         experts(rng, ranks // pp, tp, model, layout)
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]

@@ -9,7 +9,8 @@
   are captured as CUDA graphs of several exchanges: launched one by one, what is small waits for
   Python. GB/s are bus bytes: those that leave a rank, (P - 1) / P of all.
 - layer: a dMoE layer, forward and backward, with each dispatcher, against a layer with all experts
-  on this GPU and the same tokens. Routing is uniform or by Zipf's law.
+  on this GPU and the same tokens. Routing is uniform or by Zipf's law. Those that nothing waits for
+  are captured too: what is left is the GPU's.
 
 Calls that are compared run in turns, a few at a time, between two events of the GPU; times are
 medians of the slower rank. Prints tables, then one line of JSON.
@@ -18,6 +19,7 @@ medians of the slower rank. Prints tables, then one line of JSON.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -34,7 +36,8 @@ from torch import Tensor
 
 MIB = 2**20
 HIDDEN = 2048
-CAPTURED = 8  # exchanges in a graph
+CAPTURED = 8  # calls in a graph
+CAPTURABLE = ("one GPU", "all_gather", "peer", "peer, rows kept")
 # name: tokens of each rank, hidden, ffn, experts, top-k, activation
 LAYERS = {
     "paper-125m": (32768, 768, 3072, 64, 1, "gelu"),
@@ -141,7 +144,9 @@ def exchange(mesh: ParallelMesh, size: int, seconds: float) -> dict[str, float]:
     return {name: ms / CAPTURED for name, ms in in_turns(graphs, seconds).items()}
 
 
-def layer(mesh: ParallelMesh, name: str, routing: str, seconds: float) -> dict[str, float]:
+def layer(
+    mesh: ParallelMesh, name: str, routing: str, seconds: float, *, graphs: bool
+) -> dict[str, float]:
     """Times of one layer forward and backward with each dispatcher, and on this GPU alone."""
     tokens, hidden, ffn, experts, top_k, activation = LAYERS[name]
     config = MoEConfig(
@@ -177,8 +182,11 @@ def layer(mesh: ParallelMesh, name: str, routing: str, seconds: float) -> dict[s
 
         return run
 
-    calls = {"one GPU": build(None)} | {way: build(options) for way, options in WAYS.items()}
-    return in_turns(calls, seconds)
+    ways: dict[str, dict[str, Any] | None] = {"one GPU": None, **WAYS}
+    if not graphs:
+        return in_turns({way: build(options) for way, options in ways.items()}, seconds)
+    calls = {way: captured(build(ways[way])) for way in CAPTURABLE}
+    return {way: ms / CAPTURED for way, ms in in_turns(calls, seconds).items()}
 
 
 def memory_of(mesh: ParallelMesh, name: str) -> dict[str, float]:
@@ -232,13 +240,15 @@ def main() -> None:
                 say(f"  {size:4d} MiB  {'  '.join(told)}  dispatch x {ratio:.2f}")
         if arguments.only in (None, "layer"):
             say("layer, forward and backward, ms (against one GPU with the same tokens)")
-            for name in LAYERS:
-                for routing in ("uniform", "zipf"):
-                    times = layer(mesh, name, routing, arguments.seconds)
-                    result[f"layer {name} {routing}"] = times
-                    base = times["one GPU"]
-                    told = [f"{n} {ms:.2f} (x {ms / base:.2f})" for n, ms in times.items()]
-                    say(f"  {name}, {routing}:  {'  '.join(told)}")
+            for graphs, name, routing in itertools.product(
+                (False, True), LAYERS, ("uniform", "zipf")
+            ):
+                times = layer(mesh, name, routing, arguments.seconds, graphs=graphs)
+                what = f"{name}, {routing}{', captured' * graphs}"
+                result[f"layer {what}"] = times
+                base = times["one GPU"]
+                told = [f"{way} {ms:.2f} (x {ms / base:.2f})" for way, ms in times.items()]
+                say(f"  {what}:  {'  '.join(told)}")
         if arguments.only in (None, "memory"):
             say("held between forward and backward, MiB")
             for name in LAYERS:

@@ -45,6 +45,8 @@ def _through(layer, x: torch.Tensor) -> dict[str, torch.Tensor]:
     layer.zero_grad()
     x = x.clone().requires_grad_()
     y = x + layer(x).y
+    with torch.no_grad():
+        layer(x.flip(0))  # other tokens in the buffers that layers share
     (y * torch.cos(3 * x.detach())).sum().backward()
     assert x.grad is not None
     result = {"y": y.detach(), "dx": x.grad}

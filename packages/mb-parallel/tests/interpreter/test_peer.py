@@ -13,8 +13,8 @@ from mb_layers.config import MoEConfig
 from mb_layers.moe import dMoE
 from mb_parallel import ParallelDims
 from mb_parallel.expert_parallel import PeerBuffers, PeerDispatcher, Place, Rows
-from mb_parallel.expert_parallel.apply import shard_experts
 from mb_parallel.expert_parallel.placement import Placement
+from mb_parallel.expert_parallel.shard import shard_experts
 from mb_parallel.testing import run_ranks
 
 HIDDEN, FFN = 16, 16

@@ -5,7 +5,7 @@ Every `Experts` module keeps its name and its global shapes: its parameters beco
 Every layer that owns one gets a dispatcher. Which one moves the rows is chosen by a rule that is
 short enough to print.
 
-Letters: E experts, F expert ffn width, D hidden, K top-k, s ranks per expert.
+Letters: E experts, F expert ffn width, D hidden, K top-k.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
+from mb_layers.config import MoEConfig
 from mb_layers.dispatch import LocalDispatcher, TokenDispatcher
-from mb_layers.experts import Experts
 from mb_layers.moe import MoE, dMoE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
@@ -31,7 +30,7 @@ from mb_parallel.expert_parallel.overlap import compute_in_chunks
 from mb_parallel.expert_parallel.peer import PeerBuffers, PeerDispatcher, peer_problem
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
-from mb_parallel.expert_parallel.width import WidthShardedExperts
+from mb_parallel.expert_parallel.shard import shard_experts
 from mb_parallel.mesh import ParallelMesh
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer"]
@@ -197,9 +196,7 @@ def _spread(
             compute_in_chunks(layer.experts)
     else:
         if keep_rows is None:
-            one = min(layer.config.top_k, placement.experts_per_rank) == 1
-            fused = layer.config.mlp_impl == "grouped" and not layer.config.mlp_bias
-            keep_rows = one and fused and not layer.config.recompute
+            keep_rows = _keeps_rows_anyway(layer.config, placement)
         layer.dispatcher = PeerDispatcher(
             experts, place, buffers, keep_rows=keep_rows, rows=options["rows"]
         )
@@ -207,6 +204,12 @@ def _spread(
     if placement.width_shards > 1:
         held = f"1/{placement.width_shards} of the width of " + held
     return held
+
+
+def _keeps_rows_anyway(config: MoEConfig, placement: Placement) -> bool:
+    """Whether the experts save rows of their own, not the tokens that came: for one row a token."""
+    fused = config.mlp_impl == "grouped" and not (config.mlp_bias or config.recompute)
+    return fused and min(config.top_k, placement.experts_per_rank) == 1
 
 
 def _surround(
@@ -295,55 +298,3 @@ def _mean_losses(place: Place) -> Callable[..., Any]:
         return output._replace(aux_loss=mean_over(output.aux_loss, place))
 
     return hook
-
-
-def shard_experts(experts: Experts, ep: DeviceMesh, placement: Placement, name: str) -> None:
-    """Keep this rank's part of each parameter, as a DTensor of the global shape over `ep`.
-
-    Experts are split along E; where ranks outnumber them, along E and F (b2: along E and D).
-
-    Raises:
-        ValueError: s does not divide F (or D, with biases).
-    """
-    shards = placement.width_shards
-    if shards == 1:
-        for weight_name, weight in list(experts.named_parameters(recurse=False)):
-            _replace(experts, weight_name, weight, ep, (0,))
-        return
-    config = experts.config
-    if config.ffn_hidden_size % shards or (config.mlp_bias and config.hidden_size % shards):
-        raise ValueError(
-            f"Expected the {shards} ranks that share an expert of {name} to divide its width, got "
-            f"ffn_hidden_size = {config.ffn_hidden_size}, hidden_size = {config.hidden_size}. "
-            "Lower ep or change the width."
-        )
-    grid = _grid(ep, placement)
-    experts.__class__ = WidthShardedExperts  # as FSDP2 does: same parameters, other `forward`
-    assert isinstance(experts, WidthShardedExperts)
-    experts.width = Place(grid["ep_width"].get_group(), name)
-    for weight_name, weight in list(experts.named_parameters(recurse=False)):
-        width_dim = 2 if weight_name == "w2" else 1
-        _replace(experts, weight_name, weight, grid, (0, width_dim))
-
-
-def _grid(ep: DeviceMesh, placement: Placement) -> DeviceMesh:
-    """The ep axis as a grid of experts and widths."""
-    sizes = (placement.num_experts, placement.width_shards)
-    return ep._unflatten(0, sizes, ("ep_expert", "ep_width"))
-
-
-def _replace(
-    module: nn.Module, name: str, weight: nn.Parameter, mesh: DeviceMesh, dims: tuple[int, ...]
-) -> None:
-    local = weight.detach()
-    for axis, dim in enumerate(dims):
-        local = local.chunk(mesh.size(axis), dim)[mesh.get_local_rank(axis)]
-    sharded = DTensor.from_local(
-        local.clone(),  # lets go of the other ranks' parts
-        mesh,
-        [Shard(dim) for dim in dims],
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
-    module.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))

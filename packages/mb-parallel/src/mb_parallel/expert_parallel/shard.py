@@ -1,0 +1,69 @@
+"""The parameters of experts as DTensors over the ep axis: each rank keeps its part.
+
+Names and global shapes, [E, F, D], stay: a checkpoint of any number of ranks loads on any other.
+
+Letters: E experts, F expert ffn width, D hidden, s ranks per expert.
+"""
+
+from __future__ import annotations
+
+from mb_layers.experts import Experts
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mb_parallel.expert_parallel.collectives import Place
+from mb_parallel.expert_parallel.placement import Placement
+from mb_parallel.expert_parallel.width import WidthShardedExperts
+
+
+def shard_experts(experts: Experts, ep: DeviceMesh, placement: Placement, name: str) -> None:
+    """Keep this rank's part of each parameter, as a DTensor of the global shape over `ep`.
+
+    Experts are split along E; where ranks outnumber them, along E and F (b2: along E and D).
+
+    Raises:
+        ValueError: s does not divide F (or D, with biases).
+    """
+    shards = placement.width_shards
+    if shards == 1:
+        for weight_name, weight in list(experts.named_parameters(recurse=False)):
+            _replace(experts, weight_name, weight, ep, (0,))
+        return
+    config = experts.config
+    if config.ffn_hidden_size % shards or (config.mlp_bias and config.hidden_size % shards):
+        raise ValueError(
+            f"Expected the {shards} ranks that share an expert of {name} to divide its width, got "
+            f"ffn_hidden_size = {config.ffn_hidden_size}, hidden_size = {config.hidden_size}. "
+            "Lower ep or change the width."
+        )
+    grid = _grid(ep, placement)
+    experts.__class__ = WidthShardedExperts  # as FSDP2 does: same parameters, other `forward`
+    assert isinstance(experts, WidthShardedExperts)
+    experts.width = Place(grid["ep_width"].get_group(), name)
+    for weight_name, weight in list(experts.named_parameters(recurse=False)):
+        width_dim = 2 if weight_name == "w2" else 1
+        _replace(experts, weight_name, weight, grid, (0, width_dim))
+
+
+def _grid(ep: DeviceMesh, placement: Placement) -> DeviceMesh:
+    """The ep axis as a grid of experts and widths."""
+    sizes = (placement.num_experts, placement.width_shards)
+    return ep._unflatten(0, sizes, ("ep_expert", "ep_width"))
+
+
+def _replace(
+    module: nn.Module, name: str, weight: nn.Parameter, mesh: DeviceMesh, dims: tuple[int, ...]
+) -> None:
+    local = weight.detach()
+    for axis, dim in enumerate(dims):
+        local = local.chunk(mesh.size(axis), dim)[mesh.get_local_rank(axis)]
+    sharded = DTensor.from_local(
+        local.clone(),  # lets go of the other ranks' parts
+        mesh,
+        [Shard(dim) for dim in dims],
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+    module.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))

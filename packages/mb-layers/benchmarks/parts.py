@@ -104,10 +104,13 @@ def build(model: str, name: str, **sizes: Any) -> tuple[nn.Module, Any]:
     return module, config
 
 
+def width(experts: nn.Module) -> int:
+    return experts.down_proj.shape[2 if experts.is_transposed else 1]
+
+
 def experts_row(model: str, name: str) -> dict[str, Any]:
     module, config = build(model, name)
-    hidden = module.down_proj.shape[2 if module.is_transposed else 1]
-    x = torch.randn(11, hidden)
+    x = torch.randn(11, width(module))
     ids = torch.rand(11, module.num_experts).argsort(dim=1)[:, :2]
     weights = torch.rand(11, 2)
     expected = results(module, x, ids, weights)
@@ -121,7 +124,7 @@ def block_row(model: str, name: str, groups: int) -> dict[str, Any]:
     if groups > 1 and hasattr(text_config(model), "topk_method"):
         sizes["topk_method"] = "group_limited_greedy"
     block, _ = build(model, name, **sizes)
-    x = torch.randn(2, 11, block.experts.down_proj.shape[1])
+    x = torch.randn(2, 11, width(block.experts))
     layer = mb.moe_from_block(block, load_balancing_loss_weight=0.0)
     got, expected = results(layer, x), results(block, x)
     buffers = dict(layer.named_buffers())

@@ -120,7 +120,7 @@ FAMILIES = {
 }
 BLOCKS = [
     *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "granitemoe"),
-    *("afmoe", "ernie4_5_moe", "hunyuan_v1_moe"),
+    *("afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "gpt_oss"),
 ]
 
 

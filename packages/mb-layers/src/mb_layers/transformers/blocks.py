@@ -55,19 +55,17 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
         )
     experts: Any = block.experts
     config = experts.config
-    activation = activation_name(experts.act_fn)
-    if activation not in GLU_NAMES:
-        raise ValueError(
-            f"expected experts with SiLU, GELU or ReLU, got hidden_act={config.hidden_act!r}"
-        )
+    form = FORMS[kind](config)
     top_k = config.num_experts_per_tok
     num_experts, hidden, ffn = experts.down_proj.shape
+    if experts.is_transposed:
+        hidden, ffn = ffn, hidden
     fields: dict[str, Any] = {
         "hidden_size": hidden,
         "ffn_hidden_size": ffn,
         "num_experts": num_experts,
         "top_k": top_k,
-        "activation": GLU_NAMES[activation],
+        "activation": form.get("activation") or _gate_of(experts),
         "load_balancing_loss_weight": top_k * (getattr(config, "router_aux_loss_coef", None) or 0),
         "init_method_std": config.initializer_range,
     }
@@ -75,7 +73,17 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
     if shared is not None:
         fields["shared_expert_hidden_size"] = shared.down_proj.in_features
         fields["shared_expert_gate"] = hasattr(block, "shared_expert_gate")
-    return MoEConfig(**(fields | FORMS[kind](config) | overrides))
+    return MoEConfig(**(fields | form | overrides))
+
+
+def _gate_of(experts: Any) -> str:
+    activation = activation_name(experts.act_fn)
+    if activation not in GLU_NAMES:
+        raise ValueError(
+            "expected experts with SiLU, GELU or ReLU, got "
+            f"hidden_act={experts.config.hidden_act!r}"
+        )
+    return GLU_NAMES[activation]
 
 
 def translate_block(state: Mapping[str, Tensor], config: MoEConfig) -> dict[str, Tensor]:
@@ -126,7 +134,9 @@ def _rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
     elif config.balancing_bias:
         name = called(_FLAT_BIASES)
         rules.append(Rule("router.balancing_bias", (name,), Tensor.float, lambda bias: (bias,)))
-    if "experts.gate_up_proj" in names:
+    if "experts.gate_up_proj_bias" in names:  # GPT-OSS's
+        rules += _TRANSPOSED_WITH_BIASES
+    elif "experts.gate_up_proj" in names:
         rules.append(Rule("experts.w1", ("experts.gate_up_proj",)))
         rules.append(Rule("experts.w2", ("experts.down_proj",)))
     else:
@@ -160,3 +170,35 @@ def _stack_pairs(*tensors: Tensor) -> Tensor:
 
 def _split_pairs(stacked: Tensor) -> Sequence[Tensor]:
     return [half for expert in stacked for half in expert.chunk(2)]
+
+
+def _gates_then_ups(alternating: Tensor) -> Tensor:
+    return torch.cat([alternating[..., ::2], alternating[..., 1::2]], dim=-1)
+
+
+def _alternating(halves: Tensor) -> Tensor:
+    return torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)
+
+
+_TRANSPOSED_WITH_BIASES = [
+    Rule("router.bias", ("router.bias",)),
+    Rule(
+        "experts.w1",
+        ("experts.gate_up_proj",),  # [E, D, 2F], gates and ups alternating
+        lambda w: _gates_then_ups(w).mT.contiguous(),
+        lambda w1: (_alternating(w1.mT),),
+    ),
+    Rule(
+        "experts.b1",
+        ("experts.gate_up_proj_bias",),
+        _gates_then_ups,
+        lambda b1: (_alternating(b1),),
+    ),
+    Rule(
+        "experts.w2",
+        ("experts.down_proj",),  # [E, F, D]
+        lambda w: w.mT.contiguous(),
+        lambda w2: (w2.mT.contiguous(),),
+    ),
+    Rule("experts.b2", ("experts.down_proj_bias",)),
+]

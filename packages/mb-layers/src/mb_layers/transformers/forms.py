@@ -105,6 +105,21 @@ def _groups(config: Any, score_top: int) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(config: Any) -> dict[str, Any]:
+    gate = (config.swiglu_alpha, config.swiglu_limit)
+    if gate != (1.702, 7.0):
+        raise ValueError(
+            f"expected swiglu_alpha=1.702 and swiglu_limit=7.0, got {gate}: no other clamped gate "
+            "is known here"
+        )
+    return {
+        "renormalize": True,
+        "router_bias": True,
+        "mlp_bias": True,
+        "activation": "swigluoai",
+    }
+
+
 def _refuse_jitter(config: Any) -> None:
     if getattr(config, "router_jitter_noise", 0):
         raise ValueError(
@@ -139,6 +154,7 @@ _CLASSES: dict[Form, tuple[str, ...]] = {
         "Qwen3VLMoeTextSparseMoeBlock",
     ),
     _softmax_and_bias: ("Ernie4_5_MoeSparseMoeBlock",),
+    _gpt_oss: ("GptOssMLP",),
     _sigmoid: ("FlintSparseMoeBlock",),
     _sigmoid_and_bias("route_scale"): ("AfmoeSparseMoeBlock",),
     _sigmoid_and_bias("router_scaling_factor"): ("HYV3MoE",),
@@ -165,3 +181,5 @@ _CLASSES: dict[Form, tuple[str, ...]] = {
     ),
 }
 FORMS = {name: form for form, names in _CLASSES.items() for name in names}
+# Blocks that return (hidden states, routing weights); their layers throw the latter away.
+RETURN_PAIRS = frozenset({"GptOssMLP"})

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from mb_layers.moe import dMoE
-from mb_layers.transformers.blocks import FORMS, moe_from_block, translate_block, translate_layer
+from mb_layers.transformers.blocks import moe_from_block, translate_block, translate_layer
+from mb_layers.transformers.forms import FORMS, RETURN_PAIRS
 
 
 class BlockAdapter(nn.Module):
-    """A `dMoE` in the place of a transformers block: takes and returns hidden states alone.
+    """A `dMoE` in the place of a transformers block: takes and returns hidden states.
 
     Its state dict is that of the block it replaced, in both directions.
     """
@@ -30,15 +31,16 @@ class BlockAdapter(nn.Module):
         self.moe = moe
         self._losses = losses
         self._names = tuple(block.state_dict())
+        self._in_pair = type(block).__name__ in RETURN_PAIRS
         # The block without its weights, for the way back; in a tuple it is no submodule.
         self._block = (_emptied(block),)
         self.register_load_state_dict_pre_hook(_load_block_names)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [B, S, D] to the same shape."""
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
+        """hidden_states [B, S, D] to the same shape; with None if the block returned a pair."""
         y, aux_loss, _ = self.moe(hidden_states)
         self._losses.take(aux_loss)
-        return y
+        return (y, None) if self._in_pair else y
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of the block that this layer replaced; adapters by names of their own."""

@@ -55,7 +55,7 @@ SHAPES = {
     "qwen3-30b-8k": Shape(8192, 2048, 768, 128, 8),
     "dsv3": Shape(8192, 7168, 2048, 256, 8),
     "fine": Shape(24576, 1536, 256, 128, 8),
-    "gpt-oss": Shape(8192, 2880, 2880, 32, 4, "swigluoai"),  # its biases are in `variants`
+    "gpt-oss": Shape(8192, 2880, 2880, 32, 4, "swigluoai"),  # without its biases
 }
 
 

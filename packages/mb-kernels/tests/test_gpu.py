@@ -54,7 +54,8 @@ CASES = [
     Case(0, 128, 128, 4, 2),
     Case(1, 16, 16, 2, 1),
     Case(517, 320, 176, 7, 2, activation="swigluoai", bias=torch.bfloat16),
-    Case(1000, 256, 512, 16, 8, "skewed", None, "reglu", torch.float32),
+    # No relu with a bias: rounding decides on which side of 0 a sum lies, and so its gradient.
+    Case(1000, 256, 512, 16, 8, "skewed", None, "geglu_tanh", torch.float32),
     Case(700, 192, 272, 9, 1, "skewed", 50, "gelu", torch.float32),
     Case(40, 128, 144, 16, 2, "empty_experts", None, "geglu", torch.float16),
 ]
@@ -199,15 +200,6 @@ def test_no_host_sync():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.fixture(params=[False, True], ids=["", "beside"])
-def copies_beside(request):
-    """The backward's copies and sums on the stream of the products, or on another."""
-    before = plan_of(torch.empty(0, dtype=torch.bfloat16, device="cuda"))
-    with assume(lambda dtype: replace(before, dtype=dtype, beside=request.param)):
-        yield
-
-
-@pytest.mark.usefixtures("copies_beside")
 @pytest.mark.parametrize("top_k", [1, 4], ids=["K1", "K4"])
 def test_cuda_graph_replays_new_routing(top_k):
     inputs = layer_inputs()
@@ -234,21 +226,13 @@ def test_cuda_graph_replays_new_routing(top_k):
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_bitwise_the_same_twice_and_on_two_streams(case):
+def test_bitwise_the_same_twice(case):
     inputs = make_inputs(case, dtype=torch.bfloat16, device="cuda")
-    plan = plan_of(inputs["x"])
-    first, *others = (
-        run_with(lambda dtype, b=beside: replace(plan, dtype=dtype, beside=b), case, inputs)
-        for beside in (False, False, True, True)
+    first, second = (
+        run_expert_mlp(expert_mlp, inputs, activation=case.activation) for _ in range(2)
     )
     for name, value in first.items():
-        for other in others:
-            assert torch.equal(value, other[name]), name
-
-
-def run_with(plan, case, inputs):
-    with assume(plan):
-        return run_expert_mlp(expert_mlp, inputs, activation=case.activation)
+        assert torch.equal(value, second[name]), name
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])

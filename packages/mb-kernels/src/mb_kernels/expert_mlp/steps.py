@@ -26,7 +26,6 @@ from mb_kernels.grouped_gemm.forward import rows_times_weights
 from mb_kernels.grouped_gemm.schedule import schedule
 from mb_kernels.grouped_gemm.weight_grad import outer
 from mb_kernels.permute.kernels import combine, spread, sum_partials
-from mb_kernels.runtime.beside import Beside
 from mb_kernels.runtime.descriptors import operand
 from mb_kernels.runtime.plan import plan_of
 
@@ -135,9 +134,6 @@ def expert_mlp_backward(
     d_w2 = outer(do_rows, a, offsets, plan.outer) if need_w2 else _nothing(x)
     del a, do_rows
     indices = (order, inverse, offsets)
-    if plan_of(x).beside and x.is_cuda and need_x and need_w1 and top_k > 1:
-        dx, d_w1 = _both_beside(dh, x, w1, plan, tiles, indices, top_k)
-        return dx, d_w1, d_w2, d_weights, d_b1, d_b2 if need_b2 else _nothing(x)
     dx = _to_tokens(dh, w1, None, plan, tiles, indices, top_k, None) if need_x else _nothing(x)
     d_w1 = _nothing(x)
     if need_w1:
@@ -178,35 +174,6 @@ def _to_tokens(
         fill_dropped=single,
     )
     return y if single else combine(y, *indices, weights, top_k)
-
-
-def _both_beside(
-    dh: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    plan: ExpertPlan,
-    tiles: "_Tiles",
-    indices: tuple[Tensor, Tensor, Tensor],
-    top_k: int,
-) -> tuple[Tensor, Tensor]:
-    """dx and dw1: x is copied to rows beside the product for dx, whose sum runs beside dw1's."""
-    rows, dx = x.new_empty((dh.shape[0], x.shape[1])), torch.empty_like(x)
-    side = Beside(x)
-    start = side.mark()
-    tile = plan.dx
-    listed = tiles(tile.block_m)
-    dx_rows = rows_times_weights(
-        dh, w1, listed, transpose_weight=False, tile=tile, fill_dropped=False
-    )
-    with side.after(start):
-        spread(x, indices[1], top_k, dh.shape[0], out=rows)
-    finished = side.mark()
-    side.join()
-    d_w1 = outer(dh, rows, indices[2], plan.outer)
-    with side.after(finished):
-        combine(dx_rows, *indices, None, top_k, out=dx)
-    side.join()
-    return dx, d_w1
 
 
 class _Tiles:

@@ -174,15 +174,13 @@ def gather(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: in
     return out
 
 
-def spread(
-    x: Tensor, inverse: Tensor, top_k: int, count: int, *, out: Tensor | None = None
-) -> Tensor:
+def spread(x: Tensor, inverse: Tensor, top_k: int, count: int) -> Tensor:
     """Tokens [T, D] copied to their rows [count, D]; rows of dropped slots are left unwritten.
 
     Reads each token once, where ``gather`` reads it top_k times.
     """
     tokens, columns = x.shape
-    rows = x.new_empty((count, columns)) if out is None else out
+    rows = x.new_empty((count, columns))
     block_t, block_d = _blocks(columns)
     launch(
         spread_kernel,
@@ -206,11 +204,9 @@ def combine(
     offsets: Tensor,
     weights: Tensor | None,
     top_k: int,
-    *,
-    out: Tensor | None = None,
 ) -> Tensor:
     tokens, columns = inverse.shape[0] // top_k, rows.shape[1]
-    y = rows.new_empty((tokens, columns)) if out is None else out
+    y = rows.new_empty((tokens, columns))
     if y.numel() == 0:
         return y
     block_t, block_d = _blocks(columns, _COMBINED)

@@ -28,8 +28,7 @@ class Plan:
     persistent programs are dealt; descriptors: operands pass through tensor descriptors (TMA);
     specialized: the expert MLP's kernels in Gluon, warps for the epilogue apart, see
     ``expert_mlp.hopper``; interpreted: on the CPU by Triton's interpreter; tiles_per_program: see
-    ``programs``; beside: the expert MLP's backward copies rows and sums them on a second stream,
-    see ``runtime.beside``.
+    ``programs``.
     """
 
     target: Target
@@ -39,7 +38,6 @@ class Plan:
     specialized: bool
     interpreted: bool = False
     tiles_per_program: int | None = None
-    beside: bool = False
 
     def tile(self, op: str) -> Tile:
         """The tile of ``op``, a key of ``TILES``."""

@@ -598,6 +598,25 @@ def test_many_archives_are_unpacked_by_the_workers(tmp_path, monkeypatch, option
             preprocess(folder, tmp_path / "new", workers=2)
 
 
+def test_thousands_of_blocks_that_wait_do_not_fill_the_pipes(tmp_path, monkeypatch):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "0.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n'))
+    (folder / "1.jsonl.gz").write_bytes(gzip.compress(b'{"text": "2"}\n' * 4000))
+
+    def last_of_all(job, block, encode=mb_data.pipeline.encode_block):
+        while block.path.endswith("0.jsonl.gz") and not (tmp_path / "others").exists():
+            time.sleep(0.01)
+        if block.start == 3999 * 14:
+            (tmp_path / "others").touch()
+        return encode(job, block)
+
+    monkeypatch.setattr(mb_data.pipeline, "encode_block", last_of_all)
+    monkeypatch.setattr(mb_data.reading, "APART", 2)
+    preprocess(folder, tmp_path / "out", workers=2, block_bytes=1, tokenizer="null:9")
+    assert documents(tmp_path / "out_text_document") == [[1], *[[2]] * 4000]
+
+
 def test_a_shelf_gives_back_what_it_was_given(tmp_path):
     shelf = Shelf(tmp_path, room=2)
     rng = np.random.default_rng(0)

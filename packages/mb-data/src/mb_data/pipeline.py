@@ -34,6 +34,7 @@ from mb_data.shelf import Shelf
 from mb_data.system import resident_bytes
 
 AHEAD = 2
+WRITES = 64  # under way in a worker; thousands would fill the pipe, and their answers the other way
 CACHE_BYTES = 256 << 20  # what a worker may grow by before its tokenizer forgets
 TICK = 0.2  # seconds between calls of `tick` while nothing arrives
 
@@ -132,6 +133,8 @@ def run_workers(
                     unit, inside = unit + 1, 0
                 if (unit, inside) not in reported:
                     break
+                if reported[unit, inside][0].writes == WRITES:
+                    break
                 worker, block, result = reported.pop((unit, inside))
                 whole = ends.get(unit) == inside + 1
                 places = place(block, result, unit + whole, 0 if whole else inside + 1)
@@ -169,6 +172,7 @@ class _Worker:
         theirs.close()
         self.tasks: dict[int, Block | Archive] = {}  # units of work that it has not finished
         self.blocks: dict[Key, Block] = {}  # those encoded, but not written yet
+        self.writes = 0  # those told to be written
 
     def takes(self, task: Block | Archive) -> bool:
         """Whether to give it one more unit of work now."""
@@ -185,6 +189,7 @@ class _Worker:
 
     def write(self, key: Key, number: int, places: list[Place]) -> None:
         self._send("write", key, (number, places))
+        self.writes += 1
 
     def receive(self) -> tuple[str, Key, Any]:
         try:
@@ -197,6 +202,7 @@ class _Worker:
             self.blocks[key] = value[0]
         if kind == "written":
             del self.blocks[key]
+            self.writes -= 1
         if kind == "end" or (kind == "encoded" and isinstance(self.tasks[key[0]], Block)):
             del self.tasks[key[0]]
         return kind, key, value

@@ -45,8 +45,11 @@ class Shelf:
         for array in arrays:
             view = np.ascontiguousarray(array).data.cast("B")
             stored.append(_Stored(self._file.tell(), array.size, array.dtype))
-            while view:
-                view = view[self._file.write(view) :]
+            try:
+                while view:
+                    view = view[self._file.write(view) :]
+            except OSError as error:  # which knows no name of the file
+                raise OSError(error.errno, error.strerror, str(self.directory)) from None
         self._far[key] = stored
 
     def take(self, key: Hashable) -> Sequence[npt.NDArray]:

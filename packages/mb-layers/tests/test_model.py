@@ -46,12 +46,28 @@ def test_collected_loss_is_the_mean_and_has_its_gradient() -> None:
     assert list(moe.tokens_per_expert()) == ["0.layer", "2.layer", "3.layer"]
 
 
-def test_recomputation_is_not_collected_again() -> None:
+def test_a_graph_compiled_with_its_hooks_collects() -> None:
+    model = sequential()
+    x = torch.randn(5, 16)
+    with collect(model) as moe:
+        model(x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with collect(model) as traced:
+        compiled(x)
+    assert_close("aux_loss", traced.aux_loss(), moe.aux_loss())
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward-outside", "backward-inside"])
+def test_recomputation_is_not_collected_again(inside: bool) -> None:
     model = sequential()
     x = torch.randn(5, 16, requires_grad=True)
     with collect(model) as moe:
         y = checkpoint(model, x, use_reentrant=False)
-    (y.sum() + moe.aux_loss()).backward()
+        if inside:
+            (y.sum() + moe.aux_loss()).backward()
+    if not inside:
+        (y.sum() + moe.aux_loss()).backward()
     assert len(moe.passes) == 3
     assert model[0].layer.router.weight.grad is not None
     with collect(model) as lost:

@@ -100,6 +100,19 @@ def test_recomputed_layers_replay_too_or_say_so() -> None:
         assert not any(layer.layer._forward_pre_hooks for layer in model.layers)
 
 
+def test_a_compiled_model_replays() -> None:
+    model = Blocks()
+    x, ids = torch.randn(9, 16, dtype=torch.float64), torch.randint(0, 6, (9, 2, 2))
+    with replay_routing(model, ids):
+        expected = model(x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with replay_routing(model, ids):
+        assert_close("y", compiled(x), expected)
+    assert_close("y afterwards", compiled(x), model(x))
+    assert not torch.allclose(compiled(x), expected)
+    torch._dynamo.reset()
+
+
 def test_tokens_without_ids_are_the_routers() -> None:
     model = Blocks()
     x = torch.randn(2, 5, 16, dtype=torch.float64)

@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import mb_layers.transformers as mb  # noqa: E402
-from mb_layers import MoEConfig, add_lora, merge_lora  # noqa: E402
+from mb_layers import MoEConfig, add_lora, collect, merge_lora  # noqa: E402
 from tiny_models import BLOCKS, build, outputs_and_gradients  # noqa: E402
 
 
@@ -117,6 +117,42 @@ def test_trainer_accumulates_the_balance_of_one_batch(tmp_path: Path) -> None:
         moved.append(trained.get_parameter(name) - model.get_parameter(name))
     assert moved[0].abs().max() > 1e-3
     torch.testing.assert_close(moved[1], moved[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_trainer_moves_the_balancing_biases_once_per_step(recompute: bool, tmp_path: Path) -> None:
+    """By the counts of all its micro-batches, recomputed or not; the checkpoint has them."""
+    pytest.importorskip("accelerate")
+    from mb_layers.transformers.trainer import BalancingBiasCallback
+
+    model = build("deepseek_v3")
+    (layer,) = mb.swap_blocks(model).values()
+    before = layer.router.balancing_bias.clone()
+    tokens = torch.randint(3, 64, (4, 11))
+    with torch.no_grad(), collect(model) as moe:
+        model(input_ids=tokens)
+    (counts,) = moe.tokens_per_expert().values()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=1,
+        learning_rate=0.0,
+        gradient_checkpointing=recompute,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    callback = BalancingBiasCallback(rate=0.25)
+    transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    step = 0.25 * torch.sign(counts.float().mean() - counts)
+    torch.testing.assert_close(layer.router.balancing_bias, before + step - step.mean())
+    names = [n for n in model.state_dict() if n.endswith("e_score_correction_bias")]
+    assert torch.equal(model.state_dict()[names[-1]], layer.router.balancing_bias)
+    assert not layer._forward_hooks
 
 
 def test_gradient_checkpointing_keeps_the_loss_or_says_so() -> None:

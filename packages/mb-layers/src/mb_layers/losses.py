@@ -147,6 +147,13 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False)
 
 
+def in_backward() -> bool:
+    """Whether a backward pass is under way: a forward is then a checkpoint's recomputation."""
+    if torch.compiler.is_compiling():  # a graph is traced forward, and cannot ask
+        return False
+    return torch._C._current_graph_task_id() != -1
+
+
 def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """Return `y`, through which the backward pass also starts at `scale * aux_loss`.
 

@@ -4,8 +4,8 @@
         logits = model(tokens)
     loss = cross_entropy(logits, targets) + moe.aux_loss()
 
-Nothing stays on the model: hooks live as long as the `with`, so a recomputation in the backward
-pass, which comes later, is not collected again.
+Nothing stays on the model: hooks live as long as the `with`. A recomputation in the backward pass
+is not collected again.
 
 Letters: L layers, E experts.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mb_layers.losses import attach_aux_loss
+from mb_layers.losses import attach_aux_loss, in_backward
 from mb_layers.moe import MoEOutput, _MoELayer
 from mb_layers.router import Router, update_balancing_bias
 
@@ -86,7 +86,8 @@ def collect(model: nn.Module) -> Generator[Collected]:
     names = {id(layer): name for name, layer in layers.items()}
 
     def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
-        collected.passes.append((names[id(layer)], output.aux_loss, output.metrics))
+        if not in_backward():
+            collected.passes.append((names[id(layer)], output.aux_loss, output.metrics))
 
     hooks = [layer.register_forward_hook(keep) for layer in layers.values()]
     try:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mb_layers.losses import in_backward
 from mb_layers.model import moe_layers
 from mb_layers.moe import MoEOutput, _MoELayer
 from mb_layers.router import RouterOutput
@@ -63,7 +64,7 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
             chosen[name] = routed.expert_ids_TK.detach()
 
         def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
-            if not _recomputing():
+            if not in_backward():
                 ids_TK = chosen.pop(name)
                 ids = ids_TK.view(*output.y.shape[:-1], ids_TK.shape[1])
                 recorded.passes.setdefault(name, []).append(ids)
@@ -140,7 +141,7 @@ class _Forced:
         self.name = name
         self.ids: Tensor | None = ids
         self.some_are_free = bool((ids < 0).all(dim=-1).any())
-        self.handle = layer.register_forward_pre_hook(self, with_kwargs=True)
+        self.id = layer.register_forward_pre_hook(self, with_kwargs=True).id
 
     def close(self) -> None:
         self.ids = None
@@ -148,14 +149,16 @@ class _Forced:
     def __call__(self, layer: _MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.ids is not None:
             return args, kwargs | {"routing": self._routing(layer, *args, **kwargs)}
-        if _recomputing():
+        if in_backward():
             raise ValueError(
                 "expected the backward pass inside replay_routing, got a layer recomputed outside, "
                 "which would choose its experts anew; move loss.backward() into the context"
             )
-        # A new pass: nothing of the old one will be recomputed. The layer may be a copy of ours.
-        layer._forward_pre_hooks.pop(self.handle.id, None)
-        layer._forward_pre_hooks_with_kwargs.pop(self.handle.id, None)
+        # A new pass: nothing of the old one will be recomputed. The layer may be a copy of ours. A
+        # graph cannot remove hooks, the next pass outside of one does.
+        if not torch.compiler.is_compiling():
+            layer._forward_pre_hooks.pop(self.id, None)
+            layer._forward_pre_hooks_with_kwargs.pop(self.id, None)
         return None
 
     def _routing(self, layer: _MoELayer, x: Tensor, **_: Any) -> Tensor:
@@ -172,7 +175,3 @@ class _Forced:
         with torch.no_grad():
             own = layer.router(x.reshape(-1, x.shape[-1])).expert_ids_TK.view(shape)
         return torch.where((routing < 0).all(dim=-1, keepdim=True), own, routing)
-
-
-def _recomputing() -> bool:
-    return torch._C._current_graph_task_id() != -1

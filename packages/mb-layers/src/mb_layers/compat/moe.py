@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from mb_layers.compat.arguments import Arguments, Layer, layer_from_arguments, read_arguments
 from mb_layers.compat.checkpoints import rules, to_megablocks
-from mb_layers.losses import at_least_fp32, load_balancing_loss, z_loss
+from mb_layers.losses import at_least_fp32, in_backward, load_balancing_loss, z_loss
 from mb_layers.router import RouterOutput
 from mb_layers.state_dicts import translate
 
@@ -113,7 +113,7 @@ class _Layer(nn.Module):
         y, _, metrics = functional_call(whole.train(self.training), weights, (x,))
         routed = self._routed.pop()
         # In the backward pass it is a recomputation, whose entry was made the first time.
-        if self.training and torch._C._current_graph_task_id() == -1:
+        if self.training and not in_backward():
             assert routed.probs_TE is not None
             assert routed.logits_TE is not None
             if self.args.moe_loss_weight > 0:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mb_layers.losses import in_backward
 from mb_layers.moe import dMoE
 from mb_layers.transformers.blocks import moe_from_block, translate_block, translate_layer
 from mb_layers.transformers.forms import FORMS, RETURN_PAIRS
@@ -143,7 +144,7 @@ class _LossOfForward:
     def take(self, aux_loss: Tensor) -> None:
         if self._taken is not None:
             self._taken.append(aux_loss)
-        elif aux_loss.requires_grad and torch._C._current_graph_task_id() == -1:
+        elif aux_loss.requires_grad and not in_backward():
             # In the backward pass it is a recomputation, whose loss was taken the first time.
             raise ValueError(
                 "expected swapped blocks to run inside the model that swap_blocks was given, got a "

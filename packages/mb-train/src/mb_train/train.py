@@ -152,13 +152,8 @@ def _loop(run: Run, stop: StopFlag) -> Result:
         run.say(datetime_line(f"exiting program at iteration {iteration}"))
         run.say(f" stopping at iteration {iteration}: {stopped_by}")
     else:
-        place = "the end of training for val data"
-        if evaluated_at == iteration and valid_losses:  # the same weights, the same set
-            run.say(validation_lines(place, valid_losses))
-        else:
-            valid_losses = evaluate(run, run.data.valid, place, stop)
-        if valid_losses:
-            measure(run, run.data.valid, place)
+        of_now = valid_losses if evaluated_at == iteration else {}
+        valid_losses = _evaluate_end(run, of_now, stop)
     if saved_at != iteration:
         save(run, wait=True)
     elif run.saver is not None:
@@ -168,6 +163,21 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     valid_loss = next(iter(valid_losses.values()), None)
     checkpoint = None if run.folder is None else run_folder.find_checkpoint(run.folder)
     return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by, diverged)
+
+
+def _evaluate_end(run: Run, of_now: dict[str, float], stop: StopFlag) -> dict[str, float]:
+    """The validation losses of a run that has come to its end, and what its task measures.
+
+    `of_now` are those of the same weights on the same set, where they are known; else {}.
+    """
+    place = "the end of training for val data"
+    if of_now:
+        run.say(validation_lines(place, of_now))
+    else:
+        of_now = evaluate(run, run.data.valid, place, stop)
+    if of_now:
+        measure(run, run.data.valid, place)
+    return of_now
 
 
 class Step(NamedTuple):

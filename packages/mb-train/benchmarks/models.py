@@ -17,8 +17,9 @@ clipping; a step is all of that. Theirs gets SDPA; a head over masked places alo
 there. Counted are real tokens.
 
 Every row is a process that builds, compiles and warms up beside the others; then each has the GPU
-for itself in turn. A rate is the median of windows of some steps; ours over theirs; one JSON
-document is the last line.
+for itself in turn. A rate is the median of windows of some steps; ours over theirs; "host" is the
+share of a window after which all its steps were queued: near 100 % the GPU waited for Python. One
+JSON document is the last line.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -333,6 +335,7 @@ ROWS: dict[str, Callable[[Sizes], Step]] = {
 
 def measure(row: str, tiny: bool, parent: Connection) -> None:
     """A row's process: get ready, say so, wait for its turn, answer."""
+    os.setsid()  # so that its compiling helpers end with it
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     torch.set_float32_matmul_precision("high")
     sizes = Sizes(tiny)
@@ -344,16 +347,20 @@ def measure(row: str, tiny: bool, parent: Connection) -> None:
     wait()
     parent.send(time.perf_counter() - begun)
     parent.recv()
-    rates = []
+    rates, host = [], []
     for _ in range(1 if tiny else WINDOWS):
         wait()
         begun, tokens = time.perf_counter(), 0
         for _ in range(STEPS):
             tokens += step()
+        queued = time.perf_counter() - begun
         wait()
-        rates.append(tokens / (time.perf_counter() - begun))
+        seconds = time.perf_counter() - begun
+        rates.append(tokens / seconds)
+        host.append(queued / seconds)
     middle = statistics.median(rates)
     found = {"tokens_per_s": middle, "spread": (max(rates) - min(rates)) / middle}
+    found["host"] = statistics.median(host)
     if not tiny:
         found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
     parent.send(found)
@@ -364,7 +371,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("rows", nargs="*", help="which, by the start of their names; default all")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, to see that it runs")
-    parser.add_argument("--ready-by", type=float, default=70.0, help="seconds to get ready in")
+    parser.add_argument("--ready-by", type=float, default=110.0, help="seconds to get ready in")
     options = parser.parse_args()
     chosen = [r for r in ROWS if not options.rows or r.startswith(tuple(options.rows))]
     spawn, begun, there = get_context("spawn"), time.monotonic(), {}
@@ -384,7 +391,8 @@ def main() -> None:
             print(f"{row}: not ready in time", flush=True)
         except EOFError:
             print(f"{row}: failed", flush=True)
-        process.kill()
+        if process.is_alive():
+            os.killpg(process.pid, signal.SIGKILL)
     results: dict[str, dict[str, float]] = {}
     for row in ready:
         process, here = there[row]
@@ -395,7 +403,8 @@ def main() -> None:
         share = "" if base is None else f"  {found['tokens_per_s'] / base:5.2f} x"
         print(
             f"{row:26} {found['tokens_per_s']:11,.0f} tokens/s{share}  spread "
-            f"{found['spread']:4.0%}  {found.get('memory_gib', 0):5.1f} GiB",
+            f"{found['spread']:4.0%}  host {found['host']:4.0%}  "
+            f"{found.get('memory_gib', 0):5.1f} GiB",
             flush=True,
         )
     print(json.dumps(results))

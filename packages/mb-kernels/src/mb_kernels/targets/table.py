@@ -247,9 +247,10 @@ TILES: dict[str, dict[str, Tile]] = {
         gfx1100=(128, 128, 32),
     ),
     # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
-    # On gfx1100 64 x 32 x 32 spills up to 1344 bytes, and 64 x 32 x 16 44.
+    # On gfx1100 64 x 32 x 32 spills up to 1344 bytes, 64 x 32 x 16 44, and 32 x 32 x 32 56 with a
+    # bias.
     "fp32": dict.fromkeys(TARGETS, Tile(64, 32, 32, num_warps=4, num_stages=2))
-    | dict.fromkeys(_RDNA3, Tile(32, 32, 32, num_warps=4, num_stages=2)),
+    | dict.fromkeys(_RDNA3, Tile(32, 32, 16, num_warps=4, num_stages=2)),
     # Block-sparse products. A tile is one 128 x 128 block of the sparse matrix or a part of it, so
     # block_m (and for sdd block_n) divide 128. sm90: persistent, the loads of a tile behind the
     # stores of the one before, two programs per SM. TFLOP/s of sdd at four shapes (46m, 125m, 356m,

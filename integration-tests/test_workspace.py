@@ -64,7 +64,8 @@ def test_member_declares_what_it_imports(member: str) -> None:
         declared.add("triton")  # torch brings the one that fits it, where it ships one
     own = member.replace("-", "_")
     for path in (package / "src").rglob("*.py"):
-        optional = {path.stem}  # a module named after the library that it serves: an extra
+        # A module, or a folder, named after the library that it serves: an extra.
+        optional = {path.stem, path.parent.name}
         for statement in ast.parse(path.read_text()).body:
             if isinstance(statement, ast.Import):
                 modules = [alias.name for alias in statement.names]

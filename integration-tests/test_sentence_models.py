@@ -114,9 +114,9 @@ def test_a_layout_takes_the_steps_of_one_process(layout, runs):
         ]
         assert max(errors) < 1e-4
         deviations = {name: deviations[name] for name in ("loss", "grad norm", "validation")}
-    # A T5's scores of relative positions begin at 44, and with them errors of rounding: the moments
-    # of gradients that all but cancel show it.
-    loose = ("exp_avg", "exp_avg_sq") if LAYOUTS[layout][0] == "t5" else ()
+    # A T5's scores of relative positions begin at 44, and with them errors of rounding: gradients
+    # that all but cancel show it, and what they change.
+    loose = ("weights", "exp_avg", "exp_avg_sq") if LAYOUTS[layout][0] == "t5" else ()
     for kind, value in deviations.items():
         assert value < (1e-4 if kind in loose else 1e-5), deviations
 

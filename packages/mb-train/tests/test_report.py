@@ -45,6 +45,24 @@ def test_a_resumed_run_replaces_what_was_beyond_its_start(tmp_path):
     assert dict(summary(curves))["training loss"] == "5.0000 -> 2.5000"
 
 
+def test_what_runs_are_compared_by_is_in_words(tmp_path):
+    kinds = {"expert exchange": {"busy": 30.0, "alone": 10.0, "calls": 4}}
+    kind, values = interval(200, [2.0] * 200)
+    write(
+        tmp_path,
+        ("start", {"iteration": 0, "notes": ["12 layers by peer"]}),
+        (kind, values | {"ms_per_iteration": 200.0, "mfu": 0.5, "steps_redone": 3}),
+        ("profile", {"iteration": 12, "step_ms": 200.0, "kinds": kinds}),
+    )
+    told = dict(summary(read_curves(tmp_path)))
+    assert told["training loss on the way"] == "2.0000 at 100, 2.0000 at 200"
+    assert told["ms a step"] == "200.0, the median"
+    assert told["MFU"] == "0.500, the median"
+    assert told["decided at the start"] == "12 layers by peer"
+    assert told["steps run again"] == "3, for rows beyond the budget"
+    assert told["profile of a step"] == "200.0 ms: expert exchange 15.0% (5.0% alone)"
+
+
 def counts(load):
     """[layers][4 experts] whose fullest has `load` times the mean."""
     return [[100 * one, *[(400 - 100 * one) / 3] * 3] for one in load or []]

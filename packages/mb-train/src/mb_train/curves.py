@@ -11,6 +11,11 @@ from typing import Any
 from mb_train.run_folder import LOG_FILE
 from mb_train.run_log import read_log
 
+# Curve -> the entry of a "train" event; logs of older runs lack some.
+_SERIES = {"lr": "lr", "grad_norm": "grad_norm", "step_ms": "ms_per_iteration", "mfu": "mfu"}
+# Steps at which runs are compared.
+_MILESTONES = (100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
 
 @dataclass
 class Curves:
@@ -22,6 +27,8 @@ class Curves:
     Attributes:
         torn: lines of the log that a kill cut short.
         start: the event of the last start: device, ranks, parameters, configuration.
+        steps_redone: since that start, for rows of experts beyond the budget.
+        profile: the event of the last profile.
     """
 
     name: str
@@ -31,10 +38,14 @@ class Curves:
     lr: dict[int, float | None] = field(default_factory=dict)
     grad_norm: dict[int, float | None] = field(default_factory=dict)
     tokens_per_s: dict[int, float | None] = field(default_factory=dict)
+    step_ms: dict[int, float | None] = field(default_factory=dict)
+    mfu: dict[int, float | None] = field(default_factory=dict)
     load_imbalance: dict[int, list[float]] = field(default_factory=dict)
     tokens_per_expert: dict[int, list[list[float]]] = field(default_factory=dict)
     start: dict[str, Any] = field(default_factory=dict)
     torn: int = 0
+    steps_redone: int = 0
+    profile: dict[str, Any] = field(default_factory=dict)
 
     @property
     def last(self) -> int:
@@ -83,6 +94,8 @@ def _add(curves: Curves, event: dict[str, Any]) -> None:
         _forget_after(curves, event["iteration"])
     elif kind == "train":
         _add_interval(curves, event)
+    elif kind == "profile":
+        curves.profile = event
     elif kind == "eval":
         series = curves.test if "test" in event["place"] else curves.valid
         series[event["iteration"]] = event["lm_loss"]
@@ -92,7 +105,7 @@ def _forget_after(curves: Curves, iteration: int) -> None:
     """A run that went on from `iteration` replaces what an earlier one did after it."""
     for series in (
         curves.loss, curves.valid, curves.test, curves.lr, curves.grad_norm, curves.tokens_per_s,
-        curves.load_imbalance, curves.tokens_per_expert,
+        curves.step_ms, curves.mfu, curves.load_imbalance, curves.tokens_per_expert,
     ):  # fmt: skip
         for later in [i for i in series if i > iteration]:
             del series[later]
@@ -103,9 +116,10 @@ def _add_interval(curves: Curves, event: dict[str, Any]) -> None:
     for offset, loss in enumerate(losses):
         curves.loss[last - len(losses) + 1 + offset] = loss
     curves.tokens_per_s[last] = event["tokens_per_s"]
-    for name in ("lr", "grad_norm"):
-        if name in event:
-            getattr(curves, name)[last] = event[name]
+    for name, key in _SERIES.items():
+        if key in event:
+            getattr(curves, name)[last] = event[key]
+    curves.steps_redone = event.get("steps_redone", 0)
     if event.get("load_imbalance"):
         curves.load_imbalance[last] = event["load_imbalance"]
     if event.get("tokens_per_expert"):
@@ -125,6 +139,9 @@ def summary(curves: Curves) -> list[tuple[str, str]]:
         ("iterations", f"{first} to {last}"),
         ("training loss", f"{_words(curves.loss[first])} -> {_words(curves.loss[last])}"),
     ]
+    passed = [f"{_words(curves.loss[at])} at {at}" for at in _MILESTONES if at in curves.loss]
+    if passed:
+        lines.append(("training loss on the way", ", ".join(passed)))
     for name, series in (("validation loss", curves.valid), ("test loss", curves.test)):
         if series:
             at = max(series)
@@ -132,6 +149,21 @@ def summary(curves: Curves) -> list[tuple[str, str]]:
             ppl = "" if loss is None else f" (PPL {math.exp(min(20.0, loss)):.2f})"
             lines.append((name, f"{_words(loss)}{ppl} at iteration {at}"))
     lines.append(("tokens per second", f"{median(curves.tokens_per_s.values()):,.0f}, the median"))
+    for name, series, digits in (("ms a step", curves.step_ms, 1), ("MFU", curves.mfu, 3)):
+        middle = median(series.values())
+        if not math.isnan(middle):
+            lines.append((name, f"{middle:.{digits}f}, the median"))
+    if curves.start.get("notes"):
+        lines.append(("decided at the start", "; ".join(curves.start["notes"])))
+    if curves.steps_redone:
+        lines.append(("steps run again", f"{curves.steps_redone}, for rows beyond the budget"))
+    if curves.profile:
+        step_ms = curves.profile["step_ms"]
+        shares = [
+            f"{kind} {of['busy'] / step_ms:.1%} ({of['alone'] / step_ms:.1%} alone)"
+            for kind, of in curves.profile["kinds"].items()
+        ]
+        lines.append(("profile of a step", f"{step_ms:.1f} ms: {', '.join(shares)}"))
     if curves.load_imbalance:
         loads = curves.load_imbalance[max(curves.load_imbalance)]
         by_layer = " ".join(_words(load, 2) for load in loads)

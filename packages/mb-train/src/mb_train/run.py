@@ -31,6 +31,7 @@ from mb_train.console import Console
 from mb_train.data import Data, prepare_data
 from mb_train.folder_lock import locked
 from mb_train.optimizer import build_optimizer, build_scaler
+from mb_train.profiling import check_profiled
 from mb_train.reporting import (
     argument_lines,
     datetime_line,
@@ -85,6 +86,7 @@ class Run:
         console = Console(silent=rank() != 0)
         self.say, self.sign_of_life = console.say, console.show
         self._console = console
+        check_profiled(config, device)
         check_same(config, "the configuration")  # first: with other sizes ranks make other groups
         self.mesh = layout.parallel_dims(config, world_size()).build(device.type)
         self.batch_size = config.batch_size(self.mesh.dp_size)
@@ -242,6 +244,7 @@ class Run:
             device=device_name(self.device),
             torch=torch.__version__,
             parameters=self.model.parameters,
+            notes=self.model.notes,
             config=dataclasses.asdict(self.config),
         )
         return log

@@ -35,6 +35,7 @@ from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator
 from mb_train.optimizer import apply_schedule
+from mb_train.profiling import Profiler
 from mb_train.reporting import datetime_line, measured_line, perplexity, validation_lines
 from mb_train.run import Run, Start, device_type, only_writer
 from mb_train.signals import StopFlag, stop_signals
@@ -104,6 +105,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
 def _loop(run: Run, stop: StopFlag) -> Result:
     config, begun, clock = run.config, time.monotonic(), _Clock(run.device)
     accumulator, guard = Accumulator(run.mesh), DivergenceGuard(config.nan_limit)
+    profiler = Profiler(config, here=rank() == 0)
     valid_losses: dict[str, float] = {}
     first_loss = stopped_by = None
     diverged = False
@@ -113,9 +115,16 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     run.say(datetime_line("before the start of training step"))
     stream = _training_stream(run)
     while iteration < run.iterations and stopped_by is None:
+        if profiler.begins(iteration - started_at):
+            with clock.paused():
+                profiler.start()
         done = train_step(run, stream, accumulator)
         iteration = run.progress.iteration
         stopped_by = _reason_to_stop(run, begun, stop)
+        at_end = stopped_by is not None or iteration == run.iterations
+        if profiler.ends(iteration - started_at, stopping=at_end):
+            with clock.paused():
+                _tell_profile(run, profiler, iteration - started_at)
         if run.reports(iteration) or stopped_by:
             params_norm = _params_norm(run) if config.log_params_norm else None
             stats = accumulator.collect(done.grad_norm, params_norm, done.zeros_in_grad)
@@ -163,6 +172,14 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     valid_loss = next(iter(valid_losses.values()), None)
     checkpoint = None if run.folder is None else run_folder.find_checkpoint(run.folder)
     return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by, diverged)
+
+
+def _tell_profile(run: Run, profiler: Profiler, step: int) -> None:
+    iteration = run.progress.iteration
+    keep = None if run.folder is None else run.folder / f"trace_{iteration:07d}.json.gz"
+    found, kept = profiler.stop(step, keep)
+    run.say(f"{found.lines()}\n{kept}")
+    run.log.write("profile", iteration=iteration, **dataclasses.asdict(found))
 
 
 def _evaluate_end(run: Run, of_now: dict[str, float], stop: StopFlag) -> dict[str, float]:

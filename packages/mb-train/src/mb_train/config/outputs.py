@@ -59,6 +59,18 @@ class LoggingFields:
         "of the ranks' times say the extremes, the longest, or all", "minmax",
         choices=("minmax", "max", "all"),
     )  # fmt: skip
+    profile: bool = flag(
+        "say what the GPU's time of a few steps goes into, and keep their trace", False,
+        on_load="own",
+    )  # fmt: skip
+    profile_step_start: int = flag(
+        "steps of this start before the first that is profiled", 10, bounds=AT_LEAST_0,
+        on_load="own",
+    )  # fmt: skip
+    profile_step_end: int = flag(
+        "steps of this start before the first that no longer is", 12, bounds=POSITIVE,
+        on_load="own",
+    )  # fmt: skip
     tensorboard_dir: str | None = flag(
         "write TensorBoard scalars here (needs mb-train[tensorboard])"
     )
@@ -77,3 +89,11 @@ class LoggingFields:
     wandb_project: str | None = flag("log to this Weights & Biases project (needs wandb)")
     wandb_exp_name: str | None = flag("name of the run there")
     wandb_save_dir: str | None = flag("folder of its files")
+
+    def check_logging(self) -> None:
+        """Raise ValueError for a profile of no step."""
+        if self.profile and self.profile_step_end <= self.profile_step_start:
+            raise ValueError(
+                "Expected --profile-step-end above --profile-step-start, got "
+                f"{self.profile_step_end} and {self.profile_step_start}."
+            )

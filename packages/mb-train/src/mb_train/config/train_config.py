@@ -88,6 +88,7 @@ class TrainConfig(
         self.check_precision()
         self.check_parallel(whole(self.num_layers))
         self.check_data()
+        self.check_logging()
         self._check_positions()
         self._check_decoder()
         self._check_samples()

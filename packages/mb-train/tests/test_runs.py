@@ -46,6 +46,7 @@ def test_scripts_describe_the_papers_runs(tmp_path, script, size, micro_batch, e
     assert config.data_path == ["0.5", "a", "0.5", "b"]
     assert (config.train_iters, config.micro_batch_size) == (7, micro_batch)
     assert (config.moe_num_experts, config.moe_capacity_factor) == (experts, capacity)
+    assert config.expert_parallel_size(8) == (1 if experts is None else 8)
 
 
 def test_one_gpu_trains_dense_models_at_its_own_rate(tmp_path):

@@ -1,6 +1,7 @@
 """What a command line starts: what is said before the first step, and when a run goes on."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from mb_data.tokenizer.byte_bpe import byte_to_letter
 from mb_train import run_log
 from mb_train.cli import main
 from mb_train.config import TrainConfig
+from mb_train.curves import read_curves
 from mb_train.flags import parse
 from mb_train.recipes import recipe
 from mb_train.starting import command_line, plan
@@ -36,6 +38,7 @@ def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["/bin/mb-train"])
         patch.setenv("UV_RUN_RECURSION_DEPTH", "1")
+        patch.setattr(os, "fsync", lambda descriptor: None)  # see conftest, which is for tests
         printed = []
         patch.setattr(
             "builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words)))
@@ -150,6 +153,17 @@ def test_the_batch_grows_and_the_run_goes_on_to_the_bit(finished, tmp_path, caps
     assert [size for _, size, *_ in steps(whole)] == [2, 2, 4, 6, 6, 6]
     assert steps(parts) == steps(whole)
     assert re.search(r"global batch size:     4 \| lm loss", capsys.readouterr().out)
+
+
+def test_a_run_of_no_checkpoints_keeps_its_log(finished, tmp_path, capsys):
+    (prefix,) = plan(parse(["--load", str(finished[0])])).config.data_path
+    words = ["--train-iters=2", "--data-path", prefix, "--save", str(tmp_path), "--save-interval=0"]
+    assert main([*TINY, *words]) == 0
+    out = capsys.readouterr().out
+    assert " checkpoint           none, as --save-interval 0 says" in out
+    assert "saving checkpoint" not in out
+    assert not list(tmp_path.glob("iter_*"))
+    assert read_curves(tmp_path).last == 2
 
 
 def test_separate_data_for_each_part(finished, tmp_path, capsys):

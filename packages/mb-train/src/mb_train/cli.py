@@ -85,7 +85,7 @@ def _headline(config: TrainConfig) -> str:
 
 def _unsaved(config: TrainConfig, result: Result) -> bool:
     """Whether the end of a run is in no checkpoint though it was to be."""
-    if config.save is None:
+    if config.save is None or config.save_interval == 0:
         return False
     return result.checkpoint is None or iteration_of(result.checkpoint) != result.iteration
 
@@ -105,10 +105,10 @@ def _close(config: TrainConfig, result: Result) -> None:
         print(" nothing was kept: no --save")
         return
     folder = Path(config.save)
-    kept = f"{result.checkpoint}, the latest there is" if result.checkpoint else "none"
-    kept = f"{kept}: the end of the run could not be saved"
-    if not _unsaved(config, result):
-        kept = str(result.checkpoint)
+    kept = str(result.checkpoint) if result.checkpoint else "none, as --save-interval 0 says"
+    if _unsaved(config, result):
+        kept = f"{result.checkpoint}, the latest there is" if result.checkpoint else "none"
+        kept = f"{kept}: the end of the run could not be saved"
     print(f" checkpoint           {kept}")
     print(f" picture              {draw(folder)}")
     print(f" log                  {folder / LOG_FILE}")

@@ -4,7 +4,7 @@
 learns the sample corpus on two CPU cores in about a minute. The others are the models of the
 MegaBlocks paper (Gale et al., arXiv 2211.15841) as its launch scripts train them: GPT-2 tokens,
 sequences of 1024, 512 of them per step, cosine decay; `dmoe-` and `moe-` have 64 top-1 experts in
-every layer, dropless or with capacity 1. Where a script says fp16, or Adafactor, the recipe says
+every layer, shared out over the data-parallel ranks, dropless or with capacity 1. Where a script says fp16, or Adafactor, the recipe says
 bf16 and Adam. `17m` is a size below theirs, for frontiers of a few minutes (`runs/frontier.sh`).
 
 `olmoe-1b-7b` and `qwen3-30b-a3b` have the shapes of the published models (Muennighoff et al., arXiv
@@ -122,7 +122,8 @@ def _paper(size: str, batch: tuple[int, float], name: str) -> Recipe:
 def _experts(size: str, batch: tuple[int, float], name: str, capacity: float) -> Recipe:
     return _paper(size, batch, name) | {
         "moe_num_experts": 64, "moe_top_k": 1, "moe_loss_weight": 0.1,
-        "moe_capacity_factor": capacity, "train_iters": 20_000,
+        "moe_capacity_factor": capacity, "moe_expert_model_parallelism": True,
+        "train_iters": 20_000,
     }  # fmt: skip
 
 

@@ -137,7 +137,7 @@ class Run:
         self.say(datetime_line("after dataloaders are built"))
         self.log = self._open_folder(start)
         self.saver: Saver | None = None
-        if self.folder is not None:
+        if self.folder is not None and config.save_interval != 0:
             self.saver = Saver(
                 self.folder,
                 asynchronous=config.async_save,

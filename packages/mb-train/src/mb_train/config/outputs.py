@@ -16,7 +16,9 @@ class CheckpointingFields:
         on_load="own",
     )  # fmt: skip
     save_interval: int | None = flag(
-        "steps between checkpoints; the last step is always saved", bounds=POSITIVE
+        "steps between checkpoints; the last step is always saved; 0: there are none, the folder "
+        "gets the log alone",
+        bounds=AT_LEAST_0,
     )
     keep_checkpoints: int | None = flag(
         "how many checkpoints to keep; default all (ours)", bounds=POSITIVE

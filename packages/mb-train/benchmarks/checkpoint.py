@@ -7,8 +7,8 @@ Trains 31 steps of a recipe (3.7 B parameters) and saves once, after the twentie
 training from a copy on the device, beside it from a copy in host memory, at once. The stall is the
 time the loop spends in saving; the loss is the time of the ten steps after it over that of the ten
 before. A checkpoint is 8 syncs and its bytes, so what the disk takes for one and for the other is
-said first; a way takes as long as the disk needs for 44 GB. Prints a table, then one line of JSON.
-Further flags go to the run.
+said first; a way takes as long as the disk needs for 44 GB. Random tokens; further flags go to the
+run. Prints each row when it is known, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from pathlib import Path
 import torch
 from mb_train import saver
 from mb_train import train as loop
-from mb_train.cli import main as train
+from mb_train.run_folder import LATEST, read_saved_run
 from mb_train.run_log import read_log
+from small_runs import random_tokens, train
 
 STEPS, AT = 31, 20
 # Flags of the run, and whether a copy may lie on the device.
@@ -54,11 +55,9 @@ def disk(folder: Path) -> dict[str, float]:
 
 
 def measure(folder: Path, flags: list[str]) -> dict[str, float]:
-    """Seconds of stall, and mean ms of the steps before and after."""
-    words = [*flags, f"--save={folder}", f"--train-iters={STEPS}", f"--save-interval={AT}",
-             "--log-interval=1", "--eval-iters=0"]  # fmt: skip
-    if train(words) > 1:  # 1 says that the end is in no checkpoint, as is meant here
-        raise SystemExit(f"mb-train {' '.join(words)} failed")
+    """Seconds of stall and until the checkpoint is whole, mean ms of the steps before and after."""
+    # 1 says that the end is in no checkpoint, as is meant here.
+    train([*flags, f"--save={folder}", f"--train-iters={STEPS}", f"--save-interval={AT}"], 1)
     times, stall = {}, None
     for event in read_log(folder / "log.jsonl"):
         if event["event"] == "train":
@@ -68,8 +67,12 @@ def measure(folder: Path, flags: list[str]) -> dict[str, float]:
     assert stall is not None
     before = statistics.mean(times[i] for i in range(AT - 9, AT + 1))
     after = statistics.mean(times[i] for i in range(AT + 1, AT + 11))
-    size = sum(p.stat().st_size for p in folder.glob("iter_*/*")) / 1e9  # whole, or a draft
-    return {"stall_s": stall, "before_ms": before, "after_ms": after, "gb": size}
+    size = sum(p.stat().st_size for p in folder.glob("iter_*/*")) / 1e9
+    begun = read_saved_run(folder / f"iter_{AT:07d}").written
+    whole = (folder / LATEST).stat().st_mtime - begun
+    return {
+        "stall_s": stall, "whole_s": whole, "before_ms": before, "after_ms": after, "gb": size,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -86,21 +89,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         speed = disk(Path(folder))
         print(f"disk: {speed['sync_ms']:.1f} ms a sync, {speed['gb_per_s']:.2f} GB/s", flush=True)
+        data = random_tokens(Path(folder) / "random")
+        head = f"{'':10}{'stall s':>9}{'whole s':>9}{'before ms':>11}{'after ms':>10}"
+        print(f"{head}{'lost':>8}{'GB':>8}", flush=True)
         for name in options.ways:
             flags, on_device = WAYS[name]
             saver._fits_on_device = fits if on_device else lambda tensors: False
             run = Path(folder) / name
-            rows.append(
-                {"name": name, **measure(run, [f"--recipe={options.recipe}", *flags, *rest])}
-            )
+            words = [f"--recipe={options.recipe}", *data, *flags, *rest]
+            row = {"name": name, **measure(run, words)}
             shutil.rmtree(run)
-    print(f"\n{'':10}{'stall s':>9}{'before ms':>11}{'after ms':>10}{'lost':>8}{'GB':>8}")
-    for row in rows:
-        lost = 1 - row["before_ms"] / row["after_ms"]
-        print(
-            f"{row['name']:10}{row['stall_s']:9.2f}{row['before_ms']:11.1f}{row['after_ms']:10.1f}"
-            f"{lost:8.1%}{row['gb']:8.1f}"
-        )
+            lost = 1 - row["before_ms"] / row["after_ms"]
+            print(
+                f"{name:10}{row['stall_s']:9.2f}{row['whole_s']:9.1f}{row['before_ms']:11.1f}"
+                f"{row['after_ms']:10.1f}{lost:8.1%}{row['gb']:8.1f}",
+                flush=True,
+            )
+            rows.append(row)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(json.dumps({"device": device, "recipe": options.recipe, "disk": speed, "rows": rows}))
 

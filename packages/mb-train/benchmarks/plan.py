@@ -20,14 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import mb_data
-import numpy as np
 import torch
-from mb_train import train as loop
-from mb_train.cli import main as train
 from mb_train.config import TrainConfig
 from mb_train.recipes import recipe
 from mb_train.run_log import read_log
 from mb_train.sizing import GIB, sizes
+from small_runs import random_tokens, train
 
 # Recipe -> the flags that make it one GPU's.
 CASES: dict[str, dict[str, int]] = {
@@ -38,21 +36,11 @@ CASES: dict[str, dict[str, int]] = {
 WARM_UP = 4
 
 
-def tokens(path: Path, count: int) -> str:
-    """Random tokens below 50,000 as a data set; its prefix."""
-    generator = np.random.default_rng(0)
-    with mb_data.IndexedDatasetBuilder(path, np.uint16) as builder:
-        for _ in range(64):
-            builder.add_document(generator.integers(0, 50_000, count // 64, dtype=np.uint16))
-    return str(path)
-
-
-def measure(name: str, data: str, folder: Path, steps: int, device: str) -> dict[str, Any]:
+def measure(name: str, data: list[str], folder: Path, steps: int, device: str) -> dict[str, Any]:
     """Plan and actual figures of one case."""
     fields = recipe(name) | CASES[name] | {"train_iters": steps, "device": device}
-    words = ["--recipe", name, "--data-path", data, "--split", "100,0,0", "--save", str(folder)]
-    words += ["--eval-iters", "0", "--log-interval", "1", "--train-iters", str(steps)]
-    words += ["--device", device, "--tokenizer", "gpt2"]
+    words = ["--recipe", name, *data, "--save", str(folder), "--device", device]
+    words += ["--train-iters", str(steps)]
     for field, value in CASES[name].items():
         words += ["--" + field.replace("_", "-"), str(value)]
     on_gpu = device == "cuda"
@@ -60,8 +48,7 @@ def measure(name: str, data: str, folder: Path, steps: int, device: str) -> dict
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    if train(words) != 0:
-        raise SystemExit(f"mb-train {' '.join(words)} failed")
+    train(words)
     events = [e for e in read_log(folder / "log.jsonl") if e["event"] == "train"]
     (start,) = (e for e in read_log(folder / "log.jsonl") if e["event"] == "start")
     times = [e["ms_per_iteration"] for e in events[WARM_UP:]]
@@ -98,24 +85,27 @@ def main() -> None:
     if options.steps <= WARM_UP:
         raise SystemExit(f"Expected --steps above {WARM_UP}, got {options.steps}.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loop.save = lambda run, **_: None  # the log is wanted, 15 GB of weights are not
     rows = []
+    head = f"{'':14}{'GiB':>8}{'plan':>8}{'error':>8}{'ms':>9}{'plan':>9}{'error':>8}"
+    print(head, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        data = tokens(Path(folder) / "random", 4_000_000)
+        data = random_tokens(Path(folder) / "random")
         for name in options.cases:
             rows.append(measure(name, data, Path(folder) / name, options.steps, device))
-    print(f"\n{'':14}{'GiB':>8}{'plan':>8}{'error':>8}{'ms':>9}{'plan':>9}{'error':>8}")
-    for row in rows:
-        assert row["parameters"] == row["planned_parameters"], row
-        line = f"{row['case']:14}"
-        for kind, digits in (("gib", 8), ("ms", 9)):
-            got, planned = row[kind], row[f"planned_{kind}"]
-            known = got and planned is not None
-            error = f"{planned / got - 1:+8.1%}" if known else f"{'unknown':>8}"
-            line += f"{got:{digits}.1f}{planned or 0.0:{digits}.1f}{error}"
-        print(line)
+            print(_line(rows[-1]), flush=True)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}))
+
+
+def _line(row: dict[str, Any]) -> str:
+    assert row["parameters"] == row["planned_parameters"], row
+    line = f"{row['case']:14}"
+    for kind, digits in (("gib", 8), ("ms", 9)):
+        got, planned = row[kind], row[f"planned_{kind}"]
+        known = got and planned is not None
+        error = f"{planned / got - 1:+8.1%}" if known else f"{'unknown':>8}"
+        line += f"{got:{digits}.1f}{planned or 0.0:{digits}.1f}{error}"
+    return line
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ Each row is a process of its own that trains three steps of `dense-125m` or `dmo
 each, on random tokens. `cold` begins with empty caches of Triton and Inductor, `warm` with what
 `cold` left, `in-turn` is cold without compiling the experts' kernels ahead. Columns are moments at
 which lines of the log appear: the program answers; torch and the device are there; model and
-optimizer are built; all is set up; the first and the third step are done. Some 2 minutes on an
-H200 for all rows. Further flags go to the runs. Prints a table, then one line of JSON.
+optimizer are built; all is set up; the first and the third step are done, and the process is ended.
+Further flags go to the runs. Prints each row when it is known, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import mb_data
-import numpy as np
+from small_runs import random_tokens
 
 MOMENTS = {
     "answers": "mb-train ",
@@ -57,9 +56,11 @@ def start(program: list[str], words: list[str], caches: Path) -> dict[str, float
             for name, beginning in MOMENTS.items():
                 if line.startswith(beginning):
                     found.setdefault(name, time.perf_counter() - begun)
-    if process.returncode:
-        raise SystemExit("".join(said[-30:]))
-    return found
+            if len(found) == len(MOMENTS):
+                process.kill()
+                return found
+    print("".join(said[-15:]), flush=True)
+    raise SystemExit(f"{' '.join([*program, *words])}: exit code {process.returncode}")
 
 
 def main() -> None:
@@ -71,19 +72,14 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     ways = {options.way: WAYS[options.way]} if options.way else WAYS
     rows = []
-    print(f"{'':24}" + "".join(f"{name:>9}" for name in MOMENTS))
+    print(f"{'':24}" + "".join(f"{name:>9}" for name in MOMENTS), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "random"
-        with mb_data.IndexedDatasetBuilder(data, np.uint16) as builder:
-            for document in np.random.default_rng(0).integers(0, 50_000, (64, 4096), np.uint16):
-                builder.add_document(document)
+        data = random_tokens(Path(folder) / "random", 262_144)
         for kind in options.kinds:
             for way, flag in ways.items():
-                words = ["--recipe", f"{kind}-125m", flag, "--data-path", str(data)]
+                words = ["--recipe", f"{kind}-125m", flag, *data]
                 words += ["--micro-batch-size", "8", "--global-batch-size", "8"]
-                words += ["--split", "100,0,0", "--eval-iters", "0", "--log-interval", "1"]
-                words += ["--train-iters", "3", "--tokenizer", "gpt2", "--lr-warmup-fraction", "0"]
-                words += rest
+                words += ["--train-iters", "3", "--lr-warmup-fraction", "0", *rest]
                 caches = Path(folder) / f"{kind}-{way}"
                 states = {"cold": caches, "warm": caches}
                 if kind == "dmoe" and way == "eager":

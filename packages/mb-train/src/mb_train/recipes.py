@@ -4,8 +4,9 @@
 learns the sample corpus on two CPU cores in about a minute. The others are the models of the
 MegaBlocks paper (Gale et al., arXiv 2211.15841) as its launch scripts train them: GPT-2 tokens,
 sequences of 1024, 512 of them per step, cosine decay; `dmoe-` and `moe-` have 64 top-1 experts in
-every layer, shared out over the data-parallel ranks, dropless or with capacity 1. Where a script says fp16, or Adafactor, the recipe says
-bf16 and Adam. `17m` is a size below theirs, for frontiers of a few minutes (`runs/frontier.sh`).
+every layer, shared out over the data-parallel ranks, dropless or with capacity 1. Where a script
+says fp16, or Adafactor, the recipe says bf16 and Adam. `17m` is a size below theirs, for frontiers
+of a few minutes (`runs/frontier.sh`).
 
 `olmoe-1b-7b` and `qwen3-30b-a3b` have the shapes of the published models (Muennighoff et al., arXiv
 2409.02060; Yang et al., arXiv 2505.09388), the former its rates as well; Qwen's are not published.

@@ -18,6 +18,7 @@ milliseconds that Python takes for a step, from an empty queue. The last line is
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -262,6 +263,8 @@ def measure_all() -> None:
     print(f"{'case':11} {'what':34}" + "".join(f"{column:>11}" for column in columns))
     for case in sys.argv[1:] or ("dense", "dmoe", "paper"):
         for what, measure in CASES[case].items():
+            gc.collect()  # models hold themselves in cycles: the case before would count
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             try:
                 found = measure()
@@ -271,7 +274,6 @@ def measure_all() -> None:
                 continue
             finally:
                 torch.compiler.reset()
-                torch.cuda.empty_cache()
             print(
                 f"{case:11} {what:34}{found['tokens_per_s'] / 1000:11.1f}"
                 f"{found['quicker_quarter'] / 1000:11.1f}{found['spread']:11.1%}"

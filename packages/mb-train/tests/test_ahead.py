@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-import mb_kernels
+import mb_layers
 import pytest
 import torch
 from mb_train.ahead import compile_ahead, outcome
@@ -14,9 +14,11 @@ GPU = torch.device("cuda")
 
 
 def begun(monkeypatch, device=GPU, ep_size=1, **fields):
-    """The arguments that `warm_up` got; None if it was not called."""
+    """What `warm_up` was called with; None if it was not."""
     found = []
-    monkeypatch.setattr(mb_kernels, "warm_up", lambda **given: found.append(given) or Future())
+    monkeypatch.setattr(
+        mb_layers, "warm_up", lambda config, **given: found.append((config, given)) or Future()
+    )
     config = TrainConfig(**recipe("dmoe-125m") | fields)
     mesh = SimpleNamespace(ep_size=ep_size)
     future = compile_ahead(config, mesh, device, torch.bfloat16)
@@ -25,28 +27,13 @@ def begun(monkeypatch, device=GPU, ep_size=1, **fields):
 
 
 def test_a_layer_of_experts_is_compiled_as_it_will_be_called(monkeypatch):
-    given = begun(
-        monkeypatch, micro_batch_size=4, moe_top_k=2, moe_ffn_hidden_size=100, swiglu=True,
-        moe_router_fp32=False,
-    )  # fmt: skip
-    assert given == {
-        "tokens": 4 * 1024, "hidden_size": 768, "ffn_hidden_size": 112, "num_experts": 64,
-        "top_k": 2, "activation": "swiglu", "dtype": torch.bfloat16,
-        "logits_dtype": torch.bfloat16, "bias_dtype": None, "device": GPU,
-    }  # fmt: skip
-    biased = begun(monkeypatch, moe_mlp_bias=True)
-    assert biased["logits_dtype"] is biased["bias_dtype"] is torch.float32
+    experts, given = begun(monkeypatch, micro_batch_size=4, moe_top_k=2, swiglu=True)
+    assert (experts.num_experts, experts.top_k, experts.activation) == (64, 2, "swiglu")
+    assert given == {"tokens": 4 * 1024, "dtype": torch.bfloat16, "device": GPU}
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"moe_num_experts": None},
-        {"device": torch.device("cpu")},
-        {"ep_size": 2},
-        {"moe_mlp_impl": "sparse"},
-        {"moe_saved_activation_bits": 8},
-    ],
+    "fields", [{"moe_num_experts": None}, {"device": torch.device("cpu")}, {"ep_size": 2}]
 )
 def test_other_layers_are_left_to_their_first_call(monkeypatch, fields):
     assert begun(monkeypatch, **fields) is None
@@ -61,7 +48,10 @@ def test_a_kernel_that_does_not_compile_ends_no_set_up():
 
 
 @pytest.mark.gpu
-def test_the_first_step_compiles_no_kernel_of_the_experts(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "more", [[], ["--moe-router-score-function", "sigmoid"], ["--moe-recompute"]], ids=str
+)
+def test_the_first_step_compiles_no_kernel_of_the_experts(tmp_path, monkeypatch, more):
     from mb_train import run
     from mb_train.cli import main
     from triton import knobs
@@ -79,6 +69,6 @@ def test_the_first_step_compiles_no_kernel_of_the_experts(tmp_path, monkeypatch)
     monkeypatch.setattr(run, "outcome", waited)
     words = ["--recipe", "quickstart", "--hidden-size", "208", "--num-attention-heads", "4"]
     words += ["--train-iters", "1", "--eval-iters", "0", "--save", str(tmp_path)]
-    assert main(words) == 0
+    assert main([*words, *more]) == 0
     assert "not compiled ahead" not in ahead[0]
     assert not [module for module in compiled if "expert_mlp" in module or "routing" in module]

@@ -30,6 +30,8 @@ def warm_up(
     dtype: torch.dtype = torch.bfloat16,
     logits_dtype: torch.dtype = torch.float32,
     bias_dtype: torch.dtype | None = None,
+    score_function: str = "softmax",
+    recompute: bool = False,
     device: torch.device | str | None = None,
     training: bool = True,
     threads: int | None = None,
@@ -45,6 +47,8 @@ def warm_up(
         activation: a name from ``mb_kernels.activation``.
         dtype, logits_dtype: of x and weights, and of the router's logits.
         bias_dtype: of the experts' biases, if they have some.
+        score_function: of the router, "softmax" or "sigmoid".
+        recompute: as ``expert_mlp`` will be told.
         device: of the layer; None is the current GPU.
         training: with the backward, else the forward alone, which saves nothing.
         threads: None is one for each core.
@@ -54,9 +58,11 @@ def warm_up(
         ``result()`` waits for all of them.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: an unknown activation or score function.
     """
     is_glu(activation)
+    if score_function not in ("softmax", "sigmoid"):
+        raise ValueError(f"score_function: expected softmax or sigmoid; got {score_function!r}.")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     here = torch.empty(0, device=device, dtype=dtype)
@@ -69,12 +75,17 @@ def warm_up(
     from mb_kernels.runtime.registration import device_of
 
     with device_of(here), assume(partial(plan_on, here.device)), record() as launches:
-        for renormalize in (False, True):
-            rehearse_routing(tokens, num_experts, top_k, logits_dtype, renormalize)
+        if score_function == "sigmoid":  # whose scores are chosen from in plain PyTorch
+            rehearse_bins(tokens, num_experts, top_k)
+            rehearse_losses(tokens, num_experts, logits_dtype, sigmoid=True)
+        else:
+            for renormalize in (False, True):
+                rehearse_routing(tokens, num_experts, top_k, logits_dtype, renormalize)
         rehearse_experts(
             *(tokens, hidden_size, ffn_hidden_size, num_experts, top_k, activation, dtype),
             bias_dtype=bias_dtype,
-            keep_rows=training and top_k == 1,
+            keep_rows=training and not recompute and top_k == 1,
+            recompute=recompute,
             training=training,
         )
 
@@ -102,8 +113,15 @@ def rehearse_routing(
     routing.topk_softmax(logits, top_k, renormalize)
     for d_probs in (probs, None):
         routing.topk_softmax_backward(weights, d_probs, probs, weights, ids, renormalize)
-    routing.bin_tokens(ids, experts, None)
+    rehearse_bins(tokens, experts, top_k)
     rehearse_losses(tokens, experts, dtype, sigmoid=False)
+
+
+def rehearse_bins(tokens: int, experts: int, top_k: int) -> None:
+    """``bin_tokens`` on ids without memory."""
+    from mb_kernels.routing import kernels as routing
+
+    routing.bin_tokens(_int32(tokens, top_k), experts, None)
 
 
 def rehearse_losses(tokens: int, experts: int, dtype: torch.dtype, *, sigmoid: bool) -> None:
@@ -133,6 +151,7 @@ def rehearse_experts(
     *,
     keep_rows: bool,
     bias_dtype: torch.dtype | None = None,
+    recompute: bool = False,
     training: bool = True,
 ) -> None:
     """``expert_mlp``, forward and backward, on tensors without memory."""
@@ -146,7 +165,7 @@ def rehearse_experts(
     if bias_dtype is not None:
         b1, b2 = (_empty(experts, size, dtype=bias_dtype) for size in (columns, hidden))
     inputs = (w1, w2, *indices, _empty(tokens, top_k, dtype=torch.float32), b1, b2)
-    saved_bits = 16 if training else 0
+    saved_bits = 16 if training and not recompute else 0
     *_, h, tiles, kept = steps.expert_mlp(x, *inputs, activation, saved_bits, keep_rows)
     if training:
         steps.expert_mlp_backward(

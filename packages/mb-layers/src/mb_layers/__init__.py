@@ -30,5 +30,6 @@ from mb_layers.router import update_balancing_bias as update_balancing_bias
 from mb_layers.routers import ExpertChoiceRouter as ExpertChoiceRouter
 from mb_layers.routers import NoisyTopKRouter as NoisyTopKRouter
 from mb_layers.routers import SinkhornRouter as SinkhornRouter
+from mb_layers.warm_up import warm_up as warm_up
 
 __version__ = "0.1.0"

@@ -270,6 +270,11 @@ class SharedExpert(_StackedMLP):
         return torch.sigmoid(at_least_fp32(x_TD @ gate.T))
 
 
+def kernel_width(size: int) -> int:
+    """The least width that the kernels take for one of `size`: a multiple of 16."""
+    return -(-size // 16) * 16
+
+
 def pad_widths(
     x_RD: Tensor, weights: Sequence[Tensor | None], *, gated: bool
 ) -> tuple[Tensor, list[Any]]:
@@ -280,7 +285,7 @@ def pad_widths(
     w1, w2, b1, b2 = weights
     assert w1 is not None
     assert w2 is not None
-    more_D, more_F = -w2.shape[1] % 16, -w2.shape[2] % 16
+    more_D, more_F = (kernel_width(size) - size for size in w2.shape[1:])
     if not more_D and not more_F:
         return x_RD, [w1, w2, b1, b2]
     halves = 2 if gated else 1

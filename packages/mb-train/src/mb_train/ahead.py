@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-import mb_kernels
+import mb_layers
 import torch
 from mb_parallel import ParallelMesh
 
 from mb_train.config import TrainConfig, whole
+from mb_train.tasks.architecture import expert_config
 
 
 def compile_ahead(
@@ -22,24 +23,13 @@ def compile_ahead(
 
     Returns:
         The number of kernels to come. None where they are not known beforehand: without a GPU, for
-        experts of other ranks, for those that do not run as one op.
+        experts of other ranks.
     """
-    one_op = config.moe_mlp_impl == "grouped" and config.moe_saved_activation_bits is None
-    here = device.type == "cuda" and mesh.ep_size == 1
-    if config.moe_num_experts is None or not (one_op and here):
+    experts = expert_config(config)
+    if experts is None or device.type != "cuda" or mesh.ep_size > 1:
         return None
-    return mb_kernels.warm_up(
-        tokens=whole(config.micro_batch_size) * whole(config.seq_length),
-        hidden_size=_padded(whole(config.hidden_size)),
-        ffn_hidden_size=_padded(config.expert_ffn_size),
-        num_experts=config.moe_num_experts,
-        top_k=config.moe_top_k,
-        activation=config.activation_name,
-        dtype=compute_dtype,
-        logits_dtype=torch.float32 if config.moe_router_fp32 else compute_dtype,
-        bias_dtype=torch.float32 if config.moe_mlp_bias else None,
-        device=device,
-    )
+    tokens = whole(config.micro_batch_size) * whole(config.seq_length)
+    return mb_layers.warm_up(experts, tokens=tokens, dtype=compute_dtype, device=device)
 
 
 def outcome(compiling: Future[int]) -> str:
@@ -48,8 +38,3 @@ def outcome(compiling: Future[int]) -> str:
         return f" kernels of the experts: {compiling.result()} compiled, or found in the cache"
     except Exception as error:
         return f" kernels of the experts: not compiled ahead, {type(error).__name__}: {error}"
-
-
-def _padded(width: int) -> int:
-    """As a layer pads it for the kernels."""
-    return -(-width // 16) * 16

@@ -22,7 +22,6 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         ValueError: an activation or experts that mb_layers refuses.
     """
     layers = whole(config.num_layers)
-    residual_std = output_std(config.init_method_std, layers)
     return TransformerConfig(
         num_layers=layers,
         hidden_size=whole(config.hidden_size),
@@ -49,14 +48,18 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         attention_dropout=config.attention_dropout,
         hidden_dropout=config.hidden_dropout,
         init_std=config.init_method_std,
-        output_init_std=residual_std,
-        moe=_experts(config, residual_std),
+        output_init_std=_residual_std(config),
+        moe=expert_config(config),
         moe_layers=tuple(map(config.has_experts, range(layers))),
     )
 
 
-def _experts(config: TrainConfig, output_init_std: float) -> MoEConfig | None:
-    """The experts of a run; None for a dense model."""
+def expert_config(config: TrainConfig) -> MoEConfig | None:
+    """The experts of a run; None for a dense model.
+
+    Raises:
+        ValueError: an activation or experts that mb_layers refuses.
+    """
     if config.moe_num_experts is None:
         return None
     with in_flags(config.moe_argument_names()):
@@ -65,6 +68,10 @@ def _experts(config: TrainConfig, output_init_std: float) -> MoEConfig | None:
             ffn_hidden_size=config.expert_ffn_size,
             activation=config.activation_name,
             init_method_std=config.init_method_std,
-            output_init_std=output_init_std,
+            output_init_std=_residual_std(config),
             **config.moe_arguments(),
         )
+
+
+def _residual_std(config: TrainConfig) -> float:
+    return output_std(config.init_method_std, whole(config.num_layers))

@@ -1,0 +1,51 @@
+"""A layer's kernels compiled beside one another, before its first call."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import mb_kernels
+import torch
+
+from mb_layers.config import MoEConfig
+from mb_layers.experts import kernel_width
+
+
+def warm_up(
+    config: MoEConfig,
+    *,
+    tokens: int,
+    dtype: torch.dtype = torch.bfloat16,
+    parameter_dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Future[int]:
+    """Begin to compile what a layer with all its experts in this process launches in training.
+
+    Args:
+        config: of the layer.
+        tokens: of one call.
+        dtype: to compute in.
+        parameter_dtype: of the layer's parameters.
+        device: of the layer; None is the current GPU.
+
+    Returns:
+        A future of the number of kernels, see `mb_kernels.warm_up`; 0 for experts that do not run
+        as one op, block-sparse ones and those that keep quantized activations.
+    """
+    if config.mlp_impl != "grouped" or config.saved_activation_bits is not None:
+        nothing: Future[int] = Future()
+        nothing.set_result(0)
+        return nothing
+    return mb_kernels.warm_up(
+        tokens=tokens,
+        hidden_size=kernel_width(config.hidden_size),
+        ffn_hidden_size=kernel_width(config.ffn_hidden_size),
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        activation=config.activation,
+        dtype=dtype,
+        bias_dtype=parameter_dtype if config.mlp_bias else None,
+        score_function=config.score_function,
+        recompute=config.recompute,
+        device=device,
+    )

@@ -1,0 +1,46 @@
+"""What a layer tells `mb_kernels.warm_up` of itself."""
+
+from concurrent.futures import Future
+
+import mb_kernels
+import pytest
+import torch
+from mb_layers import MoEConfig, warm_up
+
+SPARSE = {"mlp_impl": "sparse", "hidden_size": 128, "ffn_hidden_size": 128}
+
+
+def told(monkeypatch, **fields):
+    """The arguments of `mb_kernels.warm_up`; None if it is not called."""
+    found = []
+    monkeypatch.setattr(mb_kernels, "warm_up", lambda **given: found.append(given) or Future())
+    sizes = {"hidden_size": 40, "ffn_hidden_size": 100, "num_experts": 4, "top_k": 2}
+    future = warm_up(MoEConfig(**sizes | fields), tokens=64, device="cpu")
+    assert bool(found) or future.result() == 0
+    return found[0] if found else None
+
+
+def test_a_layer_is_described_as_it_will_call(monkeypatch):
+    expected = {
+        "tokens": 64, "hidden_size": 48, "ffn_hidden_size": 112, "num_experts": 4, "top_k": 2,
+        "activation": "swiglu", "dtype": torch.bfloat16, "bias_dtype": None,
+        "score_function": "softmax", "recompute": False, "device": "cpu",
+    }  # fmt: skip
+    assert told(monkeypatch, activation="swiglu") == expected
+    other = {"score_function": "sigmoid", "mlp_bias": True, "recompute": True}
+    found = told(monkeypatch, **other)
+    assert found["bias_dtype"] == torch.float32
+    assert (found["score_function"], found["recompute"]) == ("sigmoid", True)
+
+
+@pytest.mark.parametrize("fields", [SPARSE, {"saved_activation_bits": 8}], ids=str)
+def test_experts_that_do_not_run_as_one_op(monkeypatch, fields):
+    assert told(monkeypatch, **fields) is None
+
+
+def test_a_score_function_that_is_none_is_refused():
+    sizes = {"tokens": 64, "hidden_size": 32, "ffn_hidden_size": 32, "num_experts": 4, "top_k": 2}
+    with pytest.raises(
+        ValueError, match=r"score_function: expected softmax or sigmoid; got 'tanh'"
+    ):
+        mb_kernels.warm_up(**sizes, score_function="tanh", device="cpu")

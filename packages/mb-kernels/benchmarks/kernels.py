@@ -61,7 +61,7 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
         tiles = of_height(tile.block_m)
         source, source_order = (rows, None) if plan.in_rows else (x, order)
         options = {"order": source_order, "top_k": top_k, "save_h": True, "tile": tile}
-        return up(source, w1, tiles, activation, **options)
+        return up(source, w1, None, tiles, activation, **options)
 
     def run_down(tile: Tile) -> object:
         options = {"transpose_weight": True, "tile": tile, **single, **scale}

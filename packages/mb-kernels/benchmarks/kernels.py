@@ -39,7 +39,8 @@ class Kernel:
     tile: Tile | None = None
 
 
-def kernels(shape: Shape, device: str = "cuda") -> dict[str, Kernel]:
+def kernels(shape: Shape, device: str = "cuda", *, zeros: bool = False) -> dict[str, Kernel]:
+    """The kernels of a step by name; ``zeros``: of operands that are all zeros."""
     inputs = {name: t.detach() for name, t in make_inputs(shape, "uniform", device).items()}
     x, w1, w2 = inputs["x"], inputs["w1"], inputs["w2"]
     weights, ids, _ = topk_softmax(inputs["logits"], shape.top_k)
@@ -49,6 +50,9 @@ def kernels(shape: Shape, device: str = "cuda") -> dict[str, Kernel]:
     rows = x.new_empty((n, shape.hidden)).normal_()
     h = x.new_empty((n, shape.columns)).normal_()
     a = x.new_empty((n, shape.ffn)).normal_()
+    if zeros:
+        for operand in (x, w1, w2, rows, h, a):
+            operand.zero_()
     plan = expert_plan(plan_of(x), activation, n, shape.experts, keep_rows=top_k == 1)
     single = {"fill_dropped": top_k == 1, "scatter_order": order if top_k == 1 else None}
     scale = {"scale": weights if top_k == 1 else None}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from layer import Shape, bmm, make_inputs, ours
 from mb_kernels import bin_tokens, expert_mlp, topk_softmax
-from mb_kernels.runtime.launch import matrices, ragged
+from mb_kernels.runtime.descriptors import matrices, ragged
 
 SHAPES = {
     "tiny-top1-gelu": Shape(512, 64, 128, 64, 1, "gelu"),

@@ -23,6 +23,7 @@ from mb_kernels.grouped_gemm.forward import rows_times_weights
 from mb_kernels.grouped_gemm.schedule import schedule
 from mb_kernels.grouped_gemm.weight_grad import outer
 from mb_kernels.permute.kernels import combine, spread, sum_partials
+from mb_kernels.runtime.launch import cdiv
 from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets import Tile
 from timing import eight_of_ten, in_turns, median
@@ -38,8 +39,9 @@ class Kernel:
     tile: Tile | None = None
 
 
-def kernels(shape: Shape) -> dict[str, Kernel]:
-    inputs = {name: t.detach() for name, t in make_inputs(shape, "uniform").items()}
+def kernels(shape: Shape, device: str = "cuda", *, zeros: bool = False) -> dict[str, Kernel]:
+    """The kernels of a step by name; ``zeros``: of operands that are all zeros."""
+    inputs = {name: t.detach() for name, t in make_inputs(shape, "uniform", device).items()}
     x, w1, w2 = inputs["x"], inputs["w1"], inputs["w2"]
     weights, ids, _ = topk_softmax(inputs["logits"], shape.top_k)
     bins = bin_tokens(ids, shape.experts)
@@ -48,10 +50,13 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
     rows = x.new_empty((n, shape.hidden)).normal_()
     h = x.new_empty((n, shape.columns)).normal_()
     a = x.new_empty((n, shape.ffn)).normal_()
+    if zeros:
+        for operand in (x, w1, w2, rows, h, a):
+            operand.zero_()
     plan = expert_plan(plan_of(x), activation, n, shape.experts, keep_rows=top_k == 1)
     single = {"fill_dropped": top_k == 1, "scatter_order": order if top_k == 1 else None}
     scale = {"scale": weights if top_k == 1 else None}
-    partials = torch.rand(shape.ffn // 256, n, device=x.device)
+    partials = torch.rand(cdiv(shape.ffn, 256), n, device=x.device)
     indices = (order, inverse, offsets)
     up_flops, down_flops = 2.0 * n * w1[0].numel(), 2.0 * n * w2[0].numel()
     of_height = functools.cache(lambda block_m: schedule(offsets, n, block_m))
@@ -61,7 +66,7 @@ def kernels(shape: Shape) -> dict[str, Kernel]:
         tiles = of_height(tile.block_m)
         source, source_order = (rows, None) if plan.in_rows else (x, order)
         options = {"order": source_order, "top_k": top_k, "save_h": True, "tile": tile}
-        return up(source, w1, tiles, activation, **options)
+        return up(source, w1, None, tiles, activation, **options)
 
     def run_down(tile: Tile) -> object:
         options = {"transpose_weight": True, "tile": tile, **single, **scale}

@@ -59,12 +59,12 @@ SHAPES = {
 }
 
 
-def make_inputs(shape: Shape, routing: str) -> dict[str, Tensor]:
+def make_inputs(shape: Shape, routing: str, device: str = "cuda") -> dict[str, Tensor]:
     """Normal activations and weights, and logits that route as ``routing`` says."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
-        values = torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
+        values = torch.randn(size, device=device, dtype=torch.bfloat16, generator=generator)
         return (values * scale).requires_grad_()
 
     ids = make_expert_ids(
@@ -73,9 +73,9 @@ def make_inputs(shape: Shape, routing: str) -> dict[str, Tensor]:
         shape.experts,
         shape.top_k,
         generator=torch.Generator().manual_seed(0),
-        device="cuda",
+        device=device,
     )
-    logits = torch.randn(shape.tokens, shape.experts, device="cuda", generator=generator)
+    logits = torch.randn(shape.tokens, shape.experts, device=device, generator=generator)
     logits.scatter_add_(1, ids.long(), torch.full_like(logits, 20.0)[:, : shape.top_k])
     return {
         "x": normal(shape.tokens, shape.hidden),

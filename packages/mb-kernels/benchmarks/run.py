@@ -17,7 +17,7 @@ import torch
 import triton
 
 BENCHMARKS = ("layer", "kernels", "host", "block_sparse")
-ON_REQUEST = ("tiles", "share", "decode")
+ON_REQUEST = ("timeline", "energy", "tiles", "share", "decode")
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -17,6 +17,7 @@ from mb_layers.dispatch import LocalDispatcher
 from mb_layers.moe import MoE, dMoE
 from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts, within_budget
 from mb_parallel.expert_parallel import choose_dispatcher
+from mb_parallel.expert_parallel.apply import keeps_rows_anyway
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.testing import run_ranks
 
@@ -295,6 +296,22 @@ def test_the_rule_of_choice(wanted, top_k, ep, problem, bounded, chosen):
     name, why = choose_dispatcher(wanted, top_k, ep, problem, bounded=bounded)
     assert name == chosen
     assert ("not peer: no GPU" in why) == (wanted == "peer" and problem is not None)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "ranks", "config", "kept"),
+    [
+        (1, 2, {}, True),
+        (1, 2, {"mlp_bias": True}, True),
+        (2, 4, {"saved_activation_bits": 8}, True),  # an expert on each rank
+        (2, 2, {}, False),
+        (1, 2, {"recompute": True}, False),
+        (1, 2, {"mlp_impl": "sparse"}, False),
+    ],
+)
+def test_who_keeps_rows_is_not_sent_them_again(top_k, ranks, config, kept):
+    config = MoEConfig(hidden_size=16, ffn_hidden_size=128, num_experts=4, top_k=top_k, **config)
+    assert keeps_rows_anyway(config, Placement(4, ranks, 0)) == kept
 
 
 def _evaluated(rank, ranks):

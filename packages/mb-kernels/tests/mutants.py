@@ -41,6 +41,7 @@ ROOMS = {
     "quantize/kernels.py": ("interpreter/test_quantize_kernels.py", ""),
     "elementwise/kernels.py": ("test_every_op.py", "grouped_experts"),
     "linear_cross_entropy/kernels.py": ("interpreter/test_linear_cross_entropy_kernels.py", ""),
+    "exchange/routing_kernels.py": ("interpreter/test_exchange_kernels.py", "routing"),
     "adamw/kernels.py": ("interpreter/test_adamw_kernels.py", ""),
     **dict.fromkeys(
         (

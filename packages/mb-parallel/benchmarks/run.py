@@ -218,6 +218,7 @@ def memory_of(mesh: ParallelMesh, name: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Benchmark expert parallelism.")
     parser.add_argument("--only", choices=("exchange", "layer", "memory"))
+    parser.add_argument("--captured", action="store_true", help="layers in CUDA graphs alone")
     parser.add_argument("--seconds", type=float, default=3.0, help="per comparison")
     arguments = parser.parse_args()
     result: dict[str, Any] = {}
@@ -240,9 +241,8 @@ def main() -> None:
                 say(f"  {size:4d} MiB  {'  '.join(told)}  dispatch x {ratio:.2f}")
         if arguments.only in (None, "layer"):
             say("layer, forward and backward, ms (against one GPU with the same tokens)")
-            for graphs, name, routing in itertools.product(
-                (False, True), LAYERS, ("uniform", "zipf")
-            ):
+            forms = (True,) if arguments.captured else (False, True)
+            for graphs, name, routing in itertools.product(forms, LAYERS, ("uniform", "zipf")):
                 times = layer(mesh, name, routing, arguments.seconds, graphs=graphs)
                 what = f"{name}, {routing}{', captured' * graphs}"
                 result[f"layer {what}"] = times

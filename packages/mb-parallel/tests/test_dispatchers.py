@@ -17,6 +17,7 @@ from mb_layers.dispatch import LocalDispatcher
 from mb_layers.moe import MoE, dMoE
 from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts, within_budget
 from mb_parallel.expert_parallel import choose_dispatcher
+from mb_parallel.expert_parallel.apply import keeps_rows_anyway
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.testing import run_ranks
 
@@ -44,6 +45,7 @@ CASES = {
     "one-token": Case((0, 1)),
     "all-on-one-rank": Case(routing="one"),
     "zipf": Case(routing="zipf", experts=8),
+    "chosen-twice": Case(routing="twice", top_k=3),
     "masked": Case(routing="masked"),
     "all-masked": Case(routing="nobody"),
     "bias": Case(config={"mlp_bias": True}),
@@ -96,6 +98,9 @@ def _inputs(case: Case, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     ids = scores.topk(case.top_k).indices.int()
     if case.routing == "one":
         ids = torch.arange(case.top_k).int().repeat(tokens, 1)
+    elif case.routing == "twice":  # hashes may collide; fewer experts on a rank than choices
+        ids[::2, 1] = ids[::2, 0]
+        ids[1::3] = 2
     elif case.routing == "masked":
         ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
         ids[::3] = case.experts
@@ -175,7 +180,7 @@ def test_two_ranks():
 
 
 def test_four_ranks_for_four_experts():
-    _check(4, ["random", "top-1", "all-experts", "a-rank-without-tokens", "masked", "capacity"])
+    _check(4, ["random", "top-1", "all-experts", "chosen-twice", "masked", "capacity"])
 
 
 def test_more_ranks_than_experts_share_the_width():
@@ -198,15 +203,15 @@ def test_three_ranks():
 def test_a_token_goes_to_a_rank_once(experts, ranks, ids, expected):
     placement = Placement(experts, ranks, 0)
     ids = torch.tensor(ids, dtype=torch.int32)
-    destinations = placement.destinations(ids)
+    destinations = placement.pack(torch.ones(ids.shape), ids).peers_TC
     assert destinations.tolist() == expected
-    assert destinations.shape[1] == placement.most_destinations(ids.shape[1])
 
 
 def test_local_ids_are_those_of_the_rank():
     ids = torch.tensor([[0, 3], [2, -1], [4, 1]], dtype=torch.int32)
-    assert Placement(4, 2, 1).local_ids(ids).tolist() == [[-1, 1], [0, -1], [-1, -1]]
-    assert Placement(2, 4, 1).local_ids(ids[:1]).tolist() == [[0, -1]]
+    words = Placement(4, 2, 1).pack(torch.ones(ids.shape), ids).words_TW
+    assert Placement(4, 2, 1).unpack(words)[1].tolist() == [[-1, 1], [0, -1], [-1, -1]]
+    assert Placement(2, 4, 1).unpack(words[:1])[1].tolist() == [[0]]
     with pytest.raises(ValueError, match="ep = 4 for 6 experts"):
         Placement(6, 4, 0)
 
@@ -295,6 +300,22 @@ def test_the_rule_of_choice(wanted, top_k, ep, problem, bounded, chosen):
     name, why = choose_dispatcher(wanted, top_k, ep, problem, bounded=bounded)
     assert name == chosen
     assert ("not peer: no GPU" in why) == (wanted == "peer" and problem is not None)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "ranks", "config", "kept"),
+    [
+        (1, 2, {}, True),
+        (1, 2, {"mlp_bias": True}, True),
+        (2, 4, {"saved_activation_bits": 8}, True),  # an expert on each rank
+        (2, 2, {}, False),
+        (1, 2, {"recompute": True}, False),
+        (1, 2, {"mlp_impl": "sparse"}, False),
+    ],
+)
+def test_who_keeps_rows_is_not_sent_them_again(top_k, ranks, config, kept):
+    config = MoEConfig(hidden_size=16, ffn_hidden_size=128, num_experts=4, top_k=top_k, **config)
+    assert keeps_rows_anyway(config, Placement(4, ranks, 0)) == kept
 
 
 def _evaluated(rank, ranks):

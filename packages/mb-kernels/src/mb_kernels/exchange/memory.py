@@ -118,16 +118,25 @@ class PeerMemory:
             self._programs = 4 * units  # 528 on an H200: what its links take in
         else:
             self._programs = 3
+        shape, counts_at = (layout.rows, layout.hidden), layout.counts_at()
+        # An exchange asks for all of these, and eager layers wait for the host.
+        self._rows = {b: self._view(layout.rows_at(b), shape, layout.dtype) for b in _BUFFERS}
+        self._at = {
+            b: (layout.rows_at(b), layout.payload_at(b), counts_at, layout.signals_at(b))
+            for b in _BUFFERS
+        }
 
     def rows(self, buffer: Buffer) -> Tensor:
         """The rows of a buffer, [P M, D], a view of this rank's arena."""
-        layout = self.layout
-        return self._view(layout.rows_at(buffer), (layout.rows, layout.hidden), layout.dtype)
+        return self._rows[buffer].detach()
 
-    def payload(self, buffer: Buffer) -> Tensor:
-        """The payload of "tokens" or "home", fp32 [P M, W], a view of this rank's arena."""
-        layout = self.layout
-        return self._view(layout.payload_at(buffer), (layout.rows, layout.words), torch.float32)
+    def payload(self, buffer: Buffer, words: int | None = None) -> Tensor:
+        """The payload of "tokens" or "home", fp32 [P M, words], a view of this rank's arena.
+
+        words: as pushed; None: W.
+        """
+        shape = (self.layout.rows, self.layout.words if words is None else words)
+        return self._view(self._at[buffer][1], shape, torch.float32)
 
     def push(
         self,
@@ -147,19 +156,20 @@ class PeerMemory:
             counts_P: int32, rows for each peer, at most M. For "tokens" they are sent along.
             order_N: slots (token times columns plus choice) sorted by destination.
             columns: C.
-            payload: fp32 [T or P M, W].
+            payload: fp32 [T or P M, W], or with fewer words.
 
         Raises:
             ValueError: a tensor of another shape, dtype or device than the layout's.
         """
-        layout = self.layout
+        layout, words = self.layout, self.layout.words
         rows = layout.rows if order_N is None else x.shape[0]
         _require("x", x, (rows, layout.hidden), layout.dtype, self.arena)
         if order_N is not None and rows > layout.tokens:
             raise ValueError(f"x: expected at most {layout.tokens} tokens; got {rows}.")
         _require("counts_P", counts_P, (layout.ranks,), torch.int32, self.arena)
         if payload is not None:
-            _require("payload", payload, (rows, layout.words), torch.float32, self.arena)
+            words = max(min(payload.shape[-1], words), 1)
+            _require("payload", payload, (rows, words), torch.float32, self.arena)
         if order_N is not None:
             _require("order_N", order_N, (rows * columns,), torch.int32, self.arena)
         x, counts_P = x.contiguous(), counts_P.contiguous()
@@ -174,16 +184,7 @@ class PeerMemory:
                     self.table,
                     self._done,
                 ),
-                (
-                    layout.rows_at(buffer),
-                    layout.payload_at(buffer),
-                    layout.counts_at(),
-                    layout.signals_at(buffer),
-                    self.rank,
-                    layout.tokens,
-                    layout.hidden,
-                    layout.words,
-                ),
+                (*self._at[buffer], self.rank, layout.tokens, layout.hidden, words),
                 C=columns,
                 P=layout.ranks,
                 GATHER=order_N is not None,
@@ -197,16 +198,9 @@ class PeerMemory:
         Counts are meaningful for "tokens" alone. A peer that does not come sets `error` to
         (1, place, its rank), and nobody is waited for any more.
         """
-        layout = self.layout
-        counts_P = torch.empty(layout.ranks, dtype=torch.int32, device=self.arena.device)
-        numbers = (
-            self.error.data_ptr(),
-            layout.counts_at(),
-            layout.signals_at(buffer),
-            self.rank,
-            place,
-            self.polls,
-        )
+        counts_P = torch.empty(self.layout.ranks, dtype=torch.int32, device=self.arena.device)
+        _, _, counts_at, signals_at = self._at[buffer]
+        numbers = (self.error.data_ptr(), counts_at, signals_at, self.rank, place, self.polls)
         with registration.device_of(self.arena):
             _kernels().wait(self.table, counts_P, numbers, send_counts=buffer == "tokens")
         return counts_P

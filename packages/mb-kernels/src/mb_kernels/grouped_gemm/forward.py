@@ -28,13 +28,12 @@ def grouped_gemm_kernel(
     weights_ptr,  # [N] by slot, with SCALE
     tiles_ptr,  # from schedule()
     y,  # [N, 1, M]: ragged tensor descriptor, or pointer with SCATTER or without DESCRIPTORS
-    E: tl.constexpr,
     K: tl.constexpr,
     M: tl.constexpr,
     TRANSPOSE: tl.constexpr,  # w is [E, M, K]
     SCATTER: tl.constexpr,
     SCALE: tl.constexpr,
-    ALL: tl.constexpr,  # write zeros to the rows of dropped slots, not only the experts' rows
+    FILL: tl.constexpr,  # write zeros to the rows of dropped slots
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
     XCDS: tl.constexpr,
@@ -46,27 +45,23 @@ def grouped_gemm_kernel(
 ):
     COLUMNS: tl.constexpr = (M + BLOCK_N - 1) // BLOCK_N
     EVEN_M: tl.constexpr = M % BLOCK_N == 0
-    total = tl.load(tiles_ptr + (7 if ALL else 3))
-    items = total * COLUMNS
+    W: tl.constexpr = BLOCK_N // 2
+    total = tl.load(tiles_ptr + 3)
+    first = first_item(XCDS, True)
     r = tl.arange(0, BLOCK_M)
-    for item in tl.range(first_item(XCDS, True), items, tl.num_programs(0), flatten=FLATTEN):
-        group, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
-        e = tl.minimum(group, E - 1) if ALL else group
+    for item in tl.range(first, total * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
+        e, row, row_end, column = locate(item, total, tiles_ptr, COLUMNS, GROUP_M)
         tl.assume(e >= 0)
         col = column * BLOCK_N
         count = row_end - row
         m = r < count
         acc = multiply_rows(x, w, e, row, count, col, K, M, TRANSPOSE, DESCRIPTORS, PRECISION,
                             BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
-        if ALL:
-            acc = tl.where(group < E, acc, 0.0)
         # Two stores of half the columns need half the registers and shared memory of one.
         left, right = halves(acc)
         if bias_ptr is not None:
-            W: tl.constexpr = BLOCK_N // 2
-            live = group < E
-            left += tl.where(live, load_bias(bias_ptr, e, 0, 1, col, M, BLOCK_N, W), 0.0)
-            right += tl.where(live, load_bias(bias_ptr, e, 0, 1, col + W, M, BLOCK_N, W), 0.0)
+            left += load_bias(bias_ptr, e, 0, 1, col, M, BLOCK_N, W)
+            right += load_bias(bias_ptr, e, 0, 1, col + W, M, BLOCK_N, W)
         if SCATTER:
             slot = tl.load(order_ptr + row + r, mask=m, other=0)
             y_row = y + slot.to(tl.int64)[:, None] * M
@@ -74,16 +69,33 @@ def grouped_gemm_kernel(
                 s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
                 left *= s
                 right *= s
-            cols = (col + tl.arange(0, BLOCK_N // 2))[None, :]
+            cols = (col + tl.arange(0, W))[None, :]
             kind = y.dtype.element_ty
             mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
             tl.store(y_row + cols, left.to(kind), mask=mask)
-            cols += BLOCK_N // 2
+            cols += W
             mask = m[:, None] if EVEN_M else m[:, None] & (cols < M)
             tl.store(y_row + cols, right.to(kind), mask=mask)
         else:
             store_rows(y, left, 0, 1, row, count, col, M, BLOCK_N, DESCRIPTORS)
-            store_rows(y, right, 0, 1, row, count, col + BLOCK_N // 2, M, BLOCK_N, DESCRIPTORS)
+            store_rows(y, right, 0, 1, row, count, col + W, M, BLOCK_N, DESCRIPTORS)
+    if FILL:
+        # A product for them would double the work where half of the slots are other ranks'.
+        dropped = tl.load(tiles_ptr + 7) - total
+        for item in tl.range(first, dropped * COLUMNS * 2, tl.num_programs(0)):
+            tile = tiles_ptr + 4 * (total + item // (COLUMNS * 2))
+            row = tl.load(tile + 1)
+            count = tl.load(tile + 2) - row
+            col = item % (COLUMNS * 2) * W
+            zeros = tl.zeros((BLOCK_M, W), tl.float32)
+            if SCATTER:
+                slot = tl.load(order_ptr + row + r, mask=r < count, other=0)
+                cols = (col + tl.arange(0, W))[None, :]
+                mask = (r < count)[:, None] & (cols < M)
+                at = y + slot.to(tl.int64)[:, None] * M + cols
+                tl.store(at, zeros.to(y.dtype.element_ty), mask=mask)
+            else:
+                store_rows(y, zeros, 0, 1, row, count, col, M, BLOCK_N, DESCRIPTORS)
 
 
 def rows_tile(plan: Plan, rows: int, experts: int, *, transpose_weight: bool) -> Tile:
@@ -139,13 +151,12 @@ def rows_times_weights(
         scale,
         tiles,
         y_arg,
-        E=experts,
         K=depth,
         M=columns,
         TRANSPOSE=transpose_weight,
         SCATTER=scatter_order is not None,
         SCALE=scale is not None,
-        ALL=fill_dropped,
+        FILL=fill_dropped,
         DESCRIPTORS=plan.descriptors,
         PRECISION=plan.precision,
         XCDS=plan.xcds,

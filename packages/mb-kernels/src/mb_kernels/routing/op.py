@@ -111,20 +111,6 @@ def _topk_softmax_backward(
     return d_logits.to(ctx.logits_dtype), None, None
 
 
-def _check_expert_ids(ids: Tensor, num_experts: int, capacity: int | None) -> None:
-    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    wrong = ((ids < -1) | (ids > num_experts)).nonzero()
-    if wrong.shape[0]:
-        token, choice = wrong[0].tolist()
-        raise ValueError(
-            f"expert_ids_TK: expected 0 to {num_experts - 1}, or -1 or {num_experts} for a slot "
-            f"that no expert takes; got {ids[token, choice].item()} at [{token}, {choice}], the "
-            f"first of {wrong.shape[0]} such ids. Pass the ids of {num_experts} experts, and -1 "
-            "for padding."
-        )
-
-
 def _bin_tokens_fake(
     ids: Tensor, num_experts: int, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -158,5 +144,5 @@ registration.register(
     ),
     kernels="mb_kernels.routing.kernels",
     fake=_bin_tokens_fake,
-    debug_check=_check_expert_ids,
+    debug_check=lambda ids, num_experts, capacity: checks.debug_expert_ids(ids, num_experts),
 )

@@ -95,3 +95,18 @@ def debug_offsets(offsets_E1: Tensor, rows: int) -> None:
     if offsets_E1.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     offsets_list(offsets_E1, rows)
+
+
+def debug_expert_ids(ids: Tensor, num_experts: int) -> None:
+    """Under ``MB_DEBUG=1``: ValueError unless each id is an expert's, or -1 or E for none."""
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    wrong = ((ids < -1) | (ids > num_experts)).nonzero()
+    if wrong.shape[0]:
+        token, choice = wrong[0].tolist()
+        raise ValueError(
+            f"expert_ids_TK: expected 0 to {num_experts - 1}, or -1 or {num_experts} for a slot "
+            f"that no expert takes; got {ids[token, choice].item()} at [{token}, {choice}], the "
+            f"first of {wrong.shape[0]} such ids. Pass the ids of {num_experts} experts, and -1 "
+            "for padding."
+        )

@@ -17,7 +17,7 @@ from mb_layers.experts import cast_alike
 from torch import Tensor
 
 from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks, gather_rows, sum_rows
-from mb_parallel.expert_parallel.placement import Placement, pack_routing, unpack_routing
+from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 
 
@@ -50,19 +50,16 @@ class AllGatherDispatcher:
         """Gather tokens and routing; bins hold the slots of this rank's experts."""
         tokens, top_k = expert_ids_TK.shape
         (x_TD,) = cast_alike(x_TD)  # autocast's dtype travels, not fp32
-        counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
         missing = self._longest(tokens, x_TD.device) - tokens
-        routing = pack_routing(weights_TK, expert_ids_TK)
+        words_TW, _, counts_E, slots = self.placement.pack(weights_TK, expert_ids_TK)
         if missing:
             x_TD = F.pad(x_TD, (0, 0, 0, missing))
-            routing = F.pad(routing, (0, 0, 0, missing), value=-1.0)  # ids of no expert
+            words_TW = F.pad(words_TW, (0, 0, 0, missing), value=-1.0)  # ids of no expert
         x_GD = gather_rows(x_TD, self.place)
-        routing_GK = gather_rows(routing, self.place)
-        weights_GJ, ids_GJ = unpack_routing(routing_GK, self.placement, top_k)
+        weights_GJ, ids_GJ, _ = self.placement.unpack(gather_rows(words_TW, self.place))
         bins = mb_kernels.bin_tokens(ids_GJ, self.placement.experts_per_rank)
-        kept = counts_E.sum(dtype=torch.int32)
         most = self.rows.most(bins, self.placement.balanced_slots(x_GD.shape[0], top_k))
-        return Dispatched(x_GD, weights_GJ, bins, counts_E, kept, tokens, most)
+        return Dispatched(x_GD, weights_GJ, bins, counts_E, slots, tokens, most)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Sum over the ranks what their experts made of this rank's tokens."""

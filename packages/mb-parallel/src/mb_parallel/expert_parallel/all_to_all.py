@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import mb_kernels
 import torch
 from mb_kernels import Bins
+from mb_kernels.exchange import PackedRouting
 from mb_layers.dispatch import Dispatched
 from mb_layers.experts import cast_alike
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch._compile import _disable_dynamo
 
 from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks
 from mb_parallel.expert_parallel.overlap import Chunk, Chunks, Exchange
-from mb_parallel.expert_parallel.placement import Placement, pack_routing, unpack_routing
+from mb_parallel.expert_parallel.placement import Placement
 
 
 class _Sent(NamedTuple):
@@ -60,28 +61,30 @@ class AllToAllDispatcher:
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Exchange counts, then tokens and routing; bins hold the slots of this rank's experts."""
         (x_TD,) = cast_alike(x_TD)  # autocast's dtype travels, not fp32
-        counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
-        ids = expert_ids_TK.tensor_split(self.chunks)
-        counts = [counts_E]
-        if self.chunks > 1:
-            counts = [mb_kernels.bin_tokens(i, self.num_experts).tokens_per_expert_E for i in ids]
-        sent = [self._sort(i, c) for i, c in zip(ids, counts, strict=True)]
+        routing = zip(
+            weights_TK.tensor_split(self.chunks),
+            expert_ids_TK.tensor_split(self.chunks),
+            strict=True,
+        )
+        packed = [self.placement.pack(*chunk) for chunk in routing]
+        sent = [self._sort(one) for one in packed]
         counts_C2P = torch.stack(
             [torch.stack((one.bins.tokens_per_expert_E, one.slots_P)) for one in sent]
         )
         by_rank = counts_of_ranks(counts_C2P, self.place)
-        parts = zip(
-            x_TD.tensor_split(self.chunks), weights_TK.tensor_split(self.chunks), ids, strict=True
-        )
         under_way = [
-            self._send(*part, one, [theirs[c] for theirs in by_rank])
-            for c, (part, one) in enumerate(zip(parts, sent, strict=True))
+            self._send(x, one.words_TW, where, [theirs[c] for theirs in by_rank])
+            for c, (x, one, where) in enumerate(
+                zip(x_TD.tensor_split(self.chunks), packed, sent, strict=True)
+            )
         ]
-        kept = counts_E.sum(dtype=torch.int32)
+        counts_E, slots = packed[0].tokens_per_expert_E, packed[0].slots
+        for one in packed[1:]:
+            counts_E, slots = counts_E + one.tokens_per_expert_E, slots + one.slots
         return (
             under_way[0]
             .arrive()
-            ._replace(tokens_per_expert_E=counts_E, kept_slots=kept, state=Chunks(under_way, sent))
+            ._replace(tokens_per_expert_E=counts_E, kept_slots=slots, state=Chunks(under_way, sent))
         )
 
     @_disable_dynamo
@@ -98,33 +101,25 @@ class AllToAllDispatcher:
         ]
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
-    def _sort(self, expert_ids_TK: Tensor, counts_E: Tensor) -> _Sent:
-        bins = mb_kernels.bin_tokens(self.placement.destinations(expert_ids_TK), self.place.size)
-        slots_P = counts_E.view(-1, self.placement.experts_per_rank).sum(1, dtype=torch.int32)
+    def _sort(self, packed: PackedRouting) -> _Sent:
+        bins = mb_kernels.bin_tokens(packed.peers_TC, self.place.size)
+        by_group = packed.tokens_per_expert_E.view(-1, self.placement.experts_per_rank)
+        slots_P = by_group.sum(1, dtype=torch.int32)
         slots_P = slots_P.repeat_interleave(self.placement.width_shards)
-        columns = self.placement.most_destinations(expert_ids_TK.shape[1])
-        return _Sent(bins, columns, slots_P)
+        return _Sent(bins, packed.peers_TC.shape[1], slots_P)
 
-    def _send(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        expert_ids_TK: Tensor,
-        sent: _Sent,
-        by_rank: list[Any],
-    ) -> Chunk:
+    def _send(self, x_TD: Tensor, words_TW: Tensor, sent: _Sent, by_rank: list[Any]) -> Chunk:
         """Let a chunk set out; `by_rank` has the rows and the slots that each rank sends to all."""
-        me, top_k = self.place.rank, expert_ids_TK.shape[1]
+        me = self.place.rank
         to, from_ = by_rank[me][0], [rows[me] for rows, _ in by_rank]
         max_rows = max(sum(slots[me] for _, slots in by_rank), 1)
         tokens, routing = (Exchange(to, from_, self.place) for _ in range(2))
-        packed_TK = pack_routing(weights_TK, expert_ids_TK)
         x_RD = tokens.begin(mb_kernels.gather(x_TD, sent.bins, sent.columns))
-        routing_RK = routing.begin(mb_kernels.gather(packed_TK, sent.bins, sent.columns))
+        words_RW = routing.begin(mb_kernels.gather(words_TW, sent.bins, sent.columns))
 
         def arrive() -> Dispatched:
-            rows_RD, words_RK = tokens.end(x_RD), routing.end(routing_RK)
-            weights_RJ, ids_RJ = unpack_routing(words_RK, self.placement, top_k)
+            rows_RD = tokens.end(x_RD)
+            weights_RJ, ids_RJ, _ = self.placement.unpack(routing.end(words_RW))
             bins = mb_kernels.bin_tokens(ids_RJ, self.placement.experts_per_rank)
             none = bins.offsets_E1[0]
             return Dispatched(

@@ -196,7 +196,7 @@ def _spread(
             compute_in_chunks(layer.experts)
     else:
         if keep_rows is None:
-            keep_rows = _keeps_rows_anyway(layer.config, placement)
+            keep_rows = keeps_rows_anyway(layer.config, placement)
         layer.dispatcher = PeerDispatcher(
             experts, place, buffers, keep_rows=keep_rows, rows=options["rows"]
         )
@@ -206,9 +206,9 @@ def _spread(
     return held
 
 
-def _keeps_rows_anyway(config: MoEConfig, placement: Placement) -> bool:
+def keeps_rows_anyway(config: MoEConfig, placement: Placement) -> bool:
     """Whether the experts save rows of their own, not the tokens that came: for one row a token."""
-    fused = config.mlp_impl == "grouped" and not (config.mlp_bias or config.recompute)
+    fused = config.mlp_impl == "grouped" and not config.recompute
     return fused and min(config.top_k, placement.experts_per_rank) == 1
 
 

@@ -11,7 +11,7 @@ traffic of tokens, or P T rows of memory a layer. With one choice of a token on 
 row anyway.
 
 Letters: T tokens, D hidden, K top-k, P ranks, M the most tokens a rank may bring, R = P M rows,
-J choices of a token on one rank, W = 2 K words of routing.
+J choices of a token on one rank, W words of routing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import mb_kernels
 import torch
 import torch.distributed as dist
 from mb_kernels import Bins
-from mb_kernels.exchange import Layout, PeerMemory
+from mb_kernels.exchange import Layout, PeerMemory, unpack_routing_backward
 from mb_layers.dispatch import Dispatched
 from mb_layers.experts import cast_alike
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks
-from mb_parallel.expert_parallel.placement import Placement, pack_routing, unpack_routing
+from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 
 # Makes an arena of so many bytes for the ranks of a place: (arena, table, error, what to keep).
@@ -64,7 +64,6 @@ class PeerBuffers:
         self._allocate = allocate or symmetric_arena
         self._memories: dict[tuple[int, torch.dtype, int], PeerMemory] = {}
         self._kept: list[Any] = []
-        self._places: dict[int, Tensor] = {}
         self._layers: list[str] = []
         self.uses = 0  # of "tokens" and "grads", to notice when they do not alternate
 
@@ -102,14 +101,6 @@ class PeerBuffers:
             )
         return memory
 
-    def places(self, memory: PeerMemory) -> Tensor:
-        """0 to M - 1 on the device, int32 [M]; made once."""
-        if memory.layout.tokens not in self._places:
-            self._places[memory.layout.tokens] = torch.arange(
-                memory.layout.tokens, dtype=torch.int32, device=memory.arena.device
-            )
-        return self._places[memory.layout.tokens]
-
     def check(self, memory: PeerMemory) -> None:
         """Raise if a kernel has given up on a peer. Reads host memory alone."""
         failed, where, peer = memory.error.tolist()
@@ -131,10 +122,12 @@ class _Route:
     buffers: PeerBuffers
     memory: PeerMemory
     layer: int
+    placement: Placement
     peers_TC: Tensor
     bins: Bins
     keep_rows: bool
     counts_P: Tensor | None = None  # rows that came from each rank
+    ids_RJ: Tensor | None = None  # local ids of the choices that came
     use: int = 0  # of the buffers, when they were filled for this route
 
     def send(self, x_TD: Tensor, payload_TW: Tensor | None, buffer: Any, step: int) -> Tensor:
@@ -166,7 +159,7 @@ class _Route:
         indices = (self.peers_TC, self.bins.inverse_N, self.bins.offsets_E1)
         sources = [memory.rows("home")]
         if payload_RW is not None:
-            sources.append(memory.payload("home"))
+            sources.append(memory.payload("home", payload_RW.shape[1]))
         return [memory.sum_home(source, *indices) for source in sources]
 
     def _place(self, step: int) -> int:
@@ -206,20 +199,20 @@ class PeerDispatcher:
         """Store tokens and routing into the peers' memory; x_RD has room for all of them."""
         top_k = expert_ids_TK.shape[1]
         (x_TD,) = cast_alike(x_TD)
-        counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
-        peers_TC = self.placement.destinations(expert_ids_TK)
+        words_TW, peers_TC, counts_E, slots = self.placement.pack(
+            weights_TK.detach(), expert_ids_TK
+        )
         bins = mb_kernels.bin_tokens(peers_TC, self.place.size)
         memory = self.buffers.memory(x_TD, 2 * top_k)
-        route = _Route(self.buffers, memory, self.layer, peers_TC, bins, self.keep_rows)
-        x_RD, routing_RW = _send(x_TD, pack_routing(weights_TK, expert_ids_TK), route)
-        weights_RJ, ids_RJ = unpack_routing(routing_RW, self.placement, top_k)
-        local_bins = mb_kernels.bin_tokens(ids_RJ, self.placement.experts_per_rank)
-        kept, state = counts_E.sum(dtype=torch.int32), (route, x_TD.detach())
-        balanced = self.placement.balanced_slots(memory.layout.rows, top_k)
-        most = self.rows.most(local_bins, balanced)
-        return Dispatched(
-            x_RD, weights_RJ, local_bins, counts_E, kept, state, most, x_stays=not self.keep_rows
+        route = _Route(
+            self.buffers, memory, self.layer, self.placement, peers_TC, bins, self.keep_rows
         )
+        x_RD, weights_RJ = _send(x_TD, weights_TK, words_TW, route)
+        assert route.ids_RJ is not None
+        local_bins = mb_kernels.bin_tokens(route.ids_RJ, self.placement.experts_per_rank)
+        most = self.rows.most(local_bins, self.placement.balanced_slots(memory.layout.rows, top_k))
+        state, stays = (route, x_TD.detach()), not self.keep_rows
+        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, slots, state, most, x_stays=stays)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Store the experts' rows into the memory of where their tokens belong, and sum there."""
@@ -228,8 +221,10 @@ class PeerDispatcher:
 
 
 @_disable_dynamo
-def _send(x_TD: Tensor, routing_TW: Tensor, route: _Route) -> tuple[Tensor, Tensor]:
-    return _Send.apply(x_TD, routing_TW, route)
+def _send(
+    x_TD: Tensor, weights_TK: Tensor, words_TW: Tensor, route: _Route
+) -> tuple[Tensor, Tensor]:
+    return _Send.apply(x_TD, weights_TK, words_TW, route)
 
 
 @_disable_dynamo
@@ -238,20 +233,25 @@ def _collect(y_RD: Tensor, x_TD: Tensor, route: _Route) -> Tensor:
 
 
 class _Send(torch.autograd.Function):
-    """Tokens and routing to the ranks of their experts: [R, D] and [R, W], -1 in unused rows."""
+    """Tokens and routing to the ranks of their experts: x [R, D] and weights [R, J]."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, routing_TW: Tensor, route: _Route) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, words_TW: Tensor, route: _Route
+    ) -> tuple[Tensor, Tensor]:
         ctx.route, memory = route, route.memory
-        route.counts_P = route.send(x_TD, routing_TW, "tokens", step=0)
-        taken_R1 = (route.buffers.places(memory) < route.counts_P[:, None]).view(-1, 1)
-        routing_RW = torch.where(taken_R1, memory.payload("tokens"), -1.0)
-        return memory.rows("tokens"), routing_RW
+        ctx.weights_dtype = weights_TK.dtype
+        route.counts_P = route.send(x_TD, words_TW, "tokens", step=0)
+        unpacked = route.placement.unpack(memory.payload("tokens"), route.counts_P)
+        weights_RJ, route.ids_RJ, columns_RK = unpacked
+        ctx.save_for_backward(columns_RK)
+        return memory.rows("tokens"), weights_RJ
 
     @staticmethod
-    def backward(ctx: Any, dx_RD: Tensor, d_routing_RW: Tensor) -> tuple[Tensor, Tensor, None]:  # ty: ignore[incompatible-method-override]
-        dx_TD, d_routing_TW = ctx.route.collect(dx_RD, d_routing_RW, step=3)
-        return dx_TD, d_routing_TW, None
+    def backward(ctx: Any, dx_RD: Tensor, d_weights_RJ: Tensor) -> tuple[Any, ...]:  # ty: ignore[incompatible-method-override]
+        d_words_RK = unpack_routing_backward(d_weights_RJ, *ctx.saved_tensors)
+        dx_TD, d_weights_TK = ctx.route.collect(dx_RD, d_words_RK, step=3)
+        return dx_TD, d_weights_TK.to(ctx.weights_dtype), None, None
 
 
 class _Collect(torch.autograd.Function):

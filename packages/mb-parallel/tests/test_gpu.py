@@ -87,11 +87,14 @@ def test_two_gpus_match_one(dtype, bound):
         assert not [pair for pair in errors if not pair[1] <= bound]
 
 
-def _without_a_sync(rank: int, ranks: int, keep_rows: bool) -> list[float]:
+def _without_a_sync(
+    rank: int, ranks: int, keep_rows: bool, capacity_factor: float | None
+) -> list[float]:
     mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cuda")
     dtype = torch.bfloat16
-    layer = _layer(dtype, top_k=2)
-    parallelize_experts(layer, mesh, dispatcher="peer", keep_rows=keep_rows)
+    layer = _layer(dtype, top_k=2, capacity_factor=capacity_factor)
+    options = {"keep_rows": keep_rows, "equal_tokens": True}
+    parallelize_experts(layer, mesh, dispatcher="peer", **options)
     batches = _tokens(ranks * 3, dtype).view(3, ranks, TOKENS, HIDDEN)[:, rank]
 
     x = batches[0].clone().requires_grad_()
@@ -135,9 +138,11 @@ def _without_a_sync(rank: int, ranks: int, keep_rows: bool) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("keep_rows", [False, True], ids=["sent-again", "kept"])
-def test_peer_layer_in_a_graph_and_without_a_host_sync(keep_rows):
-    for errors in run_ranks(_without_a_sync, 2, keep_rows, device_type="cuda", timeout_s=280):
+@pytest.mark.parametrize(
+    "options", [(False, None), (True, None), (False, 1.0)], ids=["sent-again", "kept", "capacity"]
+)
+def test_peer_layer_in_a_graph_and_without_a_host_sync(options):
+    for errors in run_ranks(_without_a_sync, 2, *options, device_type="cuda", timeout_s=280):
         assert max(errors) == 0.0
 
 

@@ -92,7 +92,7 @@ def our_step(fields: dict[str, Any], make: Callable[[Any], list[Arrays]], sizes:
     from mb_parallel.optimizer import clip_and_step
     from mb_train.assemble import assemble
     from mb_train.config import TrainConfig
-    from mb_train.execute import weigh
+    from mb_train.execute import Work, weigh
     from mb_train.optimizer import build_optimizer
     from mb_train.tasks.make import make_task
 
@@ -110,9 +110,7 @@ def our_step(fields: dict[str, Any], make: Callable[[Any], list[Arrays]], sizes:
     def step() -> int:
         batch, tokens = next(stream)
         weigh(task, mesh, [batch])
-        model.executor.step(
-            [batch], loss_scale=1.0, before=lambda index: None, measured=lambda metrics: None
-        )
+        model.executor.step(Work([batch], 1.0, lambda index: None, lambda metrics: None))
         clip_and_step(optimizer, max_norm=1.0, mesh=mesh)
         optimizer.zero_grad(set_to_none=True)
         return tokens

@@ -13,7 +13,7 @@ from mb_parallel.optimizer import (
 from mb_parallel.random import seed_micro_batch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.execute import Sequential
+from mb_train.execute import Sequential, Work
 from mb_train.graphs import WARM_UP_STEPS, Graphed, check_capturable
 from mb_train.tasks import GPTTask
 
@@ -79,11 +79,14 @@ def trained(kind, fields, *, dtype, compiled):
             batch = {"tokens_BS": text[:, :-1], "labels_BS": text[:, 1:], "weights_BS": weights}
             batches.append(batch)
         metrics = []
+        scale = 1.0 if scaler is None else scaler.scale_on(torch.device("cuda"))
         losses = executor.step(
-            batches,
-            loss_scale=1.0 if scaler is None else scaler.scale_on(torch.device("cuda")),
-            before=lambda index, step=step: seed_micro_batch(1, step=step, place=index),
-            measured=metrics.append,
+            Work(
+                batches,
+                scale,
+                lambda index, step=step: seed_micro_batch(1, step=step, place=index),
+                metrics.append,
+            )
         )
         done = clip_and_step(optimizer, max_norm=1.0, scaler=scaler)
         optimizer.zero_grad(set_to_none=True)

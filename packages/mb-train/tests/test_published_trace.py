@@ -34,9 +34,10 @@ class Overflowing:
     def __init__(self, weight, run):
         self.weight, self.run = weight, run
 
-    def step(self, batches, *, loss_scale, before, measured):
-        before(0)
-        measured({})
+    def step(self, work):
+        loss_scale = work.loss_scale
+        work.before(0)
+        work.measured({})
         limit = 2.0**15 if self.run.progress.iteration < 100 else 2.0**17
         value = torch.where(loss_scale > limit, torch.inf, loss_scale)
         self.weight.grad = value.reshape(1, 1).clone()

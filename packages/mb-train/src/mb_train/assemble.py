@@ -20,7 +20,7 @@ from mb_parallel.tensor_parallel import parallelize_tensors
 from torch import nn
 
 from mb_train.config import TrainConfig, whole
-from mb_train.execute import Executor, Sequential, WithinBudget
+from mb_train.execute import Executor, Piped, Sequential, WithinBudget
 from mb_train.graphs import Graphed, check_capturable
 from mb_train.models.transformer import Block
 from mb_train.tasks import Task
@@ -90,8 +90,8 @@ def assemble(
     executor: Executor
     copies: list[nn.Parameter] = []
     if mesh.pp_size > 1:
-        executor = _pipeline(parts, task.borders(runs), task, config, mesh, compute_dtype)
-        copies = executor.copies
+        pipeline = _pipeline(parts, task.borders(runs), task, config, mesh, compute_dtype)
+        executor, copies = Piped(pipeline), pipeline.copies
     elif config.cuda_graph:
         executor = Graphed(parts[0], task.first_input, working_copies)
     else:

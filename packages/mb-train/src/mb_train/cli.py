@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mb_train import __version__
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig
-from mb_train.flags import parse
+from mb_train.flags import parse, run_command
 from mb_train.host import prepare_host
 from mb_train.run_folder import LOG_FILE, iteration_of
 from mb_train.starting import command_line, plan
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments and arguments[0] in COMMANDS:
-            return COMMANDS[arguments[0]](arguments[1:])
+            return run_command(arguments[0], COMMANDS[arguments[0]], arguments[1:])
         return _train(arguments)
     except (ValueError, OSError) as error:
         if os.environ.get("MB_TRACEBACK"):

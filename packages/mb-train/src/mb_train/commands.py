@@ -1,23 +1,22 @@
-"""Commands beside training: each takes its arguments and returns an exit code.
+"""Commands beside training: each takes its parser and its words, and returns an exit code.
 
 torch is imported only by those that need it, once their arguments make sense.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mb_train.finetune import finetune
-from mb_train.flags import command_parser
+from mb_train.flags import Command, Parser, add_run
 from mb_train.retrieval.commands import index, retrieve
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def doctor(arguments: Sequence[str]) -> int:
+def doctor(parser: Parser, arguments: Sequence[str]) -> int:
     """What is this machine, and what is wrong with it?"""
-    parser = command_parser("doctor", "What is this machine?")
     parser.add_argument("--save", default="runs", help="folder that runs would be written to")
     options = parser.parse_args(arguments)
     from mb_train.doctor import diagnose
@@ -30,9 +29,8 @@ def doctor(arguments: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
-def report(arguments: Sequence[str]) -> int:
+def report(parser: Parser, arguments: Sequence[str]) -> int:
     """Draw the curves of one run or several."""
-    parser = command_parser("report", "Draw the curves of one run or several.")
     parser.add_argument("run", nargs="+", help="run folder; several are drawn side by side")
     parser.add_argument("--output", help="folder for picture and page; default the run's")
     parser.add_argument(
@@ -56,13 +54,11 @@ def report(arguments: Sequence[str]) -> int:
     return 0
 
 
-def plan(arguments: Sequence[str]) -> int:
-    """What a run will need."""
-    parser = command_parser(
-        "plan",
-        "What a run will need: parameters, memory per GPU, FLOPs, time of a step. Takes the flags "
-        "of a run beside its own.",
-    )
+def plan(parser: Parser, arguments: Sequence[str]) -> int:
+    """What a run will need: parameters, memory per GPU, FLOPs, time of a step.
+
+    Takes the flags of a run beside its own.
+    """
     parser.add_argument("--gpus", type=int, help="ranks; default as many GPUs as there are, or 1")
     parser.add_argument("--gpu", help="name of the GPU (H200, MI300X, ...); default the one here")
     options, rest = parser.parse_known_args(arguments)
@@ -89,14 +85,12 @@ def plan(arguments: Sequence[str]) -> int:
     return 0
 
 
-def convert(arguments: Sequence[str]) -> int:
-    """Hugging Face or Megatron folders to a run folder, and back to Hugging Face."""
-    parser = command_parser(
-        "convert",
-        "A Hugging Face folder (GPT-2, Mixtral, OLMoE, Qwen3-MoE, BERT, MegatronBert, T5) or a "
-        "checkpoint of Megatron's MegaBlocks fork to a run folder; a run folder to Hugging Face's "
-        "format.",
-    )
+def convert(parser: Parser, arguments: Sequence[str]) -> int:
+    """Hugging Face or Megatron folders to a run folder, and back to Hugging Face.
+
+    Of Hugging Face: GPT-2, Mixtral, OLMoE, Qwen3-MoE, BERT, MegatronBert and T5; of Megatron:
+    checkpoints of its MegaBlocks fork.
+    """
     parser.add_argument("source", help="Hugging Face folder, Megatron checkpoint, or run folder")
     parser.add_argument("target", help="folder to write, new or empty")
     parser.add_argument("--tokenizer", help="of the source, if it brings none: name or file")
@@ -121,9 +115,9 @@ def convert(arguments: Sequence[str]) -> int:
     return 0
 
 
-def generate(arguments: Sequence[str]) -> int:
+def generate(parser: Parser, arguments: Sequence[str]) -> int:
     """Text from a checkpoint."""
-    parser = command_parser("generate", "Text from a checkpoint.", loads=True)
+    add_run(parser)
     parser.add_argument(
         "--prompt", action="append", help="text to continue; several times for several texts"
     )
@@ -157,9 +151,9 @@ def generate(arguments: Sequence[str]) -> int:
     return 0
 
 
-def evaluate(arguments: Sequence[str]) -> int:
+def evaluate(parser: Parser, arguments: Sequence[str]) -> int:
     """Zero-shot tasks on a file."""
-    parser = command_parser("eval", "Zero-shot tasks on a file.", loads=True)
+    add_run(parser)
     parser.add_argument("file", nargs="?", help="what to evaluate on; lm_eval's tasks need none")
     parser.add_argument(
         "--task", default="perplexity",
@@ -206,9 +200,9 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
-def serve(arguments: Sequence[str]) -> int:
+def serve(parser: Parser, arguments: Sequence[str]) -> int:
     """A model behind OpenAI's completions interface."""
-    parser = command_parser("serve", "A model behind OpenAI's completions interface.", loads=True)
+    add_run(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1, this machine alone")
     parser.add_argument("--port", type=int, default=8000, help="default 8000")
     options = parser.parse_args(arguments)
@@ -221,7 +215,7 @@ def serve(arguments: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+COMMANDS: dict[str, Command] = {
     "doctor": doctor,
     "plan": plan,
     "report": report,

@@ -1,6 +1,6 @@
 """Running a model over micro-batches: one after the other, or down a pipeline.
 
-Both executors answer the same two questions, so the loop does not know which it has: what a step's
+All executors answer the same two questions, so the loop does not know which it has: what a step's
 losses are, after its gradients have been added up, and what a batch's losses are in evaluation.
 
 Before a step its batches get their weights (see `tasks.base`): each rank's loss is then its share
@@ -10,11 +10,12 @@ of the global mean, and the gradients of the ranks add up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from mb_parallel import ParallelMesh, set_gradient_sync, within_budget
 from mb_parallel.expert_parallel import step_counts
+from mb_parallel.pipeline_parallel import Pipeline
 from torch import Tensor, nn
 
 from mb_train.tasks import Batch, Task
@@ -22,24 +23,26 @@ from mb_train.tasks import Batch, Task
 Losses = dict[str, Tensor]
 
 
+class Work(NamedTuple):
+    """What an executor does in a step.
+
+    batches: the micro-batches of this data-parallel rank, weighted.
+    loss_scale: multiplies the loss before its backward pass (fp16).
+    before: called with the number of each micro-batch before it runs.
+    measured: called with the metrics of each forward pass.
+    """
+
+    batches: Sequence[Batch]
+    loss_scale: Tensor | float
+    before: Callable[[int], None]
+    measured: Callable[[dict[str, Tensor]], None]
+
+
 class Executor(Protocol):
     """Runs a model forward and backward."""
 
-    def step(
-        self,
-        batches: Sequence[Batch],
-        *,
-        loss_scale: Tensor | float,
-        before: Callable[[int], None],
-        measured: Callable[[dict[str, Tensor]], None],
-    ) -> Losses:
+    def step(self, work: Work) -> Losses:
         """Add a step's gradients to the parameters'.
-
-        Args:
-            batches: the micro-batches of this data-parallel rank, weighted.
-            loss_scale: multiplies the loss before its backward pass (fp16).
-            before: called with the number of each micro-batch before it runs.
-            measured: called with the metrics of each forward pass.
 
         Returns:
             This data-parallel rank's losses by name, detached, without the auxiliary one.
@@ -67,27 +70,18 @@ class WithinBudget:
         self._inner, self._parts, self._device = inner, parts, device
         self.steps_redone = 0
 
-    def step(
-        self,
-        batches: Sequence[Batch],
-        *,
-        loss_scale: Tensor | float,
-        before: Callable[[int], None],
-        measured: Callable[[dict[str, Tensor]], None],
-    ) -> Losses:
+    def step(self, work: Work) -> Losses:
         """See `Executor.step`."""
         metrics: list[dict[str, Tensor]] = []
 
         def attempt() -> Losses:
             metrics.clear()
-            return self._inner.step(
-                batches, loss_scale=loss_scale, before=before, measured=metrics.append
-            )
+            return self._inner.step(work._replace(measured=metrics.append))
 
         losses, again = within_budget(self._parts, attempt, self._device)
         self.steps_redone += again
         for of_pass in metrics:
-            measured(of_pass)
+            work.measured(of_pass)
         return losses
 
     def evaluate(self, *batches: Batch) -> Losses:
@@ -108,27 +102,21 @@ class Sequential:
         self._model, self._first_input, self._dp_size = model, first_input, dp_size
         self._counts = step_counts(model)  # looking through the model takes 0.4 ms for 12 layers
 
-    def step(
-        self,
-        batches: Sequence[Batch],
-        *,
-        loss_scale: Tensor | float,
-        before: Callable[[int], None],
-        measured: Callable[[dict[str, Tensor]], None],
-    ) -> Losses:
+    def step(self, work: Work) -> Losses:
         """See `Executor.step`."""
         totals: Losses = {}
-        passes = len(batches) * self._dp_size
-        for index, batch in enumerate(batches):
-            before(index)
-            set_gradient_sync(self._model, index == len(batches) - 1)
+        count = len(work.batches)
+        passes = count * self._dp_size
+        for index, batch in enumerate(work.batches):
+            work.before(index)
+            set_gradient_sync(self._model, index == count - 1)
             for counts in self._counts:
                 counts.begin(index)
             output = self._call(batch)
             aux_loss = None if output.aux_loss is None else output.aux_loss / passes
-            backward(output.losses, aux_loss, loss_scale)
+            backward(output.losses, aux_loss, work.loss_scale)
             add_losses(totals, output.losses)
-            measured(output.metrics)
+            work.measured(output.metrics)
         return totals
 
     def evaluate(self, *batches: Batch) -> Losses:
@@ -141,6 +129,21 @@ class Sequential:
     def _call(self, batch: Batch):
         rest = {name: value for name, value in batch.items() if name != self._first_input}
         return self._model(batch[self._first_input], **rest)
+
+
+class Piped:
+    """Micro-batches down a pipeline."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def step(self, work: Work) -> Losses:
+        """See `Executor.step`."""
+        return self._pipeline.step(**work._asdict())
+
+    def evaluate(self, *batches: Batch) -> Losses:
+        """See `Executor.evaluate`."""
+        return self._pipeline.evaluate(*batches)
 
 
 def weigh(task: Task, mesh: ParallelMesh, batches: Sequence[Batch]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig, whole
-from mb_train.flags import command_parser, parse, resolve
+from mb_train.flags import Parser, parse, resolve
 from mb_train.host import prepare_host
 from mb_train.run_folder import find_checkpoint, read_saved_run
 
@@ -31,13 +31,11 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def finetune(arguments: Sequence[str]) -> int:
-    """A BERT learns to tell classes."""
-    parser = command_parser(
-        "finetune",
-        "Fine-tune the BERT of a run on pairs of sentences. Takes the flags of a run beside its "
-        "own.",
-    )
+def finetune(parser: Parser, arguments: Sequence[str]) -> int:
+    """Fine-tune the BERT of a run on pairs of sentences.
+
+    Takes the flags of a run beside its own.
+    """
     parser.add_argument("run", help="run folder of a BERT, or one of its iteration folders")
     parser.add_argument("--task", required=True, choices=("mnli", "qqp"), help="whose columns")
     parser.add_argument("--train-data", required=True, metavar="FILE", help="TSV")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,13 +45,19 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message[:1].upper() + message[1:])
 
 
-def command_parser(name: str, description: str, *, loads: bool = False) -> Parser:
-    """The parser of `mb-train NAME`; `loads`: of a run's model, and the device to load it on."""
-    parser = Parser(prog=f"mb-train {name}", description=description)
-    if loads:
-        parser.add_argument("run", help="run folder, or one of its iteration folders")
-        parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    return parser
+# Takes the parser of `mb-train NAME` and the words behind it, returns an exit code.
+Command = Callable[[Parser, Sequence[str]], int]
+
+
+def run_command(name: str, command: Command, arguments: Sequence[str]) -> int:
+    """Run `mb-train NAME`; what its help says of it is the command's docstring."""
+    return command(Parser(prog=f"mb-train {name}", description=inspect.getdoc(command)), arguments)
+
+
+def add_run(parser: Parser) -> None:
+    """Arguments of a command that loads a run's model: the run, and the device to load it on."""
+    parser.add_argument("run", help="run folder, or one of its iteration folders")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
 
 _ABOUT = """\
@@ -81,7 +88,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def build_parser(
-    commands: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    commands: Mapping[str, Command] = MappingProxyType({}),
 ) -> argparse.ArgumentParser:
     """The parser of a training run; its result holds only what was typed.
 
@@ -122,7 +129,7 @@ def build_parser(
     return parser
 
 
-def _listed(commands: Mapping[str, Callable[..., Any]]) -> str:
+def _listed(commands: Mapping[str, Command]) -> str:
     if not commands:
         return ""
     lines = [
@@ -162,7 +169,7 @@ def _add_field(group: Any, f: Field[Any]) -> None:
 
 
 def parse(
-    argv: Sequence[str], commands: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    argv: Sequence[str], commands: Mapping[str, Command] = MappingProxyType({})
 ) -> CommandLine:
     """Read the command line; `commands` as for `build_parser`.
 

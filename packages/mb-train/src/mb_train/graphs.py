@@ -14,14 +14,14 @@ device: a whole GPT on one GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from mb_parallel.optimizer import WorkingCopies
 from torch import Tensor, nn
 
 from mb_train.config import TrainConfig
-from mb_train.execute import Losses, Sequential, add_losses, backward
+from mb_train.execute import Losses, Sequential, Work, add_losses, backward
 from mb_train.models.output import ModelOutput
 from mb_train.tasks import Batch
 
@@ -70,38 +70,28 @@ class Graphed(Sequential):
         self._stream = torch.cuda.Stream()
         self._graph: _MicroBatchGraph | None = None
 
-    def step(
-        self,
-        batches: Sequence[Batch],
-        *,
-        loss_scale: Tensor | float,
-        before: Callable[[int], None],
-        measured: Callable[[dict[str, Tensor]], None],
-    ) -> Losses:
+    def step(self, work: Work) -> Losses:
         """See `Executor.step`."""
         self._steps += 1
         if self._steps <= WARM_UP_STEPS:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                losses = super().step(
-                    batches, loss_scale=loss_scale, before=before, measured=measured
-                )
+                losses = super().step(work)
             torch.cuda.current_stream().wait_stream(self._stream)
             return losses
         # The optimizer has updated the weights in place: the graph's gradients are of these.
         self._copies.refresh()
-        share = 1 / len(batches)
         if self._graph is None:
             self._graph = _MicroBatchGraph(
-                self._model, self._call, batches[0], loss_scale, self._stream
+                self._model, self._call, work.batches[0], work.loss_scale, self._stream
             )
-        self._graph.begin(loss_scale, share)
+        self._graph.begin(work.loss_scale, 1 / len(work.batches))
         totals: Losses = {}
-        for index, batch in enumerate(batches):
-            before(index)
+        for index, batch in enumerate(work.batches):
+            work.before(index)
             losses, metrics = self._graph.run(batch)
             add_losses(totals, losses)
-            measured(metrics)
+            work.measured(metrics)
         return totals
 
 

@@ -30,7 +30,7 @@ from mb_train import run_folder
 from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
 from mb_train.data import batches
-from mb_train.execute import weigh
+from mb_train.execute import Work, weigh
 from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator
@@ -228,9 +228,7 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> S
     run.model.train()
     scale = 1.0 if run.scaler is None else run.scaler.scale_on(run.device)
     with run.timers("forward-backward", level=1):
-        losses = run.model.executor.step(
-            batches, loss_scale=scale, before=before, measured=measured
-        )
+        losses = run.model.executor.step(Work(batches, scale, before, measured))
     with run.timers("optimizer", level=1):
         done = clip_and_step(
             run.optimizer,

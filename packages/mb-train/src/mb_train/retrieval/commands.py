@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mb_train.flags import command_parser
+from mb_train.flags import Parser, add_run
 
 
-def index(arguments: Sequence[str]) -> int:
-    """Embed a corpus, and write its index."""
-    parser = command_parser(
-        "index",
-        "Embed every block of a corpus with a retriever (--model ict), write a FAISS index of "
-        "them, and report how often a sentence finds its block, beside BM25.",
-        loads=True,
-    )
+def index(parser: Parser, arguments: Sequence[str]) -> int:
+    """Embed a corpus, and write its index.
+
+    Every block is embedded by a retriever (--model ict) and goes into a FAISS index; how often a
+    sentence finds its block is told beside BM25's.
+    """
+    add_run(parser)
     parser.add_argument(
         "--corpus", required=True, metavar="PREFIX",
         help="token files of the corpus, split into sentences (mb-data preprocess)",
@@ -50,11 +49,9 @@ def index(arguments: Sequence[str]) -> int:
     return 0
 
 
-def retrieve(arguments: Sequence[str]) -> int:
+def retrieve(parser: Parser, arguments: Sequence[str]) -> int:
     """The blocks of an indexed corpus that are nearest to a query."""
-    parser = command_parser(
-        "retrieve", "The blocks of an indexed corpus nearest to a query.", loads=True
-    )
+    add_run(parser)
     parser.add_argument("query", help="in words")
     parser.add_argument("--index", help="folder of the index; default RUN/index")
     parser.add_argument("-k", "--count", type=int, default=5, help="how many; default 5")

@@ -11,7 +11,7 @@ Letters: T tokens, D hidden, E experts, K top-k, N = T K slots, R rows or tokens
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import mb_kernels
 import torch
@@ -19,6 +19,8 @@ from mb_kernels import Bins
 from torch import Tensor
 
 from mb_layers.config import DropPolicy
+
+Values = TypeVar("Values", bound=NamedTuple)
 
 
 class Dispatched(NamedTuple):
@@ -105,6 +107,15 @@ class LocalDispatcher:
         return y_RD
 
 
+def replaced(values: Values, **changes: Any) -> Values:
+    """Return a NamedTuple with other values for some fields.
+
+    As its `_replace`, whose result the compiler of torch 2.11 loses at a break of the graph, which
+    an exchange between ranks is.
+    """
+    return type(values)(**(values._asdict() | changes))
+
+
 def capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
     """Return C = ceil(factor K T / E), computed exactly: 1.1 means 11/10, not its binary neighbour.
 
@@ -158,7 +169,7 @@ def bin_within_capacity(
     first_row_N = all_bins.offsets_E1[ids_N.clamp(0, num_experts - 1).long()]
     ids_N = torch.where(rows_N - first_row_N < limit, ids_N, -1)
     bins = mb_kernels.bin_tokens(ids_N.view_as(expert_ids_TK), num_experts)
-    return bins._replace(tokens_per_expert_E=all_bins.tokens_per_expert_E)
+    return replaced(bins, tokens_per_expert_E=all_bins.tokens_per_expert_E)
 
 
 def _capacity(slots: Any, num_experts: int, factor: tuple[int, int]) -> Any:

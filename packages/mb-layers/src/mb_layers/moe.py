@@ -21,7 +21,7 @@ from torch.utils._pytree import _register_namedtuple
 
 from mb_layers.balance import router_losses
 from mb_layers.config import MoEConfig
-from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
+from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
 from mb_layers.experts import Experts, SharedExpert, to_plain
 from mb_layers.routed import run_routed
 from mb_layers.router import Router, RouterOutput
@@ -167,7 +167,7 @@ class _MoELayer(nn.Module):
             return routed
         real_T = mask_T if routed.token_ids_N is None else mask_T[routed.token_ids_N]
         ids_TK = torch.where(real_T[:, None], routed.expert_ids_TK, -1)
-        return routed._replace(expert_ids_TK=ids_TK)
+        return replaced(routed, expert_ids_TK=ids_TK)
 
     def _add_unrouted(self, x_TD: Tensor, y_TD: Tensor, mask_T: Tensor | None) -> Tensor:
         """Add what every token gets, the output bias and the shared expert; padding stays 0."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mb_layers.config import MoEConfig
-from mb_layers.dispatch import Dispatched, TokenDispatcher
+from mb_layers.dispatch import Dispatched, TokenDispatcher, replaced
 from mb_layers.experts import Experts
 from mb_layers.router import RouterOutput
 
@@ -77,7 +77,8 @@ def _count_zero_experts(
     zero_TK = torch.where(expert_ids_TK >= config.num_experts, expert_ids_TK, -1)
     zero_TK = torch.where(zero_TK >= 0, zero_TK - config.num_experts, -1)
     counts_Z = mb_kernels.bin_tokens(zero_TK, config.num_zero_experts).tokens_per_expert_E
-    return dispatched._replace(
+    return replaced(
+        dispatched,
         tokens_per_expert_E=torch.cat([dispatched.tokens_per_expert_E, counts_Z]),
         kept_slots=dispatched.kept_slots + counts_Z.sum(),
     )

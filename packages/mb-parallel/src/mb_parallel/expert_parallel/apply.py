@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from mb_layers.config import MoEConfig
-from mb_layers.dispatch import LocalDispatcher, TokenDispatcher
+from mb_layers.dispatch import LocalDispatcher, TokenDispatcher, replaced
 from mb_layers.moe import MoE, dMoE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -295,6 +295,6 @@ def _mean_losses(place: Place) -> Callable[..., Any]:
     """A forward hook: aux_loss as the mean over ranks that see parts of the same sequences."""
 
     def hook(layer: nn.Module, args: Any, output: Any) -> Any:
-        return output._replace(aux_loss=mean_over(output.aux_loss, place))
+        return replaced(output, aux_loss=mean_over(output.aux_loss, place))
 
     return hook

@@ -23,6 +23,7 @@ from mb_layers.dispatch import (
     as_ratio,
     bin_within_capacity,
     capacity,
+    replaced,
 )
 from mb_layers.losses import at_least_fp32
 from torch import Tensor
@@ -87,7 +88,8 @@ class GlobalCapacity:
         max_rows = max(limit * (dispatched.bins.offsets_E1.shape[0] - 1), 1)
         if dispatched.max_rows is not None:
             max_rows = min(max_rows, dispatched.max_rows)
-        return dispatched._replace(tokens_per_expert_E=counts_E, kept_slots=kept, max_rows=max_rows)
+        counts = {"tokens_per_expert_E": counts_E, "kept_slots": kept}
+        return replaced(dispatched, **counts, max_rows=max_rows)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """As the inner dispatcher; dropped slots add nothing."""
@@ -169,7 +171,8 @@ class SharedTokens:
         )
         mine = torch.cat((dispatched.tokens_per_expert_E, dispatched.kept_slots[None]))
         total = gathered(mine[None], self.place).sum(dim=0, dtype=torch.int32)
-        return dispatched._replace(
+        return replaced(
+            dispatched,
             tokens_per_expert_E=total[:-1],
             kept_slots=total[-1],
             state=_Share(dispatched.state, tokens),
@@ -178,7 +181,7 @@ class SharedTokens:
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Combine the share, and join the shares of all ranks."""
         share: _Share = dispatched.state
-        y_TD = self.inner.combine(y_RD, dispatched._replace(state=share.inner))
+        y_TD = self.inner.combine(y_RD, replaced(dispatched, state=share.inner))
         return join_rows(y_TD, self.place)[: share.tokens]
 
 

@@ -8,6 +8,7 @@ Letters: E experts, F expert ffn width, D hidden, s ranks per expert.
 from __future__ import annotations
 
 from mb_layers.experts import Experts
+from mb_layers.frozen import FrozenWeight
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -20,15 +21,24 @@ from mb_parallel.expert_parallel.width import WidthShardedExperts
 def shard_experts(experts: Experts, ep: DeviceMesh, placement: Placement, name: str) -> None:
     """Keep this rank's part of each parameter, as a DTensor of the global shape over `ep`.
 
-    Experts are split along E; where ranks outnumber them, along E and F (b2: along E and D).
+    Experts are split along E, their adapters with them; where ranks outnumber them, along E and F
+    (b2: along E and D).
 
     Raises:
-        ValueError: s does not divide F (or D, with biases).
+        ValueError: s does not divide F (or D, with biases); weights of a form that is not split.
     """
     shards = placement.width_shards
+    adapted = len(list(experts.modules())) > 1
+    if any(isinstance(w, FrozenWeight) for w in experts.parameters()) or (adapted and shards > 1):
+        held = "adapters where ranks share an expert" if adapted else "weights frozen in bits"
+        raise ValueError(
+            f"Expected plain experts in {name} to spread over {placement.ranks} ranks, got {held}. "
+            "Lower ep, or merge_lora first."
+        )
     if shards == 1:
-        for weight_name, weight in list(experts.named_parameters(recurse=False)):
-            _replace(experts, weight_name, weight, ep, (0,))
+        for module in list(experts.modules()):
+            for weight_name, weight in list(module.named_parameters(recurse=False)):
+                _replace(module, weight_name, weight, ep, (0,))
         return
     config = experts.config
     if config.ffn_hidden_size % shards or (config.mlp_bias and config.hidden_size % shards):

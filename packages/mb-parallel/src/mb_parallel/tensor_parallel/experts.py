@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from mb_layers import MoE, MoEOutput, dMoE
+from mb_layers.dispatch import replaced
 from mb_layers.experts import Experts
 from torch import Tensor, nn
 
@@ -59,7 +60,7 @@ class ExpertLayer(Style):
             if valid_tokens is not None:  # the ranks' losses are averaged
                 valid_tokens = valid_tokens / region.size
             output = original(x, mask=mask, valid_tokens=valid_tokens)
-            return output._replace(metrics=_over_ranks(output.metrics, region))
+            return replaced(output, metrics=_over_ranks(output.metrics, region))
 
         for child in self.covers(module):
             names = [name for name, p in child._parameters.items() if p is not None]

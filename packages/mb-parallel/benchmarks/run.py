@@ -242,7 +242,7 @@ def main() -> None:
         if arguments.only in (None, "layer"):
             say("layer, forward and backward, ms (against one GPU with the same tokens)")
             forms = (True,) if arguments.captured else (False, True)
-            for graphs, name, routing in itertools.product(forms, LAYERS, ("uniform", "zipf")):
+            for graphs, routing, name in itertools.product(forms, ("uniform", "zipf"), LAYERS):
                 times = layer(mesh, name, routing, arguments.seconds, graphs=graphs)
                 what = f"{name}, {routing}{', captured' * graphs}"
                 result[f"layer {what}"] = times

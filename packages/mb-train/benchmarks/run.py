@@ -235,10 +235,10 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
         "dMoE --compile, 16 sequences": lambda: ours(16, compiled=True, **PAPER),
     },
     "scaling": {
-        "dense, a GPU alone": lambda: ours(64, compiled=True),
-        "dense, 64 sequences a GPU": lambda: spread(64),
-        "dMoE, a GPU alone": lambda: ours(64, compiled=True, **PAPER),
         "dMoE ep, peer": lambda: by_experts("peer"),
+        "dMoE, a GPU alone": lambda: ours(64, compiled=True, **PAPER),
+        "dense, 64 sequences a GPU": lambda: spread(64),
+        "dense, a GPU alone": lambda: ours(64, compiled=True),
     },
     "dispatchers": {
         "dMoE ep, all_to_all": lambda: by_experts("all_to_all"),

@@ -13,8 +13,10 @@ Samples have 64 to 512 tokens (a T5's decoder a quarter), a retriever's queries 
 has one in a sequence, "packed" as many as fit. transformers' models know no segments in a sequence
 and no positions of Megatron's: theirs are padded, and T5's own. Both sides: bf16 over fp32 weights
 (theirs by autocast), no dropout, compiled (ours block by block, theirs whole), AdamW in one pass,
-clipping; a step is all of that. Theirs gets SDPA; a head over masked places alone is not to be had
-there. Counted are real tokens.
+clipping; a step is all of that. Ours runs as users are told to on one GPU, with --cuda-graph
+(--eager: without); --their-mode reduce-overhead lets torch.compile make graphs of theirs. Theirs
+gets SDPA; a head over masked places alone, or blocks without padding, are not to be had there.
+Counted are real tokens.
 
 Every row is a process that builds, compiles and warms up beside the others; then each has the GPU
 for itself in turn. A rate is the median of windows of some steps; ours over theirs; "host" is the
@@ -25,6 +27,7 @@ JSON document is the last line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -41,15 +44,16 @@ import torch
 Arrays = dict[str, np.ndarray]
 Step = Callable[[], int]
 
-WARM_UP, WINDOWS, STEPS, BATCHES, MOST = 3, 5, 4, 3, 6
+# Rounds over all batches until each shape is compiled, has run as it is, and is captured.
+WARM_UP, WINDOWS, STEPS, BATCHES, MOST = 4, 5, 4, 3, 6
 TINY = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "ffn_hidden_size": 64}
 
 
 class Sizes:
     """Of a run on a GPU, or of one that shows on a CPU that nothing is broken."""
 
-    def __init__(self, tiny: bool) -> None:
-        self.tiny = tiny
+    def __init__(self, tiny: bool, *, eager: bool = False, their_mode: str = "default") -> None:
+        self.tiny, self.graph, self.their_mode = tiny, not (tiny or eager), their_mode
         self.device = torch.device("cpu" if tiny else "cuda")
         self.vocab, self.length, self.target = (256, 48, 12) if tiny else (30592, 512, 128)
         self.shortest, self.rows = (6, 4) if tiny else (64, 32)
@@ -61,6 +65,7 @@ class Sizes:
         fields = recipe(name) | {
             "attention_dropout": 0.0, "hidden_dropout": 0.0, "save": None, "train_iters": 100,
             "micro_batch_size": self.rows, "global_batch_size": self.rows,
+            "cuda_graph": self.graph,
         }  # fmt: skip
         if self.tiny:
             fields |= TINY | {"bf16": False, "compile": False, "seq_length": self.length}
@@ -121,7 +126,7 @@ def our_step(fields: dict[str, Any], make: Callable[[Any], list[Arrays]], sizes:
 def their_step(model: torch.nn.Module, batches: list[Arrays], sizes: Sizes) -> Step:
     """The step of a transformers model, compiled whole."""
     model = model.to(sizes.device).train()
-    run = model if sizes.tiny else torch.compile(model)
+    run = model if sizes.tiny else torch.compile(model, mode=sizes.their_mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     counted = tuple(name for name in batches[0] if "attention_mask" in name)
     stream = on_device(batches, counted, sizes.device)
@@ -331,16 +336,16 @@ ROWS: dict[str, Callable[[Sizes], Step]] = {
 }
 
 
-def measure(row: str, tiny: bool, parent: Connection) -> None:
+def measure(row: str, sizes: Sizes, parent: Connection) -> None:
     """A row's process: get ready, say so, wait for its turn, answer."""
     os.setsid()  # so that its compiling helpers end with it
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     torch.set_float32_matmul_precision("high")
-    sizes = Sizes(tiny)
+    tiny = sizes.tiny
     wait = (lambda: None) if tiny else torch.cuda.synchronize
     begun = time.perf_counter()
     step = ROWS[row](sizes)
-    for _ in range(1 if tiny else WARM_UP + BATCHES):
+    for _ in range(1 if tiny else WARM_UP * BATCHES):
         step()
     wait()
     parent.send(time.perf_counter() - begun)
@@ -370,12 +375,15 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", help="which, by the start of their names; default all")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, to see that it runs")
     parser.add_argument("--ready-by", type=float, default=110.0, help="seconds to get ready in")
+    parser.add_argument("--eager", action="store_true", help="ours without CUDA graphs")
+    parser.add_argument("--their-mode", default="default", help="of torch.compile")
     options = parser.parse_args()
+    sizes = Sizes(options.tiny, eager=options.eager, their_mode=options.their_mode)
     chosen = [r for r in ROWS if not options.rows or r.startswith(tuple(options.rows))]
     spawn, begun, there = get_context("spawn"), time.monotonic(), {}
     for row in chosen:
         here, far = spawn.Pipe()
-        process = spawn.Process(target=measure, args=(row, options.tiny, far), daemon=True)
+        process = spawn.Process(target=measure, args=(row, sizes, far), daemon=True)
         process.start()
         far.close()
         there[row] = process, here
@@ -389,7 +397,8 @@ def main() -> None:
             print(f"{row}: not ready in time", flush=True)
         except EOFError:
             print(f"{row}: failed", flush=True)
-        if process.is_alive():
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it may not have come to its group
             os.killpg(process.pid, signal.SIGKILL)
     results: dict[str, dict[str, float]] = {}
     for row in ready:

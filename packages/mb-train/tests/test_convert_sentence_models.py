@@ -10,6 +10,7 @@ from mb_train.config import TrainConfig
 from mb_train.convert import export_model, import_model, read_model
 from mb_train.convert.architectures import architecture_for
 from mb_train.loading import load_trained
+from mb_train.models.segments import Segments
 from mb_train.tasks.make import whole_model
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -56,9 +57,10 @@ def outputs_of_theirs(model, x, types, valid, y):
 def outputs_of_ours(model, x, types, valid, y):
     ends = torch.nn.functional.pad(valid.sum(1, keepdim=True), (0, 1), value=x.shape[1])
     if hasattr(model, "decoder"):
-        memory, _ = model.encode(x, ends, valid)
-        own = torch.full_like(ends, y.shape[1])
-        hidden, _ = model.decode(y, own, torch.ones_like(y), memory, (ends, x.shape[1]))
+        read = Segments(ends, x.shape[1])
+        memory, _ = model.encode(x, read, valid)
+        own = Segments(torch.full_like(ends, y.shape[1]), y.shape[1])
+        hidden, _ = model.decode(y, own, torch.ones_like(y), memory, read)
         return [model.logits(hidden)]
     hidden, _ = model.encode(x, types, ends, valid)
     places = torch.arange(x.shape[1]).expand_as(x)

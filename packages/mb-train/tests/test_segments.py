@@ -10,9 +10,9 @@ from mb_train.models.attention import BlockContext
 from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.segments import (
+    Segments,
     attend,
     flash_takes,
-    positions_of,
     segment_mask,
     within_segments,
 )
@@ -55,7 +55,7 @@ def check(ends, heads, groups, width, scale, *, dtype, device):
     B, S = ends_BS.shape
     torch.manual_seed(0)
     ends_BN = torch.from_numpy(ends_of(ends_BS)).to(device)
-    found = within_segments(ends_BN, S, causal=True, flash=True).get("bounds")
+    found = within_segments(Segments(ends_BN, S), causal=True, flash=True).get("bounds")
     if found is None:  # nothing divides the sequences
         assert ends_BN.shape[1] == 1
         edges = torch.arange(0, B * S + 1, S, device=device).int()
@@ -120,7 +120,7 @@ def test_a_model_says_the_same_every_way(monkeypatch, positions):
     x = torch.randint(61, ends_BS.shape)
     ends_BN = torch.from_numpy(ends_of(ends_BS))
     positions_BS = torch.from_numpy(positions_within(ends_BS))
-    assert torch.equal(positions_of(ends_BN, 12), positions_BS)
+    assert torch.equal(Segments(ends_BN, 12).positions(), positions_BS)
     batch = {"labels_BS": x.roll(-1, 1), "positions_BS": positions_BS}
     by_ids = model(x, **batch, segments_BS=segments_of(ends_BS)).losses["lm loss"]
     masked = model(x, **batch, ends_BN=ends_BN).losses["lm loss"]
@@ -163,7 +163,7 @@ def test_a_block_over_segments_is_one_graph(experts):
     config = _config(num_kv_heads=4, moe=moe if experts else None)
     block = Block(config, 0, cross=True, compute_dtype=torch.bfloat16)
     ends = torch.tensor([[5, 12], [12, 12]])
-    context = BlockContext(**within_segments(ends, 12, causal=False, flash=True))
+    context = BlockContext(**within_segments(Segments(ends, 12), causal=False, flash=True))
     x = torch.randn(2, 12, 32, dtype=torch.bfloat16)
     traced = []
 

@@ -21,7 +21,7 @@ from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
 from mb_train.models.relative import RelativeBias, near_scores, relative_buckets
-from mb_train.models.segments import within_segments
+from mb_train.models.segments import Segments, within_segments
 from mb_train.models.t5 import T5
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.bert import BertTask
@@ -173,10 +173,11 @@ def test_t5s_loss_is_the_cross_entropy_one_sample_at_a_time(kind):
     for b, length in enumerate(LENGTHS.tolist()):
         outputs = int(rest["decoder_valid_BR"][b].sum())
         ones, below = torch.ones(1, length).long(), torch.ones(1, outputs).long()
-        ends = torch.tensor([[length]])
-        memory, _ = model.encode(tokens[b : b + 1, :length], ends, ones)
+        read = Segments(torch.tensor([[length]]), length)
+        memory, _ = model.encode(tokens[b : b + 1, :length], read, ones)
         written = rest["decoder_tokens_BR"][b : b + 1, :outputs]
-        x, _ = model.decode(written, torch.tensor([[outputs]]), below, memory, (ends, length))
+        own = Segments(torch.tensor([[outputs]]), outputs)
+        x, _ = model.decode(written, own, below, memory, read)
         scores = x[0] * 16**-0.5 @ model.embedding.tokens.weight.T + model.head_bias
         torch.testing.assert_close(model.logits(x)[0], scores)
         want = want + F.cross_entropy(scores, rest["labels_BR"][b, :outputs], reduction="sum")
@@ -196,25 +197,42 @@ def test_icts_loss_is_the_softmax_over_all_blocks(kind):
 @pairs
 @models
 def test_padding_changes_nothing(name, kind):
-    """Neither losses, balance loss and its counts, nor a gradient."""
-    outputs, gradients = [], []
-    for size in (S, S + 5):
+    """Neither losses, balance loss and its counts, nor a gradient: computed, left out, or some."""
+    found = []
+    for size, left in ((S, None), (S + 5, None), (S, 0), (S + 5, 4)):
         model = made(name, kind)
         tokens, rest = MODELS[name][1](size)
-        outputs.append(model(tokens, **rest))
-        outputs[-1].total().backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    one, other = outputs
-    torch.testing.assert_close(one.losses, other.losses)
-    for parameter, grad in gradients[0].items():
-        error = (gradients[1][parameter] - grad).norm() / grad.norm().clamp(min=1.0)
-        assert error < 1e-4, parameter
-    if kind != "dense":
-        torch.testing.assert_close(one.aux_loss, other.aux_loss)
-        counts = one.metrics["tokens_per_expert"]
-        assert torch.equal(counts, other.metrics["tokens_per_expert"])
-        layers = {"bert": [17, 17], "t5": [17, 17, 12]}.get(name, [17] * 4)
-        assert counts.sum(1).tolist() == [2 * tokens for tokens in layers]
+        rest |= {} if left is None else kept_of(rest, left)
+        output = model(tokens, **rest)
+        output.total().backward()
+        found.append(
+            (output, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        )
+    (one, expected), *others = found
+    layers = {"bert": [17, 17], "t5": [17, 17, 12]}.get(name, [17] * 4)
+    for other, gradients in others:
+        torch.testing.assert_close(other.losses, one.losses)
+        assert gradients.keys() == expected.keys()
+        for parameter, grad in expected.items():
+            error = (gradients[parameter] - grad).norm() / grad.norm().clamp(min=1.0)
+            assert error < 1e-4, parameter
+        if kind != "dense":
+            torch.testing.assert_close(other.aux_loss, one.aux_loss)
+            counts = other.metrics["tokens_per_expert"]
+            assert torch.equal(counts, one.metrics["tokens_per_expert"])
+            assert counts.sum(1).tolist() == [2 * tokens for tokens in layers]
+
+
+def kept_of(batch, left):
+    """What to keep of a batch: its tokens, and `left` places of padding."""
+    found = {}
+    for name, valid in batch.items():
+        if "valid" in name:
+            places = torch.cat([valid.flatten().nonzero(), (1 - valid).flatten().nonzero()[:left]])
+            found[name.replace("valid_BS", "kept_T").replace("valid_BR", "kept_T")] = (
+                places.flatten().sort().values
+            )
+    return found
 
 
 @pytest.mark.parametrize("name", ["gpt", *MODELS])
@@ -312,10 +330,11 @@ def test_greedy_writing_takes_the_likeliest_token_each_time():
     model, (tokens, rest) = made("t5", "experts").eval(), t5_batch()
     ends, valid = rest["ends_BN"], rest["valid_BS"]
     written = model.write(tokens, ends, valid, first=3, length=5)
-    read = torch.cat([torch.full((B, 1), 3), written[:, :-1]], dim=1)
-    memory, _ = model.encode(tokens, ends, valid)
-    own = torch.full_like(ends, read.shape[1])
-    x, _ = model.decode(read, own, torch.ones_like(read), memory, (ends, S))
+    before = torch.cat([torch.full((B, 1), 3), written[:, :-1]], dim=1)
+    read = Segments(ends, S)
+    memory, _ = model.encode(tokens, read, valid)
+    own = Segments(torch.full_like(ends, before.shape[1]), before.shape[1])
+    x, _ = model.decode(before, own, torch.ones_like(before), memory, read)
     assert torch.equal(model.logits(x).argmax(2), written)
 
 
@@ -440,10 +459,12 @@ def test_flash_attention_over_segments_is_the_masked_one(dtype):
     sources = torch.tensor([[3, 8, 9, 9], [9, 9, 9, 9], [1, 2, 5, 9]], device="cuda")
     q = torch.randn(3, 10, 4, 16, device="cuda", dtype=dtype)
     core = CoreAttention(dropout=0.0)
-    for length, attended in ((10, None), (9, (sources, 9))):
+    for length, attended in ((10, None), (9, Segments(sources, 9))):
         k, v = torch.randn(2, 3, length, 4, 16, device="cuda", dtype=dtype)
         masked, context = (
-            BlockContext(**within_segments(ends, 10, causal=False, flash=flash, attended=attended))
+            BlockContext(
+                **within_segments(Segments(ends, 10), causal=False, flash=flash, attended=attended)
+            )
             for flash in (False, True)
         )
         assert masked.mask is not None
@@ -535,9 +556,10 @@ def test_a_decoders_token_begins_by_looking_for_itself():
     model.decoder.blocks["0"].cross.core.register_forward_pre_hook(
         lambda core, arguments: found.extend(arguments[:2])
     )
-    tokens, (ones, ends) = torch.arange(8)[None], (torch.ones(1, 8).long(), torch.tensor([[8]]))
-    memory, _ = model.encode(tokens, ends, ones)
-    model.decode(tokens, ends, ones, memory, (ends, 8))
+    tokens, ones, whole = torch.arange(8)[None], torch.ones(1, 8).long(), torch.tensor([[8]])
+    read = Segments(whole, 8)
+    memory, _ = model.encode(tokens, read, ones)
+    model.decode(tokens, read, ones, memory, read)
     q, k = (x[0].transpose(0, 1) for x in found)
     own = (q @ k.mT / 4).softmax(-1).diagonal(dim1=1, dim2=2).mean(1)
     assert own.min() > 0.7

@@ -63,6 +63,7 @@ def t5_batch():
     return ints(V, B, S), {
         "ends_BN": torch.tensor([[6, S]]).expand(B, 2),
         "valid_BS": valid,
+        "kept_T": real(valid),
         "decoder_tokens_BR": ints(V, B, R),
         "decoder_ends_BN": torch.full((B, 2), R),
         "decoder_valid_BR": decoder_valid,
@@ -71,10 +72,16 @@ def t5_batch():
     }
 
 
+def real(valid_BS):
+    """Places of what is not padding: blocks see those alone."""
+    return valid_BS.flatten().nonzero().flatten()
+
+
 def classifier_batch():
     tokens, batch = bert_batch()
     shared = ("token_types_BS", "ends_BN", "valid_BS")
     kept = {name: batch[name] for name in shared}
+    kept["kept_T"] = real(batch["valid_BS"])
     return tokens, kept | {"labels_B": ints(3, B), "weights_B": torch.rand(B)}
 
 
@@ -83,6 +90,7 @@ def ict_batch():
     return ints(V, B, S), {
         "query_valid_BS": valid, "block_BS": ints(V, B, S),
         "block_valid_BS": torch.ones_like(valid), "weights_B": torch.rand(B),
+        "query_kept_T": real(valid),
     }  # fmt: skip
 
 

@@ -116,9 +116,7 @@ class TrainingFields:
     deterministic_mode: bool = flag(
         "refuse every operation whose result may differ between two runs", False
     )
-    cuda_graph: bool = flag(
-        "replay a micro-batch as one CUDA graph: a GPT on one GPU (ours)", False
-    )
+    cuda_graph: bool = flag("replay micro-batches as CUDA graphs, on one GPU (ours)", False)
     compile: bool = flag(
         "on a GPU, compile every layer: seconds to start, faster steps (ours)", False
     )

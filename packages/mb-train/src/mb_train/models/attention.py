@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
 from mb_train.models.linear import Linear, Norm
-from mb_train.models.segments import Bounds, attend
+from mb_train.models.segments import Bounds, Grid, attend
 
 
 class BlockContext(NamedTuple):
@@ -29,6 +29,7 @@ class BlockContext(NamedTuple):
         are added to the scores, -inf where it is not; `causal` already in it. None allows
         everything that `causal` does.
     bounds: in place of a mask, for the kernel that attends within segments.
+    grid: beside a mask, where blocks see one row of what was kept of the batch: its sequences.
     rope: cosine and sine, fp32 [B or 1, S, 1, rotated width of a head].
     source_BSD: what a cross attention attends to, an encoder's output.
     valid_BS: nonzero for real tokens, which alone visit experts; None if none is padding.
@@ -38,6 +39,7 @@ class BlockContext(NamedTuple):
     causal: bool = True
     mask: Tensor | None = None
     bounds: Bounds | None = None
+    grid: Grid | None = None
     rope: tuple[Tensor, Tensor] | None = None
     source_BSD: Tensor | None = None
     valid_BS: Tensor | None = None
@@ -84,6 +86,9 @@ class CoreAttention(nn.Module):
         if context.bounds is not None:
             how = {"causal": context.causal, "scale": self.scale}
             return attend(q_BQHC, k_BSGC, v_BSGC, context.bounds, **how)
+        if context.grid is not None:
+            q_BQHC = context.grid.queries.spread(q_BQHC)
+            k_BSGC, v_BSGC = map(context.grid.keys.spread, (k_BSGC, v_BSGC))
         y_BHQC = F.scaled_dot_product_attention(
             q_BQHC.transpose(1, 2),
             k_BSGC.transpose(1, 2),
@@ -94,7 +99,8 @@ class CoreAttention(nn.Module):
             scale=self.scale,
             enable_gqa=q_BQHC.shape[2] != k_BSGC.shape[2],
         )
-        return y_BHQC.transpose(1, 2)
+        y_BQHC = y_BHQC.transpose(1, 2)
+        return y_BQHC if context.grid is None else context.grid.queries.collect(y_BQHC)
 
 
 class Attention(nn.Module):

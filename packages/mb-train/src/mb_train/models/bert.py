@@ -24,7 +24,7 @@ from mb_train.models.embedding import Embedding
 from mb_train.models.linear import Linear, Norm
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.relative import RelativeBias
-from mb_train.models.segments import flash_takes, positions_of, within_segments
+from mb_train.models.segments import Segments, flash_takes, within_segments
 from mb_train.models.stack import Stack
 
 LM_LOSS, ORDER_LOSS = "lm loss", "sop loss"
@@ -117,6 +117,7 @@ class Bert(nn.Module):
         masked_BM: Tensor,
         labels_BM: Tensor,
         weights_BM: Tensor,
+        kept_T: Tensor | None = None,
         first_BP: Tensor | None = None,
         order_BP: Tensor | None = None,
         order_weights_BP: Tensor | None = None,
@@ -132,10 +133,11 @@ class Bert(nn.Module):
             masked_BM: places to restore, labels_BM their tokens, both int64; a row with fewer than
                 M is filled up with places of weight 0.
             weights_BM: fp32 weight of each place's loss in the sum.
+            kept_T: the places that blocks see, see `segments.Segments`; None: all.
             first_BP: the samples' first places; order_BP: int64, 1 where the segments of a
                 sample were swapped; order_weights_BP: fp32, 0 where a sequence has fewer than P.
         """
-        x_BSD, reports = self.encode(x, token_types_BS, ends_BN, valid_BS)
+        x_BSD, reports = self.encode(x, token_types_BS, ends_BN, valid_BS, kept_T)
         if not self.last:
             return reports.output(x_BSD, {})
         assert self.lm_head is not None
@@ -175,21 +177,32 @@ class Bert(nn.Module):
         return (x_BMD @ weight_VD.t()).float() + self.lm_head.bias
 
     def encode(
-        self, x: Tensor, token_types_BS: Tensor, ends_BN: Tensor, valid_BS: Tensor
+        self,
+        x: Tensor,
+        token_types_BS: Tensor,
+        ends_BN: Tensor,
+        valid_BS: Tensor,
+        kept_T: Tensor | None = None,
     ) -> tuple[Tensor, ExpertReports]:
-        """Final hidden states [B, S, D] of this stage, and what the experts report."""
-        length = valid_BS.shape[1]
-        positions_BS = positions_of(ends_BN, length)
+        """Final hidden states of this stage, and what the experts report.
+
+        [B, S, D], 0 at places that are not kept; stages pass on what blocks see.
+        """
+        segments = Segments(ends_BN, valid_BS.shape[1], kept_T)
+        positions_BS = segments.keep(segments.positions())
         if self.first:
             assert self.embedding is not None
-            x = self.embedding(x, positions_BS, token_types_BS).to(self.compute_dtype)
+            x = self.embedding(segments.keep(x), positions_BS, segments.keep(token_types_BS))
+            x = x.to(self.compute_dtype)
         rope = rotary_tables(self.config, positions_BS) if self.config.positions == "rope" else None
-        bias = None if self.bias is None else self.bias(length).to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias(segments.length).to(self.compute_dtype)
         flash = flash_takes(
             self.config, self.compute_dtype, x.device, training=self.training, bias=bias
         )
-        within = within_segments(ends_BN, length, causal=False, flash=flash, bias=bias)
-        return self.stack(x, BlockContext(**within, rope=rope, valid_BS=valid_BS))
+        within = within_segments(segments, causal=False, flash=flash, bias=bias)
+        context = BlockContext(**within, rope=rope, valid_BS=segments.keep(valid_BS))
+        x, reports = self.stack(x, context)
+        return segments.spread(x) if self.last else x, reports
 
 
 def _at(x_BSD: Tensor, places_BM: Tensor) -> Tensor:

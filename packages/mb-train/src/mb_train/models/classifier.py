@@ -66,14 +66,15 @@ class Classifier(nn.Module):
         valid_BS: Tensor,
         labels_B: Tensor,
         weights_B: Tensor,
+        kept_T: Tensor | None = None,
     ) -> ModelOutput:
         """The loss of telling each text's class.
 
         Args:
-            x, token_types_BS, ends_BN, valid_BS: as `Bert.forward`'s.
+            x, token_types_BS, ends_BN, valid_BS, kept_T: as `Bert.forward`'s.
             labels_B: int64 in [0, C); weights_B: fp32 weight of each text's loss in the sum.
         """
-        x_BSD, reports = self.bert.encode(x, token_types_BS, ends_BN, valid_BS)
+        x_BSD, reports = self.bert.encode(x, token_types_BS, ends_BN, valid_BS, kept_T)
         if self.head is None:
             return reports.output(x_BSD, {})
         losses_B = F.cross_entropy(self.scores(x_BSD), labels_B, reduction="none")

@@ -24,7 +24,7 @@ from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
-from mb_train.models.segments import flash_takes, segment_mask, within_segments
+from mb_train.models.segments import Segments, flash_takes, segment_mask, within_segments
 from mb_train.models.stack import Stack
 
 
@@ -164,7 +164,8 @@ class GPT(nn.Module):
         within: dict[str, Any] = {"causal": True}
         if ends_BN is not None:
             flash = flash_takes(config, self.compute_dtype, x.device, training=self.training)
-            within = within_segments(ends_BN, positions_BS.shape[1], causal=True, flash=flash)
+            segments = Segments(ends_BN, positions_BS.shape[1])
+            within = within_segments(segments, causal=True, flash=flash)
         elif segments_BS is not None:
             within["mask"] = segment_mask(segments_BS, causal=True)
         rope = rotary_tables(config, positions_BS) if config.positions == "rope" else None

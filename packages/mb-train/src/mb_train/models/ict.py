@@ -36,13 +36,15 @@ class Tower(nn.Module):
         if projection:
             self.projection = Linear(config.hidden_size, projection, std=config.init_std)
 
-    def forward(self, tokens_BS: Tensor, valid_BS: Tensor) -> tuple[Tensor, ExpertReports]:
+    def forward(
+        self, tokens_BS: Tensor, valid_BS: Tensor, kept_T: Tensor | None = None
+    ) -> tuple[Tensor, ExpertReports]:
         """Embeddings [B, D] of texts, and what the experts report."""
         types_BS = torch.zeros_like(tokens_BS)
         # Texts are of all lengths, so that there is always padding.
         length_B1 = valid_BS.sum(1, keepdim=True)
         ends_B2 = F.pad(length_B1, (0, 1), value=valid_BS.shape[1])
-        x_BSD, reports = self.bert.encode(tokens_BS, types_BS, ends_B2, valid_BS)
+        x_BSD, reports = self.bert.encode(tokens_BS, types_BS, ends_B2, valid_BS, kept_T)
         x_BD = x_BSD[:, 0]
         return x_BD if self.projection is None else self.projection(x_BD), reports
 
@@ -93,7 +95,7 @@ class ICT(nn.Module):
 
     def forward(
         self, x: Tensor, *, query_valid_BS: Tensor, block_BS: Tensor, block_valid_BS: Tensor,
-        weights_B: Tensor,
+        weights_B: Tensor, query_kept_T: Tensor | None = None, block_kept_T: Tensor | None = None,
     ) -> ModelOutput:  # fmt: skip
         """The loss of finding each query's block among all blocks.
 
@@ -101,9 +103,10 @@ class ICT(nn.Module):
             x: tokens of the queries [B, S], int64; block_BS: of their blocks.
             query_valid_BS, block_valid_BS: 1 for tokens that are not padding, else 0.
             weights_B: fp32 weight of each sample's loss in the sum.
+            query_kept_T, block_kept_T: the places that blocks see, see `segments.Segments`.
         """
-        query_BD, query_reports = self.query(x, query_valid_BS)
-        block_BD, block_reports = self.block(block_BS, block_valid_BS)
+        query_BD, query_reports = self.query(x, query_valid_BS, query_kept_T)
+        block_BD, block_reports = self.block(block_BS, block_valid_BS, block_kept_T)
         block_AD = self._gather(block_BD.float())
         scores_BA = query_BD.float() @ block_AD.t() * self.scale
         B = query_BD.shape[0]

@@ -10,8 +10,14 @@ of unequal length (`torch.nn.attention.varlen`, torch 2.11) computes the pairs w
 alone, in memory that grows with the tokens: it takes all segments of a batch as one row and the
 places where they begin. It knows no dropout, no bias, and no number above 16 bits.
 
+Padding need not be computed. A batch may say which of its places are to be kept: the blocks then
+see those alone, as one sequence. To maps, norms and experts a token is a token, and flash attention
+wants one row anyhow; under a mask, queries, keys and values go back to where they were in the batch
+for the time of the scores.
+
 Letters: B sequences, S tokens of a sequence (Q that attend, S attended to), N segments of a
-sequence, T = B S tokens, H query heads, G key-value heads, C width of a head.
+sequence, T tokens that blocks see (B S, or what is kept of them), H query heads, G key-value heads,
+C width of a head.
 """
 
 from __future__ import annotations
@@ -59,62 +65,135 @@ class Bounds(NamedTuple):
     kernel: Callable[..., Any]
 
 
+class Segments(NamedTuple):
+    """Which tokens of a batch are of one segment, and which of them blocks see.
+
+    ends_BN: int64, the place behind each segment of a sequence, ascending to `length`; a segment
+        may be empty. With N = 1 nothing divides a sequence.
+    length: tokens of a sequence.
+    kept_T: int64, ascending, the places that blocks see, sequences laid end to end: all real tokens
+        and perhaps some padding. None: all places, as they are.
+    """
+
+    ends_BN: Tensor
+    length: int
+    kept_T: Tensor | None = None
+
+    def numbers(self) -> Tensor:
+        """Of the segment that each token is of, [B, S]."""
+        places_S = torch.arange(self.length, device=self.ends_BN.device)
+        return (places_S >= self.ends_BN[..., None]).sum(1)
+
+    def positions(self) -> Tensor:
+        """Each token's place in its segment, [B, S]."""
+        starts_BN = F.pad(self.ends_BN[:, :-1], (1, 0))
+        places_S = torch.arange(self.length, device=self.ends_BN.device)
+        return places_S - starts_BN.gather(1, self.numbers())
+
+    def keep(self, x_BS: Tensor) -> Tensor:
+        """What blocks see of numbers of all places: [1, T], or [B, S] as it is."""
+        return x_BS if self.kept_T is None else x_BS.flatten()[self.kept_T][None]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[1, T, ...] put where it was, [B, S, ...], with 0 elsewhere; [B, S, ...] as it is."""
+        if self.kept_T is None:
+            return x
+        places = len(self.ends_BN) * self.length
+        laid = _Spread.apply(x[0], self.kept_T, places)
+        return laid.unflatten(0, (-1, self.length))
+
+    def collect(self, x: Tensor) -> Tensor:
+        """The reverse of `spread`."""
+        return x if self.kept_T is None else _Collect.apply(x.flatten(0, 1), self.kept_T)[None]
+
+    def edges(self) -> Tensor:
+        """Where segments begin in what blocks see, int32 [B N + 1]; the last is the end."""
+        rows_B1 = torch.arange(len(self.ends_BN), device=self.ends_BN.device)[:, None] * self.length
+        edges = F.pad((self.ends_BN + rows_B1).flatten(), (1, 0))
+        if self.kept_T is None:
+            return edges.int()
+        return torch.searchsorted(self.kept_T, edges, out_int32=True)
+
+
+class Grid(NamedTuple):
+    """What puts the tokens of a kept row back for a mask: those that attend, those attended to."""
+
+    queries: Segments
+    keys: Segments
+
+
+class _Spread(torch.autograd.Function):
+    """Rows put at places, 0 elsewhere; each is the other's backward, and none adds anything up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept_T: Tensor, places: int) -> Tensor:
+        ctx.save_for_backward(kept_T)
+        return x.new_zeros(places, *x.shape[1:]).index_copy(0, kept_T, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (kept_T,) = ctx.saved_tensors
+        return grads[0].index_select(0, kept_T), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept_T: Tensor) -> Tensor:
+        ctx.save_for_backward(kept_T)
+        ctx.places = len(x)
+        return x.index_select(0, kept_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (kept_T,) = ctx.saved_tensors
+        (grad,) = grads
+        return grad.new_zeros(ctx.places, *grad.shape[1:]).index_copy(0, kept_T, grad), None
+
+
 def within_segments(
-    ends_BN: Tensor,
-    length: int,
+    segments: Segments,
     *,
     causal: bool,
     flash: bool,
-    attended: tuple[Tensor, int] | None = None,
+    attended: Segments | None = None,
     bias: Tensor | None = None,
 ) -> dict[str, Any]:
-    """`causal` and `bounds` or `mask` of a `BlockContext` whose tokens attend within segments.
+    """`causal`, `bounds`, `mask`, `grid` of a `BlockContext` whose tokens attend within segments.
 
     Args:
-        ends_BN: the place behind each segment of a sequence, ascending to `length`; a segment may
-            be empty. With N = 1 nothing divides a sequence: there is neither mask nor bounds.
-        length: tokens of a sequence.
+        segments: of the tokens that attend. Where nothing divides a sequence and all of it is kept
+            there is neither mask nor bounds.
         flash: whether `flash_takes` what is to be computed, a bias among it.
-        attended: the ends, as many, and the length of the sequences attended to; None means the
-            same sequences.
+        attended: of the tokens attended to, as many in a sequence; None means the same tokens.
         bias: numbers to add to the scores, [1, H, Q, S] in the dtype of the queries. They and what
             may not be seen make one mask for all blocks of a stack: [B, H, Q, S] once, not in each.
 
     Raises:
         ValueError: another number of segments in the sequences attended to.
     """
-    other_BN, others = (ends_BN, length) if attended is None else attended
-    if other_BN.shape != ends_BN.shape:
+    other = segments if attended is None else attended
+    if other.ends_BN.shape != segments.ends_BN.shape:
         raise ValueError(
-            f"Expected the ends of as many segments on both sides, got {list(ends_BN.shape)} and "
-            f"{list(other_BN.shape)}."
+            "Expected the ends of as many segments on both sides, got "
+            f"{list(segments.ends_BN.shape)} and {list(other.ends_BN.shape)}."
         )
     found: dict[str, Any] = {"causal": causal}
-    divided = ends_BN.shape[1] > 1
+    divided = segments.ends_BN.shape[1] > 1
+    left_out = segments.kept_T is not None or other.kept_T is not None
+    if flash and (divided or left_out):
+        kernel = flash_kernel()
+        assert kernel is not None
+        edges, longest = (segments.edges(), other.edges()), (segments.length, other.length)
+        return found | {"bounds": Bounds(*edges, *longest, kernel)}
+    if left_out:
+        found["grid"] = Grid(segments, other)
     if bias is None and not divided:
         return found
-    if flash:
-        edges, kernel = (_edges(ends_BN, length), _edges(other_BN, others)), flash_kernel()
-        assert kernel is not None
-        return found | {"bounds": Bounds(*edges, length, others, kernel)}
+    numbers = [side.numbers() for side in (segments, other)]
     if not divided:  # alike for all sequences
-        ends_BN, other_BN = ends_BN[:1], other_BN[:1]
-    segments_BQ, segments_BS = segments_of(ends_BN, length), segments_of(other_BN, others)
-    mask = segment_mask(segments_BQ, segments_BS, causal=causal)
+        numbers = [numbers_BS[:1] for numbers_BS in numbers]
+    mask = segment_mask(*numbers, causal=causal)
     return found | {"mask": mask if bias is None else bias.masked_fill(~mask, -torch.inf)}
-
-
-def segments_of(ends_BN: Tensor, length: int) -> Tensor:
-    """Number of the segment that each token is of, [B, length]."""
-    places_S = torch.arange(length, device=ends_BN.device)
-    return (places_S >= ends_BN[..., None]).sum(1)
-
-
-def positions_of(ends_BN: Tensor, length: int) -> Tensor:
-    """Each token's place in its segment, [B, length]."""
-    starts_BN = F.pad(ends_BN[:, :-1], (1, 0))
-    places_S = torch.arange(length, device=ends_BN.device)
-    return places_S - starts_BN.gather(1, segments_of(ends_BN, length))
 
 
 def segment_mask(segments_BQ: Tensor, segments_BS: Tensor | None = None, *, causal: bool) -> Tensor:
@@ -169,8 +248,3 @@ def attend(
     y_THC = kernel(q_THC, k_THC, v_THC, *where, scale=scale, window_size=window)
     assert isinstance(y_THC, Tensor)
     return y_THC.view_as(q_BQHC)
-
-
-def _edges(ends_BN: Tensor, length: int) -> Tensor:
-    rows_B1 = torch.arange(len(ends_BN), device=ends_BN.device)[:, None] * length
-    return F.pad((ends_BN + rows_B1).flatten(), (1, 0)).int()

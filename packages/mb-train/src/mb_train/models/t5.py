@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from mb_train.models.attention import Attention, BlockContext, rotary_tables
 from mb_train.models.config import TransformerConfig
-from mb_train.models.embedding import Embedding, running_positions
+from mb_train.models.embedding import Embedding
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
 from mb_train.models.relative import RelativeBias
-from mb_train.models.segments import flash_takes, positions_of, within_segments
+from mb_train.models.segments import Segments, flash_takes, within_segments
 from mb_train.models.stack import Stack
 from mb_train.models.transformer import Block
 
@@ -130,6 +130,8 @@ class T5(nn.Module):
         decoder_valid_BR: Tensor,
         labels_BR: Tensor,
         weights_BR: Tensor,
+        kept_T: Tensor | None = None,
+        decoder_kept_T: Tensor | None = None,
     ) -> ModelOutput:
         """The loss of writing the spans, named "lm loss".
 
@@ -143,21 +145,23 @@ class T5(nn.Module):
             decoder_tokens_BR: what the decoder reads; labels_BR: what it has to write, int64 in
                 [0, V) even where their weight is 0.
             weights_BR: fp32 weight of each label's loss in the sum.
+            kept_T, decoder_kept_T: the places that blocks see, see `segments.Segments`.
         """
         x_BRD, memory_BSD = x if isinstance(x, tuple) else (None, x)
-        length = valid_BS.shape[1]
+        read = Segments(ends_BN, valid_BS.shape[1], kept_T)
+        written = Segments(decoder_ends_BN, decoder_valid_BR.shape[1], decoder_kept_T)
         reports = ExpertReports(self.encoder.num_moe_layers)
         if self.first or len(self.encoder.blocks):
-            memory_BSD, reports = self.encode(memory_BSD, ends_BN, valid_BS)
+            memory_BSD, reports = self.encode(memory_BSD, read, valid_BS)
         if x_BRD is None and not self.begins:
             reports = ExpertReports.joined(reports, ExpertReports(self.decoder.num_moe_layers))
             return reports.output(memory_BSD, {})
         x_BRD, decoder_reports = self.decode(
             decoder_tokens_BR if x_BRD is None else x_BRD,
-            decoder_ends_BN,
+            written,
             decoder_valid_BR,
             memory_BSD,
-            (ends_BN, length),
+            read,
         )
         reports = ExpertReports.joined(reports, decoder_reports)
         if not self.last:
@@ -165,42 +169,43 @@ class T5(nn.Module):
         loss = self.cross_entropy(
             x_BRD * self.head_scale,
             self._head_weight(),
-            labels_BR,
-            weights_BR,
+            written.keep(labels_BR),
+            written.keep(weights_BR),
             bias_V=self.head_bias,
             reduction="sum",
         )
         return reports.output(None, {"lm loss": loss})
 
-    def encode(self, x: Tensor, ends_BN: Tensor, valid_BS: Tensor) -> tuple[Tensor, ExpertReports]:
-        """The encoder's hidden states [B, S, D], and what its experts report.
+    def encode(self, x: Tensor, read: Segments, valid_BS: Tensor) -> tuple[Tensor, ExpertReports]:
+        """The encoder's hidden states, and what its experts report.
 
         Args:
-            x: its tokens; hidden states on a stage that is not the first.
+            x: its tokens [B, S]; hidden states on a stage that is not the first.
+            read: their segments. States are of the places that it keeps.
         """
-        context = self._context(ends_BN, valid_BS, self.encoder_bias, causal=False)
-        return self.encoder(self._embed(x, ends_BN) if self.first else x, context)
+        context = self._context(read, valid_BS, self.encoder_bias, causal=False)
+        return self.encoder(self._embed(x, read) if self.first else x, context)
 
     def decode(
         self,
         x: Tensor,
-        ends_BN: Tensor,
+        written: Segments,
         valid_BR: Tensor,
         memory_BSD: Tensor,
-        attended: tuple[Tensor, int],
+        read: Segments,
     ) -> tuple[Tensor, ExpertReports]:
-        """The decoder's hidden states [B, R, D], and what its experts report.
+        """The decoder's hidden states, and what its experts report.
 
         Args:
-            x: its tokens; hidden states on a stage that it does not begin on.
-            memory_BSD: what `encode` returned; attended: the ends there, and S.
+            x: its tokens [B, R]; hidden states on a stage that it does not begin on.
+            written: their segments. States are of the places that it keeps.
+            memory_BSD: what `encode` returned, read: what it was given.
         """
-        length = valid_BR.shape[1]
-        context = self._context(ends_BN, valid_BR, self.decoder_bias, causal=True)
-        flash = self._flash(ends_BN)
-        within = within_segments(ends_BN, length, causal=False, flash=flash, attended=attended)
+        context = self._context(written, valid_BR, self.decoder_bias, causal=True)
+        flash = self._flash(valid_BR.device)
+        within = within_segments(written, causal=False, flash=flash, attended=read)
         cross = BlockContext(**within, source_BSD=memory_BSD)
-        return self.decoder(self._embed(x, ends_BN) if self.begins else x, context, cross)
+        return self.decoder(self._embed(x, written) if self.begins else x, context, cross)
 
     @torch.no_grad()
     def write(
@@ -212,14 +217,12 @@ class T5(nn.Module):
             tokens_BS, ends_BN, valid_BS: what the encoder reads, a sample to a sequence.
             first: the token that the decoder begins with.
         """
-        memory_BSD, _ = self.encode(tokens_BS, ends_BN, valid_BS)
-        attended = ends_BN, tokens_BS.shape[1]
+        read = Segments(ends_BN, tokens_BS.shape[1])
+        memory_BSD, _ = self.encode(tokens_BS, read, valid_BS)
         written_BR = torch.full_like(tokens_BS[:, :1], first)
         for written in range(1, length + 1):
-            own_BN = torch.full_like(ends_BN, written)
-            x_BRD, _ = self.decode(
-                written_BR, own_BN, torch.ones_like(written_BR), memory_BSD, attended
-            )
+            own = Segments(torch.full_like(ends_BN, written), written)
+            x_BRD, _ = self.decode(written_BR, own, torch.ones_like(written_BR), memory_BSD, read)
             next_B1 = self.logits(x_BRD[:, -1:]).argmax(2)
             written_BR = torch.cat([written_BR, next_B1], dim=1)
         return written_BR[:, 1:]
@@ -231,25 +234,24 @@ class T5(nn.Module):
         return logits if self.head_bias is None else logits + self.head_bias
 
     def _context(
-        self, ends_BN: Tensor, valid_BS: Tensor, relative: RelativeBias | None, *, causal: bool
+        self, segments: Segments, valid_BS: Tensor, relative: RelativeBias | None, *, causal: bool
     ) -> BlockContext:
-        length = valid_BS.shape[1]
-        bias = None if relative is None else relative(length).to(self.compute_dtype)
-        flash = self._flash(ends_BN, bias)
-        within = within_segments(ends_BN, length, causal=causal, flash=flash, bias=bias)
+        bias = None if relative is None else relative(segments.length).to(self.compute_dtype)
+        flash = self._flash(valid_BS.device, bias)
+        within = within_segments(segments, causal=causal, flash=flash, bias=bias)
         rope = None
         if self.config.positions == "rope":
-            rope = rotary_tables(self.config, running_positions(valid_BS))
-        return BlockContext(**within, rope=rope, valid_BS=valid_BS)
+            rope = rotary_tables(self.config, segments.keep(segments.positions()))
+        return BlockContext(**within, rope=rope, valid_BS=segments.keep(valid_BS))
 
-    def _flash(self, ends_BN: Tensor, bias: Tensor | None = None) -> bool:
+    def _flash(self, device: torch.device, bias: Tensor | None = None) -> bool:
         how = {"training": self.training, "bias": bias}
-        return flash_takes(self.config, self.compute_dtype, ends_BN.device, **how)
+        return flash_takes(self.config, self.compute_dtype, device, **how)
 
-    def _embed(self, tokens: Tensor, ends_BN: Tensor) -> Tensor:
+    def _embed(self, tokens_BS: Tensor, segments: Segments) -> Tensor:
         assert self.embedding is not None
-        positions = positions_of(ends_BN, tokens.shape[1])
-        return self.embedding(tokens, positions).to(self.compute_dtype)
+        kept = (segments.keep(x_BS) for x_BS in (tokens_BS, segments.positions()))
+        return self.embedding(*kept).to(self.compute_dtype)
 
     def _head_weight(self) -> Tensor:
         if self.head is not None:

@@ -9,6 +9,7 @@ however they are spread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -125,6 +126,33 @@ def batches_of(
 def stacked(samples: list[Any], name: str) -> np.ndarray:
     """One entry of all samples, int64 [B, ...]."""
     return np.stack([np.asarray(sample[name], np.int64) for sample in samples])
+
+
+# Sizes of a batch without its padding: so many steps from nothing to all of it, none smaller than
+# matrix products like. What is made for a shape, compiled or captured, is made a few times.
+_STEPS, _LEAST_STEP = 16, 64
+
+
+def kept_places(**valid: np.ndarray) -> dict[str, np.ndarray]:
+    """The entries of a batch that say which places blocks are to see; none where that is all.
+
+    They are those that are not padding, and padding up to the next size that a batch may have.
+
+    Args:
+        valid: by the name of the entry, nonzero for what is not padding, [B, S].
+    """
+    found = {name: _real_first(valid_BS) for name, valid_BS in valid.items()}
+    return {name: kept_T for name, kept_T in found.items() if kept_T is not None}
+
+
+def _real_first(valid_BS: np.ndarray) -> np.ndarray | None:
+    places = valid_BS.size
+    step = math.ceil(places / _STEPS / _LEAST_STEP) * _LEAST_STEP
+    size = math.ceil(np.count_nonzero(valid_BS) / step) * step
+    if size >= places:
+        return None
+    real_first = np.argsort(valid_BS.ravel() == 0, kind="stable")
+    return np.sort(real_first[:size])
 
 
 def segment_ends(*streams: tuple[np.ndarray, int]) -> list[np.ndarray]:

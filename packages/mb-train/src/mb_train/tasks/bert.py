@@ -22,6 +22,7 @@ from mb_train.tasks.base import (
     Dataset,
     Datasets,
     batches_of,
+    kept_places,
     segment_ends,
 )
 from mb_train.tasks.packed import laid, lengths_of, pack
@@ -37,6 +38,7 @@ class BertTask:
         config: the run.
         tokenizer: with [CLS], [SEP], [MASK] and [PAD].
         vocab_size: padded.
+        leave_out: batches say which places are padding, for blocks to leave out.
 
     Raises:
         ValueError: an activation or experts that mb_layers refuses.
@@ -45,14 +47,16 @@ class BertTask:
     first_input = "tokens_BS"
     sentences = True
 
-    def __init__(self, config: TrainConfig, tokenizer: Any, *, vocab_size: int) -> None:
+    def __init__(
+        self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, leave_out: bool = False
+    ) -> None:
         self.loss_weights = {LM_LOSS: "weights_BM"}
         if config.bert_binary_head:
             self.loss_weights[ORDER_LOSS] = "order_weights_BP"
         self.sequence_length = whole(config.seq_length)
         self.model_config = transformer_config(config, vocab_size)
         self.layers = self.model_config.num_layers
-        self._config, self._tokenizer = config, tokenizer
+        self._config, self._tokenizer, self._leave_out = config, tokenizer, leave_out
         # No sequence has more: see `mb_data.masking`, which rounds for each sample.
         self._most = config.samples_per_sequence
         rounding = self._most if self._most > 1 else 0
@@ -121,6 +125,8 @@ class BertTask:
             "labels_BM": np.maximum(labels_BM, 0),
             "weights_BM": (labels_BM >= 0).astype(np.float32),
         }
+        if self._leave_out:
+            batch |= kept_places(kept_T=batch["valid_BS"])
         if self._config.bert_binary_head:
             there_BP = lengths_BP > 0
             before_BP = np.cumsum(lengths_BP, axis=1) - lengths_BP
@@ -143,7 +149,7 @@ class BertTask:
         device = next(model.parameters()).device
         for _, batch in batches_of(self, samples, device):
             names = ("tokens_BS", "token_types_BS", "ends_BN", "valid_BS")
-            x_BSD, _ = model.encode(*(batch[name] for name in names))
+            x_BSD, _ = model.encode(*(batch[name] for name in names), batch.get("kept_T"))
             found_BM = model.logits(x_BSD, batch["masked_BM"]).argmax(2)
             counts_BM = batch["weights_BM"] > 0
             right += float(((found_BM == batch["labels_BM"]) & counts_BM).sum())

@@ -20,6 +20,7 @@ from mb_train.tasks.base import (
     Dataset,
     Datasets,
     batches_of,
+    kept_places,
     segment_ends,
     stacked,
 )
@@ -34,6 +35,7 @@ class ClassifyTask:
         config: the run.
         tokenizer: with [CLS], [SEP] and [PAD].
         vocab_size: padded.
+        leave_out: batches say which places are padding, for blocks to leave out.
 
     Raises:
         ValueError: an activation or experts that mb_layers refuses.
@@ -42,13 +44,16 @@ class ClassifyTask:
     first_input = "tokens_BS"
     sentences = True
 
-    def __init__(self, config: TrainConfig, tokenizer: Any, *, vocab_size: int) -> None:
+    def __init__(
+        self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, leave_out: bool = False
+    ) -> None:
         assert config.task is not None
         self.loss_weights = {LOSS: "weights_B"}
         self.sequence_length = whole(config.seq_length)
         self.model_config = transformer_config(config, vocab_size)
         self.layers = self.model_config.num_layers
         self._config, self._tokenizer, self._name = config, tokenizer, config.task
+        self._leave_out = leave_out
 
     def borders(self, runs: Sequence[range]) -> Borders:
         """Relative positions are every stage's."""
@@ -97,6 +102,7 @@ class ClassifyTask:
             "valid_BS": valid_BS,
             "labels_B": stacked(samples, "label"),
             "weights_B": np.ones(len(samples), np.float32),
+            **(kept_places(kept_T=valid_BS) if self._leave_out else {}),
         }
 
     @torch.no_grad()
@@ -106,7 +112,7 @@ class ClassifyTask:
         right, device = 0, next(model.parameters()).device
         for _, batch in batches_of(self, samples, device):
             names = ("tokens_BS", "token_types_BS", "ends_BN", "valid_BS")
-            x_BSD, _ = model.bert.encode(*(batch[name] for name in names))
+            x_BSD, _ = model.bert.encode(*(batch[name] for name in names), batch.get("kept_T"))
             scores_BC = model.scores(x_BSD)
             right += int((scores_BC.argmax(1) == batch["labels_B"]).sum())
         commonest = np.bincount([sample["label"] for sample in samples]).max()

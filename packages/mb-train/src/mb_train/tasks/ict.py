@@ -18,7 +18,15 @@ from mb_train.models.ict import ICT, LOSS
 from mb_train.models.plans import ict_plan
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.architecture import transformer_config
-from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets, batches_of, stacked
+from mb_train.tasks.base import (
+    Borders,
+    DataPaths,
+    Dataset,
+    Datasets,
+    batches_of,
+    kept_places,
+    stacked,
+)
 from mb_train.tasks.from_bert import trained_bert
 
 
@@ -30,6 +38,7 @@ class ICTTask:
         tokenizer: with [CLS], [SEP] and [PAD].
         vocab_size: padded.
         mesh: over whose data-parallel ranks blocks are gathered.
+        leave_out: batches say which places are padding, for blocks to leave out.
 
     Raises:
         ValueError: pipeline stages, of which two towers have none, or experts that mb_layers
@@ -40,7 +49,13 @@ class ICTTask:
     sentences = True
 
     def __init__(
-        self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: ParallelMesh
+        self,
+        config: TrainConfig,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
+        mesh: ParallelMesh,
+        leave_out: bool = False,
     ) -> None:
         if mesh.pp_size > 1:
             raise ValueError(
@@ -52,6 +67,7 @@ class ICTTask:
         self.loss_weights = {LOSS: "weights_B"}
         self.sequence_length = 2 * whole(config.seq_length)
         self._config, self._tokenizer, self._mesh = config, tokenizer, mesh
+        self._leave_out = leave_out
 
     def borders(self, runs: Sequence[range]) -> Borders:
         """Of one stage."""
@@ -102,13 +118,19 @@ class ICTTask:
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
         """See `ICT.forward`."""
-        return {
+        queries_BS, blocks_BS = (
+            stacked(samples, f"{side}_pad_mask") for side in ("query", "block")
+        )
+        batch = {
             "tokens_BS": stacked(samples, "query_tokens"),
-            "query_valid_BS": stacked(samples, "query_pad_mask"),
+            "query_valid_BS": queries_BS,
             "block_BS": stacked(samples, "block_tokens"),
-            "block_valid_BS": stacked(samples, "block_pad_mask"),
+            "block_valid_BS": blocks_BS,
             "weights_B": np.ones(len(samples), np.float32),
         }
+        if self._leave_out:
+            batch |= kept_places(query_kept_T=queries_BS, block_kept_T=blocks_BS)
+        return batch
 
     @torch.no_grad()
     def evaluate_more(self, model: ICT, dataset: Dataset, count: int) -> dict[str, float]:
@@ -122,8 +144,11 @@ class ICTTask:
         device = next(model.parameters()).device
         queries, blocks = [], []
         for _, batch in batches_of(self, samples, device):
-            queries.append(model.query(batch["tokens_BS"], batch["query_valid_BS"])[0].float())
-            blocks.append(model.block(batch["block_BS"], batch["block_valid_BS"])[0].float())
+            kept = [batch.get(f"{side}_kept_T") for side in ("query", "block")]
+            query_BD, _ = model.query(batch["tokens_BS"], batch["query_valid_BS"], kept[0])
+            block_BD, _ = model.block(batch["block_BS"], batch["block_valid_BS"], kept[1])
+            queries.append(query_BD.float())
+            blocks.append(block_BD.float())
         scores_BA = (torch.cat(queries) @ torch.cat(blocks).t()).cpu().numpy()
         words = BM25([self._words(s["block_tokens"]) for s in samples])
         ours, theirs = [], []

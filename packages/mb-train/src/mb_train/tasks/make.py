@@ -32,16 +32,28 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
     Raises:
         ValueError: sizes or options that do not fit the model.
     """
+    padded: dict[str, Any] = {
+        "vocab_size": vocab_size, "leave_out": leaves_padding_out(config, mesh)
+    }  # fmt: skip
     if config.model == "bert":
-        return BertTask(config, tokenizer, vocab_size=vocab_size)
+        return BertTask(config, tokenizer, **padded)
     if config.model == "t5":
-        return T5Task(config, tokenizer, vocab_size=vocab_size)
+        return T5Task(config, tokenizer, **padded)
     if config.model == "classifier":
-        return ClassifyTask(config, tokenizer, vocab_size=vocab_size)
+        return ClassifyTask(config, tokenizer, **padded)
     if config.model == "ict":
-        return ICTTask(config, tokenizer, vocab_size=vocab_size, mesh=mesh)
+        return ICTTask(config, tokenizer, **padded, mesh=mesh)
     fim = fill_in_the_middle(config, tokenizer) if config.fim_data else None
     return GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod, rearranged=fim)
+
+
+def leaves_padding_out(config: TrainConfig, mesh: ParallelMesh) -> bool:
+    """Whether blocks may see a batch without its padding, as one sequence of any length.
+
+    Not where others count on the shape: what crosses the border of a pipeline's stages, ranks that
+    bring equal numbers of tokens to each other's experts, a balance within each sequence.
+    """
+    return mesh.pp_size == 1 and mesh.ep_size == 1 and config.moe_balance_over != "sequence"
 
 
 def fill_in_the_middle(config: TrainConfig, tokenizer: Any) -> Callable[[Dataset], Dataset]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mb_train.config import TrainConfig, whole
 from mb_train.models.plans import t5_plan
+from mb_train.models.segments import Segments
 from mb_train.models.t5 import T5
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.base import (
@@ -24,6 +25,7 @@ from mb_train.tasks.base import (
     Dataset,
     Datasets,
     batches_of,
+    kept_places,
     segment_ends,
 )
 from mb_train.tasks.packed import laid, lengths_of, pack
@@ -38,6 +40,7 @@ class T5Task:
         config: the run.
         tokenizer: with special tokens and sentinels (`--vocab-extra-ids`).
         vocab_size: padded.
+        leave_out: batches say which places are padding, for blocks to leave out.
 
     Raises:
         ValueError: an activation or experts that mb_layers refuses.
@@ -46,12 +49,14 @@ class T5Task:
     first_input = "tokens_BS"
     sentences = True
 
-    def __init__(self, config: TrainConfig, tokenizer: Any, *, vocab_size: int) -> None:
+    def __init__(
+        self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, leave_out: bool = False
+    ) -> None:
         self.loss_weights = {"lm loss": "weights_BR"}
         self.sequence_length = whole(config.seq_length) + whole(config.decoder_seq_length)
         self.model_config = transformer_config(config, vocab_size)
         self.layers = self.model_config.num_layers + config.decoder_layers
-        self._config, self._tokenizer = config, tokenizer
+        self._config, self._tokenizer, self._leave_out = config, tokenizer, leave_out
         self._rooms = [whole(config.seq_length), whole(config.decoder_seq_length)]
         self._most = config.samples_per_sequence
 
@@ -128,7 +133,7 @@ class T5Task:
         read, written = (lengths_of(rows, mask, self._most) for mask in (_READ, _WRITTEN))
         # Padding of the decoder attends to the encoder's, or to nothing where it has none.
         ends_BN, decoder_ends_BN = segment_ends(*zip((read, written), self._rooms, strict=True))
-        return {
+        batch = {
             "tokens_BS": laid(rows, "text_enc", _READ),
             "ends_BN": ends_BN,
             "valid_BS": laid(rows, _READ, _READ),
@@ -138,6 +143,10 @@ class T5Task:
             "labels_BR": np.maximum(laid(rows, "labels", _WRITTEN), 0),
             "weights_BR": laid(rows, "loss_mask", _WRITTEN).astype(np.float32),
         }
+        if self._leave_out:
+            valid = batch["valid_BS"], batch["decoder_valid_BR"]
+            batch |= kept_places(**dict(zip(("kept_T", "decoder_kept_T"), valid, strict=True)))
+        return batch
 
     @torch.no_grad()
     def evaluate_more(self, model: T5, dataset: Dataset, count: int) -> dict[str, float]:
@@ -157,24 +166,26 @@ class T5Task:
         device = next(model.parameters()).device
         special = torch.tensor([*self._tokenizer.extra_ids, self._tokenizer.eos], device=device)
         for chunk, batch in batches_of(self, samples, device):
-            read = [batch[name] for name in ("tokens_BS", "ends_BN", "valid_BS")]
-            memory_BSD, _ = model.encode(*read)
-            names = ("decoder_tokens_BR", "decoder_ends_BN", "decoder_valid_BR")
-            attended = batch["ends_BN"], batch["tokens_BS"].shape[1]
-            x_BRD, _ = model.decode(*(batch[name] for name in names), memory_BSD, attended)
+            tokens_BS, ends_BN, valid_BS = (
+                batch[name] for name in ("tokens_BS", "ends_BN", "valid_BS")
+            )
+            written_BR, valid_BR = batch["decoder_tokens_BR"], batch["decoder_valid_BR"]
+            read = Segments(ends_BN, tokens_BS.shape[1])
+            written = Segments(batch["decoder_ends_BN"], written_BR.shape[1])
+            memory_BSD, _ = model.encode(tokens_BS, read, valid_BS)
+            x_BRD, _ = model.decode(written_BR, written, valid_BR, memory_BSD, read)
             labels_BR = batch["labels_BR"]
             counts_BR = (batch["weights_BR"] > 0) & ~torch.isin(labels_BR, special)
             found_BR = model.logits(x_BRD).argmax(2)
             right_tokens += int(((found_BR == labels_BR) & counts_BR).sum())
             tokens.append(labels_BR[counts_BR])
-            written_BR = model.write(
-                *read,
-                first=self._tokenizer.bos,
-                length=int(batch["decoder_valid_BR"].sum(1).max()),
+            longest = int(valid_BR.sum(1).max())
+            greedy_BR = model.write(
+                tokens_BS, ends_BN, valid_BS, first=self._tokenizer.bos, length=longest
             )
-            for sample, written in zip(chunk, written_BR.tolist(), strict=True):
+            for sample, tokens_R in zip(chunk, greedy_BR.tolist(), strict=True):
                 wanted = self._spans([t for t in sample["labels"].tolist() if t >= 0])
-                found = self._spans(written)
+                found = self._spans(tokens_R)
                 right += sum(found.get(sentinel) == span for sentinel, span in wanted.items())
                 spans.update(map(tuple, wanted.values()))
         every = torch.cat(tokens)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig
 from mb_train.models import gpt, segments
-from mb_train.models.attention import BlockContext
+from mb_train.models.attention import BlockContext, CoreAttention
 from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.segments import (
@@ -131,6 +131,39 @@ def test_a_model_says_the_same_every_way(monkeypatch, positions):
     torch.testing.assert_close(packed, masked)
     other = model(x, **batch, ends_BN=torch.full((3, 1), 12))
     assert (other.losses["lm loss"] - masked).abs() > 1e-4
+
+
+@pytest.mark.parametrize("flash", [False, True], ids=["mask", "kernel"])
+def test_a_row_of_what_is_kept_attends_as_the_batch(monkeypatch, flash):
+    """Within itself, and from one batch to another: outputs and gradients of real tokens."""
+    monkeypatch.setattr(segments, "flash_kernel", lambda: by_document)
+    torch.manual_seed(0)
+    queries = Segments(torch.tensor([[4, 7, 9, 12], [12, 12, 12, 12], [0, 2, 2, 12]]), 12)
+    others = Segments(torch.tensor([[3, 8, 9, 10], [10, 10, 10, 10], [1, 2, 5, 10]]), 10)
+    core = CoreAttention(0.0)
+    for keys, causal in ((queries, True), (queries, False), (others, False)):
+        q, k = (torch.randn(3, side.length, 2, 8) for side in (queries, keys))
+        real_q, real_k = ((side.numbers() < 3)[..., None, None] for side in (queries, keys))
+        found = []
+        for keep in (False, True):
+            leaves = [(x * real).requires_grad_() for x, real in ((q, real_q), (k, real_k))]
+            sides = [_kept(queries), _kept(keys)] if keep else [queries, keys]
+            rows = [side.collect(x) for side, x in zip(sides, leaves, strict=True)]
+            assert [len(row) for row in rows] == ([1, 1] if keep else [3, 3])
+            within = within_segments(
+                sides[0], causal=causal, flash=flash and keep, attended=sides[1]
+            )
+            assert ("bounds" in within) == (flash and keep)
+            y = core(rows[0], rows[1], rows[1].flip(2), BlockContext(**within))
+            y = sides[0].spread(y) * real_q
+            found.append([y, *torch.autograd.grad((y**2).sum(), leaves)])
+        torch.testing.assert_close(*found)
+
+
+def _kept(segments):
+    """All real tokens, and three places of padding."""
+    real = (segments.numbers() < 3).flatten()
+    return segments._replace(kept_T=(real | ((~real).cumsum(0) <= 3)).nonzero()[:, 0])
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from functools import partial
 import mb_data
 import numpy as np
 import pytest
+from mb_parallel import ParallelDims
 from mb_train.config import TrainConfig
 from mb_train.models.transformer import DenseMLP
 from mb_train.tasks import GPTTask
-from mb_train.tasks.make import fill_in_the_middle, whole_model
+from mb_train.tasks.base import kept_places
+from mb_train.tasks.make import fill_in_the_middle, leaves_padding_out, whole_model
 
 EOD = 9
 SAMPLES = [[1, 2, EOD, 3, 4, EOD, EOD, 5], [EOD, 1, 2, 3, 4, 5, 6, EOD]]
@@ -136,3 +138,34 @@ def test_both_sides_of_a_t5_have_experts_by_their_flags():
         found = [not isinstance(block.mlp, DenseMLP) for block in stack.blocks.values()]
         assert found == expected
         assert stack.num_moe_layers == 2
+
+
+def test_blocks_are_shown_what_is_not_padding():
+    """And padding up to one of a few sizes; nothing is said where that is all."""
+    valid_BS = np.arange(256) < np.array([[100], [0], [256], [7]])
+    (kept_T,) = kept_places(kept_T=valid_BS).values()
+    real = np.flatnonzero(valid_BS)
+    assert len(real) == 363
+    assert len(kept_T) == 384
+    assert (np.diff(kept_T) > 0).all()
+    assert np.isin(real, kept_T).all()
+    sizes = {len(kept_places(kept_T=np.arange(4096)[None] < n)["kept_T"]) for n in range(1, 3840)}
+    assert sizes == set(range(256, 4096, 256))
+    assert kept_places(kept_T=np.arange(4096)[None] < 3841, other=np.ones((1, 8))) == {}
+
+
+@pytest.mark.parametrize(
+    ("dims", "change", "leaves_out"),
+    [
+        ({}, {}, True),
+        ({"dp_shard": 2, "tp": 2}, {}, True),
+        ({"pp": 2}, {}, False),
+        ({"dp_shard": 2, "ep": 2}, {}, False),
+        ({}, {"moe_balance_over": "sequence"}, False),
+    ],
+)
+def test_padding_is_left_out_where_no_other_counts_on_the_shape(dims, change, leaves_out):
+    run = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 7}
+    run |= {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "moe_num_experts": 4}
+    config = TrainConfig(**run, model="bert", **change)
+    assert leaves_padding_out(config, ParallelDims(**dims)) == leaves_out

@@ -33,7 +33,7 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
         ValueError: sizes or options that do not fit the model.
     """
     padded: dict[str, Any] = {
-        "vocab_size": vocab_size, "leave_out": leaves_padding_out(config, mesh)
+        "vocab_size": vocab_size, "leave_out": leaves_padding_out(config, mesh.dims)
     }  # fmt: skip
     if config.model == "bert":
         return BertTask(config, tokenizer, **padded)
@@ -47,13 +47,13 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
     return GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod, rearranged=fim)
 
 
-def leaves_padding_out(config: TrainConfig, mesh: ParallelMesh) -> bool:
+def leaves_padding_out(config: TrainConfig, dims: ParallelDims) -> bool:
     """Whether blocks may see a batch without its padding, as one sequence of any length.
 
     Not where others count on the shape: what crosses the border of a pipeline's stages, ranks that
     bring equal numbers of tokens to each other's experts, a balance within each sequence.
     """
-    return mesh.pp_size == 1 and mesh.ep_size == 1 and config.moe_balance_over != "sequence"
+    return dims.pp == 1 and dims.ep == 1 and config.moe_balance_over != "sequence"
 
 
 def fill_in_the_middle(config: TrainConfig, tokenizer: Any) -> Callable[[Dataset], Dataset]:

@@ -101,11 +101,8 @@ class Bert(nn.Module):
         self.stack.keep(layers, last=last)
         if not last:
             self.lm_head = self.pooler = self.order_head = None
-        if not first and self.lm_head is not None:
-            assert self.embedding is not None
-            self.embedding.keep_tokens()
-        elif not first:
-            self.embedding = None
+        assert self.embedding is not None
+        self.embedding = self.embedding.of_stage(begins=first, head=self.lm_head is not None)
 
     def forward(
         self,

@@ -36,9 +36,16 @@ class Embedding(nn.Module):
             if table is not None:
                 nn.init.normal_(table.weight, std=config.init_std)
 
-    def keep_tokens(self) -> None:
-        """Keep only the token table: what a head that is tied to it needs."""
+    def of_stage(self, *, begins: bool, head: bool) -> Embedding | None:
+        """What a stage of a pipeline keeps of it: all, a tied head's token table, or nothing.
+
+        Args:
+            begins: tokens come in there. head: there is a head that is tied to it.
+        """
+        if begins:
+            return self
         self.positions = self.token_types = self.norm = None
+        return self if head else None
 
     def forward(
         self, tokens_BS: Tensor, positions_BS: Tensor, token_types_BS: Tensor | None = None

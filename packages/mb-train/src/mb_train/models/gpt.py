@@ -71,11 +71,9 @@ class GPT(nn.Module):
         self.stack.keep(layers, last=last)
         if not last:
             self.head = None
-        if not first and last and self.config.tie_embeddings:
-            assert self.embedding is not None
-            self.embedding.keep_tokens()
-        elif not first:
-            self.embedding = None
+        assert self.embedding is not None
+        tied = last and self.config.tie_embeddings
+        self.embedding = self.embedding.of_stage(begins=first, head=tied)
 
     def forward(
         self,

@@ -112,12 +112,9 @@ class T5(nn.Module):
         if not last:
             self.head = None
             self.register_parameter("head_bias", None)
-        if not (first or self.begins):
-            if last and self.config.tie_embeddings:
-                assert self.embedding is not None
-                self.embedding.keep_tokens()
-            else:
-                self.embedding = None
+        assert self.embedding is not None
+        tied = last and self.config.tie_embeddings
+        self.embedding = self.embedding.of_stage(begins=first or self.begins, head=tied)
 
     def forward(
         self,

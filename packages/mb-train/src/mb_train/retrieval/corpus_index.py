@@ -27,7 +27,7 @@ import torch
 
 from mb_train.config import TrainConfig, whole
 from mb_train.loading import Trained, load_trained
-from mb_train.tasks.base import EVALUATED_AT_ONCE
+from mb_train.tasks.base import EVALUATED_AT_ONCE, kept_places
 from mb_train.tasks.ict import titles_beside
 from mb_train.tasks.make import one_process_task
 
@@ -244,5 +244,6 @@ def _embed(
 ) -> npt.NDArray[np.float32]:
     tower: Tower = getattr(trained.model, side)
     device = next(tower.parameters()).device
-    tensors = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (tokens_BS, valid_BS))
-    return tower(*tensors)[0].float().cpu().numpy()
+    arrays = {"tokens_BS": tokens_BS, "valid_BS": valid_BS, **kept_places(kept_T=valid_BS)}
+    batch = {name: torch.from_numpy(a.astype(np.int64)).to(device) for name, a in arrays.items()}
+    return tower(**batch)[0].float().cpu().numpy()

@@ -148,7 +148,7 @@ def kept_places(**valid: np.ndarray) -> dict[str, np.ndarray]:
 def _real_first(valid_BS: np.ndarray) -> np.ndarray | None:
     places = valid_BS.size
     step = math.ceil(places / _STEPS / _LEAST_STEP) * _LEAST_STEP
-    size = math.ceil(np.count_nonzero(valid_BS) / step) * step
+    size = math.ceil(max(np.count_nonzero(valid_BS), 1) / step) * step
     if size >= places:
         return None
     real_first = np.argsort(valid_BS.ravel() == 0, kind="stable")

@@ -85,6 +85,14 @@ def test_activations_are_what_autograd_keeps(kind):
     assert counted == pytest.approx(kept, rel=0.15)
 
 
+def test_experts_with_a_capacity_keep_what_dropless_ones_keep():
+    kept = []
+    for capacity in (0.0, 1.0):
+        config = config_of(**KINDS["experts"], moe_capacity_factor=capacity)
+        kept.append(kept_bytes(GPT(transformer_config(config, 64)).train(), config))
+    assert kept[0] == kept[1]
+
+
 @pytest.mark.parametrize("kind", ["dense", "modern", "experts", "gated-experts", "shared-expert"])
 def test_arithmetic_is_what_the_operations_are_counted_to_take(kind):
     config = config_of(**KINDS[kind])

@@ -1,11 +1,11 @@
 """What `mb-train plan` says of a run beside what the run then takes, on one GPU.
 
-    python packages/mb-train/benchmarks/plan.py [--cases dense-125m dmoe-125m] [--steps 12]
+    python packages/mb-train/benchmarks/plan.py [--cases dense-125m dmoe-125m] [--steps 24]
 
 Each case trains a few steps on random tokens, without evaluation or checkpoint. Memory is the most
-that torch's allocator had given out, time the median step after the warm-up; the plan's error is
-its figure over the measured one, less 1. Under 90 s in all on an H200. Prints a table, then one
-line of JSON.
+that torch's allocator had given out, time the median mean of four steps after the warm-up; the
+plan's error is its figure over the measured one, less 1. Under 90 s in all on an H200. Prints each
+row when it is known, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ CASES: dict[str, dict[str, int]] = {
     "dmoe-125m": {"micro_batch_size": 32, "global_batch_size": 64},
     "olmoe-1b-7b": {"num_layers": 2, "micro_batch_size": 4, "global_batch_size": 8},
 }
-WARM_UP = 4
+WARM_UP, TOGETHER = 8, 4
 
 
 def measure(name: str, data: list[str], folder: Path, steps: int, device: str) -> dict[str, Any]:
     """Plan and actual figures of one case."""
     fields = recipe(name) | CASES[name] | {"train_iters": steps, "device": device}
     words = ["--recipe", name, *data, "--save", str(folder), "--device", device]
-    words += ["--train-iters", str(steps)]
+    # A report waits for the device: after every step it would hold the host back.
+    words += ["--train-iters", str(steps), "--log-interval", str(TOGETHER)]
     for field, value in CASES[name].items():
         words += ["--" + field.replace("_", "-"), str(value)]
     on_gpu = device == "cuda"
@@ -51,7 +52,7 @@ def measure(name: str, data: list[str], folder: Path, steps: int, device: str) -
     train(words)
     events = [e for e in read_log(folder / "log.jsonl") if e["event"] == "train"]
     (start,) = (e for e in read_log(folder / "log.jsonl") if e["event"] == "start")
-    times = [e["ms_per_iteration"] for e in events[WARM_UP:]]
+    times = [e["ms_per_iteration"] for e in events[WARM_UP // TOGETHER :]]
     found = sizes(
         TrainConfig(**fields),
         vocab_size(name),
@@ -80,7 +81,7 @@ def main() -> None:
     """Measure the cases and print them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--steps", type=int, default=12, help=f"more than {WARM_UP}; default 12")
+    parser.add_argument("--steps", type=int, default=24, help=f"more than {WARM_UP}; default 24")
     options = parser.parse_args()
     if options.steps <= WARM_UP:
         raise SystemExit(f"Expected --steps above {WARM_UP}, got {options.steps}.")

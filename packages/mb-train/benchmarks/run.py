@@ -40,9 +40,9 @@ from mb_train.metrics import Accumulator
 from mb_train.optimizer import build_optimizer
 from mb_train.recipes import recipe
 from mb_train.schedule import BatchSizes, build_schedule
+from mb_train.step import train_step
 from mb_train.tasks import GPTTask
 from mb_train.timers import Timers
-from mb_train.train import train_step
 from torch import Tensor, nn
 
 V, S, WARM_UP, STEPS, HOST_STEPS = 50304, 1024, 5, 30, 3

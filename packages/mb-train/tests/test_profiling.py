@@ -92,7 +92,7 @@ def test_time_is_that_of_a_kind_and_that_of_it_alone():
 class _Recorder:
     """Stands in for torch's profiler: always the same trace."""
 
-    def __init__(self, activities):
+    def __init__(self, activities, acc_events):
         self.calls = []
 
     def start(self):

@@ -17,8 +17,8 @@ from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator
 from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.schedule import BatchSizes, build_schedule
+from mb_train.step import train_step
 from mb_train.timers import Timers
-from mb_train.train import train_step
 from torch import nn
 
 CONFIG = TrainConfig(

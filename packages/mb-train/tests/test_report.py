@@ -55,7 +55,7 @@ def test_what_runs_are_compared_by_is_in_words(tmp_path):
         ("profile", {"iteration": 12, "step_ms": 200.0, "kinds": kinds}),
     )
     told = dict(summary(read_curves(tmp_path)))
-    assert told["training loss on the way"] == "2.0000 at 100, 2.0000 at 200"
+    assert told["training loss of a step"] == "2.0000 at 100, 2.0000 at 200"
     assert told["ms a step"] == "200.0, the median"
     assert told["MFU"] == "0.500, the median"
     assert told["decided at the start"] == "12 layers by peer"

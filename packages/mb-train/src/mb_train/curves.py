@@ -141,7 +141,7 @@ def summary(curves: Curves) -> list[tuple[str, str]]:
     ]
     passed = [f"{_words(curves.loss[at])} at {at}" for at in _MILESTONES if at in curves.loss]
     if passed:
-        lines.append(("training loss on the way", ", ".join(passed)))
+        lines.append(("training loss of a step", ", ".join(passed)))
     for name, series in (("validation loss", curves.valid), ("test loss", curves.test)):
         if series:
             at = max(series)

@@ -142,7 +142,8 @@ class Profiler:
         """Begin; what the device is still doing is waited for."""
         torch.cuda.synchronize()
         # The host is recorded for the sake of the collectives: it alone knows of their groups.
-        self._recorder = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+        both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        self._recorder = profile(activities=both, acc_events=True)  # without it, it warns
         self._recorder.start()
 
     def stop(self, step: int, keep: Path | None) -> tuple[Profile, str]:

@@ -28,7 +28,7 @@ from mb_train.checkpoint import Progress, load_checkpoint
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
 from mb_train.console import Console
-from mb_train.data import Data, prepare_data
+from mb_train.data import Data, batches, prepare_data
 from mb_train.folder_lock import locked
 from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.profiling import check_profiled
@@ -51,7 +51,7 @@ from mb_train.schedule import (
     train_samples,
 )
 from mb_train.sizing import memory_warning
-from mb_train.tasks import Task, make_task
+from mb_train.tasks import Batch, Dataset, Task, make_task
 from mb_train.timers import Timers
 from mb_train.tokenizers import load_tokenizer
 from mb_train.toml_file import to_toml
@@ -255,6 +255,20 @@ class Run:
         self.log.close()
         if self.saver is not None:
             self.saver.close()
+
+    def stream(self, dataset: Dataset, *, consumed_samples: int) -> Generator[Batch]:
+        """This rank's micro-batches of a set, from there on, on the device."""
+        return batches(
+            self.task,
+            dataset,
+            self.device,
+            self.mesh,
+            consumed_samples=consumed_samples,
+            micro_batch_size=self.micro_batch_size,
+            workers=self.config.num_workers,
+            vocab_size=self.vocab_size,
+            cyclic=self.config.dataloader_type == "cyclic",
+        )
 
     def reports(self, iteration: int) -> bool:
         """Whether a progress line is due after this step, whatever happens in it."""

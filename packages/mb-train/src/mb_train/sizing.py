@@ -12,12 +12,14 @@ of a head, K experts per token, L layers, E experts.
 
 from __future__ import annotations
 
+import operator
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from mb_parallel import ParallelDims
+from mb_parallel.expert_parallel import choose_dispatcher
 from torch import nn
 
 from mb_train.config import TrainConfig, whole
@@ -53,7 +55,7 @@ class Sizes:
     Attributes:
         parameters: of the whole model; active: of those, what a token meets.
         weights, gradients, optimizer, activations: bytes of a rank; activations with the loss.
-        accumulates: gradients of earlier micro-batches are there at the loss of a later one.
+        gradients_at_loss: of those bytes, what earlier micro-batches left; 0 for the first.
         step_flops: of all ranks together.
         step_s: seconds; None for a device whose peak is not known.
     """
@@ -64,15 +66,14 @@ class Sizes:
     gradients: int
     optimizer: int
     activations: int
-    accumulates: bool
+    gradients_at_loss: int
     step_flops: float
     step_s: float | None
 
     @property
     def memory(self) -> int:
         """Bytes of a rank, all in all."""
-        both = (self.gradients, self.activations)
-        passing = sum(both) if self.accumulates else max(both)
+        passing = max(self.gradients, self.gradients_at_loss + self.activations)
         return int((self.weights + self.optimizer + passing) * _SLACK)
 
 
@@ -110,19 +111,21 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     cast = narrow * (here / whole(config.num_layers) if config.zero_stage == 3 else here)
     # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
     waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1
-    gradients = sum(
-        part.gradient_bytes(micro_batches) * (part.here if waiting else part.sharded)
-        for part in parts
-    )
+
+    def gradients(passes: int) -> int:
+        held = (part.here if waiting else part.sharded for part in parts)
+        each = (part.gradient_bytes(passes) for part in parts)
+        return int(sum(map(operator.mul, each, held)))
+
     activations = _activations(model, config, dims, narrow or 4)
     return Sizes(
         parameters=total,
         active=int(total - experts + experts * share),
         weights=int(4 * sharded + cast),
-        gradients=int(gradients),
+        gradients=gradients(micro_batches),
         optimizer=int(_state_bytes(config) * sharded),
         activations=int(activations + _loss(config, vocab_size, dims, narrow or 4)),
-        accumulates=micro_batches > 1,
+        gradients_at_loss=0 if micro_batches == 1 else gradients(micro_batches - 1),
         step_flops=flops,
         step_s=_seconds(
             flops / ranks,
@@ -151,7 +154,7 @@ class _Part:
         return self.here / self.shards
 
     def gradient_bytes(self, micro_batches: int) -> int:
-        """Of each parameter; beside a copy in its dtype until several add up."""
+        """Of each parameter after so many; beside a copy in its dtype until several add up."""
         return 2 if self.copied and micro_batches == 1 else 4
 
     def traffic(self, state_bytes: int, micro_batches: int) -> float:
@@ -186,11 +189,14 @@ def _activations(model: nn.Module, config: TrainConfig, dims: ParallelDims, widt
     inside = heads + 2 * kv + rotated + heads  # q, k, v, what attention returns
     gated = 2 if config.is_glu else 1
     dense = (4 if config.is_glu else 2) * config.ffn_size
-    experts = config.moe_top_k * gated * config.expert_ffn_size
+    rows, tokens_here = _room(config, dims, on_gpu=width == 2)
+    experts = config.moe_top_k * gated * config.expert_ffn_size * rows
     if config.moe_recompute:
         experts = 0
     elif config.moe_saved_activation_bits is not None:
         experts = experts * config.moe_saved_activation_bits // (8 * width)
+    if dims.ep > 1:
+        experts += hidden * tokens_here
     experts += gated * (config.moe_shared_expert_intermediate_size or 0)
     experts += (4 * (config.moe_num_experts or 0) * 3) // width  # logits and scores in fp32
     split = dims.tp if config.sequence_parallel else 1
@@ -207,6 +213,23 @@ def _activations(model: nn.Module, config: TrainConfig, dims: ParallelDims, widt
     in_flight = dims.pp
     ends = 4 * tokens * hidden * 2  # fp32 embeddings; hidden states and their gradient at the head
     return width * tokens * kept * in_flight + ends
+
+
+def _room(config: TrainConfig, dims: ParallelDims, *, on_gpu: bool) -> tuple[float, float]:
+    """Rows that experts have room for, over the even share; tokens that are kept, over a rank's."""
+    ep, top_k = dims.ep, config.moe_top_k
+    if ep == 1 or config.moe_num_experts is None:
+        return 1.0, 0.0
+    bounded = config.moe_row_policy != "worst"
+    problem = None if on_gpu else "there is no GPU"
+    chosen, _ = choose_dispatcher(config.moe_dispatcher, top_k, ep, problem, bounded=bounded)
+    visited = min(top_k, ep)
+    if chosen == "all_to_all" or config.moe_row_policy == "exact":
+        return 1.0, visited
+    if config.moe_row_policy == "budget":
+        return config.moe_row_budget, visited * config.moe_row_budget
+    here = max(config.moe_num_experts // ep, 1)
+    return ep * min(top_k, here) / top_k, ep
 
 
 def _loss(config: TrainConfig, vocab_size: int, dims: ParallelDims, width: int) -> float:

@@ -15,6 +15,28 @@ import torch
 import torch.distributed as dist
 
 
+class Clock:
+    """Time spent training: what is paused does not count."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap; the caller has just waited for the device."""
+        now = time.perf_counter()
+        elapsed, self._start = now - self._start, now
+        return elapsed
+
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None]:
+        _wait(self._device)
+        begun = time.perf_counter()
+        yield
+        _wait(self._device)
+        self._start += time.perf_counter() - begun
+
+
 class Timers:
     """The timers of one rank.
 
@@ -34,10 +56,10 @@ class Timers:
         if level > self._level:
             yield
             return
-        self._wait()
+        _wait(self._device)
         begun = time.perf_counter()
         yield
-        self._wait()
+        _wait(self._device)
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
 
     def collect(self, *names: str, steps: int = 1) -> dict[str, list[float]]:
@@ -63,10 +85,6 @@ class Timers:
         """
         return timer_lines(self.collect(*names), self._option)
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
 
 def timer_lines(times: dict[str, list[float]], option: str) -> str:
     """Megatron's lines about `times`, milliseconds of each rank by name; "" for none."""
@@ -84,3 +102,8 @@ def timer_lines(times: dict[str, list[float]], option: str) -> str:
         said = longest if option == "max" else f"({min(ranks):.2f}, {longest})"
         lines.append(f"    {(name + ' ').ljust(48, '.')}: {said}")
     return "\n".join(lines)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -11,38 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mb_parallel import any_rank, distributed, rank, world_size
-from mb_parallel.optimizer import clip_and_step, weight_norm, zeros_in_grad
-from mb_parallel.random import seed_micro_batch
-from torch import Tensor
 
 from mb_train import run_folder
-from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
-from mb_train.data import batches
-from mb_train.execute import Work, weigh
 from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator
-from mb_train.optimizer import apply_schedule
 from mb_train.profiling import Profiler
-from mb_train.reporting import datetime_line, measured_line, perplexity, validation_lines
+from mb_train.reporting import datetime_line
 from mb_train.run import Run, Start, device_type, only_writer
 from mb_train.signals import StopFlag, stop_signals
-from mb_train.tasks import Batch, Dataset
-
-# Samples at most: enough to know a share to 2 %.
-_MEASURED = 2000
+from mb_train.step import params_norm, train_step
+from mb_train.tasks import Batch
+from mb_train.timers import Clock
+from mb_train.validate import evaluate, evaluate_end
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
 
 
 def _loop(run: Run, stop: StopFlag) -> Result:
-    config, begun, clock = run.config, time.monotonic(), _Clock(run.device)
+    config, begun, clock = run.config, time.monotonic(), Clock(run.device)
     accumulator, guard = Accumulator(run.mesh), DivergenceGuard(config.nan_limit)
     profiler = Profiler(config, here=rank() == 0)
     valid_losses: dict[str, float] = {}
@@ -126,8 +118,8 @@ def _loop(run: Run, stop: StopFlag) -> Result:
             with clock.paused():
                 _tell_profile(run, profiler, iteration - started_at)
         if run.reports(iteration) or stopped_by:
-            params_norm = _params_norm(run) if config.log_params_norm else None
-            stats = accumulator.collect(done.grad_norm, params_norm, done.zeros_in_grad)
+            norm = params_norm(run) if config.log_params_norm else None
+            stats = accumulator.collect(done.grad_norm, norm, done.zeros_in_grad)
             samples = run.progress.consumed_samples
             report_interval(
                 run,
@@ -162,7 +154,7 @@ def _loop(run: Run, stop: StopFlag) -> Result:
         run.say(f" stopping at iteration {iteration}: {stopped_by}")
     else:
         of_now = valid_losses if evaluated_at == iteration else {}
-        valid_losses = _evaluate_end(run, of_now, stop)
+        valid_losses = evaluate_end(run, of_now, stop)
     if saved_at != iteration:
         save(run, wait=True)
     elif run.saver is not None:
@@ -180,129 +172,6 @@ def _tell_profile(run: Run, profiler: Profiler, step: int) -> None:
     found, kept = profiler.stop(step, keep)
     run.say(f"{found.lines()}\n{kept}")
     run.log.write("profile", iteration=iteration, **dataclasses.asdict(found))
-
-
-def _evaluate_end(run: Run, of_now: dict[str, float], stop: StopFlag) -> dict[str, float]:
-    """The validation losses of a run that has come to its end, and what its task measures.
-
-    `of_now` are those of the same weights on the same set, where they are known; else {}.
-    """
-    place = "the end of training for val data"
-    if of_now:
-        run.say(validation_lines(place, of_now))
-    else:
-        of_now = evaluate(run, run.data.valid, place, stop)
-    if of_now:
-        measure(run, run.data.valid, place)
-    return of_now
-
-
-class Step(NamedTuple):
-    """What is known of a step, on the device; `zeros_in_grad` is None if they were not counted."""
-
-    grad_norm: Tensor
-    zeros_in_grad: Tensor | None
-
-
-def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> Step:
-    """One optimizer step over the next micro-batches."""
-    config, mesh = run.config, run.mesh
-    iteration, samples = run.progress.iteration, run.progress.consumed_samples
-    apply_schedule(run.optimizer, run.schedule, samples - run.skipped_samples)
-    size = run.batch_sizes.size(samples)
-    with run.timers("batch-generator", level=2):
-        batches = list(itertools.islice(stream, size // (run.micro_batch_size * mesh.dp_size)))
-    weigh(run.task, mesh, batches)
-
-    def before(index: int) -> None:
-        # Dropout, jitter and noise follow from (seed, step, place of the micro-batch in the global
-        # batch): no generator's state has to be saved, and any number of ranks draws the same.
-        place = index * mesh.dp_size + mesh.dp_rank
-        seed_micro_batch(config.seed, step=iteration, place=place)
-        run.sign_of_life(f"iteration {iteration + 1} of {run.iterations} is under way")
-
-    def measured(metrics: dict[str, Tensor]) -> None:
-        accumulator.add_pass(metrics)
-        run.balancing_bias.see(metrics)
-
-    run.model.train()
-    scale = 1.0 if run.scaler is None else run.scaler.scale_on(run.device)
-    with run.timers("forward-backward", level=1):
-        losses = run.model.executor.step(Work(batches, scale, before, measured))
-    with run.timers("optimizer", level=1):
-        done = clip_and_step(
-            run.optimizer,
-            max_norm=config.clip_grad,
-            mesh=mesh,
-            scaler=run.scaler,
-            uncounted=run.model.copies,
-        )
-        counts = config.log_num_zeros_in_grad and run.reports(iteration + 1)
-        zeros = _zeros_in_grad(run) if counts else None
-        run.optimizer.zero_grad(set_to_none=True)
-        run.balancing_bias.update()
-    if run.scaler is not None and done.skipped.item():
-        run.skipped_samples += size
-    run.last_losses = losses
-    accumulator.add_iteration(losses, done.skipped)
-    run.progress = Progress(iteration + 1, samples + size)
-    return Step(done.grad_norm, zeros)
-
-
-@torch.no_grad()
-def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> dict[str, float]:
-    """Mean losses over the first `eval_iters` batches of a set, printed.
-
-    {} without a set, and if a signal came before the last batch.
-    """
-    if dataset is None:
-        return {}
-    run.model.train(False)
-    weights = run.task.loss_weights
-    sums = {name: torch.zeros(2, device=run.device) for name in weights}  # of losses, of weights
-    with contextlib.closing(_stream(run, dataset, consumed_samples=0)) as stream:
-        for done in range(run.config.eval_iters):
-            batches = list(itertools.islice(stream, run.micro_batches))
-            for name, loss in run.model.executor.evaluate(*batches).items():
-                count = torch.stack([batch[weights[name]].sum() for batch in batches]).sum()
-                sums[name] += torch.stack([loss.reshape(()), count])
-            step = f"batch {done + 1} of {run.config.eval_iters}"
-            if any_rank(bool(stop)):
-                run.say(f" evaluation at {place} left off after {step}")
-                return {}
-            run.sign_of_life(f"evaluation: {step} is done")
-    losses = {}
-    for name, both in sums.items():
-        run.mesh.all_reduce(both, "dp")
-        total, count = both.tolist()
-        losses[name] = total / max(count, 1.0)
-    run.say(validation_lines(place, losses))
-    main = next(iter(losses.values()))
-    run.log.write(
-        "eval",
-        iteration=run.progress.iteration,
-        place=place,
-        lm_loss=main,
-        ppl=perplexity(main),
-        losses=losses,
-    )
-    return losses
-
-
-def measure(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
-    """What the task tells beside its losses, over samples that `evaluate` takes too; printed.
-
-    Of a whole model on one process; {} where it is spread.
-    """
-    if dataset is None or run.mesh.dims.world_size > 1:
-        return {}
-    (model,) = run.model.parts
-    count = min(run.config.eval_iters * run.batch_size, len(dataset), _MEASURED)
-    found = run.task.evaluate_more(model.train(False), dataset, count)
-    if found:
-        run.say(measured_line(place, found))
-        run.log.write("measured", iteration=run.progress.iteration, place=place, **found)
-    return found
 
 
 def save(run: Run, *, wait: bool = False) -> None:
@@ -345,21 +214,7 @@ def _training_stream(run: Run) -> Generator[Batch]:
     """Micro-batches from where the run stands; none if it is at its end."""
     if run.progress.iteration < run.iterations:
         samples = run.progress.consumed_samples
-        yield from _stream(run, run.data.train, consumed_samples=samples)
-
-
-def _stream(run: Run, dataset: Dataset, *, consumed_samples: int) -> Generator[Batch]:
-    return batches(
-        run.task,
-        dataset,
-        run.device,
-        run.mesh,
-        consumed_samples=consumed_samples,
-        micro_batch_size=run.micro_batch_size,
-        workers=run.config.num_workers,
-        vocab_size=run.vocab_size,
-        cyclic=run.config.dataloader_type == "cyclic",
-    )
+        yield from run.stream(run.data.train, consumed_samples=samples)
 
 
 def _how_far(run: Run, started_at: int, seconds: float) -> str:
@@ -382,47 +237,6 @@ def _reason_to_stop(run: Run, begun: float, stop: StopFlag) -> str | None:
     if interval is not None and iteration % interval == 0 and iteration < run.iterations:
         return f"--exit-interval {interval}"
     return None
-
-
-@torch.no_grad()
-def _params_norm(run: Run) -> Tensor:
-    """The L2 norm of all weights, as `grad_norm` takes it of gradients."""
-    return weight_norm(_weights(run), run.mesh, uncounted=run.model.copies)
-
-
-def _zeros_in_grad(run: Run) -> Tensor:
-    """How many gradients are zero, in the whole model."""
-    return zeros_in_grad(_weights(run), run.mesh, uncounted=run.model.copies)
-
-
-def _weights(run: Run) -> list[Tensor]:
-    return [p for part in run.model.parts for p in part.parameters()]
-
-
-class _Clock:
-    """Time spent training: what is paused does not count."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last lap; the caller has just waited for the device."""
-        now = time.perf_counter()
-        elapsed, self._start = now - self._start, now
-        return elapsed
-
-    @contextlib.contextmanager
-    def paused(self) -> Generator[None]:
-        self._wait()
-        begun = time.perf_counter()
-        yield
-        self._wait()
-        self._start += time.perf_counter() - begun
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 @contextlib.contextmanager

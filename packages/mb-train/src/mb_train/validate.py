@@ -1,0 +1,91 @@
+"""Losses of a run on held-out data, while it trains and at its end.
+
+`mb_train.evaluation` is `mb-train eval`: a finished run on a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import torch
+from mb_parallel import any_rank
+
+from mb_train.reporting import measured_line, perplexity, validation_lines
+from mb_train.run import Run
+from mb_train.signals import StopFlag
+from mb_train.tasks import Dataset
+
+# Samples at most: enough to know a share to 2 %.
+_MEASURED = 2000
+
+
+@torch.no_grad()
+def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> dict[str, float]:
+    """Mean losses over the first `eval_iters` batches of a set, printed.
+
+    {} without a set, and if a signal came before the last batch.
+    """
+    if dataset is None:
+        return {}
+    run.model.train(False)
+    weights = run.task.loss_weights
+    sums = {name: torch.zeros(2, device=run.device) for name in weights}  # of losses, of weights
+    with contextlib.closing(run.stream(dataset, consumed_samples=0)) as stream:
+        for done in range(run.config.eval_iters):
+            batches = list(itertools.islice(stream, run.micro_batches))
+            for name, loss in run.model.executor.evaluate(*batches).items():
+                count = torch.stack([batch[weights[name]].sum() for batch in batches]).sum()
+                sums[name] += torch.stack([loss.reshape(()), count])
+            step = f"batch {done + 1} of {run.config.eval_iters}"
+            if any_rank(bool(stop)):
+                run.say(f" evaluation at {place} left off after {step}")
+                return {}
+            run.sign_of_life(f"evaluation: {step} is done")
+    losses = {}
+    for name, both in sums.items():
+        run.mesh.all_reduce(both, "dp")
+        total, count = both.tolist()
+        losses[name] = total / max(count, 1.0)
+    run.say(validation_lines(place, losses))
+    main = next(iter(losses.values()))
+    run.log.write(
+        "eval",
+        iteration=run.progress.iteration,
+        place=place,
+        lm_loss=main,
+        ppl=perplexity(main),
+        losses=losses,
+    )
+    return losses
+
+
+def measure(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
+    """What the task tells beside its losses, over samples that `evaluate` takes too; printed.
+
+    Of a whole model on one process; {} where it is spread.
+    """
+    if dataset is None or run.mesh.dims.world_size > 1:
+        return {}
+    (model,) = run.model.parts
+    count = min(run.config.eval_iters * run.batch_size, len(dataset), _MEASURED)
+    found = run.task.evaluate_more(model.train(False), dataset, count)
+    if found:
+        run.say(measured_line(place, found))
+        run.log.write("measured", iteration=run.progress.iteration, place=place, **found)
+    return found
+
+
+def evaluate_end(run: Run, of_now: dict[str, float], stop: StopFlag) -> dict[str, float]:
+    """The validation losses of a run that has come to its end, and what its task measures.
+
+    `of_now` are those of the same weights on the same set, where they are known; else {}.
+    """
+    place = "the end of training for val data"
+    if of_now:
+        run.say(validation_lines(place, of_now))
+    else:
+        of_now = evaluate(run, run.data.valid, place, stop)
+    if of_now:
+        measure(run, run.data.valid, place)
+    return of_now

@@ -150,7 +150,7 @@ def batches(file) -> Iterator[list[bytes]]:
 def start_worker() -> None:
     import tiktoken
     from mb_data.tokenizer import load_tokenizer
-    from mb_data.tokenizer.byte_bpe import GPT2_PATTERN
+    from mb_data.tokenizer.readable_bpe import GPT2_PATTERN
 
     strings = load_tokenizer("gpt2", engine="python").byte_strings
     ranks = {string: i for i, string in strings.items() if i < 50256}

@@ -8,6 +8,7 @@ import zlib
 import pytest
 from mb_data.cli import main
 from mb_data.machine_corpus import MAX_FILE_BYTES, write_machine_corpus
+from mb_data.markup import text_of_markup
 
 WORDS = ("of", "the", "experts", "each", "token", "meets", "one", "and", "learns", "what", "it")
 
@@ -108,3 +109,46 @@ def test_a_bare_machine_makes_one(tmp_path, capsys):
     assert "gzip: " in said
     size = sum(len(text.encode()) for text in texts(output).values())
     assert 300_000 <= size < 300_000 + MAX_FILE_BYTES
+
+
+PAGE = """<!DOCTYPE html><html><head><title>Not read</title><style>p {{ x }}</style></head>
+<BODY><nav><a href="#">Home</a></nav><!-- a <p> remark --><h1>Experts &amp; tokens</h1>
+<p>One
+   paragraph,&nbsp;<b>b</b>old where a &lt; b.</p><pre class="x">
+def f(x):
+    return x &lt; <span>1</span>
+</pre><script>if (a < b) {{ "</p>" }}</script>
+<table><tr><td>a</td><td>b</td></tr></table>{more}</body></html>"""
+
+
+def test_a_page_is_the_text_it_shows():
+    assert text_of_markup(PAGE.format(more="<p>5 < 6 and x<y")).split("\n") == [
+        "Experts & tokens",
+        "One paragraph, bold where a < b.",
+        "",
+        "def f(x):",
+        "    return x < 1",
+        "",
+        "a    b",
+        "5 < 6 and x",
+        "",
+    ]
+    assert text_of_markup("") == text_of_markup("<p> </p>") == "\n"
+
+
+def test_pages_of_paragraphs_are_taken_and_indices_are_not(tmp_path, folder):
+    paragraphs = "".join(f"<p>{line} {line}</p>" for line in prose(60, 80).splitlines())
+    links = "".join(f"<li><a href='#'>{n} word</a></li>" for n in range(500))
+    for name, more in (("page", paragraphs), ("index", links), ("short", "<p>A word.</p>")):
+        (folder / f"{name}.html").write_text(PAGE.format(more=more))
+    packed = PAGE.format(more=paragraphs.replace("60 ", "61 "))
+    (folder / "packed.html.gz").write_bytes(gzip.compress(packed.encode()))
+    for workers in (1, 2):
+        output = tmp_path / str(workers)
+        facts = write_machine_corpus(output, folders={"m": folder}, workers=workers)
+        assert (facts.documents, facts.unfit) == (14, 2)
+    assert {"m/page.html", "m/packed.html.gz"} < set(texts(output))
+    assert texts(output)["m/page.html"] == text_of_markup(PAGE.format(more=paragraphs))
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+    with pytest.raises(ValueError, match="workers"):
+        write_machine_corpus(tmp_path / "none", folders={"m": folder}, workers=0)

@@ -8,13 +8,9 @@ import unicodedata
 import pytest
 import tiktoken
 from mb_data import load_tokenizer, padded_vocab_size
-from mb_data.tokenizer.byte_bpe import (
-    GPT2_PATTERN,
-    SEPARATOR,
-    ByteLevelBPE,
-    ReadableBPE,
-    byte_to_letter,
-)
+from mb_data.tokenizer.byte_bpe import ByteLevelBPE
+from mb_data.tokenizer.fast_bpe import SEPARATOR
+from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, ReadableBPE, byte_to_letter
 
 TEXTS = {
     "empty": "",

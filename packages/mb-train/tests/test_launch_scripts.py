@@ -12,7 +12,7 @@ import mb_data
 import mb_train
 import numpy as np
 import pytest
-from mb_data.tokenizer.byte_bpe import byte_to_letter
+from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.flags import build_parser, parse, resolve

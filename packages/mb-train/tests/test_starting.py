@@ -9,7 +9,7 @@ from pathlib import Path
 import mb_data
 import numpy as np
 import pytest
-from mb_data.tokenizer.byte_bpe import byte_to_letter
+from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train import run_log
 from mb_train.cli import main
 from mb_train.config import TrainConfig

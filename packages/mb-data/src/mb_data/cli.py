@@ -176,6 +176,7 @@ def _parser() -> _Parser:
         help="a folder to take as well, under that name; several times for several",
     )  # fmt: skip
     command.add_argument("--only-added", action="store_true", help="nothing but --add")
+    command.add_argument("--workers", type=int, default=1, help="processes that read; default 1")
     command.set_defaults(run=_machine_corpus, parser=command)
     return parser
 
@@ -363,7 +364,11 @@ def _machine_corpus(options: argparse.Namespace) -> None:
             raise ValueError(f"Expected NAME=FOLDER for --add, got {word!r}.")
         folders[name] = Path(folder)
     facts = write_machine_corpus(
-        options.output, folders=folders, max_bytes=options.max_bytes, seed=options.seed
+        options.output,
+        folders=folders,
+        max_bytes=options.max_bytes,
+        seed=options.seed,
+        workers=options.workers,
     )
     print(f"{options.output}: {facts.documents:,} documents, {facts.text_bytes:,} bytes of text")
     for name, size in sorted(facts.origins.items(), key=lambda item: -item[1]):

@@ -15,25 +15,33 @@ bring along, go this way; without it a validation set would hold what was traine
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import site
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mb_data.markup import text_of_markup
 from mb_data.sample_corpus import written_whole
 
 _PROGRAMS = {".py", ".pyi", ".pm", ".pl", ".tcl", ".rb", ".el", ".c", ".cc", ".cpp", ".cu", ".cuh"}
-SUFFIXES = _PROGRAMS | {".h", ".hpp", ".md", ".rst", ".txt", ".pod"}
+_PROGRAMS |= {".h", ".hpp", ".go", ".rs", ".java", ".lisp", ".scm", ".hs", ".ml", ".vim"}
+_MARKUP = {".html", ".htm", ".xhtml", ".page", ".docbook"}
+SUFFIXES = _PROGRAMS | _MARKUP | {".md", ".rst", ".txt", ".pod", ".info"}
 NAMES = ("changelog", "README", "NEWS")  # documentation without a suffix
-SKIPPED_FOLDERS = frozenset(("__pycache__", ".git", "encodings", "pydoc_data", "locale", "i18n"))
+_COPIES = {"_sources", "_modules", "_static"}  # Sphinx's, of what its pages show
+SKIPPED_FOLDERS = _COPIES | {"__pycache__", ".git", "encodings", "pydoc_data", "locale", "i18n"}
 MAX_FILE_BYTES = 1 << 18  # beyond it are tables and generated code
 MIN_FILE_BYTES = 200
+MIN_PAGE_BYTES, PARAGRAPH = 2000, 60  # pages shorter, or mostly of shorter lines, are indices
 SKETCH, SHINGLE_LINES = 32, 3
 
 
@@ -89,6 +97,7 @@ def write_machine_corpus(
     folders: Mapping[str, str | os.PathLike[str]] | None = None,
     max_bytes: int | None = None,
     seed: int = 1234,
+    workers: int = 1,
 ) -> CorpusFacts:
     """Write the corpus: lines of ``{"text": ..., "path": "packages/torch/nn/functional.py"}``.
 
@@ -96,23 +105,26 @@ def write_machine_corpus(
         folders: folders to walk by name; default `machine_folders()`.
         max_bytes: stop when there is so much text; None takes all there is.
         seed: of the order.
+        workers: processes that read; the corpus is the same for any number.
 
     Raises:
-        ValueError: a folder that does not exist, or no text in any.
+        ValueError: a folder that does not exist, no text in any, or no worker.
     """
+    if workers < 1:
+        raise ValueError(f"Expected workers of at least 1, got {workers}.")
     named = machine_folders() if folders is None else {n: Path(f) for n, f in folders.items()}
     for folder in named.values():
         if not folder.is_dir():
             raise ValueError(f"Expected a folder of text, got {folder}, which is none.")
     facts, seen = CorpusFacts(), set[int]()
     compressor = zlib.compressobj(6)
-    with written_whole(path) as file:
-        for name, source in _in_order(named, seed):
-            text = _read(source)
-            if text is None or not _is_prose_or_program(text):
+    with written_whole(path) as file, _mapper(workers) as mapped:
+        files = _in_order(named, seed)
+        for (name, _), taken in zip(files, mapped(_take, [f for _, f in files]), strict=True):
+            if taken is None:
                 facts.unfit += 1
                 continue
-            sketch = _sketch(text)
+            text, sketch = taken
             if 2 * len(seen & sketch) >= len(sketch):
                 facts.copies += 1
                 continue
@@ -170,17 +182,42 @@ def _text_files(folder: Path, others: Iterable[Path]) -> Iterator[Path]:
                 yield source
 
 
-def _read(source: Path) -> str | None:
+@contextlib.contextmanager
+def _mapper(workers: int) -> Generator[Callable[..., Iterable]]:
+    """`map`, by that many processes where more than one is asked for."""
+    if workers == 1:
+        yield map
+        return
+    with multiprocessing.Pool(workers) as pool:
+        yield functools.partial(pool.imap, chunksize=32)
+
+
+def _take(source: Path) -> tuple[str, set[int]] | None:
+    """The text of a file and its sketch; None if it is not to be had or not to be read."""
+    markup = (source.with_suffix("") if source.suffix == ".gz" else source).suffix in _MARKUP
+    text = _read(source, limit=4 * MAX_FILE_BYTES if markup else MAX_FILE_BYTES)
+    if text is not None and markup:
+        text = text_of_markup(text)
+        paragraphs = sum(len(line) for line in text.split("\n") if len(line) >= PARAGRAPH)
+        if not MIN_PAGE_BYTES <= len(text) <= min(2 * paragraphs, MAX_FILE_BYTES):
+            return None
+        return text, _sketch(text)
+    if text is None or not _is_prose_or_program(text):
+        return None
+    return text, _sketch(text)
+
+
+def _read(source: Path, limit: int) -> str | None:
     """The text of a file, plain or gzipped; None if it is no UTF-8, too short or too long."""
     try:
         if source.suffix == ".gz":
             with gzip.open(source) as file:
-                data = file.read(MAX_FILE_BYTES + 1)
-        elif source.stat().st_size > MAX_FILE_BYTES:
+                data = file.read(limit + 1)
+        elif source.stat().st_size > limit:
             return None
         else:
             data = source.read_bytes()
-        if not MIN_FILE_BYTES <= len(data) <= MAX_FILE_BYTES:
+        if not MIN_FILE_BYTES <= len(data) <= limit:
             return None
         return data.decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError):

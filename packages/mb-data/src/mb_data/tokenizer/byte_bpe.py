@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mb_data.tokenizer.base import Tokenizer
 from mb_data.tokenizer.disputed import disputed_letters
 from mb_data.tokenizer.fast_bpe import SEPARATOR, FastBPE, letters_to_bytes
-from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, ReadableBPE, byte_to_letter
+from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, ReadableBPE
 
 
 class ByteLevelBPE(Tokenizer):
@@ -26,13 +26,13 @@ class ByteLevelBPE(Tokenizer):
 
     Args:
         name: for messages.
-        ids: id of every entry, its bytes written as letters; all 256 single bytes must be there.
+        ids: id of every entry, see ``ReadableBPE``; all 256 single bytes must be there.
         merges: lines ``Ġ t``, in the order they were learnt; None: by the ids.
         fingerprint: of the vocabulary's files.
         special: ids of special tokens by role.
         special_text: text of special tokens by id, for ``decode``.
         patterns, ignore_merges, form: see ``ReadableBPE``.
-        scheme: see ``FastBPE``.
+        scheme, ranks: see ``FastBPE``.
         engine: "gigatoken", "python", or "auto" for the first that works.
 
     Raises:
@@ -44,7 +44,7 @@ class ByteLevelBPE(Tokenizer):
     def __init__(
         self,
         name: str,
-        ids: Mapping[str, int],
+        ids: Mapping[str, int] | Mapping[bytes, int],
         merges: Sequence[str] | None,
         *,
         fingerprint: str,
@@ -55,11 +55,11 @@ class ByteLevelBPE(Tokenizer):
         ignore_merges: bool = False,
         form: Form | None = None,
         scheme: str | None = None,
+        ranks: bytes | None = None,
         engine: str = "auto",
     ) -> None:
         if engine not in ("auto", "gigatoken", "python"):
             raise ValueError(f"engine {engine!r}: expected auto, gigatoken or python")
-        _check(name, ids, merges or ())
         self.name = name
         self.fingerprint = fingerprint
         self.special = dict(special)
@@ -67,6 +67,7 @@ class ByteLevelBPE(Tokenizer):
         self.readable = ReadableBPE(
             ids, merges, patterns, ignore_merges=ignore_merges or merges is None, form=form
         )
+        _check(name, self.readable)
         self.special_text = dict(special_text)
         self.vocab_size = max([*ids.values(), *self.special_text, *self.extra_ids]) + 1
         eod = self.special.get("eod")
@@ -77,7 +78,7 @@ class ByteLevelBPE(Tokenizer):
         self._fast: FastBPE | None = None
         if engine != "python":
             try:
-                self._fast = FastBPE(self.readable, self._separator, scheme=scheme)
+                self._fast = FastBPE(self.readable, self._separator, scheme=scheme, ranks=ranks)
             except ModuleNotFoundError:
                 if engine == "gigatoken":
                     raise
@@ -197,20 +198,21 @@ class ByteLevelBPE(Tokenizer):
         """What each id stands for, special tokens included."""
         strings = {i: text.encode() for i, text in self.special_text.items()}
         for entry, i in self.readable.ids.items():
-            strings[i] = letters_to_bytes(entry)
+            strings[i] = letters_to_bytes(entry) if self.readable.spelt else entry
         return strings
 
 
-def _check(name: str, ids: Mapping[str, int], merges: Sequence[str]) -> None:
-    letters = byte_to_letter().values()
-    unknown = set("".join(ids)).difference(letters)
-    if unknown:
-        entry = next(entry for entry in ids if not unknown.isdisjoint(entry))
-        raise ValueError(f"{name}: a letter of entry {entry!r} stands for no byte")
-    missing = [byte for byte, letter in byte_to_letter().items() if letter not in ids]
+def _check(name: str, vocabulary: ReadableBPE) -> None:
+    ids, letters = vocabulary.ids, vocabulary.letters
+    if vocabulary.spelt:
+        unknown = set("".join(ids)).difference(letters.values())
+        if unknown:
+            entry = next(entry for entry in ids if not unknown.isdisjoint(entry))
+            raise ValueError(f"{name}: a letter of entry {entry!r} stands for no byte")
+    missing = [byte for byte, letter in letters.items() if letter not in ids]
     if missing:
         raise ValueError(f"{name}: byte {missing[0]:#04x} is not in the vocabulary")
-    for merge in merges:
+    for merge in vocabulary.merges or ():
         if merge.replace(" ", "") not in ids:
             raise ValueError(f"{name}: merge {merge!r} makes no entry of the vocabulary")
 

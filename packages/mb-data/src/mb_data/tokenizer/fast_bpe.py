@@ -6,8 +6,9 @@ import json
 import os
 import tempfile
 from binascii import b2a_base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -33,16 +34,25 @@ class FastBPE:
         scheme: the engine's name of the patterns, to let it merge by ids instead of by a list of
             merges: it loads in a fifth of the time. Ids must be in the order of the merges, without
             gaps, as tiktoken takes GPT-2's, and `separator` behind them all.
+        ranks: the vocabulary as lines of base64 and rank from 0, if it came as such; for `scheme`.
 
     Raises:
         ModuleNotFoundError: gigatoken is not installed.
         RuntimeError: the engine does not know these patterns.
     """
 
-    def __init__(self, readable: ReadableBPE, separator: int, *, scheme: str | None = None) -> None:
+    def __init__(
+        self,
+        readable: ReadableBPE,
+        separator: int,
+        *,
+        scheme: str | None = None,
+        ranks: bytes | None = None,
+    ) -> None:
         self.readable = readable
         self.separator = separator
         self._scheme = scheme
+        self._ranks = ranks
         # Ranks are 0, 1, ... to the engine, whatever the first id is.
         self._first_id = min(readable.ids.values()) if scheme else 0
         # An engine of single bytes knows the same patterns, and loads in a millisecond.
@@ -57,7 +67,8 @@ class FastBPE:
         if self._scheme is None:
             return _from_merges(self.readable, self.separator)
         try:
-            return _from_ranks(self.readable, self._scheme, self.separator - self._first_id)
+            ranks = self._ranks or _lines(self.readable)
+            return _from_ranks(ranks, self._scheme, self.separator - self._first_id)
         except BaseException as error:  # a panic of Rust's is no Exception
             if type(error).__name__ != "PanicException":
                 raise
@@ -86,7 +97,7 @@ class FastBPE:
 def _from_merges(readable: ReadableBPE, separator: int) -> BPETokenizer:
     from gigatoken.gigatoken_rs import load_hf_json
 
-    ids = readable.ids
+    ids = readable.ids if readable.spelt else _spelt(readable.ids)
     words: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
     if readable.patterns != (GPT2_PATTERN,):  # which is what ByteLevel does by itself
         split = {"type": "Split", "behavior": "Isolated", "invert": False}
@@ -115,21 +126,35 @@ def _merges_of_ranks(ids: Mapping[str, int]) -> Iterator[str]:
         yield from (merge for *_, merge in sorted(known))
 
 
-def _from_ranks(readable: ReadableBPE, scheme: str, separator: int) -> BPETokenizer:
+def _from_ranks(lines: bytes, scheme: str, separator: int) -> BPETokenizer:
     from gigatoken.gigatoken_rs import BPETokenizer
 
-    entries = sorted(readable.ids, key=readable.ids.__getitem__)
-    spelt = letters_to_bytes("".join(entries))  # at once, which is many times faster
-    lines, start = [], 0
-    for rank, entry in enumerate(entries):
-        end = start + len(entry)
-        lines.append(b"%s %d\n" % (b2a_base64(spelt[start:end], newline=False), rank))
-        start = end
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "ranks")
         with open(path, "wb") as file:
-            file.writelines(lines)
+            file.write(lines)
         return BPETokenizer.from_tiktoken(path, scheme, {SEPARATOR: separator})
+
+
+def _lines(readable: ReadableBPE) -> bytes:
+    """A vocabulary as lines of base64 and rank."""
+    entries = sorted(readable.ids, key=readable.ids.__getitem__)
+    if readable.spelt:
+        entries = _slices(letters_to_bytes("".join(entries)), entries)
+    coded = (b2a_base64(entry, newline=False) for entry in entries)
+    return b"".join([b"%s %d\n" % line for line in zip(coded, range(len(entries)), strict=True)])
+
+
+def _spelt(ids: Mapping[bytes, int]) -> dict[str, int]:
+    """A vocabulary with its bytes written as letters."""
+    letters = b"".join(ids).decode("latin-1").translate(byte_to_letter())
+    return dict(zip(_slices(letters, ids), ids.values(), strict=True))
+
+
+def _slices(whole: Any, like: Iterable[Any]) -> list[Any]:
+    """A string cut into parts as long as those: to translate all at once is many times faster."""
+    ends = list(accumulate(map(len, like), initial=0))
+    return [whole[a:b] for a, b in pairwise(ends)]
 
 
 def letters_to_bytes(entry: str) -> bytes:

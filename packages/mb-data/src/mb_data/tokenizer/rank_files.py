@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mb_data.tokenizer.byte_bpe import ByteLevelBPE
-from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, byte_to_letter
+from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form
 
 PATTERNS = {
     "gpt2": GPT2_PATTERN,
@@ -99,8 +99,11 @@ def from_tiktoken(
     """Lines of base64 and rank: OpenAI's and Qwen's ``.tiktoken`` files, known by their names, and
     the ``tokenizer.model`` of Llama 3 and 4, known by its size."""
     try:
-        rows = [line.split() for line in data.split(b"\n") if line.strip()]
-        ranks = {base64.b64decode(text, validate=True): int(rank) for text, rank in rows}
+        words = data.split()  # half the time of line by line
+        if len(words) != 2 * sum(map(bool, map(bytes.strip, data.split(b"\n")))):
+            raise ValueError("a line of more or fewer than two words")
+        texts = [binascii.a2b_base64(word, strict_mode=True) for word in words[::2]]
+        ranks = dict(zip(texts, map(int, words[1::2]), strict=True))
     except (ValueError, binascii.Error) as error:
         raise ValueError(f"{path}: expected lines of base64 and a rank: {error}") from error
     known = PUBLICATIONS.get(path.stem if path.suffix == ".tiktoken" else len(ranks))
@@ -120,6 +123,7 @@ def from_tiktoken(
         pattern=PATTERNS[known.scheme],
         form=known.form,
         merged=known.merged,
+        lines=data,
         fingerprint=fingerprint,
         num_extra_ids=num_extra_ids,
         engine=engine,
@@ -210,18 +214,17 @@ def _build(
     pattern: str,
     form: Form | None = None,
     merged: bool = True,
+    lines: bytes | None = None,
     fingerprint: str,
     num_extra_ids: int,
     engine: str,
 ) -> ByteLevelBPE:
-    letters = byte_to_letter()
-    ids = {"".join([letters[b] for b in text]): rank for text, rank in ranks.items()}
     roles = {ROLES[text]: i for text, i in special.items() if text in ROLES}
     if "eos" in roles:
         roles["eod"] = roles["eos"]
-    size = max([*ids.values(), *special.values()], default=-1) + 1
+    size = max([*ranks.values(), *special.values()], default=-1) + 1
     schemes = {known: scheme for scheme, known in PATTERNS.items()}
-    first, last = min(ids.values(), default=0), max(ids.values(), default=0)
+    first, last = min(ranks.values(), default=0), max(ranks.values(), default=0)
     extra_ids = range(size, size + num_extra_ids)
     texts = {i: text for text, i in special.items()}
     texts |= {i: f"<extra_id_{n}>" for n, i in enumerate(extra_ids)}
@@ -232,11 +235,12 @@ def _build(
         "extra_ids": extra_ids,
         "patterns": (pattern,),
         "form": form,
-        "scheme": schemes.get(pattern) if merged and len(ids) == last - first + 1 else None,
+        "scheme": schemes.get(pattern) if merged and len(ranks) == last - first + 1 else None,
+        "ranks": lines,
     }
     try:
-        return ByteLevelBPE(name, ids, None, engine=engine, **options)
+        return ByteLevelBPE(name, ranks, None, engine=engine, **options)
     except RuntimeError:  # a pattern that the engine does not know
         if engine == "gigatoken":
             raise
-        return ByteLevelBPE(name, ids, None, engine="python", **options)
+        return ByteLevelBPE(name, ranks, None, engine="python", **options)

@@ -31,10 +31,9 @@ Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 class ReadableBPE:
     """Byte-level BPE in plain Python.
 
-    Bytes are written as letters, as in the vocabulary files: see ``byte_to_letter``.
-
     Args:
-        ids: the id of every entry of the vocabulary.
+        ids: the id of every entry of the vocabulary: bytes, or bytes written as letters (see
+            ``byte_to_letter``), as in files of merges.
         merges: lines ``Ġ t``, in the order they were learnt. None where the order of the ids is
             that of learning, and any two entries that make a third may merge (tiktoken's files).
         patterns: regular expressions; the first cuts the text, the next one its pieces, and so on.
@@ -45,21 +44,23 @@ class ReadableBPE:
 
     def __init__(
         self,
-        ids: Mapping[str, int],
+        ids: Mapping[str, int] | Mapping[bytes, int],
         merges: Sequence[str] | None,
         patterns: Sequence[str] = (GPT2_PATTERN,),
         *,
         ignore_merges: bool = False,
         form: Form | None = None,
     ) -> None:
-        self.ids = ids
+        self.ids: Mapping[Any, int] = ids
         self.merges = merges
         self.ranks = ids if merges is None else dict(zip(merges, range(len(merges)), strict=True))
-        self.between = "" if merges is None else " "
         self.patterns = tuple(patterns)
         self.ignore_merges = ignore_merges
         self.form: Form | None = form
-        self.letters = byte_to_letter()
+        self.spelt = isinstance(next(iter(ids), ""), str)
+        self.letters = byte_to_letter() if self.spelt else {b: bytes((b,)) for b in range(256)}
+        self._nothing: Any = "" if self.spelt else b""
+        self._between: Any = self._nothing if merges is None else " "
         self._remembered = lru_cache(maxsize=1 << 16)(self._encode_word)
 
     @cached_property
@@ -127,19 +128,19 @@ class ReadableBPE:
             yield from self._cut(text[end:], level + 1)
 
     def _encode_word(self, word: str) -> tuple[int, ...]:
-        parts: list[str | None] = [self.letters[b] for b in word.encode()]
-        if self.ignore_merges and "".join(map(str, parts)) in self.ids:
-            return (self.ids["".join(map(str, parts))],)
+        parts: list[Any] = [self.letters[b] for b in word.encode()]
+        if self.ignore_merges and (whole := self.ids.get(self._nothing.join(parts))) is not None:
+            return (whole,)
         # Neighbours of each part, and a heap of the pairs that may merge, earliest learnt first,
         # then from the left. A pair whose parts have changed meanwhile is passed over.
         after = list(range(1, len(parts) + 1))
         before = list(range(-1, len(parts) - 1))
 
-        def pair(left: int, right: int) -> tuple[int, int, str, str] | None:
+        def pair(left: int, right: int) -> tuple[int, int, Any, Any] | None:
             if left < 0 or right == len(parts):
                 return None
-            a, b = str(parts[left]), str(parts[right])
-            rank = self.ranks.get(f"{a}{self.between}{b}")
+            a, b = parts[left], parts[right]
+            rank = self.ranks.get(a + self._between + b)
             return None if rank is None else (rank, left, a, b)
 
         heap = [p for right in range(1, len(parts)) if (p := pair(right - 1, right))]

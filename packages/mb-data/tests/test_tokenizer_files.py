@@ -9,8 +9,8 @@ import sys
 import pytest
 import tiktoken
 from mb_data import load_tokenizer, megatron_tokenizer
-from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, byte_to_letter
 from mb_data.tokenizer.others import HuggingFaceTokenizer
+from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, byte_to_letter
 
 GPT2 = load_tokenizer("gpt2")
 BERT = load_tokenizer("bert-base-uncased")

@@ -3,10 +3,10 @@
 # and 2, and dMoEs (64 experts, top-1), each size trained once to the end of its schedule.
 #
 #   frontier.sh --data PREFIX --out FOLDER [options] [POINT ...] [-- flags of mb-train]
-#   frontier.sh --data data/machine_text_document --out runs/frontier --tokens 65536000 --minutes 9
+#   frontier.sh --data data/machine_text_document --out runs/frontier --tokens 52428800 --minutes 9
 #
-#   --tokens N      tokens of every point (65,536,000), rounded down to whole steps
-#   --sequences N   in a step (64), one micro-batch
+#   --tokens N      tokens of every point (104,857,600), rounded down to whole steps
+#   --sequences N   in a step (512), in micro-batches of 128 if those divide it
 #   --length N      tokens of a sequence (1024)
 #   --minutes M     stop after so many: the point under way saves, and the same line goes on with it
 #   --keep          keep the checkpoints of finished points; a dmoe-125m is 44 GB
@@ -16,16 +16,19 @@
 #                   @SEED for another seed; default 17m, 46m, 125m of all, dense-46m and dmoe-46m with a
 #                   second seed, and dense-356m, so that the dense curve reaches the losses of experts
 #
-# All points see the same sequences in the same order. The schedule is the paper's, scaled: cosine to a
-# tenth, 1 % warm-up, clipping at 1. No dropout, for nothing is seen twice. Peak rates by size, since the
-# paper's 6e-4 is for steps of 512 sequences and 20 times as many of them: LR_17M, LR_46M, LR_125M
-# and LR_356M (2e-3, 1.5e-3, 1e-3, 6e-4) for dense models, times LR_EXPERTS (1) for those with experts.
+# All points see the same sequences in the same order, in steps of the paper's 512. The schedule is the
+# paper's, scaled: cosine to a tenth, clipping at 1; warm-up is a tenth, since there are few steps, and
+# dropout is 0, since nothing is seen twice. First weights are wider (0.04) than the paper's 0.01, from
+# which small dense models hardly learn in so few steps. Experts are weighed by 8 times their softmax
+# score, since the score of one of 64 begins near 0.1, and their balance loss weighs 0.01. Peak rates by
+# size: LR_17M, LR_46M, LR_125M and LR_356M (2e-3, 1e-3, 6e-4, 4e-4), times LR_EXPERTS (1) for those with
+# experts. What each of these is worth: benchmarks/results, frontier.
 #
 # A point that finished is not run again. One that was stopped goes on from its checkpoint, to the step.
 # At the end, and after every point, mb-train report --frontier draws what there is.
 set -euo pipefail
 if ! command -v mb-train >/dev/null; then mb-train() { python -m mb_train "$@"; }; fi # not installed: PYTHONPATH
-data= out= tokens=65536000 sequences=64 minutes= keep= dry= gpu=() length=1024
+data= out= tokens=104857600 sequences=512 minutes= keep= dry= gpu=() length=1024
 points=()
 while [ $# -gt 0 ]; do
     case $1 in
@@ -64,9 +67,9 @@ flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
     local rate=LR_${2^^} scale=1
     case $2 in
         17m) rate=${!rate:-2e-3} ;;
-        46m) rate=${!rate:-1.5e-3} ;;
-        125m) rate=${!rate:-1e-3} ;;
-        *) rate=${!rate:-6e-4} ;;
+        46m) rate=${!rate:-1e-3} ;;
+        125m) rate=${!rate:-6e-4} ;;
+        *) rate=${!rate:-4e-4} ;;
     esac
     case $1 in
         dense) printf '%s\n' --recipe "dense-$2" ;;
@@ -74,13 +77,18 @@ flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
         moe*) printf '%s\n' --recipe "moe-$2" --moe-capacity-factor "${1#moe}" ;;
         *) echo "frontier.sh: expected dense, dmoe or moeFACTOR before the size, got $1" >&2; exit 2 ;;
     esac
-    if [ "$1" != dense ]; then scale=${LR_EXPERTS:-1}; fi
+    if [ "$1" != dense ]; then
+        scale=${LR_EXPERTS:-1}
+        printf '%s\n' --moe-router-topk-scaling-factor 8 --moe-loss-weight 0.01
+    fi
     awk -v r="$rate" -v s="$scale" 'BEGIN { printf "--lr\n%g\n--min-lr\n%g\n", r * s, r * s / 10 }'
     printf '%s\n' --seed "${3:-1234}" --data-path "$data" --train-iters "$steps" \
         --seq-length "$length" --max-position-embeddings "$length" \
-        --micro-batch-size "$sequences" --global-batch-size "$sequences" \
+        --micro-batch-size "$((sequences % 128 ? sequences : 128))" --global-batch-size "$sequences" \
+        --init-method-std 0.04 --adam-beta2 0.95 --lr-warmup-fraction 0.1 \
         --attention-dropout 0 --hidden-dropout 0 --log-interval "$((every / 5 > 0 ? every / 5 : 1))" \
-        --eval-interval "$every" --eval-iters 16 --save-interval "$steps"
+        --eval-interval "$every" --eval-iters "$((sequences < 1024 ? 1024 / sequences : 1))" \
+        --save-interval "$steps"
 }
 
 reached() { # step of the last checkpoint of the point

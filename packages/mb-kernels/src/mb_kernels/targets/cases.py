@@ -2,8 +2,8 @@
 
 A kernel is another for each dtype, activation, and for sizes that do or do not divide its tile. All
 of them together are thousands of builds, which ``every_case`` (``--all``) has. ``gate_cases`` takes
-those in which each dtype, the heaviest activations and each kind of size meet each product, in full
-for one chip of each maker and briefly for the rest: on two cores the gate takes three minutes.
+those that a few layers launch, and of these what differs, see ``targets.cover``: for one chip of
+each maker by pairs of traits, for the rest by traits.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows.
 """
@@ -25,6 +25,7 @@ from mb_kernels.exchange import routing_kernels as exchanged
 from mb_kernels.grouped_gemm import kernels as grouped_gemm
 from mb_kernels.permute import kernels as permute
 from mb_kernels.quantize import kernels as quantize
+from mb_kernels.targets.cover import cover
 from mb_kernels.targets.record import record
 from mb_kernels.targets.table import GateCase, Target
 from mb_kernels.warm_up import rehearse_experts, rehearse_losses, rehearse_routing
@@ -70,11 +71,7 @@ LAYERS = (
     Layer(_BF16, "gelu", 720, 720, 1, 64, 64, bias=_BF16),
     Layer(_FP32, "swigluoai", 720, 720, 8, bias=_FP32),
 )
-_IN_FULL = ("sm90", "gfx942")
-_NOT_BRIEFLY = {
-    *(layer.label for layer in (LAYERS[3], LAYERS[4], LAYERS[5], LAYERS[7])),
-    *("E8 K2 over 8", "E60 K4", "E256 sigmoid", "D720 fp32", "gelu", "sparse bfloat16 D720"),
-}
+_IN_PAIRS = ("sm90", "gfx942")
 _WIDTHS = ((2048, 1024), (720, 720))
 ALL_LAYERS = tuple(
     Layer(dtype, activation, hidden, ffn, top_k, bias=bias)
@@ -90,15 +87,16 @@ ALL_LAYERS = tuple(
 
 def gate_cases(target: Target) -> list[GateCase]:
     """Every kernel of the package, in each dtype and kind of size, not all at once."""
-    calls = {**_small_ops(), **_products(), **_layers(LAYERS)}
-    if target.name not in _IN_FULL:
-        calls = {label: call for label, call in calls.items() if label not in _NOT_BRIEFLY}
-    return record(target, calls)
+    return cover(record(target, _calls(LAYERS)), pairs=target.name in _IN_PAIRS)
 
 
 def every_case(target: Target) -> list[GateCase]:
     """Every dtype with every activation and every kind of size."""
-    return record(target, _layers(ALL_LAYERS))
+    return record(target, _calls((*LAYERS, *ALL_LAYERS)))
+
+
+def _calls(layers: tuple[Layer, ...]) -> dict[str, Callable[[], object]]:
+    return {**_small_ops(), **_products(), **_layers(layers)}
 
 
 def _empty(*shape: int, dtype: torch.dtype = _BF16) -> Tensor:

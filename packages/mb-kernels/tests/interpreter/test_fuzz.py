@@ -1,0 +1,346 @@
+"""Every op with arguments drawn at random, outputs and gradients against the float64 reference.
+
+    TRITON_INTERPRET=1 python packages/mb-kernels/tests/interpreter/test_fuzz.py FIRST COUNT
+
+runs that many seeds and prints those that fail; CI runs a few dozen. A draw is all a user may
+choose: sizes (none and one among them), dropped slots, capacity, dtypes, activation, biases, the
+bound on rows, what is kept, which inputs have gradients, and where tensors lie in memory.
+
+Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows, V vocabulary.
+"""
+
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mb_kernels
+import pytest
+import torch
+from mb_kernels import is_glu, reference
+from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS
+from mb_kernels.testing import ROUTINGS, TOLERANCES, error, make_expert_ids
+
+ACTIVATIONS = (*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS)
+SEEDS = range(30)
+
+
+class Draw(NamedTuple):
+    """A call of ``mb_kernels`` or its reference by tensors; ``leaves`` have gradients."""
+
+    call: Callable[..., Any]
+    tensors: dict[str, torch.Tensor]
+    leaves: tuple[str, ...] = ()
+    slack: float = 1.0  # tolerances that are allowed, where an op rounds on its way
+
+
+class Dice:
+    """Random choices, all from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.choice = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        pick = self.choice.choice
+        self.tokens = pick((0, 1, 2, self.choice.randrange(3, 40), self.choice.randrange(3, 40)))
+        self.hidden, self.ffn = (16 * self.choice.randrange(1, 5) for _ in "DF")
+        self.experts = self.choice.randrange(1, 9)
+        self.top_k = self.choice.randrange(1, min(self.experts, 4) + 1)
+        self.dtype = pick((torch.float32, torch.float16))
+
+    def sometimes(self, share: float = 0.5) -> bool:
+        return self.choice.random() < share
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        values = torch.randn(shape, generator=self.generator) / max(shape[-1], 1) ** 0.25
+        return values.to(dtype or self.dtype)
+
+    def routed(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Bins by their names, some slots dropped, and weights."""
+        routing = self.choice.choice(ROUTINGS)
+        ids = make_expert_ids(
+            routing, self.tokens, self.experts, self.top_k, generator=self.generator
+        )
+        if self.sometimes(0.3):
+            nobody = torch.rand(ids.shape, generator=self.generator) < 0.2
+            ids = torch.where(nobody, self.choice.choice((-1, self.experts)), ids)
+        capacity = self.choice.choice((None, None, self.choice.randrange(9)))
+        bins = reference.bin_tokens(ids, self.experts, capacity=capacity)
+        weights = torch.rand(ids.shape, generator=self.generator)
+        names = ("order", "inverse", "counts", "offsets")
+        return dict(zip(names, bins, strict=True)), weights
+
+    def somewhere(self, t: torch.Tensor) -> torch.Tensor:
+        """The same values, perhaps with gaps, in another order, or off 16 bytes."""
+        how = self.choice.choice(("here", "here", "gaps", "order", "behind", "part"))
+        if how == "gaps":
+            return t.new_zeros((*t.shape, 2))[..., 0].copy_(t)
+        if how == "order":
+            order = list(reversed(range(t.ndim)))
+            return t.permute(order).contiguous().permute(order)
+        if how == "behind":
+            return t.new_zeros(t.numel() + 1)[1:].view(t.shape).copy_(t)
+        if how == "part" and t.ndim > 1:
+            wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + 3))
+            return wide[..., 1:-2].copy_(t)
+        return t
+
+
+def _bins(t: dict[str, torch.Tensor]) -> mb_kernels.Bins:
+    return mb_kernels.Bins(*(t.pop(n) for n in ("order", "inverse", "counts", "offsets")))
+
+
+def expert_mlp(dice: Dice) -> Draw:
+    bins, weights = dice.routed()
+    activation = dice.choice.choice(ACTIVATIONS)
+    columns = dice.ffn * (2 if is_glu(activation) else 1)
+    weights = weights.to(dice.choice.choice((torch.float32, torch.float32, dice.dtype)))
+    tensors = {
+        "x": dice.normal(dice.tokens, dice.hidden),
+        "w1": dice.normal(dice.experts, columns, dice.hidden),
+        "w2": dice.normal(dice.experts, dice.hidden, dice.ffn),
+        "weights": weights,
+    }
+    bias = dice.choice.choice((torch.float32, dice.dtype))
+    if dice.sometimes(0.4):
+        tensors["b1_EF"] = dice.normal(dice.experts, columns, dtype=bias)
+    if dice.sometimes(0.4):
+        tensors["b2_ED"] = dice.normal(dice.experts, dice.hidden, dtype=bias)
+    options: dict[str, Any] = {"activation": activation}
+    if dice.sometimes(0.3):
+        options["max_rows"] = max(int(bins["offsets"][-1]) + dice.choice.randrange(3), 1)
+    keeping = dice.choice.choice(("all", "all", "nothing", "8 bits", "4 bits"))
+    if keeping == "nothing":
+        options["recompute"] = True
+    elif keeping != "all":
+        options["saved_activation_bits"] = int(keeping[0])
+    if dice.sometimes(0.2):
+        options["x_stays"] = False  # of the op alone
+
+    def call(m, x, w1, w2, weights, b1_EF=None, b2_ED=None, **bins):
+        biases = {"b1_EF": b1_EF, "b2_ED": b2_ED}
+        given = options if m is mb_kernels else {n: o for n, o in options.items() if n != "x_stays"}
+        return m.expert_mlp(x, w1, w2, _bins(bins), weights, **biases, **given)
+
+    leaves = tuple(n for n in tensors if dice.sometimes(0.8))
+    return Draw(call, tensors | bins, leaves, {"8 bits": 1e3, "4 bits": 3e4}.get(keeping, 1.0))
+
+
+def grouped(dice: Dice) -> Draw:
+    bins, _ = dice.routed()
+    transpose = dice.sometimes()
+    shape = (dice.ffn, dice.hidden) if transpose else (dice.hidden, dice.ffn)
+    tensors = {
+        "x": dice.normal(bins["order"].shape[0], dice.hidden),
+        "w": dice.normal(dice.experts, *shape),
+        "offsets": bins["offsets"],
+    }
+
+    def call(m, x, w, offsets):
+        return m.grouped_gemm(x, w, offsets, transpose_weight=transpose)
+
+    return Draw(call, tensors, ("x", "w"))
+
+
+def gmm(dice: Dice) -> Draw:
+    bins, _ = dice.routed()
+    sizes = bins["offsets"].diff().to(dice.choice.choice((torch.int32, torch.int64)))
+    a = dice.normal(int(sizes.sum()) + dice.choice.randrange(3), dice.hidden)
+    how = dice.choice.choice(("trans_a", "trans_b", ""))
+    b = {
+        "trans_a": (a.shape[0], dice.ffn),
+        "trans_b": (dice.experts, dice.ffn, dice.hidden),
+        "": (dice.experts, dice.hidden, dice.ffn),
+    }[how]
+    options = {how: True} if how else {}
+    tensors = {"a": a, "b": dice.normal(*b), "batch_sizes": sizes}
+    return Draw(lambda m, **t: m.gmm(*t.values(), **options), tensors, ("a", "b"))
+
+
+def grouped_experts(dice: Dice) -> Draw:
+    bins, _ = dice.routed()
+    activation = dice.choice.choice(ACTIVATIONS)
+    apart = is_glu(activation) and dice.sometimes()
+    columns = dice.ffn * (2 if is_glu(activation) and not apart else 1)
+    tensors = {
+        "x": dice.normal(bins["order"].shape[0], dice.hidden),
+        "tokens": bins["offsets"].diff(),
+        "w1": dice.normal(dice.experts, columns, dice.hidden),
+        "w2": dice.normal(dice.experts, dice.hidden, dice.ffn),
+    }
+    if apart:
+        tensors["w3"] = dice.normal(dice.experts, dice.ffn, dice.hidden)
+    leaves = tuple(n for n in tensors if n != "tokens")
+    return Draw(
+        lambda m, **t: m.grouped_experts(*t.values(), activation=activation), tensors, leaves, 2.0
+    )
+
+
+def permuted(dice: Dice) -> Draw:
+    bins, weights = dice.routed()
+    dice.hidden = dice.choice.choice((dice.hidden, dice.choice.randrange(1, 70)))
+    what = dice.choice.choice(("gather", "combine", "both", "padded"))
+    rows = bins["order"].shape[0]
+    tensors = {"x": dice.normal(dice.tokens, dice.hidden)}
+    if what == "combine":
+        tensors = {"x": dice.normal(rows, dice.hidden)}
+    if what != "gather":
+        tensors["weights"] = weights
+
+    def call(m, x, weights=None, **bins):
+        found = _bins(bins)
+        if what == "padded":
+            found = m.pad_bins(found)
+        if what != "combine":
+            x = m.gather(x, found, dice.top_k)
+        return x if what == "gather" else m.combine(x, found, weights)
+
+    return Draw(call, tensors | bins, tuple(tensors))
+
+
+def routing(dice: Dice) -> Draw:
+    k, renormalize = dice.top_k, dice.sometimes()
+    logits = dice.normal(dice.tokens, dice.experts) * 4
+
+    def call(m, logits):
+        weights, ids, probs = m.topk_softmax(logits, k, renormalize=renormalize)
+        return weights, probs, ids
+
+    return Draw(call, {"logits": logits}, ("logits",))
+
+
+def binning(dice: Dice) -> Draw:
+    shape = (dice.tokens, dice.top_k)
+    ids = torch.randint(-1, dice.experts + 1, shape, generator=dice.generator)
+    ids = ids.to(dice.choice.choice((torch.int32, torch.int64)))
+    capacity = dice.choice.choice((None, dice.choice.randrange(9)))
+    return Draw(
+        lambda m, ids: tuple(m.bin_tokens(ids, dice.experts, capacity=capacity)), {"ids": ids}
+    )
+
+
+def losses(dice: Dice) -> Draw:
+    bins, _ = dice.routed()
+    logits = dice.normal(dice.tokens, dice.experts)
+    sigmoid = dice.sometimes()
+    tensors = {"logits": logits, "counts": bins["counts"], "kept": bins["offsets"][-1]}
+    if dice.sometimes():
+        tensors["mask_T"] = torch.rand(dice.tokens, generator=dice.generator) < 0.7
+    if dice.sometimes():
+        tensors["balance_counts_E"] = bins["counts"].clone()
+    weights = {"load_balancing_weight": dice.choice.random(), "z_weight": dice.choice.random()}
+    function = "sigmoid" if sigmoid else "softmax"
+
+    def call(m, logits, counts, kept, **options):
+        probs = None
+        if not sigmoid:
+            probs = torch.softmax(logits.detach().to(_wide(logits)), 1)
+        return m.router_losses(
+            logits, probs, counts, kept, score_function=function, **weights, **options
+        )[0]
+
+    return Draw(call, tensors, ("logits",))
+
+
+def _wide(t: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+def quantized(dice: Dice) -> Draw:
+    bits = dice.choice.choice((4, 8))
+    columns = 2 * dice.choice.randrange(1, 150)
+    x = dice.normal(dice.tokens, columns)
+
+    def call(m, x):
+        return m.dequantize(*m.quantize(x, bits), bits=bits, dtype=x.dtype)
+
+    # A value in the middle between two codes may go to either.
+    return Draw(call, {"x": x}, (), {8: 1e3, 4: 3e4}[bits])
+
+
+def cross_entropy(dice: Dice) -> Draw:
+    vocabulary = dice.choice.randrange(2, 300)
+    tensors = {
+        "x": dice.normal(dice.tokens, dice.hidden),
+        "weight": dice.normal(vocabulary, dice.hidden),
+        "labels": torch.randint(-1, vocabulary, (dice.tokens,), generator=dice.generator),
+    }
+    if dice.sometimes():
+        tensors["weights"] = torch.rand(dice.tokens, generator=dice.generator)
+    if dice.sometimes():
+        tensors["bias"] = dice.normal(vocabulary)
+    reduction = dice.choice.choice(("mean", "sum"))
+
+    def call(m, x, weight, labels, weights=None, bias=None):
+        return m.linear_cross_entropy(x, weight, labels, weights, bias_V=bias, reduction=reduction)
+
+    return Draw(call, tensors, tuple(n for n in tensors if n in ("x", "weight", "bias")), 2.0)
+
+
+OPS = (
+    *((expert_mlp,) * 6),
+    *(grouped, gmm, grouped_experts, permuted, permuted, routing, binning, losses, quantized),
+    cross_entropy,
+)
+
+
+def results(draw: Draw, module: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Outputs, and gradients of a fixed projection of those that have some."""
+    given = {n: t.detach().requires_grad_(n in draw.leaves) for n, t in tensors.items()}
+    found = draw.call(module, **given)
+    found = found if isinstance(found, tuple) else (found,)
+    out = {f"output {i}": t for i, t in enumerate(found)}
+    if draw.leaves:
+        score = sum(
+            (t * torch.linspace(0.5, 1, t.numel(), dtype=_wide(t)).view(t.shape)).sum()
+            for t in found
+            if t.requires_grad
+        )
+        grads = torch.autograd.grad(score, [given[n] for n in draw.leaves])
+        out |= {f"gradient of {n}": g for n, g in zip(draw.leaves, grads, strict=True)}
+    return out
+
+
+def check(seed: int) -> None:
+    """Raise if the op of this seed is not what its reference is."""
+    dice = Dice(seed)
+    op = dice.choice.choice(OPS)
+    draw = op(dice)
+    scattered = {n: dice.somewhere(t) for n, t in draw.tensors.items()}
+    got = results(draw, mb_kernels, scattered)
+    exact = {n: t.double() if t.is_floating_point() else t for n, t in draw.tensors.items()}
+    rounded: dict[str, torch.Tensor] = {}
+    for name, want in results(draw, reference, exact).items():
+        value, what = got[name], f"{op.__name__}: {name}"
+        assert value.shape == want.shape, f"{what} {value.shape}, not {want.shape}"
+        if not value.is_floating_point():
+            assert torch.equal(value, want.to(value.dtype)), what
+            continue
+        loose = dice.dtype if value.dtype is torch.float32 else value.dtype
+        bound, found = draw.slack * TOLERANCES[loose], error(value, want, loose)
+        if not found <= bound:
+            # What nearly cancels is only as right as its terms, the reference's too.
+            rounded = rounded or results(draw, reference, draw.tensors)
+            bound = max(bound, 3 * error(rounded[name], want, loose))
+        assert found <= bound, f"{what} off by {found:.1e}, allowed are {bound:.0e}"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_arguments(seed):
+    check(seed)
+
+
+def main() -> None:
+    first, count = (int(a) for a in sys.argv[1:])
+    failed = 0
+    for seed in range(first, first + count):
+        try:
+            check(seed)
+        except Exception:
+            failed += 1
+            print(f"seed {seed}: {traceback.format_exc().strip().splitlines()[-1]}", flush=True)
+    print(f"{count} seeds, {failed} failed")
+
+
+if __name__ == "__main__":
+    main()

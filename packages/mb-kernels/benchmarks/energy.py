@@ -24,7 +24,8 @@ from torch import Tensor
 
 # Of a multiprocessor of Hopper, dense 16-bit, per clock.
 _FLOPS_PER_CLOCK = 4096
-_WARM, _SECONDS = 0.15, 0.3
+# The counter of joules moves some ten times a second.
+_WARM, _OF_KERNELS, _OF_LAYERS = 0.15, 0.3, 1.5
 
 
 class Draw(NamedTuple):
@@ -66,7 +67,7 @@ def _repeat(call: Callable[[], object], seconds: float, ms: float) -> tuple[int,
     return count, sorted(clocks)[4]
 
 
-def drawn(call: Callable[[], object]) -> Draw:
+def drawn(call: Callable[[], object], seconds: float) -> Draw:
     """What a call takes, of time and energy, once the chip is as hot as it gets."""
     for _ in range(3):
         call()
@@ -77,9 +78,9 @@ def drawn(call: Callable[[], object]) -> Draw:
     ms = (time.perf_counter() - start) * 1e3
     _repeat(call, _WARM, ms)
     joules, start = _joules(), time.perf_counter()
-    count, mhz = _repeat(call, _SECONDS, ms)
-    seconds = time.perf_counter() - start
-    return Draw(seconds / count * 1e3, (_joules() - joules) / count, mhz)
+    count, mhz = _repeat(call, seconds, ms)
+    took = time.perf_counter() - start
+    return Draw(took / count * 1e3, (_joules() - joules) / count, mhz)
 
 
 def _layers(name: str) -> list[dict[str, Any]]:
@@ -100,7 +101,7 @@ def _layers(name: str) -> list[dict[str, Any]]:
     }
     table = []
     for what, call in found.items():
-        draw = drawn(call)
+        draw = drawn(call, _OF_LAYERS)
         table.append(
             {
                 **{"benchmark": "energy", "shape": name, "what": what, "ms": f"{draw.ms:.4g}"},
@@ -118,8 +119,8 @@ def _kernels(name: str) -> list[dict[str, Any]]:
     idle = kernels(SHAPES[name], zeros=True)
     table = []
     for what, kernel in found.items():
-        draw = drawn(functools.partial(kernel.launch, kernel.tile))
-        still = drawn(functools.partial(idle[what].launch, kernel.tile))
+        draw = drawn(functools.partial(kernel.launch, kernel.tile), _OF_KERNELS)
+        still = drawn(functools.partial(idle[what].launch, kernel.tile), _OF_KERNELS)
         tflops = kernel.flops / draw.ms / 1e9
         table.append(
             {

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from mb_kernels.targets.table import GateCase
 
 _SMALL = 16  # numbers up to here are switches, counts of parts or of stages: each a code of its own
-_DIVISORS = (16, 64, 256)  # of sizes: what a load may be as wide as, a step, a tile
+_DIVISORS = (16, 64, 256)  # of sizes: what a load may be as wide as, and a product's step and tile
 
 
 def cover(cases: Iterable[GateCase], *, pairs: bool) -> list[GateCase]:
@@ -33,16 +33,17 @@ def cover(cases: Iterable[GateCase], *, pairs: bool) -> list[GateCase]:
 
 
 def _traits(case: GateCase) -> list[Hashable]:
-    constants = [(name, _kind(name, value)) for name, value in case.constexprs.items()]
+    divisors = _DIVISORS if case.is_gemm else _DIVISORS[:1]
+    constants = [(name, _kind(name, value, divisors)) for name, value in case.constexprs.items()]
     at_launch = [(name, kind) for name, kind in case.signature.items()]
     lists = {"16": case.multiples_of_16, "2 GiB": case.beyond_2gib}
     facts = [(fact, name) for fact, names in lists.items() for name in names]
     return [*constants, *at_launch, *facts, (case.num_warps, case.num_stages)]
 
 
-def _kind(name: str, value: object) -> Hashable:
+def _kind(name: str, value: object, divisors: tuple[int, ...]) -> Hashable:
     if isinstance(value, int) and value > _SMALL and not name.startswith("BLOCK"):
-        return tuple(value % n == 0 for n in _DIVISORS)
+        return tuple(value % n == 0 for n in divisors)
     return repr(value)
 
 

@@ -337,6 +337,8 @@ def _evaluated_and_compiled(rank, ranks):
     layer, mask = layer.train(), torch.arange(len(x)) < 4
     compiled = torch.compile(layer, backend="eager")(x, mask=mask)
     assert torch.equal(compiled.y, layer(x, mask=mask).y)
+    with pytest.raises(ValueError, match="add adapters first"):
+        add_lora(layer.experts, rank=2, alpha=4)
     frozen = _layer(Case())
     freeze_in_bits(frozen.experts, 8)
     with pytest.raises(ValueError, match="over 2 ranks, got weights frozen in bits"):

@@ -92,22 +92,22 @@ def draw(rng: random.Random) -> tuple[int, str, str]:
     model += [f"--global-batch-size {rng.choice([8, 16])}"]
     model += ["--fp16 --initial-loss-scale 4096"] if rng.random() < 0.15 else []
     kind = rng.choice(["gpt", "gpt", "bert", "t5"])
-    model += sentences(rng, kind) if kind != "gpt" else decoder(rng, tp, optimizer)
+    model += sentences(rng, kind) if kind != "gpt" else decoder(rng, tp)
+    model += ["--disable-bias-linear"] if optimizer == "adafactor" else []
     if rng.random() < 0.8:
         experts(rng, ranks // pp, tp, model, layout)
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
     return ranks, " ".join(filter(None, model)), " ".join(filter(None, layout))
 
 
-def decoder(rng: random.Random, tp: int, optimizer: str) -> list[str]:
+def decoder(rng: random.Random, tp: int) -> list[str]:
     """Flags of a GPT."""
     model = [rng.choice(["", "--untie-embeddings-and-output-weights"])]
     model += [rng.choice(["", "--group-query-attention --num-query-groups 2"]) if tp < 4 else ""]
     model += [rng.choice(["", "--position-embedding-type rope", "--position-embedding-type none"])]
     norms = ["", "--normalization RMSNorm", "--normalization RMSNorm --qk-layernorm"]
     model += [rng.choice([*norms, "--scale-head"])]
-    biases = ["", "", "--disable-bias-linear", "--add-qkv-bias"]
-    return [*model, "--disable-bias-linear" if optimizer == "adafactor" else rng.choice(biases)]
+    return [*model, rng.choice(["", "", "--disable-bias-linear", "--add-qkv-bias"])]
 
 
 def sentences(rng: random.Random, kind: str) -> list[str]:

@@ -87,10 +87,12 @@ def warm_up(
         else:
             for renormalize in (False, True):
                 rehearse_routing(tokens, num_experts, top_k, logits_dtype, renormalize)
-        if ranks > 1:
-            rehearse_exchange(tokens, num_experts, top_k, ranks)
         per_rank = num_experts // ranks
         choices = min(top_k, per_rank)
+        if ranks > 1:
+            rehearse_exchange(tokens, num_experts, top_k, ranks)
+            rehearse_bins(tokens, ranks, min(top_k, ranks))
+            rehearse_bins(tokens * ranks, per_rank, choices)
         rehearse_experts(
             *(tokens * ranks, hidden_size, ffn_hidden_size, per_rank, choices, activation, dtype),
             bias_dtype=bias_dtype,
@@ -138,14 +140,12 @@ def rehearse_exchange(tokens: int, experts: int, top_k: int, ranks: int) -> None
     """Where tokens go between ranks, and which came, on tensors without memory."""
     from mb_kernels.exchange import routing_kernels as routing
 
-    weights, per_rank = _empty(tokens, top_k, dtype=torch.float32), experts // ranks
-    _, peers, _ = routing.pack_routing(weights, _int32(tokens, top_k), experts, ranks)
-    rehearse_bins(tokens, ranks, peers.shape[1])
+    weights = _empty(tokens, top_k, dtype=torch.float32)
+    routing.pack_routing(weights, _int32(tokens, top_k), experts, ranks)
     words = _empty(tokens * ranks, 2 * top_k, dtype=torch.float32)
     for counts in (None, _int32(ranks)):
-        chosen, _, columns = routing.unpack_routing(words, counts, 0, per_rank)
+        chosen, _, columns = routing.unpack_routing(words, counts, 0, experts // ranks)
     routing.unpack_routing_backward(chosen, columns)
-    rehearse_bins(tokens * ranks, per_rank, chosen.shape[1])
 
 
 def rehearse_losses(tokens: int, experts: int, dtype: torch.dtype, *, sigmoid: bool) -> None:

@@ -195,6 +195,8 @@ def test_a_cpu_has_nothing_to_warm_up():
     assert warm_up(**sizes, device="cpu").result() == 0
     with pytest.raises(ValueError, match=r"activation: expected one of .* got 'swigloo'"):
         warm_up(**sizes, activation="swigloo")
+    with pytest.raises(ValueError, match="ranks: expected to divide 4 experts; got 3"):
+        warm_up(**sizes, ranks=3)
 
 
 def test_the_switch_turns_direct_launches_off():

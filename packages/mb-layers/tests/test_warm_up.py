@@ -10,12 +10,12 @@ from mb_layers import MoEConfig, warm_up
 SPARSE = {"mlp_impl": "sparse", "hidden_size": 128, "ffn_hidden_size": 128}
 
 
-def told(monkeypatch, **fields):
+def told(monkeypatch, ranks=1, **fields):
     """The arguments of `mb_kernels.warm_up`; None if it is not called."""
     found = []
     monkeypatch.setattr(mb_kernels, "warm_up", lambda **given: found.append(given) or Future())
     sizes = {"hidden_size": 40, "ffn_hidden_size": 100, "num_experts": 4, "top_k": 2}
-    future = warm_up(MoEConfig(**sizes | fields), tokens=64, device="cpu")
+    future = warm_up(MoEConfig(**sizes | fields), tokens=64, ranks=ranks, device="cpu")
     assert bool(found) or future.result() == 0
     return found[0] if found else None
 
@@ -24,13 +24,15 @@ def test_a_layer_is_described_as_it_will_call(monkeypatch):
     expected = {
         "tokens": 64, "hidden_size": 48, "ffn_hidden_size": 112, "num_experts": 4, "top_k": 2,
         "activation": "swiglu", "dtype": torch.bfloat16, "bias_dtype": None,
-        "score_function": "softmax", "recompute": False, "device": "cpu",
+        "score_function": "softmax", "recompute": False, "ranks": 1, "device": "cpu",
     }  # fmt: skip
     assert told(monkeypatch, activation="swiglu") == expected
     other = {"score_function": "sigmoid", "mlp_bias": True, "recompute": True}
     found = told(monkeypatch, **other)
     assert found["bias_dtype"] == torch.float32
     assert (found["score_function"], found["recompute"]) == ("sigmoid", True)
+    assert told(monkeypatch, ranks=2)["ranks"] == 2
+    assert told(monkeypatch, ranks=8) is None  # which share the width of an expert
 
 
 @pytest.mark.parametrize("fields", [SPARSE, {"saved_activation_bits": 8}], ids=str)

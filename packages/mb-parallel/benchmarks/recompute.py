@@ -2,7 +2,7 @@
 
     python packages/mb-parallel/benchmarks/recompute.py [--layers 12] [--batch 32] [--quick]
 
-Blocks of a GPT with 64 experts (hidden 768, 12 heads, expert ffn 3072, top-1), bf16 under fp32
+Blocks of a GPT with 64 SwiGLU experts (hidden 768, 12 heads, ffn 3072, top-1), bf16 under fp32
 weights, sequences of 1024. Peak memory is what a pass adds to weights and gradients. A Markdown
 table, then one JSON line; some 30 s on an H200.
 """

@@ -26,15 +26,15 @@ def begun(monkeypatch, device=GPU, ep_size=1, **fields):
     return found[0] if found else None
 
 
-def test_a_layer_of_experts_is_compiled_as_it_will_be_called(monkeypatch):
-    experts, given = begun(monkeypatch, micro_batch_size=4, moe_top_k=2, swiglu=True)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_layer_of_experts_is_compiled_as_it_will_be_called(monkeypatch, ranks):
+    fields = {"micro_batch_size": 4, "moe_top_k": 2, "swiglu": True}
+    experts, given = begun(monkeypatch, ep_size=ranks, **fields)
     assert (experts.num_experts, experts.top_k, experts.activation) == (64, 2, "swiglu")
-    assert given == {"tokens": 4 * 1024, "dtype": torch.bfloat16, "device": GPU}
+    assert given == {"tokens": 4 * 1024, "dtype": torch.bfloat16, "ranks": ranks, "device": GPU}
 
 
-@pytest.mark.parametrize(
-    "fields", [{"moe_num_experts": None}, {"device": torch.device("cpu")}, {"ep_size": 2}]
-)
+@pytest.mark.parametrize("fields", [{"moe_num_experts": None}, {"device": torch.device("cpu")}])
 def test_other_layers_are_left_to_their_first_call(monkeypatch, fields):
     assert begun(monkeypatch, **fields) is None
 

@@ -32,6 +32,7 @@ def warm_up(
     bias_dtype: torch.dtype | None = None,
     score_function: str = "softmax",
     recompute: bool = False,
+    ranks: int = 1,
     device: torch.device | str | None = None,
     training: bool = True,
     threads: int | None = None,
@@ -49,6 +50,9 @@ def warm_up(
         bias_dtype: of the experts' biases, if they have some.
         score_function: of the router, "softmax" or "sigmoid".
         recompute: as ``expert_mlp`` will be told.
+        ranks: P ranks that share out the experts, P dividing E: then what they need to exchange
+            tokens is compiled too, but for the exchange itself, and E / P experts for the tokens of
+            all of them.
         device: of the layer; None is the current GPU.
         training: with the backward, else the forward alone, which saves nothing.
         threads: None is one for each core.
@@ -58,9 +62,11 @@ def warm_up(
         ``result()`` waits for all of them.
 
     Raises:
-        ValueError: an unknown activation or score function.
+        ValueError: an unknown activation or score function; ranks that do not divide the experts.
     """
     is_glu(activation)
+    if ranks < 1 or num_experts % ranks:
+        raise ValueError(f"ranks: expected to divide {num_experts} experts; got {ranks}.")
     if score_function not in ("softmax", "sigmoid"):
         raise ValueError(f"score_function: expected softmax or sigmoid; got {score_function!r}.")
     if device is None:
@@ -81,10 +87,16 @@ def warm_up(
         else:
             for renormalize in (False, True):
                 rehearse_routing(tokens, num_experts, top_k, logits_dtype, renormalize)
+        per_rank = num_experts // ranks
+        choices = min(top_k, per_rank)
+        if ranks > 1:
+            rehearse_exchange(tokens, num_experts, top_k, ranks)
+            rehearse_bins(tokens, ranks, min(top_k, ranks))
+            rehearse_bins(tokens * ranks, per_rank, choices)
         rehearse_experts(
-            *(tokens, hidden_size, ffn_hidden_size, num_experts, top_k, activation, dtype),
+            *(tokens * ranks, hidden_size, ffn_hidden_size, per_rank, choices, activation, dtype),
             bias_dtype=bias_dtype,
-            keep_rows=training and not recompute and top_k == 1,
+            keep_rows=training and not recompute and choices == 1,
             recompute=recompute,
             training=training,
         )
@@ -122,6 +134,18 @@ def rehearse_bins(tokens: int, experts: int, top_k: int) -> None:
     from mb_kernels.routing import kernels as routing
 
     routing.bin_tokens(_int32(tokens, top_k), experts, None)
+
+
+def rehearse_exchange(tokens: int, experts: int, top_k: int, ranks: int) -> None:
+    """Where tokens go between ranks, and which came, on tensors without memory."""
+    from mb_kernels.exchange import routing_kernels as routing
+
+    weights = _empty(tokens, top_k, dtype=torch.float32)
+    routing.pack_routing(weights, _int32(tokens, top_k), experts, ranks)
+    words = _empty(tokens * ranks, 2 * top_k, dtype=torch.float32)
+    for counts in (None, _int32(ranks)):
+        chosen, _, columns = routing.unpack_routing(words, counts, 0, experts // ranks)
+    routing.unpack_routing_backward(chosen, columns)
 
 
 def rehearse_losses(tokens: int, experts: int, dtype: torch.dtype, *, sigmoid: bool) -> None:

@@ -79,7 +79,8 @@ def add_lora(
         names: which weights.
 
     Raises:
-        ValueError: rank < 1, or experts whose options need the fused op.
+        ValueError: rank < 1, experts whose options need the fused op, or weights that are spread
+            over ranks already.
     """
     config: Any = experts.config
     if rank < 1:
@@ -88,6 +89,11 @@ def add_lora(
         raise ValueError(
             "expected mlp_impl='grouped' and saved_activation_bits=None for adapters, got "
             f"{config.mlp_impl!r} and {config.saved_activation_bits}; recompute=True saves memory"
+        )
+    if any(hasattr(weight, "device_mesh") for weight in experts.parameters()):
+        raise ValueError(
+            "expected experts that are not spread over ranks, got DTensors; add adapters first, "
+            "which are then spread with the experts"
         )
     for name in names:
         with torch.no_grad():

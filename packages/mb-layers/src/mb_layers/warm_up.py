@@ -17,22 +17,26 @@ def warm_up(
     tokens: int,
     dtype: torch.dtype = torch.bfloat16,
     parameter_dtype: torch.dtype = torch.float32,
+    ranks: int = 1,
     device: torch.device | str | None = None,
 ) -> Future[int]:
-    """Begin to compile what a layer with all its experts in this process launches in training.
+    """Begin to compile what a layer launches in training.
 
     Args:
         config: of the layer.
         tokens: of one call.
         dtype: to compute in.
         parameter_dtype: of the layer's parameters.
+        ranks: over which its experts are spread.
         device: of the layer; None is the current GPU.
 
     Returns:
         A future of the number of kernels, see `mb_kernels.warm_up`; 0 for experts that do not run
-        as one op, block-sparse ones and those that keep quantized activations.
+        as one op, block-sparse ones and those that keep quantized activations, and for more ranks
+        than experts.
     """
-    if config.mlp_impl != "grouped" or config.saved_activation_bits is not None:
+    alone = config.mlp_impl == "grouped" and config.saved_activation_bits is None
+    if not alone or config.num_experts % ranks:
         nothing: Future[int] = Future()
         nothing.set_result(0)
         return nothing
@@ -47,5 +51,6 @@ def warm_up(
         bias_dtype=parameter_dtype if config.mlp_bias else None,
         score_function=config.score_function,
         recompute=config.recompute,
+        ranks=ranks,
         device=device,
     )

@@ -22,14 +22,15 @@ def compile_ahead(
     """Begin to compile what a layer of experts launches in training.
 
     Returns:
-        The number of kernels to come. None where they are not known beforehand: without a GPU, for
-        experts of other ranks.
+        The number of kernels to come. None where there are none: without a GPU, without experts.
     """
     experts = expert_config(config)
-    if experts is None or device.type != "cuda" or mesh.ep_size > 1:
+    if experts is None or device.type != "cuda":
         return None
     tokens = whole(config.micro_batch_size) * whole(config.seq_length)
-    return mb_layers.warm_up(experts, tokens=tokens, dtype=compute_dtype, device=device)
+    return mb_layers.warm_up(
+        experts, tokens=tokens, dtype=compute_dtype, ranks=mesh.ep_size, device=device
+    )
 
 
 def outcome(compiling: Future[int]) -> str:

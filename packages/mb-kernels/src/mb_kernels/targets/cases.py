@@ -21,14 +21,18 @@ from mb_kernels.block_sparse import kernels as block_sparse
 from mb_kernels.block_sparse import mlp_kernels
 from mb_kernels.block_sparse.reference import BLOCK
 from mb_kernels.elementwise import kernels as elementwise
-from mb_kernels.exchange import routing_kernels as exchanged
 from mb_kernels.grouped_gemm import kernels as grouped_gemm
 from mb_kernels.permute import kernels as permute
 from mb_kernels.quantize import kernels as quantize
 from mb_kernels.targets.cover import cover
 from mb_kernels.targets.record import record
 from mb_kernels.targets.table import GateCase, Target
-from mb_kernels.warm_up import rehearse_experts, rehearse_losses, rehearse_routing
+from mb_kernels.warm_up import (
+    rehearse_exchange,
+    rehearse_experts,
+    rehearse_losses,
+    rehearse_routing,
+)
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -177,17 +181,9 @@ def _small_ops() -> dict[str, Callable[[], object]]:
         elementwise.activation(h, activation)
         elementwise.activation_backward(d_a, h, activation)
 
-    def exchange_of(experts: int, top_k: int, ranks: int) -> None:
-        weights = _empty(16384, top_k, dtype=_FP32)
-        words = exchanged.pack_routing(weights, _int32(16384, top_k), experts, ranks)[0]
-        per_rank = experts // ranks
-        exchanged.unpack_routing(words, _int32(ranks), 0, per_rank)
-        weights, _, columns = exchanged.unpack_routing(words, None, 0, per_rank)
-        exchanged.unpack_routing_backward(weights, columns)
-
     return {
-        "E64 K8 over 4": partial(exchange_of, 64, 8, 4),
-        "E8 K2 over 8": partial(exchange_of, 8, 2, 8),
+        "E64 K8 over 4": partial(rehearse_exchange, 16384, 64, 8, 4),
+        "E8 K2 over 8": partial(rehearse_exchange, 16384, 8, 2, 8),
         "E128 K8": partial(rehearse_routing, 16384, 128, 8, _BF16, True),
         "E60 K4": partial(rehearse_routing, 16383, 60, 4, _FP32, True),
         "E256 sigmoid": partial(rehearse_losses, 16384, 256, _FP32, sigmoid=True),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny_run
 import torch
-from mb_train import train
+from mb_train import step
 from mb_train.cli import main
 from mb_train.run_folder import find_checkpoint
 
@@ -73,8 +73,8 @@ def test_a_second_run_in_a_folder_moves_the_first_aside(finished, tokens, capsys
 
 def test_a_dense_model_with_dropout_and_norms_of_what_it_logs(tokens, capsys, monkeypatch):
     counted = []
-    count = train.zeros_in_grad
-    monkeypatch.setattr(train, "zeros_in_grad", lambda *a, **k: counted.append(0) or count(*a, **k))
+    count = step.zeros_in_grad
+    monkeypatch.setattr(step, "zeros_in_grad", lambda *a, **k: counted.append(0) or count(*a, **k))
     more = "--train-iters 3 --log-params-norm --log-num-zeros-in-grad --optimizer sgd"
     more += " --num-workers 0 --recompute-granularity full"
     assert main(tiny_run.flags(tokens, None, more, moe=False)) == 0

@@ -224,6 +224,8 @@ def spelling(monkeypatch):
 
 
 def test_why_a_completion_ends(spelling):
+    with pytest.raises(ValueError, match="--max-new-tokens of at least 0, got -1"):
+        spelling.complete(["a"], Sampling(), max_new_tokens=-1)
     ends = spelling.complete(["a", "x"], Sampling(), max_new_tokens=4)
     assert [(c.text, c.finish_reason) for c in ends] == [("bcde", "length"), ("yz", "stop")]
     ends = spelling.complete(["a", "c"], Sampling(), max_new_tokens=9, stop=["ef", "k"])

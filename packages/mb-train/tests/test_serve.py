@@ -1,10 +1,11 @@
 """The completions interface, asked as a client would."""
 
 import json
+import socket
 
 import pytest
 from mb_train.generate import Completion
-from mb_train.serve import Request, application
+from mb_train.serve import Request, application, serve
 
 pytest.importorskip("httpx")
 testclient = pytest.importorskip("starlette.testclient")
@@ -115,3 +116,16 @@ def test_defaults_are_openais():
     request = Request.of_json({"prompt": "a"})
     assert (request.max_tokens, request.sampling.temperature) == (16, 1.0)
     assert (request.stop, request.stream, request.echo) == ((), False, False)
+
+
+def test_a_place_that_cannot_be_listened_at_is_said():
+    pytest.importorskip("uvicorn")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for where, says in (
+            ({"host": "127.0.0.1", "port": port}, f"--port {port}: Address already in use"),
+            ({"host": "127.0.0.1", "port": 70_000}, "--port 70000: .* must be 0-65535"),
+            ({"host": "no such host", "port": 0}, "Cannot listen at --host no such host"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                serve(Echo(), "a", **where)

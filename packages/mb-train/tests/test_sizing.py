@@ -221,5 +221,7 @@ def test_the_command(capsys):
     for word in ("parameters", "GiB per rank", "checkpoint", "TFLOP on 8 ranks", "hours"):
         assert word in out
     assert main(["plan", "--recipe", "dmoe-125m", "--gpus", "3"]) == 2
+    assert main(["plan", "--gpus", "0"]) == 2
+    assert "Expected --gpus of at least 1, got 0" in capsys.readouterr().err
     assert main(["plan", "--wings", "3"]) == 2
     assert "--wings" in capsys.readouterr().err

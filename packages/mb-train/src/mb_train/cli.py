@@ -39,9 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("MB_TRACEBACK"):
             raise
-        line = " ".join(str(error).split())
-        print(f"mb-train: {line}", file=sys.stderr)
+        print(f"mb-train: {_in_a_line(error)}", file=sys.stderr)
         return 2
+
+
+def _in_a_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
 
 
 def _train(arguments: list[str]) -> int:

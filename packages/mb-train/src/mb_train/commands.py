@@ -73,7 +73,9 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     from mb_train.tokenizers import load_tokenizer
 
     there = torch.cuda.device_count()
-    ranks = options.gpus or there or 1
+    ranks = (there or 1) if options.gpus is None else options.gpus
+    if ranks < 1:
+        raise ValueError(f"Expected --gpus of at least 1, got {ranks}.")
     device = options.gpu or (torch.cuda.get_device_name(0) if there else "CPU")
     vocab_size = mb_data.padded_vocab_size(
         load_tokenizer(config).vocab_size,

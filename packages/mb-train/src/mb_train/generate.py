@@ -183,7 +183,12 @@ class Generator:
         Args:
             max_new_tokens: of each prompt.
             stop: words that end a completion and are not part of it.
+
+        Raises:
+            ValueError: fewer than no tokens; scores that are not numbers.
         """
+        if max_new_tokens < 0:
+            raise ValueError(f"Expected --max-new-tokens of at least 0, got {max_new_tokens}.")
         if not self._together and len(prompts) > 1:
             done: list[Completion] = []
             for prompt in prompts:

@@ -12,7 +12,9 @@ starlette and uvicorn come with `pip install 'mb-train[serve]'`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -163,8 +165,7 @@ def serve(generator: Generator, name: str, *, host: str, port: int) -> None:
     """Answer requests until Ctrl-C.
 
     Raises:
-        ValueError: starlette or uvicorn are missing.
-        OSError: the port is taken.
+        ValueError: starlette or uvicorn are missing; no such host or port, or it is taken.
     """
     served = application(generator, name)
     try:
@@ -174,7 +175,17 @@ def serve(generator: Generator, name: str, *, host: str, port: int) -> None:
             "Expected uvicorn to serve with, found none. Install it with "
             "pip install 'mb-train[serve]'."
         ) from None
-    uvicorn.run(served, host=host, port=port, log_level="info")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"Cannot listen at --host {host} --port {port}: {reason}.") from None
+    # uvicorn raises Ctrl-C again once it has answered what it was asked.
+    with listening, contextlib.suppress(KeyboardInterrupt):
+        place = f"[{host}]" if ":" in host else host
+        print(f"listening at http://{place}:{listening.getsockname()[1]}/v1", flush=True)
+        uvicorn.Server(uvicorn.Config(served, log_level="info")).run(sockets=[listening])
 
 
 async def _steps(generator: Generator, request: Request) -> AsyncIterator[list[Completion]]:

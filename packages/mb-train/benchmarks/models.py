@@ -268,8 +268,13 @@ def our_ict(sizes: Sizes) -> Step:
     """Two towers of ours."""
 
     def batches(task: Any) -> list[Arrays]:
-        ones = np.ones(2 * sizes.rows, np.float32)
-        return [{"tokens_BS": b.pop("query_BS"), **b, "weights_B": ones} for b in pairs(sizes)]
+        def samples(batch: Arrays) -> list[Arrays]:
+            names = {f"{side}_{entry}": batch[f"{side}_{ours}"] for side in ("query", "block")
+                     for entry, ours in (("tokens", "BS"), ("pad_mask", "valid_BS"))}  # fmt: skip
+            return [{name: array[row] for name, array in names.items()}
+                    for row in range(2 * sizes.rows)]  # fmt: skip
+
+        return [task.collate(samples(batch)) for batch in pairs(sizes)]
 
     rows = {"micro_batch_size": 2 * sizes.rows, "global_batch_size": 2 * sizes.rows}
     fields = sizes.recipe("ict-bert", **rows, seq_length=sizes.length // 2)

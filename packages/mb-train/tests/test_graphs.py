@@ -155,7 +155,9 @@ KINDS = {
 def test_graphs_train_as_the_passes_they_hold(fields, dtype, compiled):
     expected, weights = trained(Sequential, fields, dtype=dtype, compiled=compiled)
     got, graphed = trained(Graphed, fields, dtype=dtype, compiled=compiled)
-    assert got.isfinite().all()
+    # The scale of fp16 grows until a step's gradients overflow, which leaves it out: on both sides.
+    assert got.isfinite().all() or dtype is torch.float16
+    assert not got.isnan().any()
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
     for a, b in zip(graphed, weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)

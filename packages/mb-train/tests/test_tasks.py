@@ -149,9 +149,9 @@ def test_blocks_are_shown_what_is_not_padding():
     assert len(kept_T) == 384
     assert (np.diff(kept_T) > 0).all()
     assert np.isin(real, kept_T).all()
-    sizes = {len(kept_places(kept_T=np.arange(4096)[None] < n)["kept_T"]) for n in range(1, 3840)}
-    assert sizes == set(range(256, 4096, 256))
-    assert kept_places(kept_T=np.arange(4096)[None] < 3841, other=np.ones((1, 8))) == {}
+    sizes = {len(kept_places(kept_T=np.arange(4096)[None] < n)["kept_T"]) for n in range(1, 3968)}
+    assert sizes == set(range(128, 4096, 128))
+    assert kept_places(kept_T=np.arange(4096)[None] < 3969, other=np.ones((1, 8))) == {}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ added up in tensors that stay from step to step, weights are updated in place by
 The first micro-batches of a shape run as they are: kernels are built, blocks compile, libraries
 allocate workspaces. Then one is captured, and replayed for the rest of the run. A batch's tensors
 say what there is to compute by their shapes alone, and there are few of those: how many documents
-divide a sequence comes in powers of two, what is left of a batch without its padding in sixteenths.
+divide a sequence comes in powers of two, what is left of a batch without its padding in 32nds.
 Dropout and jitter are those of a run without graphs, for a graph reads the seed of torch's
 generator when it is replayed. Nothing that waits for the device can be captured, nor a collective:
 a whole model on one GPU.

@@ -130,7 +130,7 @@ def stacked(samples: list[Any], name: str) -> np.ndarray:
 
 # Sizes of a batch without its padding: so many steps from nothing to all of it, none smaller than
 # matrix products like. What is made for a shape, compiled or captured, is made a few times.
-_STEPS, _LEAST_STEP = 16, 64
+_STEPS, _LEAST_STEP = 32, 64
 
 
 def kept_places(**valid: np.ndarray) -> dict[str, np.ndarray]:

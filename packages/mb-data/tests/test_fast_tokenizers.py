@@ -365,7 +365,7 @@ def test_tiktoken_files(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "qwen.tiktoken"])
 def test_ranks_of_llama_and_qwen(tmp_path, monkeypatch, name):
-    """Llama 3 and 4 call theirs a model, and have words that no merges make."""
+    """Llama 3 and 4 call theirs a model; some words of Llama 3's are made by no merges."""
     size, path = 50258, tmp_path / name
     odd = {b"qzxjq": size - 2, b" zqx\xffzqx": size - 1}
     table = ranks() | odd if name == "tokenizer.model" else ranks()
@@ -392,10 +392,9 @@ def test_ranks_of_llama_and_qwen(tmp_path, monkeypatch, name):
         assert (tokenizer.eod, tokenizer.vocab_size) == (151643, 151851)
         assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
         write_ranks(path, ranks() | odd)
-        tokenizer = load_tokenizer(path)
-        with pytest.warns(RuntimeWarning, match="its ranks are not those of merges"):
-            assert tokenizer.encode("qzxjq a") == [size - 2, *GPT2.encode(" a")]
-        assert tokenizer.engine == "python"
+        tokenizer = load_tokenizer(path)  # which nobody has said such words of
+        assert tokenizer.encode("qzxjq a") == [size - 2, *GPT2.encode(" a")]
+        assert tokenizer.engine == "gigatoken"
 
 
 def test_tekken(tmp_path):

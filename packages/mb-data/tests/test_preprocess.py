@@ -479,8 +479,8 @@ def test_kill_9_in_the_middle_and_run_again(tmp_path, packing):
     if packing == "many archives":
         source.mkdir()
         lines = data.splitlines(keepends=True)
-        for i, start in enumerate((0, 200, 201, 202, 230, 260, 290, 320, 350)):  # the first: half
-            stop = [200, 201, 202, 230, 260, 290, 320, 350, None][i]
+        for i, start in enumerate((0, 110, 111, 112, 170, 230, 290, 320, 350)):
+            stop = [110, 111, 112, 170, 230, 290, 320, 350, None][i]
             (source / f"{i}.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[start:stop])))
     else:
         source.write_bytes(gzip.compress(data) if packing else data)
@@ -581,9 +581,9 @@ def test_many_archives_are_unpacked_by_the_workers(tmp_path, monkeypatch, option
         (folder / f"{i:02}.jsonl.gz").write_bytes(packed[:-30] if i == 7 else packed)
     settings = {"block_bytes": 2000, "on_error": "skip", "append_eod": True, **options}
     with monkeypatch.context() as patched:
-        patched.setattr(mb_data.reading, "APART", 99)
+        patched.setattr(mb_data.reading, "LARGEST_SHARE", 0)
         once = preprocess(folder, tmp_path / "once", workers=2, **settings)
-    monkeypatch.setattr(mb_data.reading, "APART", 2)
+    monkeypatch.setattr(mb_data.reading, "LARGEST_SHARE", 1)
     for workers in (1, 3):
         summary = preprocess(folder, tmp_path / "out", workers=workers, **settings)
         assert summary.bad_lines == once.bad_lines
@@ -612,7 +612,7 @@ def test_thousands_of_blocks_that_wait_do_not_fill_the_pipes(tmp_path, monkeypat
         return encode(job, block)
 
     monkeypatch.setattr(mb_data.pipeline, "encode_block", last_of_all)
-    monkeypatch.setattr(mb_data.reading, "APART", 2)
+    monkeypatch.setattr(mb_data.reading, "LARGEST_SHARE", 1)
     preprocess(folder, tmp_path / "out", workers=2, block_bytes=1, tokenizer="null:9")
     assert documents(tmp_path / "out_text_document") == [[1], *[[2]] * 4000]
 

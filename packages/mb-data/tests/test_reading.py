@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from mb_data.compression import compression
-from mb_data.reading import blocks, read_lines
+from mb_data.reading import Archive, blocks, read_lines
 from mb_data.sources import find_sources
 
 LIMIT = 10_000
@@ -145,3 +145,27 @@ def test_directories_and_patterns(tmp_path):
         (tmp_path / "only").mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
     assert names(tmp_path / "only") == ["only/a.txt", "only/b.txt.gz"]
+
+
+@pytest.mark.parametrize(
+    ("shares", "apart"),
+    [
+        ((1, 1, 1, 1), True),
+        ((3, 3, 3), True),
+        ((1, 1), False),
+        ((9,), False),
+        ((9, *[1] * 8), False),
+        ((9, 9, 9, 1), True),
+    ],
+)
+def test_archives_are_unpacked_by_workers_where_none_outweighs_the_others(tmp_path, shares, apart):
+    """Whatever plain files are beside them; every line is there either way."""
+    for number, share in enumerate(shares):
+        (tmp_path / f"{number}.gz").write_bytes(gzip.compress(b"a line\n" * 100, 0) * share)
+    (tmp_path / "plain").write_bytes(b"a line\n" * 5000)
+    found = list(blocks(find_sources([f"{tmp_path}/*"]), 1000, LIMIT))
+    archives = [unit for unit in found if isinstance(unit, Archive)]
+    assert len(archives) == len(shares) * apart
+    parts = [unit for unit in found if not isinstance(unit, Archive)]
+    parts += [part for archive in archives for part in archive.blocks()]
+    assert sum(len(read_lines(part, LIMIT)) for part in parts) == 100 * sum(shares) + 5000

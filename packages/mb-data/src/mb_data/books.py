@@ -17,7 +17,7 @@ from mb_data.sources import Source
 if TYPE_CHECKING:
     from mb_data.pipeline import Result
 
-SAVE_INTERVAL = 1.0  # seconds of work a kill may cost, besides the blocks under way
+SAVE_INTERVAL = 0.25  # seconds of work a kill may cost, besides the blocks under way
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,12 @@ class Books(AbstractContextManager):
             self.shown = now
             self.on_progress(self._progress())
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.stopping.set()
         if self.saver:
             self.saver.join()
-        if self.saved.blocks > self.partial.kept and not self.failure:
+        # A run that got to its end is synced by `finish`.
+        if kind and self.saved.blocks > self.partial.kept and not self.failure:
             with contextlib.suppress(OSError):  # a full disk: what was saved before must do
                 self.partial.save(self.saved)
         if self.on_progress:

@@ -143,6 +143,8 @@ def run_workers(
             tick()
     finally:
         for worker in team:
+            worker.process.terminate()
+        for worker in team:
             worker.stop()
 
 
@@ -225,7 +227,6 @@ class _Worker:
 
     def stop(self) -> None:
         self.connection.close()
-        self.process.terminate()
         self.process.join()
 
     def _send(self, *message: Any) -> None:

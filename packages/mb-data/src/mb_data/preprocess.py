@@ -31,7 +31,7 @@ from mb_data.sources import TEXT_UNITS, Source, find_sources
 from mb_data.system import cores
 from mb_data.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT = 3  # of the partial output: raise it when a resumed run would differ
+FORMAT = 4  # of the partial output: raise it when a resumed run would differ
 BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 20
 

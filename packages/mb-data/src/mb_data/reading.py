@@ -20,10 +20,10 @@ from mb_data.compression import decoding_errors, decompress
 from mb_data.sources import STDIN, Source, open_remote
 
 PIECE = 1 << 18  # bytes read at a time
-# From so many compressed files on, workers unpack whole ones by themselves; of fewer the blocks are
-# shared out, or one large file would be one worker's. Eight workers that unpack gzip encode about
-# twice what one process can unpack for them.
-APART = 8
+# Workers unpack whole compressed files by themselves where none is more than this share of all.
+# Else one process unpacks for all, or the largest would keep one worker busy when the others have
+# nothing left. How many workers there are has no say: another number may resume the run.
+LARGEST_SHARE = 1 / 3
 
 
 class Block(NamedTuple):
@@ -62,15 +62,16 @@ def blocks(
     *,
     mine: Callable[[int], bool] = lambda _: True,
 ) -> Iterator[Block | Archive]:
-    """All documents of all sources, in order; ``APART`` compressed files and more as they are.
+    """All documents of all sources, in order; compressed files as they are, if none is large among
+    them, see ``LARGEST_SHARE``.
 
     Args:
         mine: which parts to read, by the position of their first byte in all sources laid end to
             end; a source that only reads as a whole goes by its own first byte.
     """
     befores = [0, *accumulate(source.size for source in sources)]
-    packed = [s.packed and mine(before) for s, before in zip(sources, befores, strict=False)]
-    apart = sum(packed) >= APART
+    packed = [s.size for s, at in zip(sources, befores, strict=False) if s.packed and mine(at)]
+    apart = max(packed, default=0) <= LARGEST_SHARE * sum(packed)
     before = 0
     for source in sources:
         if source.unit == "parquet":

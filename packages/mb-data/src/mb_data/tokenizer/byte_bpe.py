@@ -88,17 +88,22 @@ class ByteLevelBPE(Tokenizer):
         return "python" if self._fast is None else "gigatoken"
 
     def prepare(self) -> None:
-        if self._fast is not None:
-            try:
-                _ = self._fast.engine
-            except RuntimeError as error:
-                warnings.warn(
-                    f"{self.name}: gigatoken cannot read this vocabulary ({error}); the readable "
-                    "implementation takes its place, at a MB of text a second",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                self._fast = None
+        if self._fast is None or self._fast.loaded:
+            return
+        with self._fast.loading():
+            # What the cross-check and the search for letters need would else come behind it.
+            _ = self.readable.expressions
+            disputed_letters()
+        try:
+            _ = self._fast.engine
+        except RuntimeError as error:
+            warnings.warn(
+                f"{self.name}: gigatoken cannot read this vocabulary ({error}); the readable "
+                "implementation takes its place, at a MB of text a second",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._fast = None
 
     def encode(self, text: str) -> list[int]:
         tokens, _ = self.encode_documents([text.encode()])

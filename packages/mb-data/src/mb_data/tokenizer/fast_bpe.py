@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
+import threading
 from binascii import b2a_base64
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -64,15 +66,36 @@ class FastBPE:
 
         Raises RuntimeError for a vocabulary that the engine refuses.
         """
-        if self._scheme is None:
-            return _from_merges(self.readable, self.separator)
-        try:
+        if self._scheme is not None:
             ranks = self._ranks or _lines(self.readable)
-            return _from_ranks(ranks, self._scheme, self.separator - self._first_id)
-        except BaseException as error:  # a panic of Rust's is no Exception
-            if type(error).__name__ != "PanicException":
-                raise
-            raise RuntimeError(f"its ranks are not those of merges: {error}") from error
+            try:
+                return _from_ranks(ranks, self._scheme, self.separator - self._first_id)
+            except BaseException as error:  # a panic of Rust's is no Exception
+                if type(error).__name__ != "PanicException":
+                    raise
+                # Some entry is a word that no merges make. By merges it is found, whole.
+                self._first_id = 0
+        return _from_merges(self.readable, self.separator)
+
+    @property
+    def loaded(self) -> bool:
+        return "engine" in vars(self)
+
+    @contextlib.contextmanager
+    def loading(self) -> Generator[None]:
+        """Load the engine beside what is done meanwhile: it takes a quarter of a second without the
+        interpreter. What goes wrong is raised where ``engine`` is asked for."""
+
+        def load() -> None:
+            with contextlib.suppress(RuntimeError):
+                _ = self.engine
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
 
     def encode(
         self, texts: Sequence[bytes]

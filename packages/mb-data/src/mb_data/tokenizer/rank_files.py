@@ -48,8 +48,8 @@ class Publication(NamedTuple):
     """What a file of ranks leaves to code: how text is cut and normalized, and what is special.
 
     ``size`` is that of the vocabulary, where more special ids are reserved than have a name.
-    ``merged`` is False where some entries are words that no merges make: found whole or not at all.
-    The engine panics at the ranks of such, and gets their merges instead.
+    ``merged`` is False where some entries are words that no merges make, 588 of Llama 3's: found
+    whole or not at all. The engine panics at the ranks of such, and is given their merges at once.
     """
 
     scheme: str
@@ -76,7 +76,7 @@ PUBLICATIONS: dict[str | int, Publication] = {
         "olmo3", {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001}, None, 128256, False
     ),
     200_000: Publication(  # Llama 4
-        "o200k", {"<|begin_of_text|>": 200000, "<|end_of_text|>": 200001}, None, 202048, False
+        "o200k", {"<|begin_of_text|>": 200000, "<|end_of_text|>": 200001}, None, 202048
     ),
 }
 # Megatron's TikTokenizer: two patterns, and special tokens below the ranks.

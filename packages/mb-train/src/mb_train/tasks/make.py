@@ -32,19 +32,15 @@ def make_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int, mesh: Par
     Raises:
         ValueError: sizes or options that do not fit the model.
     """
-    padded: dict[str, Any] = {
-        "vocab_size": vocab_size, "leave_out": leaves_padding_out(config, mesh.dims)
+    if config.model == "gpt":
+        fim = fill_in_the_middle(config, tokenizer) if config.fim_data else None
+        return GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod, rearranged=fim)
+    kinds: dict[str, Callable[..., Task]] = {
+        "bert": BertTask, "t5": T5Task, "classifier": ClassifyTask,
+        "ict": partial(ICTTask, mesh=mesh),
     }  # fmt: skip
-    if config.model == "bert":
-        return BertTask(config, tokenizer, **padded)
-    if config.model == "t5":
-        return T5Task(config, tokenizer, **padded)
-    if config.model == "classifier":
-        return ClassifyTask(config, tokenizer, **padded)
-    if config.model == "ict":
-        return ICTTask(config, tokenizer, **padded, mesh=mesh)
-    fim = fill_in_the_middle(config, tokenizer) if config.fim_data else None
-    return GPTTask(config, vocab_size=vocab_size, eod=tokenizer.eod, rearranged=fim)
+    leave_out = leaves_padding_out(config, mesh.dims)
+    return kinds[config.model](config, tokenizer, vocab_size=vocab_size, leave_out=leave_out)
 
 
 def leaves_padding_out(config: TrainConfig, dims: ParallelDims) -> bool:

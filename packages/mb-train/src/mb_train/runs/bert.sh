@@ -4,7 +4,8 @@
 #   bert.sh SIZE DATA [flags]            SIZE 110m or 345m; DATA as for --data-path, split into sentences
 #   bert.sh 110m my_text_sentence --moe-num-experts 64 --moe-loss-weight 0.05
 #
-# GPUS, and several nodes, as launch.sh has it.
+# GPUS, and several nodes, as launch.sh has it. On one GPU give --cuda-graph: these models wait
+# for the host without.
 set -euo pipefail
 size=$1 data=$2
 shift 2

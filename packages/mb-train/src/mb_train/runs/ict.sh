@@ -4,7 +4,8 @@
 #   ict.sh BERT DATA [flags]             BERT a run folder; DATA a prefix, split into sentences
 #   ict.sh runs/bert-110m my_text_sentence --titles-data-path my_title_document
 #
-# GPUS, and several nodes, as launch.sh has it.
+# GPUS, and several nodes, as launch.sh has it. On one GPU give --cuda-graph: these models wait
+# for the host without.
 set -euo pipefail
 bert=$1 data=$2
 shift 2

@@ -4,7 +4,8 @@
 #   t5.sh DATA [flags]                   DATA as for --data-path, split into sentences
 #   t5.sh my_text_sentence --position-embedding-type relative
 #
-# GPUS, and several nodes, as launch.sh has it.
+# GPUS, and several nodes, as launch.sh has it. On one GPU give --cuda-graph: these models wait
+# for the host without.
 set -euo pipefail
 data=$1
 shift

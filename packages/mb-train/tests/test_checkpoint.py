@@ -69,6 +69,21 @@ def test_round_trip(tmp_path):
         assert torch.equal(optimizer.state[a]["exp_avg_sq"], other_optimizer.state[b]["exp_avg_sq"])
 
 
+def test_stages_on_one_rank_that_share_a_name_both_get_it(tmp_path):
+    """An interleaved schedule's rank has a copy of a tied table in each of its stages."""
+    model, optimizer = make()
+    step(model, optimizer)
+    path = save(tmp_path, model, optimizer)
+    stages = [make(seed=seed)[0] for seed in (1, 2)]
+    both = torch.optim.AdamW([p for m in stages for p in m.parameters()], lr=0.1, fused=True)
+    load_checkpoint(path, stages, both)
+    for stage in stages:
+        for a, b in zip(model.parameters(), stage.parameters(), strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(optimizer.state[a]["exp_avg"], both.state[b]["exp_avg"])
+            assert torch.equal(optimizer.state[a]["step"], both.state[b]["step"])
+
+
 def test_saving_again_replaces_the_folder(tmp_path):
     model, optimizer = make()
     step(model, optimizer)

@@ -100,13 +100,18 @@ def load_checkpoint(path: Path, model: Modules, optimizer: Optimizers) -> None:
                 f"{path} was saved without optimizer state. Add --no-load-optim or --finetune."
             )
         _forget_state(model, optimizer, shapes)
-    state = tensors_of(model, optimizer)
+    tensors = list(_tensors(model, optimizer))
+    state = dict(tensors)
     _compare(path, _over_ranks({n: tuple(t.shape) for n, t in state.items()}), shapes)
     with quiet():
         try:
             dcp.load(state, storage_reader=reader, no_dist=world_size() == 1)
         except CheckpointException as error:
             raise CheckpointError(f"{path} is damaged: {cause_of(error)}.{_offer(path)}") from error
+    with torch.no_grad():
+        for name, tensor in tensors:
+            if tensor is not state[name]:  # two stages on this rank have one of that name
+                tensor.copy_(state[name])
     for entry, kind, name in _optimizer_entries(model, optimizer):
         if isinstance(entry[kind], (int, float)):
             entry[kind] = type(entry[kind])(state[name].item())
@@ -121,17 +126,20 @@ def cause_of(error: CheckpointException) -> str:
 def tensors_of(model: Modules, optimizer: Optimizers) -> dict[str, Tensor]:
     """This rank's tensors by stable names: `model.NAME`, and `optimizer.KIND.NAME` of parameters.
 
-    Counters that an optimizer keeps as plain numbers are there as scalars.
+    Counters that an optimizer keeps as plain numbers are there as scalars. What stages on this rank
+    share, such as tied embeddings, is there once.
     """
-    state: dict[str, Tensor] = {}
+    return dict(_tensors(model, optimizer))
+
+
+def _tensors(model: Modules, optimizer: Optimizers) -> Iterator[tuple[str, Tensor]]:
     for module in as_list(model):
         for name, tensor in module.state_dict().items():
-            state[f"model.{plain_name(name)}"] = tensor
+            yield f"model.{plain_name(name)}", tensor
     for entry, kind, name in _optimizer_entries(model, optimizer):
         value = entry[kind]
         number = isinstance(value, (int, float))
-        state[name] = torch.tensor(value, dtype=torch.float64) if number else value
-    return state
+        yield name, torch.tensor(value, dtype=torch.float64) if number else value
 
 
 def plain_name(name: str) -> str:

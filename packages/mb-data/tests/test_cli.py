@@ -109,7 +109,7 @@ def test_skipped_lines_are_told(command, source, tmp_path, capsys):
 def test_standard_input_through_the_shell(source, tmp_path):
     flags = ["--input", "-", "--output-prefix", tmp_path / "out", "--workers", "2"]
     run = subprocess.run(
-        [sys.executable, "-m", "mb_data.cli", "preprocess", *flags],
+        [sys.executable, "-m", "mb_data", "preprocess", *flags],
         input=source.read_bytes(),
         capture_output=True,
         check=True,
@@ -188,11 +188,11 @@ def test_progress_on_a_terminal_and_in_a_log():
     assert log.getvalue() == ""
 
 
-PREPROCESS = f"{sys.executable} -m mb_data.cli preprocess"
+PREPROCESS = f"{sys.executable} -m mb_data preprocess"
 
 
 def run_cli(*arguments, **options):
-    command = [sys.executable, "-m", "mb_data.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "mb_data", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
@@ -210,7 +210,7 @@ def test_version():
 
 def test_standard_input_closed(tmp_path):
     command = (
-        f"{sys.executable} -m mb_data.cli preprocess --input - --output-prefix {tmp_path}/o <&-"
+        f"{sys.executable} -m mb_data preprocess --input - --output-prefix {tmp_path}/o <&-"
     )
     run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert run.returncode == 2
@@ -223,7 +223,7 @@ def test_output_that_nobody_reads(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n')
     command = (
-        f"{sys.executable} -m mb_data.cli preprocess --input {path} --output-prefix {tmp_path}/o"
+        f"{sys.executable} -m mb_data preprocess --input {path} --output-prefix {tmp_path}/o"
     )
     run = subprocess.run(
         ["bash", "-c", f"({command}; echo $? >&2) | true"],

@@ -662,7 +662,7 @@ def test_pipes_and_process_substitution(tmp_path):
     for given, options in ((str(fifo), ""), (f"<(gzip < {source})", "--quiet")):
         writer = f"cat {source} > {fifo} &" if given == str(fifo) else ""
         command = (
-            f"{writer} {sys.executable} -m mb_data.cli preprocess "
+            f"{writer} {sys.executable} -m mb_data preprocess "
             f"--workers 1 --output-prefix {tmp_path}/out --input {given} {options}"
         )
         run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

@@ -56,7 +56,7 @@ def test_the_slurm_array_makes_the_bytes_of_one_run(here):
         (here / "corpus" / f"{part}.jsonl.zst").write_bytes(packed)
     (here / "parts").mkdir()
     stand_in = here / "mb-data"
-    stand_in.write_text(f'#!/bin/bash\nexec {sys.executable} -m mb_data.cli "$@"\n')
+    stand_in.write_text(f'#!/bin/bash\nexec {sys.executable} -m mb_data "$@"\n')
     stand_in.chmod(0o755)
     slurm = {"SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_CPUS_PER_TASK": "1"}
     slurm |= {"PATH": f"{here}:{os.environ['PATH']}"}

@@ -93,7 +93,7 @@ def test_slurm_starts_a_launcher_on_every_node(tmp_path):
 
 
 def test_data_prepares_a_corpus(tmp_path):
-    _stand_in(tmp_path / "mb-data", f'exec {sys.executable} -m mb_data.cli "$@"')
+    _stand_in(tmp_path / "mb-data", f'exec {sys.executable} -m mb_data "$@"')
     corpus = tmp_path / "corpus.jsonl.gz"
     with gzip.open(corpus, "wt") as file:
         file.write('{"text": "One."}\n{"text": "Two, three."}\n')

@@ -375,7 +375,3 @@ def _machine_corpus(options: argparse.Namespace) -> None:
         print(f"  {name}: {size:,} bytes, {100 * size / facts.text_bytes:.1f} %")
     print(f"  left out: {facts.copies:,} copies and near copies, {facts.unfit:,} that are no text")
     print(f"  gzip: {facts.gzip_bits_per_byte:.3f} bits per byte")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,7 +12,7 @@
 # by a seed already, near copies left out. Points of two machines belong in one picture only if the checksum
 # at the end of PREFIX.txt is the same.
 set -euo pipefail
-if ! command -v mb-data >/dev/null; then mb-data() { python -m mb_data.cli "$@"; }; fi # not installed: PYTHONPATH
+if ! command -v mb-data >/dev/null; then mb-data() { python -m mb_data "$@"; }; fi # not installed: PYTHONPATH
 prefix=$1
 shift
 mkdir -p "$(dirname "$prefix")"

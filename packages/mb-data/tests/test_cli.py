@@ -209,9 +209,7 @@ def test_version():
 
 
 def test_standard_input_closed(tmp_path):
-    command = (
-        f"{sys.executable} -m mb_data preprocess --input - --output-prefix {tmp_path}/o <&-"
-    )
+    command = f"{sys.executable} -m mb_data preprocess --input - --output-prefix {tmp_path}/o <&-"
     run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr == (
@@ -222,9 +220,7 @@ def test_standard_input_closed(tmp_path):
 def test_output_that_nobody_reads(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n')
-    command = (
-        f"{sys.executable} -m mb_data preprocess --input {path} --output-prefix {tmp_path}/o"
-    )
+    command = f"{sys.executable} -m mb_data preprocess --input {path} --output-prefix {tmp_path}/o"
     run = subprocess.run(
         ["bash", "-c", f"({command}; echo $? >&2) | true"],
         capture_output=True,

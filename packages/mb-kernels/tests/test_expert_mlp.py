@@ -1,11 +1,15 @@
 """The fused expert MLP: against float64 loops over slots, its gradients, compile, FLOPs, memory."""
 
+import itertools
+
 import pytest
 import torch
 from mb_kernels import bin_tokens, expert_mlp, is_glu, reference
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, activate, activate_backward
 from mb_kernels.runtime import registration
 from mb_kernels.testing import (
+    GPT_OSS,
+    NUMBERED,
     TOLERANCES,
     Case,
     assert_close,
@@ -78,15 +82,20 @@ def test_matches_loop_over_slots(case, recompute, op):
         assert_close(name, g, torch.zeros_like(like) if w is None else w)
 
 
-@pytest.mark.parametrize("activation", [*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS])
+@pytest.mark.parametrize(
+    "activation", [*GLU_ACTIVATIONS, "swigluoai", *NUMBERED, *PLAIN_ACTIVATIONS]
+)
 def test_every_activation(activation):
-    for bias in (None, torch.float64):
-        case = Case(*CASES[3], activation, bias)
+    """In every memory order of the weights: the same, bit for bit, and gradients in that order."""
+    for bias, *transposed in itertools.product((None, torch.float64), *[(False, True)] * 2):
+        case = Case(*CASES[3], activation, bias, tuple(transposed))
         inputs = make_inputs(case, dtype=torch.float64)
         want = run_expert_mlp(reference.expert_mlp, inputs, activation=activation)
         got = run_expert_mlp(expert_mlp, inputs, activation=activation)
         for name, w in want.items():
             assert_close(name, got[name], w)
+        for name, t in zip(("d_w1", "d_w2"), transposed, strict=True):
+            assert (got[name].mT if t else got[name]).is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -107,15 +116,16 @@ def test_low_precision_follows_float64(dtype):
         assert_close(name, g, w)
 
 
+@pytest.mark.parametrize("activation", ["swigluoai", GPT_OSS])
 @pytest.mark.parametrize("op", [expert_mlp, reference.expert_mlp], ids=["op", "reference"])
-def test_biases_match_loop_over_slots(op):
-    inputs = make_inputs(Case(*CASES[3], "swigluoai", torch.float64), dtype=torch.float64)
+def test_biases_match_loop_over_slots(op, activation):
+    inputs = make_inputs(Case(*CASES[3], activation, torch.float64), dtype=torch.float64)
 
     def loop(x, w1, w2, bins, weights, *, b1_EF, b2_ED):
-        return loop_over_slots(x, w1, w2, bins, weights, "swigluoai", b1_EF, b2_ED)
+        return loop_over_slots(x, w1, w2, bins, weights, activation, b1_EF, b2_ED)
 
     want = run_expert_mlp(loop, inputs)
-    got = run_expert_mlp(op, inputs, activation="swigluoai")
+    got = run_expert_mlp(op, inputs, activation=activation)
     for name, w in want.items():
         assert_close(name, got[name], w)
 
@@ -146,7 +156,8 @@ def test_opcheck(top_k):
     b1, b2 = (torch.randn(4, size).requires_grad_() for size in (8, 4))
     for biases in ((None, None), (b1, b2)):
         torch.library.opcheck(
-            torch.ops.mb.expert_mlp.default, (*inputs, *biases, "swiglu", 16, top_k == 1)
+            torch.ops.mb.expert_mlp.default,
+            (*inputs, *biases, [False, False], "swiglu", 16, top_k == 1),
         )
 
 
@@ -155,7 +166,7 @@ def test_tokens_kept_as_rows_give_the_same_gradients():
 
     def op(keep_rows):
         indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
-        inputs = (x, w1, w2, *indices, weights, None, None, "swiglu", 16, keep_rows)
+        inputs = (x, w1, w2, *indices, weights, None, None, [False] * 2, "swiglu", 16, keep_rows)
         return torch.ops.mb.expert_mlp(*inputs)[0]
 
     want_y, want = gradients(lambda *_: op(False), (x, w1, w2, bins, weights))

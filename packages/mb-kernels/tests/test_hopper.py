@@ -17,6 +17,7 @@ import types
 
 import pytest
 import torch
+from mb_kernels import activation as functions
 from mb_kernels.activation import activate, is_glu
 from mb_kernels.testing import assert_close
 
@@ -69,6 +70,12 @@ class Shared:
 
     def reshape(self, shape):
         return Shared(self.values.view(shape))
+
+    def _reinterpret(self, dtype, shape, layout):
+        """Of [1, 2, rows, columns]: blocks of 64 columns, all rows of one and then of the next."""
+        _, parts, rows, columns = self.shape
+        blocks = self.values.view(parts, rows, columns // 64, 64).permute(1, 2, 0, 3)
+        return Shared(blocks.reshape(shape))
 
     def slice(self, start, length):
         return Shared(self.values[start : start + length])
@@ -190,6 +197,7 @@ class Language:
     zeros = staticmethod(lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype))
     arange = staticmethod(lambda start, end, layout: torch.arange(start, end, dtype=torch.int32))
     static_range = staticmethod(range)
+    convert_layout = staticmethod(lambda x, layout: x)
     BlockedLayout = SliceLayout = NVMMADistributedLayout = staticmethod(lambda *a, **k: None)
     NVMMASharedLayout = types.SimpleNamespace(get_default_for=lambda *a: None)
 
@@ -208,7 +216,7 @@ class Language:
         values = pointer.storage[_within(pointer.storage, at, given)]
         if at.ndim == 0:
             return Scalar(values)
-        return values if mask is None else torch.where(mask, values, other)
+        return values if mask is None else torch.where(mask, values, values.new_tensor(other))
 
     @staticmethod
     def store(pointer, value, mask=None):
@@ -256,8 +264,17 @@ def simulate(kernel, grid, *arguments, **constants):
             "tl": language,
             "range": lambda *bounds: map(Scalar, range(*bounds)),
             "piece": lambda x, i, pieces: x.value.chunk(pieces, dim=1)[i],
-            "activate": lambda z, base, ptx: activate(z, base),
+            "activate": lambda z, kind, ptx: functions._plain(z, kind),
             "activate_with_derivative": value_and_slope,
+            "up_factor": lambda up, kind, ptx: functions._factor(up, kind),
+            "up_gradient": up_gradient,
+            "pairs": lambda x: (x[:, ::2], x[:, 1::2]),
+            "_unpack": lambda words, kind: (
+                words.view(kind).float().unflatten(-1, (-1, 2)).unbind(-1)
+            ),
+            "_pack": lambda low, high, kind: (
+                torch.stack([low, high], dim=-1).to(kind).flatten(-2).view(torch.int32)
+            ),
             "mbarrier": types.SimpleNamespace(
                 MBarrierLayout=lambda: "barrier",
                 init=initialise,
@@ -292,10 +309,15 @@ def begin_product(a, b, acc, *, use_acc, is_async):
     return acc
 
 
-def value_and_slope(z, base, ptx):
+def value_and_slope(z, kind, ptx):
     z = z.detach().requires_grad_()
-    value = activate(z, base)
+    value = functions._plain(z, kind)
     return value.detach(), torch.autograd.grad(value.sum(), z)[0]
+
+
+def up_gradient(d_factor, up, factor, kind):
+    up = up.detach().requires_grad_()
+    return torch.autograd.grad(functions._factor(up, kind), up, d_factor)[0]
 
 
 @pytest.fixture(params=[1, 3, 50], ids=lambda n: f"{n}programs")
@@ -321,13 +343,28 @@ def tile_list(offsets, block_m):
 OFFSETS = {"ragged": [0, 150, 150, 151, 420], "halves": [0, 64, 129, 257, 450], "none": [0, 0, 0]}
 
 
-WIDTHS = [("swiglu", 256), ("geglu", 304), ("gelu", 512), ("relu", 272)]
+# Activation, ffn, whether the weights lie transposed, and OFFSETS.
+LAYOUTS = [
+    *itertools.product(
+        ("swiglu-256", "geglu-304", "gelu-512", "relu-272"), (False,), ("ragged", "halves", "none")
+    ),
+    ("swigluoai-304", True, "ragged"),
+    ("gelu-272", True, "halves"),
+    ("swiglu(alpha=1.7, limit=7, offset=1, interleaved)-304", True, "ragged"),
+    ("geglu(interleaved)-256", False, "halves"),
+]
+
+
+@pytest.fixture(params=LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+def layout(request):
+    activation_ffn, transposed, offsets = request.param
+    activation, ffn = activation_ffn.rsplit("-", 1)
+    return activation, int(ffn), transposed, OFFSETS[offsets]
 
 
 @pytest.mark.parametrize("save_h", [True, False], ids=["save", "drop"])
-@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
-@pytest.mark.parametrize(("activation", "ffn"), WIDTHS)
-def test_up(simulated, activation, ffn, offsets, save_h):
+def test_up(simulated, layout, save_h):
+    activation, ffn, transposed, offsets = layout
     hidden, experts, rows, dropped = 208, len(offsets) - 1, offsets[-1], 5
     columns = 2 * ffn if is_glu(activation) else ffn
     generator = torch.Generator().manual_seed(0)
@@ -338,9 +375,12 @@ def test_up(simulated, activation, ffn, offsets, save_h):
     a = torch.full((rows + dropped, ffn), float("nan")).bfloat16()
     tile = TILES["up_hopper"]["sm90"]
     tiles = tile_list(offsets, tile.block_m)
-    bias = activation in ("geglu", "gelu")
+    bias = activation.startswith("ge") or "1.7" in activation
     b1 = 16 * torch.randn(experts, columns, generator=generator) if bias else None
-    hopper_up.up(x, w1, b1, tiles, h, a, activation, save_h=save_h, tile=tile)
+    stored = w1.mT.contiguous() if transposed else w1
+    hopper_up.up(
+        x, stored, b1, tiles, h, a, activation, transposed=transposed, save_h=save_h, tile=tile
+    )
 
     expert = torch.repeat_interleave(torch.tensor(offsets).diff())
     z = torch.einsum("nd,nfd->nf", x[:rows].float(), w1.float()[expert])
@@ -352,9 +392,8 @@ def test_up(simulated, activation, ffn, offsets, save_h):
         assert h[rows:].isnan().all()
 
 
-@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
-@pytest.mark.parametrize(("activation", "ffn"), WIDTHS)
-def test_dact(simulated, activation, ffn, offsets):
+def test_dact(simulated, layout):
+    activation, ffn, transposed, offsets = layout
     hidden, experts, rows, dropped = 208, len(offsets) - 1, offsets[-1], 5
     generator = torch.Generator().manual_seed(0)
 
@@ -362,7 +401,7 @@ def test_dact(simulated, activation, ffn, offsets):
         return torch.randn(shape, generator=generator).bfloat16()
 
     columns = 2 * ffn if is_glu(activation) else ffn
-    do, h = normal(rows + dropped, hidden), normal(rows + dropped, columns)
+    do, h = normal(rows + dropped, hidden), 4 * normal(rows + dropped, columns)
     w2 = normal(experts, hidden, ffn)
     weights = torch.rand(rows + dropped, 1, generator=generator)
     order = torch.randperm(rows + dropped, generator=generator).int()
@@ -371,7 +410,12 @@ def test_dact(simulated, activation, ffn, offsets):
     dh, a = dh.contiguous(), a.contiguous()
     partials = torch.full((-(-ffn // tile.block_n), rows + dropped), float("nan"))
     tiles = tile_list(offsets, tile.block_m)
-    hopper_dact.dact(do, w2, order, weights, tiles, h, dh, a, partials, activation, tile=tile)
+    stored = w2.mT.contiguous() if transposed else w2
+    hopper_dact.dact(
+        *(do, stored, order, weights, tiles, h, dh, a, partials, activation),
+        transposed=transposed,
+        tile=tile,
+    )
 
     expert = torch.repeat_interleave(torch.tensor(offsets).diff())
     q = torch.einsum("nd,ndf->nf", do[:rows].float(), w2.float()[expert])

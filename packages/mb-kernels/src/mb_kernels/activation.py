@@ -1,102 +1,207 @@
-"""The activations an expert may use: one table of names, and their derivatives in plain PyTorch.
+"""The activations an expert may use: a name, with numbers where it has some, and plain PyTorch.
 
-A gated activation (GLU) takes ``h_N2F``, gate over up, and returns ``act(gate) * up``; a plain one
-maps ``h_NF`` elementwise. "gelu" and "geglu" are the exact erf GELU of Hendrycks & Gimpel
-(arXiv:1606.08415), "gelu_tanh" and "geglu_tanh" its tanh approximation; the GLU family is Shazeer's
-(arXiv:2002.05202), squared ReLU is Primer's (arXiv:2109.08668). "swigluoai" is GPT-OSS's: with
-gate at most 7 and up within ±7, ``gate · sigmoid(1.702 gate) · (up + 1)``.
+A plain activation maps ``h_NF`` elementwise: "gelu" (exact, Hendrycks & Gimpel, arXiv:1606.08415),
+"gelu_tanh" (its tanh approximation), "silu", "relu", "squared_relu" (Primer's, arXiv:2109.08668).
+A gated one (GLU, Shazeer, arXiv:2002.05202) maps ``h_N2F``, gate over up, to
+
+    act(gate) · up        "swiglu", "geglu", "geglu_tanh", "reglu"
+
+and takes numbers in brackets, each of them optional:
+
+    swiglu(alpha=1.702, limit=7, offset=1, interleaved)
+
+- limit L: the gate is at most L and up within ±L, before anything else is done with them;
+- offset c: ``act(gate) · (up + c)``;
+- alpha, of swiglu alone: ``gate · sigmoid(alpha · gate)``;
+- gate_cap G and up_cap U, of swiglu alone: ``G tanh(gate / G) · sigmoid(gate) · U tanh(up / U)``;
+- interleaved: the columns of h, and so the rows of w1, are g0, u0, g1, u1 and so on.
+
+"swigluoai", GPT-OSS's, is ``swiglu(alpha=1.702, limit=7, offset=1)``.
 
 Letters: N rows, F expert ffn width.
 """
 
 import difflib
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The function applied to the gate (GLU) or to the whole pre-activation (plain).
-GLU_ACTIVATIONS = {
-    "swiglu": "silu",
-    "geglu": "gelu",
-    "geglu_tanh": "gelu_tanh",
-    "reglu": "relu",
-    "swigluoai": "clamped_swish",
-}
-PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "squared_relu")
 
-_LIMIT, _SHARPNESS = 7.0, 1.702  # of swigluoai
+class Activation(NamedTuple):
+    """What a name stands for; the kernels are compiled for it as it is.
+
+    function: the plain one, of the gate or of everything; gated: a GLU; the rest as above.
+    """
+
+    function: str
+    gated: bool = False
+    alpha: float = 1.0
+    limit: float = math.inf
+    offset: float = 0.0
+    gate_cap: float = math.inf
+    up_cap: float = math.inf
+    interleaved: bool = False
+
+    @property
+    def parts(self) -> int:
+        """2 where h is gate over up, 1 where its columns are one run."""
+        return 2 if self.gated and not self.interleaved else 1
+
+
+# The function applied to the gate (GLU) or to the whole pre-activation (plain).
+GLU_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "squared_relu")
+# Names of others, in the words above.
+PRESETS = {"swigluoai": Activation("silu", True, alpha=1.702, limit=7.0, offset=1.0)}
+_NAMED = (
+    {name: Activation(name) for name in PLAIN_ACTIVATIONS}
+    | {name: Activation(plain, True) for name, plain in GLU_ACTIVATIONS.items()}
+    | PRESETS
+)
+_NUMBERS = ("alpha", "limit", "offset", "gate_cap", "up_cap")
+
+
+def parse(text: str) -> Activation:
+    """What ``text`` stands for; ValueError if it stands for nothing."""
+    if text in _NAMED:
+        return _NAMED[text]
+    name, bracket, inside = str(text).partition("(")
+    if name not in GLU_ACTIVATIONS or not bracket:
+        known = (*GLU_ACTIVATIONS, *PRESETS, *PLAIN_ACTIVATIONS)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"activation: expected one of {', '.join(known)}, the first {len(GLU_ACTIVATIONS)} "
+            f"with numbers in brackets or without; got {text!r}. Use {near!r}?"
+        )
+    if not inside.endswith(")"):
+        raise ValueError(f"activation: expected a closing bracket at the end; got {text!r}.")
+    given: dict[str, float] = {}
+    for word in inside[:-1].split(","):
+        key, _, value = (part.strip() for part in word.partition("="))
+        if key in given:
+            raise ValueError(f"activation: expected each number once; got {key} twice in {text!r}.")
+        given[key] = True if word.strip() == "interleaved" else _number(key, value, text)
+    activation = Activation(GLU_ACTIVATIONS[name], True)._replace(**given)
+    capped = activation.gate_cap < math.inf or activation.up_cap < math.inf
+    if name != "swiglu" and (activation.alpha != 1 or capped):
+        raise ValueError(
+            "activation: expected alpha, gate_cap and up_cap with swiglu alone; "
+            f"got {text!r}. limit, offset and interleaved go with every GLU."
+        )
+    if capped and (activation.alpha != 1 or activation.limit < math.inf):
+        raise ValueError(
+            f"activation: expected caps without alpha and limit; got {text!r}, a combination that "
+            "no model is known to have."
+        )
+    return activation
+
+
+def _number(key: str, value: str, text: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if key not in _NUMBERS or not (math.isfinite(number) and (number > 0 or key == "offset")):
+        raise ValueError(
+            f"activation: expected {', '.join(f'{n}=<number>' for n in _NUMBERS)} or interleaved "
+            f"in the brackets, all but offset above 0; got {key}={value} in {text!r}."
+        )
+    return number
 
 
 def is_glu(name: str) -> bool:
     """True if ``name`` is a gated activation, whose w1 is [E, 2F, D]; ValueError if unknown."""
-    if name in GLU_ACTIVATIONS:
-        return True
-    if name in PLAIN_ACTIVATIONS:
-        return False
-    known = (*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS)
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-    raise ValueError(f"activation: expected one of {', '.join(known)}; got {name!r}. Use {near!r}?")
+    return parse(name).gated
 
 
-def base_function(name: str) -> str:
-    """The plain function inside ``name``: "silu" for "swiglu", "gelu" for "gelu"."""
-    return GLU_ACTIVATIONS[name] if is_glu(name) else name
+def gate_and_up(h: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """Views of h [..., 2F]: the gate's columns and up's."""
+    if activation.interleaved:
+        return h[..., ::2], h[..., 1::2]
+    gate, up = h.chunk(2, dim=-1)
+    return gate, up
 
 
 def activate(h: Tensor, name: str) -> Tensor:
     """Apply activation ``name`` to h [..., F], or [..., 2F] for a GLU: a [..., F]."""
-    if is_glu(name):
-        gate, up = h.chunk(2, dim=-1)
-        return _plain(gate, GLU_ACTIVATIONS[name]) * _factor(up, name)
-    return _plain(h, name)
+    activation = parse(name)
+    if not activation.gated:
+        return _plain(h, activation)
+    return activate_gated(*gate_and_up(h, activation), name)
+
+
+def activate_gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    """Apply the gated activation ``name`` to gate and up [..., F], which lie apart."""
+    activation = parse(name)
+    return _plain(gate, activation) * _factor(up, activation)
 
 
 def activate_backward(d_a: Tensor, h: Tensor, name: str) -> Tensor:
     """Gradient of ``activate`` with respect to h, in h's shape, given d_a [..., F]."""
-    if is_glu(name):
-        gate, up = h.chunk(2, dim=-1)
-        base = GLU_ACTIVATIONS[name]
-        d_up = d_a * _plain(gate, base)
-        if name == "swigluoai":
-            d_up = torch.where(up.abs() <= _LIMIT, d_up, 0)
-        return torch.cat([d_a * _factor(up, name) * _derivative(gate, base), d_up], dim=-1)
-    return d_a * _derivative(h, name)
+    activation = parse(name)
+    if not activation.gated:
+        return d_a * _derivative(h, activation)
+    gate, up = gate_and_up(h, activation)
+    d_gate = d_a * _factor(up, activation) * _derivative(gate, activation)
+    d_up = d_a * _plain(gate, activation)
+    if activation.limit < math.inf:
+        d_up = torch.where(up.abs() <= activation.limit, d_up, 0)
+    if activation.up_cap < math.inf:
+        d_up = d_up * (1 - torch.tanh(up / activation.up_cap).square())
+    if activation.interleaved:
+        return torch.stack([d_gate, d_up], dim=-1).flatten(-2)
+    return torch.cat([d_gate, d_up], dim=-1)
 
 
-def _factor(up: Tensor, name: str) -> Tensor:
-    return up.clamp(-_LIMIT, _LIMIT) + 1 if name == "swigluoai" else up
+def _factor(up: Tensor, activation: Activation) -> Tensor:
+    """What act(gate) is multiplied by."""
+    if activation.limit < math.inf:
+        up = up.clamp(-activation.limit, activation.limit)
+    if activation.up_cap < math.inf:
+        up = activation.up_cap * torch.tanh(up / activation.up_cap)
+    return up + activation.offset if activation.offset else up
 
 
-def _plain(z: Tensor, base: str) -> Tensor:
-    if base == "clamped_swish":
-        z = z.clamp(max=_LIMIT)
-        return z * torch.sigmoid(_SHARPNESS * z)
-    if base == "silu":
+def _plain(z: Tensor, activation: Activation) -> Tensor:
+    function, alpha, cap = activation.function, activation.alpha, activation.gate_cap
+    if activation.limit < math.inf:
+        z = z.clamp(max=activation.limit)
+    if cap < math.inf:
+        return cap * torch.tanh(z / cap) * torch.sigmoid(z)
+    if alpha != 1:
+        return z * torch.sigmoid(alpha * z)
+    if function == "silu":
         return F.silu(z)
-    if base == "gelu":
+    if function == "gelu":
         return F.gelu(z)
-    if base == "gelu_tanh":
+    if function == "gelu_tanh":
         return F.gelu(z, approximate="tanh")
     relu = F.relu(z)
-    return relu * relu if base == "squared_relu" else relu
+    return relu * relu if function == "squared_relu" else relu
 
 
-def _derivative(z: Tensor, base: str) -> Tensor:
-    if base == "clamped_swish":
-        sigmoid = torch.sigmoid(_SHARPNESS * z)
-        slope = sigmoid * (1 + _SHARPNESS * z * (1 - sigmoid))
-        return torch.where(z <= _LIMIT, slope, 0)
-    if base == "silu":
-        sigmoid = torch.sigmoid(z)
-        return sigmoid * (1 + z * (1 - sigmoid))
-    if base == "gelu":
+def _derivative(z: Tensor, activation: Activation) -> Tensor:
+    slope = _slope(z, activation)
+    return torch.where(z > activation.limit, 0, slope) if activation.limit < math.inf else slope
+
+
+def _slope(z: Tensor, activation: Activation) -> Tensor:
+    function, alpha, cap = activation.function, activation.alpha, activation.gate_cap
+    if function == "silu":
+        sigmoid = torch.sigmoid(alpha * z)
+        if cap < math.inf:
+            tanh = torch.tanh(z / cap)
+            return sigmoid * (1 - tanh * tanh + cap * tanh * (1 - sigmoid))
+        return sigmoid * (1 + alpha * z * (1 - sigmoid))
+    if function == "gelu":
         density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
         return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * density
-    if base == "gelu_tanh":
+    if function == "gelu_tanh":
         scale = math.sqrt(2 / math.pi)
         tanh = torch.tanh(scale * (z + 0.044715 * z**3))
         return 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh * tanh) * scale * (1 + 0.134145 * z * z)
     relu = F.relu(z)
-    return 2 * relu if base == "squared_relu" else (z > 0).to(z.dtype)
+    return 2 * relu if function == "squared_relu" else (z > 0).to(z.dtype)

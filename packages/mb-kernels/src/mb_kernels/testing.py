@@ -3,6 +3,7 @@
 Letters: T tokens, E experts, K top-k.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mb_kernels import reference
-from mb_kernels.activation import is_glu
+from mb_kernels.activation import is_glu, parse
 from mb_kernels.expert_mlp import expert_mlp
 from mb_kernels.routing import bin_tokens
 
@@ -22,6 +23,20 @@ TOLERANCES = {
     torch.float16: 2e-3,
     torch.bfloat16: 5e-3,
 }
+
+# One of each thing that numbers do to a gate. Beside a limit pre-activations are whole numbers, see
+# ``make_inputs``.
+GPT_OSS = "swiglu(alpha=1.702, limit=4.5, offset=1, interleaved)"
+NUMBERED = (
+    "swiglu(limit=3.5)",
+    "swiglu(alpha=0.5, limit=2.5, offset=1)",
+    "swiglu(alpha=0.5, interleaved)",
+    GPT_OSS,
+    "swiglu(gate_cap=1.5, up_cap=2)",
+    "geglu(limit=2.5, offset=-0.5)",
+    "geglu_tanh(limit=1.5, interleaved)",
+    "reglu(offset=1)",
+)
 
 ROUTINGS = ("uniform", "skewed", "one_expert", "empty_experts")
 
@@ -102,10 +117,12 @@ class Case(NamedTuple):
     capacity: int | None = None
     activation: str = "swiglu"
     bias: torch.dtype | None = None  # of the biases, if the experts have some
+    transposed: tuple[bool, bool] = (False, False)  # whether w1 and w2 lie transposed in memory
 
     def __str__(self) -> str:
         tail = "" if self.capacity is None else f"-C{self.capacity}"
         tail += "" if self.bias is None else f"-bias {self.bias}"
+        tail += "".join(f"-{w}.mT" for w, t in zip(("w1", "w2"), self.transposed, strict=True) if t)
         return (
             f"T{self.tokens}-D{self.hidden}-F{self.ffn}-E{self.experts}-K{self.top_k}-"
             f"{self.activation}-{self.routing}{tail}"
@@ -117,8 +134,11 @@ def make_inputs(
 ) -> dict[str, Any]:
     """Arguments of ``expert_mlp`` as leaves that require gradients, and ``d_y`` for the backward.
 
-    Values are exact in bfloat16, so that every dtype sees the same numbers.
+    Values are exact in bfloat16, so that every dtype sees the same numbers. Where the activation
+    has a limit, pre-activations are whole numbers: else rounding decides on which side of it one
+    lies, and so its gradient.
     """
+    whole = parse(case.activation).limit < math.inf
     generator = torch.Generator().manual_seed(seed)
     ids = make_expert_ids(
         case.routing, case.tokens, case.experts, case.top_k, generator=generator, device=device
@@ -128,19 +148,29 @@ def make_inputs(
         values = torch.randn(shape, generator=generator) * scale
         return values.bfloat16().to(device=device, dtype=dtype)
 
+    def first(values: Tensor) -> Tensor:
+        return values.round() if whole else values
+
+    def stored(values: Tensor, transposed: bool) -> Tensor:
+        return (values.mT.contiguous().mT if transposed else values).requires_grad_()
+
     columns = case.ffn * (2 if is_glu(case.activation) else 1)
     weights_dtype = torch.promote_types(dtype, torch.float32)
+    scale = 0.6 if whole else case.hidden**-0.5
+    x = normal(case.tokens, case.hidden)
+    w1 = normal(case.experts, columns, case.hidden, scale=scale)
+    w2 = normal(case.experts, case.hidden, case.ffn, scale=case.ffn**-0.5)
     inputs = {
-        "x": normal(case.tokens, case.hidden).requires_grad_(),
-        "w1": normal(case.experts, columns, case.hidden, scale=case.hidden**-0.5).requires_grad_(),
-        "w2": normal(case.experts, case.hidden, case.ffn, scale=case.ffn**-0.5).requires_grad_(),
+        "x": first(x).requires_grad_(),
+        "w1": stored(first(w1), case.transposed[0]),
+        "w2": stored(w2, case.transposed[1]),
         "bins": bin_tokens(ids, case.experts, capacity=case.capacity),
         "weights": normal(case.tokens, case.top_k).abs().to(weights_dtype).requires_grad_(),
         "d_y": normal(case.tokens, case.hidden),
     }
     if case.bias is not None:
         bias = torch.promote_types(dtype, case.bias) if dtype is torch.float64 else case.bias
-        inputs["b1"] = normal(case.experts, columns).to(bias).requires_grad_()
+        inputs["b1"] = first(normal(case.experts, columns)).to(bias).requires_grad_()
         inputs["b2"] = normal(case.experts, case.hidden).to(bias).requires_grad_()
     return inputs
 

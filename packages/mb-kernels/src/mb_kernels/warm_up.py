@@ -9,6 +9,7 @@ Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -175,6 +176,7 @@ def rehearse_experts(
     *,
     keep_rows: bool,
     bias_dtype: torch.dtype | None = None,
+    transposed: Sequence[bool] = (False, False),
     recompute: bool = False,
     training: bool = True,
 ) -> None:
@@ -184,11 +186,12 @@ def rehearse_experts(
     rows, columns = tokens * top_k, ffn * (2 if is_glu(activation) else 1)
     empty = partial(_empty, dtype=dtype)
     x, w1, w2 = empty(tokens, hidden), empty(experts, columns, hidden), empty(experts, hidden, ffn)
+    w1, w2 = (w.mT.contiguous() if t else w for w, t in zip((w1, w2), transposed, strict=True))
     indices = (_int32(rows), _int32(rows), _int32(experts + 1))
     b1 = b2 = None
     if bias_dtype is not None:
         b1, b2 = (_empty(experts, size, dtype=bias_dtype) for size in (columns, hidden))
-    inputs = (w1, w2, *indices, _empty(tokens, top_k, dtype=torch.float32), b1, b2)
+    inputs = (w1, w2, *indices, _empty(tokens, top_k, dtype=torch.float32), b1, b2, transposed)
     saved_bits = 16 if training and not recompute else 0
     *_, h, tiles, kept = steps.expert_mlp(x, *inputs, activation, saved_bits, keep_rows)
     if training:

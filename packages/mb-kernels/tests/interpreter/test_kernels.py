@@ -17,6 +17,8 @@ from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.plan import Plan, assume, plan_of
 from mb_kernels.targets import TARGETS
 from mb_kernels.testing import (
+    GPT_OSS,
+    NUMBERED,
     TOLERANCES,
     Case,
     assert_close,
@@ -39,12 +41,19 @@ CASES = [
     Case(40, 32, 16, 3, 2, activation="swigluoai"),
     Case(25, 32, 48, 4, 3, "empty_experts", 9, "swigluoai", torch.float32),
     Case(40, 16, 48, 3, 1, "skewed", 20, "gelu", torch.float32),
+    Case(37, 48, 48, 3, 2, "skewed", None, "swiglu(limit=3.5)", None, (True, True)),
+    Case(25, 32, 48, 3, 3, "empty_experts", 9, GPT_OSS, torch.float32, (True, True)),
+    Case(37, 16, 48, 3, 1, "uniform", None, NUMBERED[6], torch.float32, (False, True)),
+    Case(20, 32, 16, 2, 2, activation="swiglu(gate_cap=1.5, up_cap=2)", transposed=(True, False)),
+    Case(20, 48, 16, 2, 1, activation="gelu", transposed=(True, True)),
 ]
 
 # 16-bit and up to 8 rows per expert: the tiles of a decoder, here with more rows than fit one.
 FEW_ROWS = [
     Case(12, 48, 32, 5, 3, "skewed"),
     Case(20, 32, 48, 4, 1, "one_expert", None, "gelu", torch.float32),
+    Case(12, 32, 48, 4, 2, "skewed", None, "swigluoai", None, (True, True)),
+    Case(12, 32, 48, 4, 2, "skewed", None, GPT_OSS, torch.float32, (True, True)),
 ]
 
 

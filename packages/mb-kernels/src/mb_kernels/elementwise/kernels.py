@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.activation import base_function, is_glu
+from mb_kernels.activation import gate_and_up, is_glu, parse
 from mb_kernels.language.activation import (
     activate,
     activate_with_derivative,
@@ -22,49 +22,50 @@ _ELEMENTS = 4096
 
 @triton.jit
 def activation_kernel(
-    gate_ptr,  # [R, L], rows ``stride`` apart
+    gate_ptr,  # [R, L], rows ``stride`` apart, columns STEP
     up_ptr,  # likewise, or None
     d_a_ptr,  # [R, L] with BACKWARD, or None
-    out_ptr,  # a [R, L]; with BACKWARD the gradient of gate, rows ``stride`` apart
+    out_ptr,  # a [R, L]; with BACKWARD the gradient of gate, strides like gate's
     d_up_ptr,  # like the gradient of gate, or None
     stride,
     L,
-    BASE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < L
-    at = row * stride + i
+    at = row * stride + i * STEP
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
     kind = out_ptr.dtype.element_ty
     if d_a_ptr is None:
-        a = activate(gate, BASE)
+        a = activate(gate, ACTIVATION)
         if up_ptr is not None:
-            a *= up_factor(tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32), BASE)
+            up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            a *= up_factor(up, ACTIVATION)
         tl.store(out_ptr + row * L + i, a.to(kind), mask=inside)
     else:
         d_a = tl.load(d_a_ptr + row * L + i, mask=inside, other=0.0).to(tl.float32)
-        value, slope = activate_with_derivative(gate, BASE)
+        value, slope = activate_with_derivative(gate, ACTIVATION)
         if up_ptr is not None:
             up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            d_up = up_gradient(d_a * value, up, BASE)
+            factor = up_factor(up, ACTIVATION)
+            d_up = up_gradient(d_a * value, up, factor, ACTIVATION)
             tl.store(d_up_ptr + at, d_up.to(kind), mask=inside)
-            d_a *= up_factor(up, BASE)
+            d_a *= factor
         tl.store(out_ptr + at, (d_a * slope).to(kind), mask=inside)
 
 
 def activation(h: Tensor, activation: str) -> Tensor:
-    columns = _columns(h, activation)
-    out = h.new_empty((h.shape[0], columns))
-    _launch(*_parts(h, columns), None, out, None, activation)
+    out = h.new_empty((h.shape[0], h.shape[1] // (2 if is_glu(activation) else 1)))
+    _launch(*_parts(h, activation), None, out, None, activation)
     return out
 
 
 def activation_backward(d_a: Tensor, h: Tensor, activation: str) -> Tensor:
-    columns = _columns(h, activation)
     d_h = h.new_empty(h.shape)
-    _launch(*_parts(h, columns), d_a, *_parts(d_h, columns), activation)
+    _launch(*_parts(h, activation), d_a, *_parts(d_h, activation), activation)
     return d_h
 
 
@@ -82,13 +83,10 @@ def gated_activation_backward(
     return d_gate, d_up
 
 
-def _columns(h: Tensor, activation: str) -> int:
-    return h.shape[1] // (2 if is_glu(activation) else 1)
-
-
-def _parts(h: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
+def _parts(h: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
     """Gate and up of [R, 2L], or all of [R, L]."""
-    return h[:, :columns], h[:, columns:] if h.shape[1] > columns else None
+    kind = parse(activation)
+    return gate_and_up(h, kind) if kind.gated else (h, None)
 
 
 def _launch(
@@ -106,6 +104,7 @@ def _launch(
             activation_kernel,
             (rows, cdiv(columns, block)),
             *(gate, up, d_a, out, d_up, gate.stride(0), columns),
-            BASE=base_function(activation),
+            ACTIVATION=parse(activation),
+            STEP=gate.stride(1),
             BLOCK=block,
         )

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.activation import base_function, is_glu
+from mb_kernels.activation import parse
 from mb_kernels.bins import row_tiles
 from mb_kernels.language.activation import activate_with_derivative, up_factor, up_gradient
 from mb_kernels.language.memory import store_rows
-from mb_kernels.language.tiles import first_item, locate, multiply_rows, piece
+from mb_kernels.language.tiles import first_item, locate, multiply_rows, pairs, piece
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import plan_of
@@ -41,19 +41,19 @@ def _load_h(h, part: tl.constexpr, parts: tl.constexpr, row, r, col, F: tl.const
 @triton.jit
 def dact_bwd_kernel(
     do,  # [N, D] in the order of rows: ragged tensor descriptor or pointer
-    w,  # [E, D, F]: tensor descriptor or pointer
+    w,  # [E, D, F], or see TRANSPOSED: tensor descriptor or pointer
     order_ptr,  # [N] int32: slot of each row
     weights_ptr,  # [T, K]
     tiles_ptr,  # from schedule()
-    h,  # [N, 1, F], or [N, 2, F] for GLU
+    h,  # [N, 1, F], or for GLU [N, 2, F], [N, 1, 2F] interleaved
     dh,  # like h: ragged tensor descriptor or pointer
     a,  # [N, 1, F], s * act(h): ragged tensor descriptor or pointer
     partials_ptr,  # [column tiles, N] fp32: <q, act(h)> per column tile
     rows,
     D: tl.constexpr,
     F: tl.constexpr,
-    GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # w is [E, F, D]
     PIECES: tl.constexpr,  # of the epilogue
     PTX: tl.constexpr,  # NVIDIA's fast exponential and reciprocal
     DESCRIPTORS: tl.constexpr,
@@ -66,7 +66,7 @@ def dact_bwd_kernel(
     GROUP_M: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
-    PARTS: tl.constexpr = GLU + 1
+    PARTS: tl.constexpr = ACTIVATION.parts
     W: tl.constexpr = BLOCK_N // PIECES
     total = tl.load(tiles_ptr + 3)
     items = total * COLUMNS
@@ -76,7 +76,7 @@ def dact_bwd_kernel(
         count = row_end - row
         m = r < count
         tl.assume(e >= 0)
-        acc = multiply_rows(do, w, e, row, count, column * BLOCK_N, D, F, False, DESCRIPTORS,
+        acc = multiply_rows(do, w, e, row, count, column * BLOCK_N, D, F, TRANSPOSED, DESCRIPTORS,
                             PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
         slot = tl.load(order_ptr + row + r, mask=m, other=0)
         s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
@@ -86,22 +86,32 @@ def dact_bwd_kernel(
         for i in tl.static_range(PIECES):
             col = column * BLOCK_N + i * W
             q = piece(acc, i, PIECES)
-            z = _load_h(h, 0, PARTS, row, clamped, col, F, BLOCK_N, W)
+            if ACTIVATION.interleaved:
+                both = _load_h(h, 0, 1, row, clamped, 2 * col, 2 * F, 2 * BLOCK_N, 2 * W)
+                z, up = pairs(both)
+            else:
+                z = _load_h(h, 0, PARTS, row, clamped, col, F, BLOCK_N, W)
             value, slope = activate_with_derivative(z, ACTIVATION, PTX)
-            if GLU:
-                up = _load_h(h, 1, PARTS, row, clamped, col, F, BLOCK_N, W)
-                factor = up_factor(up, ACTIVATION)
+            if ACTIVATION.gated:
+                if PARTS == 2:
+                    up = _load_h(h, 1, PARTS, row, clamped, col, F, BLOCK_N, W)
+                factor = up_factor(up, ACTIVATION, PTX)
                 partial += tl.sum(q * (value * factor), 1)
                 q *= s
                 store_rows(a, value * factor * s, 0, 1, row, count, col, F, BLOCK_N, DESCRIPTORS)
-                d_up = up_gradient(q * value, up, ACTIVATION)
-                store_rows(dh, d_up, 1, PARTS, row, count, col, F, BLOCK_N, DESCRIPTORS)
+                d_up = up_gradient(q * value, up, factor, ACTIVATION)
+                if PARTS == 2:
+                    store_rows(dh, d_up, 1, PARTS, row, count, col, F, BLOCK_N, DESCRIPTORS)
                 slope *= factor
             else:
                 partial += tl.sum(q * value, 1)
                 q *= s
                 store_rows(a, value * s, 0, 1, row, count, col, F, BLOCK_N, DESCRIPTORS)
-            store_rows(dh, q * slope, 0, PARTS, row, count, col, F, BLOCK_N, DESCRIPTORS)
+            if ACTIVATION.interleaved:
+                both = tl.interleave(q * slope, d_up)
+                store_rows(dh, both, 0, 1, row, count, 2 * col, 2 * F, 2 * BLOCK_N, DESCRIPTORS)
+            else:
+                store_rows(dh, q * slope, 0, PARTS, row, count, col, F, BLOCK_N, DESCRIPTORS)
         tl.store(partials_ptr + column.to(tl.int64) * rows + row + r, partial, mask=m)
 
 
@@ -114,14 +124,16 @@ def dact(
     h: Tensor,
     activation: str,
     *,
+    transposed: bool,
     tile: Tile,
     more_partials: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh like h; a' = s·act(h) [N, F]; partials [column tiles, N] fp32 of the weights' gradient.
 
-    do is [N, D] in the order of rows. The last ``more_partials`` partials are left to the caller.
+    do is [N, D] in the order of rows, w2 [E, F, D] if ``transposed``. The last ``more_partials``
+    partials are left to the caller.
     """
-    _, hidden, ffn = w2.shape
+    hidden, ffn = do.shape[1], w2.shape[1 if transposed else 2]
     rows = order.shape[0]
     dh = torch.empty_like(h)
     a = h.new_empty((rows, ffn))
@@ -131,18 +143,24 @@ def dact(
     if plan.specialized:
         from mb_kernels.expert_mlp.hopper import dact as hopper
 
-        hopper.dact(do, w2, order, weights, tiles, h, dh, a, partials, activation, tile=tile)
+        hopper.dact(
+            *(do, w2, order, weights, tiles, h, dh, a, partials, activation),
+            transposed=transposed,
+            tile=tile,
+        )
         return dh, a, partials
-    glu = is_glu(activation)
+    kind = parse(activation)
     operands = do, w2, h, dh, a
     if plan.descriptors:
-        block = (tile.block_m, 1, tile.block_n // _PIECES)
+        width = tile.block_n // _PIECES
+        dh_width = 2 * width if kind.interleaved else width
+        block = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
         operands = (
             ragged(do, (tile.block_m, tile.block_k)),
-            matrices(w2, (1, tile.block_k, tile.block_n)),
+            matrices(w2, (1, *block)),
             h,
-            ragged(dh, block, parts=2 if glu else 1),
-            ragged(a, block, parts=1),
+            ragged(dh, (tile.block_m, 1, dh_width), parts=kind.parts),
+            ragged(a, (tile.block_m, 1, width), parts=1),
         )
     items = row_tiles(rows, w2.shape[0], tile.block_m) * columns
     launch(
@@ -157,8 +175,8 @@ def dact(
         rows,
         D=hidden,
         F=ffn,
-        GLU=glu,
-        ACTIVATION=base_function(activation),
+        ACTIVATION=kind,
+        TRANSPOSED=transposed,
         PIECES=_PIECES,
         PTX=plan.ptx,
         DESCRIPTORS=plan.descriptors,

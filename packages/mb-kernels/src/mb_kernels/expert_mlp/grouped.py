@@ -9,7 +9,7 @@ Letters: R rows, D hidden, F ffn width, E experts.
 import torch
 from torch import Tensor
 
-from mb_kernels.activation import is_glu
+from mb_kernels.activation import parse
 from mb_kernels.elementwise import op as elementwise  # noqa: F401  (registers the ops)
 from mb_kernels.grouped_gemm.gmm import offsets_of
 from mb_kernels.grouped_gemm.op import grouped_gemm
@@ -44,9 +44,11 @@ def grouped_experts(
         ValueError: unknown activation, w3 without a GLU; sizes, dtypes or devices that do not
             match.
     """
-    glu = is_glu(activation)
-    if w3 is not None and not glu:
-        raise ValueError(f"w3: expected None for {activation}, which has no gate; got a tensor.")
+    kind = parse(activation)
+    glu = kind.gated
+    if w3 is not None and kind.parts == 1:
+        what = "has its gate between the rows of w1" if glu else "has no gate"
+        raise ValueError(f"w3: expected None for {activation}, which {what}; got a tensor.")
     if x_RD.ndim != 2 or w2.ndim != 3 or w2.shape[1] != x_RD.shape[1]:
         raise ValueError(
             f"w2: expected [E, D, F] with the D of x_RD {tuple(x_RD.shape)}; got {tuple(w2.shape)}."

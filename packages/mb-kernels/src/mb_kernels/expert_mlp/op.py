@@ -48,10 +48,12 @@ def expert_mlp(
     Args:
         x_TD: [T, D]; fp32, bf16 or fp16; D and F multiples of 16 on a GPU.
         w1_EFD: [E, F, D], or [E, 2F, D] for a GLU activation, gate over up; dtype of x_TD.
-        w2_EDF: [E, D, F]; dtype of x_TD.
+        w2_EDF: [E, D, F]; dtype of x_TD. Of either the kernels read both memory orders of a matrix
+            as they lie: weights stored transposed, [E, D, F], are passed as ``w.mT``, and so come
+            their gradients. Other strides are copied.
         bins: from ``bin_tokens`` on expert ids [T, K] with E experts.
         weights_TK: [T, K] routing weights, normally fp32.
-        activation: a name from ``mb_kernels.activation``.
+        activation: a name from ``mb_kernels.activation``, with numbers or without.
         b1_EF: [E, F], or [E, 2F] as w1: added to the pre-activations. Any dtype, as b2_ED.
         b2_ED: [E, D], added to each expert's output before it is weighted.
         max_rows: the most rows that all experts together compute, at least ``bins.offsets_E1[-1]``;
@@ -95,9 +97,11 @@ def expert_mlp(
     keep_rows = saved_bits > 0 and weights_TK.shape[1] == 1 and registration.use_triton(x_TD)
     if differentiable and not (x_stays or keep_rows):
         x_TD = x_TD.clone()
+    transposed = [not w.is_contiguous() and w.mT.is_contiguous() for w in (w1_EFD, w2_EDF)]
+    w1, w2 = (w.mT if t else w for w, t in zip((w1_EFD, w2_EDF), transposed, strict=True))
     return torch.ops.mb.expert_mlp(
-        *(x_TD, w1_EFD, w2_EDF, *indices, weights_TK, b1_EF, b2_ED),
-        *(activation, saved_bits, keep_rows),
+        *(x_TD, w1, w2, *indices, weights_TK, b1_EF, b2_ED),
+        *(transposed, activation, saved_bits, keep_rows),
     )[0]
 
 
@@ -184,6 +188,12 @@ def _check(
     checks.require_multiple_of_16(x_TD, D=hidden, F=ffn)
 
 
+def _upright(w1: Tensor, w2: Tensor, transposed: list[bool]) -> tuple[Tensor, Tensor]:
+    """[E, F, D] and [E, D, F], or these as they are stored: there and back."""
+    first, second = transposed
+    return w1.mT if first else w1, w2.mT if second else w2
+
+
 def _forward_reference(
     x: Tensor,
     w1: Tensor,
@@ -194,11 +204,13 @@ def _forward_reference(
     weights: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
+    transposed: list[bool],
     activation: str,
     saved_bits: int,
     keep_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     bins = bins_of(order, inverse, offsets)
+    w1, w2 = _upright(w1, w2, transposed)
     y, h = expert_mlp_forward(x, w1, w2, bins, weights, activation, b1, b2)
     rows = gather(x, bins, 1) if keep_rows else x.new_empty(0)
     return y, h if saved_bits else x.new_empty(0), order.new_empty((0, 4)), rows
@@ -215,6 +227,7 @@ def _backward_reference(
     weights: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
+    transposed: list[bool],
     h: Tensor,
     tiles: Tensor,
     activation: str,
@@ -222,11 +235,15 @@ def _backward_reference(
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
     bins = bins_of(order, inverse, offsets)
+    w1, w2 = _upright(w1, w2, transposed)
     if in_rows:
         x = combine(x, bins, None, 1)
     if h.numel() == 0:
         h = expert_mlp_forward(x, w1, w2, bins, weights, activation, b1, b2)[1]
-    grads = expert_mlp_backward(do, x, w1, w2, bins, weights, h, activation, b1, b2)
+    dx, *d_w, d_weights, d_b1, d_b2 = expert_mlp_backward(
+        do, x, w1, w2, bins, weights, h, activation, b1, b2
+    )
+    grads = (dx, *_upright(*d_w, transposed), d_weights, d_b1, d_b2)
     return tuple(
         g if need and g is not None else x.new_empty(0)
         for g, need in zip(grads, needs, strict=True)
@@ -243,11 +260,13 @@ def _forward_fake(
     weights: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
+    transposed: list[bool],
     activation: str,
     saved_bits: int,
     keep_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    h = x.new_empty((order.shape[0], w1.shape[1])) if saved_bits else x.new_empty(0)
+    columns = w1.shape[2 if transposed[0] else 1]
+    h = x.new_empty((order.shape[0], columns)) if saved_bits else x.new_empty(0)
     count = row_tiles(order.shape[0], w1.shape[0]) if registration.use_triton(x) else 0
     kept = x.new_empty((order.shape[0], x.shape[1]) if keep_rows else (0,))
     return x.new_empty(x.shape), h, order.new_empty((count, 4)), kept
@@ -264,6 +283,7 @@ def _backward_fake(
     weights: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
+    transposed: list[bool],
     h: Tensor,
     tiles: Tensor,
     activation: str,
@@ -278,7 +298,7 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, *tensors, ctx.activation, ctx.saved_bits, ctx.in_rows = inputs
+    x, *tensors, ctx.transposed, ctx.activation, ctx.saved_bits, ctx.in_rows = inputs
     _, h, tiles, rows = output
     kept = quantize(h, ctx.saved_bits) if ctx.saved_bits in (4, 8) else (h,)
     ctx.save_for_backward(rows if ctx.in_rows else x, *tensors, tiles, *kept)
@@ -288,7 +308,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if do is None:
-        return (None,) * 12
+        return (None,) * 13
     needed = ctx.needs_input_grad
     needs = [needed[i] for i in (0, 1, 2, 6, 7, 8)]
     saved = ctx.saved_tensors  # read once: under checkpoint a second reading fails
@@ -297,10 +317,10 @@ def _backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...
     if ctx.saved_bits in (4, 8):
         h = dequantize(*kept, bits=ctx.saved_bits, dtype=do.dtype)
     grads = torch.ops.mb.expert_mlp_backward(
-        do, *tensors, h, tiles, ctx.activation, ctx.in_rows, needs
+        *(do, *tensors, ctx.transposed, h, tiles, ctx.activation, ctx.in_rows, needs)
     )
     dx, dw1, dw2, *others = (g if n else None for g, n in zip(grads, needs, strict=True))
-    return dx, dw1, dw2, None, None, None, *others, None, None, None
+    return dx, dw1, dw2, None, None, None, *others, None, None, None, None
 
 
 def _forward_flops(
@@ -320,6 +340,7 @@ def _backward_flops(
     weights_shape: Any,
     b1_shape: Any,
     b2_shape: Any,
+    transposed: list[bool],
     h_shape: Any,
     tiles_shape: Any,
     activation: str,
@@ -336,7 +357,7 @@ def _backward_flops(
 
 _INPUTS = (
     "Tensor x, Tensor w1, Tensor w2, Tensor order, Tensor inverse, Tensor offsets, "
-    "Tensor weights, Tensor? b1, Tensor? b2"
+    "Tensor weights, Tensor? b1, Tensor? b2, bool[] transposed"
 )
 registration.register(
     f"expert_mlp({_INPUTS}, str activation, int saved_bits, bool keep_rows) "

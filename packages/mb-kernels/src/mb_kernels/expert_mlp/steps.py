@@ -12,6 +12,9 @@ the copy too, copies them to rows first ("spread", which reads each token once).
 rows: its products read each many times, and gathering in the loop of a weight gradient costs more
 than the copy (540 against 650 TFLOP/s on an H200).
 
+Weights stored transposed, w1 [E, D, F] and w2 [E, F, D], are read as they lie: a product then loads
+the blocks that the other direction's loads, and their gradients come from operands exchanged.
+
 Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k, N = T·K rows.
 """
 
@@ -40,6 +43,7 @@ def expert_mlp(
     weights: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
+    transposed: list[bool],
     activation: str,
     saved_bits: int,
     keep_rows: bool,
@@ -50,7 +54,8 @@ def expert_mlp(
     plan = expert_plan(plan_of(x), activation, rows, w1.shape[0], keep_rows=keep_rows)
     row_tiles = schedule(offsets, rows, plan.up.block_m)
     if rows == 0 or w1.numel() == 0:
-        h = x.new_empty((rows, w1.shape[1]) if save_h else (0,))
+        columns = w1.shape[2 if transposed[0] else 1]
+        h = x.new_empty((rows, columns) if save_h else (0,))
         kept = x.new_empty((rows, x.shape[1]) if keep_rows else (0,))
         return torch.zeros_like(x), h, row_tiles, kept
     tiles = _Tiles(offsets, rows, plan.up.block_m, row_tiles)
@@ -61,6 +66,7 @@ def expert_mlp(
         b1,
         row_tiles,
         activation,
+        transposed=transposed[0],
         order=None if plan.in_rows else order,
         top_k=top_k,
         save_h=save_h,
@@ -68,7 +74,17 @@ def expert_mlp(
     )
     kept = source if keep_rows else _nothing(x)
     del source
-    y = _to_tokens(a, w2, b2, plan, tiles, (order, inverse, offsets), top_k, weights)
+    y = _to_tokens(
+        a,
+        w2,
+        b2,
+        plan,
+        tiles,
+        (order, inverse, offsets),
+        top_k,
+        weights,
+        transpose=not transposed[1],
+    )
     return y, h, row_tiles, kept
 
 
@@ -83,6 +99,7 @@ def expert_mlp_backward(
     weights: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
+    transposed: list[bool],
     h: Tensor,
     row_tiles: Tensor,
     activation: str,
@@ -108,6 +125,7 @@ def expert_mlp_backward(
             b1,
             row_tiles,
             activation,
+            transposed=transposed[0],
             order=None if plan.in_rows else order,
             top_k=top_k,
             save_h=True,
@@ -121,7 +139,10 @@ def expert_mlp_backward(
     biased = b2 is not None and (need_weights or need_b2)
     more = dots(do.shape[1]) if biased else 0
     dh, a, partials = dact(
-        do_rows, w2, order, weights, listed, h, activation, tile=tile, more_partials=more
+        *(do_rows, w2, order, weights, listed, h, activation),
+        transposed=transposed[1],
+        tile=tile,
+        more_partials=more,
     )
     d_b1 = d_b2 = _nothing(x)
     if b1 is not None and need_b1:
@@ -131,19 +152,30 @@ def expert_mlp_backward(
         d_b2 = expert_sums(do_rows, listed, tile.block_m, offsets, b2, weighted=weighted)
     d_weights = sum_partials(partials, order, offsets, weights) if need_weights else _nothing(x)
     del partials, h
-    d_w2 = outer(do_rows, a, offsets, plan.outer) if need_w2 else _nothing(x)
+    d_w2 = dx = d_w1 = _nothing(x)
+    if need_w2:
+        d_w2 = _weight_gradient(do_rows, a, offsets, plan, transposed[1])
     del a, do_rows
     indices = (order, inverse, offsets)
-    dx = _to_tokens(dh, w1, None, plan, tiles, indices, top_k, None) if need_x else _nothing(x)
-    d_w1 = _nothing(x)
+    if need_x:
+        dx = _to_tokens(dh, w1, None, plan, tiles, indices, top_k, None, transpose=transposed[0])
     if need_w1:
-        d_w1 = outer(dh, x if in_rows else spread(x, inverse, top_k, rows), offsets, plan.outer)
+        x_rows = x if in_rows else spread(x, inverse, top_k, rows)
+        d_w1 = _weight_gradient(dh, x_rows, offsets, plan, transposed[0])
     return dx, d_w1, d_w2, d_weights, d_b1, d_b2 if need_b2 else _nothing(x)
 
 
 def _nothing(x: Tensor) -> Tensor:
     """Stands for a gradient that nobody asked for."""
     return x.new_empty(0)
+
+
+def _weight_gradient(
+    outputs: Tensor, inputs: Tensor, offsets: Tensor, plan: ExpertPlan, transposed: bool
+) -> Tensor:
+    """[E, outputs, inputs], the gradient of a weight, or with these two exchanged."""
+    pair = (inputs, outputs) if transposed else (outputs, inputs)
+    return outer(*pair, offsets, plan.outer)
 
 
 def _to_tokens(
@@ -155,17 +187,21 @@ def _to_tokens(
     indices: tuple[Tensor, Tensor, Tensor],
     top_k: int,
     weights: Tensor | None,
+    *,
+    transpose: bool,
 ) -> Tensor:
-    """Rows times weights, plus bias, summed per token: down with routing weights, else dX."""
+    """Rows times weights, plus bias, summed per token: down with routing weights, else dX.
+
+    ``transpose``: w is [E, columns of the result, columns of rows].
+    """
     order = indices[0]
-    down = weights is not None
-    tile = plan.down if down else plan.dx
+    tile = plan.dx if weights is None else plan.down
     single = top_k == 1
     y = rows_times_weights(
         rows,
         w,
         tiles(tile.block_m),
-        transpose_weight=down,
+        transpose_weight=transpose,
         tile=tile,
         bias=bias,
         scatter_order=order if single else None,

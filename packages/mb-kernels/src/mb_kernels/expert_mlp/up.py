@@ -1,9 +1,10 @@
 """The up-projection: gather tokens, multiply by w1, add the bias, apply the activation.
 
 Writes the pre-activations h (if the backward needs them) and the activations a. For a GLU one
-accumulator holds the gate columns beside the up columns of the same output tile, so that the
-activation needs no exchange between programs. Tokens that were copied to their rows beforehand (see
-``steps``) are read as they lie, on Hopper by ``hopper.up``.
+accumulator holds the gate columns beside the up columns of the same output tile, or the two by
+turns if they are ``interleaved``, so that the activation needs no exchange between programs. Tokens
+that were copied to their rows beforehand (see ``steps``) are read as they lie, on Hopper by
+``hopper.up``.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
@@ -12,11 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.activation import base_function, is_glu
+from mb_kernels.activation import Activation, parse
 from mb_kernels.bins import row_tiles
 from mb_kernels.language.activation import activate, up_factor
-from mb_kernels.language.memory import load_bias, load_weight, store_rows, token_rows
-from mb_kernels.language.tiles import first_item, halves, locate, piece
+from mb_kernels.language.memory import (
+    load_bias,
+    load_transposed,
+    load_weight,
+    store_rows,
+    token_rows,
+)
+from mb_kernels.language.tiles import first_item, halves, locate, pairs, piece
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import plan_of
@@ -26,17 +33,17 @@ from mb_kernels.targets.table import Tile
 @triton.jit
 def up_fwd_kernel(
     x_ptr,  # [T, D], or [N, D] in the order of rows without order_ptr
-    w,  # [E, F, D], or [2E, F, D] for GLU: tensor descriptor or pointer
+    w,  # [E, F, D], or for GLU [2E, F, D] or [E, 2F, D] interleaved: descriptor or pointer
     b_ptr,  # [E, F], or [E, 2F] for GLU: added to the product; or None
     order_ptr,  # [N] int32: slot of each row, or None
     tiles_ptr,  # from schedule()
-    h,  # [N, 1, F], or [N, 2, F] for GLU, with SAVE_H: ragged tensor descriptor or pointer
+    h,  # [N, 1, F], or for GLU [N, 2, F] or [N, 1, 2F], with SAVE_H: ragged descriptor or pointer
     a,  # [N, 1, F]: ragged tensor descriptor or pointer
     D: tl.constexpr,
     F: tl.constexpr,
     TOP_K: tl.constexpr,
-    GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # w is [E, D, F] or [E, D, 2F]
     SAVE_H: tl.constexpr,
     PIECES: tl.constexpr,  # of the epilogue
     PTX: tl.constexpr,  # NVIDIA's fast exponential and reciprocal
@@ -51,7 +58,10 @@ def up_fwd_kernel(
     GROUP_M: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
-    STACK: tl.constexpr = GLU + 1
+    PARTS: tl.constexpr = ACTIVATION.parts
+    WIDTH: tl.constexpr = BLOCK_N * (ACTIVATION.gated + 1)
+    BLOCK_W: tl.constexpr = WIDTH // PARTS
+    ROWS_W: tl.constexpr = F * WIDTH // BLOCK_N // PARTS
     EVEN_D: tl.constexpr = D % BLOCK_K == 0
     total = tl.load(tiles_ptr + 3)
     items = total * COLUMNS
@@ -66,18 +76,32 @@ def up_fwd_kernel(
         else:
             token = tl.load(order_ptr + row + r, mask=m, other=0) // TOP_K
         source, offsets = token_rows(x_ptr, token, D, BLOCK_K, WIDE)
-        acc = tl.zeros((BLOCK_M, STACK * BLOCK_N), tl.float32)
+        acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         for start in range(0, D, BLOCK_K):
             mask = m[:, None] if EVEN_D else m[:, None] & (start + k < D)[None, :]
             x_block = tl.load(source + start + offsets, mask=mask, other=0.0)
-            w_block = load_weight(
-                w, e, column * BLOCK_N, start, F, D, BLOCK_N, BLOCK_K, STACK, DESCRIPTORS
-            )
-            acc = tl.dot(x_block, w_block.T, acc, input_precision=PRECISION)
+            if TRANSPOSED:
+                w_block = load_transposed(w, e, start, column * BLOCK_W, D, ROWS_W, BLOCK_K,
+                                          BLOCK_W, PARTS, DESCRIPTORS and PARTS == 1)  # fmt: skip
+            else:
+                w_block = load_weight(w, e, column * BLOCK_W, start, ROWS_W, D, BLOCK_W, BLOCK_K,
+                                      PARTS, DESCRIPTORS).T  # fmt: skip
+            acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
 
         rows = row_end - row
         col = column * BLOCK_N
-        if GLU:
+        if ACTIVATION.interleaved:
+            for i in tl.static_range(2):
+                z = piece(acc, i, 2)
+                at = 2 * col + i * BLOCK_N
+                if b_ptr is not None:
+                    z += load_bias(b_ptr, e, 0, 1, at, 2 * F, WIDTH, BLOCK_N)
+                if SAVE_H:
+                    store_rows(h, z, 0, 1, row, rows, at, 2 * F, WIDTH, DESCRIPTORS)
+                gate, up = pairs(z)
+                value = activate(gate, ACTIVATION, PTX) * up_factor(up, ACTIVATION, PTX)
+                store_rows(a, value, 0, 1, row, rows, at // 2, F, BLOCK_N, DESCRIPTORS)
+        elif ACTIVATION.gated:
             gate, up = halves(acc)
             if b_ptr is not None:
                 gate += load_bias(b_ptr, e, 0, 2, col, F, BLOCK_N, BLOCK_N)
@@ -85,7 +109,7 @@ def up_fwd_kernel(
             if SAVE_H:
                 store_rows(h, gate, 0, 2, row, rows, col, F, BLOCK_N, DESCRIPTORS)
                 store_rows(h, up, 1, 2, row, rows, col, F, BLOCK_N, DESCRIPTORS)
-            value = activate(gate, ACTIVATION, PTX) * up_factor(up, ACTIVATION)
+            value = activate(gate, ACTIVATION, PTX) * up_factor(up, ACTIVATION, PTX)
             store_rows(a, value, 0, 1, row, rows, col, F, BLOCK_N, DESCRIPTORS)
         else:
             for i in tl.static_range(PIECES):
@@ -99,9 +123,9 @@ def up_fwd_kernel(
                 col += BLOCK_N // PIECES
 
 
-def _pieces(activation: str) -> int:
+def _pieces(activation: Activation) -> int:
     """Column pieces of the epilogue: the fewest that spill no registers."""
-    return 1 if is_glu(activation) else 2
+    return 1 if activation.parts == 2 else 2
 
 
 def up(
@@ -111,6 +135,7 @@ def up(
     tiles: Tensor,
     activation: str,
     *,
+    transposed: bool,
     order: Tensor | None,
     top_k: int,
     save_h: bool,
@@ -118,11 +143,13 @@ def up(
 ) -> tuple[Tensor, Tensor]:
     """Pre-activations [N, F or 2F] (empty unless ``save_h``) and activations [N, F].
 
-    x holds tokens [T, D] if there is an ``order``, else rows [N, D]; ``tile`` is the plan's.
+    x holds tokens [T, D] if there is an ``order``, else rows [N, D]; ``tile`` is the plan's. w1 is
+    [E, D, F or 2F] if ``transposed``.
     """
-    experts, columns, hidden = w1.shape
-    glu = is_glu(activation)
-    ffn = columns // 2 if glu else columns
+    experts, hidden = w1.shape[0], x.shape[1]
+    columns = w1.shape[2 if transposed else 1]
+    kind = parse(activation)
+    ffn = columns // 2 if kind.gated else columns
     rows = x.shape[0] if order is None else order.shape[0]
     h = x.new_empty((rows, columns) if save_h else (0,))
     a = x.new_empty((rows, ffn))
@@ -130,17 +157,24 @@ def up(
     if order is None and plan.specialized:
         from mb_kernels.expert_mlp.hopper import up as hopper
 
-        hopper.up(x, w1, b1, tiles, h, a, activation, save_h=save_h, tile=tile)
+        hopper.up(
+            *(x, w1, b1, tiles, h, a, activation), transposed=transposed, save_h=save_h, tile=tile
+        )
         return h, a
-    stack = 2 if glu else 1
+    parts = kind.parts
     h_arg, a_arg, w = h, a, w1
-    pieces = _pieces(activation)
+    pieces = _pieces(kind)
     if plan.descriptors:
-        out = (tile.block_m, 1, tile.block_n // pieces)
-        h_arg = ragged(h, out, parts=stack) if save_h else None
-        a_arg = ragged(a, out, parts=1)
-        block = (stack, tile.block_n, tile.block_k)
-        w = matrices(w1.view(experts * stack, ffn, hidden), block)
+        width = tile.block_n // pieces
+        h_width = tile.block_n if kind.interleaved else width
+        h_arg = ragged(h, (tile.block_m, 1, h_width), parts=parts) if save_h else None
+        a_arg = ragged(a, (tile.block_m, 1, width), parts=1)
+        block_w = tile.block_n * (columns // ffn) // parts
+        if not transposed:
+            block = (parts, block_w, tile.block_k)
+            w = matrices(w1.view(experts * parts, columns // parts, hidden), block)
+        elif parts == 1:
+            w = matrices(w1, (1, tile.block_k, block_w))
     items = row_tiles(rows, experts, tile.block_m) * cdiv(ffn, tile.block_n)
     launch(
         up_fwd_kernel,
@@ -155,8 +189,8 @@ def up(
         D=hidden,
         F=ffn,
         TOP_K=top_k,
-        GLU=glu,
-        ACTIVATION=base_function(activation),
+        ACTIVATION=kind,
+        TRANSPOSED=transposed,
         SAVE_H=save_h,
         PIECES=pieces,
         PTX=plan.ptx,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 _PORTABLE = tl.constexpr(False)
+_INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -57,69 +58,102 @@ def _normal(z, PTX: tl.constexpr):
 
 
 @triton.jit
-def up_factor(up, BASE: tl.constexpr):
-    """What BASE(gate) is multiplied by in a GLU."""
-    if BASE == "clamped_swish":
-        return tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
-    else:
-        return up
+def _at_most(z, LIMIT: tl.constexpr):
+    return tl.minimum(z, LIMIT, propagate_nan=tl.PropagateNan.ALL) if LIMIT < _INFINITY else z
 
 
 @triton.jit
-def up_gradient(d_factor, up, BASE: tl.constexpr):
-    """The gradient of up, given that of ``up_factor``."""
-    if BASE == "clamped_swish":
-        return tl.where(tl.abs(up) <= 7.0, d_factor, 0.0)
+def _positive(z):
+    return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def up_factor(up, KIND: tl.constexpr, PTX: tl.constexpr = _PORTABLE):
+    """What the activated gate of a GLU is multiplied by."""
+    if KIND.limit < _INFINITY:
+        up = tl.maximum(up, -KIND.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = _at_most(up, KIND.limit)
+    if KIND.up_cap < _INFINITY:
+        up = KIND.up_cap * _tanh(up * (1 / KIND.up_cap), PTX)
+    return up + KIND.offset if KIND.offset != 0 else up
+
+
+@triton.jit
+def up_gradient(d_factor, up, factor, KIND: tl.constexpr):
+    """The gradient of up, given that of ``factor``, its ``up_factor``."""
+    if KIND.limit < _INFINITY:
+        return tl.where(tl.abs(up) <= KIND.limit, d_factor, 0.0)
+    elif KIND.up_cap < _INFINITY:
+        tanh = (factor - KIND.offset) * (1 / KIND.up_cap)
+        return d_factor * (1 - tanh * tanh)
     else:
         return d_factor
 
 
 @triton.jit
-def activate(z, BASE: tl.constexpr, PTX: tl.constexpr = _PORTABLE):
-    """The plain function named BASE of z."""
-    if BASE == "silu":
-        return z * _sigmoid(z, PTX)
-    elif BASE == "gelu":
+def activate(z, KIND: tl.constexpr, PTX: tl.constexpr = _PORTABLE):
+    """The plain function of KIND, an ``mb_kernels.activation.Activation``, of z."""
+    z = _at_most(z, KIND.limit)
+    if KIND.gate_cap < _INFINITY:
+        return KIND.gate_cap * _tanh(z * (1 / KIND.gate_cap), PTX) * _sigmoid(z, PTX)
+    elif KIND.function == "silu":
+        return z * _sigmoid(z if KIND.alpha == 1 else KIND.alpha * z, PTX)
+    elif KIND.function == "gelu":
         tail, _ = _normal(z, PTX)
         return tl.maximum(z, 0.0) - tl.abs(z) * tail
-    elif BASE == "gelu_tanh":
+    elif KIND.function == "gelu_tanh":
         return 0.5 * z * (1 + _tanh(0.7978845608028654 * (z + 0.044715 * z * z * z), PTX))
-    elif BASE == "relu":
-        return tl.maximum(z, 0.0)
-    elif BASE == "clamped_swish":
-        z = tl.minimum(z, 7.0)
-        return z * _sigmoid(1.702 * z, PTX)
+    elif KIND.function == "relu":
+        return _positive(z)
     else:
-        tl.static_assert(BASE == "squared_relu")
-        positive = tl.maximum(z, 0.0)
+        tl.static_assert(KIND.function == "squared_relu")
+        positive = _positive(z)
         return positive * positive
 
 
 @triton.jit
-def activate_with_derivative(z, BASE: tl.constexpr, PTX: tl.constexpr = _PORTABLE):
-    """BASE(z) and its derivative, sharing what they have in common."""
-    if BASE == "silu":
+def activate_with_derivative(z, KIND: tl.constexpr, PTX: tl.constexpr = _PORTABLE):
+    """The plain function of KIND and its derivative, sharing what they have in common."""
+    if KIND.limit < _INFINITY and KIND.function == "silu":
+        clamped = _at_most(z, KIND.limit)
+        sigmoid = _sigmoid(clamped if KIND.alpha == 1 else KIND.alpha * clamped, PTX)
+        value = clamped * sigmoid
+        # In this form, for the sake of registers.
+        slope = tl.where(z <= KIND.limit, sigmoid, 0.0) * (1.0 + KIND.alpha * (clamped - value))
+        return value, slope
+    elif KIND.limit < _INFINITY:
+        value, slope = _with_derivative(_at_most(z, KIND.limit), KIND, PTX)
+        return value, tl.where(z <= KIND.limit, slope, 0.0)
+    else:
+        return _with_derivative(z, KIND, PTX)
+
+
+@triton.jit
+def _with_derivative(z, KIND: tl.constexpr, PTX: tl.constexpr):
+    if KIND.gate_cap < _INFINITY:
+        tanh = _tanh(z * (1 / KIND.gate_cap), PTX)
         sigmoid = _sigmoid(z, PTX)
+        value = KIND.gate_cap * tanh * sigmoid
+        return value, sigmoid * (1 - tanh * tanh) + value * (1 - sigmoid)
+    elif KIND.function == "silu":
+        sigmoid = _sigmoid(z if KIND.alpha == 1 else KIND.alpha * z, PTX)
         value = z * sigmoid
-        return value, sigmoid + value * (1 - sigmoid)
-    elif BASE == "gelu":
+        if KIND.alpha == 1:
+            return value, sigmoid + value * (1 - sigmoid)
+        else:
+            return value, sigmoid + KIND.alpha * value * (1 - sigmoid)
+    elif KIND.function == "gelu":
         tail, gauss = _normal(z, PTX)
         cdf = tl.where(z >= 0, 1 - tail, tail)
         return z * cdf, cdf + z * 0.3989422804014327 * gauss
-    elif BASE == "gelu_tanh":
+    elif KIND.function == "gelu_tanh":
         t = _tanh(0.7978845608028654 * (z + 0.044715 * z * z * z), PTX)
         slope = 0.7978845608028654 * (1 + 0.134145 * z * z)
         return 0.5 * z * (1 + t), 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * slope
-    elif BASE == "relu":
-        return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
-    elif BASE == "clamped_swish":
-        clamped = tl.minimum(z, 7.0)
-        sigmoid = _sigmoid(1.702 * clamped, PTX)
-        value = clamped * sigmoid
-        # In this form, for the sake of registers.
-        return value, tl.where(z <= 7.0, sigmoid, 0.0) * (1.0 + 1.702 * (clamped - value))
+    elif KIND.function == "relu":
+        return _positive(z), tl.where(z > 0, 1.0, 0.0)
     else:
-        tl.static_assert(BASE == "squared_relu")
+        tl.static_assert(KIND.function == "squared_relu")
         # From the slope, for the sake of registers: squaring the maximum spills on Hopper.
-        slope = 2 * tl.maximum(z, 0.0)
+        slope = 2 * _positive(z)
         return 0.25 * slope * slope, slope

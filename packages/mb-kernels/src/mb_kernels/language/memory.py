@@ -39,6 +39,36 @@ def load_weight(
 
 
 @triton.jit
+def load_transposed(
+    w,
+    e,
+    row,
+    col,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STACK: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,  # with STACK = 1 alone: of two blocks no reshape makes one
+):
+    """[BLOCK_R, STACK * BLOCK_C] at (row, col + s COLS) of matrix e of [ROWS, STACK * COLS]."""
+    if DESCRIPTORS:
+        tl.static_assert(STACK == 1)
+        block = tl.reshape(w.load([e, row, col]), (BLOCK_R, BLOCK_C))
+    else:
+        base = w + e.to(tl.int64) * (STACK * ROWS * COLS) + row * (STACK * COLS) + col
+        r = tl.arange(0, BLOCK_R)
+        c = tl.arange(0, STACK * BLOCK_C)
+        offsets = r[:, None] * (STACK * COLS) + (c // BLOCK_C * COLS + c % BLOCK_C)[None, :]
+        if ROWS % BLOCK_R == 0 and COLS % BLOCK_C == 0:
+            block = tl.load(base + offsets)
+        else:
+            inside = (row + r < ROWS)[:, None] & (col + c % BLOCK_C < COLS)[None, :]
+            block = tl.load(base + offsets, mask=inside, other=0.0)
+    return block
+
+
+@triton.jit
 def token_rows(source, token, COLS: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr):
     """(base, offsets) of the first BLOCK_C columns of rows ``token`` of source [T, COLS].
 

@@ -113,6 +113,12 @@ def halves(x):
 
 
 @triton.jit
+def pairs(x):
+    """Even and odd columns of x; register moves only."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
 def piece(x, INDEX: tl.constexpr, PIECES: tl.constexpr):
     """One of 2, 4 or 8 equal pieces of the columns of x; register moves only."""
     left, right = halves(x)

@@ -26,6 +26,14 @@ def matrices(w: Tensor, block: Sequence[int]) -> TensorDescriptor:
     return _descriptor(w, [count, rows, columns], strides, list(block))
 
 
+def side_by_side(w: Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """Descriptor of matrices [count, rows, 2C] as [count, 2, rows, C], bounds-checked in each."""
+    count, rows, columns = w.shape
+    half = columns // 2
+    strides = [rows * columns, half, columns, 1]
+    return _descriptor(w, [count, 2, rows, half], strides, list(block))
+
+
 def ragged(x: Tensor, block: Sequence[int], parts: int | None = None) -> TensorDescriptor:
     """``create_ragged_descriptor`` of x [N, columns], or of x as [N, parts, columns / parts].
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, is_glu
+from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, PRESETS, is_glu
 from mb_kernels.block_sparse import kernels as block_sparse
 from mb_kernels.block_sparse import mlp_kernels
 from mb_kernels.block_sparse.reference import BLOCK
@@ -48,15 +48,19 @@ class Layer(NamedTuple):
     tokens: int = 16384
     experts: int = 64
     bias: torch.dtype | None = None
+    transposed: tuple[bool, bool] = (False, False)
 
     @property
     def label(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         tokens = "" if self.tokens == 16384 else f" T{self.tokens}"
         bias = "" if self.bias is None else " bias"
-        return f"{self.activation} {dtype} D{self.hidden} F{self.ffn} K{self.top_k}{tokens}{bias}"
+        order = " transposed" if any(self.transposed) else ""
+        sizes = f"D{self.hidden} F{self.ffn} K{self.top_k}{tokens}"
+        return f"{self.activation} {dtype} {sizes}{bias}{order}"
 
 
+_GPT_OSS = "swiglu(alpha=1.702, limit=7, offset=1, interleaved)"  # as its checkpoints lie
 # 720 divides no tile. With K = 1 rows go straight to their tokens; 256 rows per expert are few.
 LAYERS = (
     Layer(_BF16, "swiglu"),
@@ -74,6 +78,11 @@ LAYERS = (
     Layer(_BF16, "gelu", 768, 3072, 1, bias=_FP32),
     Layer(_BF16, "gelu", 720, 720, 1, 64, 64, bias=_BF16),
     Layer(_FP32, "swigluoai", 720, 720, 8, bias=_FP32),
+    Layer(_BF16, _GPT_OSS, 2880, 2880, 4, experts=32, bias=_BF16, transposed=(True, True)),
+    Layer(_BF16, _GPT_OSS, 720, 720, 8, 64, 64, transposed=(True, True)),
+    Layer(_BF16, "swiglu(limit=10)", 7168, 2048, 8),  # DeepSeek-V4
+    Layer(_BF16, "swiglu(gate_cap=4, up_cap=25)", 720, 720, 8, transposed=(True, True)),
+    Layer(_FP32, "geglu_tanh(limit=7, interleaved)", 720, 720, 8, transposed=(True, False)),
 )
 _IN_PAIRS = ("sm90", "gfx942")
 _WIDTHS = ((2048, 1024), (720, 720))
@@ -81,10 +90,26 @@ ALL_LAYERS = tuple(
     Layer(dtype, activation, hidden, ffn, top_k, bias=bias)
     for dtype, activation, (hidden, ffn), top_k, bias in itertools.product(
         (_BF16, _FP16, _FP32),
-        (*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS),
+        (*GLU_ACTIVATIONS, *PRESETS, *PLAIN_ACTIVATIONS),
         _WIDTHS,
         (1, 8),
         (None, _FP32),
+    )
+) + tuple(
+    Layer(dtype, activation, hidden, ffn, top_k, bias=bias, transposed=(transposed, transposed))
+    for dtype, activation, (hidden, ffn), top_k, bias, transposed in itertools.product(
+        (_BF16, _FP16, _FP32),
+        (
+            "swiglu(limit=10)",
+            "swiglu(alpha=1.702, limit=7, offset=1)",
+            "swiglu(gate_cap=4, up_cap=25)",
+            *(f"{glu}(limit=7, offset=1, interleaved)" for glu in GLU_ACTIVATIONS),
+            *("swiglu", "gelu"),
+        ),
+        _WIDTHS,
+        (8,),
+        (None, _FP32),
+        (False, True),
     )
 )
 
@@ -120,7 +145,10 @@ def _run_layer(layer: Layer) -> None:
     sizes = (layer.tokens, layer.hidden, layer.ffn, layer.experts, layer.top_k)
     for keep in (False, True) if layer.top_k == 1 else (False,):
         rehearse_experts(
-            *sizes, layer.activation, layer.dtype, keep_rows=keep, bias_dtype=layer.bias
+            *(*sizes, layer.activation, layer.dtype),
+            keep_rows=keep,
+            bias_dtype=layer.bias,
+            transposed=layer.transposed,
         )
 
 

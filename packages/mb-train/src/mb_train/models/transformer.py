@@ -19,7 +19,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from mb_kernels.activation import activate, base_function, is_glu
+from mb_kernels.activation import activate, activate_gated, is_glu
 from mb_layers import MoE, dMoE
 from torch import Tensor, nn
 
@@ -34,7 +34,7 @@ class DenseMLP(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         sizes = (config.hidden_size, config.ffn_size)
-        self.function = base_function(config.activation)
+        self.activation = config.activation
         self.gate = None
         if is_glu(config.activation):
             self.gate = Linear(*sizes, std=config.init_std, bias=config.bias)
@@ -43,8 +43,8 @@ class DenseMLP(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(activate(self.up(x_BSD), self.function))
-        return self.down(activate(self.gate(x_BSD), self.function) * self.up(x_BSD))
+            return self.down(activate(self.up(x_BSD), self.activation))
+        return self.down(activate_gated(self.gate(x_BSD), self.up(x_BSD), self.activation))
 
 
 class BlockOutput(NamedTuple):

@@ -35,7 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
 from mb_kernels.bins import row_tiles
 from mb_kernels.language.tiles import locate, piece
-from mb_kernels.runtime.descriptors import matrices, ragged
+from mb_kernels.runtime.descriptors import ragged
 from mb_kernels.runtime.launch import launch
 from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets.table import Tile
@@ -67,6 +67,8 @@ def _advance(
         _copy(x, [ragged, end, start, k], barrier, x_ring.index(stage))
         if TRANSPOSE:
             at = [e * w.block_shape[0], column * w.block_shape[1], k]
+        elif len(w.block_shape) == 4:
+            at = [e, 0, k, column * w.block_shape[3]]
         else:
             at = [e, k, column * w.block_shape[2]]
         _copy(w, at, barrier, w_ring.index(stage))
@@ -83,7 +85,8 @@ def _advance(
 @gluon.jit
 def multiply(
     x,  # [N, K]: ragged tensor descriptor of blocks [1, 1, BLOCK_M, BLOCK_K]
-    w,  # [E, K, M]: tensor descriptor of blocks [1, BLOCK_K, BLOCK_N], or see TRANSPOSE
+    w,  # [E, K, M]: tensor descriptor of blocks [1, BLOCK_K, BLOCK_N], or see TRANSPOSE; or, of
+    # gates beside ups, [E, 2, K, M / 2]: blocks [1, 2, BLOCK_K, BLOCK_N / 2]
     tiles_ptr,  # from schedule()
     x_ring,
     w_ring,
@@ -127,6 +130,14 @@ def multiply(
                 mbarrier.wait(ready.index(stage), phase)
                 if TRANSPOSE:
                     w_block = w_ring.index(stage).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
+                elif len(w_ring.shape) == 5:
+                    # As it lies in memory: 64 columns of the gate, 64 of up, and so on.
+                    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+                        [BLOCK_K, BLOCK_N], w_ring.dtype
+                    )
+                    w_block = w_ring.index(stage)._reinterpret(
+                        w_ring.dtype, [BLOCK_K, BLOCK_N], BLOCK
+                    )
                 else:
                     w_block = w_ring.index(stage).reshape((BLOCK_K, BLOCK_N))
                 x_block = x_ring.index(stage).reshape((BLOCK_M, BLOCK_K))
@@ -181,18 +192,17 @@ def serves() -> bool:
 
 
 def run(
-    kernel: Any, rows: Tensor, w: Tensor, block: tuple[int, ...], columns: int, tile: Tile,
+    kernel: Any, rows: Tensor, w: PlainDescriptor, experts: int, columns: int, tile: Tile,
     *args: Any, **constants: Any,
 ) -> None:  # fmt: skip
     """Launch a kernel of (x, w, *args): rows times blocks of w, ``columns`` tiles wide."""
     plan = plan_of(rows)
-    parts = block[0]
-    items = row_tiles(rows.shape[0], w.shape[0] // parts, tile.block_m) * columns
+    items = row_tiles(rows.shape[0], experts, tile.block_m) * columns
     launch(
         kernel,
         (plan.programs(items, tile),),
         _descriptor(ragged(rows, (tile.block_m, tile.block_k))),
-        _descriptor(matrices(w, block)),
+        _descriptor(w),
         *args,
         **constants,
         BLOCK_M=tile.block_m,

@@ -3,12 +3,13 @@
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mb_kernels.activation import base_function, is_glu
+from mb_kernels.activation import parse
 from mb_kernels.expert_mlp.hopper.core import (
     EPILOGUE_REGISTERS,
     EPILOGUE_WARPS,
@@ -19,6 +20,7 @@ from mb_kernels.expert_mlp.hopper.core import (
 )
 from mb_kernels.language.activation import activate_with_derivative, up_factor, up_gradient
 from mb_kernels.language.tiles import locate
+from mb_kernels.runtime.descriptors import matrices
 from mb_kernels.runtime.launch import cdiv
 from mb_kernels.targets.table import Tile
 
@@ -29,33 +31,56 @@ def _load_h(h, at, cols, F: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _unpack(words, kind: gl.constexpr):
+    """The two elements of ``kind`` in each 32-bit word, in fp32: gate and up where interleaved."""
+    low = words.to(gl.int16).to(kind, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(kind, bitcast=True)
+    return low.to(gl.float32), high.to(gl.float32)
+
+
+@gluon.jit
+def _pack(low, high, kind: gl.constexpr):
+    low = low.to(kind).to(gl.int16, bitcast=True).to(gl.int32)
+    return low & 0xFFFF | (high.to(kind).to(gl.int16, bitcast=True).to(gl.int32) << 16)
+
+
+@gluon.jit
 def _finish_piece(
     q, z, near, r, cols, s, count, h, dh, a,
-    F: gl.constexpr, BLOCK_N: gl.constexpr, GLU: gl.constexpr, ACTIVATION: gl.constexpr,
+    F: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Rows r and columns cols of a tile into dh and a; their part of <q, act(h)>."""
-    PARTS: gl.constexpr = GLU + 1
+    PARTS: gl.constexpr = ACTIVATION.parts
     kind: gl.constexpr = q.dtype
     q = q.to(gl.float32)
     live = (r < count)[:, None]
     mask = live if F % BLOCK_N == 0 else live & (cols < F)
     to_h = r[:, None] * (PARTS * F) + cols
     to_a = a + (r[:, None] * F + cols)
-    value, slope = activate_with_derivative(z.to(gl.float32), ACTIVATION, True)
-    if GLU:
-        up = _load_h(h + F, near[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N).to(gl.float32)
-        factor = up_factor(up, ACTIVATION)
+    if ACTIVATION.interleaved:
+        gate, up = _unpack(z, kind)
+    else:
+        gate = z.to(gl.float32)
+    value, slope = activate_with_derivative(gate, ACTIVATION, True)
+    if ACTIVATION.gated:
+        if PARTS == 2:
+            up = _load_h(h + F, near[:, None] * (2 * F) + cols, cols, F, BLOCK_N).to(gl.float32)
+        factor = up_factor(up, ACTIVATION, True)
         partial = gl.sum(q * value * factor, 1)
         q *= s[:, None]
-        d_up = up_gradient(q * value, up, ACTIVATION)
-        gl.store(dh + F + to_h, d_up.to(kind), mask=mask)
+        d_up = up_gradient(q * value, up, factor, ACTIVATION)
+        if PARTS == 2:
+            gl.store(dh + F + to_h, d_up.to(kind), mask=mask)
+        slope *= factor  # before the store: after it, clamped gates spill 64 bytes
         gl.store(to_a, (value * factor * s[:, None]).to(kind), mask=mask)
-        slope *= factor
     else:
         partial = gl.sum(q * value, 1)
         q *= s[:, None]
         gl.store(to_a, (value * s[:, None]).to(kind), mask=mask)
-    gl.store(dh + to_h, (q * slope).to(kind), mask=mask)
+    if ACTIVATION.interleaved:
+        gl.store(dh + to_h, _pack(q * slope, d_up, kind), mask=mask)
+    else:
+        gl.store(dh + to_h, (q * slope).to(kind), mask=mask)
     return partial
 
 
@@ -75,14 +100,14 @@ def _finish_dact(
     items,
     F: gl.constexpr,
     COLUMNS: gl.constexpr,
-    GLU: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
     HALF: gl.constexpr = tile.shape[1] // 2
     W: gl.constexpr = tile.shape[2]
     BLOCK_N: gl.constexpr = PIECES * W
-    PARTS: gl.constexpr = GLU + 1
+    GLU: gl.constexpr = ACTIVATION.gated
+    PARTS: gl.constexpr = ACTIVATION.parts
     BLOCK: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [EPILOGUE_WARPS, 1], [1, 0])
     top = gl.arange(0, HALF, gl.SliceLayout(1, BLOCK))
     bottom = top + HALF
@@ -103,7 +128,8 @@ def _finish_dact(
         cols = column * BLOCK_N + c
         partial_top = gl.zeros((HALF,), gl.float32, gl.SliceLayout(1, BLOCK))
         partial_bottom = gl.zeros((HALF,), gl.float32, gl.SliceLayout(1, BLOCK))
-        # h is read one piece ahead; of a GLU only the top, for want of registers.
+        # h is read one piece ahead, for want of registers of a GLU only the top, and of words of
+        # gate and up none.
         z_top = _load_h(h, near_top[:, None] * (PARTS * F) + cols, cols, F, BLOCK_N)
         z_bottom = z_top
         if not GLU:
@@ -113,11 +139,14 @@ def _finish_dact(
         for i in range(PIECES):
             piece = tile.index(i)
             after = cols + gl.where(i + 1 < PIECES, W, 0)
-            z = z_top
-            z_top = _load_h(h, near_top[:, None] * (PARTS * F) + after, after, F, BLOCK_N)
+            if ACTIVATION.interleaved:
+                z = _load_h(h, near_top[:, None] * F + cols, cols, F, BLOCK_N)
+            else:
+                z = z_top
+                z_top = _load_h(h, near_top[:, None] * (PARTS * F) + after, after, F, BLOCK_N)
             partial_top += _finish_piece(
                 piece.slice(0, HALF).load(BLOCK), z, near_top, top, cols, s_top, count, h, dh, a,
-                F, BLOCK_N, GLU, ACTIVATION,
+                F, BLOCK_N, ACTIVATION,
             )  # fmt: skip
             if count > HALF:
                 if GLU:
@@ -127,7 +156,7 @@ def _finish_dact(
                     z_bottom = _load_h(h, near_bottom[:, None] * F + after, after, F, BLOCK_N)
                 partial_bottom += _finish_piece(
                     piece.slice(HALF, HALF).load(BLOCK), z, near_bottom, bottom, cols, s_bottom,
-                    count, h, dh, a, F, BLOCK_N, GLU, ACTIVATION,
+                    count, h, dh, a, F, BLOCK_N, ACTIVATION,
                 )  # fmt: skip
             cols += W
         mbarrier.arrive(drained)
@@ -139,19 +168,19 @@ def _finish_dact(
 @gluon.jit
 def dact_bwd_kernel(
     do,  # [N, D] in the order of rows: ragged tensor descriptor
-    w,  # [E, D, F]: tensor descriptor
+    w,  # [E, D, F], or TRANSPOSED [E, F, D]: tensor descriptor
     order_ptr,  # [N] int32: slot of each row
     weights_ptr,  # [T, K]
     tiles_ptr,  # from schedule()
-    h_ptr,  # [N, F], or [N, 2F] for GLU
+    h_ptr,  # [N, F], or for GLU [N, 2F], interleaved in 32-bit words [N, F]
     dh_ptr,  # like h
     a_ptr,  # [N, F], s * act(h)
     partials_ptr,  # [column tiles, N] fp32: <q, act(h)> per column tile
     rows,
     D: gl.constexpr,
     F: gl.constexpr,
-    GLU: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -167,12 +196,12 @@ def dact_bwd_kernel(
             (
                 multiply,
                 (do, w, tiles_ptr, x_ring, w_ring, tile, ready, full, drained, items,
-                 STEPS, COLUMNS, False, GROUP_M),
+                 STEPS, COLUMNS, TRANSPOSED, GROUP_M),
             ),
             (
                 _finish_dact,
                 (order_ptr, weights_ptr, tiles_ptr, h_ptr, dh_ptr, a_ptr, partials_ptr, rows,
-                 tile, full, drained, items, F, COLUMNS, GLU, ACTIVATION, GROUP_M),
+                 tile, full, drained, items, F, COLUMNS, ACTIVATION, GROUP_M),
             ),
         ],
         [EPILOGUE_WARPS],
@@ -192,20 +221,25 @@ def dact(
     partials: Tensor,
     activation: str,
     *,
+    transposed: bool,
     tile: Tile,
 ) -> None:
     """``expert_mlp.dact.dact`` into dh, a and partials."""
-    _, hidden, ffn = w2.shape
+    hidden, ffn = do.shape[1], a.shape[1]
+    kind = parse(activation)
+    if kind.interleaved:
+        h, dh = h.view(torch.int32), dh.view(torch.int32)
+    block = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
     run(
         dact_bwd_kernel,
         do,
-        w2,
-        (1, tile.block_k, tile.block_n),
+        matrices(w2, (1, *block)),
+        w2.shape[0],
         cdiv(ffn, tile.block_n),
         tile,
         *(order, weights, tiles, h, dh, a, partials, order.shape[0]),
         D=hidden,
         F=ffn,
-        GLU=is_glu(activation),
-        ACTIVATION=base_function(activation),
+        ACTIVATION=kind,
+        TRANSPOSED=transposed,
     )

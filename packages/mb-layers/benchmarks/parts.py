@@ -26,7 +26,7 @@ import mb_layers.transformers as mb
 import torch
 import transformers
 from families import OWN, SIZES, relative
-from mb_layers.transformers.experts import fused_activation
+from mb_layers.transformers.experts import fused_activation, recognise_gate
 from mb_layers.transformers.forms import FORMS
 from torch import Tensor, nn
 
@@ -115,6 +115,7 @@ def experts_row(model: str, name: str) -> dict[str, Any]:
     weights = torch.rand(11, 2)
     expected = results(module, x, ids, weights)
     config._experts_implementation = mb.IMPLEMENTATION
+    recognise_gate(module)
     path = "steps" if fused_activation(module) is None else "fused"
     return largest(results(module, x, ids, weights), expected) | {"path": path}
 

@@ -15,6 +15,8 @@ import mb_layers.transformers as mb
 from mb_layers.transformers import experts
 from tiny_models import BLOCKS, FAMILIES, build, moe_block, outputs_and_gradients
 
+GPT_OSS = "swiglu(alpha=1.702, limit=7.0, offset=1, interleaved)"
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_implementation_equals_eager(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +31,7 @@ def test_experts_implementation_equals_eager(family: str, monkeypatch: pytest.Mo
     got = outputs_and_gradients(model)
     assert calls, "our implementation did not run"
     assert set(calls) == {
-        {"gpt_oss": None, "nemotron_h": "squared_relu", "gemma_gate": "geglu_tanh"}.get(
+        {"gpt_oss": GPT_OSS, "nemotron_h": "squared_relu", "gemma_gate": "geglu_tanh"}.get(
             family, "swiglu"
         )
     }
@@ -38,8 +40,12 @@ def test_experts_implementation_equals_eager(family: str, monkeypatch: pytest.Mo
         torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_experts_with_biases_and_a_gate_of_their_own_keep_x_and_pre_activations() -> None:
+@pytest.mark.parametrize("path", ["fused", "steps"])
+def test_experts_with_biases_and_a_gate_of_their_own_keep_x_and_pre_activations(path: str) -> None:
     module = build("gpt_oss").model.layers[0].mlp.experts
+    if path == "fused":
+        experts.recognise_gate(module)
+    assert (experts.fused_activation(module) is None) == (path == "steps")
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     x, tokens = torch.randn(500, 32, requires_grad=True), 500
     ids = torch.rand(tokens, 4).topk(2).indices

@@ -14,7 +14,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import mb_kernels
+from mb_kernels.activation import is_glu, parse
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 BalanceOver = Literal["micro_batch", "sequence", "global_batch"]
@@ -32,8 +32,9 @@ class MoEConfig:
         num_experts: E.
         top_k: K, experts per token.
         activation: a name of `mb_kernels.activation`: "swiglu", "geglu", "geglu_tanh", "reglu" and
-            GPT-OSS's clamped "swigluoai" are gated (w1 is [E, 2F, D], gate over up); "gelu",
-            "gelu_tanh", "silu", "relu" and "squared_relu" are not (w1 is [E, F, D]).
+            GPT-OSS's clamped "swigluoai" are gated (w1 is [E, 2F, D], gate over up), and take
+            numbers: "swiglu(limit=10)"; "gelu", "gelu_tanh", "silu", "relu" and "squared_relu" are
+            not (w1 is [E, F, D]).
 
     Router:
         score_function: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
@@ -146,7 +147,11 @@ class MoEConfig:
                 f"expected top_k <= num_experts, got top_k={self.top_k} with "
                 f"num_experts={self.num_experts}; a token can choose an expert only once"
             )
-        mb_kernels.is_glu(self.activation)  # raises and lists the names
+        if parse(self.activation).interleaved:  # raises for what is no activation
+            raise ValueError(
+                "expected an activation whose gate lies over up in w1 and b1, got "
+                f"{self.activation!r}; leave interleaved out, and lay the rows out once"
+            )
         _check_choice("score_function", self.score_function, get_args(ScoreFunction))
         _check_choice("balance_over", self.balance_over, get_args(BalanceOver))
         _check_choice("drop_policy", self.drop_policy, get_args(DropPolicy))
@@ -198,7 +203,7 @@ class MoEConfig:
     @property
     def is_glu(self) -> bool:
         """Whether the activation is gated, so that w1 holds two matrices per expert."""
-        return mb_kernels.is_glu(self.activation)
+        return is_glu(self.activation)
 
     @property
     def num_choices(self) -> int:
@@ -259,7 +264,7 @@ class MoEConfig:
         for name, value, remedy in (
             (
                 "activation",
-                self.activation in ("relu", "reglu"),
+                parse(self.activation).function == "relu",
                 "values that round to 0 would lose their gradient; use recompute=True",
             ),
             ("recompute", self.recompute, "recompute saves no activations at all"),

@@ -1,7 +1,10 @@
 """transformers' stacked experts through `mb_kernels`: the implementation "mb".
 
-Experts of the common form (gate over up, one activation) take the fused `expert_mlp`, others
-(GPT-OSS: transposed and interleaved weights) the same kernels step by step.
+Experts take the fused `expert_mlp`, their weights in either memory order. Those whose gate nobody
+recognises, with a norm behind each expert, or with adapters take the same kernels step by step.
+
+A class may bring a gate of its own (clamped, say). `recognise_gate` puts what its numbers say in
+our words and asks the gate itself whether that is what it computes; `use` does so for every module.
 
 Letters: T tokens, D hidden, F expert ffn width, E experts, K top-k.
 """
@@ -11,8 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import mb_kernels
+import torch
 import torch.nn.functional as F
-from mb_kernels.activation import GLU_ACTIVATIONS
+from mb_kernels.activation import GLU_ACTIVATIONS, activate_gated
 from torch import Tensor, nn
 
 from mb_layers.experts import cast_alike, to_plain
@@ -76,11 +80,12 @@ def experts_forward(
     b1, b2 = biases or (None, None)
     gate = self._apply_gate if self.has_gate else self.act_fn
     if activation is not None and isinstance(w1, Tensor) and isinstance(w2, Tensor):
+        if self.is_transposed:
+            w1, w2 = w1.mT, w2.mT
         y_TD = mb_kernels.expert_mlp(
             x_TD, w1, w2, bins, weights_TK, activation=activation, b1_EF=b1, b2_ED=b2
         )
     else:
-        known = {*names, "parametrizations"}
         y_TD = expert_mlp_in_steps(
             x_TD,
             w1,
@@ -92,7 +97,7 @@ def experts_forward(
             b2=b2,
             transpose_weight=not self.is_transposed,
             after=self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None,
-            learned=any(n.partition(".")[0] not in known for n, _ in self.named_parameters()),
+            learned=_learns(self),
         )
     return y_TD.to(hidden_states.dtype)
 
@@ -102,14 +107,78 @@ ExpertsInterface.register(IMPLEMENTATION, experts_forward)
 
 def fused_activation(experts: Any) -> str | None:
     """Our name of the experts' activation if `expert_mlp` computes just what they do."""
-    if experts.is_transposed or getattr(experts, "has_post_expert_norm", False):
+    if getattr(experts, "has_post_expert_norm", False):
         return None
-    # A gate of the module's own (clamped, say) is not the one transformers gives by default.
-    own_gate = type(experts)._apply_gate.__module__ != ExpertsInterface.__module__
-    if experts.has_gate and (own_gate or not getattr(experts, "is_concatenated", True)):
-        return None
+    if experts.has_gate and _has_own_gate(experts):
+        return getattr(experts, _RECOGNISED, None)
     plain = activation_name(experts.act_fn)
     return GLU_NAMES.get(plain or "") if experts.has_gate else plain
+
+
+_RECOGNISED = "_mb_gate"  # the attribute in which a module keeps what its own gate is called
+
+
+def recognise_gate(experts: Any) -> None:
+    """Let experts with a gate of their own be fused if the gate is one that `expert_mlp` knows.
+
+    A name is made of the numbers that transformers' classes have, and is right if gate and name
+    agree on pairs of numbers from -1e6 to 1e6: nothing is taken for granted about a class, which
+    may compute otherwise in transformers' next release. To be called anew if the numbers change.
+    """
+    setattr(experts, _RECOGNISED, None)
+    if not experts.has_gate or not _has_own_gate(experts) or _learns(experts):
+        return
+    n = _PROBE.numel()
+    gate, up = _PROBE[:, None].expand(n, n), _PROBE[None, :].expand(n, n)
+    interleaved = not getattr(experts, "is_concatenated", True)
+    if interleaved:
+        h = torch.stack([gate, up], dim=-1).flatten(-2)
+    else:
+        h = torch.cat([gate, up], dim=-1)
+    with torch.no_grad():
+        theirs = experts._apply_gate(h)
+    for name in _names_of_gate(experts):
+        ours = activate_gated(gate, up, name)
+        if torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
+            words = [name.removesuffix(")"), "interleaved)"]
+            joint = ", " if name.endswith(")") else "("
+            setattr(experts, _RECOGNISED, joint.join(words) if interleaved else name)
+            return
+
+
+_PROBE = torch.cat([s * torch.logspace(-2, 6, 65, device="cpu") for s in (-1, 1)])
+
+
+def _names_of_gate(experts: Any) -> list[str]:
+    """What the gate may be called, by the numbers that the module has."""
+    act_fn = getattr(experts, "act_fn", None)
+    base = GLU_NAMES.get("silu" if act_fn is None else activation_name(act_fn) or "silu", "swiglu")
+    limit = getattr(experts, "swiglu_limit", getattr(experts, "limit", None))
+    alpha = getattr(experts, "swiglu_alpha", getattr(experts, "alpha", None))
+    caps = [
+        getattr(getattr(act_fn, name, None), "softcap", None)
+        for name in ("gate_softcap", "up_softcap")
+    ]
+    names = [base]
+    if limit is not None:
+        names.append(f"{base}(limit={limit})")
+    if limit is not None and alpha is not None:
+        names.append(f"swiglu(alpha={alpha}, limit={limit}, offset=1)")
+    if None not in caps:
+        names.append("swiglu(gate_cap={}, up_cap={})".format(*caps))
+    return names
+
+
+def _has_own_gate(experts: Any) -> bool:
+    """Whether the gate is not the one that transformers gives by default."""
+    return type(experts)._apply_gate.__module__ != ExpertsInterface.__module__
+
+
+def _learns(experts: Any) -> bool:
+    """Whether there are parameters beside the projections', of a gate or an activation."""
+    known = ("gate_up_proj", "up_proj", "down_proj", "parametrizations")
+    names = (name.partition(".")[0] for name, _ in experts.named_parameters())
+    return any(name.removesuffix("_bias") not in known for name in names)
 
 
 def activation_name(act_fn: object) -> str | None:

@@ -106,17 +106,12 @@ def _groups(config: Any, score_top: int) -> dict[str, Any]:
 
 
 def _gpt_oss(config: Any) -> dict[str, Any]:
-    gate = (config.swiglu_alpha, config.swiglu_limit)
-    if gate != (1.702, 7.0):
-        raise ValueError(
-            f"expected swiglu_alpha=1.702 and swiglu_limit=7.0, got {gate}: no other clamped gate "
-            "is known here"
-        )
+    alpha, limit = config.swiglu_alpha, config.swiglu_limit
     return {
         "renormalize": True,
         "router_bias": True,
         "mlp_bias": True,
-        "activation": "swigluoai",
+        "activation": f"swiglu(alpha={alpha}, limit={limit}, offset=1)",
     }
 
 

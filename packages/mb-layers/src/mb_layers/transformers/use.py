@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from mb_layers.experts import cast_alike, to_plain
-from mb_layers.transformers.experts import GLU_NAMES, IMPLEMENTATION, activation_name
+from mb_layers.transformers.experts import (
+    GLU_NAMES,
+    IMPLEMENTATION,
+    activation_name,
+    recognise_gate,
+)
 
 
 def use(model: nn.Module) -> list[str]:
@@ -51,6 +56,7 @@ def use(model: nn.Module) -> list[str]:
                 f"expected the experts {name!r} to take the implementation {IMPLEMENTATION!r}, got "
                 f"{used!r}: set _experts_implementation in their own config"
             )
+        recognise_gate(module)
     for module in others.values():
         kind = type(module)
         forward = _FORWARDS[kind.__name__]
@@ -87,8 +93,8 @@ def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     ids_TK = logits_TE.topk(self.top_k, dim=1).indices
     weights_TK1 = scores_TE.gather(1, ids_TK)[..., None]
     rows_ND = (x_TD[:, None] * weights_TK1).flatten(0, 1)
-    w1 = to_plain(self.experts.gate_up_proj, num_experts).transpose(1, 2).contiguous()
-    w2 = to_plain(self.experts.down_proj, num_experts).transpose(1, 2).contiguous()
+    w1 = to_plain(self.experts.gate_up_proj, num_experts).mT
+    w2 = to_plain(self.experts.down_proj, num_experts).mT
     ids_N1 = ids_TK.reshape(-1, 1)
     ones_N1 = torch.ones_like(ids_N1, dtype=torch.float32)
     y_ND = _experts(rows_ND, w1, w2, ids_N1, ones_N1, self.experts.act_fn)
@@ -100,7 +106,7 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     """DBRX: MegaBlocks' layout, w1, v1, w2 [E F, D]."""
     mlp, shape = self.mlp, (self.num_experts, self.ffn_hidden_size, self.hidden_size)
     w1 = torch.cat([mlp.w1.view(shape), mlp.v1.view(shape)], dim=1)
-    w2 = mlp.w2.view(shape).transpose(1, 2).contiguous()
+    w2 = mlp.w2.view(shape).mT
     x_TD = hidden_states.reshape(-1, self.hidden_size)
     y_TD = _experts(x_TD, w1, w2, top_k_index, top_k_weights, mlp.activation_fn)
     return y_TD.to(hidden_states.dtype).view(hidden_states.shape[0], -1, self.hidden_size)

@@ -138,6 +138,17 @@ def test_frozen_weights_get_no_gradient():
     assert_close("dx", got, want)
 
 
+def test_compiles_with_numbers_and_transposed_weights():
+    x, w1, w2, bins, weights = make_case(CASES[0], dtype=torch.float32)
+    w1, w2 = (w.detach().mT.contiguous().mT.requires_grad_() for w in (w1, w2))
+    inputs = (x, w1, w2, bins, weights)
+    compiled = torch.compile(expert_mlp, fullgraph=True, backend="aot_eager")
+    want_y, want = gradients(expert_mlp, inputs, activation=GPT_OSS)
+    got_y, got = gradients(compiled, inputs, activation=GPT_OSS)
+    torch.testing.assert_close(got_y, want_y, rtol=0, atol=0)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
 def test_compiles_without_a_graph_break(recompute):
     inputs = make_case(CASES[0], dtype=torch.float32)

@@ -60,13 +60,10 @@ CASES = [
     Case(1000, 256, 512, 16, 8, "skewed", None, "geglu_tanh", torch.float32),
     Case(700, 192, 272, 9, 1, "skewed", 50, "gelu", torch.float32),
     Case(40, 128, 144, 16, 2, "empty_experts", None, "geglu", torch.float16),
-    # Weights that lie transposed, gates and ups by turns; the last two with a decoder's few rows.
+    # Weights that lie transposed, gates and ups by turns; the last with a decoder's few rows.
     Case(517, 320, 176, 7, 2, "skewed", None, GPT_OSS, torch.bfloat16, (True, True)),
     Case(1000, 256, 512, 16, 8, "skewed", None, "swiglu(limit=4.5)", None, (True, True)),
-    Case(300, 128, 384, 4, 1, "uniform", None, NUMBERED[6], None, (False, True)),
     Case(700, 192, 272, 9, 1, "skewed", 50, "gelu", torch.float32, (True, True)),
-    Case(640, 512, 128, 8, 4, "empty_experts", None, NUMBERED[4], None, (True, False)),
-    Case(24, 320, 176, 16, 2, "skewed", None, "swigluoai", torch.bfloat16, (True, True)),
     Case(24, 320, 176, 16, 2, "skewed", None, GPT_OSS, torch.bfloat16, (True, True)),
 ]
 
@@ -95,10 +92,9 @@ def test_portable_kernels_where_hopper_has_its_own(case):
     assert max(errors.values()) <= TOLERANCES[torch.bfloat16], errors
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 @pytest.mark.parametrize("activation", [*GLU_ACTIVATIONS, *NUMBERED, *PLAIN_ACTIVATIONS])
-def test_activations(activation, transposed):
-    case = Case(300, 128, 192, 4, 2, activation=activation, transposed=(transposed, transposed))
+def test_activations(activation):
+    case = Case(300, 128, 192, 4, 2, activation=activation)
     errors = expert_mlp_errors(case, dtype=torch.bfloat16, device="cuda", recompute=True)
     assert max(errors.values()) <= TOLERANCES[torch.bfloat16], errors
 

@@ -23,14 +23,16 @@ Letters: N rows, F expert ffn width.
 
 import difflib
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-class Activation(NamedTuple):
+@dataclass(frozen=True)
+class Activation:
     """What a name stands for; the kernels are compiled for it as it is.
 
     function: the plain one, of the gate or of everything; gated: a GLU; the rest as above.
@@ -78,13 +80,13 @@ def parse(text: str) -> Activation:
         )
     if not inside.endswith(")"):
         raise ValueError(f"activation: expected a closing bracket at the end; got {text!r}.")
-    given: dict[str, float] = {}
+    given: dict[str, Any] = {}
     for word in inside[:-1].split(","):
         key, _, value = (part.strip() for part in word.partition("="))
         if key in given:
             raise ValueError(f"activation: expected each number once; got {key} twice in {text!r}.")
         given[key] = True if word.strip() == "interleaved" else _number(key, value, text)
-    activation = Activation(GLU_ACTIVATIONS[name], True)._replace(**given)
+    activation = Activation(GLU_ACTIVATIONS[name], True, **given)
     capped = activation.gate_cap < math.inf or activation.up_cap < math.inf
     if name != "swiglu" and (activation.alpha != 1 or capped):
         raise ValueError(

@@ -191,14 +191,15 @@ def rehearse_experts(
     b1 = b2 = None
     if bias_dtype is not None:
         b1, b2 = (_empty(experts, size, dtype=bias_dtype) for size in (columns, hidden))
-    inputs = (w1, w2, *indices, _empty(tokens, top_k, dtype=torch.float32), b1, b2, transposed)
+    inputs = (w1, w2, *indices, _empty(tokens, top_k, dtype=torch.float32), b1, b2)
     saved_bits = 16 if training and not recompute else 0
-    *_, h, tiles, kept = steps.expert_mlp(x, *inputs, activation, saved_bits, keep_rows)
+    order = list(transposed)
+    *_, h, tiles, kept = steps.expert_mlp(x, *inputs, order, activation, saved_bits, keep_rows)
     if training:
         steps.expert_mlp_backward(
             empty(tokens, hidden),
             kept if keep_rows else x,
-            *(*inputs, h, tiles, activation, keep_rows),
+            *(*inputs, order, h, tiles, activation, keep_rows),
             [True] * 4 + [bias_dtype is not None] * 2,
         )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mb_kernels.activation import gate_and_up, is_glu, parse
 from mb_kernels.language.activation import (
+    Kind,
     activate,
     activate_with_derivative,
     up_factor,
@@ -29,7 +30,7 @@ def activation_kernel(
     d_up_ptr,  # like the gradient of gate, or None
     stride,
     L,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: Kind,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

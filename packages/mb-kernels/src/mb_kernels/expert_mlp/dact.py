@@ -9,14 +9,16 @@ registers on every target.
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.activation import parse
+from mb_kernels.activation import Activation, parse
 from mb_kernels.bins import row_tiles
-from mb_kernels.language.activation import activate_with_derivative, up_factor, up_gradient
+from mb_kernels.language.activation import Kind, activate_with_derivative, up_factor, up_gradient
 from mb_kernels.language.memory import store_rows
 from mb_kernels.language.tiles import first_item, locate, multiply_rows, pairs, piece
 from mb_kernels.runtime.descriptors import matrices, ragged
@@ -24,8 +26,14 @@ from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets.table import Tile
 
-# Column pieces of the epilogue: fewer spill registers, more were slower (2.30 to 2.65 ms, OLMoE).
-_PIECES = 4
+
+def _pieces(activation: Activation, block_n: int) -> int:
+    """Column pieces of the epilogue: fewer spill registers, more are slower.
+
+    2.30 to 2.65 ms for 4 to 8 (OLMoE). With a limit, or gates and ups by turns, 4 spill 230 bytes.
+    """
+    crowded = activation.interleaved or activation.limit < math.inf
+    return 8 if crowded and block_n >= 128 else 4
 
 
 @triton.jit
@@ -52,7 +60,7 @@ def dact_bwd_kernel(
     rows,
     D: tl.constexpr,
     F: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: Kind,
     TRANSPOSED: tl.constexpr,  # w is [E, F, D]
     PIECES: tl.constexpr,  # of the epilogue
     PTX: tl.constexpr,  # NVIDIA's fast exponential and reciprocal
@@ -66,7 +74,7 @@ def dact_bwd_kernel(
     GROUP_M: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
-    PARTS: tl.constexpr = ACTIVATION.parts
+    PARTS: tl.constexpr = ACTIVATION.parts  # ty: ignore[invalid-assignment]
     W: tl.constexpr = BLOCK_N // PIECES
     total = tl.load(tiles_ptr + 3)
     items = total * COLUMNS
@@ -150,9 +158,10 @@ def dact(
         )
         return dh, a, partials
     kind = parse(activation)
+    pieces = _pieces(kind, tile.block_n)
     operands = do, w2, h, dh, a
     if plan.descriptors:
-        width = tile.block_n // _PIECES
+        width = tile.block_n // pieces
         dh_width = 2 * width if kind.interleaved else width
         block = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
         operands = (
@@ -177,7 +186,7 @@ def dact(
         F=ffn,
         ACTIVATION=kind,
         TRANSPOSED=transposed,
-        PIECES=_PIECES,
+        PIECES=pieces,
         PTX=plan.ptx,
         DESCRIPTORS=plan.descriptors,
         PRECISION=plan.precision,

@@ -240,10 +240,12 @@ def _backward_reference(
         x = combine(x, bins, None, 1)
     if h.numel() == 0:
         h = expert_mlp_forward(x, w1, w2, bins, weights, activation, b1, b2)[1]
-    dx, *d_w, d_weights, d_b1, d_b2 = expert_mlp_backward(
+    dx, d_w1, d_w2, *others = expert_mlp_backward(
         do, x, w1, w2, bins, weights, h, activation, b1, b2
     )
-    grads = (dx, *_upright(*d_w, transposed), d_weights, d_b1, d_b2)
+    assert d_w1 is not None
+    assert d_w2 is not None
+    grads = (dx, *_upright(d_w1, d_w2, transposed), *others)
     return tuple(
         g if need and g is not None else x.new_empty(0)
         for g, need in zip(grads, needs, strict=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mb_kernels.activation import Activation, parse
 from mb_kernels.bins import row_tiles
-from mb_kernels.language.activation import activate, up_factor
+from mb_kernels.language.activation import Kind, activate, up_factor
 from mb_kernels.language.memory import (
     load_bias,
     load_transposed,
@@ -42,7 +42,7 @@ def up_fwd_kernel(
     D: tl.constexpr,
     F: tl.constexpr,
     TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: Kind,
     TRANSPOSED: tl.constexpr,  # w is [E, D, F] or [E, D, 2F]
     SAVE_H: tl.constexpr,
     PIECES: tl.constexpr,  # of the epilogue
@@ -58,7 +58,7 @@ def up_fwd_kernel(
     GROUP_M: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
-    PARTS: tl.constexpr = ACTIVATION.parts
+    PARTS: tl.constexpr = ACTIVATION.parts  # ty: ignore[invalid-assignment]
     WIDTH: tl.constexpr = BLOCK_N * (ACTIVATION.gated + 1)
     BLOCK_W: tl.constexpr = WIDTH // PARTS
     ROWS_W: tl.constexpr = F * WIDTH // BLOCK_N // PARTS

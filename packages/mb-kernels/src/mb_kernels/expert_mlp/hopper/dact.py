@@ -18,7 +18,7 @@ from mb_kernels.expert_mlp.hopper.core import (
     run,
     shared,
 )
-from mb_kernels.language.activation import activate_with_derivative, up_factor, up_gradient
+from mb_kernels.language.activation import Kind, activate_with_derivative, up_factor, up_gradient
 from mb_kernels.language.tiles import locate
 from mb_kernels.runtime.descriptors import matrices
 from mb_kernels.runtime.launch import cdiv
@@ -47,7 +47,7 @@ def _pack(low, high, kind: gl.constexpr):
 @gluon.jit
 def _finish_piece(
     q, z, near, r, cols, s, count, h, dh, a,
-    F: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: gl.constexpr,
+    F: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: Kind,
 ):  # fmt: skip
     """Rows r and columns cols of a tile into dh and a; their part of <q, act(h)>."""
     PARTS: gl.constexpr = ACTIVATION.parts
@@ -72,8 +72,8 @@ def _finish_piece(
         slope *= factor
         # In this order; in others clamped gates spill up to 120 bytes.
         if PARTS == 2:
-            gl.store(dh + F + to_h, d_up.to(kind), mask=mask)
             gl.store(dh + to_h, (q * slope).to(kind), mask=mask)
+            gl.store(dh + F + to_h, d_up.to(kind), mask=mask)
         else:
             gl.store(dh + to_h, _pack(q * slope, d_up, kind), mask=mask)
         gl.store(to_a, (value * factor * s[:, None]).to(kind), mask=mask)
@@ -101,7 +101,7 @@ def _finish_dact(
     items,
     F: gl.constexpr,
     COLUMNS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    ACTIVATION: Kind,
     GROUP_M: gl.constexpr,
 ):
     HALF: gl.constexpr = tile.shape[1] // 2
@@ -180,7 +180,7 @@ def dact_bwd_kernel(
     rows,
     D: gl.constexpr,
     F: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    ACTIVATION: Kind,
     TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,

@@ -43,6 +43,9 @@ from mb_kernels.targets.table import Tile
 # The name from Triton 3.8 on, and the one before.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
+# Without the underscore from Triton 3.9 on.
+_OLD_NAME = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
+
 MULTIPLY_WARPS = gl.constexpr(8)
 EPILOGUE_WARPS = gl.constexpr(4)
 # Of 168 for each thread of twelve warps; `multiply` keeps 160, of which 128 hold the accumulator.
@@ -135,9 +138,14 @@ def multiply(
                     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
                         [BLOCK_K, BLOCK_N], w_ring.dtype
                     )
-                    w_block = w_ring.index(stage)._reinterpret(
-                        w_ring.dtype, [BLOCK_K, BLOCK_N], BLOCK
-                    )
+                    if _OLD_NAME:
+                        w_block = w_ring.index(stage)._reinterpret(
+                            w_ring.dtype, [BLOCK_K, BLOCK_N], BLOCK
+                        )
+                    else:
+                        w_block = w_ring.index(stage).reinterpret(
+                            w_ring.dtype, [BLOCK_K, BLOCK_N], BLOCK
+                        )
                 else:
                     w_block = w_ring.index(stage).reshape((BLOCK_K, BLOCK_N))
                 x_block = x_ring.index(stage).reshape((BLOCK_M, BLOCK_K))

@@ -66,7 +66,7 @@ def kernels(shape: Shape, device: str = "cuda", *, zeros: bool = False) -> dict[
         tiles = of_height(tile.block_m)
         source, source_order = (rows, None) if plan.in_rows else (x, order)
         options = {"order": source_order, "top_k": top_k, "save_h": True, "tile": tile}
-        return up(source, w1, None, tiles, activation, **options)
+        return up(source, w1, None, tiles, activation, transposed=False, **options)
 
     def run_down(tile: Tile) -> object:
         options = {"transpose_weight": True, "tile": tile, **single, **scale}
@@ -74,7 +74,8 @@ def kernels(shape: Shape, device: str = "cuda", *, zeros: bool = False) -> dict[
 
     def run_dact(tile: Tile) -> object:
         tiles = of_height(tile.block_m)
-        return dact(rows, w2, order, weights, tiles, h, activation, tile=tile)
+        options = {"transposed": False, "tile": tile}
+        return dact(rows, w2, order, weights, tiles, h, activation, **options)
 
     def run_dx(tile: Tile) -> object:
         options = {"transpose_weight": False, "tile": tile, **single}

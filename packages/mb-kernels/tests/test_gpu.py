@@ -99,6 +99,23 @@ def test_activations(activation):
     assert max(errors.values()) <= TOLERANCES[torch.bfloat16], errors
 
 
+@pytest.mark.parametrize("activation", ["squared_relu", "reglu(limit=3)", GPT_OSS])
+def test_what_is_no_number_passes_the_activation(activation):
+    """Of gate or of up: a clamp or a maximum would make a number of it, and hide a diverged run."""
+    case = Case(64, 64, 64, 4, 2, activation=activation, bias=torch.float32)
+    inputs = make_inputs(case, dtype=torch.bfloat16, device="cuda")
+    x, w1, w2, bins, weights, _, b1, b2 = inputs.values()
+    slots = bins.order_N[bins.offsets_E1[1] : bins.offsets_E1[2]]
+    want = torch.zeros(64, dtype=torch.bool, device="cuda").index_fill(0, slots.long() // 2, True)
+    assert 0 < want.sum() < 64
+    for column in (6, 7, b1.shape[1] - 1):
+        bias = b1.detach().clone()
+        bias[1, column] = torch.nan
+        y = expert_mlp(x, w1, w2, bins, weights, activation=activation, b1_EF=bias, b2_ED=b2)
+        assert torch.equal(y.isnan().all(1), want), column
+        assert torch.equal(y.isnan().any(1), want), column
+
+
 @pytest.mark.parametrize("transpose_weight", [True, False], ids=["EMK", "EKM"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("offsets", [[0, 0, 130, 130, 400], [0, 10, 20, 20, 33]], ids=str)

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from mb_kernels.bins import SMALLEST_BLOCK_M
 from mb_kernels.targets import TARGETS, TILES, gate
 from mb_kernels.targets.gate import kernel_modules
+from mb_kernels.targets.record import record
 from mb_kernels.targets.table import _amd_target, _nvidia_target
 
 
@@ -108,6 +110,20 @@ def test_loads_run_ahead_of_products_on_hopper(name: str) -> None:
     ptx = gate._compile(case, TARGETS["sm90"]).asm["ptx"]
     loads = ptx.count("cp.async.bulk.tensor") - ptx.count(".global.shared::cta.bulk_group")
     assert loads >= 2 * case.num_stages  # both operands in each stage before the last, and the loop
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
+def test_what_is_no_number_passes_clamps_and_relu() -> None:
+    # The plain instructions take the other operand, and a diverged run would look sound.
+    elementwise = importlib.import_module("mb_kernels.elementwise.kernels")
+    h, d_a = torch.empty(64, 64, device="meta"), torch.empty(64, 32, device="meta")
+    calls = {
+        "forward": lambda: elementwise.activation(h, "reglu(limit=3)"),
+        "backward": lambda: elementwise.activation_backward(d_a, h, "reglu(limit=3)"),
+    }
+    for case in record(TARGETS["sm90"], calls):
+        ptx = gate._compile(case, TARGETS["sm90"]).asm["ptx"]
+        assert {"min.NaN.f32", "max.NaN.f32"} == set(re.findall(r"\b(?:min|max)\.[\w.]*", ptx))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from mb_layers import (
     dMoE,
     freeze_in_bits,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.gpu
 
@@ -78,6 +78,36 @@ def test_gpu_equals_cpu_in_fp64(kind: str, dtype: torch.dtype) -> None:
     for name, tensor in expected.items():
         error = (got[name].cpu().double() - tensor).abs().max()
         assert error <= bound * tensor.abs().max().clamp(min=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+def test_transformers_experts_as_their_checkpoints_lie(dtype: torch.dtype) -> None:
+    """GPT-OSS's: biases, a clamped gate, its columns by turns with up's, weights transposed."""
+    pytest.importorskip("transformers")
+    from mb_layers.transformers.experts import IMPLEMENTATION, fused_activation, recognise_gate
+    from tiny_models import build as build_model
+
+    model = build_model("gpt_oss")
+    experts = model.model.layers[0].mlp.experts.to(dtype)
+    x, ids, weights = (
+        torch.randn(50, 32).to(dtype),
+        torch.rand(50, 4).topk(2).indices,
+        torch.rand(50, 2),
+    )
+
+    def call(module: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+        y = module(*inputs)
+        grads = torch.autograd.grad(y, [*module.parameters()], torch.ones_like(y))
+        return {"y": y} | {n: g for (n, _), g in zip(module.named_parameters(), grads, strict=True)}
+
+    expected = call(copy.deepcopy(experts).double(), x.double(), ids, weights.double())
+    model.config._experts_implementation = IMPLEMENTATION
+    recognise_gate(experts)
+    assert fused_activation(experts) is not None
+    got = call(experts.cuda(), x.cuda(), ids.cuda(), weights.cuda())
+    for name, tensor in expected.items():
+        error = (got[name].cpu().double() - tensor).abs().max()
+        assert error <= BOUND[dtype] * tensor.abs().max(), name
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in (*GATES, *ACTIVATIONS)])

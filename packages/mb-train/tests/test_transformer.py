@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mb_layers import MoEConfig
+from mb_train.config.model import ModelFields
 from mb_train.models.attention import BlockContext, rotary_tables, rotate
 from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.segments import segment_mask
+from mb_train.models.transformer import DenseMLP
 
 V, S = 61, 12
 SIZES = {
@@ -83,6 +86,32 @@ def test_stages_one_after_the_other_are_the_model(kind, cut):
             gradients[name] = gradients.get(name, 0) + parameter.grad
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
+DENSE = {
+    "gelu_tanh": lambda _, up: F.gelu(up, approximate="tanh"),
+    "squared_relu": lambda _, up: F.relu(up).square(),
+    "geglu": lambda gate, up: F.gelu(gate) * up,
+    "swiglu(limit=0.5)": lambda gate, up: F.silu(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5),
+    "reglu(offset=1)": lambda gate, up: F.relu(gate) * (up + 1),
+}
+
+
+@pytest.mark.parametrize("activation", DENSE)
+def test_a_dense_feed_forward_is_its_formula(activation):
+    torch.manual_seed(0)
+    mlp = DenseMLP(TransformerConfig(**SIZES | {"activation": activation}))
+    x = torch.randn(2, 5, 32)
+    got = mlp(x)
+    gate = None if mlp.gate is None else mlp.gate(x)
+    want = mlp.down(DENSE[activation](gate, mlp.up(x)))
+    torch.testing.assert_close(got, want)
+    found, expected = (
+        torch.autograd.grad(y.square().sum(), list(mlp.parameters())) for y in (got, want)
+    )
+    torch.testing.assert_close(found, expected)
+    config = ModelFields(activation=activation)
+    assert config.is_glu == (mlp.gate is not None)  # which FLOPs and sizes are counted by
 
 
 def test_grouped_queries_are_repeated_keys_and_values():

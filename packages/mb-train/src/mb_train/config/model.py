@@ -11,7 +11,7 @@ from mb_train.config.field import (
     whole,
 )
 
-_GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
+_GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swigluoai")  # as mb_kernels has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,8 @@ class ModelFields:
         instead_of=("activation", "swiglu", "glu"),
     )
     activation: str | None = flag(
-        "feed-forward activation by mb_kernels' name; default gelu_tanh, or geglu_tanh (ours)",
+        "feed-forward activation by mb_kernels' name, swiglu(limit=10) for one with numbers; "
+        "default gelu_tanh, or geglu_tanh (ours)",
         on_load="model", in_force="activation_name", instead_of=("glu", "swiglu", "squared_relu"),
     )  # fmt: skip
     apply_residual_connection_post_layernorm: bool = flag(
@@ -169,7 +170,7 @@ class ModelFields:
     @property
     def is_glu(self) -> bool:
         """Whether the feed-forward has a gate."""
-        return self.activation_name in _GATED
+        return self.activation_name.partition("(")[0] in _GATED
 
     def check_model(self) -> None:
         """Raise ValueError for sizes and options that do not go together."""
@@ -187,7 +188,7 @@ class ModelFields:
         named = [
             name for name in ("glu", "swiglu", "squared_relu") if getattr(self, name)
         ]  # "glu" beside "swiglu" or a gated --activation says the same once more
-        if self.activation is not None and self.glu and self.activation not in _GATED:
+        if self.activation is not None and self.glu and not self.is_glu:
             raise ValueError(
                 f"Expected a gated --activation with --glu, got {self.activation!r}. "
                 f"Leave one of the two out, or take {', '.join(_GATED)}."

@@ -29,7 +29,6 @@ def warm_up(
     top_k: int,
     activation: str = "swiglu",
     dtype: torch.dtype = torch.bfloat16,
-    logits_dtype: torch.dtype = torch.float32,
     bias_dtype: torch.dtype | None = None,
     score_function: str = "softmax",
     recompute: bool = False,
@@ -47,7 +46,7 @@ def warm_up(
         hidden_size, ffn_hidden_size, num_experts, top_k: D, F, E and K. Where 4 does not divide E
             the router's losses are compiled at their first use: the count they read lies unaligned.
         activation: a name from ``mb_kernels.activation``.
-        dtype, logits_dtype: of x and weights, and of the router's logits.
+        dtype: of x and weights; the router's logits are fp32.
         bias_dtype: of the experts' biases, if they have some.
         score_function: of the router, "softmax" or "sigmoid".
         recompute: as ``expert_mlp`` will be told.
@@ -84,10 +83,10 @@ def warm_up(
     with device_of(here), assume(partial(plan_on, here.device)), record() as launches:
         if score_function == "sigmoid":  # whose scores are chosen from in plain PyTorch
             rehearse_bins(tokens, num_experts, top_k)
-            rehearse_losses(tokens, num_experts, logits_dtype, sigmoid=True)
+            rehearse_losses(tokens, num_experts, sigmoid=True)
         else:
             for renormalize in (False, True):
-                rehearse_routing(tokens, num_experts, top_k, logits_dtype, renormalize)
+                rehearse_routing(tokens, num_experts, top_k, renormalize)
         per_rank = num_experts // ranks
         choices = min(top_k, per_rank)
         if ranks > 1:
@@ -115,7 +114,7 @@ def warm_up(
 
 
 def rehearse_routing(
-    tokens: int, experts: int, top_k: int, dtype: torch.dtype, renormalize: bool
+    tokens: int, experts: int, top_k: int, renormalize: bool, dtype: torch.dtype = torch.float32
 ) -> None:
     """Softmax routing and its losses, forward and backward, on tensors without memory."""
     from mb_kernels.routing import kernels as routing
@@ -127,7 +126,7 @@ def rehearse_routing(
     for d_probs in (probs, None):
         routing.topk_softmax_backward(weights, d_probs, probs, weights, ids, renormalize)
     rehearse_bins(tokens, experts, top_k)
-    rehearse_losses(tokens, experts, dtype, sigmoid=False)
+    rehearse_losses(tokens, experts, dtype)
 
 
 def rehearse_bins(tokens: int, experts: int, top_k: int) -> None:
@@ -149,7 +148,9 @@ def rehearse_exchange(tokens: int, experts: int, top_k: int, ranks: int) -> None
     routing.unpack_routing_backward(chosen, columns)
 
 
-def rehearse_losses(tokens: int, experts: int, dtype: torch.dtype, *, sigmoid: bool) -> None:
+def rehearse_losses(
+    tokens: int, experts: int, dtype: torch.dtype = torch.float32, *, sigmoid: bool = False
+) -> None:
     """A router's losses, forward and backward, with and without a mask."""
     from mb_kernels.router_losses import kernels as router_losses
 

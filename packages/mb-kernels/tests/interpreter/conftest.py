@@ -8,6 +8,32 @@ import pytest
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
 
 
+@pytest.fixture(autouse=True)
+def language_patched_once(monkeypatch):
+    """Triton replaces its language anew at each call of a device function, half of all time.
+
+    Once for each module within a launch is enough: the first launch of a module's function does it
+    for all, and the end of the launch undoes it.
+    """
+    from triton.runtime import interpreter
+
+    done: set[int] = set()
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+
+    def patched(fn):
+        if id(fn.__globals__) in done:
+            return None
+        done.add(id(fn.__globals__))
+        return patch(fn)
+
+    def launched(self, *args, **keywords):
+        done.clear()
+        return launch(self, *args, **keywords)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patched)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+
+
 @pytest.fixture
 def reachable():
     """Tensors that a kernel finds through a table of addresses: a test lists them here."""

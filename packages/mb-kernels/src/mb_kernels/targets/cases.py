@@ -212,9 +212,9 @@ def _small_ops() -> dict[str, Callable[[], object]]:
     return {
         "E64 K8 over 4": partial(rehearse_exchange, 16384, 64, 8, 4),
         "E8 K2 over 8": partial(rehearse_exchange, 16384, 8, 2, 8),
-        "E128 K8": partial(rehearse_routing, 16384, 128, 8, _BF16, True),
-        "E60 K4": partial(rehearse_routing, 16383, 60, 4, _FP32, True),
-        "E256 sigmoid": partial(rehearse_losses, 16384, 256, _FP32, sigmoid=True),
+        "E128 K8": partial(rehearse_routing, 16384, 128, 8, True, _BF16),
+        "E60 K4": partial(rehearse_routing, 16383, 60, 4, True),
+        "E256 sigmoid": partial(rehearse_losses, 16384, 256, sigmoid=True),
         "D2048": partial(permuted, _BF16, 2048),
         "D720 fp32": partial(permuted, _FP32, 720),
         "8 bits": partial(quantised, 8, 1024),

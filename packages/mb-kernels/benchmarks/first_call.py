@@ -1,0 +1,106 @@
+"""The first forward and backward of a layer whose kernels nobody has compiled.
+
+    python packages/mb-kernels/benchmarks/run.py first_call [--shape olmoe ...]
+
+Every figure is a process of its own. All begin at once and come as far as a GPU with inputs on it;
+then, by turns, each runs a layer and waits for the GPU. "cold": Triton's cache is empty and kernels
+are compiled as they are launched, one after another. "ahead": as cold, behind ``warm_up``, which
+has not had a moment. "cached": what a second run finds on disk. What is cold keeps one core busy,
+so that all of those run beside one another; "ahead" has the machine to itself. ``steady`` is the
+same call once more, and "kernels" what lies in the cache.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from layer import SHAPES, make_inputs, ours
+from mb_kernels import warm_up
+
+DEFAULT = ("olmoe", "paper-125m", "gpt-oss")  # three activations, top-1 and more
+_HOW = ("cold", "ahead", "cached")
+
+
+def measure(name: str, ahead: bool) -> dict[str, float]:
+    """Seconds of the first step, once a line comes in, and of the one after."""
+    shape = SHAPES[name]
+    inputs = make_inputs(shape, "uniform")
+    arguments = [inputs[n] for n in ("x", "logits", "w1", "w2")]
+    layer, dy = ours(shape), torch.randn_like(inputs["x"])
+    torch.autograd.grad(dy.requires_grad_() * 2, dy, dy)  # what torch itself imports for it, SymPy
+    dy = dy.detach()
+    torch.cuda.synchronize()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    start = time.perf_counter()
+    if ahead:
+        sizes = {"tokens": shape.tokens, "hidden_size": shape.hidden, "ffn_hidden_size": shape.ffn}
+        warm_up(**sizes, num_experts=shape.experts, top_k=shape.top_k, activation=shape.activation)
+    seconds = []
+    for _ in range(2):
+        torch.autograd.grad(layer(*arguments), arguments, dy)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        start = time.perf_counter()
+    return {"first_s": round(seconds[0], 2), "steady_s": round(seconds[1], 4)}
+
+
+def _start(name: str, how: str, cache: pathlib.Path) -> subprocess.Popen[str]:
+    """A process that measures; a cached one finds what the cold one leaves behind."""
+    folder = cache / f"{name}-{'cold' if how == 'cached' else how}"
+    return subprocess.Popen(
+        [sys.executable, __file__, name, how],
+        env=os.environ | {"TRITON_CACHE_DIR": str(folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, float]:
+    out, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"a measuring process ended with {process.returncode}: {out}")
+    return json.loads(out.splitlines()[-1])
+
+
+def run(*, quick: bool = False) -> Iterator[list[dict[str, Any]]]:
+    names = [n for n in DEFAULT if n in SHAPES] or list(SHAPES)
+    names = names[: 1 if quick else None]
+    with tempfile.TemporaryDirectory() as folder:
+        cache = pathlib.Path(folder)
+        started = {(name, how): _start(name, how, cache) for how in _HOW for name in names}
+        for process in started.values():
+            assert process.stdout
+            process.stdout.readline()
+        found = {}
+        for how in _HOW:
+            together = [names] if how == "cold" else [[name] for name in names]
+            for group in together:
+                for name in group:
+                    _go(started[name, how])
+                found |= {(name, how): _answer(started[name, how]) for name in group}
+        for name in names:
+            compiled = len(list((cache / f"{name}-cold").rglob("*.cubin")))
+            yield [
+                {"benchmark": "first_call", "shape": name, "what": how, **found[name, how]}
+                | ({"kernels": compiled} if how == "cold" else {})
+                for how in _HOW
+            ]
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], sys.argv[2] == "ahead")))

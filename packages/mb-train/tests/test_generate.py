@@ -6,7 +6,7 @@ import pytest
 import torch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.generate import Generator, Sampling, choose, continue_tokens
+from mb_train.generate import Generator, Next, Sampling, choose, continue_tokens
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
@@ -63,8 +63,10 @@ def small_model(**fields):
     return GPT(transformer_config(config, 32)).eval()
 
 
-def first(steps, count):
-    return [step for _, step in zip(range(count), steps, strict=False)]
+def first(steps, count=10**6):
+    """The tokens of the first steps."""
+    taken = zip(range(count), steps, strict=False)
+    return [[None if drawn is None else drawn.token for drawn in step] for _, step in taken]
 
 
 def test_greedy_tokens_are_the_likeliest_and_padding_is_never_chosen():
@@ -95,7 +97,7 @@ def test_the_end_of_a_document_ends_its_prompt_alone():
     model, prompts = small_model(), [[token] for token in range(6)]
     options = {"vocab_size": 4, "context": 4}  # few: the end comes soon
     endless = first(continue_tokens(model, prompts, Sampling(), **options), 40)
-    ended = list(continue_tokens(model, prompts, Sampling(), eod=2, **options))
+    ended = first(continue_tokens(model, prompts, Sampling(), eod=2, **options))
     for row in range(len(prompts)):
         tokens = [step[row] for step in endless]
         until = tokens[: tokens.index(2) + 1]
@@ -217,7 +219,7 @@ def spelling(monkeypatch):
             last = [
                 None if token in (None, eod) else token + 1 if token < 26 else eod for token in last
             ]
-            yield last
+            yield [None if token is None else Next(token, None) for token in last]
 
     monkeypatch.setattr(module, "continue_tokens", alphabet)
     return generator

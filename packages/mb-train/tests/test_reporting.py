@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from mb_train.reporting import (
 )
 from mb_train.run_log import RunLog, read_log
 from mb_train.timers import Timers, timer_lines
+from mb_train.validate import measure
 
 
 def test_the_training_line_is_megatrons():
@@ -248,3 +250,33 @@ def test_not_a_number_is_left_out_of_the_line_and_null_in_the_log(tmp_path):
     assert read_log(tmp_path / "new" / "log.jsonl") == [
         {"event": "train", "lm_losses": [None, 1.0], "layers": {"a": [None]}}
     ]
+
+
+def test_a_measurement_compiles_nothing():
+    """Its batches have other sizes than those of the training, for which blocks are compiled."""
+    compiled = []
+
+    def evaluate_more(model, dataset, count):
+        return {"sum": float(model(torch.ones(count, 2)).sum())}
+
+    def backend(graph, inputs):
+        compiled.append(inputs)
+        return graph.forward
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return x.relu()
+
+    model = Model()
+    model.compile(backend=backend)
+    run = SimpleNamespace(
+        config=SimpleNamespace(eval_iters=1, compile=True), batch_size=3, say=lambda line: None,
+        mesh=SimpleNamespace(dims=SimpleNamespace(world_size=1)),
+        model=SimpleNamespace(parts=[model]), progress=SimpleNamespace(iteration=1),
+        log=SimpleNamespace(write=lambda event, **found: None),
+        task=SimpleNamespace(evaluate_more=evaluate_more),
+    )  # fmt: skip
+    assert measure(run, range(9), "the end") == {"sum": 6.0}
+    assert not compiled
+    model(torch.ones(3, 2))
+    assert compiled

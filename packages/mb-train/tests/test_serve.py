@@ -1,76 +1,142 @@
 """The completions interface, asked as a client would."""
 
 import json
+import math
 import socket
 
 import pytest
-from mb_train.generate import Completion
-from mb_train.serve import Request, application, serve
+import torch
+from mb_train.completions import Request
+from mb_train.generate import Generator
+from mb_train.serve import application, serve
 
 pytest.importorskip("httpx")
 testclient = pytest.importorskip("starlette.testclient")
 
 
-class Echo:
-    """Continues a prompt with its letters turned round, one at a time."""
+class Letters:
+    """A token is a letter; the last one ends a document."""
 
-    class tokenizer:  # noqa: N801
-        @staticmethod
-        def encode(text):
-            return list(text)
+    vocab_size, eod = 128, 127
 
-    def stream(self, prompts, sampling, *, max_new_tokens, stop=()):
-        if "nan" in prompts:
-            raise ValueError("scores are not numbers")
-        for length in range(1, max_new_tokens + 1):
-            found = []
-            for prompt in prompts:
-                whole = prompt[::-1]
-                text = whole[:length]
-                ended = "stop" if len(whole) <= length else None
-                if length == max_new_tokens and ended is None:
-                    ended = "length"
-                found.append(Completion(text, list(text), ended))
-            yield found
-            if all(one.finish_reason for one in found):
-                return
+    def encode(self, text):
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens):
+        return "".join(map(chr, tokens))
+
+
+class Alphabet(torch.nn.Module):
+    """Finds the next letter of the alphabet likeliest, by one in 16 of the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def logits(self, tokens_BS, *, at_B=None):
+        if (tokens_BS == ord("!")).any():
+            return torch.full((*tokens_BS.shape[:1], 128), float("nan"))
+        logits_BSV = torch.nn.functional.one_hot(tokens_BS + 1, 128) * 4.0
+        return logits_BSV if at_B is None else logits_BSV[torch.arange(len(at_B)), at_B]
+
+
+@pytest.fixture(scope="module")
+def generator():
+    made = Generator.__new__(Generator)
+    made.model, made.tokenizer, made.context, made._together = Alphabet(), Letters(), 16, False
+    return made
 
 
 @pytest.fixture
-def client():
-    return testclient.TestClient(application(Echo(), "run"))
+def client(generator):
+    return testclient.TestClient(application(generator, "run"))
 
 
-def test_a_completion(client):
-    answer = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2}).json()
-    assert answer["object"] == "text_completion"
-    assert answer["model"] == "run"
-    choice = {"text": "cb", "index": 0, "logprobs": None, "finish_reason": "length"}
-    assert answer["choices"] == [choice]
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+def ask(client, **body):
+    """The choices of a greedy answer, and the answer."""
+    answer = client.post("/v1/completions", json={"temperature": 0} | body).json()
+    return answer["choices"], answer
 
 
-def test_several_prompts_and_echo(client):
-    body = {"prompt": ["ab", "c"], "n": 2, "echo": True, "max_tokens": 5}
-    choices = client.post("/v1/completions", json=body).json()["choices"]
-    assert [c["text"] for c in choices] == ["abba", "abba", "cc", "cc"]
-    assert {c["finish_reason"] for c in choices} == {"stop"}
-
-
-def test_a_stream(client):
-    body = {"prompt": ["ab", "cde"], "stream": True, "max_tokens": 3}
+def streamed(client, **body):
+    """The parts of a greedy answer."""
+    body = {"temperature": 0, "stream": True} | body
     response = client.post("/v1/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_a_completion(client):
+    (choice,), answer = ask(client, prompt="abc", max_tokens=2)
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "run"
+    assert choice == {"text": "de", "index": 0, "logprobs": None, "finish_reason": "length"}
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+def test_several_prompts_and_echo(client):
+    body = {"prompt": ["ab", [99], "~"], "n": 2, "best_of": 2, "echo": True, "max_tokens": 2}
+    choices, _ = ask(client, **body)
+    assert [c["text"] for c in choices] == ["abcd", "abcd", "cde", "cde", "~", "~"]
+    assert [c["finish_reason"] for c in choices] == [*["length"] * 4, *["stop"] * 2]
+
+
+def test_copies_of_a_prompt_are_continued_differently(client):
+    body = {"prompt": "a", "n": 4, "temperature": 4.0, "seed": 3, "max_tokens": 8}
+    texts = [choice["text"] for choice in ask(client, **body)[0]]
+    assert len(set(texts)) == 4
+    assert [choice["text"] for choice in ask(client, **body)[0]] == texts
+    first, _ = ask(client, **body | {"n": 1})
+    assert first[0]["text"] == texts[0]
+
+
+def test_a_stream(client):
+    usage = {"stream_options": {"include_usage": True}}
+    *parts, last = streamed(client, prompt=["ab", "x"], max_tokens=4, echo=True, **usage)
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
     texts, reasons = ["", ""], [None, None]
-    for line in lines:
-        (choice,) = json.loads(line)["choices"]
+    for choice in (choice for part in parts for choice in part["choices"]):
         texts[choice["index"]] += choice["text"]
         reasons[choice["index"]] = choice["finish_reason"]
-    assert len({json.loads(line)["id"] for line in lines}) == 1
-    assert texts == ["ba", "edc"]
-    assert reasons == ["stop", "stop"]
+    assert len({part["id"] for part in (*parts, last)}) == 1
+    assert texts == ["abcdef", "xyz{|"]
+    assert reasons == ["length", "length"]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_likelihoods(client, echo):
+    body = {"prompt": "ab", "max_tokens": 6, "stop": "ef", "logprobs": 1, "echo": echo}
+    (choice,), answer = ask(client, **body)
+    letters = [*(["a", "b"] if echo else []), "c", "d"]
+    assert choice["text"] == "".join(letters)
+    assert answer["usage"]["completion_tokens"] == 4  # a stop word's are computed, and not told
+    sure = 4 - math.log(math.exp(4) + 127)
+    told = choice["logprobs"]
+    asked = 1 if echo else 0  # of a first token there is nothing to say
+    assert told["tokens"] == letters
+    assert told["text_offset"] == list(range(len(letters)))
+    assert told["token_logprobs"][asked:] == pytest.approx([sure] * (len(letters) - asked))
+    assert told["top_logprobs"][asked:] == [
+        {letter: pytest.approx(sure)} for letter in letters[asked:]
+    ]
+    if echo:
+        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    parts = [part["choices"][0]["logprobs"] for part in streamed(client, **body)]
+    joined = {name: [one for part in parts for one in part[name]] for name in told}
+    assert joined == told
+
+
+def test_a_text_is_scored(client):
+    choices, _ = ask(client, prompt=["ac", ""], max_tokens=0, logprobs=2, echo=True)
+    unlikely = -math.log(math.exp(4) + 127)
+    told = choices[0]["logprobs"]
+    assert choices[0]["text"] == "ac"
+    assert told["token_logprobs"] == [None, pytest.approx(unlikely)]
+    assert told["top_logprobs"][1].keys() >= {"b", "c"}
+    assert choices[1]["logprobs"]["tokens"] == []
 
 
 def test_the_model_is_named(client):
@@ -83,6 +149,9 @@ def test_the_model_is_named(client):
     [
         ([], "a JSON object"),
         ({"prompt": 3}, "prompt to be a text"),
+        ({"prompt": [[97], [True]]}, "prompt to be a text, tokens"),
+        ({"prompt": [128]}, "tokens in [0, 128), got 128"),
+        ({"prompt": "a" * 17, "echo": True, "logprobs": 0}, "at most 16 tokens"),
         ({"prompt": ["a"] * 129}, "1 to 128 completions, got 129"),
         ({"prompt": []}, "1 to 128"),
         ({"max_tokens": 0}, "at least 1"),
@@ -91,7 +160,11 @@ def test_the_model_is_named(client):
         ({"temperature": True}, "temperature to be a number"),
         ({"top_p": 0}, "top-p"),
         ({"stop": [""]}, "not empty"),
-        ({"logprobs": 3}, "logprobs is not supported"),
+        ({"logprobs": 21}, "logprobs of at least 0 and at most 20, got 21"),
+        ({"best_of": 2}, "best_of is not supported"),
+        ({"suffix": "b"}, "suffix is not supported"),
+        ({"stream": "false"}, "stream to be true or false, got 'false'"),
+        ({"stream_options": 1}, "stream_options"),
         ({"wings": 2}, "Unknown parameter 'wings'"),
     ],
     ids=str,
@@ -107,7 +180,7 @@ def test_what_is_no_json(client):
 
 
 def test_a_model_that_has_diverged(client):
-    response = client.post("/v1/completions", json={"prompt": "nan"})
+    response = client.post("/v1/completions", json={"prompt": "!"})
     assert response.status_code == 500
     assert "not numbers" in response.json()["error"]["message"]
 
@@ -115,7 +188,12 @@ def test_a_model_that_has_diverged(client):
 def test_defaults_are_openais():
     request = Request.of_json({"prompt": "a"})
     assert (request.max_tokens, request.sampling.temperature) == (16, 1.0)
-    assert (request.stop, request.stream, request.echo) == ((), False, False)
+    assert (request.stop, request.stream, request.echo, request.logprobs) == (
+        (),
+        False,
+        False,
+        None,
+    )
 
 
 def test_a_place_that_cannot_be_listened_at_is_said():
@@ -128,4 +206,4 @@ def test_a_place_that_cannot_be_listened_at_is_said():
             ({"host": "no such host", "port": 0}, "Cannot listen at --host no such host"),
         ):
             with pytest.raises(ValueError, match=says):
-                serve(Echo(), "a", **where)
+                serve(None, "a", **where)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from torch import Tensor
 from mb_train.loading import Trained, load_trained
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
+
+# A text, or its tokens.
+Prompt: TypeAlias = str | Sequence[int]
 
 _NO_NUMBERS = (
     "The model's scores are not numbers: the run has diverged. Give an earlier checkpoint, "
@@ -62,7 +66,8 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
         if not bool(logits_V.isfinite().all()):
             raise ValueError(_NO_NUMBERS)
         return int(logits_V.argmax())
-    values, ids = (logits_V.float() / sampling.temperature).sort(descending=True, stable=True)
+    values, ids = logits_V.float().sort(descending=True, stable=True)
+    values = (values - values[0]) / sampling.temperature  # no overflow, however cold
     if sampling.top_k:
         values, ids = values[: sampling.top_k], ids[: sampling.top_k]
     probs = values.softmax(0)
@@ -72,6 +77,28 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
     kept = probs.cumsum(0) - probs < sampling.top_p
     probs = probs * kept
     return int(ids[torch.multinomial(probs.cpu(), 1, generator=generator)])
+
+
+class Next(NamedTuple):
+    """A token that continues a prompt, and the scores [V] it was drawn from."""
+
+    token: int
+    logits_V: Tensor
+
+
+class Likelihood(NamedTuple):
+    """Log probability of a token, in nats, and of the likeliest ones at its place by their ids."""
+
+    log_prob: float
+    likeliest: dict[int, float]
+
+
+def likelihood(logits_V: Tensor, token: int, count: int) -> Likelihood:
+    """How likely a token is by the scores at its place, beside the `count` likeliest."""
+    log_probs_V = logits_V.float().log_softmax(0)
+    values, ids = log_probs_V.topk(min(count, len(log_probs_V)))
+    likeliest = dict(zip(ids.tolist(), values.tolist(), strict=True))
+    return Likelihood(float(log_probs_V[token]), likeliest)
 
 
 @torch.no_grad()
@@ -84,7 +111,8 @@ def continue_tokens(
     context: int,
     eod: int | None = None,
     cached: bool = True,
-) -> Iterator[list[int | None]]:
+    seeds: Sequence[int] | None = None,
+) -> Iterator[list[Next | None]]:
     """The next token of every prompt, step by step, until all have ended.
 
     Args:
@@ -93,14 +121,16 @@ def continue_tokens(
         context: longest input of the model.
         eod: ends a prompt; None never does.
         cached: keep keys and values as long as the context lasts.
+        seeds: of each prompt's choice; None takes the one of `sampling` for all.
 
     Yields:
-        A token for each prompt, `eod` as its last one, None once it has ended.
+        What continues each prompt, `eod` as its last token, None once it has ended.
 
     Raises:
         ValueError: scores that are not numbers.
     """
-    generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
+    seeds = [sampling.seed] * len(prompts) if seeds is None else seeds
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     device = next(model.parameters()).device
     texts = [list(prompt) for prompt in prompts]
     running = list(range(len(texts)))
@@ -120,12 +150,12 @@ def continue_tokens(
             logits_BV = model.go_on(tokens_BS, lengths_B, cache)[:, :vocab_size]
         for row in running:
             seen[row] = len(texts[row])
-        step: list[int | None] = [None] * len(texts)
+        step: list[Next | None] = [None] * len(texts)
         for row, logits_V in zip(running, logits_BV, strict=True):
             token = choose(logits_V, sampling, generators[row])
             texts[row].append(token)
-            step[row] = token
-        still = [place for place, row in enumerate(running) if eod is None or step[row] != eod]
+            step[row] = Next(token, logits_V)
+        still = [place for place, row in enumerate(running) if eod is None or texts[row][-1] != eod]
         if cache is not None and len(still) < len(running):
             cache.keep(torch.tensor(still, dtype=torch.int64, device=device))
         running = [running[place] for place in still]
@@ -139,12 +169,14 @@ class Completion:
     Attributes:
         text: as far as it is decided: a character may take several tokens.
         tokens: new ones.
+        likelihoods: of the tokens, if they were asked for.
         finish_reason: None while it goes on, then "stop" (the end of a document, or a stop word)
             or "length".
     """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
+    likelihoods: list[Likelihood] = field(default_factory=list)
     finish_reason: str | None = None
 
 
@@ -170,54 +202,94 @@ class Generator:
         """From a run folder or an iteration folder; as `load_trained`."""
         return cls(load_trained(run, device))
 
+    def tokens_of(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt; of an empty one the end of a document, behind which texts begin.
+
+        Raises:
+            ValueError: a token that the tokenizer has not, or a text that it does not take.
+        """
+        vocab_size = self.tokenizer.vocab_size
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"Expected tokens in [0, {vocab_size}), got {wrong}.")
+        return tokens or [self.tokenizer.eod]
+
+    @torch.no_grad()
+    def likelihoods(self, prompt: Prompt, count: int) -> list[Likelihood | None]:
+        """How likely the model finds each token of a prompt, the first of which it is not asked.
+
+        Raises:
+            ValueError: as `tokens_of`; more tokens than the model can see.
+        """
+        tokens = self.tokens_of(prompt)
+        if len(tokens) > self.context:
+            raise ValueError(
+                f"Expected at most {self.context} tokens to tell likelihoods of, the model's "
+                f"context, got {len(tokens)}."
+            )
+        device = next(self.model.parameters()).device
+        logits_SV = self.model.logits(torch.tensor([tokens], device=device))[0]
+        logits_SV = logits_SV[:, : self.tokenizer.vocab_size]
+        told = zip(logits_SV, tokens[1:], strict=False)
+        return [None, *(likelihood(logits_V, token, count) for logits_V, token in told)]
+
     def stream(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[Prompt],
         sampling: Sampling,
         *,
         max_new_tokens: int,
         stop: Sequence[str] = (),
+        seeds: Sequence[int] | None = None,
+        likeliest: int | None = None,
     ) -> Iterator[list[Completion]]:
         """The completions of the prompts so far, after every token.
 
         Args:
             max_new_tokens: of each prompt.
             stop: words that end a completion and are not part of it.
+            seeds: of each prompt's choice; None takes the one of `sampling` for all.
+            likeliest: tell the likelihood of each token, and of so many others; None does not.
 
         Raises:
-            ValueError: fewer than no tokens; scores that are not numbers.
+            ValueError: fewer than no tokens; a prompt of other tokens; scores that are not numbers.
         """
         if max_new_tokens < 0:
             raise ValueError(f"Expected --max-new-tokens of at least 0, got {max_new_tokens}.")
         if not self._together and len(prompts) > 1:
             done: list[Completion] = []
-            for prompt in prompts:
+            for index, prompt in enumerate(prompts):
                 last: list[Completion] = []
                 for last in self.stream(
-                    [prompt], sampling, max_new_tokens=max_new_tokens, stop=stop
-                ):
+                    [prompt], sampling, max_new_tokens=max_new_tokens, stop=stop,
+                    seeds=seeds and seeds[index : index + 1], likeliest=likeliest,
+                ):  # fmt: skip
                     rest = [Completion() for _ in prompts[len(done) + 1 :]]
                     yield [*done, *last, *rest]
                 done += last
             return
-        eod = self.tokenizer.eod
         completions = [Completion() for _ in prompts]
-        encoded = [self.tokenizer.encode(prompt) or [eod] for prompt in prompts]
         steps = continue_tokens(
-            self.model, encoded, sampling, vocab_size=self.tokenizer.vocab_size,
-            context=self.context, eod=eod, cached=self._together,
+            self.model, [self.tokens_of(prompt) for prompt in prompts], sampling,
+            vocab_size=self.tokenizer.vocab_size, context=self.context, eod=self.tokenizer.eod,
+            cached=self._together, seeds=seeds,
         )  # fmt: skip
         for _, step in zip(range(max_new_tokens), steps, strict=False):
-            for completion, token in zip(completions, step, strict=True):
-                if token is not None and completion.finish_reason is None:
-                    self._add(completion, token, max_new_tokens, stop)
+            for completion, drawn in zip(completions, step, strict=True):
+                if drawn is None or completion.finish_reason is not None:
+                    continue
+                self._add(completion, drawn.token, max_new_tokens, stop)
+                if likeliest is not None and len(completion.tokens) > len(completion.likelihoods):
+                    told = likelihood(drawn.logits_V, drawn.token, likeliest)
+                    completion.likelihoods.append(told)
             yield completions
             if all(completion.finish_reason for completion in completions):
                 return
 
     def complete(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[Prompt],
         sampling: Sampling,
         *,
         max_new_tokens: int,

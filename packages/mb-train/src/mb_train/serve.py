@@ -3,81 +3,25 @@
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "def f(", "max_tokens": 32, "temperature": 0.8}'
 
-POST /v1/completions takes prompt (a text or several), max_tokens, temperature, top_p, n, stop,
-stream, echo and seed, and top_k beside them; GET /v1/models names the model; GET /health answers.
-Wrong requests get status 400 and say what was expected. One request is computed at a time.
-starlette and uvicorn come with `pip install 'mb-train[serve]'`.
+POST /v1/completions takes prompt (a text, its tokens, or several), max_tokens, temperature, top_p,
+n, stop, logprobs, stream with stream_options, echo and seed, and top_k beside them; GET /v1/models
+names the model; GET /health answers. Wrong requests get status 400 and say what was expected. One
+request is computed at a time. starlette and uvicorn come with `pip install 'mb-train[serve]'`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
-import time
-import uuid
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
-from mb_train.generate import Completion, Generator, Sampling
+from mb_train.completions import Answer, Request, Told, error, event
+from mb_train.generate import Completion, Generator, Likelihood
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
-
-_MAX_PROMPTS = 128
-_IGNORED = ("model", "user", "best_of", "stream_options")
-_REFUSED = ("logprobs", "suffix", "logit_bias", "presence_penalty", "frequency_penalty")
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request for completions that has been checked."""
-
-    prompts: list[str]
-    sampling: Sampling
-    max_tokens: int
-    stop: tuple[str, ...]
-    stream: bool
-    echo: bool
-
-    @classmethod
-    def of_json(cls, body: Any) -> Request:
-        """Read a request's body.
-
-        Raises:
-            ValueError: says what was expected.
-        """
-        if not isinstance(body, Mapping):
-            raise ValueError("Expected a JSON object.")
-        known = {
-            "prompt", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "stream", "echo",
-            "seed", *_IGNORED, *_REFUSED,
-        }  # fmt: skip
-        unknown = sorted(body.keys() - known)
-        if unknown:
-            raise ValueError(f"Unknown parameter {unknown[0]!r}.")
-        for name in _REFUSED:
-            if body.get(name):
-                raise ValueError(f"{name} is not supported.")
-        prompts = _texts(body.get("prompt", ""), "prompt")
-        n, max_tokens = _number(body, "n", int, 1), _number(body, "max_tokens", int, 16)
-        if max_tokens < 1 or n < 1:
-            raise ValueError("Expected n and max_tokens of at least 1.")
-        if not prompts or len(prompts) * n > _MAX_PROMPTS:
-            raise ValueError(f"Expected 1 to {_MAX_PROMPTS} completions, got {len(prompts) * n}.")
-        sampling = Sampling(
-            temperature=_number(body, "temperature", float, 1.0),
-            top_p=_number(body, "top_p", float, 1.0),
-            top_k=_number(body, "top_k", int, 0),
-            seed=_number(body, "seed", int, uuid.uuid4().int % 2**31),
-        )
-        stop = tuple(_texts(body.get("stop") or [], "stop"))
-        if "" in stop:
-            raise ValueError("Expected stop words that are not empty.")
-        flags = [body.get(name) or False for name in ("stream", "echo")]
-        return cls([p for p in prompts for _ in range(n)], sampling, max_tokens, stop, *flags)
 
 
 def application(generator: Generator, name: str) -> Starlette:
@@ -104,45 +48,60 @@ def application(generator: Generator, name: str) -> Starlette:
     async def completions(http: HTTPRequest) -> Response:
         try:
             request = Request.of_json(await http.json())
-        except ValueError as error:
-            detail = {"message": str(error), "type": "invalid_request_error"}
-            return JSONResponse({"error": detail}, status_code=400)
+            prompts = [generator.tokens_of(prompt) for prompt in request.prompts]
+            async with one_at_a_time:
+                echoes = [await _echo(generator, request, i) for i in range(len(prompts))]
+        except ValueError as wrong:
+            return JSONResponse(error(wrong, "invalid_request_error"), status_code=400)
+        answer = Answer(request, name, generator.tokenizer)
         if request.stream:
-            return StreamingResponse(events(request), media_type="text/event-stream")
+            parts = events(request, answer, prompts, echoes)
+            return StreamingResponse(parts, media_type="text/event-stream")
+        found = [Completion(finish_reason="length") for _ in prompts]
         async with one_at_a_time:
-            steps = _steps(generator, request)
             try:
-                found = [Completion() for _ in request.prompts]
-                async for step in steps:
+                async for step in _steps(generator, request, prompts):
                     found = step
-            except ValueError as error:
-                return JSONResponse({"error": {"message": str(error)}}, status_code=500)
-        texts = [
-            (prompt if request.echo else "") + one.text
-            for prompt, one in zip(request.prompts, found, strict=True)
+                    if await http.is_disconnected():
+                        break
+            except ValueError as wrong:
+                return JSONResponse(error(wrong, "server_error"), status_code=500)
+        choices = [
+            answer.choice(
+                index, answer.echo(index) + one.text, one.finish_reason, answer.told(echo, one)
+            )
+            for index, (one, echo) in enumerate(zip(found, echoes, strict=True))
         ]
-        reasons = [one.finish_reason for one in found]
-        used = sum(len(generator.tokenizer.encode(prompt)) for prompt in request.prompts)
-        new = sum(len(one.tokens) for one in found)
-        usage = {"prompt_tokens": used, "completion_tokens": new, "total_tokens": used + new}
-        return JSONResponse(_heading(name) | {"choices": _choices(texts, reasons), "usage": usage})
+        return JSONResponse(answer.part(choices, usage=answer.usage(prompts, found)))
 
-    async def events(request: Request) -> AsyncIterator[str]:
-        said, heading = [0] * len(request.prompts), _heading(name)
+    async def events(
+        request: Request, answer: Answer, prompts: list[list[int]], echoes: list[Told]
+    ) -> AsyncIterator[str]:
+        found = [Completion(finish_reason="length") for _ in prompts]
+        texts, tokens = [0] * len(prompts), [0] * len(prompts)  # how much of each has been said
         if request.echo:
-            yield _event(heading | {"choices": _choices(request.prompts, [None] * len(said))})
+            whole = enumerate(echoes)
+            reason = None if request.max_tokens else "length"
+            said = [answer.choice(i, answer.echo(i), reason, echo) for i, echo in whole]
+            yield event(answer.part(said))
+            tokens = [len(echo.tokens) for echo in echoes]
         async with one_at_a_time:
             try:
-                async for found in _steps(generator, request):
-                    for index, one in enumerate(found):
-                        new = one.text[max(said[index], 0) :]
-                        if said[index] < 0 or not (new or one.finish_reason):
+                async for found in _steps(generator, request, prompts):
+                    for index, (one, echo) in enumerate(zip(found, echoes, strict=True)):
+                        new = one.text[max(texts[index], 0) :]
+                        if texts[index] < 0 or not (new or one.finish_reason):
                             continue
-                        choices = _choices([new], [one.finish_reason], first=index)
-                        yield _event(heading | {"choices": choices})
-                        said[index] = -1 if one.finish_reason else len(one.text)
-            except ValueError as error:
-                yield _event({"error": {"message": str(error)}})
+                        told = answer.told(echo, one)
+                        reason = one.finish_reason
+                        choice = answer.choice(index, new, reason, told, tokens[index])
+                        yield event(answer.part([choice]))
+                        texts[index] = -1 if reason else len(one.text)
+                        tokens[index] = len(told.tokens)
+            except ValueError as wrong:
+                yield event(error(wrong, "server_error"))
+        if request.include_usage:
+            yield event(answer.part([], usage=answer.usage(prompts, found)))
         yield "data: [DONE]\n\n"
 
     async def models(_: HTTPRequest) -> Response:
@@ -188,11 +147,14 @@ def serve(generator: Generator, name: str, *, host: str, port: int) -> None:
         uvicorn.Server(uvicorn.Config(served, log_level="info")).run(sockets=[listening])
 
 
-async def _steps(generator: Generator, request: Request) -> AsyncIterator[list[Completion]]:
+async def _steps(
+    generator: Generator, request: Request, prompts: list[list[int]]
+) -> AsyncIterator[list[Completion]]:
     """`Generator.stream`, each step in a thread so that other requests are heard meanwhile."""
     steps = generator.stream(
-        request.prompts, request.sampling, max_new_tokens=request.max_tokens, stop=request.stop
-    )
+        prompts, request.sampling, max_new_tokens=request.max_tokens, stop=request.stop,
+        seeds=request.seeds, likeliest=request.logprobs,
+    )  # fmt: skip
 
     def step() -> list[Completion] | None:
         return next(steps, None)
@@ -201,36 +163,12 @@ async def _steps(generator: Generator, request: Request) -> AsyncIterator[list[C
         yield found
 
 
-def _heading(name: str) -> dict[str, Any]:
-    """What every part of an answer begins with."""
-    about = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
-    return about | {"created": int(time.time()), "model": name}
-
-
-def _choices(
-    texts: list[str], reasons: list[str | None], *, first: int = 0
-) -> list[dict[str, Any]]:
-    return [
-        {"text": text, "index": index, "logprobs": None, "finish_reason": reason}
-        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True), first)
-    ]
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content)}\n\n"
-
-
-def _texts(value: Any, name: str) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"Expected {name} to be a text or a list of texts.")
-    return texts
-
-
-def _number(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise ValueError(f"Expected {name} to be a number, got {value!r}.")
-    return kind(value)
+async def _echo(generator: Generator, request: Request, index: int) -> Told:
+    """What of a prompt belongs to the answer; of an empty one nothing does."""
+    prompt = request.prompts[index]
+    if not request.echo or not prompt:
+        return Told([], [])
+    likelihoods: list[Likelihood | None] = []
+    if request.logprobs is not None:
+        likelihoods = await asyncio.to_thread(generator.likelihoods, prompt, request.logprobs)
+    return Told(generator.tokens_of(prompt), likelihoods)

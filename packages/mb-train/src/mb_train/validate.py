@@ -69,7 +69,11 @@ def measure(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
         return {}
     (model,) = run.model.parts
     count = min(run.config.eval_iters * run.batch_size, len(dataset), _MEASURED)
-    found = run.task.evaluate_more(model.train(False), dataset, count)
+    # Its batches have sizes of their own, in T5 a new one for each token that is written: compiled
+    # blocks would be compiled for them, once, at the end of a run.
+    eager = torch.compiler.set_stance("force_eager") if run.config.compile else None
+    with eager or contextlib.nullcontext():
+        found = run.task.evaluate_more(model.train(False), dataset, count)
     if found:
         run.say(measured_line(place, found))
         run.log.write("measured", iteration=run.progress.iteration, place=place, **found)

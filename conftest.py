@@ -1,12 +1,17 @@
 """Settings of every test process, made before torch is imported, and the rule for GPU tests."""
 
 import os
+import sys
 
 import pytest
 
 # pytest-xdist already fills the cores with processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
+# Images of containers often forbid bytecode. Every process that a test starts would compile torch
+# from its sources again: two seconds of processor time each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 # A worker runs a file at a time: what takes long begins first, or it would run alone at the end.

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import tiny_run
 from mb_parallel.testing import run_ranks
-from mb_train.cli import main
 
 
 def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `mb-train` on one of several ranks."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(arguments)
+        code = tiny_run.train(arguments)
     return code, out.getvalue(), err.getvalue()
 
 
@@ -34,7 +33,7 @@ def torchrun(arguments: list[str], ranks: int = 2) -> None:
 def one_process(tokens, tmp_path_factory) -> Path:
     """The run on one process: two micro-batches per step."""
     run = tmp_path_factory.mktemp("one") / "run"
-    assert main(tiny_run.flags(tokens, run, "--save-interval 4")) == 0
+    assert tiny_run.train(tiny_run.flags(tokens, run, "--save-interval 4")) == 0
     return run
 
 
@@ -46,13 +45,13 @@ def test_two_ranks_take_the_same_steps_and_one_process_goes_on(one_process, toke
     assert out.count(" validation loss at") == 1
     expected = tiny_run.losses(one_process)
     assert tiny_run.losses(two) == pytest.approx(expected[:4], rel=1e-5)
-    assert main(["--load", str(two)]) == 0
+    assert tiny_run.train(["--load", str(two)]) == 0
     assert tiny_run.losses(two) == pytest.approx(expected, rel=1e-5)
 
 
 def test_two_ranks_in_bf16_stay_close_to_one(tokens, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    assert main(tiny_run.flags(tokens, one, "--bf16")) == 0
+    assert tiny_run.train(tiny_run.flags(tokens, one, "--bf16")) == 0
     arguments = tiny_run.flags(tokens, two, "--bf16")
     assert [code for code, *_ in run_ranks(_main, 2, arguments)] == [0, 0]
     assert tiny_run.losses(two) == pytest.approx(tiny_run.losses(one), rel=2e-3)
@@ -73,12 +72,13 @@ def test_a_run_with_no_word_about_batches_trains_on_two_ranks_and_goes_on_on_one
     words = ["--recipe", "quickstart", *short.split()]
     for code, _, err in run_ranks(_main, 2, words):
         assert code == 0, err
-    assert main(["--load", str(run), "--train-iters", "3"]) == 0
+    assert tiny_run.train(["--load", str(run), "--train-iters", "3"]) == 0
     # Two ranks made 16 of the recipe's micro-batch of 8; one process makes two passes of it.
     assert [event["consumed_samples"] for event in tiny_run.events(run, "train")] == [32, 48]
     # Where it does not divide, the way out is named.
     capsys.readouterr()
-    assert main(["--load", str(run), "--micro-batch-size", "32", "--train-iters", "4"]) == 2
+    too_large = ["--load", str(run), "--micro-batch-size", "32", "--train-iters", "4"]
+    assert tiny_run.train(too_large) == 2
     assert "Lower --micro-batch-size" in capsys.readouterr().err
 
 
@@ -115,7 +115,7 @@ def _dies(rank: int, world_size: int, arguments: list[str]) -> None:
         return step(run, *rest)
 
     train.train_step = train_step
-    main(arguments)
+    tiny_run.train(arguments)
 
 
 def test_a_rank_that_dies_ends_the_others_with_a_word_of_it(tokens, tmp_path):

@@ -21,7 +21,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from mb_parallel.testing import run_ranks
 from mb_train.checkpoint import _SafeReader
-from mb_train.cli import main
 
 # Micro-batches of one sequence everywhere: the balance of load is a matter of the micro-batch.
 SAME = (
@@ -83,7 +82,7 @@ def _train(rank: int, world_size: int, lines: list[list[str]]) -> list[str]:
     for arguments in lines:
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(arguments)
+            code = tiny_run.train(arguments)
         said.append(err.getvalue() if code else "")
     return said
 
@@ -138,7 +137,7 @@ def _all_runs(folder: Path) -> dict[str, Path]:
     runs = {name: folder / name.replace(" ", "-") for name in LAYOUTS}
     for moe in (True, False):
         runs[f"one {moe}"] = run = folder / f"one-{moe}"
-        assert main(_flags(tokens, run, moe=moe)) == 0
+        assert tiny_run.train(_flags(tokens, run, moe=moe)) == 0
     for ranks in sorted({ranks for ranks, *_ in LAYOUTS.values()}):
         names = [name for name in LAYOUTS if LAYOUTS[name][0] == ranks]
         lines = [
@@ -183,7 +182,7 @@ def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
         go_on = ["--load", str(runs["dp2 tp2 pp2 ep2"]), "--save", str(tmp_path / name)]
         plain = f"--train-iters 7 {TP} 1 {PP} 1 {EP} 1 --no-sequence-parallel {flags}"
         lines.append([*go_on, *plain.split()])
-    assert main(lines[0]) == 0
+    assert tiny_run.train(lines[0]) == 0
     for said in run_ranks(_train, 2, lines[1:], timeout_s=300.0):
         assert said == ["", ""]
     wanted = tiny_run.losses(tmp_path / "one")
@@ -191,7 +190,8 @@ def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
     for name in ("ep", "tp"):
         assert tiny_run.losses(tmp_path / name) == pytest.approx(wanted, rel=1e-5)
     whole = tmp_path / "whole"
-    assert main(["--load", str(runs["one True"]), "--save", str(whole), "--train-iters", "7"]) == 0
+    from_one = ["--load", str(runs["one True"]), "--save", str(whole), "--train-iters", "7"]
+    assert tiny_run.train(from_one) == 0
     assert wanted == pytest.approx(tiny_run.losses(whole), rel=1e-5)
 
 

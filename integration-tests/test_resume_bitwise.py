@@ -6,7 +6,6 @@ import pytest
 import tiny_run
 import torch
 import torch.distributed.checkpoint as dcp
-from mb_train.cli import main
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1 --moe-jitter-eps 0.1"
 
@@ -30,12 +29,12 @@ def _same(a, b, iteration):
 
 def test_stop_and_go_on(tokens, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main(tiny_run.flags(tokens, whole, DROPOUT)) == 0
+    assert tiny_run.train(tiny_run.flags(tokens, whole, DROPOUT)) == 0
     beside = "--exit-interval 3 --save-interval 1 --async-save --keep-checkpoints 2"
-    assert main(tiny_run.flags(tokens, parts, DROPOUT, beside)) == 0
+    assert tiny_run.train(tiny_run.flags(tokens, parts, DROPOUT, beside)) == 0
     assert sorted(p.name for p in parts.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
     assert len(tiny_run.losses(parts)) == 3
-    assert main(["--load", str(parts)]) == 0  # everything else comes from the checkpoint
+    assert tiny_run.train(["--load", str(parts)]) == 0  # everything else comes from the checkpoint
     assert tiny_run.losses(parts) == tiny_run.losses(whole)
     validation = [
         {(event["iteration"], event["lm_loss"]) for event in tiny_run.events(run, "eval")}
@@ -47,39 +46,39 @@ def test_stop_and_go_on(tokens, tmp_path):
 
 def test_a_finished_run_goes_on_as_the_longer_run_would_have(tokens, tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main(tiny_run.flags(tokens, whole, "--train-iters 16")) == 0
-    assert main(tiny_run.flags(tokens, parts)) == 0
-    assert main(["--load", str(parts)]) == 0
+    assert tiny_run.train(tiny_run.flags(tokens, whole, "--train-iters 16")) == 0
+    assert tiny_run.train(tiny_run.flags(tokens, parts)) == 0
+    assert tiny_run.train(["--load", str(parts)]) == 0
     assert tiny_run.losses(parts) == tiny_run.losses(whole)
     assert _same(whole, parts, 16)
     # Asked for a length that is reached already, there is nothing to do.
     capsys.readouterr()
-    assert main(["--load", str(parts), "--train-iters", "16"]) == 0
+    assert tiny_run.train(["--load", str(parts), "--train-iters", "16"]) == 0
     assert "at iteration 16, the end of this run" in capsys.readouterr().out
 
 
 def test_another_course_from_an_earlier_checkpoint(tokens, tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
-    assert main(tiny_run.flags(tokens, run, "--save-interval 4")) == 0
+    assert tiny_run.train(tiny_run.flags(tokens, run, "--save-interval 4")) == 0
     again = ["--load", str(run / "iter_0000004"), "--save", str(other)]
-    assert main(again) == 0
+    assert tiny_run.train(again) == 0
     assert tiny_run.losses(other) == tiny_run.losses(run)[4:]
     assert _same(run, other, 8)
 
 
 def test_other_data_is_refused(tokens, tmp_path, capsys):
     run = tmp_path / "run"
-    assert main(tiny_run.flags(tokens, run, "--exit-interval 2")) == 0
+    assert tiny_run.train(tiny_run.flags(tokens, run, "--exit-interval 2")) == 0
     other = tiny_run.write_tokens(tmp_path, documents=20)
-    assert main(["--load", str(run), "--data-path", other]) == 2
+    assert tiny_run.train(["--load", str(run), "--data-path", other]) == 2
     assert "Expected the data this run began with" in capsys.readouterr().err
 
 
 def test_scripts_that_load_from_where_they_save_start_from_nothing(tokens, tmp_path):
     run = tmp_path / "run"
     script = tiny_run.flags(tokens, run, f"--load {run} --train-iters 4 --lr-decay-iters 4")
-    assert main([*script, "--exit-interval", "2"]) == 0
-    assert main([*script, "--exit-interval", "2"]) == 0
+    assert tiny_run.train([*script, "--exit-interval", "2"]) == 0
+    assert tiny_run.train([*script, "--exit-interval", "2"]) == 0
     assert len(tiny_run.losses(run)) == 4
 
 
@@ -87,11 +86,11 @@ def test_scripts_that_load_from_where_they_save_start_from_nothing(tokens, tmp_p
 def test_a_checkpoint_without_optimizer_state(tokens, tmp_path, capsys, missing):
     run = tmp_path / "run"
     more = "--no-save-optim" if missing == "optimizer" else ""
-    assert main(tiny_run.flags(tokens, run, "--exit-interval 2", more)) == 0
-    code = main(["--load", str(run), "--train-iters", "4"])
+    assert tiny_run.train(tiny_run.flags(tokens, run, "--exit-interval 2", more)) == 0
+    code = tiny_run.train(["--load", str(run), "--train-iters", "4"])
     if missing == "none":
         assert code == 0
     else:
         assert code == 2
         assert "saved without optimizer state. Add --no-load-optim" in capsys.readouterr().err
-        assert main(["--load", str(run), "--train-iters", "4", "--no-load-optim"]) == 0
+        assert tiny_run.train(["--load", str(run), "--train-iters", "4", "--no-load-optim"]) == 0

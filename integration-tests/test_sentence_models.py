@@ -12,8 +12,8 @@ from pathlib import Path
 import mb_data
 import numpy as np
 import pytest
+import tiny_run
 from mb_parallel.testing import run_ranks
-from mb_train.cli import main
 from test_parallel import EP, PP, SP, TP, _deviations, _tensors, _train
 
 SAME = (
@@ -91,7 +91,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     data = _write_data(folder)
     saves = {name: folder / name.replace(" ", "-") for name in (*ONE, *LAYOUTS)}
     for model in ONE:
-        assert main(_line(data, saves[model], model)) == 0
+        assert tiny_run.train(_line(data, saves[model], model)) == 0
     lines = [_line(data, saves[name], *LAYOUTS[name]) for name in LAYOUTS]
     for said in run_ranks(_train, 2, lines, timeout_s=900.0):
         assert said == [""] * len(lines)

@@ -1,6 +1,9 @@
 """Modules of the package import each other one way: no circle hides the order of things."""
 
 import ast
+import json
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -36,3 +39,24 @@ def test_no_circles():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def test_a_worker_imports_nothing():
+    """What a forked worker imports, every worker does, while its parent waits."""
+    code = """
+import sys
+import numpy as np
+from mb_data import encode, load_tokenizer, pipeline, reading
+tokenizer = load_tokenizer("gpt2")
+tokenizer.prepare()
+before = {*sys.modules}
+line = sys.argv[1].encode()
+job = encode.Job(tokenizer, ("text",), True, None, np.dtype("uint16"), 1 << 20)
+encoded = encode.encode_block(job, reading.Block("in.jsonl", 0, len(line), line, 0))
+assert encoded.careful == 1 and encoded.keys[0].documents == 1 and not encoded.errors, encoded
+print(*{*sys.modules} - before)
+"""
+    line = json.dumps({"text": "cafe\u0301 \u1e9e, and letters new to Unicode: \U0001cc00 \u0897"})
+    command = [sys.executable, "-c", code, line]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []

@@ -48,7 +48,8 @@ class DisputedLetters:
         places = places[self._starts[key]]
         hits = places[self.points[_decode(data, places)]]
         ends = np.cumsum([len(texts[i]) + 1 for i in some])
-        return [some[i] for i in np.unique(np.searchsorted(ends, hits, side="right")).tolist()]
+        found = set(np.searchsorted(ends, hits, side="right").tolist())
+        return [some[i] for i in sorted(found)]  # np.unique would import numpy.ma, in each worker
 
 
 @lru_cache(maxsize=2)

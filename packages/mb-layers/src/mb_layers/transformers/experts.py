@@ -171,7 +171,7 @@ def _names_of_gate(experts: Any) -> list[str]:
 
 def _has_own_gate(experts: Any) -> bool:
     """Whether the gate is not the one that transformers gives by default."""
-    return type(experts)._apply_gate.__module__ != ExpertsInterface.__module__
+    return experts._apply_gate.__module__ != ExpertsInterface.__module__
 
 
 def _learns(experts: Any) -> bool:

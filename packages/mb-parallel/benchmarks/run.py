@@ -9,8 +9,9 @@
   are captured as CUDA graphs of several exchanges: launched one by one, what is small waits for
   Python. GB/s are bus bytes: those that leave a rank, (P - 1) / P of all.
 - layer: a dMoE layer, forward and backward, with each dispatcher, against a layer with all experts
-  on this GPU and the same tokens. Routing is uniform or by Zipf's law. Those that nothing waits for
-  are captured too: what is left is the GPU's.
+  on this GPU and the same tokens. Routing is uniform or by Zipf's law. The layer of one
+  GPU and the peers' are captured too: what is left is the GPU's. "pushed": the experts' results are
+  sent by a kernel of their own instead of by those that make them.
 
 Calls that are compared run in turns, a few at a time, between two events of the GPU; times are
 medians of the slower rank. Prints tables, then one line of JSON.
@@ -19,6 +20,7 @@ medians of the slower rank. Prints tables, then one line of JSON.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import json
 import statistics
@@ -37,7 +39,8 @@ from torch import Tensor
 MIB = 2**20
 HIDDEN = 2048
 CAPTURED = 8  # calls in a graph
-CAPTURABLE = ("one GPU", "all_gather", "peer", "peer, pushed", "peer, rows kept")
+_SILENT = 40  # seconds
+CAPTURED_WAYS = ("one GPU", "peer", "peer, pushed")
 # name: tokens of each rank, hidden, ffn, experts, top-k, activation
 LAYERS = {
     "paper-125m": (32768, 768, 3072, 64, 1, "gelu"),
@@ -100,9 +103,10 @@ def captured(call: Callable[[], Any]) -> Callable[[], None]:
 
 
 def say(line: str) -> None:
-    """Rank 0 does."""
+    """Rank 0 does; if it then says nothing for a while, where each thread stands."""
     if dist.get_rank() == 0:
         print(line, flush=True)
+    faulthandler.dump_traceback_later(_SILENT, repeat=True)
 
 
 def exchange(mesh: ParallelMesh, size: int, seconds: float) -> dict[str, float]:
@@ -193,7 +197,7 @@ def layer(
     if not graphs:
         return in_turns({way: build(options) for way, options in ways.items()}, seconds)
     calls: dict[str, Callable[[], None]] = {}
-    for way in CAPTURABLE:
+    for way in CAPTURED_WAYS:
         calls[way] = captured(build(ways[way]))
         say(f"    {way} captured")
     return {way: ms / CAPTURED for way, ms in in_turns(calls, seconds).items()}

@@ -2,23 +2,27 @@
 
     python integration-tests/sweep_layouts.py --draws 20 --seed 1 --go-on
 
-A draw is a GPT, a BERT or a T5 (experts, top-k, capacity, biases, shared experts, positions, heads,
-norms), in fp32 or fp16, an optimizer, and a layout of two or four ranks (data, tensor, sequence,
-pipeline and expert parallelism, schedule, dispatcher, ZeRO stage, recompute). Three steps with
+A draw is a GPT, a BERT, a T5 or an ICT (experts, top-k, capacity, biases, shared experts,
+positions, heads, norms), in fp32 or fp16, an optimizer, and a layout of two or four ranks (data,
+tensor, sequence, pipeline and expert parallelism, schedule, dispatcher, ZeRO stage, recompute;
+those of one size share their processes). Three steps with
 accumulation, sequences with unequal numbers of tokens that count: the largest deviation of losses,
 gradient norms, weights and moments is printed. With `--go-on` two more steps follow: of the ranks
 from the process's checkpoint, and of the process from theirs. What the configuration refuses is
 said with its message.
 
 Draws leave out what is not equal by definition: dropping slots where ranks of different samples
-share a capacity, a balance over the global batch, and a bias of keys, whose gradient is rounding
-alone, where it is a parameter by itself (in their norm) or scaled by itself (by Adafactor).
+share a capacity, a balance over the global batch, of an ICT also one over a micro-batch, which has
+to be that of all ranks. A bias of keys shifts all scores of a query alike, so its gradient is
+rounding alone; Adafactor, which scales each number by its own size, makes steps of it that differ
+and change nothing: attention's biases are not compared then, but by the losses they go on with.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import re
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +35,7 @@ from mb_parallel.optimizer import Muon
 from mb_parallel.testing import run_ranks
 from test_parallel import _deviations, _train
 from test_sentence_models import SAME as SENTENCES
-from test_sentence_models import _write_data
+from test_sentence_models import _ict_deviations, _write_data
 
 SAME = (
     "--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16 "
@@ -47,7 +51,7 @@ OPTIMIZERS = {
     "adam --optimizer-state-dtype bf16": 5e-2,
 }  # fmt: skip
 # A T5's scores of relative positions begin large, and with them errors of rounding.
-KINDS = {"--model t5": 1e-4, "--fp16": 5e-2}
+KINDS = {"--model t5": 1e-4, "--model ict": 1e-4, "--fp16": 5e-2}
 ONE_PROCESS = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1"
     " --no-sequence-parallel --data-parallel-replicas 1 --pipeline-schedule 1f1b"
@@ -68,7 +72,9 @@ def write_tokens(folder: Path) -> str:
 def draw(rng: random.Random) -> tuple[int, str, str]:
     """Ranks, the model's flags and the layout's."""
     ranks = rng.choice([2, 4, 4])
-    tp, pp = rng.choice([(t, p) for t in (1, 2, 4) for p in (1, 2, 4) if ranks % (t * p) == 0])
+    kind = rng.choice(["gpt", "gpt", "bert", "t5", "ict"])
+    stages = (1,) if kind == "ict" else (1, 2, 4)
+    tp, pp = rng.choice([(t, p) for t in (1, 2, 4) for p in stages if ranks % (t * p) == 0])
     dp = ranks // (tp * pp)
     layout = [f"--tensor-model-parallel-size {tp}", f"--pipeline-model-parallel-size {pp}"]
     layout += [f"--zero-stage {rng.choice([1, 2, 3])}"]
@@ -88,12 +94,13 @@ def draw(rng: random.Random) -> tuple[int, str, str]:
                            "selective", "--recompute-granularity full --recompute-method block "
                            "--recompute-num-layers 1"])]  # fmt: skip
     optimizer = rng.choice(["adam", "adam", *OPTIMIZERS])
-    model = [f"--optimizer {optimizer}", f"--micro-batch-size {rng.choice([1, 2])}"]
+    # A query is held against the blocks of all ranks: one process has them in one micro-batch.
+    micro_batch = 8 if kind == "ict" else rng.choice([1, 2])
+    layout += [f"--micro-batch-size {8 // dp}"] if kind == "ict" else []
+    model = [f"--optimizer {optimizer}", f"--micro-batch-size {micro_batch}"]
     model += [f"--global-batch-size {rng.choice([8, 16])}"]
     model += ["--fp16 --initial-loss-scale 4096"] if rng.random() < 0.15 else []
-    kind = rng.choice(["gpt", "gpt", "bert", "t5"])
     model += sentences(rng, kind) if kind != "gpt" else decoder(rng, tp)
-    model += ["--disable-bias-linear"] if optimizer == "adafactor" else []
     if rng.random() < 0.8:
         experts(rng, ranks // pp, tp, model, layout)
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
@@ -111,7 +118,7 @@ def decoder(rng: random.Random, tp: int) -> list[str]:
 
 
 def sentences(rng: random.Random, kind: str) -> list[str]:
-    """Flags of a BERT or a T5, with documents of sentences."""
+    """Flags of a BERT, a T5 or an ICT, with documents of sentences."""
     model = [f"--model {kind} --num-layers 4 --num-attention-heads 4"]
     model += ["--decoder-seq-length 12 --vocab-extra-ids 8"] if kind == "t5" else []
     return [*model, rng.choice(["", "--position-embedding-type relative"])]
@@ -131,10 +138,12 @@ def experts(rng: random.Random, ranks: int, tp: int, model: list[str], layout: l
         layout += [f"--moe-row-policy {rng.choice(['worst', 'exact', 'budget'])}"]
         layout += [f"--moe-row-budget {rng.choice([1.0, 1.3, 2.0])}"]
     layout += [rng.choice(["", "", "--moe-recompute"])]
-    model += [f"--moe-num-experts {count} --moe-top-k {top_k} --moe-loss-weight 0.05"]
+    ict = "--model ict" in " ".join(model)
+    weight = 0 if ict else 0.05
+    model += [f"--moe-num-experts {count} --moe-top-k {top_k} --moe-loss-weight {weight}"]
     if rng.random() < 0.4:
         # Dropped are the same slots where the ranks that share a capacity share the samples.
-        factor = rng.choice([0.5, 1.0]) if tp % ep == 0 else float(count)
+        factor = float(count) if tp % ep or ict else rng.choice([0.5, 1.0])
         model += [f"--moe-capacity-factor {factor}"]
         model += [f"--moe-drop-policy {rng.choice(['position', 'probability'])}"]
     if "--sequence-parallel" not in layout:
@@ -142,7 +151,8 @@ def experts(rng: random.Random, ranks: int, tp: int, model: list[str], layout: l
     for flags in (
         "--moe-shared-expert-intermediate-size 16",
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
-        "--moe-z-loss-weight 0.01", "--moe-output-bias", "--moe-mlp-bias", "--moe-router-bias",
+        f"--moe-z-loss-weight {0.2 * weight}", "--moe-output-bias", "--moe-mlp-bias",
+        "--moe-router-bias",
         "--moe-renormalize", "--moe-layer-freq 2", "--moe-first-k-dense 1",
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         "--moe-weights-on-input", "--moe-num-zero-experts 1",
@@ -197,7 +207,8 @@ def sweep(draws: list[tuple[int, str, str]], folder: Path, *, go_on: bool) -> bo
         ]  # fmt: skip
         for pair, error in zip(pairs, on_ranks(ranks, spread) if pairs else [], strict=True):
             more = ["--load", str(pair.spread), "--save", str(pair.further().alone)]
-            in_one([*more, "--train-iters", "5", *ONE_PROCESS.split()])
+            batch = re.findall(r"--micro-batch-size \S+", pair.model)[0].split()
+            in_one([*more, "--train-iters", "5", *ONE_PROCESS.split(), *batch])
             equal &= told(ranks, pair.further(), error)
     return equal
 
@@ -226,7 +237,12 @@ def told(ranks: int, pair: Pair, error: str) -> bool:
         defect = "Traceback" in error or pair.spread.name.endswith("-on")
         print("DEFECT" if defect else "refused", what, error, flush=True)
         return not defect
-    worst = _deviations(pair.spread, pair.alone)
+    if "--model ict" in pair.model:
+        worst = _ict_deviations(pair.spread, pair.alone)
+    else:
+        scaled = "adafactor" in pair.model
+        biases = r"^model.*attention\.(qkv|kv)\.bias" if scaled else "$^"
+        worst = _deviations(pair.spread, pair.alone, biases)
     limits = KINDS | {f"--optimizer {name} ": limit for name, limit in OPTIMIZERS.items()}
     limit = max(limit for flag, limit in limits.items() if flag in pair.model)
     fine = max(worst.values()) < limit

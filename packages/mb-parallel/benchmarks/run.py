@@ -9,8 +9,9 @@
   are captured as CUDA graphs of several exchanges: launched one by one, what is small waits for
   Python. GB/s are bus bytes: those that leave a rank, (P - 1) / P of all.
 - layer: a dMoE layer, forward and backward, with each dispatcher, against a layer with all experts
-  on this GPU and the same tokens. Routing is uniform or by Zipf's law. Those that nothing waits for
-  are captured too: what is left is the GPU's.
+  on this GPU and the same tokens. Routing is uniform or by Zipf's law. The layer of one
+  GPU and the peers' are captured too: what is left is the GPU's. "pushed": the experts' results are
+  sent by a kernel of their own instead of by those that make them.
 
 Calls that are compared run in turns, a few at a time, between two events of the GPU; times are
 medians of the slower rank. Prints tables, then one line of JSON.
@@ -19,6 +20,7 @@ medians of the slower rank. Prints tables, then one line of JSON.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import json
 import statistics
@@ -28,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mb_kernels import bin_tokens
+from mb_kernels import bin_tokens, warm_up
 from mb_layers import MoEConfig, dMoE
 from mb_parallel import ParallelDims, ParallelMesh, distributed, parallelize_experts
 from mb_parallel.expert_parallel import PeerBuffers, Place
@@ -37,7 +39,8 @@ from torch import Tensor
 MIB = 2**20
 HIDDEN = 2048
 CAPTURED = 8  # calls in a graph
-CAPTURABLE = ("one GPU", "all_gather", "peer", "peer, rows kept")
+_SILENT = 40  # seconds
+CAPTURED_WAYS = ("one GPU", "peer", "peer, pushed")
 # name: tokens of each rank, hidden, ffn, experts, top-k, activation
 LAYERS = {
     "paper-125m": (32768, 768, 3072, 64, 1, "gelu"),
@@ -49,6 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "all_to_all": {"dispatcher": "all_to_all"},
     "all_to_all, 2 chunks": {"dispatcher": "all_to_all", "chunks": 2},
     "peer": {"dispatcher": "peer"},
+    "peer, pushed": {"dispatcher": "peer", "pushed": True},  # results by a kernel of their own
     "peer, rows kept": {"dispatcher": "peer", "keep_rows": True},
     "peer, exact": {"dispatcher": "peer", "row_policy": "exact"},
 }
@@ -96,6 +100,13 @@ def captured(call: Callable[[], Any]) -> Callable[[], None]:
         for _ in range(CAPTURED):
             call()
     return graph.replay
+
+
+def say(line: str) -> None:
+    """Rank 0 does; if it then says nothing for a while, where each thread stands."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+    faulthandler.dump_traceback_later(_SILENT, repeat=True)
 
 
 def exchange(mesh: ParallelMesh, size: int, seconds: float) -> dict[str, float]:
@@ -171,7 +182,7 @@ def layer(
                 moe.router.weight.normal_(std=1 / hidden**0.5)
                 moe.router.bias.copy_(-popularity.log())
         if options is not None:
-            parallelize_experts(moe, mesh, equal_tokens=True, **options)
+            _spread(moe, mesh, **options)
 
         def run() -> None:
             y, aux_loss, _ = moe(x)
@@ -185,8 +196,26 @@ def layer(
     ways: dict[str, dict[str, Any] | None] = {"one GPU": None, **WAYS}
     if not graphs:
         return in_turns({way: build(options) for way, options in ways.items()}, seconds)
-    calls = {way: captured(build(ways[way])) for way in CAPTURABLE}
+    calls: dict[str, Callable[[], None]] = {}
+    for way in CAPTURED_WAYS:
+        calls[way] = captured(build(ways[way]))
+        say(f"    {way} captured")
     return {way: ms / CAPTURED for way, ms in in_turns(calls, seconds).items()}
+
+
+def _spread(moe: dMoE, mesh: ParallelMesh, *, pushed: bool = False, **options: Any) -> None:
+    parallelize_experts(moe, mesh, equal_tokens=True, **options)
+    if pushed:
+        moe.dispatcher.stores_home = lambda: False
+
+
+def _compile_ahead(ranks: int) -> None:
+    """The experts' kernels of all layers, in threads: one after the other they take a minute."""
+    names = ("tokens", "hidden_size", "ffn_hidden_size", "num_experts", "top_k", "activation")
+    layers = [dict(zip(names, sizes, strict=True)) for sizes in LAYERS.values()]
+    started = [warm_up(**layer, ranks=n) for layer in layers for n in (1, ranks)]
+    for compiled in started:
+        compiled.result()
 
 
 def memory_of(mesh: ParallelMesh, name: str) -> dict[str, float]:
@@ -203,7 +232,7 @@ def memory_of(mesh: ParallelMesh, name: str) -> dict[str, float]:
     budget = {"dispatcher": "peer", "row_policy": "budget", "row_budget": 1.25}
     for way, options in (WAYS | {"peer, budget 1.25": budget}).items():
         moe = dMoE(config, device="cuda", dtype=torch.bfloat16)
-        parallelize_experts(moe, mesh, equal_tokens=True, **options)
+        _spread(moe, mesh, **options)
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         moe(x).y.sum().backward()
         torch.cuda.synchronize()
@@ -226,10 +255,6 @@ def main() -> None:
         ranks = dist.get_world_size()
         mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cuda")
 
-        def say(line: str) -> None:
-            if dist.get_rank() == 0:
-                print(line, flush=True)
-
         if arguments.only in (None, "exchange"):
             say(f"exchange over {ranks} ranks, bf16 rows of {HIDDEN}: ms, and GB/s of bus bytes")
             for size in (16, 64, 256):
@@ -241,6 +266,9 @@ def main() -> None:
                 say(f"  {size:4d} MiB  {'  '.join(told)}  dispatch x {ratio:.2f}")
         if arguments.only in (None, "layer"):
             say("layer, forward and backward, ms (against one GPU with the same tokens)")
+            start = time.monotonic()
+            _compile_ahead(ranks)
+            say(f"  kernels compiled in {time.monotonic() - start:.0f} s")
             forms = (True,) if arguments.captured else (False, True)
             for graphs, routing, name in itertools.product(forms, ("uniform", "zipf"), LAYERS):
                 times = layer(mesh, name, routing, arguments.seconds, graphs=graphs)

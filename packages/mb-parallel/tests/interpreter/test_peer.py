@@ -93,6 +93,7 @@ def _through(layer: dMoE, depth: int, x, weights, ids) -> dict[str, torch.Tensor
     (y * torch.cos(3 * x.detach())).sum().backward()
     result = {"y": y.detach(), "dx": x.grad, "dweights": weights.grad}
     result["counts"] = dispatched.tokens_per_expert_E
+    result["stored home"] = torch.tensor(dispatched.home_P is not None)
     for name, parameter in layer.experts.named_parameters():
         grad = parameter.grad
         result[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
@@ -104,7 +105,10 @@ def _spread(layer: dMoE, case: Case, ep, buffers: PeerBuffers) -> None:
     shard_experts(layer.experts, ep, Placement(case.experts, place.size, place.rank), "moe")
     rows = Rows(case.policy, budget=2.0)  # all on one of two ranks: just enough
     layer.dispatcher = PeerDispatcher(
-        case.experts, place, buffers, keep_rows=case.keep_rows, rows=rows
+        *(case.experts, place, buffers),
+        keep_rows=case.keep_rows,
+        rows=rows,
+        stores_home=layer.experts.stores_home,  # but where `policy` bounds the rows
     )
 
 
@@ -121,6 +125,7 @@ def _ranks(rank: int, ranks: int, folder: str):
         mine = slice(first, first + case.lengths[rank])
         x, weights, ids = (t[mine] for t in _inputs(case))
         results.append(_through(layer, case.depth, x, weights, ids))
+        assert bool(results[-1]["stored home"]) == (case.policy == "worst")
         if case.depth > 1:
             layer.zero_grad()
             for name, value in _through(layer, case.depth, x, weights, ids).items():

@@ -255,6 +255,10 @@ def test_vectors_do_not_decay_stacked_or_not():
     muon, *adamw = ([names[p] for p in g["params"]] for g in muon_groups(model, 0.1))
     assert sorted(muon) == sorted(set(decays) - {"embedding.weight"})
     assert adamw == [["embedding.weight"], rest]
+    headed = muon_groups(model, 0.1, heads=[model["moe"].router])
+    muon, matrices, _ = ([names[p] for p in g["params"]] for g in headed)
+    assert sorted(matrices) == ["embedding.weight", "moe.router.weight"]
+    assert sorted(muon + matrices) == sorted(decays)
 
 
 def test_clip_without_a_step():

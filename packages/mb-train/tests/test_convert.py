@@ -89,9 +89,19 @@ def test_their_options(tmp_path, kind, also):
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_there_and_back_again(tmp_path, kind):
-    model = theirs(kind)
+@pytest.mark.parametrize(
+    ("kind", "also"),
+    [
+        ("gpt2", {}),
+        ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
+        ("mixtral", {}),
+        ("olmoe", {}),
+        ("qwen3_moe", {}),
+    ],
+    ids=str,
+)
+def test_there_and_back_again(tmp_path, kind, also):
+    model = theirs(kind, **also)
     model.save_pretrained(tmp_path / "hf")
     said = []
     import_model(tmp_path / "hf", tmp_path / "run", tokenizer="gpt2", say=said.append)
@@ -125,16 +135,49 @@ def test_every_tensor_is_used_once(tmp_path):
         read_model(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ALL[1:])
+def test_what_a_file_leaves_out_is_as_they_have_it(tmp_path, kind):
+    said = ("rope_parameters", "num_key_value_heads", "moe_intermediate_size", "use_sliding_window")
+    config = theirs(kind).config.to_dict()
+    left = {name: value for name, value in config.items() if name not in said}
+    expected = type(theirs(kind).config)(**left)
+    found = architectures.architecture_of(left).fields(left)
+    groups = found["num_query_groups"] if found["group_query_attention"] else 6
+    assert groups == expected.num_key_value_heads
+    assert found["rotary_base"] == expected.rope_parameters["rope_theta"]
+    width = getattr(expected, "moe_intermediate_size", expected.intermediate_size)
+    assert found["moe_ffn_hidden_size"] == width
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ([], "to hold a JSON object"),
+        ({"model_type": "gpt2", "n_embd": 8}, "lacks 'vocab_size'"),
+        ({"model_type": "gpt2", "vocab_size": 9, "n_embd": 8}, "lacks 'n_layer'"),
+        ("{", "Cannot read"),
+    ],
+    ids=str,
+)
+def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        read_model(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
-        ("gpt2", {"activation_function": "relu"}, "activation_function of"),
+        ("gpt2", {"activation_function": "tanh"}, "activation_function of"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx of"),
         ("gpt2", {"model_type": "llama"}, "of type gpt2, bert, .*, got 'llama'"),
         ("mixtral", {"sliding_window": 8}, "no sliding_window"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act of"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of"),
         ("olmoe", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type of"),
+        ("olmoe", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "type of"),
+        ("mixtral", {"head_dim": None, "num_attention_heads": "many"}, "another type"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers of"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step of"),
     ],
@@ -172,7 +215,6 @@ def run_config(**fields):
         ({"moe_num_experts": 4}, "position_embedding_type"),
         ({"squared_relu": True}, "activation_name"),
         ({"position_embedding_type": "rope"}, "normalization"),
-        ({"untie_embeddings_and_output_weights": True}, "untie_embeddings"),
     ],
     ids=str,
 )

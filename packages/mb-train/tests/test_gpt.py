@@ -1,12 +1,14 @@
 """The model: its loss against PyTorch's, causality, experts, recompute, initial loss."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from mb_parallel.recompute import apply_recompute
 from mb_train.config import TrainConfig
+from mb_train.optimizer import build_optimizer
 from mb_train.tasks import GPTTask
 
 SIZES = {
@@ -93,3 +95,18 @@ def test_output_projections_start_smaller():
     down = model.stack.blocks["0"].mlp.down.weight.std().item()
     assert down == pytest.approx(0.1 / math.sqrt(4), rel=0.05)
     assert model.stack.blocks["0"].mlp.up.weight.std().item() == pytest.approx(0.1, rel=0.05)
+
+
+def test_muon_takes_the_matrices_between_the_ends():
+    change = {"optimizer": "muon", "untie_embeddings_and_output_weights": True}
+    model = make(**change, **MOE)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    config = TrainConfig(**{**SIZES, **change, **MOE})
+    optimizer = build_optimizer(SimpleNamespace(parts=[model]), config)
+    muon, matrices, vectors = (
+        {names[parameter] for parameter in group["params"]} for group in optimizer.param_groups
+    )
+    ends = {"embedding.tokens.weight", "embedding.positions.weight", "head.weight"}
+    assert matrices == ends
+    assert "stack.blocks.0.mlp.router.weight" in muon
+    assert all(name.endswith("bias") or ".norm" in name for name in vectors)

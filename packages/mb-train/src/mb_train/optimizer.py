@@ -24,10 +24,14 @@ _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def build_optimizer(model: Assembled, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of `--optimizer` over all parts of the model on this rank."""
-    make_groups = muon_groups if config.optimizer == "muon" else decay_groups
     groups: list[dict[str, Any]] = []
     for part in model.parts:
-        groups += make_groups(part, config.weight_decay)
+        if config.optimizer == "muon":
+            head = getattr(part, "head", None)  # None of a stage without, or tied
+            heads = [] if head is None else [head]
+            groups += muon_groups(part, config.weight_decay, heads=heads)
+        else:
+            groups += decay_groups(part, config.weight_decay)
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "sgd":
         return SGD(groups, momentum=config.sgd_momentum)

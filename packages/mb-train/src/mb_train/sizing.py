@@ -170,7 +170,7 @@ class _Part:
 
 def _state_bytes(config: TrainConfig) -> int:
     """Bytes of optimizer state for each parameter."""
-    halves = config.optimizer in ("adam", "muon") and config.optimizer_state_dtype == "bf16"
+    halves = config.optimizer == "adam" and config.optimizer_state_dtype == "bf16"
     return _MOMENTS[config.optimizer] * (2 if halves else 4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,16 +29,16 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for `Muon`: matrices inside the model to it, embeddings and vectors to AdamW.
+def muon_groups(
+    model: nn.Module, weight_decay: float, *, heads: Iterable[nn.Module] = ()
+) -> list[dict[str, Any]]:
+    """Groups for `Muon`: matrices inside the model to it; embeddings, heads, vectors to AdamW.
 
-    What an `nn.Embedding` owns, and a head tied to it, goes to AdamW; give an untied head to it by
-    moving the parameter.
+    What an `nn.Embedding` owns, and a head tied to it, is known; `heads` are those of their own.
     """
-    embeddings = {
-        id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
-    }
-    muon = [p for _, p, axes in _with_axes(model) if axes > 1 and id(p) not in embeddings]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    ends = {id(p) for module in (*embeddings, *heads) for p in module.parameters()}
+    muon = [p for _, p, axes in _with_axes(model) if axes > 1 and id(p) not in ends]
     taken = {id(p) for p in muon}
     groups = [{"params": muon, "decays": True, "weight_decay": weight_decay, "muon": True}]
     for group in decay_groups(model, weight_decay):

@@ -30,7 +30,7 @@ class Architecture:
         fields: from its config.json to fields of a `TrainConfig`.
         config: back.
         rules: from its tensors to ours.
-        prefix: of its tensors' names.
+        prefix: of its tensors' names, but the head's.
         left_out: patterns of tensors that files may hold and that say nothing.
         special: special tokens of its config.json, from a tokenizer.
     """
@@ -116,14 +116,20 @@ def _refuse(config: Json, **allowed: Any) -> None:
             )
 
 
+# Two names for one function: the one that is written comes last.
+_GPT2_ACTIVATIONS = {
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu",
+    "silu": "silu",
+}  # fmt: skip
+
+
 def _gpt2_fields(config: Json) -> dict[str, Any]:
     _refuse(
         config,
-        activation_function=("gelu_new", "gelu_pytorch_tanh"),
+        activation_function=tuple(_GPT2_ACTIVATIONS),
         scale_attn_weights=(True,),
         scale_attn_by_inverse_layer_idx=(False,),
         add_cross_attention=(False,),
-        tie_word_embeddings=(True,),
     )
     hidden = config["n_embd"]
     return {
@@ -132,15 +138,18 @@ def _gpt2_fields(config: Json) -> dict[str, Any]:
         "num_attention_heads": config["n_head"],
         "ffn_hidden_size": config.get("n_inner") or 4 * hidden,
         "max_position_embeddings": config["n_positions"],
+        "activation": _GPT2_ACTIVATIONS[config.get("activation_function", "gelu_new")],
         "layernorm_epsilon": config["layer_norm_epsilon"],
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),
         "attention_dropout": config.get("attn_pdrop", 0.1),
         "hidden_dropout": config.get("resid_pdrop", 0.1),
     }
 
 
 def _gpt2_config(config: TrainConfig) -> dict[str, Any]:
+    theirs = {ours: name for name, ours in _GPT2_ACTIVATIONS.items()}
     return {
-        "activation_function": "gelu_new",
+        "activation_function": theirs.get(config.activation_name, "gelu_new"),
         "n_embd": config.hidden_size,
         "n_layer": config.num_layers,
         "n_head": config.num_attention_heads,
@@ -150,15 +159,18 @@ def _gpt2_config(config: TrainConfig) -> dict[str, Any]:
         "attn_pdrop": config.attention_dropout,
         "resid_pdrop": config.hidden_dropout,
         "embd_pdrop": config.hidden_dropout,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
     }
 
 
-def _llama_like_fields(config: Json) -> dict[str, Any]:
+def _llama_like_fields(config: Json, **defaults: Any) -> dict[str, Any]:
+    """Fields of a model with Llama's attention; `defaults` are for what a file may leave out."""
+    config = defaults | dict(config)
     _refuse(config, hidden_act=("silu",), attention_bias=(False,), clip_qkv=(None,),
             mlp_only_layers=([], None), use_sliding_window=(False,))  # fmt: skip
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    _refuse(rope, rope_type=("default",), type=("default",))
+    rope = config.get("rope_parameters") or {}
+    for scaled in (rope, config.get("rope_scaling") or {}):
+        _refuse(scaled, rope_type=("default",), type=("default",))
     window, positions = config.get("sliding_window"), config["max_position_embeddings"]
     if window is not None and window < positions and config.get("use_sliding_window", True):
         raise ValueError(f"Expected no sliding_window in config.json, got {window}.")
@@ -175,7 +187,7 @@ def _llama_like_fields(config: Json) -> dict[str, Any]:
         "moe_ffn_hidden_size": config.get("moe_intermediate_size", config["intermediate_size"]),
         "max_position_embeddings": positions,
         "position_embedding_type": "rope",
-        "rotary_base": float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
+        "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
         "normalization": "RMSNorm",
         "layernorm_epsilon": config["rms_norm_eps"],
         "swiglu": True,
@@ -211,7 +223,8 @@ def _llama_like_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def _mixtral_fields(config: Json) -> dict[str, Any]:
-    return _llama_like_fields(config) | {"moe_renormalize": True}
+    found = _llama_like_fields(config, num_key_value_heads=8, rope_theta=1_000_000.0)
+    return found | {"moe_renormalize": True}
 
 
 def _mixtral_config(config: TrainConfig) -> dict[str, Any]:
@@ -223,7 +236,7 @@ def _mixtral_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def _olmoe_fields(config: Json) -> dict[str, Any]:
-    return _llama_like_fields(config) | {
+    return _llama_like_fields(config, rope_theta=10_000.0) | {
         "moe_renormalize": config.get("norm_topk_prob", False),
         "qk_layernorm": True,
         "qk_layernorm_over": "width",
@@ -241,7 +254,11 @@ def _olmoe_config(config: TrainConfig) -> dict[str, Any]:
 
 def _qwen3_moe_fields(config: Json) -> dict[str, Any]:
     _refuse(config, decoder_sparse_step=(1,))
-    return _llama_like_fields(config) | {
+    defaults: dict[str, Any] = {
+        "num_key_value_heads": 4, "rope_theta": 10_000.0, "moe_intermediate_size": 768,
+        "use_sliding_window": False,
+    }  # fmt: skip
+    return _llama_like_fields(config, **defaults) | {
         "moe_renormalize": config.get("norm_topk_prob", False),
         "qk_layernorm": True,
         "qk_layernorm_over": "head",

@@ -54,13 +54,16 @@ def read_model(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tens
         theirs = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"Cannot read {path}: {error}.") from None
+    if not isinstance(theirs, dict):
+        raise ValueError(f"Expected {path} to hold a JSON object.")
     found = architecture_of(theirs)
     try:
-        model_fields = found.fields(theirs)
+        vocab_size = theirs["vocab_size"]
+        config = imported_config(found.fields(theirs), vocab_size, **fields)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}.") from None
-    vocab_size = theirs["vocab_size"]
-    config = imported_config(model_fields, vocab_size, **fields)
+    except TypeError as error:
+        raise ValueError(f"{path} has a value of another type than it should: {error}.") from None
     source = TensorFolder(folder, prefix=found.prefix)
     for pattern in found.left_out:
         source.leave_out(pattern)
@@ -166,7 +169,10 @@ def export_model(
     rules = found.rules(config, trained.model.config)
     names = [name for rule in rules for name in rule.sources]
     weights = {name: t.to(dtype) for name, t in translate_back(state, rules, names).items()}
-    weights = {f"{found.prefix}{name}": tensor for name, tensor in weights.items()}
+    weights = {
+        name if name.startswith("lm_head.") else f"{found.prefix}{name}": tensor
+        for name, tensor in weights.items()
+    }
     tokenizer = trained.tokenizer
     about = {
         "architectures": [found.name],

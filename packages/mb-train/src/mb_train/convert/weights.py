@@ -53,6 +53,7 @@ def gpt2_rules(config: TransformerConfig) -> list[Rule]:
         Rule("embedding.tokens.weight", ("wte.weight",)),
         Rule("embedding.positions.weight", ("wpe.weight",)),
         *both("stack.norm", "ln_f"),
+        *_head(config),
     ]
     H = config.num_heads
     for layer in range(config.num_layers):
@@ -85,9 +86,8 @@ def llama_like_rules(config: TransformerConfig, experts: ExpertNames) -> list[Ru
     rules = [
         Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
         Rule("stack.norm.weight", ("model.norm.weight",)),
+        *_head(config),
     ]
-    if not config.tie_embeddings:
-        rules.append(Rule("head.weight", ("lm_head.weight",)))
     H, G = config.num_heads, config.num_kv_heads
     for layer in range(config.num_layers):
         ours, theirs = f"stack.blocks.{layer}.", f"model.layers.{layer}."
@@ -118,6 +118,10 @@ def llama_like_rules(config: TransformerConfig, experts: ExpertNames) -> list[Ru
                 their = f"{theirs}mlp.{part}_proj.weight"
                 rules.append(Rule(f"{ours}mlp.{part}.weight", (their,)))
     return rules
+
+
+def _head(config: TransformerConfig) -> list[Rule]:
+    return [] if config.tie_embeddings else [Rule("head.weight", ("lm_head.weight",))]
 
 
 def _expert_rules(

@@ -178,6 +178,17 @@ def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts
         tensors = {"x": normal(tokens, hidden), "weight": normal(6, hidden), "labels": labels}
         tensors |= {"weights": torch.rand(tokens, generator=generator), "bias": normal(6)}
         return Op(call, tensors, ("x", "weight", "bias"), twin)
+    if name == "relative_attention":
+        call, twin = (
+            lambda q, k, v, bias, offsets, m=m: m.relative_attention(
+                *(q, k, v, bias, offsets), causal=True
+            )
+            for m in (mb_kernels, reference)
+        )
+        tensors = {"q": normal(tokens, 4, hidden), "k": normal(tokens, 2, hidden)}
+        tensors |= {"v": normal(tokens, 2, hidden), "bias": normal(4, 2 * max(tokens, 1) - 1)}
+        offsets = torch.tensor([0, tokens // 3, tokens])
+        return Op(call, tensors | {"offsets": offsets}, ("q", "k", "v", "bias"), twin)
     if name in ("sdd", "dsd", "dds"):
         pytest.importorskip("stk")  # the extra block-sparse
         return _block_sparse(name, min(tokens, 2), hidden, normal)
@@ -233,7 +244,7 @@ OPS = (
     *("grouped_gemm", "grouped_gemm_EKM", "gmm", "gmm_trans_b", "gmm_trans_a"),
     *("grouped_experts", "grouped_experts_w3", "grouped_experts_plain"),
     *("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit", "expert_mlp_bias"),
-    *("quantize", "dequantize", "linear_cross_entropy"),
+    *("quantize", "dequantize", "linear_cross_entropy", "relative_attention"),
     *("sdd", "dsd", "dds", "sparse_expert_mlp"),
 )
 ARGUMENTS = [

@@ -326,6 +326,20 @@ def _bert_config(sizes: Sizes) -> Any:
 
 
 _RELATIVE = {"position_embedding_type": "relative"}
+
+
+def under_a_mask(build: Callable[[Sizes], Step]) -> Callable[[Sizes], Step]:
+    """A row whose bias by distance is spread over all pairs, as where there is no kernel for it."""
+
+    def masked(sizes: Sizes) -> Step:
+        from mb_train.models import segments
+
+        segments._MAX_RELATIVE_HEAD = 0
+        return build(sizes)
+
+    return masked
+
+
 _NO_ORDER = {"bert_binary_head": False}
 ROWS: dict[str, Callable[[Sizes], Step]] = {
     "bert transformers": their_bert,
@@ -334,6 +348,7 @@ ROWS: dict[str, Callable[[Sizes], Step]] = {
     "t5 transformers": their_t5,
     "t5 padded, T5's positions": ours_of_text("t5", packing=False, **_RELATIVE),
     "t5 packed, T5's positions": ours_of_text("t5", packing=True, **_RELATIVE),
+    "t5 padded, its bias in a mask": under_a_mask(ours_of_text("t5", packing=False, **_RELATIVE)),
     "t5 padded, Megatron's": ours_of_text("t5", packing=False),
     "t5 packed, Megatron's": ours_of_text("t5", packing=True),
     "ict transformers": their_ict,

@@ -160,6 +160,31 @@ def test_a_row_of_what_is_kept_attends_as_the_batch(monkeypatch, flash):
         torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "ends", [[[4, 7, 9, 12], [12, 12, 12, 12], [0, 2, 2, 12]], [[12], [12], [12]]], ids=str
+)
+def test_a_bias_by_distance_is_the_same_every_way(ends, causal):
+    """In a mask or in the kernel's twin, all places or those that are kept, queries in groups."""
+    torch.manual_seed(0)
+    whole = Segments(torch.tensor(ends), 12)
+    core, bias_HA = CoreAttention(0.0), torch.randn(4, 23)
+    q, kv = torch.randn(3, 12, 4, 8), torch.randn(3, 12, 2, 8)
+    real = (whole.numbers() < 3)[..., None, None]
+    found = []
+    for flash in (False, True):
+        for side in (whole, _kept(whole)):
+            leaves = [x.clone().requires_grad_() for x in (q * real, kv * real, bias_HA)]
+            rows = [side.collect(x) for x in leaves[:2]]
+            within = within_segments(side, causal=causal, flash=flash, bias_HA=leaves[2])
+            assert ("bounds" in within) == flash
+            y = core(rows[0], rows[1], rows[1].flip(2), BlockContext(**within))
+            y = side.spread(y) * real
+            found.append([y, *torch.autograd.grad((y**2).sum(), leaves)])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
 def _kept(segments):
     """All real tokens, and three places of padding."""
     real = (segments.numbers() < 3).flatten()
@@ -167,18 +192,19 @@ def _kept(segments):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "dropout", "bias"),
+    ("device", "dtype", "dropout", "width", "relative"),
     [
-        ("cpu", torch.bfloat16, 0.0, None),
-        ("cuda", torch.float32, 0.0, None),
-        ("cuda", torch.bfloat16, 0.1, None),
-        ("cuda", torch.bfloat16, 0.0, torch.zeros(1)),
+        ("cpu", torch.bfloat16, 0.0, 8, False),
+        ("cpu", torch.bfloat16, 0.0, 8, True),
+        ("cuda", torch.float32, 0.0, 8, True),
+        ("cuda", torch.bfloat16, 0.1, 8, True),
+        ("cuda", torch.bfloat16, 0.0, 264, False),
+        ("cuda", torch.bfloat16, 0.0, 136, True),
     ],
 )
-def test_what_flash_attention_lacks_takes_the_mask(device, dtype, dropout, bias):
-    config = _config(attention_dropout=dropout)
-    where = torch.device(device)
-    assert not flash_takes(config, dtype, where, training=True, bias=bias)
+def test_what_the_kernels_lack_takes_the_mask(device, dtype, dropout, width, relative):
+    config, where = _config(attention_dropout=dropout, head_size=width), torch.device(device)
+    assert not flash_takes(config, dtype, where, training=True, relative=relative)
 
 
 def test_documents_are_counted_in_powers_of_two():
@@ -189,14 +215,17 @@ def test_documents_are_counted_in_powers_of_two():
     assert ends_of(np.array(ENDS["every"])).shape == (1, 16)
 
 
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("experts", [False, True], ids=["", "experts and a bias by distance"])
 def test_a_block_over_segments_is_one_graph(experts):
-    """torch's kernel in it: a break would cost the host as much again in every block."""
+    """The kernels in it: a break would cost the host as much again in every block."""
     moe = MoEConfig(hidden_size=32, ffn_hidden_size=48, num_experts=2, top_k=1)
     config = _config(num_kv_heads=4, moe=moe if experts else None)
     block = Block(config, 0, cross=True, compute_dtype=torch.bfloat16)
     ends = torch.tensor([[5, 12], [12, 12]])
-    context = BlockContext(**within_segments(Segments(ends, 12), causal=False, flash=True))
+    plain, own = (
+        BlockContext(**within_segments(Segments(ends, 12), causal=False, flash=True, bias_HA=bias))
+        for bias in (None, torch.zeros(4, 23) if experts else None)
+    )
     x = torch.randn(2, 12, 32, dtype=torch.bfloat16)
     traced = []
 
@@ -206,5 +235,6 @@ def test_a_block_over_segments_is_one_graph(experts):
 
     compiled = torch.compile(block, fullgraph=True, backend=only_traced)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="traced to its end"):
-        compiled(x, context, context._replace(source_BSD=x))
+        compiled(x, own, plain._replace(source_BSD=x))
+    assert ("relative_attention" in traced[0].code) == experts
     assert "varlen_attn" in traced[0].code

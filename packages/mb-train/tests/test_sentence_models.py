@@ -20,7 +20,7 @@ from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
 from mb_train.models.ict import ICT
-from mb_train.models.relative import RelativeBias, near_scores, relative_buckets
+from mb_train.models.relative import RelativeBias, by_pairs, near_scores, relative_buckets
 from mb_train.models.segments import Segments, within_segments
 from mb_train.models.t5 import T5
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
@@ -536,7 +536,7 @@ def test_a_bias_is_the_tables_row_of_the_distance(bidirectional, length):
     bias = RelativeBias(SMALL, bidirectional=bidirectional)
     places = torch.arange(length)
     buckets = relative_buckets(places - places[:, None], bidirectional=bidirectional)
-    want, got = bias.table(buckets).permute(2, 0, 1)[None], bias(length)
+    want, got = bias.table(buckets).permute(2, 0, 1), by_pairs(bias(length))
     assert torch.equal(got, want)
     assert got.is_contiguous()
     weight = torch.randn_like(want)

@@ -20,6 +20,7 @@ from mb_kernels.permute import gather as gather
 from mb_kernels.quantize import Quantized as Quantized
 from mb_kernels.quantize import dequantize as dequantize
 from mb_kernels.quantize import quantize as quantize
+from mb_kernels.relative_attention import relative_attention as relative_attention
 from mb_kernels.router_losses import RouterLosses as RouterLosses
 from mb_kernels.router_losses import router_losses as router_losses
 from mb_kernels.routing import Bins as Bins

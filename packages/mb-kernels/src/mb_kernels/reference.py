@@ -8,6 +8,7 @@ from mb_kernels.grouped_gemm.reference import gmm, grouped_gemm
 from mb_kernels.linear_cross_entropy.reference import linear_cross_entropy
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.reference import dequantize, quantize
+from mb_kernels.relative_attention.reference import relative_attention
 from mb_kernels.router_losses.reference import router_losses
 from mb_kernels.routing.reference import bin_tokens, topk_softmax
 
@@ -26,6 +27,7 @@ __all__ = [
     "linear_cross_entropy",
     "pad_bins",
     "quantize",
+    "relative_attention",
     "router_losses",
     "sdd",
     "sparse_expert_mlp",

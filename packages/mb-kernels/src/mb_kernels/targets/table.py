@@ -156,6 +156,12 @@ def _by_chip(
     return tiles
 
 
+def _attention(shape: tuple[int, int], **others: tuple[int, int]) -> dict[str, Tile]:
+    """Tiles of attention, in 4 warps: of 64 rows a warp has 16, the least there are."""
+    tiles = {name: others.get(_NEIGHBOURS.get(name, name), shape) for name in TARGETS}
+    return {name: Tile(*tile, 0, num_warps=4, num_stages=2) for name, tile in tiles.items()}
+
+
 # Two programs share an SM: 128 registers for each of 512 threads.
 _TWO_PROGRAMS = Tile(
     *(128, 128, 64),
@@ -246,6 +252,16 @@ TILES: dict[str, dict[str, Tile]] = {
         gfx950=(128, 128, 64),
         gfx1100=(128, 128, 32),
     ),
+    # Attention with a bias by distance: block_m queries ("_dkv": keys) of a program, block_n of the
+    # others at a step, a head whole. "_dbias" wants squares. Not measured: the largest of 64 x 64,
+    # 64 x 32, 32 x 32 and 16 x 16 that do not spill; "_wide", heads of 65 to 128, is for all three.
+    # On gfx1100 "_wide" has 8 warps and spills 280 bytes even so, in the gradients of k and v.
+    "attention": _attention((64, 64), gfx1100=(32, 32)),
+    "attention_dkv": _attention((64, 32), gfx1100=(16, 16)),
+    "attention_dbias": _attention((64, 64), gfx1100=(32, 32))
+    | dict.fromkeys(("sm80", "sm89", "sm120"), Tile(64, 64, 0, num_warps=8, num_stages=2)),
+    "attention_wide": _attention((32, 32))
+    | dict.fromkeys(_RDNA3, Tile(16, 16, 0, num_warps=8, num_stages=2)),
     # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
     # On gfx1100 64 x 32 x 32 spills up to 1344 bytes, 64 x 32 x 16 44, and 32 x 32 x 32 56 with a
     # bias.

@@ -192,11 +192,19 @@ class Bert(nn.Module):
             x = self.embedding(segments.keep(x), positions_BS, segments.keep(token_types_BS))
             x = x.to(self.compute_dtype)
         rope = rotary_tables(self.config, positions_BS) if self.config.positions == "rope" else None
-        bias = None if self.bias is None else self.bias(segments.length).to(self.compute_dtype)
-        flash = flash_takes(
-            self.config, self.compute_dtype, x.device, training=self.training, bias=bias
+        within = within_segments(
+            segments,
+            causal=False,
+            flash=flash_takes(
+                self.config,
+                self.compute_dtype,
+                x.device,
+                training=self.training,
+                relative=self.bias is not None,
+            ),
+            bias_HA=None if self.bias is None else self.bias(segments.length),
+            dtype=self.compute_dtype,
         )
-        within = within_segments(segments, causal=False, flash=flash, bias=bias)
         context = BlockContext(**within, rope=rope, valid_BS=segments.keep(valid_BS))
         x, reports = self.stack(x, context)
         return segments.spread(x) if self.last else x, reports

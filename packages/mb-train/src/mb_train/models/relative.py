@@ -6,7 +6,7 @@ stays for thousands of steps with what it knows of a word without its neighbours
 near, as those of ALiBi (arXiv 2108.12409) do for good: each with a reach of its own, and where
 tokens to come are seen, every second head ahead and the others back.
 
-Letters: H heads, Q and S tokens of a sequence, A distances, N buckets.
+Letters: H heads, Q and S tokens of a sequence, A the distances 1 - S to S - 1, N buckets.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mb_train.models.config import TransformerConfig
@@ -40,23 +41,22 @@ class RelativeBias(nn.Module):
             self.table.weight += near_NH.to(self.table.weight.device)
 
     def forward(self, length: int) -> Tensor:
-        """[1, H, length, length] in the table's dtype."""
-        distance = torch.arange(1 - length, length + 1, device=self.table.weight.device)
-        bias_HA = self.table(relative_buckets(distance, bidirectional=self.bidirectional)).t()
-        return _by_distance(bias_HA)[None]
+        """bias_HA for sequences of `length` tokens, in the table's dtype."""
+        distance = torch.arange(1 - length, length, device=self.table.weight.device)
+        return self.table(relative_buckets(distance, bidirectional=self.bidirectional)).t()
 
 
-def _by_distance(bias_HA: Tensor) -> Tensor:
-    """bias_HQS, contiguous, whose [h, q, s] is bias_HA[h, s - q + S - 1], A being 2 S.
+def by_pairs(bias_HA: Tensor) -> Tensor:
+    """bias_HQS, contiguous, whose [h, q, s] is bias_HA[h, s - q + S - 1].
 
     Rows of 2 S, laid end to end and read in rows of 2 S - 1, are each a step behind the one before.
     A gradient comes back as a sum over rows, where an index for each pair would scatter S^2 of them
     into a few numbers.
     """
     H, A = bias_HA.shape
-    S = A // 2
-    end_to_end = bias_HA[:, None].expand(H, S, A).reshape(H, S * A)
-    return end_to_end[:, : S * (A - 1)].view(H, S, A - 1)[..., S - 1 :].contiguous()
+    S = (A + 1) // 2
+    end_to_end = F.pad(bias_HA, (0, 1))[:, None].expand(H, S, A + 1).reshape(H, S * (A + 1))
+    return end_to_end[:, : S * A].view(H, S, A)[..., S - 1 :].contiguous()
 
 
 def near_scores(heads: int, *, bidirectional: bool) -> Tensor:

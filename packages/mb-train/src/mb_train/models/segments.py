@@ -5,10 +5,11 @@ for each, a padded one has its padding in a segment of its own. Segments lie one
 so a batch says where they end, and the rest follows.
 
 What attention is given of it is one of two. A mask over all pairs serves everywhere, and takes a
-bias by distance in; it costs B S^2 and turns the fast kernels away. Flash attention over sequences
-of unequal length (`torch.nn.attention.varlen`, torch 2.11) computes the pairs within segments
-alone, in memory that grows with the tokens: it takes all segments of a batch as one row and the
-places where they begin. It knows no dropout, no bias, and no number above 16 bits.
+bias by distance in; it costs B S^2 and turns the fast kernels away. These compute the pairs within
+segments alone, in memory that grows with the tokens, and take all segments of a batch as one row
+and the places where they begin: flash attention over sequences of unequal length
+(`torch.nn.attention.varlen`, torch 2.11), and, with a number for each distance, mb_kernels'
+`relative_attention`. They know no dropout, and here no number above 16 bits.
 
 Padding need not be computed. A batch may say which of its places are to be kept: the blocks then
 see those alone, as one sequence. To maps, norms and experts a token is a token, and flash attention
@@ -17,7 +18,7 @@ for the time of the scores.
 
 Letters: B sequences, S tokens of a sequence (Q that attend, S attended to), N segments of a
 sequence, T tokens that blocks see (B S, or what is kept of them), H query heads, G key-value heads,
-C width of a head.
+C width of a head, A the distances 1 - S to S - 1.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from mb_kernels import relative_attention
 from torch import Tensor
 
 from mb_train.models.config import TransformerConfig
+from mb_train.models.relative import by_pairs
 
-_MAX_HEAD = 256
+_MAX_HEAD, _MAX_RELATIVE_HEAD = 256, 128
 
 
 @functools.cache
@@ -56,13 +59,15 @@ class Bounds(NamedTuple):
         is their number, and a segment may be empty.
     longest_query, longest_key: at least the tokens of the longest segment.
     kernel: what `flash_kernel` found: a compiled block takes it as it is, and need not look for it.
+    bias_HA: what to add to scores by distance; there is no `kernel` then.
     """
 
     queries: Tensor
     keys: Tensor
     longest_query: int
     longest_key: int
-    kernel: Callable[..., Any]
+    kernel: Callable[..., Any] | None
+    bias_HA: Tensor | None = None
 
 
 class Segments(NamedTuple):
@@ -156,7 +161,8 @@ def within_segments(
     causal: bool,
     flash: bool,
     attended: Segments | None = None,
-    bias: Tensor | None = None,
+    bias_HA: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """`causal`, `bounds`, `mask`, `grid` of a `BlockContext` whose tokens attend within segments.
 
@@ -165,8 +171,9 @@ def within_segments(
             there is neither mask nor bounds.
         flash: whether `flash_takes` what is to be computed, a bias among it.
         attended: of the tokens attended to, as many in a sequence; None means the same tokens.
-        bias: numbers to add to the scores, [1, H, Q, S] in the dtype of the queries. They and what
-            may not be seen make one mask for all blocks of a stack: [B, H, Q, S] once, not in each.
+        bias_HA: numbers to add to the scores, by distance. In a mask they and what may not be seen
+            are one, [B, H, Q, S], for all blocks of a stack.
+        dtype: of queries, and so of a mask that has numbers in it.
 
     Raises:
         ValueError: another number of segments in the sequences attended to.
@@ -180,20 +187,22 @@ def within_segments(
     found: dict[str, Any] = {"causal": causal}
     divided = segments.ends_BN.shape[1] > 1
     left_out = segments.kept_T is not None or other.kept_T is not None
-    if flash and (divided or left_out):
-        kernel = flash_kernel()
-        assert kernel is not None
+    if flash and (divided or left_out or bias_HA is not None):
+        kernel = None if bias_HA is not None else flash_kernel()
         edges, longest = (segments.edges(), other.edges()), (segments.length, other.length)
-        return found | {"bounds": Bounds(*edges, *longest, kernel)}
+        return found | {"bounds": Bounds(*edges, *longest, kernel, bias_HA)}
     if left_out:
         found["grid"] = Grid(segments, other)
-    if bias is None and not divided:
+    if bias_HA is None and not divided:
         return found
     numbers = [side.numbers() for side in (segments, other)]
     if not divided:  # alike for all sequences
         numbers = [numbers_BS[:1] for numbers_BS in numbers]
     mask = segment_mask(*numbers, causal=causal)
-    return found | {"mask": mask if bias is None else bias.masked_fill(~mask, -torch.inf)}
+    if bias_HA is None:
+        return found | {"mask": mask}
+    bias_HQS = by_pairs(bias_HA).to(dtype)
+    return found | {"mask": bias_HQS.masked_fill(~mask, -torch.inf)}
 
 
 def segment_mask(segments_BQ: Tensor, segments_BS: Tensor | None = None, *, causal: bool) -> Tensor:
@@ -214,17 +223,19 @@ def flash_takes(
     device: torch.device,
     *,
     training: bool,
-    bias: Tensor | None = None,
+    relative: bool = False,
 ) -> bool:
-    """Whether `attend` can compute the attention of such a model."""
+    """Whether `attend` can compute the attention of such a model, with a bias if `relative`."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if training and config.attention_dropout:
+        return False
+    if relative:
+        return config.head_size <= _MAX_RELATIVE_HEAD
     return (
-        device.type == "cuda"
-        and torch.version.hip is None  # not tried there
-        and dtype in (torch.float16, torch.bfloat16)
+        torch.version.hip is None  # not tried there
         and config.head_size <= _MAX_HEAD
         and config.head_size % 8 == 0
-        and not (training and config.attention_dropout)
-        and bias is None
         and flash_kernel() is not None
     )
 
@@ -239,12 +250,15 @@ def attend(
     scale: float | None,
 ) -> Tensor:
     """Attention within each segment, y_BQHC; scores times `scale`, None meaning 1 / sqrt(C)."""
+    *where, kernel, bias_HA = bounds
     groups = q_BQHC.shape[2] // k_BSGC.shape[2]
-    if groups > 1:
+    if groups > 1 and bias_HA is None:
         k_BSGC, v_BSGC = (x.repeat_interleave(groups, dim=2) for x in (k_BSGC, v_BSGC))
-    q_THC, k_THC, v_THC = (x.flatten(0, 1).contiguous() for x in (q_BQHC, k_BSGC, v_BSGC))
-    window = (-1, 0 if causal else -1)
-    *where, kernel = bounds
-    y_THC = kernel(q_THC, k_THC, v_THC, *where, scale=scale, window_size=window)
+    tokens = [x.flatten(0, 1).contiguous() for x in (q_BQHC, k_BSGC, v_BSGC)]
+    if bias_HA is not None:
+        y_THC = relative_attention(*tokens, bias_HA, bounds.queries, causal=causal, scale=scale)
+    else:
+        assert kernel is not None
+        y_THC = kernel(*tokens, *where, scale=scale, window_size=(-1, 0 if causal else -1))
     assert isinstance(y_THC, Tensor)
     return y_THC.view_as(q_BQHC)

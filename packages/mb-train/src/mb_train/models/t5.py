@@ -233,16 +233,20 @@ class T5(nn.Module):
     def _context(
         self, segments: Segments, valid_BS: Tensor, relative: RelativeBias | None, *, causal: bool
     ) -> BlockContext:
-        bias = None if relative is None else relative(segments.length).to(self.compute_dtype)
-        flash = self._flash(valid_BS.device, bias)
-        within = within_segments(segments, causal=causal, flash=flash, bias=bias)
+        within = within_segments(
+            segments,
+            causal=causal,
+            flash=self._flash(valid_BS.device, relative=relative is not None),
+            bias_HA=None if relative is None else relative(segments.length),
+            dtype=self.compute_dtype,
+        )
         rope = None
         if self.config.positions == "rope":
             rope = rotary_tables(self.config, segments.keep(segments.positions()))
         return BlockContext(**within, rope=rope, valid_BS=segments.keep(valid_BS))
 
-    def _flash(self, device: torch.device, bias: Tensor | None = None) -> bool:
-        how = {"training": self.training, "bias": bias}
+    def _flash(self, device: torch.device, *, relative: bool = False) -> bool:
+        how = {"training": self.training, "relative": relative}
         return flash_takes(self.config, self.compute_dtype, device, **how)
 
     def _embed(self, tokens_BS: Tensor, segments: Segments) -> Tensor:

@@ -1,0 +1,364 @@
+"""Triton kernels of attention with a bias by distance: FlashAttention-2 (arXiv 2307.08691).
+
+A program owns a block of queries, or of keys, of one segment and head. The bias is read at the
+distances of each tile, and what a query may not see reads -inf there. The gradient of the bias sums
+the scores' gradients along diagonals, over all segments. Programs of the other kernels meet another
+diagonal at each step, so it has a kernel of its own, which computes the tiles on one diagonal of
+blocks again: they have one and the same distances, are added up in registers, and turned into
+numbers by distance once.
+
+Grids reach to the longest segment there may be, for the host does not know how long they are.
+Programs behind the end of a segment leave at once.
+
+Letters: T tokens, H query heads, G key-value heads, C width of a head, N segments, S the longest
+segment there may be, A = 2 S - 1 distances. Scores in kernels are in units of log(2), for exp2.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mb_kernels.runtime.launch import cdiv, launch, power_of_two
+from mb_kernels.runtime.plan import plan_of
+from mb_kernels.targets.record import record
+from mb_kernels.targets.table import GateCase, Target, Tile
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+# Programs that share the segments of a diagonal; more are more sums to add up afterwards.
+_SHARES = 8
+
+
+# fp32 without TF32 has no matrix units on NVIDIA: what matters is that registers hold the operands.
+_FP32 = Tile(16, 16, 0, num_warps=4, num_stages=2)
+# None of them makes a load wider or a loop shorter, and each step of a run may have others.
+_SIZES = ("T", "S", "BLOCKS", "N")
+
+
+@triton.jit
+def _load(x, start, first, head, length, HEADS: tl.constexpr, C: tl.constexpr,
+          BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+    """[BLOCK, BLOCK_C] of x [T, HEADS, C]: places of a segment from `first` on, 0 behind it."""
+    row = tl.arange(0, BLOCK)[:, None]
+    c = tl.arange(0, BLOCK_C)[None, :]
+    inside = (first + row < length) & (c < C)
+    base = x + ((start + first).to(tl.int64) * HEADS + head) * C
+    return tl.load(base + row * (HEADS * C) + c, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(x, block, start, first, head, length, HEADS: tl.constexpr, C: tl.constexpr,
+           BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+    """Write block where `_load` reads."""
+    row = tl.arange(0, BLOCK)[:, None]
+    c = tl.arange(0, BLOCK_C)[None, :]
+    inside = (first + row < length) & (c < C)
+    base = x + ((start + first).to(tl.int64) * HEADS + head) * C
+    tl.store(base + row * (HEADS * C) + c, block.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scores(product, bias, query, key, length, scale, S, CAUSAL: tl.constexpr):
+    """Scores of the places `query` and `key` of a segment, -inf where one is not to be seen."""
+    seen = (query < length) & (key < length)
+    if CAUSAL:
+        seen &= key <= query
+    by_distance = tl.load(bias + (S - 1 + key - query), mask=seen, other=float("-inf"))
+    return product * (scale * _LOG2E) + by_distance.to(tl.float32) * _LOG2E
+
+
+@triton.jit
+def _segment(offsets, BLOCKS, BLOCK: tl.constexpr):
+    """(start, length, first place) of this program's block of a segment."""
+    start = tl.load(offsets + tl.program_id(0) // BLOCKS)
+    end = tl.load(offsets + tl.program_id(0) // BLOCKS + 1)
+    return start, (end - start).to(tl.int32), tl.program_id(0) % BLOCKS * BLOCK
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def attention_kernel(
+    q, k, v, bias, offsets,  # [T, H, C], [T, G, C] twice, [H, A], [N + 1]
+    y, lse,  # written: [T, H, C]; [H, T] fp32
+    scale, T, S, BLOCKS,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    start, length, first = _segment(offsets, BLOCKS, BLOCK_Q)
+    if first >= length:
+        return
+    head = tl.program_id(1)
+    group = head // (H // G)
+    bias += head * (2 * S - 1)
+    query = first + tl.arange(0, BLOCK_Q)
+    q_block = _load(q, start, first, head, length, H, C, BLOCK_Q, BLOCK_C)
+    peak = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_Q,), tl.float32)
+    acc = tl.zeros((BLOCK_Q, BLOCK_C), tl.float32)
+    end = tl.minimum(length, first + BLOCK_Q) if CAUSAL else length
+    for at in range(0, end, BLOCK_K):
+        key = at + tl.arange(0, BLOCK_K)
+        k_block = _load(k, start, at, group, length, G, C, BLOCK_K, BLOCK_C)
+        v_block = _load(v, start, at, group, length, G, C, BLOCK_K, BLOCK_C)
+        s = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
+        s = _scores(s, bias, query[:, None], key[None, :], length, scale, S, CAUSAL)
+        peak_now = tl.maximum(peak, tl.max(s, 1))
+        # Of a query that has seen nothing yet the peak is -inf, and so are its scores.
+        base = tl.where(peak_now == float("-inf"), 0.0, peak_now)
+        shrink = tl.exp2(peak - base)
+        p = tl.exp2(s - base[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v_block.dtype), v_block, acc * shrink[:, None], input_precision=PRECISION)
+        peak = peak_now
+    seen = total > 0
+    total = tl.where(seen, total, 1.0)
+    _store(y, acc / total[:, None], start, first, head, length, H, C, BLOCK_Q, BLOCK_C)
+    found = tl.where(seen, (peak + tl.log2(total)) / _LOG2E, 0.0)
+    tl.store(lse + tl.cast(head, tl.int64) * T + start + query, found, mask=query < length)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def attention_dq_kernel(
+    q, k, v, bias, offsets, dy, y, lse,
+    dq, means,  # written: [T, H, C]; [H, T] fp32, sum(dy y), which the others read
+    scale, T, S, BLOCKS,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    start, length, first = _segment(offsets, BLOCKS, BLOCK_Q)
+    if first >= length:
+        return
+    head = tl.program_id(1)
+    group = head // (H // G)
+    bias += head * (2 * S - 1)
+    query = first + tl.arange(0, BLOCK_Q)
+    row = tl.cast(head, tl.int64) * T + start + query
+    dy_block = _load(dy, start, first, head, length, H, C, BLOCK_Q, BLOCK_C)
+    y_block = _load(y, start, first, head, length, H, C, BLOCK_Q, BLOCK_C)
+    mean = tl.sum(dy_block.to(tl.float32) * y_block.to(tl.float32), 1)
+    tl.store(means + row, mean, mask=query < length)
+    q_block = _load(q, start, first, head, length, H, C, BLOCK_Q, BLOCK_C)
+    log_total = tl.load(lse + row, mask=query < length, other=0.0) * _LOG2E
+    acc = tl.zeros((BLOCK_Q, BLOCK_C), tl.float32)
+    end = tl.minimum(length, first + BLOCK_Q) if CAUSAL else length
+    for at in range(0, end, BLOCK_K):
+        key = at + tl.arange(0, BLOCK_K)
+        k_block = _load(k, start, at, group, length, G, C, BLOCK_K, BLOCK_C)
+        v_block = _load(v, start, at, group, length, G, C, BLOCK_K, BLOCK_C)
+        s = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
+        s = _scores(s, bias, query[:, None], key[None, :], length, scale, S, CAUSAL)
+        dp = tl.dot(dy_block, tl.trans(v_block), input_precision=PRECISION)
+        ds = tl.exp2(s - log_total[:, None]) * (dp - mean[:, None])
+        acc = tl.dot(ds.to(k_block.dtype), k_block, acc, input_precision=PRECISION)
+    _store(dq, acc * scale, start, first, head, length, H, C, BLOCK_Q, BLOCK_C)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def attention_dkv_kernel(
+    q, k, v, bias, offsets, dy, lse, means,
+    dk, dv,  # written: [T, G, C] both
+    scale, T, S, BLOCKS,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    start, length, first = _segment(offsets, BLOCKS, BLOCK_K)
+    if first >= length:
+        return
+    group = tl.program_id(1)
+    key = first + tl.arange(0, BLOCK_K)
+    k_block = _load(k, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
+    v_block = _load(v, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
+    dk_acc = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
+    dv_acc = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
+    begin = first // BLOCK_Q * BLOCK_Q if CAUSAL else 0
+    for head in range(group * (H // G), (group + 1) * (H // G)):
+        for at in range(begin, length, BLOCK_Q):
+            query = at + tl.arange(0, BLOCK_Q)
+            row = tl.cast(head, tl.int64) * T + start + query
+            q_block = _load(q, start, at, head, length, H, C, BLOCK_Q, BLOCK_C)
+            dy_block = _load(dy, start, at, head, length, H, C, BLOCK_Q, BLOCK_C)
+            log_total = tl.load(lse + row, mask=query < length, other=0.0) * _LOG2E
+            mean = tl.load(means + row, mask=query < length, other=0.0)
+            # Keys are rows here, so that what multiplies queries need not be turned.
+            s = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
+            of_head = bias + head * (2 * S - 1)
+            s = _scores(s, of_head, query[None, :], key[:, None], length, scale, S, CAUSAL)
+            p = tl.exp2(s - log_total[None, :])
+            dv_acc = tl.dot(p.to(dy_block.dtype), dy_block, dv_acc, input_precision=PRECISION)
+            dp = tl.dot(v_block, tl.trans(dy_block), input_precision=PRECISION)
+            ds = p * (dp - mean[None, :])
+            dk_acc = tl.dot(ds.to(q_block.dtype), q_block, dk_acc, input_precision=PRECISION)
+    _store(dk, dk_acc * scale, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
+    _store(dv, dv_acc, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def attention_dbias_kernel(
+    q, k, v, bias, offsets, dy, lse, means,
+    sums,  # written: [shares, H, diagonals, 2 BLOCK] fp32, by distance from the first of a diagonal
+    scale, T, S, BLOCKS, N,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    group = head // (H // G)
+    of_head = bias + head * (2 * S - 1)
+    diagonal = tl.program_id(0)
+    apart = (diagonal - BLOCKS + 1) * BLOCK  # from the first query to the first key of a tile
+    place = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for segment in range(tl.program_id(2), N, tl.num_programs(2)):
+        start = tl.load(offsets + segment)
+        length = (tl.load(offsets + segment + 1) - start).to(tl.int32)
+        for at in range(tl.maximum(-apart, 0), tl.minimum(length, length - apart), BLOCK):
+            query = at + place
+            key = query + apart
+            row = tl.cast(head, tl.int64) * T + start + query
+            q_block = _load(q, start, at, head, length, H, C, BLOCK, BLOCK_C)
+            k_block = _load(k, start, at + apart, group, length, G, C, BLOCK, BLOCK_C)
+            v_block = _load(v, start, at + apart, group, length, G, C, BLOCK, BLOCK_C)
+            dy_block = _load(dy, start, at, head, length, H, C, BLOCK, BLOCK_C)
+            log_total = tl.load(lse + row, mask=query < length, other=0.0) * _LOG2E
+            mean = tl.load(means + row, mask=query < length, other=0.0)
+            s = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
+            s = _scores(s, of_head, query[:, None], key[None, :], length, scale, S, CAUSAL)
+            dp = tl.dot(dy_block, tl.trans(v_block), input_precision=PRECISION)
+            acc += tl.exp2(s - log_total[:, None]) * (dp - mean[:, None])
+    # Row m holds distances -m to BLOCK - 1 - m: each is moved on by m, to column distance + BLOCK.
+    column = tl.arange(0, 2 * BLOCK)[None, :] + place[:, None] - BLOCK
+    inside = (column >= 0) & (column < BLOCK)
+    moved = tl.gather(acc, tl.where(inside, column, 0), 1)
+    by_distance = tl.sum(tl.where(inside, moved, 0.0), 0)
+    at = (tl.program_id(2) * H + head) * tl.num_programs(0) + diagonal
+    tl.store(sums + at.to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK), by_distance)
+
+
+def relative_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, offsets: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The op's implementation, see `op`."""
+    T, H, _ = q.shape
+    y = torch.empty_like(q)
+    lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
+    if T:
+        how = _how("attention", q, k, bias, offsets, causal)
+        launch(attention_kernel, (how.programs, H), q, k, v, bias, offsets, y, lse, scale,
+               *how.numbers, **how.blocks("BLOCK_Q", "BLOCK_K"))  # fmt: skip
+    return y, lse
+
+
+def relative_attention_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, offsets: Tensor, y: Tensor,
+    lse: Tensor, causal: bool, scale: float, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients, see `reference.backward`."""
+    (T, H, _), G = q.shape, k.shape[1]
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    d_bias = torch.zeros(bias.shape if need_bias else (0,), device=q.device)
+    if not T:
+        return dq, dk, dv, d_bias
+    means = torch.empty_like(lse)
+    given = (q, k, v, bias, offsets, dy)
+    how = _how("attention", q, k, bias, offsets, causal)
+    launch(attention_dq_kernel, (how.programs, H), *given, y, lse, dq, means, scale,
+           *how.numbers, **how.blocks("BLOCK_Q", "BLOCK_K"))  # fmt: skip
+    how = _how("attention_dkv", q, k, bias, offsets, causal)
+    launch(attention_dkv_kernel, (how.programs, G), *given, lse, means, dk, dv, scale,
+           *how.numbers, **how.blocks("BLOCK_K", "BLOCK_Q"))  # fmt: skip
+    if need_bias:
+        how = _how("attention_dbias", q, k, bias, offsets, causal)
+        (_, S, blocks), N = how.numbers, len(offsets) - 1
+        diagonals, shares = (blocks if causal else 2 * blocks - 1), min(N, _SHARES)
+        sums = lse.new_empty(shares, H, diagonals, 2 * how.tile.block_m)
+        launch(attention_dbias_kernel, (diagonals, H, shares), *given, lse, means, sums, scale,
+               *how.numbers, N, **how.blocks("BLOCK"))  # fmt: skip
+        d_bias = _by_distance(sums.sum(0), S, blocks)
+    return dq, dk, dv, d_bias
+
+
+class _How(NamedTuple):
+    """A launch: programs of a head; T, S, blocks of a segment; constants; the tile.
+
+    A program owns block_m queries, or keys, and goes through the others block_n at a time.
+    """
+
+    programs: int
+    numbers: tuple[int, int, int]
+    constants: dict[str, Any]
+    tile: Tile
+
+    def blocks(self, *names: str) -> dict[str, Any]:
+        sizes = zip(names, (self.tile.block_m, self.tile.block_n), strict=False)
+        return self.constants | dict(sizes) | self.tile.launch_options
+
+
+def _how(op: str, q: Tensor, k: Tensor, bias: Tensor, offsets: Tensor, causal: bool) -> _How:
+    (T, H, C), S, plan = q.shape, (bias.shape[1] + 1) // 2, plan_of(q)
+    tile = plan.tile(op if C <= 64 else "attention_wide")
+    if q.dtype is torch.float32 and not plan.interpreted:
+        tile = _FP32
+    blocks = cdiv(S, tile.block_m)
+    constants = {
+        "H": H,
+        "G": k.shape[1],
+        "C": C,
+        "CAUSAL": causal,
+        "PRECISION": plan.precision,
+        "BLOCK_C": max(power_of_two(C), 16),
+    }
+    return _How((len(offsets) - 1) * blocks, (T, S, blocks), constants, tile)
+
+
+def _by_distance(sums: Tensor, S: int, blocks: int) -> Tensor:
+    """d_bias_HA from sums [H, diagonals, 2 BLOCK]: neighbours share BLOCK distances.
+
+    The first column stands for the distance -blocks BLOCK; what is behind the last diagonal that
+    was computed, of later keys, is 0.
+    """
+    H, diagonals, columns = sums.shape
+    block = columns // 2
+    early, late = sums.split(block, dim=2)
+    found = sums.new_zeros(H, 2 * blocks, block)
+    found[:, :diagonals] += early
+    found[:, 1 : diagonals + 1] += late
+    middle = blocks * block
+    return found.flatten(1)[:, middle - S + 1 : middle + S].contiguous()
+
+
+# Heads of T5, and what no tile divides in the largest room.
+_KINDS = ((torch.bfloat16, 64, False), (torch.float16, 120, True))
+_ALL_KINDS = tuple(
+    itertools.product((torch.bfloat16, torch.float16), (16, 64, 80, 128), (False, True))
+)
+
+
+def gate_cases(target: Target) -> list[GateCase]:
+    return _cases(target, _KINDS)
+
+
+def every_case(target: Target) -> list[GateCase]:
+    return _cases(target, _ALL_KINDS)
+
+
+def _cases(target: Target, kinds: Iterable[tuple[torch.dtype, int, bool]]) -> list[GateCase]:
+    def both_ways(dtype: torch.dtype, width: int, causal: bool) -> None:
+        q = torch.empty(4096, 12, width, dtype=dtype, device="meta")
+        k = v = q[:, :4].contiguous()
+        bias = torch.empty(12, 1023, dtype=torch.float32, device="meta")
+        offsets = torch.empty(9, dtype=torch.int32, device="meta")
+        y, lse = relative_attention(q, k, v, bias, offsets, causal, 1.0)
+        relative_attention_backward(y, q, k, v, bias, offsets, y, lse, causal, 1.0, True)
+
+    if target.name in ("gfx1100", "gfx1101"):  # where wide heads spill, see `targets.table`
+        kinds = (kind for kind in kinds if kind[1] <= 64)
+    calls = {
+        f"{str(kind[0]).removeprefix('torch.')} C{kind[1]}{' causal' * kind[2]}": functools.partial(
+            both_ways, *kind
+        )
+        for kind in kinds
+    }
+    return record(target, calls)

@@ -1,0 +1,152 @@
+"""Attention within segments of a row of tokens, with a number for each head and distance.
+
+T5's bias depends on nothing else (arXiv 1910.10683, section 2.1). As a mask for a general attention
+it is B H S^2 numbers, read by every layer, with a gradient as large; here it is H (2 S - 1), read
+in the kernel, and so is its gradient. Nothing is added up in an order that changes: gradients are
+the same twice.
+
+Letters: T tokens, H query heads, G key-value heads, C width of a head, N segments, S the longest
+segment that there may be, A the distances 1 - S to S - 1.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mb_kernels.relative_attention import reference
+from mb_kernels.runtime import checks, registration
+
+_WIDEST = 128
+
+
+def relative_attention(
+    q_THC: Tensor,
+    k_TGC: Tensor,
+    v_TGC: Tensor,
+    bias_HA: Tensor,
+    offsets_N1: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(q k^T scale + bias) v within each segment; differentiable in q, k, v and the bias.
+
+    Args:
+        q_THC: [T, H, C], queries of all segments, one behind the other.
+        k_TGC, v_TGC: [T, G, C], G a divisor of H: each serves H / G heads, neighbours.
+        bias_HA: [H, 2 S - 1], any floating dtype: what is added to the score of a key that lies
+            1 - S, ..., S - 1 places behind its query. It may be -inf, for distances that no token
+            sees; one that sees none at all gets 0.
+        offsets_N1: [N + 1], int32 or int64, where segments begin, from 0; the last is T. A segment
+            may be empty and has at most S tokens (looked at on CPUs and under MB_DEBUG=1).
+        causal: no token sees a later one.
+        scale: of the products; None: 1 / sqrt(C).
+
+    Returns:
+        y_THC in the dtype of q. Products are computed in it, sums, softmax and bias in fp32.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not match; heads wider than 128 on a GPU.
+    """
+    if q_THC.ndim != 3 or k_TGC.ndim != 3 or k_TGC.shape != v_TGC.shape:
+        raise ValueError(
+            "k_TGC, v_TGC: expected [tokens, heads, width] alike, and queries of three dimensions "
+            f"too; got {tuple(k_TGC.shape)}, {tuple(v_TGC.shape)} and {tuple(q_THC.shape)}."
+        )
+    (T, H, C), G = q_THC.shape, k_TGC.shape[1]
+    if k_TGC.shape != (T, G, C) or G == 0 or H % G:
+        raise ValueError(
+            f"k_TGC: expected [{T}, a divisor of {H}, {C}] for queries {tuple(q_THC.shape)}; got "
+            f"{tuple(k_TGC.shape)}."
+        )
+    if bias_HA.ndim != 2 or bias_HA.shape[0] != H or bias_HA.shape[1] % 2 == 0:
+        raise ValueError(
+            f"bias_HA: expected [{H}, 2 S - 1], a number for each head and distance; got "
+            f"{tuple(bias_HA.shape)}."
+        )
+    if offsets_N1.ndim != 1 or offsets_N1.shape[0] < 2:
+        raise ValueError(
+            "offsets_N1: expected the beginnings of segments and their end, two numbers at least; "
+            f"got shape {tuple(offsets_N1.shape)}."
+        )
+    checks.require_same("q_THC", q_THC, k_TGC=k_TGC, v_TGC=v_TGC)
+    checks.require_floating("bias_HA", bias_HA)
+    checks.require_device("q_THC", q_THC, bias_HA=bias_HA)
+    checks.require_indices("q_THC", q_THC, offsets_N1=offsets_N1)
+    if registration.use_triton(q_THC) and C > _WIDEST:
+        raise ValueError(
+            f"q_THC: expected heads of at most {_WIDEST} numbers; got {C}. Use the twin in "
+            "mb_kernels.reference, which takes any width."
+        )
+    scale = max(C, 1) ** -0.5 if scale is None else float(scale)
+    y_THC, _ = torch.ops.mb.relative_attention(
+        q_THC, k_TGC, v_TGC, bias_HA, offsets_N1, causal, scale
+    )
+    return y_THC
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=_wide(q))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 7
+    bias = ctx.saved_tensors[3]
+    need_bias = ctx.needs_input_grad[3]
+    dq, dk, dv, d_bias = torch.ops.mb.relative_attention_backward(
+        dy, *ctx.saved_tensors, ctx.causal, ctx.scale, need_bias
+    )
+    return dq, dk, dv, d_bias.to(bias.dtype) if need_bias else None, None, None, None
+
+
+def _backward_fake(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    d_bias = bias.new_empty(bias.shape if rest[-1] else (0,), dtype=_wide(q))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_bias
+
+
+def _flops(q: tuple[int, ...], k: Any, v: Any, bias: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """Of two products, were every segment the longest; how long they are only the device knows."""
+    T, H, C = q
+    return 4 * T * H * C * (bias[1] + 1) // 2
+
+
+registration.register(
+    "relative_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor offsets, bool causal, "
+    "float scale) -> (Tensor, Tensor)",
+    reference=reference.forward,
+    kernels="mb_kernels.relative_attention.kernels",
+    fake=_fake,
+    flops=_flops,
+    setup_context=_setup,
+    backward=_backward,
+    debug_check=lambda q, k, v, bias, offsets, *_: _check_segments(offsets, bias, q.shape[0]),
+)
+registration.register(
+    "relative_attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor bias, "
+    "Tensor offsets, Tensor y, Tensor lse, bool causal, float scale, bool need_bias) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    reference=reference.backward,
+    kernels="mb_kernels.relative_attention.kernels",
+    fake=_backward_fake,
+    flops=lambda dy, q, k, v, bias, *_, **__: 5 * _flops(q, k, v, bias) // 2,
+)
+
+
+def _check_segments(offsets_N1: Tensor, bias_HA: Tensor, tokens: int) -> None:
+    if not (offsets_N1.is_cuda and torch.cuda.is_current_stream_capturing()):
+        reference.check_segments(offsets_N1, bias_HA, tokens)

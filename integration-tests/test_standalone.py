@@ -15,6 +15,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,14 @@ pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheels")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheels and sdists of all members, as a release stamps them."""
+    folder = tmp_path_factory.mktemp("releases")
     for member in MEMBERS:
-        release.build(ROOT / "packages" / member, out, "--wheel")
-    return out
+        copy = release.copy_member(member, folder)
+        release.stamp(copy, "https://example.org/mb", f"{member}-v0.1.0")
+        release.build(copy, folder / "dist")
+    return folder / "dist"
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +54,25 @@ def third_parties(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--constraint", str(path), *found]
 
 
-@pytest.mark.parametrize("member", MEMBERS[:-1])
-def test_wheel_runs_its_readme_example_alone(
-    member: str, wheels: Path, third_parties: list[str], tmp_path: Path
+def _members_in(python: Path) -> set[str]:
+    lines = release.run("uv", "pip", "freeze", "--python", str(python)).splitlines()
+    return {*MEMBERS} & {re.split(r"==| @ ", line)[0] for line in lines}
+
+
+@pytest.mark.parametrize("members", [MEMBERS[:3], MEMBERS[3:4]], ids=["torch", "no torch"])
+def test_wheels_run_their_readme_examples_alone(
+    members: Sequence[str], dist: Path, third_parties: list[str], tmp_path: Path
 ) -> None:
-    python = release.install(
-        tmp_path / "venv",
-        *third_parties,
-        *("--only-binary", ":all:", "--find-links", str(wheels), member),
-    )
-    result = release.run_example(member, python, tmp_path)
-    assert result.returncode == 0, result.stderr
-    # torch, which does not require NumPy, remarks on its absence by itself.
-    assert [
-        line for line in result.stderr.splitlines() if "arning" in line and "NumPy" not in line
-    ] == []
+    """Each beside what it depends on and nothing else: the environment grows with the arrows."""
+    options = (*third_parties, "--only-binary", ":all:", "--find-links", str(dist))
+    for member in members:
+        python = release.install(tmp_path / "venv", *options, member)
+        assert _members_in(python) == {*members[: members.index(member) + 1]}
+        result = release.run_example(member, python, tmp_path)
+        assert result.returncode == 0, result.stderr
+        # torch, which does not require NumPy, remarks on its absence by itself.
+        lines = result.stderr.splitlines()
+        assert [line for line in lines if "arning" in line and "NumPy" not in line] == []
 
 
 def test_a_new_version_runs_beside_older_wheels(
@@ -100,14 +108,9 @@ def test_a_new_version_runs_beside_older_wheels(
 
 
 @pytest.mark.parametrize("member", MEMBERS)
-def test_a_release_carries_licence_addresses_and_absolute_links(
-    member: str, tmp_path: Path
-) -> None:
-    folder = release.copy_member(member, tmp_path)
-    release.stamp(folder, "https://example.org/mb", f"{member}-v0.1.0")
-    release.build(folder, tmp_path / "dist")
-
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
+def test_a_release_carries_licence_addresses_and_absolute_links(member: str, dist: Path) -> None:
+    stem = member.replace("-", "_")
+    (wheel,) = dist.glob(f"{stem}-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = [name for name in names if name.endswith("METADATA")]
@@ -115,8 +118,8 @@ def test_a_release_carries_licence_addresses_and_absolute_links(
     licence = (ROOT / "LICENSE").read_text()
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert (ROOT / "packages" / member / "LICENSE").read_text() == licence
-    assert f"{member.replace('-', '_')}/py.typed" in names
-    (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
+    assert f"{stem}/py.typed" in names
+    (sdist,) = dist.glob(f"{stem}-*.tar.gz")
     with tarfile.open(sdist) as archive:
         assert any(re.fullmatch(r"[^/]+/LICENSE", name) for name in archive.getnames())
 

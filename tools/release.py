@@ -83,9 +83,10 @@ def last_tag(member: str) -> str | None:
 
 
 def install(environment: Path, *arguments: str) -> Path:
-    """A new environment with `arguments` installed in it; returns its Python."""
-    run("uv", "venv", "--quiet", "--python", sys.executable, str(environment))
+    """Install `arguments` into an environment, made if it is not there; returns its Python."""
     python = environment / "bin" / "python"
+    if not python.exists():
+        run("uv", "venv", "--quiet", "--python", sys.executable, str(environment))
     run("uv", "pip", "install", "--quiet", "--python", str(python), *arguments)
     return python
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from mb_kernels import reference
 from mb_kernels.activation import is_glu, parse
 from mb_kernels.expert_mlp import expert_mlp
-from mb_kernels.routing import bin_tokens
 
 # Relative Frobenius error against float64, by the dtype computed in. A rounding to bfloat16 is
 # 1e-3 of it; the reference on a CPU, which rounds after every step, comes to 4.8e-3.
@@ -164,7 +163,7 @@ def make_inputs(
         "x": first(x).requires_grad_(),
         "w1": stored(first(w1), case.transposed[0]),
         "w2": stored(w2, case.transposed[1]),
-        "bins": bin_tokens(ids, case.experts, capacity=case.capacity),
+        "bins": reference.bin_tokens(ids, case.experts, capacity=case.capacity),
         "weights": normal(case.tokens, case.top_k).abs().to(weights_dtype).requires_grad_(),
         "d_y": normal(case.tokens, case.hidden),
     }

@@ -9,29 +9,38 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 
 
 @pytest.fixture(autouse=True)
-def language_patched_once(monkeypatch):
-    """Triton replaces its language anew at each call of a device function, half of all time.
+def what_an_interpreter_need_not_do_twice(monkeypatch):
+    """Half of its time, with Triton 3.7.
 
-    Once for each module within a launch is enough: the first launch of a module's function does it
-    for all, and the end of the launch undoes it.
+    It replaces the language anew at each call of a device function: once for each module within a
+    launch is enough, whose end undoes it. It builds a table of all dtypes to look one up.
     """
     from triton.runtime import interpreter
 
-    done: set[int] = set()
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    replaced: set[int] = set()
+    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    dtypes: dict[str, np.dtype] = {}
+    look_up = interpreter._get_np_dtype
 
-    def patched(fn):
-        if id(fn.__globals__) in done:
+    def replace_once(fn):
+        if id(fn.__globals__) in replaced:
             return None
-        done.add(id(fn.__globals__))
-        return patch(fn)
+        replaced.add(id(fn.__globals__))
+        return replace(fn)
 
-    def launched(self, *args, **keywords):
-        done.clear()
+    def launch_anew(self, *args, **keywords):
+        replaced.clear()
         return launch(self, *args, **keywords)
 
-    monkeypatch.setattr(interpreter, "_patch_lang", patched)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    def known(kind):
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = look_up(kind)
+        return dtypes[name]
+
+    monkeypatch.setattr(interpreter, "_patch_lang", replace_once)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", known)
 
 
 @pytest.fixture

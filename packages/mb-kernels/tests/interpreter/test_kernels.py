@@ -65,7 +65,10 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["pointers", "descriptors", "chiplets"])
+OPERANDS = ("pointers", "descriptors", "chiplets")
+
+
+@pytest.fixture(params=OPERANDS)
 def operands(request):
     """Ways of loading operands and dealing tiles: sm80's, Hopper's, and AMD's with XCDs."""
     target = {"descriptors": "sm90", "chiplets": "gfx942"}.get(request.param, "sm80")
@@ -75,12 +78,17 @@ def operands(request):
         yield
 
 
+RUNS = [(case, torch.float32) for case in CASES]
+RUNS += [(case, torch.float16) for case in (CASES[0], CASES[-1], *FEW_ROWS)]
+
+
 @pytest.mark.usefixtures("operands")
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, torch.float32) for case in CASES]
-    + [(case, torch.float16) for case in (CASES[0], CASES[-1], *FEW_ROWS)],
+    ("case", "dtype", "operands"),
+    # Two ways for each: any two of a case, a dtype and a way meet, three of them need not.
+    [(*run, OPERANDS[(i + way) % 3]) for i, run in enumerate(RUNS) for way in range(2)],
     ids=str,
+    indirect=["operands"],
 )
 def test_expert_mlp(case, dtype):
     errors = expert_mlp_errors(case, dtype=dtype, device="cpu")
@@ -230,9 +238,17 @@ def test_topk_softmax(tokens, experts, k, renormalize):
     assert torch.equal(results[0][3], results[1][3])
 
 
-@pytest.mark.parametrize("capacity", [None, 0, 9], ids=lambda c: f"C{c}")
-@pytest.mark.parametrize("routing", ["skewed", "empty_experts"])
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(300, 40, 2), (1, 2, 1), (64, 3, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "routing", "capacity"),
+    [
+        (300, 40, 2, "skewed", 9),
+        (300, 40, 2, "empty_experts", None),
+        (1, 2, 1, "skewed", None),
+        (1, 2, 1, "empty_experts", 0),
+        (64, 3, 1, "skewed", 0),
+        (64, 3, 1, "empty_experts", 9),
+    ],
+)
 def test_bin_tokens(tokens, experts, k, routing, capacity):
     generator = torch.Generator().manual_seed(0)
     ids = make_expert_ids(routing, tokens, experts, k, generator=generator).long()

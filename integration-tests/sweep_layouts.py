@@ -151,7 +151,7 @@ def experts(rng: random.Random, ranks: int, tp: int, model: list[str], layout: l
     for flags in (
         "--moe-shared-expert-intermediate-size 16",
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
-        f"--moe-z-loss-weight {0.2 * weight}", "--moe-output-bias", "--moe-mlp-bias",
+        f"--moe-z-loss-weight {weight / 5}", "--moe-output-bias", "--moe-mlp-bias",
         "--moe-router-bias",
         "--moe-renormalize", "--moe-layer-freq 2", "--moe-first-k-dense 1",
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",

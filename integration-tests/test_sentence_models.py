@@ -34,7 +34,7 @@ ONE = {
     "ict": "--model ict --micro-batch-size 8",
     "ict experts": f"--model ict --micro-batch-size 8 {MOE} --moe-loss-weight 0",
 }
-# Name: what it must equal, flags.
+# Name: what it must equal, flags. Of two ranks, or of four.
 LAYOUTS: dict[str, tuple[str, str]] = {
     "bert dp2": ("bert", "--zero-stage 3"),
     "bert ep2": ("bert", f"{EP} 2"),
@@ -51,7 +51,9 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "ict dp2": ("ict", "--micro-batch-size 4"),
     "ict ep2": ("ict experts", f"--micro-batch-size 4 {EP} 2"),
     "ict tp2 sp": ("ict experts", f"{TP} 2 {SP}"),
+    "ict dp2 tp2": ("ict experts", f"--micro-batch-size 4 {TP} 2"),
 }
+FOUR = ("ict dp2 tp2",)
 
 
 def _write_data(folder: Path) -> list[str]:
@@ -110,9 +112,10 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     saves = {name: folder / name.replace(" ", "-") for name in (*ONE, *LAYOUTS)}
     for model in ONE:
         assert tiny_run.train(_line(data, saves[model], model)) == 0
-    lines = [_line(data, saves[name], *LAYOUTS[name]) for name in LAYOUTS]
-    for said in run_ranks(_train, 2, lines, timeout_s=900.0):
-        assert said == [""] * len(lines)
+    for ranks, names in {2: LAYOUTS.keys() - FOUR, 4: FOUR}.items():
+        lines = [_line(data, saves[name], *LAYOUTS[name]) for name in names]
+        for said in run_ranks(_train, ranks, lines, timeout_s=900.0):
+            assert said == [""] * len(lines)
     return saves
 
 

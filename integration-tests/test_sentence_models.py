@@ -100,9 +100,8 @@ def _ict_deviations(run: Path, expected: Path) -> dict[str, float]:
         for n in wanted
         if n.startswith("model.")
     ]
-    return {name: found[name] for name in ("loss", "grad norm", "validation")} | {
-        "weights": max(errors)
-    }
+    said = {name: found[name] for name in ("loss", "grad norm", "validation")}
+    return said | {"weights": max(errors)}
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +125,13 @@ def test_a_layout_takes_the_steps_of_one_process(layout, runs):
     ict = layout.startswith("ict")
     deviations = _ict_deviations(run, expected) if ict else _deviations(run, expected)
     # A T5's scores of relative positions begin at 44, and with them errors of rounding: gradients
-    # that all but cancel show it, and what they change.
-    loose = ("weights", "exp_avg", "exp_avg_sq") if LAYOUTS[layout][0] == "t5" or ict else ()
+    # that all but cancel show it, and what they change. So do those of an ICT's young towers, which
+    # embed all texts nearly alike.
+    changed = ("weights", "exp_avg", "exp_avg_sq")
+    loose = (*changed, "grad norm") if ict else changed if LAYOUTS[layout][0] == "t5" else ()
+    limit = 1e-3 if ict else 1e-4
     for kind, value in deviations.items():
-        assert value < (1e-4 if kind in loose else 1e-5), deviations
+        assert value < (limit if kind in loose else 1e-5), deviations
 
 
 @pytest.mark.timeout(600)

@@ -34,7 +34,7 @@ ONE = {
     "ict": "--model ict --micro-batch-size 8",
     "ict experts": f"--model ict --micro-batch-size 8 {MOE} --moe-loss-weight 0",
 }
-# Name: what it must equal, flags.
+# Name: what it must equal, flags. Of two ranks, or of four.
 LAYOUTS: dict[str, tuple[str, str]] = {
     "bert dp2": ("bert", "--zero-stage 3"),
     "bert ep2": ("bert", f"{EP} 2"),
@@ -51,7 +51,9 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "ict dp2": ("ict", "--micro-batch-size 4"),
     "ict ep2": ("ict experts", f"--micro-batch-size 4 {EP} 2"),
     "ict tp2 sp": ("ict experts", f"{TP} 2 {SP}"),
+    "ict dp2 tp2": ("ict experts", f"--micro-batch-size 4 {TP} 2"),
 }
+FOUR = ("ict dp2 tp2",)
 
 
 def _write_data(folder: Path) -> list[str]:
@@ -98,9 +100,8 @@ def _ict_deviations(run: Path, expected: Path) -> dict[str, float]:
         for n in wanted
         if n.startswith("model.")
     ]
-    return {name: found[name] for name in ("loss", "grad norm", "validation")} | {
-        "weights": max(errors)
-    }
+    said = {name: found[name] for name in ("loss", "grad norm", "validation")}
+    return said | {"weights": max(errors)}
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +111,10 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     saves = {name: folder / name.replace(" ", "-") for name in (*ONE, *LAYOUTS)}
     for model in ONE:
         assert tiny_run.train(_line(data, saves[model], model)) == 0
-    lines = [_line(data, saves[name], *LAYOUTS[name]) for name in LAYOUTS]
-    for said in run_ranks(_train, 2, lines, timeout_s=900.0):
-        assert said == [""] * len(lines)
+    for ranks, names in {2: LAYOUTS.keys() - FOUR, 4: FOUR}.items():
+        lines = [_line(data, saves[name], *LAYOUTS[name]) for name in names]
+        for said in run_ranks(_train, ranks, lines, timeout_s=900.0):
+            assert said == [""] * len(lines)
     return saves
 
 
@@ -123,10 +125,13 @@ def test_a_layout_takes_the_steps_of_one_process(layout, runs):
     ict = layout.startswith("ict")
     deviations = _ict_deviations(run, expected) if ict else _deviations(run, expected)
     # A T5's scores of relative positions begin at 44, and with them errors of rounding: gradients
-    # that all but cancel show it, and what they change.
-    loose = ("weights", "exp_avg", "exp_avg_sq") if LAYOUTS[layout][0] == "t5" or ict else ()
+    # that all but cancel show it, and what they change. So do those of an ICT's young towers, which
+    # embed all texts nearly alike.
+    changed = ("weights", "exp_avg", "exp_avg_sq")
+    loose = (*changed, "grad norm") if ict else changed if LAYOUTS[layout][0] == "t5" else ()
+    limit = 1e-3 if ict else 1e-4
     for kind, value in deviations.items():
-        assert value < (1e-4 if kind in loose else 1e-5), deviations
+        assert value < (limit if kind in loose else 1e-5), deviations
 
 
 @pytest.mark.timeout(600)

@@ -1,6 +1,7 @@
 """adamw_step on the CPU against torch.optim.AdamW, and what its border refuses."""
 
 import os
+from functools import partial
 
 import mb_kernels
 import pytest
@@ -177,3 +178,26 @@ def test_kernel_matches_reference_on_a_gpu(moment, grad, shift):
         for a, b in zip(ours, theirs, strict=True):
             tolerance = 1e-6 if a.dtype is torch.float32 else torch.finfo(a.dtype).eps
             torch.testing.assert_close(a, b, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"grad": torch.zeros(6, 4)}, r"buffer: expected.*\(6, 4\)"),
+        ({"grad": torch.zeros(4, 6).double()}, "grad: expected torch.float32 or"),
+        ({"buffer": torch.zeros(4, 6).bfloat16()}, "buffer: expected torch.float32"),
+        ({"grad_scale": torch.ones(1)}, "grad_scale: expected a float32 scalar"),
+        ({"weight": torch.zeros(4, 6).half()}, "weight: expected torch.float32"),
+        ({"update": torch.zeros(4, 5)}, "update: expected.*4, 6"),
+        ({"copy": torch.zeros(4, 6)}, "copy: expected torch.bfloat16"),
+    ],
+)
+def test_muons_passes_refuse(change, says):
+    x, one = torch.zeros(4, 6), torch.ones(())
+    before = {"grad": x, "buffer": x, "grad_scale": one}
+    after = {"weight": x, "update": x, "copy": None}
+    run = partial(mb_kernels.muon_step, **(after | change), size=0.1, decay=0.0, found_inf=one)
+    if change.keys() & before.keys():
+        run = partial(mb_kernels.muon_momentum, **(before | change), momentum=0.9, found_inf=one)
+    with pytest.raises(ValueError, match=says):
+        run()

@@ -55,6 +55,24 @@ def torchs(optimizer: torch.optim.Optimizer, copies: list[torch.Tensor] | None) 
         torch._foreach_copy_(copies, [p.detach() for p in parameters])
 
 
+def muons(parameters: list[nn.Parameter]) -> dict[str, tuple[Callable[[], object], int]]:
+    """Muon's step for the blocks' matrices, AdamW's for the rest; and without its iteration."""
+    matrices = [p for p in parameters[2:] if p.ndim > 1 and p.shape != (EXPERTS, HIDDEN)]
+    taken = set(matrices)
+    rest = [p for p in parameters if p not in taken]
+    calls: dict[str, tuple[Callable[[], object], int]] = {}
+    state = None
+    for name, steps in {"Muon": 5, "Muon without its iteration": 0}.items():
+        groups = [{"params": matrices, "muon": True}, {"params": rest}]
+        muon = Muon(groups, lr=1e-4, weight_decay=0.1, ns_steps=steps)
+        if state is None:
+            muon.step()
+            state = muon.state
+        muon.state = state
+        calls[name] = (partial(clip_and_step, muon, max_norm=1.0), 28)
+    return calls
+
+
 def in_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     for call in calls.values():
         call()
@@ -74,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--muon", action="store_true", help="time Muon on the same weights as well")
+    parser.add_argument("--muon", action="store_true", help="Muon instead, on the same weights")
     arguments = parser.parse_args()
     machine = {
         "gpu": torch.cuda.get_device_name(),
@@ -97,6 +115,10 @@ def main() -> None:
     parameters = make(arguments.layers, torch.float32)
     numbers = sum(p.numel() for p in parameters)
     print(f"{numbers / 1e9:.2f} B parameters in {len(parameters)} tensors")
+    if arguments.muon:
+        measure(muons(parameters), numbers)
+        print(json.dumps({"machine": machine, "parameters": numbers, "rows": rows}))
+        return
     copies = [p.detach().bfloat16() for p in parameters]
     pairs = WorkingCopies(dict(zip(parameters, copies, strict=True)))
     rates = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -128,16 +150,6 @@ def main() -> None:
     print(describe(half))
     name = "ours, bf16 weights over fp32 masters, bf16 gradients and moments"
     measure({name: (partial(clip, half), 22)}, numbers)
-    if arguments.muon:
-        del half, parameters
-        torch.cuda.empty_cache()
-        parameters = make(arguments.layers, torch.float32)
-        matrices = [p for p in parameters[2:] if p.ndim > 1 and p.shape != (EXPERTS, HIDDEN)]
-        taken = set(matrices)
-        rest = [p for p in parameters if p not in taken]
-        groups = [{"params": matrices, "muon": True}, {"params": rest}]
-        muon = Muon(groups, lr=1e-4, weight_decay=0.1)
-        measure({"Muon, AdamW for the rest": (partial(clip, muon), 24)}, numbers)
     print(json.dumps({"machine": machine, "parameters": numbers, "rows": rows}))
 
 

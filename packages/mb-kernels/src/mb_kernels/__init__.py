@@ -15,6 +15,8 @@ from mb_kernels.grouped_gemm import gmm as gmm
 from mb_kernels.grouped_gemm import grouped_gemm as grouped_gemm
 from mb_kernels.linear_cross_entropy import VocabularyShard as VocabularyShard
 from mb_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from mb_kernels.muon import muon_momentum as muon_momentum
+from mb_kernels.muon import muon_step as muon_step
 from mb_kernels.permute import combine as combine
 from mb_kernels.permute import gather as gather
 from mb_kernels.quantize import Quantized as Quantized

@@ -6,6 +6,7 @@ from mb_kernels.block_sparse.reference import dds, dsd, sdd
 from mb_kernels.expert_mlp.reference import expert_mlp, grouped_experts
 from mb_kernels.grouped_gemm.reference import gmm, grouped_gemm
 from mb_kernels.linear_cross_entropy.reference import linear_cross_entropy
+from mb_kernels.muon.reference import muon_momentum, muon_step
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.reference import dequantize, quantize
 from mb_kernels.relative_attention.reference import relative_attention
@@ -25,6 +26,8 @@ __all__ = [
     "grouped_experts",
     "grouped_gemm",
     "linear_cross_entropy",
+    "muon_momentum",
+    "muon_step",
     "pad_bins",
     "quantize",
     "relative_attention",

@@ -1,4 +1,4 @@
-"""The AdamW kernel in Triton's interpreter against its twin."""
+"""The optimizers' kernels in Triton's interpreter against their twins."""
 
 import mb_kernels
 import pytest
@@ -77,3 +77,30 @@ def test_an_infinity_changes_nothing(reachable):
 def test_more_tensors_than_one_launch_takes(reachable):
     got, want = _both(reachable, shapes=[(3,)] * 515)
     torch.testing.assert_close(torch.stack(got[0]), torch.stack(want[0]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+@pytest.mark.parametrize(("grad", "copy"), [(torch.float32, None), (torch.float16, torch.float16)])
+def test_muons_passes_equal_their_twins(grad, copy, found_inf):
+    generator = torch.Generator().manual_seed(3)
+    flags = {"found_inf": torch.tensor(found_inf)}
+    for shape in ((3, 33, 50), (0, 4), (16, 16)):
+        given = torch.randn(shape, generator=generator).to(grad)
+        if found_inf:
+            given.fill_(torch.nan)
+        buffer, weight = (torch.randn(shape, generator=generator) for _ in range(2))
+        results = []
+        for module in (mb_kernels, reference):
+            m, w = buffer.clone(), weight.clone()
+            c = None if copy is None else weight.to(copy)
+            direction = module.muon_momentum(
+                given, m, momentum=0.95, grad_scale=torch.tensor(4.0), dtype=torch.float16, **flags
+            )
+            update = direction if not found_inf else torch.full_like(direction, torch.nan)
+            module.muon_step(w, update, c, size=0.1, decay=0.01, **flags)
+            results.append((direction, m, w, *([] if c is None else [c])))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-6)
+        if found_inf:
+            assert torch.equal(results[0][1], buffer)
+            assert torch.equal(results[0][2], weight)

@@ -43,7 +43,7 @@ def build_optimizer(model: Assembled, config: TrainConfig) -> torch.optim.Optimi
         "state_dtype": _STATE_DTYPES[config.optimizer_state_dtype],
     }
     if config.optimizer == "muon":
-        return Muon(groups, **rates)
+        return Muon(groups, **rates, working_copies=model.working_copies)
     return AdamW(groups, **rates, working_copies=model.working_copies)
 
 

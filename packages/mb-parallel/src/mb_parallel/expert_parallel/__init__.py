@@ -8,6 +8,7 @@ from mb_parallel.expert_parallel.apply import parallelize_experts as parallelize
 from mb_parallel.expert_parallel.balance import set_micro_batch as set_micro_batch
 from mb_parallel.expert_parallel.balance import step_counts as step_counts
 from mb_parallel.expert_parallel.collectives import Place as Place
+from mb_parallel.expert_parallel.collectives import gather_rows as gather_rows
 from mb_parallel.expert_parallel.peer import PeerBuffers as PeerBuffers
 from mb_parallel.expert_parallel.peer import PeerDispatcher as PeerDispatcher
 from mb_parallel.expert_parallel.rows import Rows as Rows

@@ -8,7 +8,8 @@ batched Newton-Schulz iteration.
 Communication: the iteration needs whole matrices. Experts that lie whole on their rank (sharded by
 expert: expert parallelism, FSDP over dimension 0) need none. A matrix in parts is gathered from its
 shards in `ns_dtype`, 2 bytes a parameter in bf16, and every rank that holds a part iterates on all
-of it.
+of it. Around the iteration each number is read and written once before it and once after it
+(`mb_kernels.muon_momentum`, `muon_step`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import mb_kernels
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from mb_parallel.optimizer.adamw import AdamW
 from mb_parallel.optimizer.shards import local, local_grad, shaped_like
+from mb_parallel.optimizer.working_copies import WorkingCopies
 
 # Jordan's quintic: singular values go to about 1 in five iterations, from 0.7 to 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -32,7 +35,8 @@ class Muon(AdamW):
 
     Args:
         params: groups; those with `muon=True` hold matrices [.., rows, columns] in fp32.
-        lr, betas, eps, weight_decay, state_dtype: as for `AdamW`; rate and decay serve both.
+        lr, betas, eps, weight_decay, state_dtype, working_copies: as for `AdamW`; rate and decay
+            serve both.
         momentum: Nesterov's.
         ns_steps: iterations of Newton-Schulz.
         ns_dtype: that they run in.
@@ -55,6 +59,7 @@ class Muon(AdamW):
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype = torch.float32,
+        working_copies: WorkingCopies | None = None,
     ) -> None:
         self.ns_dtype = ns_dtype
         super().__init__(
@@ -64,6 +69,7 @@ class Muon(AdamW):
             eps,
             weight_decay,
             state_dtype=state_dtype,
+            working_copies=working_copies,
             muon=False,
             momentum=momentum,
             ns_steps=ns_steps,
@@ -94,18 +100,26 @@ class Muon(AdamW):
         if not group["muon"]:
             super().update(group, parameters, divisor, skip)
             return
-        lr, momentum, keep = float(group["lr"]), group["momentum"], 1.0 - skip
-        decay = 1.0 - lr * group["weight_decay"] * keep
+        lr = float(group["lr"])
         for parameter in parameters:
-            weight = local(parameter.detach())
-            buffer = local(self.state[parameter]["momentum_buffer"])
-            # Of a step that is skipped nothing may come through, and zero times NaN is NaN.
-            grad = torch.where(skip != 0, 0.0, local_grad(parameter).float() / divisor)
-            buffer.lerp_(grad, (1.0 - momentum) * keep)
-            nesterov = grad.lerp_(buffer, momentum)
-            update = _orthogonal(nesterov.to(self.ns_dtype), parameter, group["ns_steps"])
-            size = 0.2 * max(parameter.shape[-2:]) ** 0.5
-            weight.mul_(decay).sub_(update.to(weight.dtype) * (lr * size * keep))
+            direction = mb_kernels.muon_momentum(
+                local_grad(parameter),
+                local(self.state[parameter]["momentum_buffer"]),
+                momentum=group["momentum"],
+                grad_scale=divisor,
+                found_inf=skip,
+                dtype=self.ns_dtype,
+            )
+            copy = self._copies.get(parameter)
+            mb_kernels.muon_step(
+                local(parameter.detach()),
+                _orthogonal(direction, parameter, group["ns_steps"]),
+                None if copy is None else local(copy.detach()),
+                size=lr * 0.2 * max(parameter.shape[-2:]) ** 0.5,
+                decay=lr * group["weight_decay"],
+                found_inf=skip,
+            )
+        self._copies.written(parameters)
 
 
 def _orthogonal(shard: Tensor, parameter: Tensor, steps: int) -> Tensor:
@@ -132,17 +146,15 @@ def _orthogonal(shard: Tensor, parameter: Tensor, steps: int) -> Tensor:
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """The orthogonal matrices near [..., rows, columns], by a batched product per iteration."""
+    """The orthogonal matrices near [..., rows, columns], by batched products."""
     if not x.numel():
         return x
     a, b, c = _COEFFICIENTS
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    shape = x.shape
+    shape, tall = x.shape, x.shape[-2] > x.shape[-1]
     x = x.reshape(-1, *shape[-2:])
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    x = x.reshape(shape)
-    return x.mT if tall else x
+        gram = x.mT @ x if tall else x @ x.mT
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, *((x, factor) if tall else (factor, x)), beta=a)
+    return x.reshape(shape)

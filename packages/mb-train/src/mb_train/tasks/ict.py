@@ -10,6 +10,7 @@ import mb_data
 import numpy as np
 import torch
 from mb_parallel import ParallelMesh
+from mb_parallel.expert_parallel import Place, gather_rows
 from mb_parallel.tensor_parallel import Plan
 from torch import Tensor
 
@@ -170,11 +171,8 @@ class ICTTask:
         axis = self._mesh.axis("dp")
         if axis is None:
             return x_BD
-        from torch.distributed.nn.functional import all_gather
-
-        # Every rank's loss counts for 1 / dp in the gradient: what the others' losses say of these
-        # blocks comes back summed, so nothing is divided here.
-        return torch.cat(all_gather(x_BD, group=axis.get_group()))
+        # What the others' losses say of these blocks comes back summed.
+        return gather_rows(x_BD, Place(axis.get_group(), "the retriever's loss"))
 
 
 def titles_beside(prefix: str) -> str | None:

@@ -1,0 +1,118 @@
+"""The two passes over memory around Muon's orthogonalisation, each byte read and written once.
+
+    g <- grad / grad_scale
+    m <- m + (1 - momentum) (g - m)        direction <- g + momentum (m - g), in 16 bits
+    w <- (1 - lr weight_decay) w - size update        copy <- w, in its own dtype
+
+Muon by Jordan et al. (kellerjordan.github.io/posts/muon), with Nesterov's momentum. As with
+``adamw_step`` the divisor holds clipping and loss scale, a step that is skipped changes nothing,
+and nothing is read back.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mb_kernels.muon import reference
+from mb_kernels.runtime import registration
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def muon_momentum(
+    grad: Tensor,
+    buffer: Tensor,
+    *,
+    momentum: float,
+    grad_scale: Tensor,
+    found_inf: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Move the momentum ``buffer`` in place; return the direction to orthogonalise.
+
+    Args:
+        grad: fp32, bf16 or fp16, left as it is; of any shape.
+        buffer: fp32, of its shape: the momentum.
+        momentum: from 0 up to but not 1.
+        grad_scale: fp32 scalar on the device; the gradient is divided by it.
+        found_inf: fp32 scalar on the device; if it is not zero, the buffer stays, and the gradient
+            counts as zeros.
+        dtype: of the direction.
+
+    Returns:
+        The direction in the shape of grad, contiguous.
+
+    Raises:
+        ValueError: tensors of other shapes, dtypes or devices.
+    """
+    _check("grad", grad, grad, _FLOATS)
+    _check("buffer", buffer, grad, (torch.float32,))
+    _check_scalars(grad, grad_scale=grad_scale, found_inf=found_inf)
+    return _implementation("muon_momentum", grad, buffer)(
+        grad,
+        buffer,
+        momentum=momentum,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        dtype=dtype,
+    )
+
+
+@torch.no_grad()
+def muon_step(
+    weight: Tensor,
+    update: Tensor,
+    copy: Tensor | None,
+    *,
+    size: float,
+    decay: float,
+    found_inf: Tensor,
+) -> None:
+    """Shrink ``weight`` by ``decay`` and move it against ``update`` by ``size``, in place.
+
+    Args:
+        weight: fp32, of any shape.
+        update: of its shape; fp32, bf16 or fp16.
+        copy: bf16 or fp16 of the same shape, or None: the weight to compute with, written too.
+        size: the learning rate times the scale of an update.
+        decay: what is taken of the weight, learning rate times weight decay.
+        found_inf: fp32 scalar on the device; if it is not zero, nothing changes.
+
+    Raises:
+        ValueError: tensors of other shapes, dtypes or devices.
+    """
+    _check("weight", weight, weight, (torch.float32,))
+    _check("update", update, weight, _FLOATS)
+    if copy is not None:
+        _check("copy", copy, weight, _FLOATS[1:])
+    _check_scalars(weight, found_inf=found_inf)
+    tensors = (weight, update) if copy is None else (weight, update, copy)
+    step = _implementation("muon_step", *tensors)
+    step(weight, update, copy, size=size, decay=decay, found_inf=found_inf)
+
+
+def _implementation(name: str, *tensors: Tensor) -> Any:
+    """Kernels take element i of each: tensors without gaps, in one order. Others are rare."""
+    if not registration.use_triton(tensors[0]) or not all(t.is_contiguous() for t in tensors):
+        return getattr(reference, name)
+    return getattr(importlib.import_module("mb_kernels.muon.kernels"), name)
+
+
+def _check(name: str, x: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if x.shape != like.shape or x.device != like.device or x.dtype not in dtypes:
+        raise ValueError(
+            f"{name}: expected {' or '.join(map(str, dtypes))} {tuple(like.shape)} on "
+            f"{like.device}; got {x.dtype} {tuple(x.shape)} on {x.device}."
+        )
+
+
+def _check_scalars(like: Tensor, **scalars: Tensor) -> None:
+    for name, x in scalars.items():
+        if x.ndim or x.dtype is not torch.float32 or x.device != like.device:
+            raise ValueError(
+                f"{name}: expected a float32 scalar on {like.device}; got {x.dtype} "
+                f"{tuple(x.shape)} on {x.device}."
+            )

@@ -6,8 +6,18 @@ Some file systems take seconds to sync a file, and a checkpoint syncs eight.
 """
 
 import os
+import signal
 
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _signals_come():
+    """Under nohup, and in a shell's background, some are ignored, and by what a test starts too."""
+    for name, handler in (("SIGHUP", signal.SIG_DFL), ("SIGINT", signal.default_int_handler)):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,12 @@
 """What is printed while a run is on its way."""
 
+import errno
 import io
 
 import pytest
 from mb_train import console
 from mb_train.console import Console
+from mb_train.signals import stop_signals
 
 
 class Clock:
@@ -73,3 +75,30 @@ def test_other_ranks_are_silent(clock):
     silent.show("two")
     silent.clear()
     assert out.getvalue() == ""
+
+
+class Failing(io.StringIO):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def flush(self):
+        if self.number:
+            raise OSError(self.number, "cannot write")
+
+
+def test_a_full_disk_costs_lines_and_not_the_run():
+    out = Failing(errno.ENOSPC)
+    said = Console(stream=out)
+    said.say("one")
+    out.number = 0
+    said.say("two")
+    assert out.getvalue().endswith("two\n")
+
+
+def test_a_reader_that_has_gone_is_a_terminal_that_has_closed():
+    with stop_signals() as stop:
+        said = Console(stream=Failing(errno.EPIPE))
+        said.say("one")
+        assert stop.name == "SIGHUP"
+        said.say("two")

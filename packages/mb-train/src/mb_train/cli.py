@@ -97,7 +97,6 @@ def _unsaved(config: TrainConfig, result: Result) -> bool:
 
 def _close(config: TrainConfig, result: Result) -> None:
     """The last lines of a run: what came out of it and where it lies."""
-    from mb_train.report import draw
     from mb_train.reporting import perplexity
 
     print(f"\n stopped after iteration {result.iteration}")
@@ -115,10 +114,19 @@ def _close(config: TrainConfig, result: Result) -> None:
         kept = f"{result.checkpoint}, the latest there is" if result.checkpoint else "none"
         kept = f"{kept}: the end of the run could not be saved"
     print(f" checkpoint           {kept}")
-    print(f" picture              {draw(folder)}")
+    print(f" picture              {_picture(folder)}")
     print(f" log                  {folder / LOG_FILE}")
     if result.checkpoint is not None:
         print(f" go on with           {command_line('--load', str(folder))}")
+
+
+def _picture(folder: Path) -> str:
+    from mb_train.report import draw
+
+    try:
+        return str(draw(folder))
+    except OSError as error:  # the disk is full: the run is over all the same
+        return f"none: {_in_a_line(error)}"
 
 
 if __name__ == "__main__":

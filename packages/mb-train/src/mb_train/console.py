@@ -1,13 +1,16 @@
 """What a run prints: lines, and on a terminal one more that says what is going on just now.
 
 That one is written over again and again, and gone when a line is printed. In a file, or a pipe, it
-is a line of its own, and only if nothing has been said for a while.
+is a line of its own, and only if nothing has been said for a while. A run never ends for what it
+cannot say: of a full disk lines are lost, and a pipe whose reader has gone is a terminal that has
+closed, SIGHUP, upon which a run saves and stops.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 from typing import TextIO
@@ -37,7 +40,7 @@ class Console:
         if self._silent:
             return
         self.clear()
-        print(line, file=self._out, flush=True)
+        self._write(f"{line}\n")
 
     def show(self, doing: str) -> None:
         """Say what is going on: at once on a terminal, elsewhere if it has long been quiet."""
@@ -49,16 +52,24 @@ class Console:
                 self.say(f"  {doing}")
         elif now - self._shown > _REWRITE_S:
             width = shutil.get_terminal_size().columns - 1
-            self._out.write(_CLEAR + f"  {doing}"[:width])
-            self._out.flush()
+            self._write(_CLEAR + f"  {doing}"[:width])
             self._shown, self._live = now, True
 
     def clear(self) -> None:
         """Take the line that is written over away."""
         if self._live:
-            self._out.write(_CLEAR)
-            self._out.flush()
+            self._write(_CLEAR)
             self._live = False
+
+    def _write(self, text: str) -> None:
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except BrokenPipeError:
+            self._silent = True
+            signal.raise_signal(getattr(signal, "SIGHUP", signal.SIGTERM))
+        except OSError:
+            pass
 
     @property
     def _out(self) -> TextIO:

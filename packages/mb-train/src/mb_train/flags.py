@@ -132,9 +132,10 @@ def build_parser(
 def _listed(commands: Mapping[str, Command]) -> str:
     if not commands:
         return ""
-    lines = [
-        f"  {name:10}{(call.__doc__ or '').splitlines()[0]}" for name, call in commands.items()
-    ]
+    lines = []
+    for name, call in commands.items():
+        about, _, _ = (call.__doc__ or "").partition("\n")  # python -OO has none
+        lines.append(f"  {name:10}{about}")
     return "\n".join(["\nother commands, each with a --help:", *lines])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from mb_train.frontier import (
     same_size_speed_up,
     speed_up,
 )
+from mb_train.run_folder import replaced, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,9 +46,7 @@ def report_frontier(folders: Sequence[Path], output: Path) -> tuple[str, Path, P
     output.mkdir(parents=True, exist_ok=True)
     picture, numbers = output / "frontier.png", output / "frontier.json"
     _draw(runs, points, picture)
-    draft = numbers.with_name(numbers.name + ".partial")
-    draft.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, numbers)
+    write_text(numbers, json.dumps(found, indent=1) + "\n")
     return _words(found), picture, numbers
 
 
@@ -173,9 +171,8 @@ def _draw(runs: Sequence[FrontierRun], points: Sequence[Point], path: Path) -> N
     for axis in (by_time, by_tokens):
         axis.grid(alpha=0.3, which="both" if axis is by_time else "major")
         axis.legend(fontsize=8)
-    draft = path.with_name(f"{path.stem}.partial.png")
-    figure.savefig(draft, dpi=130)
-    os.replace(draft, path)
+    with replaced(path) as draft:
+        figure.savefig(draft, dpi=130, format="png")
 
 
 def _name_sizes(axis: Axes, of_family: Sequence[Point], points: Sequence[Point]) -> None:

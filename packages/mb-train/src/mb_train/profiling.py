@@ -23,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mb_train.config import TrainConfig
+from mb_train.run_folder import replaced
 
 EXCHANGE, SHARDING = "expert exchange", "data-parallel communication"
 
@@ -174,13 +175,14 @@ def check_profiled(config: TrainConfig, device: torch.device) -> None:
 
 def _compress(source: Path, target: Path) -> str:
     """Keep a trace; a line about it. A full disk ends no run."""
-    draft = target.with_name(target.name + ".partial")
     try:
-        with source.open("rb") as plain, gzip.open(draft, "wb", compresslevel=1) as packed:
+        with (
+            replaced(target) as draft,
+            source.open("rb") as plain,
+            gzip.open(draft, "wb", compresslevel=1) as packed,
+        ):
             shutil.copyfileobj(plain, packed)
-        draft.replace(target)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         return f" trace: not kept, {error.strerror or error}"
     return f" trace: {target}"
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import html
 import io
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mb_train.curves import Curves, read_curves, summary
-from mb_train.run_folder import PAGE, PICTURE
+from mb_train.run_folder import PAGE, PICTURE, replaced, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,9 +84,8 @@ def draw_picture(runs: Sequence[Curves], path: Path) -> None:
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axis, (_, panel) in zip(axes, panels, strict=True):
         panel(figure, axis, runs)
-    draft = path.with_name(f"{path.stem}.partial.png")
-    figure.savefig(draft, dpi=120)
-    os.replace(draft, path)
+    with replaced(path) as draft:
+        figure.savefig(draft, dpi=120, format="png")
 
 
 def write_page(runs: Sequence[Curves], path: Path) -> None:
@@ -100,9 +98,7 @@ def write_page(runs: Sequence[Curves], path: Path) -> None:
     parts.append(f"<h2>{heading}</h2>")
     parts.append(_table(["", *(c.name for c in runs)], _config_rows(runs)))
     parts.append("</body></html>\n")
-    draft = path.with_name(path.name + ".partial")
-    draft.write_text("\n".join(parts), encoding="utf-8")
-    os.replace(draft, path)
+    write_text(path, "\n".join(parts))
 
 
 def _tell_apart(runs: Sequence[Curves], folders: Sequence[Path]) -> None:

@@ -16,12 +16,13 @@ middle has its move finished by the next one (`recover`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -228,15 +229,21 @@ def _finish_move(folder: Path, move: Mapping[str, Any]) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by a whole new one: temporary name, sync, rename."""
+    """Replace a file by a whole new one."""
+    with replaced(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Generator[Path]:
+    """Where to write what takes the place of `path` once it is whole and on the disk, if it is."""
     draft = path.with_name(path.name + ".partial")
     try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield draft
+        with draft.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(draft, path)
-    except OSError:
+    except BaseException:
         draft.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)

@@ -120,6 +120,9 @@ def trained(kind, fields, *, dtype, compiled):
                 metrics.append,
             )
         )
+        for name, parameter in model.named_parameters():  # shown where the test fails, or by -s
+            if parameter.grad is not None and not parameter.grad.isfinite().all():
+                print(f"step {step}, {kind.__name__}, scale {float(scale):.0f}: {name} overflows")
         done = clip_and_step(optimizer, max_norm=1.0, scaler=scaler)
         optimizer.zero_grad(set_to_none=True)
         seen += [next(iter(losses.values())), done.grad_norm]

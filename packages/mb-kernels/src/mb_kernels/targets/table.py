@@ -257,7 +257,8 @@ TILES: dict[str, dict[str, Tile]] = {
     # 64 x 32, 32 x 32 and 16 x 16 that do not spill; "_wide", heads of 65 to 128, is for all three.
     # On gfx1100 "_wide" has 8 warps and spills 280 bytes even so, in the gradients of k and v.
     "attention": _attention((64, 64), gfx1100=(32, 32)),
-    "attention_dkv": _attention((64, 32), gfx1100=(16, 16)),
+    "attention_dkv": _attention((64, 32), gfx1100=(16, 16))
+    | dict.fromkeys(("sm89", "sm120"), Tile(64, 32, 0, num_warps=4, num_stages=1)),
     "attention_dbias": _attention((64, 64), gfx1100=(32, 32))
     | dict.fromkeys(("sm80", "sm89", "sm120"), Tile(64, 64, 0, num_warps=8, num_stages=2)),
     "attention_wide": _attention((32, 32))

@@ -92,13 +92,13 @@ def test_facts_are_those_of_the_text(tmp_path, folder):
 def test_nothing_to_take_leaves_no_file(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     output = tmp_path / "out.jsonl"
-    command = ["machine-corpus", str(output), "--only-added", "--add"]
-    for word, problem in (
-        (f"m={tmp_path / 'empty'}", "no text in"),
-        (f"m={tmp_path / 'none'}", "which is none"),
-        ("folder", "Expected NAME=FOLDER"),
+    for words, problem in (
+        (["--add", f"m={tmp_path / 'empty'}"], "no text in"),
+        (["--add", f"m={tmp_path / 'none'}"], "which is none"),
+        (["--add", "folder"], "Expected NAME=FOLDER"),
+        ([], "give one at least"),
     ):
-        assert main([*command, word]) == 2
+        assert main(["machine-corpus", str(output), "--only-added", *words]) == 2
         assert problem in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["empty"]
 

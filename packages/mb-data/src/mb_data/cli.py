@@ -363,6 +363,8 @@ def _machine_corpus(options: argparse.Namespace) -> None:
         if not (equals and name and "/" not in name):
             raise ValueError(f"Expected NAME=FOLDER for --add, got {word!r}.")
         folders[name] = Path(folder)
+    if not folders:
+        raise ValueError("--only-added takes nothing but --add NAME=FOLDER; give one at least")
     facts = write_machine_corpus(
         options.output,
         folders=folders,

@@ -13,7 +13,6 @@ import importlib.util
 import json
 
 import torch
-from mb_kernels.activation import GLU_ACTIVATIONS
 from mb_layers import FrozenWeight, MoE, MoEConfig, add_lora, dMoE, freeze_in_bits
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -35,7 +34,10 @@ OPTIONS: dict[str, dict] = {
     "LoRA, rank 16, recompute": {"recompute": True},
     "LoRA over 4 bits": {},
 }
-ACTIVATIONS = (*GLU_ACTIVATIONS, "gelu", "gelu_tanh", "silu", "squared_relu")
+ACTIVATIONS = (  # but relu and reglu, which are refused
+    *("swiglu", "geglu", "geglu_tanh", "swigluoai", "swiglu(limit=1)"),
+    *("gelu", "gelu_tanh", "silu", "squared_relu"),
+)
 
 
 def saved_bytes(layer: nn.Module, *inputs: Tensor, **arguments: Tensor) -> int:
@@ -83,7 +85,7 @@ def memory(tokens: int, device: str) -> list[dict]:
 
 def gpt_oss(tokens: int, device: str) -> int:
     """Bytes per token that GPT-OSS's experts keep on our kernels: clamped gates and biases."""
-    import mb_layers.transformers as mb
+    from mb_layers.transformers.experts import IMPLEMENTATION, recognise_gate
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -92,9 +94,10 @@ def gpt_oss(tokens: int, device: str) -> int:
         intermediate_size=SHAPE["ffn_hidden_size"],
         num_local_experts=SHAPE["num_experts"],
     )
-    config._experts_implementation = mb.IMPLEMENTATION
+    config._experts_implementation = IMPLEMENTATION
     options = {"device": device, "dtype": torch.bfloat16}
     experts = GptOssExperts(config).to(**options)
+    recognise_gate(experts)
     with torch.no_grad():
         for parameter in experts.parameters():
             parameter.normal_(std=0.02)
@@ -108,8 +111,6 @@ def errors(tokens: int, device: str) -> list[dict]:
     """Relative error of dx and of the weights' gradients for each activation and number of bits."""
     rows = []
     for activation in ACTIVATIONS:
-        if activation == "reglu":
-            continue  # refused
         row: dict = {"activation": activation}
         for bits in (None, 8, 4):
             torch.manual_seed(0)

@@ -89,5 +89,6 @@ def test_memory_by_option_is_what_the_page_says(
         assert bytes_of[option] < 1.05 * theory, option
     assert bytes_of["recompute"] < bytes_of["saved_activation_bits=4"] < bytes_of["dMoE"]
     for row in printed["errors"]:
-        assert row["dx, 8 bits"] < 0.01
-        assert row["dx, 4 bits"] < 0.2
+        near_a_jump = row["activation"] == "swiglu(limit=1)"
+        assert row["dx, 8 bits"] < (0.1 if near_a_jump else 0.01)
+        assert row["dx, 4 bits"] < (0.4 if near_a_jump else 0.2)

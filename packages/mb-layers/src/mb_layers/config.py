@@ -88,9 +88,9 @@ class MoEConfig:
             MegaBlocks' block-"sparse" ones, for which F must be a multiple of 128.
         recompute: the experts save only the tokens for the backward pass, and recompute the rest.
         saved_activation_bits: 8 or 4: the experts save their pre-activations rounded to as many
-            bits, a half or a quarter of bf16's memory. The output is exact, gradients are not (the
-            README has each activation's error). Not for relu and reglu, whose derivative jumps
-            at 0: what rounds to 0 would lose its gradient altogether.
+            bits, a half or a quarter of bf16's memory. The output is exact, gradients are not
+            (docs/memory.md has each activation's error). Not for relu and reglu, whose derivative
+            jumps at 0: what rounds to 0 would lose its gradient altogether.
     """
 
     hidden_size: int

@@ -1,8 +1,8 @@
 """The expert computation put together from products, for experts that the fused op does not know.
 
-Gates of another form, transposed weights, weights in parts (`mb_layers.factored`). Put
-together by plain autograd it would keep four tensors of rows, of T K D and T K F elements. Kept are
-x and the pre-activations, as by the fused op: in the backward pass rows are gathered again and
+Gates that nobody recognises, weights in parts (`mb_layers.factored`), a norm behind each expert.
+Put together by plain autograd it would keep four tensors of rows, of T K D and T K F elements. Kept
+are x and the pre-activations, as by the fused op: in the backward pass rows are gathered again and
 activated again, and the gradient of a routing weight needs no output of the experts, for
 
     <do, W2 a + b2> = <W2^T do, a> + <do, b2>

@@ -60,7 +60,7 @@ CASES = [
     (4, (1, 9, 3, 2), 8, 1, torch.float32),
     (2, (0, 0), 8, 1, torch.float32),
     (2, (1, 0), 1032, 2, torch.float16),  # more columns than one block
-    (8, (2,) * 8, 8, 4, torch.float32),
+    (5, (2, 1, 2, 0, 2), 8, 4, torch.float32),
 ]
 
 

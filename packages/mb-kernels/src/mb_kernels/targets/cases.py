@@ -2,8 +2,8 @@
 
 A kernel is another for each dtype, activation, and for sizes that do or do not divide its tile. All
 of them together are thousands of builds, which ``every_case`` (``--all``) has. ``gate_cases`` takes
-those that a few layers launch, and of these what differs, see ``targets.cover``: for one chip of
-each maker by pairs of traits, for the rest by traits.
+those that a few layers launch, and of these what differs, see ``targets.cover``: most for one chip
+of each maker, least for those that have a neighbour's tiles.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows.
 """
@@ -26,7 +26,7 @@ from mb_kernels.permute import kernels as permute
 from mb_kernels.quantize import kernels as quantize
 from mb_kernels.targets.cover import cover
 from mb_kernels.targets.record import record
-from mb_kernels.targets.table import GateCase, Target
+from mb_kernels.targets.table import NEIGHBOURS, GateCase, Target
 from mb_kernels.warm_up import (
     rehearse_exchange,
     rehearse_experts,
@@ -84,7 +84,7 @@ LAYERS = (
     Layer(_BF16, "swiglu(gate_cap=4, up_cap=25)", 720, 720, 8, transposed=(True, True)),
     Layer(_FP32, "geglu_tanh(limit=7, interleaved)", 720, 720, 8, transposed=(True, False)),
 )
-_IN_PAIRS = ("sm90", "gfx942")
+_IN_DEPTH = ("sm90", "gfx942")
 _WIDTHS = ((2048, 1024), (720, 720))
 ALL_LAYERS = tuple(
     Layer(dtype, activation, hidden, ffn, top_k, bias=bias)
@@ -116,7 +116,8 @@ ALL_LAYERS = tuple(
 
 def gate_cases(target: Target) -> list[GateCase]:
     """Every kernel of the package, in each dtype and kind of size, not all at once."""
-    return cover(record(target, _calls(LAYERS)), pairs=target.name in _IN_PAIRS)
+    depth = 2 if target.name in _IN_DEPTH else 0 if target.name in NEIGHBOURS else 1
+    return cover(record(target, _calls(LAYERS)), depth=depth)
 
 
 def every_case(target: Target) -> list[GateCase]:

@@ -1,4 +1,4 @@
-"""Which of many launches the gate compiles: every trait of a kernel, or every two traits, once.
+"""Which of many launches the gate compiles: every dtype, trait, or two traits of a kernel, once.
 
 A kernel's code differs by its dtypes, its constants, and by whether a size divides a tile. Most
 launches of a layer repeat what those of another layer had.
@@ -13,23 +13,29 @@ _SMALL = 16  # numbers up to here are switches, counts of parts or of stages: ea
 _DIVISORS = (16, 64, 256)  # of sizes: what a load may be as wide as, and a product's step and tile
 
 
-def cover(cases: Iterable[GateCase], *, pairs: bool) -> list[GateCase]:
-    """The cases, but those of which others have every trait; or every pair, with ``pairs``.
+def cover(cases: Iterable[GateCase], *, depth: int) -> list[GateCase]:
+    """The cases, but those that have nothing of a matrix kernel which others have not.
 
-    Pairs are those of matrix kernels: of the rest, which hold few registers, each trait is enough.
-    What is likely to need most registers is taken first: of biases, gates and masked edges most.
+    To have: at depth 2 every two of its traits, at 1 every trait, at 0 the dtypes alone. Other
+    kernels, which hold few registers, are looked at one less deep. What is likely to need most
+    registers is taken first: of biases, gates and masked edges most.
     """
     listed = list(cases)
-    seen: dict[object, set[tuple[Hashable, ...]]] = {}
+    seen: dict[object, set[Hashable]] = {}
     taken = set()
     for case in sorted(listed, key=_weight, reverse=True):
-        traits = sorted(_traits(case), key=repr)
-        met = set(itertools.combinations(traits, 2 if pairs and case.is_gemm else 1))
+        met = _met(case, depth if case.is_gemm else depth - 1)
         known = seen.setdefault(case.kernel, set())
         if not met <= known:
             known |= met
             taken.add(case.name)
     return [case for case in listed if case.name in taken]
+
+
+def _met(case: GateCase, depth: int) -> set[Hashable]:
+    if depth < 1:
+        return {frozenset(case.signature.values())}
+    return set(itertools.combinations(sorted(_traits(case), key=repr), depth))
 
 
 def _traits(case: GateCase) -> list[Hashable]:

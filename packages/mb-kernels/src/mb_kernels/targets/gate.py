@@ -175,11 +175,10 @@ def _compile(case: GateCase, target: Target) -> Any:
         attrs=attributes,
     )
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
-    return triton.compile(
-        source,
-        target=GPUTarget(target.backend, target.arch, target.wave_size),
-        options=options,
-    )
+    gpu = GPUTarget(target.backend, target.arch, target.wave_size)
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True  # a seventh of the time, not of the code
+        return triton.compile(source, target=gpu, options=options)
 
 
 def _cubin_usage(cubin: bytes) -> tuple[int, int]:

@@ -132,7 +132,7 @@ _RDNA3 = ("gfx1100", "gfx1101")
 _MFMA = {"matrix_instr_nonkdim": 16}
 # Chips that take a neighbour's tiles: the matrix instructions are the same, and so is what the gate
 # finds.
-_NEIGHBOURS = {"sm89": "sm80", "sm120": "sm80", "gfx1101": "gfx1100"}
+NEIGHBOURS = {"sm89": "sm80", "sm120": "sm80", "gfx1101": "gfx1100"}
 Shape = tuple[int, int, int]  # block_m, block_n, block_k
 
 
@@ -145,7 +145,7 @@ def _by_chip(
     """
     tiles = {}
     for name, target in TARGETS.items():
-        known = _NEIGHBOURS.get(name, name)
+        known = NEIGHBOURS.get(name, name)
         tile = others.get(known, shape)
         if isinstance(tile, tuple):
             options = _MFMA if mfma and known in ("gfx942", "gfx950") else {}
@@ -158,7 +158,7 @@ def _by_chip(
 
 def _attention(shape: tuple[int, int], **others: tuple[int, int]) -> dict[str, Tile]:
     """Tiles of attention, in 4 warps: of 64 rows a warp has 16, the least there are."""
-    tiles = {name: others.get(_NEIGHBOURS.get(name, name), shape) for name in TARGETS}
+    tiles = {name: others.get(NEIGHBOURS.get(name, name), shape) for name in TARGETS}
     return {name: Tile(*tile, 0, num_warps=4, num_stages=2) for name, tile in tiles.items()}
 
 

@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case((5, 3), depth=2),
-    Case((4, 4), top_k=1, keep_rows=True, depth=2, bounded=True),
+    Case((4, 4), top_k=1, keep_rows=True, bounded=True),
     Case((3, 0), top_k=3, keep_rows=True, depth=2),
     Case((4, 5), masked=True, policy="exact"),
     Case((3, 4), top_k=1, one_rank=True, policy="budget"),

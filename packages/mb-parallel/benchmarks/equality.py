@@ -17,7 +17,7 @@ def main() -> None:
     from test_layouts import LAYOUTS, deviations, run_all
 
     layouts = sys.argv[1:] or list(LAYOUTS)
-    results, rows = run_all(layouts), []
+    results, rows = run_all(layouts, steps=5), []
     for layout in layouts:
         rows.append({"layout": layout, "zero": LAYOUTS[layout][2], **deviations(results, layout)})
         if len(rows) == 1:

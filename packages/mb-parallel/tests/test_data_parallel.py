@@ -36,7 +36,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.tensor import DTensor
 
-STEPS, MICRO_BATCHES, SAMPLES, WIDTH = 5, 4, 6, 7  # odd width: shards are uneven
+STEPS, MICRO_BATCHES, SAMPLES, WIDTH = 3, 4, 6, 7  # odd width: shards are uneven
 
 
 class Block(nn.Module):
@@ -68,7 +68,7 @@ OPTIMIZERS = {
 
 
 def train(dims, zero_stage, name, recompute=None, device="cpu"):
-    """Losses, norms, gradients, and every parameter and moment whole, of five steps.
+    """Losses, norms, gradients, and every parameter and moment whole, of all steps.
 
     Micro-batch m goes to rank m % dp. They are of unequal sizes, one has no sample at all; losses
     add up over ranks to the mean over samples.

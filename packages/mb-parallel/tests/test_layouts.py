@@ -1,7 +1,8 @@
 """All kinds of parallelism together, with the sharded optimizer, against one process.
 
-Five steps with accumulation, clipping and AdamW: losses, gradient norms, every gradient (the
-router's by name), every parameter and every moment at the end.
+Steps with accumulation, clipping and AdamW, three here and five in `benchmarks/equality.py`:
+losses, gradient norms, every gradient (the router's by name), every parameter and every moment at
+the end.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from mb_parallel.tensor_parallel import parallelize_tensors
 from mb_parallel.testing import run_ranks
 from tiny_gpt import D, L, Options, build, data, plan, relative_error, router_slopes, whole
 
-DENSE, EXPERTS = Options(steps=5), Options(steps=5, experts=4, shared_expert=8)
+DENSE, EXPERTS = Options(), Options(experts=4, shared_expert=8)
 LAYOUTS = {
     "tp2": (DENSE, {"tp": 2}, 2),
     "tp2-experts": (EXPERTS, {"tp": 2}, 1),
@@ -88,15 +89,19 @@ def train_all(rank, world_size, cases):
     return [train(*case) for case in cases]
 
 
-def run_all(layouts):
+def run_all(layouts, steps=3):
     """What each rank has of every layout, and one process of both models; each size starts once."""
-    got = {options: train(options, {}, 3) for options in (DENSE, EXPERTS)}
+
+    def case(options, dims, zero_stage):
+        return dataclasses.replace(options, steps=steps), dims, zero_stage
+
+    got = {options: train(*case(options, {}, 3)) for options in (DENSE, EXPERTS)}
     by_size: dict[int, list[str]] = {}
     for name in layouts:
         sizes = [size for axis, size in LAYOUTS[name][1].items() if axis != "ep"]
         by_size.setdefault(math.prod(sizes), []).append(name)
     for ranks, names in by_size.items():
-        together = run_ranks(train_all, ranks, [LAYOUTS[n] for n in names], timeout_s=280.0)
+        together = run_ranks(train_all, ranks, [case(*LAYOUTS[n]) for n in names], timeout_s=280.0)
         got |= {name: [one[i] for one in together] for i, name in enumerate(names)}
     return got
 

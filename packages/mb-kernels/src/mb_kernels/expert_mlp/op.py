@@ -75,7 +75,8 @@ def expert_mlp(
         home_P: [P] int64, addresses, multiples of 16. The tokens came from P ranks, T / P from
             each: row i of those from rank p is stored from home_P[p] + i D on instead of returned,
             in the backward pass that of the gradient of x_TD, but none of a token that no expert
-            takes. For ``mb_kernels.exchange``, by kernels alone, without ``max_rows``.
+            takes, or whose rows are beyond ``max_rows``. For ``mb_kernels.exchange``; by kernels
+            alone.
 
     Returns:
         y_TD [T, D] in the dtype of x_TD. Differentiable in x_TD, weights, biases and weights_TK.
@@ -112,7 +113,7 @@ def expert_mlp(
     options = (transposed, activation, saved_bits, keep_rows)
     if home_P is None:
         return torch.ops.mb.expert_mlp(*tensors, *options)[0]
-    _check_home(x_TD, w1_EFD, home_P, max_rows)
+    _check_home(x_TD, w1_EFD, home_P)
     return _at_home(*tensors, *options, home_P)
 
 
@@ -163,7 +164,7 @@ def _check_biases(
             checks.require_device("x_TD", x_TD, **{name: bias})
 
 
-def _check_home(x_TD: Tensor, w1_EFD: Tensor, home_P: Tensor, max_rows: int | None) -> None:
+def _check_home(x_TD: Tensor, w1_EFD: Tensor, home_P: Tensor) -> None:
     ranks = home_P.numel()
     if home_P.dtype is not torch.int64 or home_P.ndim != 1 or not ranks or x_TD.shape[0] % ranks:
         raise ValueError(
@@ -171,11 +172,11 @@ def _check_home(x_TD: Tensor, w1_EFD: Tensor, home_P: Tensor, max_rows: int | No
             f"tokens; got {home_P.dtype} {tuple(home_P.shape)}."
         )
     checks.require_device("x_TD", x_TD, home_P=home_P)
-    if not registration.use_triton(x_TD) or max_rows is not None or not w1_EFD.numel():
+    if not registration.use_triton(x_TD) or not w1_EFD.numel():
         raise ValueError(
-            "home_P: expected kernels, experts of at least one feature and no max_rows; got "
-            f"{x_TD.dtype} on {x_TD.device}, w1_EFD {tuple(w1_EFD.shape)}, max_rows={max_rows}. "
-            "Send the result by PeerMemory.push."
+            "home_P: expected kernels, and experts of at least one feature; got "
+            f"{x_TD.dtype} on {x_TD.device}, w1_EFD {tuple(w1_EFD.shape)}. Send the result by "
+            "PeerMemory.push."
         )
 
 

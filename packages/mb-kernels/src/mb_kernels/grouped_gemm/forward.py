@@ -135,8 +135,7 @@ def rows_times_weights(
     columns = w.shape[1 if transpose_weight else 2]
     depth = x.shape[1]
     y = x.new_empty((x.shape[0], columns) if home is None else 0)
-    if scatter_order is not None and scatter_rows > x.shape[0]:
-        assert home is None
+    if home is None and scatter_order is not None and scatter_rows > x.shape[0]:
         y = x.new_zeros((scatter_rows, columns))
     plan = plan_of(x)
     x_arg, w_arg, y_arg = x, w, y

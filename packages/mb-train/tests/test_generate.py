@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import mb_data
+import numpy as np
 import pytest
 import torch
 from mb_train.cli import main
@@ -163,11 +165,15 @@ def test_the_cache_changes_no_token(kind):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of two steps on the sample corpus."""
-    folder = tmp_path_factory.mktemp("generate") / "run"
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("generate")
+    with mb_data.IndexedDatasetBuilder(folder / "text", np.uint16) as builder:
+        for document in np.random.default_rng(0).integers(50256, size=(40, 200)):
+            builder.add_document(document.astype(np.uint16))
     arguments = "--train-iters 2 --eval-iters 0 --hidden-size 32 --ffn-hidden-size 32 --device cpu"
-    assert main(["--recipe", "quickstart", "--save", str(folder), *arguments.split()]) == 0
-    return folder
+    data = ["--data-path", str(folder / "text"), "--save", str(folder / "run")]
+    assert main(["--recipe", "quickstart", *data, *arguments.split()]) == 0
+    return folder / "run"
 
 
 def test_text_from_a_run(run, capsys):

@@ -1,5 +1,7 @@
 """Choosing tokens, and text from a trained run."""
 
+import json
+import math
 from collections import Counter
 
 import mb_data
@@ -47,7 +49,9 @@ def test_draws_follow_the_probabilities():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}], ids=repr
+    "wrong",
+    [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": 2**63}],
+    ids=repr,
 )
 def test_wrong_sampling_is_refused(wrong):
     with pytest.raises(ValueError, match="Expected"):
@@ -196,6 +200,18 @@ def test_several_prompts_print_what_each_would(run, capsys):
         alone.append(capsys.readouterr().out)
     assert main(["generate", str(run), "--prompt", "def f(", "--prompt", "x", *words]) == 0
     assert capsys.readouterr().out == f"{alone[0]}\n{alone[1]}\n"
+
+
+def test_words_stand_anywhere_among_the_flags(run, tmp_path, capsys):
+    file, how = tmp_path / "text", ["--task", "perplexity", "--device", "cpu"]
+    file.write_text("one two three")
+    told = set()
+    capsys.readouterr()
+    for words in ([run, file, *how], [run, *how, file], [*how, run, "--stride", 3, file]):
+        assert main(["eval", *map(str, words)]) == 0
+        told.add(capsys.readouterr().out.splitlines()[-1])
+    (line,) = told
+    assert json.loads(line)["loss"] == pytest.approx(math.log(50257), abs=1)
 
 
 class Letters:

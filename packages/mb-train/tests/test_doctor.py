@@ -12,6 +12,8 @@ def test_this_machine(tmp_path, monkeypatch):
     named = {line.split()[0] for line in facts}
     assert {"python", "system", "torch", "distributed", "memory", "disk", "GPU"} <= named
     assert not any(line.startswith("variable") for line in facts)
+    (tmp_path / "file").touch()
+    assert f"{tmp_path / 'file'} is no folder" in "".join(diagnose(tmp_path / "file" / "run")[1])
 
 
 @pytest.mark.parametrize(

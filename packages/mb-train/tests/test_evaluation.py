@@ -151,6 +151,10 @@ def test_perplexity_of_texts_each_for_itself(trained, tmp_path):
     plain.write_text(texts[0])
     first = evaluate(trained, "perplexity", lines(tmp_path / "one.jsonl", texts[0]), EvalOptions())
     assert evaluate(trained, "perplexity", plain, EvalOptions()) == first
+    plain.write_text(texts[0], encoding="utf-8-sig")  # with a mark before it
+    assert evaluate(trained, "perplexity", plain, EvalOptions()) == first
+    path = lines(tmp_path / "empty.jsonl", "", texts[0], " ")
+    assert evaluate(trained, "perplexity", path, EvalOptions()) == first
 
 
 def test_wrong_input_is_said(trained, tmp_path):
@@ -158,6 +162,13 @@ def test_wrong_input_is_said(trained, tmp_path):
     path.write_text('{"text": "a b"}\n{"words": 3}\n')
     with pytest.raises(ValueError, match=r'line 2: expected JSON with a "text"'):
         evaluate(trained, "lambada", path, EvalOptions())
+    path.write_text('{"text": "a \\ud800 b"}\n')
+    with pytest.raises(ValueError, match=r'line 1: expected JSON with a "text"'):
+        evaluate(trained, "perplexity", path, EvalOptions())
+    path.write_bytes(b"a b \xff")
+    for task in ("lambada", "wikitext", "perplexity"):
+        with pytest.raises(ValueError, match=r"wrong\.jsonl to be text in UTF-8"):
+            evaluate(trained, task, path, EvalOptions())
     with pytest.raises(ValueError, match="line 1: expected a word and text before it"):
         evaluate(trained, "lambada", lines(path, "alone"), EvalOptions())
     with pytest.raises(ValueError, match="Expected a task of lambada, wikitext, perplexity"):

@@ -1,7 +1,11 @@
 """Choosing tokens, and text from a trained run."""
 
+import json
+import math
 from collections import Counter
 
+import mb_data
+import numpy as np
 import pytest
 import torch
 from mb_train.cli import main
@@ -45,7 +49,9 @@ def test_draws_follow_the_probabilities():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}], ids=repr
+    "wrong",
+    [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": 2**63}],
+    ids=repr,
 )
 def test_wrong_sampling_is_refused(wrong):
     with pytest.raises(ValueError, match="Expected"):
@@ -163,11 +169,15 @@ def test_the_cache_changes_no_token(kind):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of two steps on the sample corpus."""
-    folder = tmp_path_factory.mktemp("generate") / "run"
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("generate")
+    with mb_data.IndexedDatasetBuilder(folder / "text", np.uint16) as builder:
+        for document in np.random.default_rng(0).integers(50256, size=(40, 200)):
+            builder.add_document(document.astype(np.uint16))
     arguments = "--train-iters 2 --eval-iters 0 --hidden-size 32 --ffn-hidden-size 32 --device cpu"
-    assert main(["--recipe", "quickstart", "--save", str(folder), *arguments.split()]) == 0
-    return folder
+    data = ["--data-path", str(folder / "text"), "--save", str(folder / "run")]
+    assert main(["--recipe", "quickstart", *data, *arguments.split()]) == 0
+    return folder / "run"
 
 
 def test_text_from_a_run(run, capsys):
@@ -190,6 +200,18 @@ def test_several_prompts_print_what_each_would(run, capsys):
         alone.append(capsys.readouterr().out)
     assert main(["generate", str(run), "--prompt", "def f(", "--prompt", "x", *words]) == 0
     assert capsys.readouterr().out == f"{alone[0]}\n{alone[1]}\n"
+
+
+def test_words_stand_anywhere_among_the_flags(run, tmp_path, capsys):
+    file, how = tmp_path / "text", ["--task", "perplexity", "--device", "cpu"]
+    file.write_text("one two three")
+    told = set()
+    capsys.readouterr()
+    for words in ([run, file, *how], [run, *how, file], [*how, run, "--stride", 3, file]):
+        assert main(["eval", *map(str, words)]) == 0
+        told.add(capsys.readouterr().out.splitlines()[-1])
+    (line,) = told
+    assert json.loads(line)["loss"] == pytest.approx(math.log(50257), abs=1)
 
 
 class Letters:

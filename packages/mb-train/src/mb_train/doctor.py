@@ -197,5 +197,7 @@ def _check_disk(folder: Path, facts: list[str], problems: list[str]) -> None:
     facts.append(f"disk        {free:.1f} GB free for {folder}{enough}")
     if free < _MIN_DISK_GB:
         problems.append(f"Less than {_MIN_DISK_GB:g} GB free at {existing}: checkpoints may fail.")
-    if not os.access(existing, os.W_OK):
+    if not existing.is_dir():
+        problems.append(f"{existing} is no folder. Give another --save folder.")
+    elif not os.access(existing, os.W_OK):
         problems.append(f"{existing} is not writable. Give another --save folder.")

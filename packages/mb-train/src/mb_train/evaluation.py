@@ -91,7 +91,7 @@ def lambada(trained: Trained, path: Path, options: EvalOptions) -> dict[str, flo
 
 def wikitext(trained: Trained, path: Path, options: EvalOptions) -> dict[str, float]:
     """Loss per token, `ppl`, and `adjusted_ppl` per token of the file's own (its words)."""
-    text = path.read_text(encoding="utf-8")
+    text = _text(path)
     original = len(text.strip().split(" "))
     tokens = trained.tokenizer.encode(detokenized(text))
     if original < 2 or len(tokens) < 2:
@@ -111,7 +111,7 @@ def wikitext(trained: Trained, path: Path, options: EvalOptions) -> dict[str, fl
 def perplexity(trained: Trained, path: Path, options: EvalOptions) -> dict[str, float]:
     """Loss per token, `ppl`, `bits_per_byte` over all texts of a file."""
     lines = path.suffix in (".jsonl", ".json")
-    texts = [t for _, t in _texts_of_lines(path)] if lines else [path.read_text(encoding="utf-8")]
+    texts = [t for _, t in _texts_of_lines(path)] if lines else [_text(path)]
     encoded = [trained.tokenizer.encode(text) for text in texts]
     scored = sum(max(len(tokens) - 1, 0) for tokens in encoded)
     if scored == 0:
@@ -141,20 +141,26 @@ def _loss(trained: Trained, texts: Sequence[Sequence[int]], options: EvalOptions
 
 
 def _texts_of_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Line number and "text" of every line that is not empty."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                text = None
-            if not isinstance(text, str) or not text.strip():
-                raise ValueError(
-                    f'{path}, line {number}: expected JSON with a "text", got {line[:60]!r}.'
-                )
+    """Line number and "text" of every line; empty lines and texts are left out."""
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+            text.encode()  # half a surrogate pair is no text
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f'{path}, line {number}: expected JSON with a "text", got {line[:60]!r}.'
+            ) from None
+        if text.strip():
             yield number, text
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # some editors begin files with a mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Expected {path} to be text in UTF-8: {error}.") from None
 
 
 # WikiText writes spaces around punctuation, and @ around what joins numbers and words.

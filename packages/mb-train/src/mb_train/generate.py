@@ -54,6 +54,8 @@ class Sampling:
             raise ValueError(f"Expected top-k of at least 0, got {self.top_k}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"Expected top-p in (0, 1], got {self.top_p}.")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"Expected a seed of at most 63 bits, got {self.seed}.")
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

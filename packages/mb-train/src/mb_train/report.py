@@ -73,17 +73,10 @@ def report(folders: Sequence[Path], output: Path | None = None) -> tuple[str, Pa
 def draw_picture(runs: Sequence[Curves], path: Path) -> None:
     """One PNG with a panel for each thing there is to see."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     panels = _panels(runs)
-    height = 2.7 * len(panels)
-    figure = Figure(figsize=(9, height))
+    figure = _figure([panel for _, panel in panels], runs, 2.7 * len(panels))
     FigureCanvasAgg(figure)
-    # All panels are alike, so their margins are known: to find them takes as long as to draw them.
-    figure.subplots_adjust(0.09, 0.5 / height, 0.9, 1 - 0.2 / height, hspace=0.35)
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axis, (_, panel) in zip(axes, panels, strict=True):
-        panel(figure, axis, runs)
     with replaced(path) as draft:
         figure.savefig(draft, dpi=120, format="png")
 
@@ -265,14 +258,27 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
+def _figure(panels: Sequence[Panel], runs: Sequence[Curves], height: float) -> Figure:
+    """Panels one below the other.
+
+    They are alike, so their margins are known: to find them takes as long as to draw them.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height))
+    figure.subplots_adjust(0.09, 0.5 / height, 0.9, 1 - 0.2 / height, hspace=0.35)
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axis, panel in zip(axes, panels, strict=True):
+        panel(figure, axis, runs)
+    return figure
+
+
 def _svg(panel: Panel, runs: Sequence[Curves]) -> str:
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3), layout="constrained")
+    figure = _figure([panel], runs, 3.0)
     FigureCanvasSVG(figure)
-    panel(figure, figure.subplots(), runs)
     buffer = io.StringIO()
     # Text stays text (to search and copy), and the same run gives the same page.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mb-train"}):

@@ -351,7 +351,7 @@ def test_a_bert_takes_the_places_to_restore_first():
     assert batch["masked_BM"][0, :2].tolist() == [1, 4]
     assert batch["labels_BM"].tolist()[0][:2] == [7, 9]
     assert batch["weights_BM"].tolist() == [[1, 1, 0], [0, 0, 0]]
-    assert (batch["labels_BM"] >= 0).all()
+    assert ((batch["labels_BM"] >= 0) == batch["weights_BM"]).all()
 
 
 def test_bm25_ranks_by_rare_words_and_short_texts():

@@ -105,22 +105,27 @@ def _ict_deviations(run: Path, expected: Path) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Path]:
+def trained(tmp_path_factory) -> tuple[dict[str, Path], list[str]]:
+    """The folder of every run; what each rank says of a layout that a model has not."""
     folder = tmp_path_factory.mktemp("sentences")
     data = _write_data(folder)
     saves = {name: folder / name.replace(" ", "-") for name in (*ONE, *LAYOUTS)}
     for model in ONE:
         assert tiny_run.train(_line(data, saves[model], model)) == 0
-    for ranks, names in {2: LAYOUTS.keys() - FOUR, 4: FOUR}.items():
+    refusal = _line(data, folder / "refused", "ict", f"{PP} 2")
+    refused = []
+    for ranks, names in {4: FOUR, 2: LAYOUTS.keys() - FOUR}.items():
         lines = [_line(data, saves[name], *LAYOUTS[name]) for name in names]
-        for said in run_ranks(_train, ranks, lines, timeout_s=900.0):
+        for *said, last in run_ranks(_train, ranks, [*lines, refusal], timeout_s=900.0):
             assert said == [""] * len(lines)
-    return saves
+            refused.append(last)
+    return saves, refused
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_takes_the_steps_of_one_process(layout, runs):
+def test_a_layout_takes_the_steps_of_one_process(layout, trained):
+    runs, _ = trained
     run, expected = runs[layout], runs[LAYOUTS[layout][0]]
     ict = layout.startswith("ict")
     deviations = _ict_deviations(run, expected) if ict else _deviations(run, expected)
@@ -134,9 +139,9 @@ def test_a_layout_takes_the_steps_of_one_process(layout, runs):
         assert value < (limit if kind in loose else 1e-5), deviations
 
 
-@pytest.mark.timeout(600)
-def test_a_layout_that_a_model_has_not_is_refused(tmp_path):
-    line = _line(_write_data(tmp_path), tmp_path / "run", "ict", f"{PP} 2")
-    for said in run_ranks(_train, 2, [line]):
-        assert "--model ict" in said[0]
-        assert len(said[0].splitlines()) == 1
+def test_a_layout_that_a_model_has_not_is_refused(trained):
+    _, refused = trained
+    assert len(refused) == 4 + 2
+    for said in refused:
+        assert "--model ict" in said
+        assert len(said.splitlines()) == 1

@@ -46,6 +46,7 @@ Step = Callable[[], int]
 
 # Rounds over all batches until each shape is compiled, has run as it is, and is captured.
 WARM_UP, WINDOWS, STEPS, BATCHES, MOST = 4, 5, 4, 3, 6
+_TURN = 60  # seconds that a row may measure for
 TINY = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "ffn_hidden_size": 64}
 
 
@@ -424,7 +425,15 @@ def main() -> None:
     for row in ready:
         process, here = there[row]
         here.send("go")
-        found = results[row] = here.recv()
+        try:
+            if not here.poll(_TURN):
+                print(f"{row}: no answer in {_TURN} s", flush=True)
+                process.kill()
+                continue
+            found = results[row] = here.recv()
+        except EOFError:
+            print(f"{row}: failed", flush=True)
+            continue
         process.join()
         base = results.get(f"{row.split()[0]} transformers", {}).get("tokens_per_s")
         share = "" if base is None else f"  {found['tokens_per_s'] / base:5.2f} x"

@@ -8,11 +8,8 @@ import mb_data
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from mb_layers import MoEConfig
-from mb_parallel import ParallelDims
-from mb_parallel.testing import run_ranks
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
 from mb_train.models.attention import BlockContext, CoreAttention
@@ -25,7 +22,6 @@ from mb_train.models.segments import Segments, within_segments
 from mb_train.models.t5 import T5
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.bert import BertTask
-from mb_train.tasks.ict import ICTTask
 from mb_train.tasks.make import whole_model
 from mb_train.tasks.packed import PackedSamples, sample_lengths
 from mb_train.tasks.t5 import T5Task
@@ -265,40 +261,6 @@ def test_the_balance_loss_has_its_gradient(name):
     assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=1e-3)
 
 
-def _ict_gradients(rank, world_size):
-    mesh = ParallelDims.for_world(world_size).build("cpu")
-    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": S}
-    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "model": "ict"}
-    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.3}
-    config = TrainConfig(**sizes, **run, **dropout)
-    torch.manual_seed(2)
-    model = ICTTask(config, None, vocab_size=V, mesh=mesh).build_model(compute_dtype=torch.float32)
-    g = torch.Generator().manual_seed(0)
-    queries, blocks = (torch.randint(V, (4, S), generator=g) for _ in range(2))
-    own = slice(4 // world_size * rank, 4 // world_size * (rank + 1))
-    ones = torch.ones(4, S).long()[own]
-    weights = torch.full((4,), world_size / 4)[own]
-    output = model(
-        queries[own], query_valid_BS=ones, block_BS=blocks[own], block_valid_BS=ones,
-        weights_B=weights,
-    )  # fmt: skip
-    output.total().backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    loss = output.total().detach()
-    if world_size > 1:  # what the trainer does: the mean over the ranks
-        for tensor in (loss, *grads.values()):
-            dist.all_reduce(tensor)
-            tensor /= world_size
-    return loss, grads
-
-
-def test_gathered_blocks_bring_the_gradient_of_the_whole_batch():
-    loss, want = _ict_gradients(0, 1)
-    for got_loss, got in run_ranks(_ict_gradients, 2):
-        torch.testing.assert_close(got_loss, loss)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_towers_begin_from_a_bert(tmp_path, shared):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(V - 5))]
@@ -351,7 +313,7 @@ def test_a_bert_takes_the_places_to_restore_first():
     assert batch["masked_BM"][0, :2].tolist() == [1, 4]
     assert batch["labels_BM"].tolist()[0][:2] == [7, 9]
     assert batch["weights_BM"].tolist() == [[1, 1, 0], [0, 0, 0]]
-    assert (batch["labels_BM"] >= 0).all()
+    assert ((batch["labels_BM"] >= 0) == batch["weights_BM"]).all()
 
 
 def test_bm25_ranks_by_rare_words_and_short_texts():

@@ -8,10 +8,10 @@ from mb_kernels.targets.table import Tile
 from mb_kernels.testing import assert_close
 
 CASES = [  # lengths, longest, heads, groups, width, causal, dtype
-    pytest.param([70, 0, 1, 33], 70, 2, 1, 24, False, torch.float32, id="odd"),
-    pytest.param([40, 64], 64, 2, 2, 16, True, torch.float32, id="causal"),
-    pytest.param([3, 65, 20], 130, 4, 2, 8, True, torch.float32, id="bias beyond all segments"),
-    pytest.param([70, 5], 80, 3, 1, 16, False, torch.float16, id="fp16, three heads of a group"),
+    pytest.param([37, 0, 1, 33], 37, 2, 1, 24, False, torch.float32, id="odd"),
+    pytest.param([33, 64], 64, 2, 2, 16, True, torch.float32, id="causal"),
+    pytest.param([3, 40], 70, 2, 2, 8, True, torch.float32, id="bias beyond all segments"),
+    pytest.param([40, 5], 40, 3, 1, 16, False, torch.float16, id="fp16, three heads of a group"),
     pytest.param([4], 4, 1, 1, 120, False, torch.float16, id="wide"),
     pytest.param([0, 0], 3, 2, 1, 16, False, torch.float32, id="no tokens"),
 ]

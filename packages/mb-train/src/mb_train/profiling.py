@@ -38,6 +38,7 @@ _ROOMS = {
     "permute": "routing and permutation",
     "router_losses": "routing and permutation",
     "linear_cross_entropy": "loss",
+    "relative_attention": "attention",
     "adamw": "optimizer",
 }
 

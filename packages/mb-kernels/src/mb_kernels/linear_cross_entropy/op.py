@@ -222,10 +222,16 @@ def _reference(
             logits_RV = reference.row_gradients(logits_RV, labels_R, lse_R, weights_R, 0)
         return losses_R, logits_RV
 
-    losses_T, *grads = slices.run(
-        x_TD, weight_VD, bias_V, labels_T, weights_T, Needs(*needs), finish
+    # Tokens without a label cost nothing here; a kernel would have to ask how many there are.
+    (counted_R,) = (labels_T >= 0).nonzero(as_tuple=True)
+    x_RD, labels_R, weights_R = (t[counted_R] for t in (x_TD, labels_T, weights_T))
+    losses_R, dx_RD, *grads = slices.run(
+        x_RD, weight_VD, bias_V, labels_R, weights_R, Needs(*needs), finish
     )
-    return (losses_T * weights_T).sum(), losses_T, *grads
+    losses_T = losses_R.new_zeros(len(labels_T)).index_copy(0, counted_R, losses_R)
+    if needs[0]:
+        dx_RD = torch.zeros_like(x_TD).index_copy(0, counted_R, dx_RD)
+    return (losses_R * weights_R).sum(), losses_T, dx_RD, *grads
 
 
 def _fake(

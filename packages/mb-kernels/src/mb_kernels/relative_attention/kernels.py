@@ -17,7 +17,7 @@ segment there may be, A = 2 S - 1 distances. Scores in kernels are in units of l
 import functools
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -245,9 +245,10 @@ def relative_attention(
     y = torch.empty_like(q)
     lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
     if T:
-        how = _how("attention", q, k, bias, offsets, causal)
-        launch(attention_kernel, (how.programs, H), q, k, v, bias, offsets, y, lse, scale,
-               *how.numbers, **how.blocks("BLOCK_Q", "BLOCK_K"))  # fmt: skip
+        about = (q, k, bias, offsets, causal)
+        programs, numbers, constants = _how("attention", ("BLOCK_Q", "BLOCK_K"), *about)
+        launch(attention_kernel, (programs, H), q, k, v, bias, offsets, y, lse, scale, *numbers,
+               **constants)  # fmt: skip
     return y, lse
 
 
@@ -256,47 +257,38 @@ def relative_attention_backward(
     lse: Tensor, causal: bool, scale: float, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients, see `reference.backward`."""
-    (T, H, _), G = q.shape, k.shape[1]
+    (T, H, _), G, N = q.shape, k.shape[1], len(offsets) - 1
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     d_bias = torch.zeros(bias.shape if need_bias else (0,), device=q.device)
     if not T:
         return dq, dk, dv, d_bias
     means = torch.empty_like(lse)
-    given = (q, k, v, bias, offsets, dy)
-    how = _how("attention", q, k, bias, offsets, causal)
-    launch(attention_dq_kernel, (how.programs, H), *given, y, lse, dq, means, scale,
-           *how.numbers, **how.blocks("BLOCK_Q", "BLOCK_K"))  # fmt: skip
-    how = _how("attention_dkv", q, k, bias, offsets, causal)
-    launch(attention_dkv_kernel, (how.programs, G), *given, lse, means, dk, dv, scale,
-           *how.numbers, **how.blocks("BLOCK_K", "BLOCK_Q"))  # fmt: skip
+    given, about = (q, k, v, bias, offsets, dy), (q, k, bias, offsets, causal)
+    programs, numbers, constants = _how("attention", ("BLOCK_Q", "BLOCK_K"), *about)
+    launch(attention_dq_kernel, (programs, H), *given, y, lse, dq, means, scale, *numbers,
+           **constants)  # fmt: skip
+    programs, numbers, constants = _how("attention_dkv", ("BLOCK_K", "BLOCK_Q"), *about)
+    launch(attention_dkv_kernel, (programs, G), *given, lse, means, dk, dv, scale, *numbers,
+           **constants)  # fmt: skip
     if need_bias:
-        how = _how("attention_dbias", q, k, bias, offsets, causal)
-        (_, S, blocks), N = how.numbers, len(offsets) - 1
+        _, numbers, constants = _how("attention_dbias", ("BLOCK",), *about)
+        _, S, blocks = numbers
         diagonals, shares = (blocks if causal else 2 * blocks - 1), min(N, _SHARES)
-        sums = lse.new_empty(shares, H, diagonals, 2 * how.tile.block_m)
+        sums = lse.new_empty(shares, H, diagonals, 2 * constants["BLOCK"])
         launch(attention_dbias_kernel, (diagonals, H, shares), *given, lse, means, sums, scale,
-               *how.numbers, N, **how.blocks("BLOCK"))  # fmt: skip
+               *numbers, N, **constants)  # fmt: skip
         d_bias = _by_distance(sums.sum(0), S, blocks)
     return dq, dk, dv, d_bias
 
 
-class _How(NamedTuple):
-    """A launch: programs of a head; T, S, blocks of a segment; constants; the tile.
+def _how(
+    op: str, names: tuple[str, ...],
+    q: Tensor, k: Tensor, bias: Tensor, offsets: Tensor, causal: bool,
+) -> tuple[int, tuple[int, int, int], dict[str, Any]]:  # fmt: skip
+    """Of a launch: programs of a head; T, S, the blocks of a segment; constants and options.
 
-    A program owns block_m queries, or keys, and goes through the others block_n at a time.
+    `names` of the tile's sizes: of the block that a program owns, and of those it goes through.
     """
-
-    programs: int
-    numbers: tuple[int, int, int]
-    constants: dict[str, Any]
-    tile: Tile
-
-    def blocks(self, *names: str) -> dict[str, Any]:
-        sizes = zip(names, (self.tile.block_m, self.tile.block_n), strict=False)
-        return self.constants | dict(sizes) | self.tile.launch_options
-
-
-def _how(op: str, q: Tensor, k: Tensor, bias: Tensor, offsets: Tensor, causal: bool) -> _How:
     (T, H, C), S, plan = q.shape, (bias.shape[1] + 1) // 2, plan_of(q)
     tile = plan.tile(op if C <= 64 else "attention_wide")
     if q.dtype is torch.float32 and not plan.interpreted:
@@ -309,8 +301,10 @@ def _how(op: str, q: Tensor, k: Tensor, bias: Tensor, offsets: Tensor, causal: b
         "CAUSAL": causal,
         "PRECISION": plan.precision,
         "BLOCK_C": max(power_of_two(C), 16),
+        **dict(zip(names, (tile.block_m, tile.block_n), strict=False)),
+        **tile.launch_options,
     }
-    return _How((len(offsets) - 1) * blocks, (T, S, blocks), constants, tile)
+    return (len(offsets) - 1) * blocks, (T, S, blocks), constants
 
 
 def _by_distance(sums: Tensor, S: int, blocks: int) -> Tensor:

@@ -128,7 +128,7 @@ class Bert(nn.Module):
                 ascending to S; [B, 1] if no sequence has padding or a second sample.
             valid_BS: nonzero for tokens that are not padding.
             masked_BM: places to restore, labels_BM their tokens, both int64; a row with fewer than
-                M is filled up with places of weight 0.
+                M is filled up with places of weight 0, whose label may be negative.
             weights_BM: fp32 weight of each place's loss in the sum.
             kept_T: the places that blocks see, see `segments.Segments`; None: all.
             first_BP: the samples' first places; order_BP: int64, 1 where the segments of a

@@ -139,8 +139,8 @@ class T5(nn.Module):
                 tokens attend within one, the decoder's to the encoder's of the same number too.
                 Padding is the last. [B, 1] if there is none.
             valid_BS, decoder_valid_BR: nonzero for tokens that are not padding.
-            decoder_tokens_BR: what the decoder reads; labels_BR: what it has to write, int64 in
-                [0, V) even where their weight is 0.
+            decoder_tokens_BR: what the decoder reads; labels_BR: what it has to write, int64; one
+                of weight 0 may be negative.
             weights_BR: fp32 weight of each label's loss in the sum.
             kept_T, decoder_kept_T: the places that blocks see, see `segments.Segments`.
         """

@@ -105,7 +105,7 @@ class BertTask:
         )
 
     def collate(self, samples: list[Any]) -> dict[str, np.ndarray]:
-        """See `Bert.forward`; places to restore come first in a row, then others of weight 0.
+        """See `Bert.forward`; places to restore come first in a row, then others, without a label.
 
         Args:
             samples: for each sequence a sample, or a list of those that it is packed with.
@@ -122,7 +122,7 @@ class BertTask:
             "ends_BN": ends_BN,
             "valid_BS": laid(rows, _VALID, _VALID),
             "masked_BM": places_BM,
-            "labels_BM": np.maximum(labels_BM, 0),
+            "labels_BM": labels_BM,
             "weights_BM": (labels_BM >= 0).astype(np.float32),
         }
         if self._leave_out:

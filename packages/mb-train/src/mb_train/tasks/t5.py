@@ -140,7 +140,7 @@ class T5Task:
             "decoder_tokens_BR": laid(rows, "text_dec", _WRITTEN),
             "decoder_ends_BN": decoder_ends_BN,
             "decoder_valid_BR": laid(rows, _WRITTEN, _WRITTEN),
-            "labels_BR": np.maximum(laid(rows, "labels", _WRITTEN), 0),
+            "labels_BR": laid(rows, "labels", _WRITTEN),
             "weights_BR": laid(rows, "loss_mask", _WRITTEN).astype(np.float32),
         }
         if self._leave_out:

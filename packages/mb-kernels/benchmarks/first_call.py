@@ -2,12 +2,10 @@
 
     python packages/mb-kernels/benchmarks/run.py first_call [--shape olmoe ...]
 
-Every figure is a process of its own. All begin at once and come as far as a GPU with inputs on it;
-then, by turns, each runs a layer and waits for the GPU. "cold": Triton's cache is empty and kernels
-are compiled as they are launched, one after another. "ahead": as cold, behind ``warm_up``, which
-has not had a moment. "cached": what a second run finds on disk. What is cold keeps one core busy,
-so that all of those run beside one another; "ahead" has the machine to itself. ``steady`` is the
-same call once more, and "kernels" what lies in the cache.
+Three processes of a shape come as far as a GPU with inputs on it; then, by turns, each runs a layer
+and waits for the GPU. "cold": Triton's cache is empty, and kernels are compiled as they are
+launched, one after another. "ahead": as cold, behind ``warm_up``, which has not had a moment.
+"cached": what a second run finds on disk. "steady" is the same call once more.
 """
 
 import json
@@ -64,14 +62,11 @@ def _start(name: str, how: str, cache: pathlib.Path) -> subprocess.Popen[str]:
     )
 
 
-def _go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin
-    process.stdin.write("go\n")
-    process.stdin.flush()
-
-
 def _answer(process: subprocess.Popen[str]) -> dict[str, float]:
-    out, _ = process.communicate()
+    """Let a process measure, once it is ready."""
+    assert process.stdout
+    process.stdout.readline()
+    out, _ = process.communicate("go\n")
     if process.returncode:
         raise RuntimeError(f"a measuring process ended with {process.returncode}: {out}")
     return json.loads(out.splitlines()[-1])
@@ -79,27 +74,15 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, float]:
 
 def run(*, quick: bool = False) -> Iterator[list[dict[str, Any]]]:
     names = [n for n in DEFAULT if n in SHAPES] or list(SHAPES)
-    names = names[: 1 if quick else None]
-    with tempfile.TemporaryDirectory() as folder:
-        cache = pathlib.Path(folder)
-        started = {(name, how): _start(name, how, cache) for how in _HOW for name in names}
-        for process in started.values():
-            assert process.stdout
-            process.stdout.readline()
-        found = {}
-        for how in _HOW:
-            together = [names] if how == "cold" else [[name] for name in names]
-            for group in together:
-                for name in group:
-                    _go(started[name, how])
-                found |= {(name, how): _answer(started[name, how]) for name in group}
-        for name in names:
-            compiled = len(list((cache / f"{name}-cold").rglob("*.cubin")))
-            yield [
-                {"benchmark": "first_call", "shape": name, "what": how, **found[name, how]}
-                | ({"kernels": compiled} if how == "cold" else {})
-                for how in _HOW
-            ]
+    for name in names[: 1 if quick else None]:
+        with tempfile.TemporaryDirectory() as folder:
+            cache = pathlib.Path(folder)
+            started = {how: _start(name, how, cache) for how in _HOW}
+            for how, process in started.items():
+                found = _answer(process)
+                kernels = len(list(cache.glob(f"{name}-{how}/*/*.cubin")))
+                row = {"benchmark": "first_call", "shape": name, "what": how, **found}
+                yield [row | ({"kernels": kernels} if kernels else {})]
 
 
 if __name__ == "__main__":

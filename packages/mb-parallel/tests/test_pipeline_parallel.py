@@ -60,7 +60,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_equals_one_process(ranks):
-    by_rank = run_ranks(tiny_gpt.train_all, ranks, *LAYOUTS[ranks].values())
+    by_rank = run_ranks(tiny_gpt.train_all, ranks, *LAYOUTS[ranks].values(), timeout_s=280.0)
     for number, (name, options) in enumerate(LAYOUTS[ranks].items()):
         alone = replace(
             options, dp=1, tp=1, ep=1, pp=1, stages_per_rank=1, loss_scale=1.0, first_lighter=0,

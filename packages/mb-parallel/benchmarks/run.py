@@ -10,8 +10,7 @@
   Python. GB/s are bus bytes: those that leave a rank, (P - 1) / P of all.
 - layer: a dMoE layer, forward and backward, with each dispatcher, against a layer with all experts
   on this GPU and the same tokens. Routing is uniform or by Zipf's law. The layer of one
-  GPU and the peers' are captured too: what is left is the GPU's. "pushed": the experts' results are
-  sent by a kernel of their own instead of by those that make them.
+  GPU and the peers' are captured too: what is left is the GPU's.
 
 Calls that are compared run in turns, a few at a time, between two events of the GPU; times are
 medians of the slower rank. Prints tables, then one line of JSON.
@@ -40,7 +39,7 @@ MIB = 2**20
 HIDDEN = 2048
 CAPTURED = 8  # calls in a graph
 _SILENT = 40  # seconds
-CAPTURED_WAYS = ("one GPU", "peer", "peer, pushed")
+CAPTURED_WAYS = ("one GPU", "peer")
 # name: tokens of each rank, hidden, ffn, experts, top-k, activation
 LAYERS = {
     "paper-125m": (32768, 768, 3072, 64, 1, "gelu"),
@@ -52,7 +51,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "all_to_all": {"dispatcher": "all_to_all"},
     "all_to_all, 2 chunks": {"dispatcher": "all_to_all", "chunks": 2},
     "peer": {"dispatcher": "peer"},
-    "peer, pushed": {"dispatcher": "peer", "pushed": True},  # results by a kernel of their own
     "peer, rows kept": {"dispatcher": "peer", "keep_rows": True},
     "peer, exact": {"dispatcher": "peer", "row_policy": "exact"},
 }
@@ -88,7 +86,7 @@ def in_turns(
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], None]:
-    """`call`, several times in one graph."""
+    """`call`, several times in one graph, which keeps nothing alive of what `call` refers to."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -182,7 +180,7 @@ def layer(
                 moe.router.weight.normal_(std=1 / hidden**0.5)
                 moe.router.bias.copy_(-popularity.log())
         if options is not None:
-            _spread(moe, mesh, **options)
+            parallelize_experts(moe, mesh, equal_tokens=True, **options)
 
         def run() -> None:
             y, aux_loss, _ = moe(x)
@@ -196,17 +194,12 @@ def layer(
     ways: dict[str, dict[str, Any] | None] = {"one GPU": None, **WAYS}
     if not graphs:
         return in_turns({way: build(options) for way, options in ways.items()}, seconds)
+    layers = {way: build(ways[way]) for way in CAPTURED_WAYS}  # alive while their graphs run
     calls: dict[str, Callable[[], None]] = {}
-    for way in CAPTURED_WAYS:
-        calls[way] = captured(build(ways[way]))
+    for way, run in layers.items():
+        calls[way] = captured(run)
         say(f"    {way} captured")
     return {way: ms / CAPTURED for way, ms in in_turns(calls, seconds).items()}
-
-
-def _spread(moe: dMoE, mesh: ParallelMesh, *, pushed: bool = False, **options: Any) -> None:
-    parallelize_experts(moe, mesh, equal_tokens=True, **options)
-    if pushed:
-        moe.dispatcher.stores_home = lambda: False
 
 
 def _compile_ahead(ranks: int) -> None:
@@ -232,7 +225,7 @@ def memory_of(mesh: ParallelMesh, name: str) -> dict[str, float]:
     budget = {"dispatcher": "peer", "row_policy": "budget", "row_budget": 1.25}
     for way, options in (WAYS | {"peer, budget 1.25": budget}).items():
         moe = dMoE(config, device="cuda", dtype=torch.bfloat16)
-        _spread(moe, mesh, **options)
+        parallelize_experts(moe, mesh, equal_tokens=True, **options)
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         moe(x).y.sum().backward()
         torch.cuda.synchronize()

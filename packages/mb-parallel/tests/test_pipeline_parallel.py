@@ -21,7 +21,7 @@ LAYOUTS = {
             MOE, pp=2, balance_over="global_batch", recompute=True, micro_batches=3
         ),
         "interleaved": replace(MOE, pp=2, schedule="interleaved-1f1b", stages_per_rank=2),
-        "zbv": replace(MOE, pp=2, schedule="zbv-zero-bubble", stages_per_rank=2, steps=2),
+        "zbv": replace(MOE, pp=2, schedule="zbv-zero-bubble", stages_per_rank=2),
     },
     4: {
         "pp4": replace(MOE, pp=4),
@@ -42,7 +42,6 @@ LAYOUTS = {
             micro_batches=8,
             zero_stage=1,
             frozen="attention.out",
-            steps=2,
         ),
         "dp2-ep2-zbv": replace(
             MOE,
@@ -54,7 +53,6 @@ LAYOUTS = {
             micro_batches=6,
             zero_stage=2,
             empty=True,
-            steps=2,
         ),
     },
 }
@@ -62,7 +60,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_equals_one_process(ranks):
-    by_rank = run_ranks(tiny_gpt.train_all, ranks, *LAYOUTS[ranks].values())
+    by_rank = run_ranks(tiny_gpt.train_all, ranks, *LAYOUTS[ranks].values(), timeout_s=280.0)
     for number, (name, options) in enumerate(LAYOUTS[ranks].items()):
         alone = replace(
             options, dp=1, tp=1, ep=1, pp=1, stages_per_rank=1, loss_scale=1.0, first_lighter=0,

@@ -37,7 +37,7 @@ CASES = {
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
 def test_equals_one_process(sequence_parallel):
     cases = [replace(c, tp=2, sequence_parallel=sequence_parallel) for c in CASES.values()]
-    by_rank = run_ranks(tiny_gpt.train_all, 2, *cases)
+    by_rank = run_ranks(tiny_gpt.train_all, 2, *cases, timeout_s=280.0)
     for number, (name, options) in enumerate(CASES.items()):
         want = tiny_gpt.train(0, 1, options)
         worst = compare([results[number] for results in by_rank], want)
@@ -54,7 +54,7 @@ MIXED = {
 
 
 def test_with_data_and_expert_parallelism():
-    by_rank = run_ranks(tiny_gpt.train_all, 4, *MIXED.values())
+    by_rank = run_ranks(tiny_gpt.train_all, 4, *MIXED.values(), timeout_s=280.0)
     for number, (name, options) in enumerate(MIXED.items()):
         alone = replace(options, dp=1, tp=1, ep=1)
         worst = compare([results[number] for results in by_rank], tiny_gpt.train(0, 1, alone))

@@ -61,7 +61,7 @@ class Options:
     recompute: bool = False
     frozen: str = ""  # parameters whose name holds this do not train
     dropout: float = 0.0
-    steps: int = 3
+    steps: int = 2
     micro_batches: int = 4
     batch: int = 2
     loss_scale: float = 1.0

@@ -198,10 +198,7 @@ def _spread(
         if keep_rows is None:
             keep_rows = keeps_rows_anyway(layer.config, placement)
         layer.dispatcher = PeerDispatcher(
-            *(experts, place, buffers),
-            keep_rows=keep_rows,
-            rows=options["rows"],
-            stores_home=layer.experts.stores_home,
+            experts, place, buffers, keep_rows=keep_rows, rows=options["rows"]
         )
     held = f"{placement.experts_per_rank} of {experts} experts a rank"
     if placement.width_shards > 1:

@@ -9,6 +9,10 @@ Communication, for sharded parameters: means over a dimension in parts are sums 
 a step adds up the row and column sums of matrices over the ranks that hold parts of them (rows +
 columns numbers for rows x columns parameters) and three scalars a parameter (one more a matrix), in
 a collective per group for each of the three rounds.
+
+Every number is scaled by its own gradients, so one whose gradient is rounding alone makes steps of
+full size: a bias of keys, which shifts all scores of a query alike. It differs from layout to
+layout then, as from machine to machine, and changes nothing of what the model computes.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from mb_kernels.activation import (
     GLU_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
     Activation,
+    _gelu_tanh_by_sigmoid,
     activate,
     activate_backward,
     activate_gated,
@@ -22,6 +23,20 @@ def test_derivative_matches_autograd(name):
     d_a = torch.randn(a.shape, generator=generator, dtype=torch.float64)
     (want,) = torch.autograd.grad(a, h, d_a)
     torch.testing.assert_close(activate_backward(d_a, h, name), want)
+
+
+def test_gelu_that_is_compiled_is_gelu():
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    want = torch.nn.functional.gelu(every.double(), approximate="tanh")
+    got = _gelu_tanh_by_sigmoid(every)
+    assert torch.equal(got.isnan(), want.isnan())
+    some = every.isfinite() & (want.abs() > 1e-12)  # below, 1 + tanh cancels, in fp64 too
+    assert (got.double() / want - 1).abs()[some].max() < 2**-8  # of bf16, rounded once
+    z = torch.linspace(-30, 30, 999, dtype=torch.float64, requires_grad=True)
+    values = _gelu_tanh_by_sigmoid(z), torch.nn.functional.gelu(z, approximate="tanh")
+    slopes = [torch.autograd.grad(value.sum(), z)[0] for value in values]
+    torch.testing.assert_close(*values)
+    torch.testing.assert_close(*slopes)
 
 
 def test_glu_puts_gate_over_up():

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from mb_parallel.recompute import apply_recompute
 from mb_train.config import TrainConfig
-from mb_train.optimizer import build_optimizer
+from mb_train.optimizer import apply_schedule, build_optimizer
+from mb_train.schedule import build_schedule
 from mb_train.tasks import GPTTask
 
 SIZES = {
@@ -102,7 +103,7 @@ def test_muon_takes_the_matrices_between_the_ends():
     model = make(**change, **MOE)
     names = {parameter: name for name, parameter in model.named_parameters()}
     config = TrainConfig(**{**SIZES, **change, **MOE})
-    optimizer = build_optimizer(SimpleNamespace(parts=[model]), config)
+    optimizer = build_optimizer(SimpleNamespace(parts=[model], working_copies=None), config)
     muon, matrices, vectors = (
         {names[parameter] for parameter in group["params"]} for group in optimizer.param_groups
     )
@@ -110,3 +111,24 @@ def test_muon_takes_the_matrices_between_the_ends():
     assert matrices == ends
     assert "stack.blocks.0.mlp.router.weight" in muon
     assert all(name.endswith("bias") or ".norm" in name for name in vectors)
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon", "adafactor", "sgd"])
+def test_routers_have_a_rate_of_their_own(kind):
+    def trained(**change):
+        change = {"optimizer": kind, "weight_decay": 0.1, "lr_decay_style": "constant"} | change
+        config, model = TrainConfig(**{**SIZES, **change, **MOE}), make(**change, **MOE)
+        optimizer = build_optimizer(SimpleNamespace(parts=[model], working_copies=None), config)
+        schedule, generator = build_schedule(config, 2), torch.Generator().manual_seed(0)
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            apply_schedule(optimizer, schedule, 2 * step)
+            optimizer.step()
+        return dict(model.named_parameters())
+
+    whole, half, mixed = trained(), trained(lr=5e-4), trained(moe_router_lr_mult=0.5)
+    for name, parameter in mixed.items():
+        expected, other = (half, whole) if ".router." in name else (whole, half)
+        torch.testing.assert_close(parameter, expected[name], msg=name)
+        assert not torch.equal(parameter, other[name])

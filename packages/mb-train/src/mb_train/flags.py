@@ -39,11 +39,7 @@ class CommandLine:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are exceptions, and whose words stand anywhere among the flags."""
-
-    def parse_args(self, *arguments: Any) -> Any:
-        """`argparse` alone takes no FILE that may be left out, or be several, behind a flag."""
-        return self.parse_intermixed_args(*arguments)
+    """A parser whose complaints are exceptions."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message[:1].upper() + message[1:])

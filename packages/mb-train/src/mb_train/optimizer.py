@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from mb_layers import Router
 from mb_parallel.optimizer import (
     SGD,
     Adafactor,
@@ -14,6 +16,7 @@ from mb_parallel.optimizer import (
     decay_groups,
     muon_groups,
 )
+from torch import nn
 
 from mb_train.assemble import Assembled
 from mb_train.config import TrainConfig
@@ -32,6 +35,8 @@ def build_optimizer(model: Assembled, config: TrainConfig) -> torch.optim.Optimi
             groups += muon_groups(part, config.weight_decay, heads=heads)
         else:
             groups += decay_groups(part, config.weight_decay)
+    if config.moe_router_lr_mult != 1:
+        groups = _routers_apart(groups, model.parts, config.moe_router_lr_mult)
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "sgd":
         return SGD(groups, momentum=config.sgd_momentum)
@@ -45,6 +50,20 @@ def build_optimizer(model: Assembled, config: TrainConfig) -> torch.optim.Optimi
     if config.optimizer == "muon":
         return Muon(groups, **rates, working_copies=model.working_copies)
     return AdamW(groups, **rates, working_copies=model.working_copies)
+
+
+def _routers_apart(
+    groups: list[dict[str, Any]], parts: Sequence[nn.Module], lr_mult: float
+) -> list[dict[str, Any]]:
+    """The groups, and behind each that has routers' parameters one of those, with `lr_mult`."""
+    modules = (module for part in parts for module in part.modules())
+    routers = {id(p) for m in modules if isinstance(m, Router) for p in m.parameters()}
+    apart = []
+    for group in groups:
+        theirs = [p for p in group["params"] if id(p) in routers]
+        others = [p for p in group["params"] if id(p) not in routers]
+        apart += [{**group, "params": others}, {**group, "params": theirs, "lr_mult": lr_mult}]
+    return apart
 
 
 def build_scaler(config: TrainConfig) -> GradScaler | None:
@@ -62,9 +81,12 @@ def build_scaler(config: TrainConfig) -> GradScaler | None:
 
 
 def apply_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule, samples: int) -> float:
-    """Set the rates of the step that begins after `samples` samples; return its learning rate."""
+    """Set the rates of the step that begins after `samples` samples; return its learning rate.
+
+    A group's `lr_mult` multiplies its own.
+    """
     lr, weight_decay = schedule.lr(samples), schedule.weight_decay(samples)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
     return lr

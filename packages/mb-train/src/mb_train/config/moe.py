@@ -102,6 +102,10 @@ class MoEFields:
     moe_router_bias_update_rate: float = flag(
         "how far a step moves that bias", 1e-3, bounds=AT_LEAST_0, on_load="said"
     )
+    moe_router_lr_mult: float = flag(
+        "learning rate of the routers, in units of --lr; below 1 for Muon at high rates (ours)",
+        1.0, bounds=POSITIVE, on_load="said",
+    )  # fmt: skip
     moe_jitter_eps: float = flag(
         "noise on the router's input in training, uniform in 1 +- eps", 0.0, bounds=FRACTION,
         on_load="said", layer="jitter_eps",

@@ -112,7 +112,7 @@ def trained(tmp_path_factory) -> tuple[dict[str, Path], list[str]]:
     saves = {name: folder / name.replace(" ", "-") for name in (*ONE, *LAYOUTS)}
     for model in ONE:
         assert tiny_run.train(_line(data, saves[model], model)) == 0
-    refusal = _line(data, folder / "refused", "ict", f"{PP} 2")
+    refusal = _line(data, folder / "refused", "ict", f"--micro-batch-size 4 {PP} 2")
     refused = []
     for ranks, names in {4: FOUR, 2: LAYOUTS.keys() - FOUR}.items():
         lines = [_line(data, saves[name], *LAYOUTS[name]) for name in names]

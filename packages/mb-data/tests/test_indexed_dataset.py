@@ -211,7 +211,8 @@ def test_append_of_another_dtype_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "token"), [("u2", 65536), ("u2", -1), ("i1", 128), ("i4", 2**31), ("u2", 0.5)]
+    ("dtype", "token"),
+    [("u2", 65536), ("u2", -1), ("i1", 128), ("i4", 2**31), ("u2", 0.5), ("u2", "a"), ("f4", "1")],
 )
 def test_tokens_that_do_not_fit(tmp_path, dtype, token):
     with (

@@ -121,8 +121,9 @@ def test_merge_refuses(prefix, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no dataset in"):
         merge([tmp_path / "empty"], tmp_path / "out")
-    with pytest.raises(ValueError, match="give the result another name"):
-        merge([prefix], prefix)
+    for other_name in (prefix, f"{prefix.parent}/empty/../{prefix.name}"):
+        with pytest.raises(ValueError, match="give the result another name"):
+            merge([prefix], other_name)
     with IndexedDatasetBuilder(tmp_path / "b", "i4") as builder:
         builder.add_document([7])
     with pytest.raises(ValueError, match="holds int32, the output uint16"):

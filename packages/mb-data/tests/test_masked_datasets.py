@@ -471,9 +471,22 @@ class TestICT:
         assert block[-1] == SEP
         assert set(block[10:-1]) <= {5, 6, 7}
 
+    @pytest.mark.parametrize("seq_length", [4, 5, 6])
+    def test_shortest_samples_hold_some_of_a_title(self, tmp_path, seq_length):
+        dataset = self.dataset(tmp_path, seq_length=seq_length)
+        for index in range(len(dataset)):
+            block = dataset[index]["block_tokens"].tolist()
+            title = (int(dataset.mapping[index][2]) + 1) % 5
+            kept = title if title <= seq_length - 3 else min(seq_length // 2, seq_length - 3)
+            assert [t for t in block if t > 9000] == block[1 : 1 + kept]
+            assert len(block) == seq_length
+            assert block.count(SEP) == 2
+
     def test_bad_arguments(self, tmp_path):
         with pytest.raises(ValueError, match="query_in_block_prob must lie between 0 and 1"):
             self.dataset(tmp_path, query_in_block_prob=2)
+        with pytest.raises(ValueError, match=r"seed must lie between 0 .* got -1"):
+            self.dataset(tmp_path, seed=-1)
         with pytest.raises(ValueError, match="seq_length 3 has no room"):
             self.dataset(tmp_path, seq_length=3)
         with pytest.raises(ValueError, match=r"has 1 titles, .* 20 documents; .* same lines"):
@@ -571,6 +584,14 @@ class TestBuilders:
                 decoder_seq_length=16,
                 **BUILD_SETTINGS,
             )
+
+    def test_bad_seed(self, indexed):
+        settings = {"tokenizer": TOKENIZER, **BUILD_SETTINGS, "seed": 2**32}
+        with pytest.raises(ValueError, match="seed must lie between"):
+            build_bert_datasets(indexed.prefix, seq_length=40, **settings)
+        lengths = {"encoder_seq_length": 40, "decoder_seq_length": 16}
+        with pytest.raises(ValueError, match="seed must lie between"):
+            build_t5_datasets(indexed.prefix, **lengths, **settings)
 
     @pytest.mark.parametrize("mask_prob", [-0.1, 1.0])
     def test_bad_mask_prob(self, indexed, mask_prob):

@@ -171,3 +171,5 @@ def test_fill_in_the_middle_refuses():
         FillInTheMiddle([], MARKS, eod=EOD, fragment_end=EOD, seed=0)
     with pytest.raises(ValueError, match="fragment_rate must lie"):
         FillInTheMiddle([], MARKS, eod=EOD, fragment_rate=-1, seed=0)
+    with pytest.raises(ValueError, match=r"seed must lie between 0 .* got -1"):
+        FillInTheMiddle([], MARKS, eod=EOD, seed=-1)

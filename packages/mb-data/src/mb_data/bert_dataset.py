@@ -18,6 +18,7 @@ import numpy.typing as npt
 from mb_data.blend import DataPaths, Parts, build_parts
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.masking import MaskingTokenizer, Vocabulary, mask_bert, pad_to
+from mb_data.mersenne import check_seed
 from mb_data.sentence_index import sample_mapping
 
 SPECIAL = 3  # [CLS] and two [SEP]
@@ -59,7 +60,7 @@ class BertDataset:
         self.indexed = indexed
         self.vocabulary = vocabulary
         self.seq_length = seq_length
-        self.seed = seed
+        self.seed = check_seed(seed)
         self.mask_prob = mask_prob
         self.binary_head = binary_head
         self._index = sample_mapping(

@@ -176,10 +176,16 @@ class IndexedDatasetBuilder:
     def _cast(self, tokens: npt.NDArray) -> npt.NDArray:
         if tokens.dtype == self.dtype or tokens.size == 0:
             return np.ascontiguousarray(tokens, dtype=self.dtype)
-        if self.dtype.kind in "iu":
+        whole = self.dtype.kind in "iu"
+        if tokens.dtype.kind not in ("iu" if whole else "iuf"):
+            raise ValueError(
+                f"{self.prefix}: tokens of {tokens.dtype.name} do not fit {self.dtype.name}; "
+                f"give {'whole numbers' if whole else 'numbers'}"
+            )
+        if whole:
             limits = np.iinfo(self.dtype.str)
             low, high = tokens.min(), tokens.max()
-            if tokens.dtype.kind not in "iu" or low < limits.min or high > limits.max:
+            if low < limits.min or high > limits.max:
                 raise ValueError(
                     f"{self.prefix}: tokens {low} to {high} ({tokens.dtype.name}) do not fit "
                     f"{self.dtype.name}, which holds {limits.min} to {limits.max}"

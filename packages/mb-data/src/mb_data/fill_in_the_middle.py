@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mb_data.blend import Samples
+from mb_data.mersenne import check_seed
 
 
 class MiddleTokens(NamedTuple):
@@ -84,7 +85,7 @@ class FillInTheMiddle:
         self.fragment_end = fragment_end
         self.fragment_rate = fragment_rate
         self.leave = leave
-        self.seed = seed
+        self.seed = check_seed(seed)
 
     def __len__(self) -> int:
         return len(self.dataset)

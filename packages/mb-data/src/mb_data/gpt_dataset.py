@@ -30,6 +30,7 @@ import numpy.typing as npt
 from mb_data.blend import DataPaths, Parts, build_parts
 from mb_data.index_cache import digest, load_or_build
 from mb_data.indexed_dataset import IndexedDataset
+from mb_data.mersenne import check_seed
 
 # Documents located at once: keeps every temporary in a core's L2 cache. 10**7 documents took 0.17 s
 # in blocks of 2**15, 0.23 s of 2**12, 0.22 s of 2**18 and 0.29 s in one, on one core.
@@ -73,14 +74,12 @@ class GPTDataset:
         self.vocab_size = vocab_size
         self.documents = documents
         self.seq_length = seq_length = operator.index(seq_length)
-        num_samples, seed = operator.index(num_samples), operator.index(seed)
+        num_samples, seed = operator.index(num_samples), check_seed(seed)
         if seq_length < 1 or num_samples < 0:
             raise ValueError(
                 "expected seq_length of at least 1 and num_samples of at least 0, got "
                 f"{seq_length} and {num_samples}"
             )
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"seed must lie between 0 and 2**32 - 1, got {seed}")
         if not 0 <= documents.start < documents.stop <= len(indexed) or documents.step != 1:
             raise ValueError(
                 f"{indexed.prefix}: {documents} is no part of its {len(indexed):,} documents"

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.masking import MaskingTokenizer, pad_to
+from mb_data.mersenne import check_seed
 from mb_data.sentence_index import block_mapping
 from mb_data.split import parse_split
 
@@ -74,7 +75,7 @@ class ICTDataset:
         self.titles = titles
         self.cls, self.sep, self.pad = cls, sep, pad
         self.seq_length = seq_length
-        self.seed = seed
+        self.seed = check_seed(seed)
         self.query_in_block_prob = query_in_block_prob
         sizes = np.zeros(len(documents), dtype=np.int32)
         if titles is not None:
@@ -140,7 +141,7 @@ class ICTDataset:
             # A title that fills the sample is cut, to leave half of it to the block.
             title = self.titles[document].tolist()
             if len(title) > self.seq_length - 3:
-                title = title[: self.seq_length // 2]
+                title = title[: min(self.seq_length // 2, self.seq_length - 3)]
             tokens += [*title, self.sep]
         text = list(chain.from_iterable(sentences))
         tokens += [*text[: self.seq_length - len(tokens) - 1], self.sep]

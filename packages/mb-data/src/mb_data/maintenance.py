@@ -131,7 +131,7 @@ def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.Path
             prefixes.append(str(path))
     if not prefixes:
         raise ValueError(f"no dataset in {', '.join(map(str, inputs))}")
-    if os.fspath(output_prefix) in prefixes:
+    if idx_path(output_prefix).resolve() in [idx_path(prefix).resolve() for prefix in prefixes]:
         raise ValueError(f"{output_prefix} is an input; give the result another name")
     problems = [problem for prefix in prefixes for problem in validate(prefix)]
     if problems:

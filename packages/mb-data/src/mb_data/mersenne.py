@@ -6,6 +6,7 @@ Mersenne Twisters".
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Iterator
 
@@ -16,6 +17,15 @@ WORDS, HALF = 312, 156
 MATRIX = np.uint64(0xB5026F5AA96619E9)
 UPPER = np.uint64(0xFFFFFFFF80000000)
 LOWER = np.uint64(0x7FFFFFFF)
+
+
+def check_seed(seed: int) -> int:
+    """``seed``, if a Mersenne Twister of 32 bits takes it: NumPy's ``RandomState``, which Megatron
+    seeds almost everything else with. Raises ValueError, or TypeError if it is no integer."""
+    seed = operator.index(seed)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must lie between 0 and 2**32 - 1, got {seed}")
+    return seed
 
 
 def outputs(seed: int) -> Iterator[npt.NDArray[np.uint64]]:

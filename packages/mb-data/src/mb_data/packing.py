@@ -22,6 +22,7 @@ import numpy.typing as npt
 from mb_data.blend import DataPaths, Parts, build_parts
 from mb_data.index_cache import digest, load_or_build
 from mb_data.indexed_dataset import IndexedDataset
+from mb_data.mersenne import check_seed
 
 
 class PackedDataset:
@@ -67,7 +68,7 @@ class PackedDataset:
         self.indexed = indexed
         self.seq_length = seq_length
         self.eod = eod
-        self.seed = seed
+        self.seed = check_seed(seed)
         self._index = load_or_build(
             {
                 "kind": "packed",

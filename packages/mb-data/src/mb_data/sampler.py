@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mb_data.mersenne import check_seed
+
 
 class SequentialSampler:
     """Samples in order, each once. Megatron's ``--dataloader-type single``.
@@ -114,8 +116,7 @@ class CyclicSampler:
         data_sharding: bool = False,
     ) -> None:
         _check(total_samples, consumed_samples, micro_batch_size, rank, world_size)
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"seed must lie between 0 and 2**32 - 1, got {seed}")
+        seed = check_seed(seed)
         step = micro_batch_size * world_size
         if data_sharding and total_samples < step:
             raise ValueError(

@@ -239,7 +239,10 @@ def _targets(max_length: int, short_seq_prob: float, seed: int) -> Iterator[int]
     if not 0 <= short_seq_prob <= 1:
         raise ValueError(f"short_seq_prob must lie between 0 and 1, got {short_seq_prob}")
     if max_length < 2:
-        raise ValueError(f"samples are too short: {max_length} tokens besides the special ones")
+        raise ValueError(
+            f"samples are too short: {max_length} tokens besides the special ones, expected at "
+            "least 2; raise the sequence length"
+        )
     if short_seq_prob == 0:
         return repeat(max_length)
     ratio = math.floor(1 / short_seq_prob + 0.5)

@@ -28,6 +28,7 @@ from mb_data.masking import (
     pad_to,
     visible,
 )
+from mb_data.mersenne import check_seed
 from mb_data.sentence_index import sample_mapping
 
 ADDED = 2  # what Megatron leaves free in the encoder
@@ -78,7 +79,7 @@ class T5Dataset:
         self.vocabulary = vocabulary
         self.encoder_seq_length = encoder_seq_length
         self.decoder_seq_length = decoder_seq_length
-        self.seed = seed
+        self.seed = check_seed(seed)
         self.mask_prob, self.mean_span, self.share_decoder = mask_prob, mean_span, share_decoder
         self._index = sample_mapping(
             indexed,

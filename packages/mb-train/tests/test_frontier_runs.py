@@ -68,17 +68,19 @@ def test_the_default_points_are_the_papers_families_small_first(frontier):
     for config in found:
         assert config.global_batch_size * config.seq_length * config.train_iters <= 8_000_000
         assert config.train_iters % config.eval_interval == 0  # the last loss is the end's
-        assert config.train_iters == config.save_interval == 15 - 15 % config.eval_interval
+        assert config.train_iters == config.save_interval == 30
         assert (config.attention_dropout, config.hidden_dropout) == (0.0, 0.0)
         assert config.min_lr == pytest.approx(config.lr / 10)
         assert config.lr_warmup_fraction == 0.1
-        assert (config.global_batch_size, config.micro_batch_size) == (512, 128)
+        assert (config.global_batch_size, config.micro_batch_size) == (256, 128)
         assert config.eval_iters * config.global_batch_size == 1024
         assert config.init_method_std == 0.04
         weights = (config.moe_router_topk_scaling_factor, config.moe_loss_weight)
         assert config.moe_num_experts is None or weights == (8.0, 0.01)
+        assert config.moe_router_lr_mult == (1.0 if config.moe_num_experts is None else 0.1)
+        assert config.optimizer == "muon"
         assert config.lr_decay_style == "cosine"
-    assert [config.lr for config in found[::5][:3]] == [2e-3, 1e-3, 6e-4]
+    assert [config.lr for config in found[::5][:3]] == [8e-3, 6e-3, 4e-3]
     assert calls["report"][-1].count("--frontier") == 1
 
 
@@ -88,9 +90,9 @@ def test_rates_by_size_and_for_experts(frontier):
         LR_EXPERTS="0.5",
     )  # fmt: skip
     found = configs(calls["train"])
-    assert [config.lr for config in found] == [4e-3, 2e-3, 2e-3]
+    assert [config.lr for config in found] == [4e-3, 2e-3, 8e-3]
     assert [config.weight_decay for config in found] == 3 * [0.1]
-    assert found[0].train_iters == 200
+    assert found[0].train_iters == 1600
 
 
 def test_a_finished_point_is_not_run_again(frontier, tmp_path):
@@ -99,7 +101,7 @@ def test_a_finished_point_is_not_run_again(frontier, tmp_path):
     done, calls = frontier("dense-17m", "dmoe-17m", "--keep")
     assert "dense-17m: finished before" in done.stdout
     assert [Path(config.save).name for config in configs(calls["train"])] == ["dmoe-17m"]
-    assert (tmp_path / "out" / "dmoe-17m" / "iter_200").is_dir()
+    assert (tmp_path / "out" / "dmoe-17m" / "iter_1600").is_dir()
     (report,) = calls["report"]
     assert "dense-17m" in report
     assert "dmoe-17m" in report
@@ -107,7 +109,7 @@ def test_a_finished_point_is_not_run_again(frontier, tmp_path):
 
 def test_a_point_that_stopped_goes_on(frontier, tmp_path):
     done, calls = frontier("dense-17m", "dmoe-17m", "--minutes", "5", STOP="30")
-    assert "stopped at step 30 of 200" in done.stdout
+    assert "stopped at step 30 of 1600" in done.stdout
     (stopped,) = calls["train"]
     assert "--load" not in stopped
     assert 4.5 < float(stopped.split("--exit-duration-in-mins ")[1].split()[0]) <= 5
@@ -149,7 +151,7 @@ def test_dry_run_writes_nothing(frontier, tmp_path):
     ("words", "problem"),
     [
         (["--tokns", "5"], "got --tokns"),
-        (["--tokens", "5"], "of a step, 524288, or more, got 5"),
+        (["--tokens", "5"], "of a step, 262144, or more, got 5"),
         (["sparse-17m"], "got sparse"),
     ],
 )

@@ -3,10 +3,10 @@
 # and 2, and dMoEs (64 experts, top-1), each size trained once to the end of its schedule.
 #
 #   frontier.sh --data PREFIX --out FOLDER [options] [POINT ...] [-- flags of mb-train]
-#   frontier.sh --data data/machine_text_document --out runs/frontier --tokens 52428800 --minutes 9
+#   frontier.sh --data data/machine_text_document --out runs/frontier --minutes 9
 #
-#   --tokens N      tokens of every point (104,857,600), rounded down to whole steps
-#   --sequences N   in a step (512), in micro-batches of 128 if those divide it
+#   --tokens N      tokens of every point (419,430,400), rounded down to whole steps
+#   --sequences N   in a step (256), in micro-batches of 128 if those divide it
 #   --length N      tokens of a sequence (1024)
 #   --minutes M     stop after so many: the point under way saves, and the same line goes on with it
 #   --keep          keep the checkpoints of finished points; a dmoe-125m is 44 GB
@@ -16,19 +16,20 @@
 #                   @SEED for another seed; default 17m, 46m, 125m of all, dense-46m and dmoe-46m with a
 #                   second seed, and dense-356m, so that the dense curve reaches the losses of experts
 #
-# All points see the same sequences in the same order, in steps of the paper's 512. The schedule is the
-# paper's, scaled: cosine to a tenth, clipping at 1; warm-up is a tenth, since there are few steps, and
-# dropout is 0, since nothing is seen twice. First weights are wider (0.04) than the paper's 0.01, from
-# which small dense models hardly learn in so few steps. Experts are weighed by 8 times their softmax
-# score, since the score of one of 64 begins near 0.1, and their balance loss weighs 0.01. Peak rates by
-# size: LR_17M, LR_46M, LR_125M and LR_356M (2e-3, 1e-3, 6e-4, 4e-4), times LR_EXPERTS (1) for those with
-# experts. What each of these is worth: benchmarks/results, frontier.
+# All points see the same sequences in the same order, in steps of 256, half the paper's, with Muon: a
+# few thousand steps are all there is time for, and with Adam they are too few for any of the models. The
+# schedule is the paper's, scaled: cosine to a tenth, clipping at 1; warm-up is a tenth, since there are
+# few steps, and dropout is 0. First weights are wider (0.04) than the paper's 0.01, from which small
+# dense models hardly learn in so few steps. Experts are weighed by 8 times their softmax score, since the
+# score of one of 64 begins near 0.1, their balance loss weighs 0.01, and their routers learn at a tenth of
+# the rate. Peak rates by size: LR_17M, LR_46M, LR_125M and LR_356M (8e-3, 6e-3, 4e-3 and 3e-3; the last two
+# untried), times LR_EXPERTS (1) for those with experts. What each is worth: benchmarks/results, frontier.
 #
 # A point that finished is not run again. One that was stopped goes on from its checkpoint, to the step.
 # At the end, and after every point, mb-train report --frontier draws what there is.
 set -euo pipefail
 if ! command -v mb-train >/dev/null; then mb-train() { python -m mb_train "$@"; }; fi # not installed: PYTHONPATH
-data= out= tokens=104857600 sequences=512 minutes= keep= dry= gpu=() length=1024
+data= out= tokens=419430400 sequences=256 minutes= keep= dry= gpu=() length=1024
 points=()
 while [ $# -gt 0 ]; do
     case $1 in
@@ -66,10 +67,10 @@ fi
 flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
     local rate=LR_${2^^} scale=1
     case $2 in
-        17m) rate=${!rate:-2e-3} ;;
-        46m) rate=${!rate:-1e-3} ;;
-        125m) rate=${!rate:-6e-4} ;;
-        *) rate=${!rate:-4e-4} ;;
+        17m) rate=${!rate:-8e-3} ;;
+        46m) rate=${!rate:-6e-3} ;;
+        125m) rate=${!rate:-4e-3} ;;
+        *) rate=${!rate:-3e-3} ;;
     esac
     case $1 in
         dense) printf '%s\n' --recipe "dense-$2" ;;
@@ -79,10 +80,11 @@ flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
     esac
     if [ "$1" != dense ]; then
         scale=${LR_EXPERTS:-1}
-        printf '%s\n' --moe-router-topk-scaling-factor 8 --moe-loss-weight 0.01
+        printf '%s\n' --moe-router-topk-scaling-factor 8 --moe-loss-weight 0.01 \
+            --moe-router-lr-mult 0.1
     fi
     awk -v r="$rate" -v s="$scale" 'BEGIN { printf "--lr\n%g\n--min-lr\n%g\n", r * s, r * s / 10 }'
-    printf '%s\n' --seed "${3:-1234}" --data-path "$data" --train-iters "$steps" \
+    printf '%s\n' --seed "${3:-1234}" --data-path "$data" --train-iters "$steps" --optimizer muon \
         --seq-length "$length" --max-position-embeddings "$length" \
         --micro-batch-size "$((sequences % 128 ? sequences : 128))" --global-batch-size "$sequences" \
         --init-method-std 0.04 --adam-beta2 0.95 --lr-warmup-fraction 0.1 \

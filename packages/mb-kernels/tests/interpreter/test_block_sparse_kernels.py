@@ -15,17 +15,17 @@ BLOCK = 128
 MASK = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 0]], dtype=torch.bool)
 
 
-def make_sparse(dtype, index_dtype=torch.int32):
-    """A 3 x 3 block matrix with an empty row and one spare block of storage."""
-    rows, columns = MASK.nonzero(as_tuple=True)
-    order = (columns * 3 + rows).argsort()
+def make_sparse(dtype, index_dtype=torch.int32, mask=MASK):
+    """A matrix of 3 x 3 blocks with an empty row and one spare block of storage."""
+    rows, columns = mask.nonzero(as_tuple=True)
+    order = (columns * len(mask) + rows).argsort()
     spare = torch.zeros(1, dtype=torch.long)
-    offsets = torch.cat([spare, MASK.sum(1).cumsum(0)]).int()
-    offsets_t = torch.cat([spare, MASK.sum(0).cumsum(0)]).int()
+    offsets = torch.cat([spare, mask.sum(1).cumsum(0)]).int()
+    offsets_t = torch.cat([spare, mask.sum(0).cumsum(0)]).int()
     data = torch.randn(rows.numel() + 1, BLOCK, BLOCK) / BLOCK**0.5
     data[-1] = 0
     return stk.Matrix(
-        torch.Size((3 * BLOCK, 3 * BLOCK)),
+        torch.Size([n * BLOCK for n in mask.shape]),
         data.to(dtype).requires_grad_(),
         torch.cat([rows, spare]).to(index_dtype),
         torch.cat([columns, spare]).to(index_dtype),
@@ -86,6 +86,14 @@ def test_sdd(dtype, trans_a, trans_b):
     leaf_b, b, wide_b, b64 = dense(40, 3 * BLOCK, trans_b, dtype)
     got, want = sdd(a, b, pattern).data, reference.sdd(a64, b64, pattern).data
     compare(got, want, (leaf_a, leaf_b), (wide_a, wide_b), dtype)
+
+
+def test_spare_blocks_are_zeros_in_the_order_of_columns_too():
+    wide = make_sparse(torch.float32, mask=MASK[[0, 2]])
+    a, b = torch.randn(2 * BLOCK, 16), torch.randn(16, 3 * BLOCK)
+    want = reference.sdd(a.double(), b.double(), wide).data
+    assert_close("sdd", sdd(a, b, wide).data, want, dtype=torch.float32)
+    assert not want[-1].any()
 
 
 def test_stacked_weights_in_their_own_order():

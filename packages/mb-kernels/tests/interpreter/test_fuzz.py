@@ -20,10 +20,11 @@ import pytest
 import torch
 from mb_kernels import is_glu, reference
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS
+from mb_kernels.block_sparse.reference import BLOCK, Topology, make_matrix
 from mb_kernels.testing import ROUTINGS, TOLERANCES, error, make_expert_ids
 
 ACTIVATIONS = (*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS)
-SEEDS = range(24)
+SEEDS = range(28)
 
 
 class Draw(NamedTuple):
@@ -33,12 +34,14 @@ class Draw(NamedTuple):
     tensors: dict[str, torch.Tensor]
     leaves: tuple[str, ...] = ()
     slack: float = 1.0  # tolerances that are allowed, where an op rounds on its way
+    anywhere: bool = True  # tensors may lie anyhow
 
 
 class Dice:
     """Random choices, all from one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, reachable: list[torch.Tensor]) -> None:
+        self.reachable = reachable  # what kernels may find through a table of addresses
         self.choice = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         pick = self.choice.choice
@@ -277,10 +280,113 @@ def cross_entropy(dice: Dice) -> Draw:
     return Draw(call, tensors, tuple(n for n in tensors if n in ("x", "weight", "bias")), 2.0)
 
 
+def block_sparse(dice: Dice) -> Draw:
+    pytest.importorskip("stk")
+    rows, columns = (dice.choice.randrange(1, 4) for _ in "RC")
+    filled = torch.rand(rows, columns, generator=dice.generator) < dice.choice.random()
+    r, c = filled.nonzero().unbind(1)
+    order = (c * rows + r).argsort()
+    spare = r.new_zeros(dice.choice.randrange(2))  # blocks of storage that nobody uses
+    none = r.new_zeros(1)
+    kind = dice.choice.choice((torch.int16, torch.int32))
+    indices = Topology(
+        *(torch.cat([i, spare]).to(kind) for i in (r, c)),
+        *(torch.cat([none, filled.sum(d).cumsum(0)]).int() for d in (1, 0)),
+        torch.cat([r[order], spare]).to(kind),
+        torch.cat([order, spare]).int(),
+    )
+    size, transposed = (rows * BLOCK, columns * BLOCK), dice.sometimes()
+    data = dice.normal(len(r) + len(spare), BLOCK, BLOCK)
+    data[len(r) :] = 0
+    above, across = reversed(size) if transposed else size
+    width = dice.choice.choice((dice.hidden, dice.choice.randrange(1, 50)))
+    what = dice.choice.choice(("sdd", "dsd", "dds"))
+
+    def dense(tall: int, wide: int, stacked: int) -> torch.Tensor:
+        """Perhaps a stack of matrices of a block each, along dimension ``stacked``."""
+        if stacked is None or dice.sometimes(0.7):
+            return dice.normal(tall, wide)
+        parts = (tall if stacked == 0 else wide) // BLOCK
+        return dice.normal(parts, *((BLOCK, wide) if stacked == 0 else (tall, BLOCK)))
+
+    tensors = {
+        "sdd": lambda: {"a": dense(above, width, 0), "b": dense(width, across, 1)},
+        "dsd": lambda: {"data": data, "b": dense(across, width, 0)},
+        "dds": lambda: {"a": dense(width, above, None), "data": data},
+    }[what]()
+
+    def call(m, a=None, b=None, data=None, **indices):
+        if what == "sdd":
+            data = torch.zeros(1, 1, 1, dtype=a.dtype).expand(indices["rows"].numel(), BLOCK, BLOCK)
+        topology = Topology(*indices.values())
+        matrix = make_matrix(size, data, topology)
+        matrix = matrix.t() if transposed else matrix
+        if what == "sdd":
+            return m.sdd(a, b, matrix).data
+        return m.dsd(matrix, b) if what == "dsd" else m.dds(a, matrix)
+
+    names = ("rows", "columns", "offsets", "offsets_t", "rows_t", "order_t")
+    return Draw(call, tensors | dict(zip(names, indices, strict=True)), tuple(tensors))
+
+
+def sparse_expert_mlp(dice: Dice) -> Draw:
+    pytest.importorskip("stk")
+    dice.experts = min(dice.experts, 3)
+    dice.top_k = min(dice.top_k, dice.experts)
+    bins, weights = dice.routed()
+    activation, recompute = dice.choice.choice(ACTIVATIONS), dice.sometimes()
+    columns = BLOCK * (2 if is_glu(activation) else 1)
+    tensors = {
+        "x": dice.normal(dice.tokens, dice.hidden),
+        "w1": dice.normal(dice.experts, columns, dice.hidden),
+        "w2": dice.normal(dice.experts, dice.hidden, BLOCK),
+        "weights": weights,
+    }
+
+    def call(m, x, w1, w2, weights, **bins):
+        options = {"activation": activation} | ({"recompute": True} if recompute else {})
+        return m.sparse_expert_mlp(x, w1, w2, _bins(bins), weights, **options)
+
+    return Draw(call, tensors | bins, tuple(tensors), 2.0)
+
+
+def adamw(dice: Dice) -> Draw:
+    pick = dice.choice.choice
+    shapes = [pick(((), (0, 3), (7,), (33, 20), (1025,))) for _ in range(pick((1, 2, 5)))]
+    kinds = {"weight": torch.float32, "grad": pick((torch.float32, torch.float16))}
+    kinds |= dict.fromkeys(("m", "v"), pick((torch.float32, torch.bfloat16)))
+    kinds["copy"] = pick((None, torch.float16))
+    tensors = {
+        f"{name} {i}": dice.normal(*shape, dtype=kind) if shape else dice.normal(1)[0].to(kind)
+        for name, kind in kinds.items()
+        if kind is not None
+        for i, shape in enumerate(shapes)
+    }
+    for name in tensors:
+        if name.startswith("v"):
+            tensors[name] = tensors[name].square()
+    hyper = {"lr": 0.1 * dice.choice.random(), "betas": pick(((0.9, 0.999), (0.8, 0.95)))}
+    hyper |= {"eps": pick((1e-8, 1e-3)), "weight_decay": pick((0.0, 0.1))}
+    flags = {"grad_scale": pick((1.0, 4.0)), "found_inf": pick((0.0, 0.0, 1.0))}
+    first = pick((0.0, 1000.0))
+
+    def call(m, **given):
+        lists = [
+            [given[f"{name} {i}"].clone() if kind else None for i in range(len(shapes))]
+            for name, kind in kinds.items()
+        ]
+        lists.append([torch.tensor(first + i) for i in range(len(shapes))])
+        dice.reachable[:] = [t for tensors in lists for t in tensors if t is not None]
+        m.adamw_step(*lists, **hyper, **{n: torch.tensor(f) for n, f in flags.items()})
+        return tuple(dice.reachable)
+
+    return Draw(call, tensors, anywhere=False)
+
+
 OPS = (
     *((expert_mlp,) * 6),
     *(grouped, gmm, grouped_experts, permuted, permuted, routing, binning, losses, quantized),
-    cross_entropy,
+    *(cross_entropy, block_sparse, block_sparse, sparse_expert_mlp, adamw),
 )
 
 
@@ -301,12 +407,14 @@ def results(draw: Draw, module: Any, tensors: dict[str, torch.Tensor]) -> dict[s
     return out
 
 
-def check(seed: int) -> None:
+def check(seed: int, reachable: list[torch.Tensor]) -> None:
     """Raise if the op of this seed is not what its reference is."""
-    dice = Dice(seed)
+    dice = Dice(seed, reachable)
     op = dice.choice.choice(OPS)
     draw = op(dice)
-    scattered = {n: dice.somewhere(t) for n, t in draw.tensors.items()}
+    scattered = draw.tensors
+    if draw.anywhere:
+        scattered = {n: dice.somewhere(t) for n, t in draw.tensors.items()}
     got = results(draw, mb_kernels, scattered)
     exact = {n: t.double() if t.is_floating_point() else t for n, t in draw.tensors.items()}
     rounded: dict[str, torch.Tensor] = {}
@@ -326,8 +434,8 @@ def check(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_any_arguments(seed):
-    check(seed)
+def test_any_arguments(seed, reachable):
+    check(seed, reachable)
 
 
 def main() -> None:
@@ -337,7 +445,7 @@ def main() -> None:
         if seed > first and (seed - first) % 100 == 0:
             print(f"{seed - first} seeds, {failed} failed", flush=True)
         try:
-            check(seed)
+            check(seed, [])
         except Exception:
             failed += 1
             print(f"seed {seed}: {traceback.format_exc().strip().splitlines()[-1]}", flush=True)

@@ -50,8 +50,9 @@ def sdd_kernel(
     block = tile // PARTS
     m0 = (tile % PARTS) // (B // TN) * TM
     n0 = (tile % PARTS) % (B // TN) * TN
-    if COLUMN_ORDER:
-        block = tl.load(block_offsets_ptr + block)
+    used = tl.load(offsets_ptr + block_rows)
+    if COLUMN_ORDER:  # of the blocks that are in use: the rest of the list may be anything
+        block = tl.where(block < used, tl.load(block_offsets_ptr + block), block)
     row = tl.load(row_indices_ptr + block).to(tl.int32)
     column = tl.load(column_indices_ptr + block).to(tl.int32)
     a_matrix = row // a_blocks
@@ -68,7 +69,7 @@ def sdd_kernel(
     b_base = b_ptr + b_matrix.to(tl.int64) * stride_bg + b_column.to(tl.int64) * stride_bn
     acc = tl.zeros((TM, TN), tl.float32)
     # Blocks that have storage but are not in the topology get zeros.
-    end = tl.where(block < tl.load(offsets_ptr + block_rows), K, 0)
+    end = tl.where(block < used, K, 0)
     for k0 in range(0, end, TK):
         if EVEN_K:
             a = tl.load(a_base + a_tile)

@@ -52,7 +52,7 @@ def _losses(model, optimizer, *, micro_batches, steps=3, dtype=torch.bfloat16):
 
 
 def _muon(model, copies):
-    return Muon(muon_groups(model, 0.1), lr=1e-2)
+    return Muon(muon_groups(model, 0.1), lr=1e-2, working_copies=copies)
 
 
 OPTIMIZERS = {

@@ -199,7 +199,7 @@ def attention_dkv_kernel(
 @triton.jit(do_not_specialize=_SIZES)
 def attention_dbias_kernel(
     q, k, v, bias, offsets, dy, lse, means,
-    sums,  # written: [shares, H, diagonals, 2 BLOCK] fp32, by distance from the first of a diagonal
+    sums,  # written: [shares, 2, H, 2 BLOCKS BLOCK] fp32, by distance from -BLOCKS BLOCK on
     scale, T, S, BLOCKS, N,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -233,8 +233,11 @@ def attention_dbias_kernel(
     inside = (column >= 0) & (column < BLOCK)
     moved = tl.gather(acc, tl.where(inside, column, 0), 1)
     by_distance = tl.sum(tl.where(inside, moved, 0.0), 0)
-    at = (tl.program_id(2) * H + head) * tl.num_programs(0) + diagonal
-    tl.store(sums + at.to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK), by_distance)
+    # Neighbours share BLOCK distances: each has the first half of its own in one row of sums, the
+    # second in another.
+    place = tl.arange(0, 2 * BLOCK)
+    row = (tl.program_id(2) * 2 + place // BLOCK).to(tl.int64) * H + head
+    tl.store(sums + row * (2 * BLOCKS * BLOCK) + diagonal * BLOCK + place, by_distance)
 
 
 def relative_attention(
@@ -259,9 +262,9 @@ def relative_attention_backward(
     """The gradients, see `reference.backward`."""
     (T, H, _), G, N = q.shape, k.shape[1], len(offsets) - 1
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    d_bias = torch.zeros(bias.shape if need_bias else (0,), device=q.device)
+    d_bias = lse.new_empty(0)
     if not T:
-        return dq, dk, dv, d_bias
+        return dq, dk, dv, lse.new_zeros(bias.shape) if need_bias else d_bias
     means = torch.empty_like(lse)
     given, about = (q, k, v, bias, offsets, dy), (q, k, bias, offsets, causal)
     programs, numbers, constants = _how("attention", ("BLOCK_Q", "BLOCK_K"), *about)
@@ -274,10 +277,11 @@ def relative_attention_backward(
         _, numbers, constants = _how("attention_dbias", ("BLOCK",), *about)
         _, S, blocks = numbers
         diagonals, shares = (blocks if causal else 2 * blocks - 1), min(N, _SHARES)
-        sums = lse.new_empty(shares, H, diagonals, 2 * constants["BLOCK"])
+        middle = blocks * constants["BLOCK"]
+        sums = lse.new_zeros(shares, 2, H, 2 * middle)
         launch(attention_dbias_kernel, (diagonals, H, shares), *given, lse, means, sums, scale,
                *numbers, N, **constants)  # fmt: skip
-        d_bias = _by_distance(sums.sum(0), S, blocks)
+        d_bias = sums[..., middle - S + 1 : middle + S].sum((0, 1))
     return dq, dk, dv, d_bias
 
 
@@ -305,22 +309,6 @@ def _how(
         **tile.launch_options,
     }
     return (len(offsets) - 1) * blocks, (T, S, blocks), constants
-
-
-def _by_distance(sums: Tensor, S: int, blocks: int) -> Tensor:
-    """d_bias_HA from sums [H, diagonals, 2 BLOCK]: neighbours share BLOCK distances.
-
-    The first column stands for the distance -blocks BLOCK; what is behind the last diagonal that
-    was computed, of later keys, is 0.
-    """
-    H, diagonals, columns = sums.shape
-    block = columns // 2
-    early, late = sums.split(block, dim=2)
-    found = sums.new_zeros(H, 2 * blocks, block)
-    found[:, :diagonals] += early
-    found[:, 1 : diagonals + 1] += late
-    middle = blocks * block
-    return found.flatten(1)[:, middle - S + 1 : middle + S].contiguous()
 
 
 # Heads of T5, and what no tile divides in the largest room.

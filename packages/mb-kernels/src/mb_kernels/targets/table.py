@@ -253,8 +253,9 @@ TILES: dict[str, dict[str, Tile]] = {
         gfx1100=(128, 128, 32),
     ),
     # Attention with a bias by distance: block_m queries ("_dkv": keys) of a program, block_n of the
-    # others at a step, a head whole. "_dbias" wants squares. Not measured: the largest of 64 x 64,
-    # 64 x 32, 32 x 32 and 16 x 16 that do not spill; "_wide", heads of 65 to 128, is for all three.
+    # others at a step, a head whole. "_dbias" wants squares. Not measured beside others: the
+    # largest of 64 x 64, 64 x 32, 32 x 32 and 16 x 16 that do not spill; "_wide", heads of 65 to
+    # 128, is for all three.
     # On gfx1100 "_wide" has 8 warps and spills 280 bytes even so, in the gradients of k and v.
     "attention": _attention((64, 64), gfx1100=(32, 32)),
     "attention_dkv": _attention((64, 32), gfx1100=(16, 16))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -123,24 +123,9 @@ def preprocess(
     if isinstance(inputs, (str, os.PathLike)):
         inputs = [inputs]
     keys = tuple(json_keys)
-    if not keys or len(set(keys)) < len(keys):
-        raise ValueError(f"JSON keys must be one or more different names, got {list(keys)}")
-    for key in keys:
-        if "/" in key or not key:
-            raise ValueError(f"JSON key {key!r} cannot be part of a file's name")
-    if on_error not in ("stop", "skip"):
-        raise ValueError(f"on_error {on_error!r}: expected stop or skip")
-    for name, value in (("block_bytes", block_bytes), ("max_line_bytes", max_line_bytes)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if workers is None:
-        workers = cores()
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
-    if text_unit not in TEXT_UNITS:
-        raise ValueError(f"text_unit {text_unit!r}: expected {' or '.join(TEXT_UNITS)}")
-    if shard is not None and not 0 <= shard[0] < shard[1]:
-        raise ValueError(f"shard {shard}: expected (i, n) with i from 0 to n - 1")
+    workers = cores() if workers is None else workers
+    sizes = {"workers": workers, "block_bytes": block_bytes, "max_line_bytes": max_line_bytes}
+    _check_settings(keys, on_error, text_unit, shard, sizes)
     prefix = check_output_prefix(output_prefix)
     level = "sentence" if split_sentences else "document"
     outputs = tuple(check_output_prefix(f"{prefix}_{key}_{level}") for key in keys)
@@ -249,6 +234,30 @@ def preprocess(
         resumed_text_bytes=partial.state.text_bytes,
         outputs=outputs,
     )
+
+
+def _check_settings(
+    keys: tuple[str, ...],
+    on_error: str,
+    text_unit: str,
+    shard: tuple[int, int] | None,
+    sizes: Mapping[str, int],
+) -> None:
+    """Raise ValueError for what is wrong whatever the input is."""
+    if not keys or len(set(keys)) < len(keys):
+        raise ValueError(f"JSON keys must be one or more different names, got {list(keys)}")
+    for key in keys:
+        if "/" in key or not key:
+            raise ValueError(f"JSON key {key!r} cannot be part of a file's name")
+    if on_error not in ("stop", "skip"):
+        raise ValueError(f"on_error {on_error!r}: expected stop or skip")
+    if text_unit not in TEXT_UNITS:
+        raise ValueError(f"text_unit {text_unit!r}: expected {' or '.join(TEXT_UNITS)}")
+    if shard is not None and not 0 <= shard[0] < shard[1]:
+        raise ValueError(f"shard {shard}: expected (i, n) with i from 0 to n - 1")
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def _count_blocks(sources: Sequence[Source], block_bytes: int) -> int:

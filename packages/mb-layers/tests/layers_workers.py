@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 
@@ -35,7 +36,11 @@ def run_on_ranks() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_join, args=(port,), nprocs=WORLD)
+    forks = multiprocessing.get_context("forkserver")  # imports torch once for all of them
+    forks.set_forkserver_preload(
+        ["mb_layers", "torch.distributed.fsdp", "torch.distributed.tensor"]
+    )
+    mp.start_processes(_join, args=(port,), nprocs=WORLD, start_method="forkserver")
 
 
 def _join(rank: int, port: int) -> None:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from mb_layers.losses import attach_aux_loss, in_backward
-from mb_layers.moe import MoEOutput, _MoELayer
+from mb_layers.moe import MoELayer, MoEOutput
 from mb_layers.router import Router, update_balancing_bias
 
 
 class Collected:
     """Auxiliary losses and metrics of the passes through a model's MoE layers, by layer name."""
 
-    def __init__(self, layers: dict[str, _MoELayer]) -> None:
+    def __init__(self, layers: dict[str, MoELayer]) -> None:
         self.layers = layers
         self.passes: list[tuple[str, Tensor, dict[str, Tensor]]] = []
 
@@ -67,9 +67,9 @@ class Collected:
         return counts
 
 
-def moe_layers(model: nn.Module) -> dict[str, _MoELayer]:
+def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
     """Return the `dMoE` and `MoE` layers of a model by name; it is an error to have none."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, _MoELayer)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     if not layers:
         raise ValueError("expected a model with dMoE or MoE layers, found none")
     return layers
@@ -140,7 +140,7 @@ class AsMLP(nn.Module):
             (`attach_aux_loss`). None: the auxiliary loss is left to `collect`.
     """
 
-    def __init__(self, layer: _MoELayer, *, aux_scale: float | Tensor | None) -> None:
+    def __init__(self, layer: MoELayer, *, aux_scale: float | Tensor | None) -> None:
         super().__init__()
         self.layer = layer
         self.aux_scale = aux_scale

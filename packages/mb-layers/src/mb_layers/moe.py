@@ -51,30 +51,33 @@ class MoEOutput(NamedTuple):
 _register_namedtuple(MoEOutput, serialized_type_name="mb_layers.MoEOutput")
 
 
-class _MoELayer(nn.Module):
-    """Router, dispatcher and experts; the subclasses choose the dispatcher."""
+class MoELayer(nn.Module):
+    """Router, dispatcher and experts; the subclasses say which configs are theirs."""
 
     bias: nn.Parameter | None
 
     def __init__(
         self,
         config: MoEConfig,
-        dispatcher: TokenDispatcher,
         *,
-        router: nn.Module | None,
-        reduce_counts: Callable[[Tensor], Tensor] | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        dispatcher: TokenDispatcher | None = None,
+        router: nn.Module | None = None,
+        reduce_counts: Callable[[Tensor], Tensor] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._check(config)
         if reduce_counts is not None and config.balance_over != "global_batch":
             raise ValueError(
                 f"expected reduce_counts=None with balance_over={config.balance_over!r}; "
                 "counts are reduced for balance_over='global_batch' alone"
             )
         self.config = config
-        self.dispatcher = dispatcher
+        self.dispatcher = dispatcher or _local(config, config.capacity_factor)
         self.eval_dispatcher: TokenDispatcher | None = None
+        if config.eval_capacity_factor is not None:
+            self.eval_dispatcher = _local(config, config.eval_capacity_factor)
         self.reduce_counts = reduce_counts
         self.router = Router(config, device=device, dtype=dtype) if router is None else router
         self.experts = Experts(config, device=device, dtype=dtype)
@@ -84,6 +87,10 @@ class _MoELayer(nn.Module):
         bias = torch.empty(config.hidden_size, device=device, dtype=dtype)
         self.register_parameter("bias", nn.Parameter(bias) if config.output_bias else None)
         self._reset_bias()
+
+    def _check(self, config: MoEConfig) -> None:
+        """Raise ValueError for a config of the other layer."""
+        raise NotImplementedError
 
     def reset_parameters(self) -> None:
         """Initialise every parameter, as after `to_empty` of a layer built on the meta device."""
@@ -243,7 +250,7 @@ def _flat_ids(expert_ids: Tensor, x: Tensor, top_k: int) -> Tensor:
     return expert_ids.reshape(-1, top_k)
 
 
-class dMoE(_MoELayer):  # noqa: N801, the paper's name
+class dMoE(MoELayer):  # noqa: N801, the paper's name
     """Dropless MoE: every token reaches its K experts, whatever the load.
 
     Args:
@@ -260,33 +267,15 @@ class dMoE(_MoELayer):  # noqa: N801, the paper's name
         device, dtype: of the parameters, as for `nn.Linear`.
     """
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        *,
-        dispatcher: TokenDispatcher | None = None,
-        router: nn.Module | None = None,
-        reduce_counts: Callable[[Tensor], Tensor] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def _check(self, config: MoEConfig) -> None:
         if config.capacity_factor is not None:
             raise ValueError(
                 f"expected capacity_factor=None, got {config.capacity_factor}: dMoE drops no "
                 "token; to cap the load of an expert use MoE"
             )
-        dispatcher = dispatcher or LocalDispatcher(config.num_experts)
-        super().__init__(
-            config,
-            dispatcher,
-            router=router,
-            reduce_counts=reduce_counts,
-            device=device,
-            dtype=dtype,
-        )
 
 
-class MoE(_MoELayer):
+class MoE(MoELayer):
     """MoE with expert capacity: an expert drops its slots beyond ceil(capacity_factor K T / E).
 
     A dropped slot adds nothing to its token's output, and the token's other weights stay as they
@@ -295,35 +284,15 @@ class MoE(_MoELayer):
     Args: as for `dMoE`, `config.capacity_factor` is required.
     """
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        *,
-        dispatcher: TokenDispatcher | None = None,
-        router: nn.Module | None = None,
-        reduce_counts: Callable[[Tensor], Tensor] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def _check(self, config: MoEConfig) -> None:
         if config.capacity_factor is None:
             raise ValueError(
                 "expected a capacity_factor > 0, got None; 1.0 gives every expert its even share, "
                 "and a layer that drops no token is dMoE"
             )
-        dispatcher = dispatcher or _local(config, config.capacity_factor)
-        super().__init__(
-            config,
-            dispatcher,
-            router=router,
-            reduce_counts=reduce_counts,
-            device=device,
-            dtype=dtype,
-        )
-        if config.eval_capacity_factor is not None:
-            self.eval_dispatcher = _local(config, config.eval_capacity_factor)
 
 
-def _local(config: MoEConfig, capacity_factor: float) -> LocalDispatcher:
+def _local(config: MoEConfig, capacity_factor: float | None) -> LocalDispatcher:
     return LocalDispatcher(
         config.num_experts,
         capacity_factor,

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from mb_layers.losses import in_backward
 from mb_layers.model import moe_layers
-from mb_layers.moe import MoEOutput, _MoELayer
+from mb_layers.moe import MoELayer, MoEOutput
 from mb_layers.router import RouterOutput
 
 
@@ -54,7 +54,7 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
     chosen: dict[str, Tensor] = {}
     hooks = []
 
-    def watch(name: str, layer: _MoELayer) -> None:
+    def watch(name: str, layer: MoELayer) -> None:
         def choose(router: nn.Module, args: Any, routed: RouterOutput) -> None:
             if routed.token_ids_N is not None:
                 raise ValueError(
@@ -109,7 +109,7 @@ def replay_routing(model: nn.Module, expert_ids: Mapping[str, Tensor] | Tensor) 
 
 
 def _by_name(
-    expert_ids: Mapping[str, Tensor] | Tensor, layers: Mapping[str, _MoELayer]
+    expert_ids: Mapping[str, Tensor] | Tensor, layers: Mapping[str, MoELayer]
 ) -> dict[str, Tensor]:
     if isinstance(expert_ids, Tensor):
         if expert_ids.dim() < 3 or expert_ids.shape[-2] != len(layers):
@@ -137,7 +137,7 @@ def _by_name(
 class _Forced:
     """A hook that calls a layer with `routing`, and once closed refuses to recompute that call."""
 
-    def __init__(self, name: str, layer: _MoELayer, ids: Tensor) -> None:
+    def __init__(self, name: str, layer: MoELayer, ids: Tensor) -> None:
         self.name = name
         self.ids: Tensor | None = ids
         self.some_are_free = bool((ids < 0).all(dim=-1).any())
@@ -146,7 +146,7 @@ class _Forced:
     def close(self) -> None:
         self.ids = None
 
-    def __call__(self, layer: _MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.ids is not None:
             return args, kwargs | {"routing": self._routing(layer, *args, **kwargs)}
         if in_backward():
@@ -161,7 +161,7 @@ class _Forced:
             layer._forward_pre_hooks_with_kwargs.pop(self.id, None)
         return None
 
-    def _routing(self, layer: _MoELayer, x: Tensor, **_: Any) -> Tensor:
+    def _routing(self, layer: MoELayer, x: Tensor, **_: Any) -> Tensor:
         assert self.ids is not None
         shape = (*x.shape[:-1], layer.config.top_k)
         if self.ids.shape not in (shape, (math.prod(shape[:-1]), shape[-1])):

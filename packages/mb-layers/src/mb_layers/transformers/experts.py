@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mb_layers.experts import cast_alike, to_plain
 from mb_layers.factored import map_weight, weight_of
+from mb_layers.losses import at_least_fp32
 from mb_layers.steps import expert_mlp_in_steps
 
 try:
@@ -75,7 +76,7 @@ def experts_forward(
     ]
     w1, w2, *biases = weights
     bins = mb_kernels.bin_tokens(top_k_index, num_experts)
-    weights_TK = top_k_weights.float()
+    weights_TK = at_least_fp32(top_k_weights)
     activation = fused_activation(self)
     b1, b2 = biases or (None, None)
     gate = self._apply_gate if self.has_gate else self.act_fn

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mb_layers.experts import cast_alike, to_plain
+from mb_layers.losses import at_least_fp32
 from mb_layers.transformers.experts import (
     GLU_NAMES,
     IMPLEMENTATION,
@@ -81,7 +82,7 @@ def _experts(
     ids_TK = torch.where(ids_TK < num_experts, ids_TK, -1)
     bins = mb_kernels.bin_tokens(ids_TK, num_experts)
     return mb_kernels.expert_mlp(
-        x_TD, w1, w2, bins, weights_TK.float(), activation=GLU_NAMES[plain]
+        x_TD, w1, w2, bins, at_least_fp32(weights_TK), activation=GLU_NAMES[plain]
     )
 
 
@@ -117,7 +118,7 @@ def _longcat(
 ) -> Tensor:
     """LongCat: experts behind the real ones return what they are given."""
     num_experts = self.num_routed_experts
-    weights_TK = top_k_weights.float()
+    weights_TK = at_least_fp32(top_k_weights)
     zero_T1 = torch.where(top_k_index < num_experts, 0, weights_TK).sum(dim=1, keepdim=True)
     y_TD = hidden_states * zero_T1
     if num_experts:

@@ -2,11 +2,18 @@
 
 import pytest
 import torch
-from mb_kernels import bin_tokens, pad_bins, reference, sparse_expert_mlp, topology
+from mb_kernels import bin_tokens, expert_mlp, pad_bins, reference, sparse_expert_mlp, topology
 from mb_kernels.activation import is_glu
 from mb_kernels.block_sparse.mlp_reference import padded_rows
 from mb_kernels.block_sparse.reference import BLOCK, make_matrix, to_dense, topology_of
-from mb_kernels.testing import ROUTINGS, assert_close, make_expert_ids
+from mb_kernels.testing import (
+    ROUTINGS,
+    Case,
+    assert_close,
+    make_expert_ids,
+    make_inputs,
+    run_expert_mlp,
+)
 
 pytest.importorskip("stk")  # the extra block-sparse
 
@@ -126,6 +133,23 @@ def test_errors_say_what_was_expected(ffn, w1_shape, message):
     x, w1, w2 = torch.ones(4, 16), torch.ones(w1_shape), torch.ones(2, 16, ffn)
     with pytest.raises(ValueError, match=message):
         sparse_expert_mlp(x, w1, w2, bins, torch.ones(4, 1))
+
+
+def test_gates_between_the_rows_of_up_are_refused():
+    bins = make_bins("uniform", 4, 2, 1)
+    x, w1, w2 = torch.ones(4, 16), torch.ones(2, 256, 16), torch.ones(2, 16, 128)
+    with pytest.raises(ValueError, match="gate lies over up"):
+        sparse_expert_mlp(x, w1, w2, bins, torch.ones(4, 1), activation="swiglu(interleaved)")
+
+
+@pytest.mark.parametrize("activation", ["swiglu(limit=0.5)", "swiglu(gate_cap=1.5, up_cap=2)"])
+def test_activations_with_numbers(activation):
+    inputs = make_inputs(Case(20, 16, 128, 3, 2, activation=activation), dtype=torch.float64)
+    got, want = (
+        run_expert_mlp(op, inputs, activation=activation) for op in (sparse_expert_mlp, expert_mlp)
+    )
+    for name, w in want.items():
+        assert_close(name, got[name], w)
 
 
 @pytest.mark.parametrize(

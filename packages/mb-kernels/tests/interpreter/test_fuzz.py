@@ -21,9 +21,10 @@ import torch
 from mb_kernels import is_glu, reference
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS
 from mb_kernels.block_sparse.reference import BLOCK, Topology, make_matrix
-from mb_kernels.testing import ROUTINGS, TOLERANCES, error, make_expert_ids
+from mb_kernels.testing import NUMBERED, ROUTINGS, TOLERANCES, error, make_expert_ids
 
-ACTIVATIONS = (*GLU_ACTIVATIONS, *PLAIN_ACTIVATIONS)
+ACTIVATIONS = (*GLU_ACTIVATIONS, *NUMBERED, *PLAIN_ACTIVATIONS)
+GATE_OVER_UP = tuple(name for name in ACTIVATIONS if "interleaved" not in name)
 SEEDS = range(28)
 
 
@@ -75,7 +76,9 @@ class Dice:
 
     def somewhere(self, t: torch.Tensor) -> torch.Tensor:
         """The same values, perhaps with gaps, in another order, or off 16 bytes."""
-        how = self.choice.choice(("here", "here", "gaps", "order", "behind", "part"))
+        how = self.choice.choice(("here", "here", "gaps", "order", "transposed", "behind", "part"))
+        if how == "transposed" and t.ndim > 1:
+            return t.mT.contiguous().mT
         if how == "gaps":
             return t.new_zeros((*t.shape, 2))[..., 0].copy_(t)
         if how == "order":
@@ -163,7 +166,7 @@ def gmm(dice: Dice) -> Draw:
 def grouped_experts(dice: Dice) -> Draw:
     bins, _ = dice.routed()
     activation = dice.choice.choice(ACTIVATIONS)
-    apart = is_glu(activation) and dice.sometimes()
+    apart = is_glu(activation) and activation in GATE_OVER_UP and dice.sometimes()
     columns = dice.ffn * (2 if is_glu(activation) and not apart else 1)
     tensors = {
         "x": dice.normal(bins["order"].shape[0], dice.hidden),
@@ -334,7 +337,7 @@ def sparse_expert_mlp(dice: Dice) -> Draw:
     dice.experts = min(dice.experts, 3)
     dice.top_k = min(dice.top_k, dice.experts)
     bins, weights = dice.routed()
-    activation, recompute = dice.choice.choice(ACTIVATIONS), dice.sometimes()
+    activation, recompute = dice.choice.choice(GATE_OVER_UP), dice.sometimes()
     columns = BLOCK * (2 if is_glu(activation) else 1)
     tensors = {
         "x": dice.normal(dice.tokens, dice.hidden),

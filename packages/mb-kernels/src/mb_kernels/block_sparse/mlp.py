@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mb_kernels.activation import is_glu
+from mb_kernels.activation import parse
 from mb_kernels.bins import Bins
 from mb_kernels.block_sparse.mlp_reference import (
     make_pattern,
@@ -103,12 +103,17 @@ def sparse_expert_mlp(
         y_TD [T, D] in the dtype of x_TD. Differentiable in x_TD, w1_EFD, w2_EDF and weights_TK.
 
     Raises:
-        ValueError: unknown activation; F not a multiple of 128; sizes, dtypes or devices that do
-            not match.
+        ValueError: unknown or interleaved activation; F not a multiple of 128; sizes, dtypes or
+            devices that do not match.
     """
-    glu = is_glu(activation)
+    kind = parse(activation)
+    if kind.interleaved:  # the gate and up of an output would lie in one block
+        raise ValueError(
+            f"activation: expected one whose gate lies over up in w1_EFD; got {activation!r}. "
+            "expert_mlp takes interleaved rows."
+        )
     _check_width("F of w2_EDF", w2_EDF.shape[-1])
-    columns = w2_EDF.shape[-1] * (2 if glu else 1)
+    columns = w2_EDF.shape[-1] * (2 if kind.gated else 1)
     if w1_EFD.shape != (w2_EDF.shape[0], columns, x_TD.shape[-1]):
         raise ValueError(
             f"w1_EFD: expected {(w2_EDF.shape[0], columns, x_TD.shape[-1])} for {activation!r} and "

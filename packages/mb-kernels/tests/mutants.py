@@ -42,7 +42,9 @@ ROOMS = {
     "elementwise/kernels.py": ("test_every_op.py", "grouped_experts"),
     "linear_cross_entropy/kernels.py": ("interpreter/test_linear_cross_entropy_kernels.py", ""),
     "exchange/routing_kernels.py": ("interpreter/test_exchange_kernels.py", "routing"),
+    "exchange/kernels.py": ("interpreter/test_exchange_kernels.py", "not routing"),
     "adamw/kernels.py": ("interpreter/test_adamw_kernels.py", ""),
+    "relative_attention/kernels.py": ("interpreter/test_relative_attention_kernels.py", ""),
     **dict.fromkeys(
         (
             *("grouped_gemm/schedule.py", "grouped_gemm/forward.py", "grouped_gemm/weight_grad.py"),

@@ -13,17 +13,16 @@ Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k,
 from typing import Any
 
 import torch
-import torch.nn.functional as functions
 from torch import Tensor
 
 from mb_kernels.activation import is_glu
 from mb_kernels.bins import Bins, row_tiles
+from mb_kernels.expert_mlp import arguments
 from mb_kernels.expert_mlp.reference import expert_mlp_backward, expert_mlp_forward
 from mb_kernels.permute.op import bins_of
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.op import dequantize, quantize
 from mb_kernels.runtime import checks, registration
-from mb_kernels.runtime.registration import debugging
 
 _WHOLE = 16  # bits that stand for "in the dtype they have"
 
@@ -76,8 +75,8 @@ def expert_mlp(
         ValueError: unknown activation; shapes, dtypes or devices that do not match; a size the
             kernels cannot take.
     """
-    _check(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
-    _check_biases(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED)
+    arguments.check_experts(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
+    arguments.check_biases(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED)
     if saved_activation_bits not in (None, 4, 8) or (recompute and saved_activation_bits):
         raise ValueError(
             "saved_activation_bits: expected 4, 8 or None, and None with recompute=True, which "
@@ -86,9 +85,9 @@ def expert_mlp(
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"max_rows: expected None or at least 1; got {max_rows}.")
     if max_rows is not None and max_rows < bins.order_N.shape[0]:
-        bins, weights_TK = _bounded(bins, weights_TK, max_rows)
+        bins, weights_TK = arguments.bounded(bins, weights_TK, max_rows)
     if b2_ED is not None and w2_EDF.shape[2] == 0:  # the output is the bias: F of zeros, not none
-        w1_EFD, w2_EDF, b1_EF = _widened(w1_EFD, w2_EDF, is_glu(activation))
+        w1_EFD, w2_EDF, b1_EF = arguments.widened(w1_EFD, w2_EDF, is_glu(activation))
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x_TD, w1_EFD, w2_EDF, weights_TK, b1_EF, b2_ED)
     )
@@ -103,89 +102,6 @@ def expert_mlp(
         *(x_TD, w1, w2, *indices, weights_TK, b1_EF, b2_ED),
         *(transposed, activation, saved_bits, keep_rows),
     )[0]
-
-
-def _bounded(bins: Bins, weights_TK: Tensor, max_rows: int) -> tuple[Bins, Tensor]:
-    """Bins of ``max_rows`` rows; weights that are NaN if an expert had more."""
-    if debugging():
-        checks.debug_offsets(bins.offsets_E1, max_rows)
-    weights_TK = torch.where(bins.offsets_E1[-1] > max_rows, torch.nan, weights_TK)
-    bounded = Bins(
-        bins.order_N[:max_rows],
-        torch.where(bins.inverse_N < max_rows, bins.inverse_N, -1),
-        bins.tokens_per_expert_E,
-        bins.offsets_E1.clamp(max=max_rows),
-    )
-    return bounded, weights_TK
-
-
-def _widened(w1_EFD: Tensor, w2_EDF: Tensor, glu: bool) -> tuple[Tensor, Tensor, None]:
-    """Weights of the least width, all zeros, in place of weights of none."""
-    rows = 32 if glu else 16
-    return functions.pad(w1_EFD, (0, 0, 0, rows)), functions.pad(w2_EDF, (0, 16)), None
-
-
-def _check_biases(
-    x_TD: Tensor,
-    w1_EFD: Tensor,
-    w2_EDF: Tensor,
-    b1_EF: Tensor | None,
-    b2_ED: Tensor | None,
-) -> None:
-    for name, bias, shape in (
-        ("b1_EF", b1_EF, tuple(w1_EFD.shape[:2])),
-        ("b2_ED", b2_ED, tuple(w2_EDF.shape[:2])),
-    ):
-        if bias is not None and tuple(bias.shape) != shape:
-            raise ValueError(
-                f"{name}: expected {shape}, a bias for each row of every expert's weight; got "
-                f"{tuple(bias.shape)}."
-            )
-        if bias is not None:
-            checks.require_floating(name, bias)
-            checks.require_device("x_TD", x_TD, **{name: bias})
-
-
-def _check(
-    x_TD: Tensor,
-    w1_EFD: Tensor,
-    w2_EDF: Tensor,
-    bins: Bins,
-    weights_TK: Tensor,
-    activation: str,
-) -> None:
-    if x_TD.ndim != 2 or w2_EDF.ndim != 3 or w2_EDF.shape[1] != x_TD.shape[1]:
-        raise ValueError(
-            "w2_EDF: expected [E, D, F] with the D of x_TD [T, D] "
-            f"{tuple(x_TD.shape)}; got {tuple(w2_EDF.shape)}."
-        )
-    experts, hidden, ffn = w2_EDF.shape
-    columns = 2 * ffn if is_glu(activation) else ffn
-    if w1_EFD.shape != (experts, columns, hidden):
-        raise ValueError(
-            f"w1_EFD: expected {(experts, columns, hidden)} for {activation} and w2_EDF "
-            f"{tuple(w2_EDF.shape)}; got {tuple(w1_EFD.shape)}. A GLU holds gate over up: "
-            "[E, 2F, D]."
-        )
-    if weights_TK.ndim != 2 or weights_TK.shape[0] != x_TD.shape[0]:
-        raise ValueError(
-            f"weights_TK: expected [{x_TD.shape[0]}, top_k], a row per token; "
-            f"got {tuple(weights_TK.shape)}."
-        )
-    slots = weights_TK.numel()
-    sizes = (bins.order_N.shape, bins.inverse_N.shape, bins.offsets_E1.shape)
-    if sizes != ((slots,), (slots,), (experts + 1,)):
-        raise ValueError(
-            f"bins: expected {slots} slots and {experts} experts; got "
-            f"{bins.order_N.shape[0]} and {bins.offsets_E1.shape[0] - 1}. "
-            "Build them with bin_tokens(expert_ids_TK, num_experts)."
-        )
-    checks.require_same("x_TD", x_TD, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
-    checks.require_floating("weights_TK", weights_TK)
-    checks.require_device("x_TD", x_TD, weights_TK=weights_TK)
-    checks.require_bins("x_TD", x_TD, bins)
-    checks.require_addressable("w1_EFD", w1_EFD)
-    checks.require_multiple_of_16(x_TD, D=hidden, F=ffn)
 
 
 def _upright(w1: Tensor, w2: Tensor, transposed: list[bool]) -> tuple[Tensor, Tensor]:

@@ -149,6 +149,7 @@ def build(module_name: str, case_name: str, target_name: str) -> Build:
 def _compile(case: GateCase, target: Target) -> Any:
     """Compile as a launch would: same argument order, same specialisation. A CompiledKernel."""
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -176,8 +177,8 @@ def _compile(case: GateCase, target: Target) -> Any:
     )
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
     gpu = GPUTarget(target.backend, target.arch, target.wave_size)
-    with triton.knobs.compilation.scope():
-        triton.knobs.compilation.disable_line_info = True  # a seventh of the time, not of the code
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True  # a seventh of the time, not of the code
         return triton.compile(source, target=gpu, options=options)
 
 

@@ -1,0 +1,98 @@
+"""What ``expert_mlp`` takes: what it refuses, and what it makes of some of it for the op.
+
+Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k.
+"""
+
+import torch
+import torch.nn.functional as functions
+from torch import Tensor
+
+from mb_kernels.activation import is_glu
+from mb_kernels.bins import Bins
+from mb_kernels.runtime import checks
+from mb_kernels.runtime.registration import debugging
+
+
+def check_experts(
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    bins: Bins,
+    weights_TK: Tensor,
+    activation: str,
+) -> None:
+    """Raise ValueError unless all that every call has fits together."""
+    if x_TD.ndim != 2 or w2_EDF.ndim != 3 or w2_EDF.shape[1] != x_TD.shape[1]:
+        raise ValueError(
+            "w2_EDF: expected [E, D, F] with the D of x_TD [T, D] "
+            f"{tuple(x_TD.shape)}; got {tuple(w2_EDF.shape)}."
+        )
+    experts, hidden, ffn = w2_EDF.shape
+    columns = 2 * ffn if is_glu(activation) else ffn
+    if w1_EFD.shape != (experts, columns, hidden):
+        raise ValueError(
+            f"w1_EFD: expected {(experts, columns, hidden)} for {activation} and w2_EDF "
+            f"{tuple(w2_EDF.shape)}; got {tuple(w1_EFD.shape)}. A GLU holds gate over up: "
+            "[E, 2F, D]."
+        )
+    if weights_TK.ndim != 2 or weights_TK.shape[0] != x_TD.shape[0]:
+        raise ValueError(
+            f"weights_TK: expected [{x_TD.shape[0]}, top_k], a row per token; "
+            f"got {tuple(weights_TK.shape)}."
+        )
+    slots = weights_TK.numel()
+    sizes = (bins.order_N.shape, bins.inverse_N.shape, bins.offsets_E1.shape)
+    if sizes != ((slots,), (slots,), (experts + 1,)):
+        raise ValueError(
+            f"bins: expected {slots} slots and {experts} experts; got "
+            f"{bins.order_N.shape[0]} and {bins.offsets_E1.shape[0] - 1}. "
+            "Build them with bin_tokens(expert_ids_TK, num_experts)."
+        )
+    checks.require_same("x_TD", x_TD, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
+    checks.require_floating("weights_TK", weights_TK)
+    checks.require_device("x_TD", x_TD, weights_TK=weights_TK)
+    checks.require_bins("x_TD", x_TD, bins)
+    checks.require_addressable("w1_EFD", w1_EFD)
+    checks.require_multiple_of_16(x_TD, D=hidden, F=ffn)
+
+
+def check_biases(
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    b1_EF: Tensor | None,
+    b2_ED: Tensor | None,
+) -> None:
+    """Raise ValueError unless the biases that are there fit the weights."""
+    for name, bias, shape in (
+        ("b1_EF", b1_EF, tuple(w1_EFD.shape[:2])),
+        ("b2_ED", b2_ED, tuple(w2_EDF.shape[:2])),
+    ):
+        if bias is not None and tuple(bias.shape) != shape:
+            raise ValueError(
+                f"{name}: expected {shape}, a bias for each row of every expert's weight; got "
+                f"{tuple(bias.shape)}."
+            )
+        if bias is not None:
+            checks.require_floating(name, bias)
+            checks.require_device("x_TD", x_TD, **{name: bias})
+
+
+def bounded(bins: Bins, weights_TK: Tensor, max_rows: int) -> tuple[Bins, Tensor]:
+    """Bins of ``max_rows`` rows; weights that are NaN if an expert had more."""
+    if debugging():
+        checks.debug_offsets(bins.offsets_E1, max_rows)
+    weights_TK = torch.where(bins.offsets_E1[-1] > max_rows, torch.nan, weights_TK)
+    bounded = Bins(
+        bins.order_N[:max_rows],
+        torch.where(bins.inverse_N < max_rows, bins.inverse_N, -1),
+        bins.tokens_per_expert_E,
+        bins.offsets_E1.clamp(max=max_rows),
+    )
+    return bounded, weights_TK
+
+
+def widened(w1_EFD: Tensor, w2_EDF: Tensor, glu: bool) -> tuple[Tensor, Tensor, None]:
+    """Weights of the least width, all zeros, in place of weights of none."""
+    rows = 32 if glu else 16
+    return functions.pad(w1_EFD, (0, 0, 0, rows)), functions.pad(w2_EDF, (0, 16)), None

@@ -1,5 +1,7 @@
 """What a command line starts: what is said before the first step, and when a run goes on."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -39,13 +41,10 @@ def finished(tmp_path_factory):
         patch.setattr(sys, "argv", ["/bin/mb-train"])
         patch.setenv("UV_RUN_RECURSION_DEPTH", "1")
         patch.setattr(os, "fsync", lambda descriptor: None)  # see conftest, which is for tests
-        printed = []
-        patch.setattr(
-            "builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words)))
-        )
         words = ["--train-iters", "2", "--data-path", str(prefix), "--save", str(folder)]
-        assert main([*TINY, *words, "--timing-log-level", "1", "--use-flash-attn"]) == 0
-    return folder, "\n".join(printed)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert main([*TINY, *words, "--timing-log-level", "1", "--use-flash-attn"]) == 0
+    return folder, printed.getvalue()
 
 
 def test_the_start_says_what_megatron_says(finished):

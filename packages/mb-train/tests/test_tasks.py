@@ -1,11 +1,15 @@
 """What a task makes of samples."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import mb_data
 import numpy as np
 import pytest
+import torch
+from mb_layers import Router
 from mb_parallel import ParallelDims
+from mb_train.balance import BalancingBias
 from mb_train.config import TrainConfig
 from mb_train.models.transformer import DenseMLP
 from mb_train.tasks import GPTTask
@@ -169,3 +173,21 @@ def test_padding_is_left_out_where_no_other_counts_on_the_shape(dims, change, le
     run |= {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "moe_num_experts": 4}
     config = TrainConfig(**run, model="bert", **change)
     assert leaves_padding_out(config, ParallelDims(**dims)) == leaves_out
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert", "t5"])
+def test_a_balancing_bias_moves_by_the_load_of_its_own_layer(kind):
+    """In a pipeline a rank finds its layers among those of all stages by their names."""
+    config = TrainConfig(
+        num_layers=3, decoder_num_layers=3, hidden_size=16, num_attention_heads=2, seq_length=8,
+        micro_batch_size=1, train_iters=1, lr=1.0, model=kind, moe_num_experts=4, moe_layer_freq=2,
+        moe_router_enable_expert_bias=True, decoder_seq_length=8,
+    )  # fmt: skip
+    model = whole_model(config, vocab_size=16)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    assert len(routers) == (4 if kind == "t5" else 2)
+    mesh = SimpleNamespace(pp_size=2, all_reduce=lambda tensor, axis: tensor)
+    bias = BalancingBias([model], config, mesh)
+    bias.see({"tokens_per_expert": 8.0 * torch.eye(4)[: len(routers)]})
+    bias.update()
+    assert [int(router.balancing_bias.argmin()) for router in routers] == [*range(len(routers))]

@@ -12,7 +12,7 @@ from mb_layers import Router, update_balancing_bias
 from mb_parallel import ParallelMesh
 from torch import Tensor, nn
 
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, whole
 
 
 class BalancingBias:
@@ -34,9 +34,7 @@ class BalancingBias:
         }
         rows = range(len(found))
         if mesh.pp_size > 1:
-            # Metrics are of all stages; a name holds the layer's number in the whole model.
-            layers = [int(name.split("blocks.")[1].split(".")[0]) for name in found]
-            rows = [sum(map(config.has_experts, range(layer))) for layer in layers]
+            rows = [_row(name, config) for name in found]  # metrics are of all stages
         self._routers = list(zip(rows, found.values(), strict=True))
         self._counts_LE: Tensor | None = None
 
@@ -55,3 +53,15 @@ class BalancingBias:
         counts_LE = self._mesh.all_reduce(counts_LE.clone(), "dp")
         for row, router in self._routers:
             update_balancing_bias(router, counts_LE[row], rate=self._rate)
+
+
+def _row(name: str, config: TrainConfig) -> int:
+    """How many layers with experts a router's layer has before it in the whole model.
+
+    Its name holds the layer's number in its stack; a decoder's layers come behind the encoder's.
+    """
+    layer = int(name.split("blocks.")[1].split(".")[0])
+    row = sum(map(config.has_experts, range(layer)))
+    if name.startswith("decoder."):
+        row += sum(map(config.has_experts, range(whole(config.num_layers))))
+    return row

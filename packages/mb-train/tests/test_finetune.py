@@ -93,6 +93,8 @@ def test_pairs_become_samples_of_two_segments(bert, tmp_path):
     assert short["text"].tolist() == [2, good, 3, bad, 3]
     again = PairDataset(pairs * 5, tokenizer, seq_length=9, num_samples=12, seed=1)
     assert len(again) == 12
+    with pytest.raises(ValueError, match=r"--seq-length of at least 3, .* got 2"):
+        PairDataset(pairs, tokenizer, seq_length=2)
 
 
 def test_what_is_no_data_is_refused_and_nothing_is_written(bert, tmp_path, capsys):

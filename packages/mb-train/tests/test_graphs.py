@@ -97,7 +97,9 @@ def trained(kind, fields, *, dtype, compiled):
     optimizer = AdamW(decay_groups(model, 0.1), lr=1e-2, working_copies=copies)
     if config.optimizer == "sgd":  # it knows nothing of copies
         optimizer = SGD(decay_groups(model, 0.1), lr=1e-1)
-    scaler = GradScaler(2.0**10, growth_interval=2) if dtype is torch.float16 else None
+    # It grows to 2^7. At 2^12 a T5's gradient behind its embedding, which the first norm multiplies
+    # by up to 300 (a small embedding's 1 / std), has been seen to overflow.
+    scaler = GradScaler(2.0**4, growth_interval=2) if dtype is torch.float16 else None
     more = (copies,) if kind is Graphed else ()
     executor, seen = kind(model, task.first_input, *more), []
     generator = np.random.default_rng(0)
@@ -158,9 +160,7 @@ KINDS = {
 def test_graphs_train_as_the_passes_they_hold(fields, dtype, compiled):
     expected, weights = trained(Sequential, fields, dtype=dtype, compiled=compiled)
     got, graphed = trained(Graphed, fields, dtype=dtype, compiled=compiled)
-    # The scale of fp16 grows until a step's gradients overflow, which leaves it out: on both sides.
-    assert got.isfinite().all() or dtype is torch.float16
-    assert not got.isnan().any()
+    assert got.isfinite().all()
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
     for a, b in zip(graphed, weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)

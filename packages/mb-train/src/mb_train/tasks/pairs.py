@@ -84,6 +84,9 @@ class PairDataset:
         seq_length: S; what is longer loses the ends of its longer sentence.
         num_samples: how many at least: the pairs come again and again.
         seed: of another order each time; None keeps theirs.
+
+    Raises:
+        ValueError: sequences too short for [CLS] and two [SEP].
     """
 
     def __init__(
@@ -95,6 +98,10 @@ class PairDataset:
         num_samples: int = 0,
         seed: int | None = None,
     ) -> None:
+        if seq_length < 3:
+            raise ValueError(
+                f"Expected --seq-length of at least 3, for [CLS] and two [SEP], got {seq_length}."
+            )
         self.pairs, self._tokenizer, self._length = pairs, tokenizer, seq_length
         self._samples = max(num_samples, len(pairs))
         self._order = lru_cache(4)(lambda turn: self._shuffled(seed, turn))

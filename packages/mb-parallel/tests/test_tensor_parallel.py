@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import tiny_gpt
 import torch
-from mb_parallel import ParallelDims
+from mb_layers import MoEConfig, dMoE
+from mb_parallel import ParallelDims, parallelize_experts
 from mb_parallel.tensor_parallel import (
     ColumnParallel,
     DistinctRandom,
@@ -135,8 +136,24 @@ def test_what_does_not_divide_is_named():
             assert re.search(expected, said[name]), said[name]
 
 
+def _routed(rank, mesh):
+    """A run of a sequence whose experts are chosen outside gets its part of the whole's output."""
+    torch.manual_seed(0)
+    config = MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, top_k=2)
+    whole = torch.nn.ModuleDict({"moe": dMoE(config)})
+    x_BSD, ids_BSK = torch.randn(3, 6, 8), torch.randint(4, (3, 6, 2))
+    want = whole["moe"](x_BSD, routing=ids_BSK)
+    parallelize_tensors(whole, mesh, {"moe": ExpertLayer()}, sequence_parallel=True)
+    parallelize_experts(whole, mesh)
+    run = slice(3 * rank, 3 * rank + 3)
+    got = whole["moe"](x_BSD[:, run], routing=ids_BSK)
+    torch.testing.assert_close(got.y, want.y[:, run])
+    assert torch.equal(got.metrics["tokens_per_expert"], want.metrics["tokens_per_expert"])
+
+
 def _odd_sequence(rank, world_size):
     mesh = ParallelDims(tp=world_size).build("cpu")
+    _routed(rank, mesh)
     model = tiny_gpt.build(Options())
     parallelize_tensors(model, mesh, tiny_gpt.plan(Options()))
     tokens = torch.zeros(1, 7, dtype=torch.int64)

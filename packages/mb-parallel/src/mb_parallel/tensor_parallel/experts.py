@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from mb_layers import MoE, MoEOutput, dMoE
+from mb_layers import MoE, MoEOutput, RouterOutput, dMoE
 from mb_layers.dispatch import replaced
 from mb_layers.experts import Experts
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ class ExpertLayer(Style):
 
     Without sequence parallelism every tp rank routes all tokens alike. With it each rank routes its
     own run of the sequence: the gradients of router, shared expert and bias are added up, a mask
-    [B, S] is cut to the rank's run, and metrics are those of all tokens.
+    [B, S] and expert ids [B, S, K] from outside are cut to the rank's run (a `RouterOutput` is of
+    that run alone), and metrics are those of all tokens.
 
     The gradients of the experts are each rank's own part in either case; `apply_data_parallel` adds
     them up with those of the other ranks that hold the same experts.
@@ -53,13 +54,16 @@ class ExpertLayer(Style):
             *,
             mask: Tensor | None = None,
             valid_tokens: Tensor | float | None = None,
+            routing: Tensor | RouterOutput | None = None,
         ) -> MoEOutput:
+            if isinstance(routing, Tensor):
+                routing = collectives.own_slice(routing, region.group, -2)
             if mask is not None:
                 valid_tokens = mask.count_nonzero() if valid_tokens is None else valid_tokens
                 mask = collectives.own_slice(mask, region.group, -1)
             if valid_tokens is not None:  # the ranks' losses are averaged
                 valid_tokens = valid_tokens / region.size
-            output = original(x, mask=mask, valid_tokens=valid_tokens)
+            output = original(x, mask=mask, valid_tokens=valid_tokens, routing=routing)
             return replaced(output, metrics=_over_ranks(output.metrics, region))
 
         for child in self.covers(module):

@@ -14,6 +14,7 @@ TOLERANCE = {
     torch.float64: {"rtol": 1e-10, "atol": 1e-12},
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+    torch.float16: {"rtol": 2e-3, "atol": 1e-4},
 }
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

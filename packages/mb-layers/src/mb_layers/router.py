@@ -113,7 +113,7 @@ class Router(nn.Module):
         # Autocast would take the product back to low precision.
         with without_autocast(x_TD):
             logits_TE = self.logits(self.jitter(x_TD))
-            if expert_ids_TK is None and self._is_plain_softmax:
+            if expert_ids_TK is None and self._is_plain_softmax():
                 weights_TK, ids_TK, probs_TE = mb_kernels.topk_softmax(
                     logits_TE, config.top_k, renormalize=config.renormalize
                 )
@@ -135,8 +135,8 @@ class Router(nn.Module):
             ids_TK = (slots_N % config.num_experts).view_as(ids_TK)
         return RouterOutput(weights_TK, ids_TK.int(), probs_TE, logits_TE)
 
-    @property
     def _is_plain_softmax(self) -> bool:
+        # A method: torch 2.11's compiler follows no property of a parent class.
         config = self.config
         return (
             config.score_function == "softmax"

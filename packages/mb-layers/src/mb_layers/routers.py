@@ -104,9 +104,8 @@ class SinkhornRouter(Router):
         super().__init__(config, device=device, dtype=dtype)
         self.iterations = iterations
 
-    @property
     def _is_plain_softmax(self) -> bool:
-        return super()._is_plain_softmax and not self.training
+        return super()._is_plain_softmax() and not self.training
 
     def choice(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
         """Return the balanced masses in training."""

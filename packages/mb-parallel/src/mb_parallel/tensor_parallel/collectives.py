@@ -91,7 +91,13 @@ def _same(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 def _sum(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
-    return total
+    return _new(total)
+
+
+def _new(x: Tensor) -> Tensor:
+    # What a collective wrote to in place has no gradient in a graph of torch 2.11's compiler: zeros
+    # came back, without a word.
+    return x.view_as(x)
 
 
 def _concatenate(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -103,7 +109,7 @@ def _sum_of_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     slices = torch.stack(_slices(x, group, dim))
     mine = torch.empty_like(slices[0])
     _reduce_scatter(mine, slices.flatten(0, 1), group=group)
-    return mine
+    return _new(mine)
 
 
 def _slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:

@@ -236,7 +236,8 @@ class Pipeline:
                 for sequences, tokens in sizes
             )
 
-        number, loss = example(1, dtype=torch.int64), example(1, dtype=torch.float32)
+        number = example(1, dtype=torch.int64)
+        loss = example(1, dtype=torch.promote_types(self.dtype, torch.float32))
         stages = [
             Stage(
                 module,

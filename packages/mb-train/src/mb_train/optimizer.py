@@ -55,7 +55,7 @@ def build_optimizer(model: Assembled, config: TrainConfig) -> torch.optim.Optimi
 def _routers_apart(
     groups: list[dict[str, Any]], parts: Sequence[nn.Module], lr_mult: float
 ) -> list[dict[str, Any]]:
-    """The groups, and behind each that has routers' parameters one of those, with `lr_mult`."""
+    """Groups without routers' parameters, behind each its routers', if any, with `lr_mult`."""
     modules = (module for part in parts for module in part.modules())
     routers = {id(p) for m in modules if isinstance(m, Router) for p in m.parameters()}
     apart = []

@@ -379,7 +379,17 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: clip_and_step(torch.optim.AdamW(p)), "cannot skip a step"),
         (lambda p: GradScaler(0.5), "init_scale of at least min_scale"),
     ],
-    ids=["state", "betas", "fp64", "muon-vector", "muon-rows", "adafactor", "sgd", "torchs", "scaler"],
+    ids=[
+        "state",
+        "betas",
+        "fp64",
+        "muon-vector",
+        "muon-rows",
+        "adafactor",
+        "sgd",
+        "torchs",
+        "scaler",
+    ],
 )
 def test_what_cannot_be_is_refused(make, says):
     with pytest.raises(ValueError, match=says):

@@ -133,9 +133,7 @@ class Muon(AdamW):
         self._copies.written(parameters)
 
 
-def _update(
-    shard: Tensor, parameter: Tensor, steps: int, fused: tuple[int, ...] | None
-) -> Tensor:
+def _update(shard: Tensor, parameter: Tensor, steps: int, fused: tuple[int, ...] | None) -> Tensor:
     """This rank's shard of the update whose direction's shard on this rank is `shard`."""
     whole = shaped_like(shard, parameter)
     if not isinstance(whole, DTensor):

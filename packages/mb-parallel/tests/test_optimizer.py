@@ -276,7 +276,7 @@ def test_matrices_that_share_a_weight_are_orthogonalised_apart():
         apart.append(nn.Parameter(together[weight].detach()[..., rows, :].clone()))
     groups = [
         {"params": [weight], "muon": True, "fused": fused}
-        for weight, fused in zip(together, ((4, 4), (2, 1, 1), None), strict=True)
+        for weight, fused in zip(together, ((4, 4), (2, 1, 1), ()), strict=True)
     ]
     fp32 = {"ns_dtype": torch.float32, "weight_decay": 0.1}
     fused, single = Muon(groups, **fp32), Muon([{"params": apart, "muon": True}], **fp32)
@@ -294,7 +294,7 @@ def test_matrices_that_share_a_weight_are_orthogonalised_apart():
     halves = {moe.experts.w1: (4, 4), moe.shared_expert.w1: (6, 6), moe.router.weight: (1, 2)}
     found = muon_groups(moe, 0.1, fused={moe.router.weight: (1, 2)})
     assert {p: g["fused"] for g in found if g["muon"] for p in g["params"]} == halves | {
-        moe.experts.w2: None, moe.shared_expert.w2: None,
+        moe.experts.w2: (), moe.shared_expert.w2: (),
     }  # fmt: skip
 
 

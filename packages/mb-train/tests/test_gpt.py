@@ -115,7 +115,7 @@ def test_muon_takes_the_matrices_between_the_ends():
     assert {name: rows for name, rows in apart.items() if "experts" not in name} == {
         f"stack.blocks.{layer}.attention.qkv.weight": (head,) * 3 for layer in (0, 1)
     }
-    whole = set().union(*(names for names, rows in groups(muon_split_qkv=False) if rows is None))
+    whole = set().union(*(names for names, rows in groups(muon_split_qkv=False) if not rows))
     assert whole >= {name for name in apart if "qkv" in name}
     muon = set().union(*(names for names, _ in muon))
     ends = {"embedding.tokens.weight", "embedding.positions.weight", "head.weight"}

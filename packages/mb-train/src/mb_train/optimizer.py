@@ -33,7 +33,7 @@ def build_optimizer(model: Assembled, config: TrainConfig) -> torch.optim.Optimi
         if config.optimizer == "muon":
             head = getattr(part, "head", None)  # None of a stage without, or tied
             heads = [] if head is None else [head]
-            linear = [m for m in part.modules() if isinstance(m, Linear) and m.fused is not None]
+            linear = [module for module in part.modules() if isinstance(module, Linear)]
             fused = {m.weight: m.fused for m in linear} if config.muon_split_qkv else {}
             groups += muon_groups(part, config.weight_decay, heads=heads, fused=fused)
         else:

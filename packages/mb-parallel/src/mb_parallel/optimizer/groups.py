@@ -50,10 +50,10 @@ def muon_groups(
         w1 = dict(module.named_parameters(recurse=False)).get("w1")  # None under an adapter
         if w1 is not None and module.config.is_glu:
             rows[id(w1)] = (w1.shape[-2] // 2,) * 2
-    muon: dict[tuple[int, ...] | None, list[Tensor]] = {}
+    muon: dict[tuple[int, ...], list[Tensor]] = {}
     for _, p, axes in _with_axes(model):
         if axes > 1 and id(p) not in ends:
-            muon.setdefault(rows.get(id(p)), []).append(p)
+            muon.setdefault(rows.get(id(p), ()), []).append(p)
     taken = {id(p) for ps in muon.values() for p in ps}
     about = {"decays": True, "weight_decay": weight_decay, "muon": True}
     groups = [{"params": ps, "fused": parts, **about} for parts, ps in muon.items()]

@@ -77,7 +77,7 @@ class Muon(AdamW):
             muon=False,
             momentum=momentum,
             ns_steps=ns_steps,
-            fused=None,
+            fused=(),
         )
         self._matrices = set()
         for group in self.param_groups:
@@ -87,7 +87,7 @@ class Muon(AdamW):
                         "Expected matrices in fp32 in a group with muon=True, got "
                         f"{tuple(parameter.shape)} in {parameter.dtype}. See muon_groups."
                     )
-                if group["fused"] is not None and parameter.shape[-2] % sum(group["fused"]):
+                if group["fused"] and parameter.shape[-2] % sum(group["fused"]):
                     raise ValueError(
                         f"Expected rows in multiples of {' + '.join(map(str, group['fused']))}, "
                         f"by `fused` of their group, got {tuple(parameter.shape)}."
@@ -133,7 +133,7 @@ class Muon(AdamW):
         self._copies.written(parameters)
 
 
-def _update(shard: Tensor, parameter: Tensor, steps: int, fused: tuple[int, ...] | None) -> Tensor:
+def _update(shard: Tensor, parameter: Tensor, steps: int, fused: tuple[int, ...]) -> Tensor:
     """This rank's shard of the update whose direction's shard on this rank is `shard`."""
     whole = shaped_like(shard, parameter)
     if not isinstance(whole, DTensor):
@@ -156,12 +156,12 @@ def _update(shard: Tensor, parameter: Tensor, steps: int, fused: tuple[int, ...]
     return local(done.redistribute(placements=whole.placements))
 
 
-def _matrix_by_matrix(x: Tensor, steps: int, fused: tuple[int, ...] | None) -> Tensor:
+def _matrix_by_matrix(x: Tensor, steps: int, fused: tuple[int, ...]) -> Tensor:
     """Updates of [..., rows, columns] for a rate of 1; `fused` as in `Muon`."""
-    if fused is None:
+    if not fused:
         return newton_schulz(x, steps, size=0.2 * max(x.shape[-2:]) ** 0.5)
     runs = x.unflatten(-2, (-1, sum(fused))).split(fused, dim=-2)  # [..., repeats, rows, columns]
-    done = [_matrix_by_matrix(run.flatten(-3, -2), steps, None).view(run.shape) for run in runs]
+    done = [_matrix_by_matrix(run.flatten(-3, -2), steps, ()).view(run.shape) for run in runs]
     return torch.cat(done, dim=-2).view(x.shape)
 
 

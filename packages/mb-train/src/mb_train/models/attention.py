@@ -120,7 +120,7 @@ class Attention(nn.Module):
         def project(*maps: int) -> Linear:
             """To groups of `maps` heads each: the maps take turns, group by group."""
             rows = tuple(count * head for count in maps)
-            fused = rows if len(maps) > 1 else None
+            fused = rows if len(maps) > 1 else ()
             return Linear(hidden, groups * sum(rows), std=config.init_std, bias=bias, fused=fused)
 
         if cross:

@@ -17,7 +17,7 @@ class Linear(nn.Linear):
         std: standard deviation of the weight at the start.
         bias: whether there is one.
         fused: outputs of each of the maps that it holds, which take turns down the weight's rows;
-            None for one map. For whoever treats maps as matrices (`mb_parallel.optimizer.Muon`).
+            () for one map. For whoever treats maps as matrices (`mb_parallel.optimizer.Muon`).
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Linear(nn.Linear):
         *,
         std: float,
         bias: bool = True,
-        fused: tuple[int, ...] | None = None,
+        fused: tuple[int, ...] = (),
     ) -> None:
         self.std, self.fused = std, fused
         super().__init__(inputs, outputs, bias=bias)

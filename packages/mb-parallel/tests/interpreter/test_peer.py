@@ -101,7 +101,7 @@ def _through(layer: dMoE, depth: int, x, weights, ids) -> dict[str, torch.Tensor
 
 def _spread(layer: dMoE, case: Case, ep, buffers: PeerBuffers) -> None:
     place = Place(ep.get_group(), "layers.1.moe")
-    shard_experts(layer.experts, ep, Placement(case.experts, place.size, place.rank), "moe")
+    shard_experts(layer.experts, ep, Placement(case.experts, place.size, place.rank), "moe", {})
     rows = Rows(case.policy, budget=2.0)  # all on one of two ranks: just enough
     layer.dispatcher = PeerDispatcher(
         case.experts, place, buffers, keep_rows=case.keep_rows, rows=rows

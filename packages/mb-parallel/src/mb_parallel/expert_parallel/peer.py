@@ -67,6 +67,9 @@ class PeerBuffers:
         self._layers: list[str] = []
         self.uses = 0  # of "tokens" and "grads", to notice when they do not alternate
 
+    def __deepcopy__(self, memo: Any) -> PeerBuffers:
+        return self  # the layers of a model's copy run beside the model's, one after the other
+
     def register(self, layer: str) -> int:
         """Number of a layer, for messages."""
         self._layers.append(layer)

@@ -231,7 +231,10 @@ def _spread(
         if keep_rows is None:
             keep_rows = keeps_rows_anyway(layer.config, placement)
         layer.dispatcher = PeerDispatcher(
-            experts, place, buffers, keep_rows=keep_rows, rows=options["rows"]
+            *(experts, place, buffers),
+            keep_rows=keep_rows,
+            rows=options["rows"],
+            stores_home=layer.experts.stores_home,
         )
     held = f"{placement.experts_per_rank} of {experts} experts a rank"
     if placement.width_shards > 1:

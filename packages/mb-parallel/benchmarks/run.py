@@ -10,7 +10,8 @@
   Python. GB/s are bus bytes: those that leave a rank, (P - 1) / P of all.
 - layer: a dMoE layer, forward and backward, with each dispatcher, against a layer with all experts
   on this GPU and the same tokens. Routing is uniform or by Zipf's law. The layer of one
-  GPU and the peers' are captured too: what is left is the GPU's.
+  GPU and the peers' are captured too: what is left is the GPU's. "pushed": the experts' results are
+  sent by a kernel of their own instead of by those that make them.
 
 Calls that are compared run in turns, a few at a time, between two events of the GPU; times are
 medians of the slower rank. Prints tables, then one line of JSON.
@@ -39,7 +40,7 @@ MIB = 2**20
 HIDDEN = 2048
 CAPTURED = 8  # calls in a graph
 _SILENT = 40  # seconds
-CAPTURED_WAYS = ("one GPU", "peer")
+CAPTURED_WAYS = ("one GPU", "peer", "peer, pushed")
 # name: tokens of each rank, hidden, ffn, experts, top-k, activation
 LAYERS = {
     "paper-125m": (32768, 768, 3072, 64, 1, "gelu"),
@@ -51,6 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "all_to_all": {"dispatcher": "all_to_all"},
     "all_to_all, 2 chunks": {"dispatcher": "all_to_all", "chunks": 2},
     "peer": {"dispatcher": "peer"},
+    "peer, pushed": {"dispatcher": "peer", "pushed": True},  # results by a kernel of their own
     "peer, rows kept": {"dispatcher": "peer", "keep_rows": True},
     "peer, exact": {"dispatcher": "peer", "row_policy": "exact"},
 }
@@ -180,7 +182,7 @@ def layer(
                 moe.router.weight.normal_(std=1 / hidden**0.5)
                 moe.router.bias.copy_(-popularity.log())
         if options is not None:
-            parallelize_experts(moe, mesh, equal_tokens=True, **options)
+            _spread(moe, mesh, **options)
 
         def run() -> None:
             y, aux_loss, _ = moe(x)
@@ -200,6 +202,12 @@ def layer(
         calls[way] = captured(run)
         say(f"    {way} captured")
     return {way: ms / CAPTURED for way, ms in in_turns(calls, seconds).items()}
+
+
+def _spread(moe: dMoE, mesh: ParallelMesh, *, pushed: bool = False, **options: Any) -> None:
+    parallelize_experts(moe, mesh, equal_tokens=True, **options)
+    if pushed:
+        moe.dispatcher.stores_home = lambda: False
 
 
 def _compile_ahead(ranks: int) -> None:
@@ -225,7 +233,7 @@ def memory_of(mesh: ParallelMesh, name: str) -> dict[str, float]:
     budget = {"dispatcher": "peer", "row_policy": "budget", "row_budget": 1.25}
     for way, options in (WAYS | {"peer, budget 1.25": budget}).items():
         moe = dMoE(config, device="cuda", dtype=torch.bfloat16)
-        parallelize_experts(moe, mesh, equal_tokens=True, **options)
+        _spread(moe, mesh, **options)
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         moe(x).y.sum().backward()
         torch.cuda.synchronize()

@@ -61,7 +61,11 @@ def full(tensor):
 
 OPTIMIZERS = {
     "adamw": lambda model: AdamW(decay_groups(model, 0.1), lr=0.03),
-    "muon": lambda model: Muon(muon_groups(model, 0.1), lr=0.03, ns_dtype=torch.float32),
+    "muon": lambda model: Muon(
+        muon_groups(model, 0.1, fused={block.dense.weight: (3, 4) for block in list(model)[:2]}),
+        lr=0.03,
+        ns_dtype=torch.float32,
+    ),
     "adafactor": lambda model: Adafactor(decay_groups(model, 0.1), lr=0.1),
     "sgd": lambda model: SGD(decay_groups(model, 0.1), lr=0.1, momentum=0.9),
 }

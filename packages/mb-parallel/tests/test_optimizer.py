@@ -252,13 +252,50 @@ def test_vectors_do_not_decay_stacked_or_not():
     assert {n.rsplit(".")[-1] for n in rest} == {"weight", "bias", "b1", "b2"} - (
         set() if "norm.weight" in rest else {"weight"}
     )
-    muon, *adamw = ([names[p] for p in g["params"]] for g in muon_groups(model, 0.1))
+    *muon, matrices, vectors = muon_groups(model, 0.1)
+    muon = [names[p] for group in muon for p in group["params"]]
+    adamw = [[names[p] for p in group["params"]] for group in (matrices, vectors)]
     assert sorted(muon) == sorted(set(decays) - {"embedding.weight"})
     assert adamw == [["embedding.weight"], rest]
-    headed = muon_groups(model, 0.1, heads=[model["moe"].router])
-    muon, matrices, _ = ([names[p] for p in g["params"]] for g in headed)
-    assert sorted(matrices) == ["embedding.weight", "moe.router.weight"]
-    assert sorted(muon + matrices) == sorted(decays)
+    *muon, matrices, _ = muon_groups(model, 0.1, heads=[model["moe"].router])
+    ends = {model["embedding"].weight, model["moe"].router.weight}
+    assert set(matrices["params"]) == ends
+    assert {names[p] for g in muon for p in g["params"]} == set(decays) - {names[p] for p in ends}
+
+
+def test_matrices_that_share_a_weight_are_orthogonalised_apart():
+    """Gate and up of experts, and rows that take turns, move as weights of their own would."""
+    weights = [(3, 8, 6), (12, 6), (10, 6)]
+    together, apart = _parameters(weights), []
+    places = [  # of each matrix that the weights hold
+        (0, slice(0, 4)), (0, slice(4, 8)),
+        (1, [0, 1, 4, 5, 8, 9]), (1, [2, 6, 10]), (1, [3, 7, 11]),
+        (2, slice(0, 10)),
+    ]  # fmt: skip
+    for weight, rows in places:
+        apart.append(nn.Parameter(together[weight].detach()[..., rows, :].clone()))
+    groups = [
+        {"params": [weight], "muon": True, "fused": fused}
+        for weight, fused in zip(together, ((4, 4), (2, 1, 1), ()), strict=True)
+    ]
+    fp32 = {"ns_dtype": torch.float32, "weight_decay": 0.1}
+    fused, single = Muon(groups, **fp32), Muon([{"params": apart, "muon": True}], **fp32)
+    for step in range(3):
+        _set_grads(together, step)
+        for (weight, rows), matrix in zip(places, apart, strict=True):
+            matrix.grad = together[weight].grad[..., rows, :].clone()
+        for optimizer in (fused, single):
+            _set_lr(optimizer, step)
+            optimizer.step()
+    for (weight, rows), matrix in zip(places, apart, strict=True):
+        torch.testing.assert_close(together[weight][..., rows, :], matrix, rtol=1e-5, atol=1e-6)
+    config = {"hidden_size": 8, "ffn_hidden_size": 4, "num_experts": 3, "activation": "swiglu"}
+    moe = dMoE(MoEConfig(**config, shared_expert_hidden_size=6))
+    halves = {moe.experts.w1: (4, 4), moe.shared_expert.w1: (6, 6), moe.router.weight: (1, 2)}
+    found = muon_groups(moe, 0.1, fused={moe.router.weight: (1, 2)})
+    assert {p: g["fused"] for g in found if g["muon"] for p in g["params"]} == halves | {
+        moe.experts.w2: (), moe.shared_expert.w2: (),
+    }  # fmt: skip
 
 
 def test_clip_without_a_step():
@@ -336,12 +373,23 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: AdamW(p, betas=(0.9, 1.0)), "betas"),
         (lambda p: AdamW([nn.Parameter(torch.zeros(2, dtype=torch.float64))]), "float64"),
         (lambda p: Muon([{"params": p, "muon": True}]), r"matrices in fp32.*\(3,\)"),
+        (lambda p: Muon([{"params": p, "muon": True, "fused": (3, 1)}]), r"3 \+ 1.*\(5, 7\)"),
         (lambda p: Adafactor([nn.Parameter(p[0].detach().half())]), "float16"),
         (lambda p: SGD(p, lr=-1.0), "lr"),
         (lambda p: clip_and_step(torch.optim.AdamW(p)), "cannot skip a step"),
         (lambda p: GradScaler(0.5), "init_scale of at least min_scale"),
     ],
-    ids=["state", "betas", "fp64", "muon-vector", "adafactor", "sgd", "torchs", "scaler"],
+    ids=[
+        "state",
+        "betas",
+        "fp64",
+        "muon-vector",
+        "muon-rows",
+        "adafactor",
+        "sgd",
+        "torchs",
+        "scaler",
+    ],
 )
 def test_what_cannot_be_is_refused(make, says):
     with pytest.raises(ValueError, match=says):

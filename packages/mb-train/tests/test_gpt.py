@@ -102,11 +102,22 @@ def test_muon_takes_the_matrices_between_the_ends():
     change = {"optimizer": "muon", "untie_embeddings_and_output_weights": True}
     model = make(**change, **MOE)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    config = TrainConfig(**{**SIZES, **change, **MOE})
-    optimizer = build_optimizer(SimpleNamespace(parts=[model], working_copies=None), config)
-    muon, matrices, vectors = (
-        {names[parameter] for parameter in group["params"]} for group in optimizer.param_groups
-    )
+
+    def groups(**more):
+        config = TrainConfig(**{**SIZES, **change, **MOE, **more})
+        optimizer = build_optimizer(SimpleNamespace(parts=[model], working_copies=None), config)
+        groups = optimizer.param_groups
+        return [({names[p] for p in group["params"]}, group["fused"]) for group in groups]
+
+    *muon, (matrices, _), (vectors, _) = groups()
+    head = model.stack.blocks["0"].attention.head_size
+    apart = {name: rows for names, rows in muon for name in names if rows}
+    assert {name: rows for name, rows in apart.items() if "experts" not in name} == {
+        f"stack.blocks.{layer}.attention.qkv.weight": (head,) * 3 for layer in (0, 1)
+    }
+    whole = set().union(*(names for names, rows in groups(muon_split_qkv=False) if not rows))
+    assert whole >= {name for name in apart if "qkv" in name}
+    muon = set().union(*(names for names, _ in muon))
     ends = {"embedding.tokens.weight", "embedding.positions.weight", "head.weight"}
     assert matrices == ends
     assert "stack.blocks.0.mlp.router.weight" in muon

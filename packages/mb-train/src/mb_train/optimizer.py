@@ -20,6 +20,7 @@ from torch import nn
 
 from mb_train.assemble import Assembled
 from mb_train.config import TrainConfig
+from mb_train.models.linear import Linear
 from mb_train.schedule import Schedule
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -32,7 +33,9 @@ def build_optimizer(model: Assembled, config: TrainConfig) -> torch.optim.Optimi
         if config.optimizer == "muon":
             head = getattr(part, "head", None)  # None of a stage without, or tied
             heads = [] if head is None else [head]
-            groups += muon_groups(part, config.weight_decay, heads=heads)
+            linear = [module for module in part.modules() if isinstance(module, Linear)]
+            fused = {m.weight: m.fused for m in linear} if config.muon_split_qkv else {}
+            groups += muon_groups(part, config.weight_decay, heads=heads, fused=fused)
         else:
             groups += decay_groups(part, config.weight_decay)
     if config.moe_router_lr_mult != 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,29 +31,47 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def muon_groups(
-    model: nn.Module, weight_decay: float, *, heads: Iterable[nn.Module] = ()
+    model: nn.Module,
+    weight_decay: float,
+    *,
+    heads: Iterable[nn.Module] = (),
+    fused: Mapping[Tensor, tuple[int, ...]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Groups for `Muon`: matrices inside the model to it; embeddings, heads, vectors to AdamW.
 
     What an `nn.Embedding` owns, and a head tied to it, is known; `heads` are those of their own.
+    Gate and up of gated experts are known to be two matrices; `fused` names other weights that hold
+    several, with their rows as `Muon` takes them.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     ends = {id(p) for module in (*embeddings, *heads) for p in module.parameters()}
-    muon = [p for _, p, axes in _with_axes(model) if axes > 1 and id(p) not in ends]
-    taken = {id(p) for p in muon}
-    groups = [{"params": muon, "decays": True, "weight_decay": weight_decay, "muon": True}]
+    rows = {id(parameter): parts for parameter, parts in fused.items()}
+    for module in _stacks(model):
+        w1 = dict(module.named_parameters(recurse=False)).get("w1")  # None under an adapter
+        if w1 is not None and module.config.is_glu:
+            rows[id(w1)] = (w1.shape[-2] // 2,) * 2
+    muon: dict[tuple[int, ...], list[Tensor]] = {}
+    for _, p, axes in _with_axes(model):
+        if axes > 1 and id(p) not in ends:
+            muon.setdefault(rows.get(id(p), ()), []).append(p)
+    taken = {id(p) for ps in muon.values() for p in ps}
+    about = {"decays": True, "weight_decay": weight_decay, "muon": True}
+    groups = [{"params": ps, "fused": parts, **about} for parts, ps in muon.items()]
     for group in decay_groups(model, weight_decay):
         rest = [p for p in group["params"] if id(p) not in taken]
         groups.append({**group, "params": rest, "muon": False})
     return groups
 
 
+def _stacks(model: nn.Module) -> list[Experts | SharedExpert]:
+    return [module for module in model.modules() if isinstance(module, Experts | SharedExpert)]
+
+
 def _with_axes(model: nn.Module) -> list[tuple[str, Tensor, int]]:
     """Name, parameter and how many axes one layer's part of it has: a stack of experts is none."""
     stacks = {
         id(parameter)
-        for module in model.modules()
-        if isinstance(module, Experts | SharedExpert)
+        for module in _stacks(model)
         for name, parameter in module.named_parameters(recurse=False)
         if name in ("w1", "w2", "b1", "b2")
     }

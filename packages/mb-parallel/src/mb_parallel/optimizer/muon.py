@@ -3,7 +3,8 @@
 By Jordan et al. (kellerjordan.github.io/posts/muon), with the step size of Moonlight (arXiv
 2502.16982): 0.2 sqrt(max(rows, columns)) times the learning rate, so that updates are as large as
 AdamW's and both share rate and decay. Experts [E, F, D] are E matrices, orthogonalised in one
-batched Newton-Schulz iteration.
+batched Newton-Schulz iteration. A weight may hold several matrices among its rows, as a fused
+projection of queries, keys and values does: each is orthogonalised for itself.
 
 Communication: the iteration needs whole matrices. Experts that lie whole on their rank (sharded by
 expert: expert parallelism, FSDP over dimension 0) need none. A matrix in parts is gathered from its
@@ -34,7 +35,9 @@ class Muon(AdamW):
     """Muon for groups with `muon=True`, AdamW for those without; see `muon_groups`.
 
     Args:
-        params: groups; those with `muon=True` hold matrices [.., rows, columns] in fp32.
+        params: groups; those with `muon=True` hold matrices [.., rows, columns] in fp32. With
+            `fused=(a, b, ..)` they hold one matrix for each number: of every a + b + .. rows the
+            first a are the first matrix's, the next b the second's. Gate over up is (F, F).
         lr, betas, eps, weight_decay, state_dtype, working_copies: as for `AdamW`; rate and decay
             serve both.
         momentum: Nesterov's.
@@ -44,7 +47,8 @@ class Muon(AdamW):
     State of a matrix: `momentum_buffer`, fp32.
 
     Raises:
-        ValueError: a vector, or a 16-bit parameter, in a group of Muon's.
+        ValueError: a vector, or a 16-bit parameter, in a group of Muon's; rows that `fused` does
+            not divide.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Muon(AdamW):
             muon=False,
             momentum=momentum,
             ns_steps=ns_steps,
+            fused=(),
         )
         self._matrices = set()
         for group in self.param_groups:
@@ -81,6 +86,11 @@ class Muon(AdamW):
                     raise ValueError(
                         "Expected matrices in fp32 in a group with muon=True, got "
                         f"{tuple(parameter.shape)} in {parameter.dtype}. See muon_groups."
+                    )
+                if group["fused"] and parameter.shape[-2] % sum(group["fused"]):
+                    raise ValueError(
+                        f"Expected rows in multiples of {' + '.join(map(str, group['fused']))}, "
+                        f"by `fused` of their group, got {tuple(parameter.shape)}."
                     )
                 self._matrices.add(parameter)
 
@@ -101,6 +111,7 @@ class Muon(AdamW):
             super().update(group, parameters, divisor, skip)
             return
         lr = float(group["lr"])
+        steps, fused = group["ns_steps"], group["fused"]
         for parameter in parameters:
             direction = mb_kernels.muon_momentum(
                 local_grad(parameter),
@@ -113,20 +124,20 @@ class Muon(AdamW):
             copy = self._copies.get(parameter)
             mb_kernels.muon_step(
                 local(parameter.detach()),
-                _orthogonal(direction, parameter, group["ns_steps"]),
+                _update(direction, parameter, steps, fused),
                 None if copy is None else local(copy.detach()),
-                size=lr * 0.2 * max(parameter.shape[-2:]) ** 0.5,
+                size=lr,
                 decay=lr * group["weight_decay"],
                 found_inf=skip,
             )
         self._copies.written(parameters)
 
 
-def _orthogonal(shard: Tensor, parameter: Tensor, steps: int) -> Tensor:
-    """This rank's shard of the orthogonalised matrices of which `shard` is this rank's."""
+def _update(shard: Tensor, parameter: Tensor, steps: int, fused: tuple[int, ...]) -> Tensor:
+    """This rank's shard of the update whose direction's shard on this rank is `shard`."""
     whole = shaped_like(shard, parameter)
     if not isinstance(whole, DTensor):
-        return newton_schulz(whole, steps)
+        return _matrix_by_matrix(whole, steps, fused)
     # Shards of leading dimensions are whole matrices and stay; shards of matrices come together.
     lead = parameter.ndim - 2
     kept = [
@@ -135,7 +146,7 @@ def _orthogonal(shard: Tensor, parameter: Tensor, steps: int) -> Tensor:
     ]
     matrices = whole.redistribute(placements=kept)
     done = DTensor.from_local(
-        newton_schulz(local(matrices), steps),
+        _matrix_by_matrix(local(matrices), steps, fused),
         whole.device_mesh,
         kept,
         run_check=False,
@@ -145,16 +156,26 @@ def _orthogonal(shard: Tensor, parameter: Tensor, steps: int) -> Tensor:
     return local(done.redistribute(placements=whole.placements))
 
 
-def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """The orthogonal matrices near [..., rows, columns], by batched products."""
+def _matrix_by_matrix(x: Tensor, steps: int, fused: tuple[int, ...]) -> Tensor:
+    """Updates of [..., rows, columns] for a rate of 1; `fused` as in `Muon`."""
+    if not fused:
+        return newton_schulz(x, steps, size=0.2 * max(x.shape[-2:]) ** 0.5)
+    runs = x.unflatten(-2, (-1, sum(fused))).split(fused, dim=-2)  # [..., repeats, rows, columns]
+    done = [_matrix_by_matrix(run.flatten(-3, -2), steps, ()).view(run.shape) for run in runs]
+    return torch.cat(done, dim=-2).view(x.shape)
+
+
+def newton_schulz(x: Tensor, steps: int, *, size: float = 1.0) -> Tensor:
+    """The orthogonal matrices near [..., rows, columns] times `size`, by batched products."""
     if not x.numel():
         return x
     a, b, c = _COEFFICIENTS
     shape, tall = x.shape, x.shape[-2] > x.shape[-1]
     x = x.reshape(-1, *shape[-2:])
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
+    for step in range(1, steps + 1):
+        scale = size if step == steps else 1.0
         gram = x.mT @ x if tall else x @ x.mT
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, *((x, factor) if tall else (factor, x)), beta=a)
+        x = torch.baddbmm(x, *((x, factor) if tall else (factor, x)), beta=a * scale, alpha=scale)
     return x.reshape(shape)

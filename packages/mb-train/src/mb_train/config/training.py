@@ -85,6 +85,10 @@ class TrainingFields:
     optimizer: str = flag(
         "optimizer", "adam", choices=("adam", "sgd", "adafactor", "muon"), on_load="fixed"
     )
+    muon_split_qkv: bool = flag(
+        "Muon takes queries, keys and values for matrices of their own", True,
+        off=("--muon-no-split-qkv",), on_load="said",
+    )  # fmt: skip
     optimizer_state_dtype: str = flag(
         "dtype of the optimizer's moments (ours)", "fp32", choices=("fp32", "bf16"),
         on_load="said",

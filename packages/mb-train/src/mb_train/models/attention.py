@@ -116,11 +116,17 @@ class Attention(nn.Module):
         heads, groups = config.num_heads, config.num_kv_heads
         self.head_size, self.per_group = head, heads // groups
         bias = config.bias if config.qkv_bias is None else config.qkv_bias
+
+        def project(*maps: int) -> Linear:
+            """To groups of `maps` heads each: the maps take turns, group by group."""
+            rows = tuple(count * head for count in maps)
+            fused = rows if len(maps) > 1 else ()
+            return Linear(hidden, groups * sum(rows), std=config.init_std, bias=bias, fused=fused)
+
         if cross:
-            self.q = Linear(hidden, heads * head, std=config.init_std, bias=bias)
-            self.kv = Linear(hidden, 2 * groups * head, std=config.init_std, bias=bias)
+            self.q, self.kv = project(self.per_group), project(1, 1)
         else:
-            self.qkv = Linear(hidden, (heads + 2 * groups) * head, std=config.init_std, bias=bias)
+            self.qkv = project(self.per_group, 1, 1)
         self.qk_norm = config.qk_norm
         self.norm_q = self.norm_k = None
         if config.qk_norm != "none":

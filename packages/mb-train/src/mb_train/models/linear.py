@@ -10,10 +10,26 @@ from mb_train.models.config import TransformerConfig
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that casts its fp32 parameters to its input's dtype."""
+    """`nn.Linear` that casts its fp32 parameters to its input's dtype.
 
-    def __init__(self, inputs: int, outputs: int, *, std: float, bias: bool = True) -> None:
-        self.std = std
+    Args:
+        inputs, outputs: widths.
+        std: standard deviation of the weight at the start.
+        bias: whether there is one.
+        fused: outputs of each of the maps that it holds, which take turns down the weight's rows;
+            () for one map. For whoever treats maps as matrices (`mb_parallel.optimizer.Muon`).
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        std: float,
+        bias: bool = True,
+        fused: tuple[int, ...] = (),
+    ) -> None:
+        self.std, self.fused = std, fused
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:

@@ -20,8 +20,8 @@
 # which after 800 steps of 128 is 0.3 ahead of Adam, with experts and without. The schedule is the
 # paper's, scaled: cosine to a tenth, clipping at 1; warm-up is a tenth, since there are few steps, and
 # dropout is 0. First weights are wider (0.04) than the paper's 0.01, from which small
-# dense models hardly learn in so few steps. Of models with experts the first layer is dense: its router sees
-# little but the token itself, sends most of the text to one expert, and cost 0.04 and one run of two. Experts
+# dense models hardly learn in so few steps. Of models with experts the first layer is dense: a router there
+# hardly decides, sends most of the text to one expert, and cost 0.04 and one run of two. Experts
 # are weighed by 8 times their softmax score, since the score of one of 64 begins near 0.1, their balance loss
 # weighs 0.01, and their routers learn at a tenth of the rate. Peak rates by size: LR_17M, LR_46M, LR_125M and
 # LR_356M (8e-3, 6e-3, 4e-3 and 3e-3; the last two untried), times LR_EXPERTS (1) for those with experts. What

@@ -111,7 +111,7 @@ def _spread(layer: dMoE, case: Case, ep, buffers: PeerBuffers) -> None:
         *(case.experts, place, buffers),
         keep_rows=case.keep_rows,
         rows=rows,
-        stores_home=layer.experts.stores_home,  # but where `policy` bounds the rows
+        stores_home=layer.experts.stores_home,  # but within a budget
     )
 
 
@@ -129,7 +129,7 @@ def _ranks(rank: int, ranks: int, folder: str):
         x, weights, ids = (t[mine] for t in _inputs(case))
         most = sum(case.lengths) * case.top_k if case.bounded else None  # of ranks with room for 10
         results.append(_through(layer, case.depth, x, weights, ids, most))
-        assert bool(results[-1]["stored home"]) == (case.policy == "worst")
+        assert bool(results[-1]["stored home"]) == (case.policy != "budget")
         if case.depth > 1:
             layer.zero_grad()
             for name, value in _through(layer, case.depth, x, weights, ids, most).items():

@@ -230,9 +230,9 @@ class PeerDispatcher:
 
     @_disable_dynamo
     def _home(self, memory: PeerMemory) -> Tensor | None:
-        # With less room than for the worst case rows may be missing. What is elsewhere reads as
-        # NaN here, which a search for NaN would stop at. In float64 nothing runs in kernels.
-        all_stored = self.rows.policy == "worst" and memory.layout.dtype is not torch.float64
+        # Rows beyond a budget are stored nowhere. What is elsewhere reads as NaN here, which a
+        # search for NaN would stop at. In float64 nothing runs in kernels.
+        all_stored = self.rows.policy != "budget" and memory.layout.dtype is not torch.float64
         searched = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         return memory.home_P if all_stored and not searched and self.stores_home() else None
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -16,38 +17,42 @@ from mb_train.tasks.architecture import transformer_config
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 transformers = pytest.importorskip("transformers")
 
-ALL = ["gpt2", "mixtral", "olmoe", "qwen3_moe"]
 SIZES = {
     "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 6,
     "num_key_value_heads": 2, "vocab_size": 77, "max_position_embeddings": 24,
-    "num_experts_per_tok": 2,
 }  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+# Class, and its settings beside those of SIZES, by model type.
+ALL = {
+    "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 24, "n_inner": 80}),
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"head_dim": 12}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", EXPERTS),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 16},
+    ),
+}
 
 
 def theirs(kind, **also):
-    """A random model of theirs."""
+    """A random model of theirs, no norm or bias of it one or zero."""
     torch.manual_seed(0)
-    if kind == "gpt2":
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                n_embd=48, n_layer=2, n_head=6, n_positions=24, vocab_size=77, n_inner=80, **also
-            )
-        ).eval()
-    if kind == "mixtral":
-        config = transformers.MixtralConfig(**SIZES, num_local_experts=4, **also)
-        model = transformers.MixtralForCausalLM(config)
-    elif kind == "olmoe":
-        config = transformers.OlmoeConfig(**SIZES, num_experts=4, **also)
-        model = transformers.OlmoeForCausalLM(config)
-    else:
-        also = {"norm_topk_prob": True, "head_dim": 16} | also
-        config = transformers.Qwen3MoeConfig(
-            **SIZES, num_experts=4, moe_intermediate_size=16, **also
-        )
-        model = transformers.Qwen3MoeForCausalLM(config)
-    with torch.no_grad():  # norms that are not all one
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
+    name, settings = ALL[kind]
+    sizes = {"vocab_size": 77} if kind == "gpt2" else SIZES
+    config = getattr(transformers, f"{name}Config")(**sizes | settings | also)
+    head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
+    model = getattr(transformers, name + head)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model.eval()
 
@@ -78,6 +83,11 @@ def test_logits_are_theirs(tmp_path, kind):
     [
         ("mixtral", {"tie_word_embeddings": True, "rope_theta": 500.0}),
         ("mixtral", {"head_dim": 12}),
+        (
+            "llama",
+            {"rope_parameters": None, "rope_scaling": {"type": "default", "rope_theta": 7.0}},
+        ),
+        ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
         ("olmoe", {"norm_topk_prob": True, "rms_norm_eps": 1e-3}),
         ("qwen3_moe", {"norm_topk_prob": False}),
     ],
@@ -94,9 +104,8 @@ def test_their_options(tmp_path, kind, also):
     [
         ("gpt2", {}),
         ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
-        ("mixtral", {}),
-        ("olmoe", {}),
-        ("qwen3_moe", {}),
+        *((kind, {}) for kind in ALL if kind not in ("gpt2", "mistral")),
+        ("qwen2_moe", {"mlp_only_layers": [0]}),
     ],
     ids=str,
 )
@@ -135,18 +144,60 @@ def test_every_tensor_is_used_once(tmp_path):
         read_model(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ALL[1:])
-def test_what_a_file_leaves_out_is_as_they_have_it(tmp_path, kind):
-    said = ("rope_parameters", "num_key_value_heads", "moe_intermediate_size", "use_sliding_window")
-    config = theirs(kind).config.to_dict()
-    left = {name: value for name, value in config.items() if name not in said}
-    expected = type(theirs(kind).config)(**left)
-    found = architectures.architecture_of(left).fields(left)
-    groups = found["num_query_groups"] if found["group_query_attention"] else 6
-    assert groups == expected.num_key_value_heads
-    assert found["rotary_base"] == expected.rope_parameters["rope_theta"]
-    width = getattr(expected, "moe_intermediate_size", expected.intermediate_size)
-    assert found["moe_ffn_hidden_size"] == width
+class Asked(dict):
+    """A configuration that remembers which of its settings were looked at."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.names = set()
+
+    def __getitem__(self, name):
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name):
+        self.names.add(name)
+        return super().__contains__(name)
+
+    def get(self, name, default=None):
+        self.names.add(name)
+        return super().get(name, default)
+
+
+# Settings of theirs that say nothing about what a model computes when it is run.
+SILENT = re.compile(
+    r"_?[a-z_]*(dropout|pdrop|_token_id|name_or_path|label|labels|initializer_[a-z]+)|summary_.*|"
+    r"architectures|chunk_size_feed_forward|dtype|id2label|label2id|model_type|output_[a-z_]+|"
+    r"is_encoder_decoder|problem_type|return_dict|transformers_version|use_cache|vocab_size|router_[a-z_]+|"
+    r"reorder_and_upcast_attn|pretraining_tp|is_decoder|max_window_layers|layer_types"
+)
+
+
+@pytest.mark.parametrize("kind", architectures.ARCHITECTURES)
+def test_every_setting_is_read_and_has_their_default(kind):
+    """A file may leave out any setting of a class; none that it has is passed over."""
+    found = architectures.ARCHITECTURES[kind]
+    full = transformers.CONFIG_MAPPING[kind]().to_dict()
+    if kind == "mistral":
+        with pytest.raises(ValueError, match="no sliding_window in config.json, got 4096"):
+            found.read({name: value for name, value in full.items() if name != "sliding_window"})
+        full |= {"max_position_embeddings": 4096}
+    expected = found.read(full)
+    asked = Asked(found.defaults | full)
+    found.fields(asked)
+    passed_over = {name for name in full.keys() - asked.names if not SILENT.fullmatch(name)}
+    assert passed_over == set()
+    sizes = set()
+    for name in full:
+        try:
+            assert found.read({n: v for n, v in full.items() if n != name}) == expected, name
+        except KeyError:
+            sizes.add(name)
+    says_size = re.compile(r"(d|n|num|max|hidden|intermediate)_[a-z_]+")
+    assert all(says_size.fullmatch(name) for name in sizes)
+    for alias, name in type(transformers.CONFIG_MAPPING[kind]()).attribute_map.items():
+        renamed = {alias if n == name else n: value for n, value in full.items()}
+        assert found.read(renamed) == expected, alias
 
 
 @pytest.mark.parametrize(
@@ -171,14 +222,16 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
     [
         ("gpt2", {"activation_function": "tanh"}, "activation_function of"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx of"),
-        ("gpt2", {"model_type": "llama"}, "of type gpt2, bert, .*, got 'llama'"),
+        ("gpt2", {"model_type": "falcon"}, "of type gpt2, bert, .*, got 'falcon'"),
         ("mixtral", {"sliding_window": 8}, "no sliding_window"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act of"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of"),
         ("olmoe", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type of"),
         ("olmoe", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "type of"),
         ("mixtral", {"head_dim": None, "num_attention_heads": "many"}, "another type"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers of"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers of"),
+        ("llama", {"attention_bias": True}, "attention_bias of"),
+        ("mistral", {"sliding_window": 8}, "no sliding_window"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step of"),
     ],
     ids=str,
@@ -204,9 +257,16 @@ def test_masks_stored_as_weights_and_a_tied_head(tmp_path):
         read_model(tmp_path)
 
 
+QWEN2_MOE = {
+    "moe_num_experts": 4, "moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True,
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+    "add_bias_linear": False,
+}  # fmt: skip
+
+
 def run_config(**fields):
     sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 8}
-    return TrainConfig(**sizes, micro_batch_size=1, train_iters=1, lr=1.0, **fields)
+    return TrainConfig(**sizes | fields, micro_batch_size=1, train_iters=1, lr=1.0)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +275,10 @@ def run_config(**fields):
         ({"moe_num_experts": 4}, "position_embedding_type"),
         ({"squared_relu": True}, "activation_name"),
         ({"position_embedding_type": "rope"}, "normalization"),
+        ({**QWEN2_MOE, "moe_weights_on_input": True}, "moe_weights_on_input"),
+        ({**QWEN2_MOE, "moe_shared_expert_weighted_sum": True}, "moe_shared_expert_weighted_sum"),
+        ({**QWEN2_MOE, "moe_renormalize": True, "moe_renormalize_p": 2.0}, "moe_renormalize_p"),
+        ({**QWEN2_MOE, "moe_layer_freq": 2, "num_layers": 2}, "moe_layer_freq"),
     ],
     ids=str,
 )
@@ -223,8 +287,12 @@ def test_what_they_have_not_is_said(fields, lacks):
         architectures.architecture_for(run_config(**fields))
 
 
-def test_a_dense_run_is_a_gpt2():
+def test_a_run_is_the_architecture_that_says_all_of_it():
     assert architectures.architecture_for(run_config()).model_type == "gpt2"
+    trained = {"moe_capacity_factor": 1.0, "moe_jitter_eps": 0.1, "moe_z_loss_weight": 0.1}
+    assert architectures.architecture_for(run_config(**QWEN2_MOE, **trained)).model_type == (
+        "qwen2_moe"
+    )
 
 
 def test_the_command_line(tmp_path, capsys):

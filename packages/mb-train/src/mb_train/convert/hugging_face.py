@@ -59,7 +59,7 @@ def read_model(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tens
     found = architecture_of(theirs)
     try:
         vocab_size = theirs["vocab_size"]
-        config = imported_config(found.fields(theirs), vocab_size, **fields)
+        config = imported_config(found.read(theirs), vocab_size, **fields)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}.") from None
     except TypeError as error:

@@ -39,7 +39,7 @@ MIXTRAL = ExpertNames(
     "block_sparse_moe.experts.{}.w3",
     "block_sparse_moe.experts.{}.w2",
 )
-OLMOE = ExpertNames(
+LLAMA = ExpertNames(
     "mlp.gate",
     "mlp.experts.{}.gate_proj",
     "mlp.experts.{}.up_proj",
@@ -82,7 +82,7 @@ def gpt2_rules(config: TransformerConfig) -> list[Rule]:
 
 
 def llama_like_rules(config: TransformerConfig, experts: ExpertNames) -> list[Rule]:
-    """Mixtral, OLMoE, Qwen3-MoE: separate projections, one matrix per expert."""
+    """Llama and its relatives: separate projections, one matrix per expert."""
     rules = [
         Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
         Rule("stack.norm.weight", ("model.norm.weight",)),
@@ -128,23 +128,40 @@ def _expert_rules(
     config: TransformerConfig, names: ExpertNames, ours: str, theirs: str
 ) -> list[Rule]:
     assert config.moe is not None
-    count = config.moe.num_experts
-    gate_and_up = tuple(
-        f"{theirs}{name.format(expert)}.weight"
-        for expert in range(count)
-        for name in (names.gate, names.up)
-    )
-    down = tuple(f"{theirs}{names.down.format(expert)}.weight" for expert in range(count))
+    experts = [
+        tuple(
+            f"{theirs}{name.format(expert)}.weight" for name in (names.gate, names.up, names.down)
+        )
+        for expert in range(config.moe.num_experts)
+    ]
+    router = Rule(f"{ours}mlp.router.weight", (f"{theirs}{names.router}.weight",))
+    rules = [router, *_stack_rules(f"{ours}mlp.experts", experts)]
+    if config.moe.shared_expert_hidden_size is not None:  # only Qwen2-MoE has one, with a gate
+        shared = [
+            tuple(
+                f"{theirs}mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")
+            )
+        ]
+        gate = f"{theirs}mlp.shared_expert_gate.weight"
+        rules += _stack_rules(f"{ours}mlp.shared_expert", shared)
+        rules.append(Rule(f"{ours}mlp.shared_expert.gate", (gate,)))
+    return rules
+
+
+def _stack_rules(ours: str, experts: list[tuple[str, ...]]) -> list[Rule]:
+    """w1 [E, 2F, D] and w2 [E, D, F] from the (gate, up, down) of each expert."""
     return [
-        Rule(f"{ours}mlp.router.weight", (f"{theirs}{names.router}.weight",)),
         Rule(
-            f"{ours}mlp.experts.w1",
-            gate_and_up,
-            lambda *parts: torch.stack(parts).unflatten(0, (count, 2)).flatten(1, 2),
+            f"{ours}.w1",
+            tuple(name for gate, up, _ in experts for name in (gate, up)),
+            lambda *parts: torch.stack(parts).unflatten(0, (-1, 2)).flatten(1, 2),
             lambda w1: w1.unflatten(1, (2, -1)).flatten(0, 1).unbind(),
         ),
         Rule(
-            f"{ours}mlp.experts.w2", down, lambda *parts: torch.stack(parts), lambda w2: w2.unbind()
+            f"{ours}.w2",
+            tuple(down for *_, down in experts),
+            lambda *parts: torch.stack(parts),
+            lambda w2: w2.unbind(),
         ),
     ]
 

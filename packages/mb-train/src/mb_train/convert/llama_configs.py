@@ -1,0 +1,196 @@
+"""Configurations of Llama and its relatives and ours, both ways: dense, and with experts.
+
+All have rotary positions, RMS norms and SwiGLU; they differ by a norm or a bias of queries and
+keys, and by their experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mb_train.config import TrainConfig
+from mb_train.convert.config_json import Json, refuse
+
+_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "attention_dropout": 0.0,
+}  # fmt: skip
+_QWEN = {**_DEFAULTS, "use_sliding_window": False}
+_QWEN_MOE = {
+    **_QWEN, "norm_topk_prob": False, "router_aux_loss_coef": 0.001, "decoder_sparse_step": 1,
+}  # fmt: skip
+# What each class has for a setting that a file leaves out, sizes of the model apart.
+LLAMA_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _DEFAULTS,
+    "mistral": {**_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {**_QWEN, "num_key_value_heads": 32},
+    "qwen3": {**_QWEN, "num_key_value_heads": 32, "head_dim": 128},
+    "mixtral": {
+        **_DEFAULTS, "num_key_value_heads": 8, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5,
+        "router_aux_loss_coef": 0.001,
+    },
+    "olmoe": {
+        **_DEFAULTS, "rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01,
+    },
+    "qwen2_moe": {
+        **_QWEN_MOE, "num_key_value_heads": 16, "moe_intermediate_size": 1408, "qkv_bias": True,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {**_QWEN_MOE, "num_key_value_heads": 4, "moe_intermediate_size": 768},
+}  # fmt: skip
+
+
+def llama_fields(config: Json) -> dict[str, Any]:
+    """Of the dense ones; `qwen2_fields` and `qwen3_fields` for those."""
+    refuse(config, hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
+           clip_qkv=(None,), use_sliding_window=(False,))  # fmt: skip
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    refuse(rope, rope_type=("default",), type=("default",))
+    window, positions = config.get("sliding_window"), config["max_position_embeddings"]
+    if window is not None and window < positions and config.get("use_sliding_window", True):
+        raise ValueError(f"Expected no sliding_window in config.json, got {window}.")
+    heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    return {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups if groups != heads else 1,
+        "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
+        "ffn_hidden_size": config["intermediate_size"],
+        "max_position_embeddings": positions,
+        "position_embedding_type": "rope",
+        "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
+        "attention_dropout": config["attention_dropout"],
+        "hidden_dropout": 0.0,
+    }
+
+
+def llama_config(config: TrainConfig) -> dict[str, Any]:
+    """Back."""
+    return {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "intermediate_size": config.ffn_size,
+        "max_position_embeddings": config.positions,
+        "rope_theta": config.rotary_base,
+        "rope_parameters": {"rope_theta": config.rotary_base, "rope_type": "default"},
+        "hidden_act": "silu",
+        "rms_norm_eps": config.layernorm_epsilon,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        "attention_dropout": config.attention_dropout,
+        "attention_bias": False,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+
+
+def qwen2_fields(config: Json) -> dict[str, Any]:
+    """Llama's with biases for queries, keys and values."""
+    return llama_fields(config) | {"add_qkv_bias": True}
+
+
+def qwen3_fields(config: Json) -> dict[str, Any]:
+    """Llama's with norms over the heads of queries and keys."""
+    return llama_fields(config) | {"qk_layernorm": True, "qk_layernorm_over": "head"}
+
+
+def mixtral_fields(config: Json) -> dict[str, Any]:
+    return _with_experts(config, "num_local_experts") | {"moe_renormalize": True}
+
+
+def mixtral_config(config: TrainConfig) -> dict[str, Any]:
+    return llama_config(config) | _experts(config, "num_local_experts")
+
+
+def olmoe_fields(config: Json) -> dict[str, Any]:
+    return _with_experts(config, "num_experts") | {
+        "moe_renormalize": config["norm_topk_prob"],
+        "qk_layernorm": True,
+        "qk_layernorm_over": "width",
+    }
+
+
+def olmoe_config(config: TrainConfig) -> dict[str, Any]:
+    return llama_config(config) | _experts(config, "num_experts") | {"clip_qkv": None}
+
+
+def qwen2_moe_fields(config: Json) -> dict[str, Any]:
+    """With a gated expert that every token visits, and biases as Qwen2."""
+    return _qwen_moe_fields(config, "num_experts") | {
+        "add_qkv_bias": config["qkv_bias"],
+        "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
+        "moe_shared_expert_gate": True,
+    }
+
+
+def qwen2_moe_config(config: TrainConfig) -> dict[str, Any]:
+    return _qwen_moe_config(config) | {
+        "qkv_bias": config.add_qkv_bias,
+        "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+    }
+
+
+def qwen3_moe_fields(config: Json) -> dict[str, Any]:
+    norms = {"qk_layernorm": True, "qk_layernorm_over": "head"}
+    return _qwen_moe_fields(config, "num_local_experts") | norms
+
+
+def qwen3_moe_config(config: TrainConfig) -> dict[str, Any]:
+    return _qwen_moe_config(config) | {"num_local_experts": config.moe_num_experts}
+
+
+def _with_experts(config: Json, count: str) -> dict[str, Any]:
+    return llama_fields(config) | {
+        "moe_ffn_hidden_size": config["intermediate_size"],
+        "moe_num_experts": config[count],
+        "moe_top_k": config["num_experts_per_tok"],
+        "moe_loss_weight": config["router_aux_loss_coef"],
+    }
+
+
+def _experts(config: TrainConfig, count: str) -> dict[str, Any]:
+    return {
+        count: config.moe_num_experts,
+        "num_experts_per_tok": config.moe_top_k,
+        "intermediate_size": config.expert_ffn_size,
+        "norm_topk_prob": config.moe_renormalize,
+        "router_aux_loss_coef": config.moe_loss_weight,
+    }
+
+
+def _qwen_moe_fields(config: Json, count: str) -> dict[str, Any]:
+    """Experts of a width of their own, and dense layers before the first of them."""
+    refuse(config, decoder_sparse_step=(1,))
+    dense = sorted(set(config.get("mlp_only_layers") or ()))
+    if dense != list(range(len(dense))):
+        raise ValueError(
+            f"Expected mlp_only_layers of config.json to be the first layers, got {dense}."
+        )
+    return _with_experts(config, count) | {
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_first_k_dense": len(dense),
+        "moe_renormalize": config["norm_topk_prob"],
+    }
+
+
+def _qwen_moe_config(config: TrainConfig) -> dict[str, Any]:
+    return (
+        llama_config(config)
+        | _experts(config, "num_experts")
+        | {
+            "intermediate_size": config.ffn_size,
+            "moe_intermediate_size": config.expert_ffn_size,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(range(config.moe_first_k_dense)),
+        }
+    )

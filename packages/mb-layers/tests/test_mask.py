@@ -114,7 +114,7 @@ def test_valid_tokens_make_uneven_shares_add_up() -> None:
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_padding_takes_the_fused_losses(scores: str) -> None:
-    """One op for losses and metrics with a mask too: two `where`s more, and views, not sixty."""
+    """One op for losses and metrics with a mask too: two `where`s and views more, not sixty ops."""
 
     class Ops(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-.PHONY: help sync lint type test bench docs lock
+.PHONY: help sync lint type test oldest bench docs lock
 
 help:   ## list the targets
 	@grep -E '^[a-z]+: *##' $(MAKEFILE_LIST) | sed 's/: *## /\t/'
@@ -12,6 +12,8 @@ type:   ## static types
 	uv run ty check packages/*/src
 test:   ## the whole suite on CPU
 	uv run pytest
+oldest: ## what stands on torch's internals, with the oldest torch that is taken
+	python3 tools/oldest.py
 bench:  ## every package's benchmarks (needs a GPU)
 	for b in packages/*/benchmarks/run.py; do [ -f $$b ] && uv run python $$b; done
 docs:   ## the documentation as pages in site/; a dead link is an error

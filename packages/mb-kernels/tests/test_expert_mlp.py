@@ -301,6 +301,17 @@ def test_quantised_activations_refuse(options):
         expert_mlp(x, w1, w2, bins, weights, **({"saved_activation_bits": 8} | options))
 
 
+@pytest.mark.parametrize(
+    ("addresses", "message"),
+    [((1, torch.int32), "int64"), ((2, torch.int64), "each of P"), ((1, torch.int64), "kernels")],
+)
+def test_a_home_where_nothing_can_be_stored_is_refused(addresses, message):
+    x, w1, w2, bins, weights = make_case((21, 16, 16, 3, 2, "skewed", 4))
+    count, dtype = addresses
+    with pytest.raises(ValueError, match=f"home_P: expected.*{message}"):
+        expert_mlp(x, w1, w2, bins, weights, home_P=torch.zeros(count, dtype=dtype))
+
+
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_max_rows_bounds_what_is_kept_and_changes_nothing(top_k, bias):

@@ -1,11 +1,13 @@
 """The compile gate refuses bad kernels, and the target table serves neighbouring chips."""
 
 import importlib
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,25 @@ def test_what_is_no_number_passes_clamps_and_relu() -> None:
     for case in record(TARGETS["sm90"], calls):
         ptx = gate._compile(case, TARGETS["sm90"]).asm["ptx"]
         assert {"min.NaN.f32", "max.NaN.f32"} == set(re.findall(r"\b(?:min|max)\.[\w.]*", ptx))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
+def test_a_hook_of_triton_is_told_every_constant() -> None:
+    # In JSON, once somebody has set triton.knobs.runtime.jit_cache_hook.
+    told = importlib.import_module("triton.runtime.jit").serialize_specialization_data
+    for case in (c for m in kernel_modules() for c in gate._cases(m, TARGETS["sm90"])):
+        names = case.kernel.arg_names
+        given = {
+            "name": case.kernel.__name__,
+            "signature": case.signature,
+            "constants": {(names.index(name),): value for name, value in case.constexprs.items()},
+            "attrs": {},
+            "options": types.SimpleNamespace(**case.options),
+            "key": case.name,
+            "target": types.SimpleNamespace(arch=90),
+        }
+        given = {name: given[name] for name in inspect.signature(told).parameters}
+        assert json.loads(told(**given))["key"] == case.name
 
 
 @pytest.mark.parametrize(

@@ -306,6 +306,21 @@ def test_lora_wrapped_weights() -> None:
     assert_close("d b", lora.b.grad, d_w1 @ lora.a.mT)
 
 
+def test_weights_made_of_several_tensors() -> None:
+    layer, plain = build(), build()
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(7, 16, dtype=torch.float64)
+    for module, name in ((layer.experts, "w1"), (layer.experts, "w2"), (layer.router, "weight")):
+        nn.utils.parametrizations.weight_norm(module, name)
+    y = layer(x).y
+    assert_close("y", y, plain(x).y)
+    y.square().sum().backward()
+    (d_w1,) = torch.autograd.grad(plain(x).y.square().sum(), plain.experts.w1)
+    length = layer.experts.parametrizations.w1.original0
+    along = (d_w1 * plain.experts.w1).sum(dim=(1, 2), keepdim=True) / length
+    assert_close("d length", length.grad, along)
+
+
 def test_two_models_and_accumulation_do_not_meet() -> None:
     first, second = build(), build(top_k=1)
     x = torch.randn(2, 8, 16, dtype=torch.float64)

@@ -71,7 +71,7 @@ def test_masked_layer_is_the_layer_of_the_real_tokens(kind: str, masked: float) 
     layer = build(**KINDS[kind])
     x = torch.randn(3, 9, 16, dtype=torch.float64)
     mask = torch.rand(3, 9) >= masked
-    x[~mask] *= 1e3  # whatever the padding holds
+    x[~mask] = float("nan")  # what attention makes of rows that see nothing
     grad_y = torch.randn_like(x)
     expected = run(layer, x[mask], grad_y[mask])
     got = run(layer, x, grad_y, mask=mask.long())
@@ -114,7 +114,7 @@ def test_valid_tokens_make_uneven_shares_add_up() -> None:
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_padding_takes_the_fused_losses(scores: str) -> None:
-    """One op for losses and metrics with a mask too: a `where` more, and views, not sixty ops."""
+    """One op for losses and metrics with a mask too: two `where`s and views more, not sixty ops."""
 
     class Ops(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -128,7 +128,7 @@ def test_padding_takes_the_fused_losses(scores: str) -> None:
             layer(x, **arguments)
         assert ops.names.count("mb::router_losses") == 1
         launched.append(ops.names)
-    assert len(launched[1]) <= len(launched[0]) + 6
+    assert len(launched[1]) <= len(launched[0]) + 9
 
 
 def test_masked_capacity_counts_real_tokens_alone() -> None:

@@ -135,3 +135,30 @@ def test_use_raises_where_there_is_nothing_to_move() -> None:
 )
 def test_activations_are_recognised(act_fn: object, name: str | None) -> None:
     assert activation_name(act_fn) == name
+
+
+def test_use_moves_experts_inside_any_module() -> None:
+    model = build("mixtral")
+    expected = outputs_and_gradients(model)
+    inside = torch.nn.ModuleDict({"policy": model})
+    assert mb.use(inside) == [f"policy.model.layers.{i}.mlp.experts" for i in (0, 1)]
+    assert model.config._experts_implementation == "mb"
+    for name, tensor in outputs_and_gradients(model).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_use_refuses_quantised_experts_and_leaves_the_model() -> None:
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    config = transformers.FineGrainedFP8Config(weight_block_size=(16, 16))
+    loaded = replace_with_fp8_linear(build("qwen3_moe"), ["lm_head"], config)
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts' .* FP8Experts in .*float8"):
+        mb.use(loaded)
+    assert loaded.config._experts_implementation != "mb"
+    sequential = llama4(1)
+    for layer in sequential.model.layers:
+        layer.feed_forward.experts = torch.nn.ModuleList([torch.nn.Linear(32, 16)])
+    with pytest.raises(
+        ValueError, match="feed_forward' stacked in 16 bits or more, got ModuleList"
+    ):
+        mb.use(sequential)

@@ -9,8 +9,12 @@
   are captured as CUDA graphs of several exchanges: launched one by one, what is small waits for
   Python. GB/s are bus bytes: those that leave a rank, (P - 1) / P of all.
 - layer: a dMoE layer, forward and backward, with each dispatcher, against a layer with all experts
-  on this GPU and the same tokens. Routing is uniform or by Zipf's law. The layer of one
-  GPU and the peers' are captured too: what is left is the GPU's.
+  on this GPU and the same tokens. Routing is uniform or by Zipf's law, the popular experts
+  anywhere or, "sorted", all on the first rank. Ranks wait for the one with the most rows: how many
+  times the mean it has is printed, and no dispatcher takes less than so many times the experts'
+  part of the time. The layer of one GPU and the peers' are captured too: what is left is the GPU's.
+  "pushed": the experts' results are sent by a kernel of their own instead of by those that make
+  them, as where experts cannot store them.
 
 Calls that are compared run in turns, a few at a time, between two events of the GPU; times are
 medians of the slower rank. Prints tables, then one line of JSON.
@@ -39,7 +43,8 @@ MIB = 2**20
 HIDDEN = 2048
 CAPTURED = 8  # calls in a graph
 _SILENT = 40  # seconds
-CAPTURED_WAYS = ("one GPU", "peer")
+ROUTINGS = ("uniform", "zipf", "zipf, sorted")
+CAPTURED_WAYS = ("one GPU", "peer", "peer, pushed")
 # name: tokens of each rank, hidden, ffn, experts, top-k, activation
 LAYERS = {
     "paper-125m": (32768, 768, 3072, 64, 1, "gelu"),
@@ -51,6 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "all_to_all": {"dispatcher": "all_to_all"},
     "all_to_all, 2 chunks": {"dispatcher": "all_to_all", "chunks": 2},
     "peer": {"dispatcher": "peer"},
+    "peer, pushed": {"dispatcher": "peer", "pushed": True},  # results by a kernel of their own
     "peer, rows kept": {"dispatcher": "peer", "keep_rows": True},
     "peer, exact": {"dispatcher": "peer", "row_policy": "exact"},
 }
@@ -155,8 +161,11 @@ def exchange(mesh: ParallelMesh, size: int, seconds: float) -> dict[str, float]:
 
 def layer(
     mesh: ParallelMesh, name: str, routing: str, seconds: float, *, graphs: bool
-) -> dict[str, float]:
-    """Times of one layer forward and backward with each dispatcher, and on this GPU alone."""
+) -> tuple[dict[str, float], float]:
+    """Times of one layer forward and backward with each dispatcher, and on this GPU alone.
+
+    Also the rows of the fullest rank over the mean.
+    """
     tokens, hidden, ffn, experts, top_k, activation = LAYERS[name]
     config = MoEConfig(
         hidden_size=hidden,
@@ -169,18 +178,26 @@ def layer(
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
 
+    # Softmax of -log(rank) is Zipf's law.
+    popularity = torch.arange(experts) + 1.0
+    if routing == "zipf":
+        popularity = popularity[torch.randperm(experts, generator=torch.Generator().manual_seed(0))]
+
     def build(options: dict[str, Any] | None) -> Callable[[], None]:
         torch.manual_seed(0)
         moe = dMoE(config, device="cuda", dtype=torch.bfloat16)
-        if routing == "zipf":
-            # Softmax of -log(rank) is Zipf's law; which expert is popular is drawn.
-            popularity = torch.randperm(experts, device="cuda") + 1.0
+        if routing != "uniform":
             assert moe.router.bias is not None
             with torch.no_grad():
                 moe.router.weight.normal_(std=1 / hidden**0.5)
                 moe.router.bias.copy_(-popularity.log())
-        if options is not None:
-            parallelize_experts(moe, mesh, equal_tokens=True, **options)
+        if options is None:
+            counts_E = moe(x).metrics["tokens_per_expert"]
+            dist.all_reduce(counts_E)
+            of_ranks = counts_E.view(mesh.ep_size, -1).sum(1).double()
+            fullest.append((of_ranks.max() / of_ranks.mean()).item())
+        else:
+            _spread(moe, mesh, **options)
 
         def run() -> None:
             y, aux_loss, _ = moe(x)
@@ -191,15 +208,23 @@ def layer(
 
         return run
 
+    fullest: list[float] = []
     ways: dict[str, dict[str, Any] | None] = {"one GPU": None, **WAYS}
     if not graphs:
-        return in_turns({way: build(options) for way, options in ways.items()}, seconds)
+        calls = {way: build(options) for way, options in ways.items()}
+        return in_turns(calls, seconds), fullest[0]
     layers = {way: build(ways[way]) for way in CAPTURED_WAYS}  # alive while their graphs run
-    calls: dict[str, Callable[[], None]] = {}
+    replays: dict[str, Callable[[], None]] = {}
     for way, run in layers.items():
-        calls[way] = captured(run)
+        replays[way] = captured(run)
         say(f"    {way} captured")
-    return {way: ms / CAPTURED for way, ms in in_turns(calls, seconds).items()}
+    return {way: ms / CAPTURED for way, ms in in_turns(replays, seconds).items()}, fullest[0]
+
+
+def _spread(moe: dMoE, mesh: ParallelMesh, *, pushed: bool = False, **options: Any) -> None:
+    parallelize_experts(moe, mesh, equal_tokens=True, **options)
+    if pushed:
+        moe.dispatcher.stores_home = lambda: False
 
 
 def _compile_ahead(ranks: int) -> None:
@@ -225,7 +250,7 @@ def memory_of(mesh: ParallelMesh, name: str) -> dict[str, float]:
     budget = {"dispatcher": "peer", "row_policy": "budget", "row_budget": 1.25}
     for way, options in (WAYS | {"peer, budget 1.25": budget}).items():
         moe = dMoE(config, device="cuda", dtype=torch.bfloat16)
-        parallelize_experts(moe, mesh, equal_tokens=True, **options)
+        _spread(moe, mesh, **options)
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         moe(x).y.sum().backward()
         torch.cuda.synchronize()
@@ -263,9 +288,9 @@ def main() -> None:
             _compile_ahead(ranks)
             say(f"  kernels compiled in {time.monotonic() - start:.0f} s")
             forms = (True,) if arguments.captured else (False, True)
-            for graphs, routing, name in itertools.product(forms, ("uniform", "zipf"), LAYERS):
-                times = layer(mesh, name, routing, arguments.seconds, graphs=graphs)
-                what = f"{name}, {routing}{', captured' * graphs}"
+            for graphs, routing, name in itertools.product(forms, ROUTINGS, LAYERS):
+                times, fullest = layer(mesh, name, routing, arguments.seconds, graphs=graphs)
+                what = f"{name}, {routing} (fullest {fullest:.2f}){', captured' * graphs}"
                 result[f"layer {what}"] = times
                 base = times["one GPU"]
                 told = [f"{way} {ms:.2f} (x {ms / base:.2f})" for way, ms in times.items()]

@@ -4,6 +4,7 @@ What `apply_data_parallel` does to gradients is done by hand here: a sum over th
 ranks divided by their number, for experts over the replicas of their ep group.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from mb_parallel import (
 from mb_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 HIDDEN, STEPS, MICRO_BATCHES = 8, 3, 2
 CONFIG: dict[str, Any] = {
@@ -109,12 +112,22 @@ CASES = {
     "unequal": ("all_to_all", {}, (9, 4)),
     "unequal-all_gather": ("all_gather", {}, (4, 9)),
     "a-rank-without-tokens": ("all_to_all", {}, (11, 0)),
+    "shared-experts": ("all_gather", {"share": "module"}, (9,)),
+    "shared-experts-in-chunks": ("all_to_all", {"share": "module"}, (9,)),
+    "tied-weights": ("all_to_all", {"share": "w1"}, (9,)),
     "router-bias-to-one-expert": ("all_to_all", {"router_bias": True, "top_k": 1}, (7,)),
 }
 
 
 def _build(overrides: dict[str, Any]) -> Model:
+    overrides = dict(overrides)
+    share = overrides.pop("share", None)
     model = Model(**overrides)
+    first, second = (layer["moe"] for layer in model.layers)
+    if share == "module":
+        second.experts = first.experts
+    elif share == "w1":
+        second.experts.w1 = first.experts.w1
     for layer in model.layers:
         if layer["moe"].router.bias is not None:
             layer["moe"].router.bias.data[0] = 50.0  # every token wants expert 0
@@ -139,7 +152,10 @@ def _worker(rank, ranks, sizes, cases):
         dispatcher, overrides, lengths = CASES[case]
         model = _build(overrides)
         equal = len(lengths) == 1
-        parallelize_experts(model, mesh, dispatcher=dispatcher, equal_tokens=equal)
+        chunks = 2 if "chunks" in case else 1
+        parallelize_experts(model, mesh, dispatcher=dispatcher, equal_tokens=equal, chunks=chunks)
+        if "share" in overrides:
+            model = copy.deepcopy(model)  # as for an average of weights, or a model of reference
         histories.append(_train(model, mesh, _lengths(lengths, ranks)))
     return histories
 
@@ -314,15 +330,23 @@ def _refusals(rank, ranks):
                 parallelize_experts(model, mesh)
         except ValueError as error:
             said.append(str(error))
-    try:
-        parallelize_experts(_build({"balance_over": "sequence"}), mesh)
-    except ValueError as error:
-        said.append(str(error))
+    held = [_build({"balance_over": "sequence"}), DistributedDataParallel(_build({})), _build({})]
+    fully_shard(held[2].layers[1]["moe"])
+    elsewhere = _build({})
+    elsewhere.w1 = elsewhere.layers[0]["moe"].experts.w1
+    for model in (*held, elsewhere):
+        try:
+            parallelize_experts(model, mesh, sequence_parallel=model is held[0])
+        except ValueError as error:
+            said.append(str(error))
     return said
 
 
 def test_models_that_cannot_be_spread_are_named():
-    uneven, twice, sequence = run_ranks(_refusals, 2)[0]
+    uneven, twice, sequence, wrapped, sharded, elsewhere = run_ranks(_refusals, 2)[0]
     assert "ep = 2 for 3 experts" in uneven
     assert "layers.0.moe, got AllToAllDispatcher" in twice
     assert "whole sequences" in sequence
+    assert "got DistributedDataParallel" in wrapped
+    assert "plain parameters in layers.1.moe, got DTensors" in sharded
+    assert "experts of layers.0.moe to share parameters with other experts alone" in elsewhere

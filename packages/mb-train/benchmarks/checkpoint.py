@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from mb_train import saver
@@ -55,9 +56,17 @@ def disk(folder: Path) -> dict[str, float]:
 
 
 def measure(folder: Path, flags: list[str]) -> dict[str, float]:
-    """Seconds of stall and until the checkpoint is whole, mean ms of the steps before and after."""
+    """What `of_steps` measures, seconds until the checkpoint is whole, and its size."""
     # 1 says that the end is in no checkpoint, as is meant here.
     train([*flags, f"--save={folder}", f"--train-iters={STEPS}", f"--save-interval={AT}"], 1)
+    size = sum(p.stat().st_size for p in folder.glob("iter_*/*")) / 1e9
+    begun = read_saved_run(folder / f"iter_{AT:07d}").written
+    whole = (folder / LATEST).stat().st_mtime - begun
+    return {**of_steps(folder), "whole_s": whole, "gb": size}
+
+
+def of_steps(folder: Path) -> dict[str, float]:
+    """Seconds of stall, mean ms of the ten steps before and after, and the share they lost."""
     times, stall = {}, None
     for event in read_log(folder / "log.jsonl"):
         if event["event"] == "train":
@@ -67,12 +76,7 @@ def measure(folder: Path, flags: list[str]) -> dict[str, float]:
     assert stall is not None
     before = statistics.mean(times[i] for i in range(AT - 9, AT + 1))
     after = statistics.mean(times[i] for i in range(AT + 1, AT + 11))
-    size = sum(p.stat().st_size for p in folder.glob("iter_*/*")) / 1e9
-    begun = read_saved_run(folder / f"iter_{AT:07d}").written
-    whole = (folder / LATEST).stat().st_mtime - begun
-    return {
-        "stall_s": stall, "whole_s": whole, "before_ms": before, "after_ms": after, "gb": size,
-    }  # fmt: skip
+    return {"stall_s": stall, "before_ms": before, "after_ms": after, "lost": 1 - before / after}
 
 
 def main() -> None:
@@ -83,8 +87,16 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options, rest = parser.parse_known_args()
     fits, save = saver._fits_on_device, loop.save
-    # The end of the run is of no interest; the writing thread ends with it.
-    loop.save = lambda run, **how: save(run, **how) if run.progress.iteration == AT else None
+
+    def save_once(run: Any, **how: Any) -> Any:
+        """At the end the thread is still writing: what the steps took is known already."""
+        if run.progress.iteration == AT:
+            save(run, **how)
+        else:
+            sys.__stdout__.write(f"{of_steps(run.folder)}, being written\n")
+            sys.__stdout__.flush()
+
+    loop.save = save_once
     rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         speed = disk(Path(folder))
@@ -99,10 +111,9 @@ def main() -> None:
             words = [f"--recipe={options.recipe}", *data, *flags, *rest]
             row = {"name": name, **measure(run, words)}
             shutil.rmtree(run)
-            lost = 1 - row["before_ms"] / row["after_ms"]
             print(
                 f"{name:10}{row['stall_s']:9.2f}{row['whole_s']:9.1f}{row['before_ms']:11.1f}"
-                f"{row['after_ms']:10.1f}{lost:8.1%}{row['gb']:8.1f}",
+                f"{row['after_ms']:10.1f}{row['lost']:8.1%}{row['gb']:8.1f}",
                 flush=True,
             )
             rows.append(row)

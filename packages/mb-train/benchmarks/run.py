@@ -1,12 +1,16 @@
 """Training steps per second on one GPU, beside what people would otherwise run.
 
-    python packages/mb-train/benchmarks/run.py [dense] [dmoe]
+    python packages/mb-train/benchmarks/run.py [dense] [dmoe] [paper] [olmoe] [paper:MoE ...]
 
     torchrun --nproc_per_node 2 packages/mb-train/benchmarks/run.py scaling [dispatchers]
 
+`paper:MoE` is the rows of `paper` with "MoE" in their names.
+
 `paper`: GPT-2 125M with 64 GELU experts in every layer, beside its dense counterpart and capacity
-factor 1. `scaling`: under torchrun, tokens of all GPUs, beside what each of them does alone at the
-same time; `dispatchers`: the other ways of tokens to experts.
+factor 1. `olmoe`: four layers of OLMoE-1B-7B, 16 sequences of 1024 a step, against transformers'
+with `grouped_mm`, compiled whole, all of it in bf16 and without a balance loss. `scaling`: under
+torchrun, tokens of all GPUs, beside what each of them does alone at the same time; `dispatchers`:
+the other ways of tokens to experts.
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
 (bf16 autocast, fused AdamW), eager and compiled. `dmoe`: 64 top-1 SwiGLU experts of width 2048 in
 every layer, 16 sequences, against transformers' Mixtral of that shape with `grouped_mm` experts.
@@ -93,11 +97,18 @@ def random_batches(sequences: int) -> itertools.cycle[dict[str, Tensor]]:
     )
 
 
-def ours(sequences: int, *, compiled: bool, ranks: int = 1, **change: object) -> dict[str, float]:
+def ours(
+    sequences: int,
+    *,
+    compiled: bool,
+    ranks: int = 1,
+    name: str = "dense-125m",
+    **change: object,
+) -> dict[str, float]:
     """This package's own step, on all ranks if there are several; `sequences` are a rank's."""
     same = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "compile": compiled}
     batch = {"micro_batch_size": sequences, "global_batch_size": sequences * ranks}
-    config = TrainConfig(**(recipe("dense-125m") | same | batch | change))
+    config = TrainConfig(**(recipe(name) | same | batch | change))
     device = torch.device("cuda", torch.cuda.current_device())
     mesh = ParallelMesh(ParallelDims(), None, None, None)  # alone, in whatever world
     if ranks > 1:
@@ -197,6 +208,28 @@ def mixtral() -> dict[str, float]:
     return plain(model, lambda tokens, labels: model(tokens, labels=tokens).loss, 16)
 
 
+def olmoe(**smaller: int) -> nn.Module:
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    shape = {"vocab_size": V, "intermediate_size": 1024, "num_hidden_layers": 4, "use_cache": False}
+    config = OlmoeConfig(**(shape | smaller))
+    model = OlmoeForCausalLM(config).bfloat16()
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+def their_olmoe() -> dict[str, float]:
+    with torch.device("cuda"):
+        model = olmoe()
+    model.compile()
+    return plain(model, lambda tokens, labels: model(tokens, labels=tokens).loss, 16)
+
+
+def our_olmoe(**change: object) -> dict[str, float]:
+    shallow = {"num_layers": 4, "seq_length": S}
+    return ours(16, compiled=True, name="olmoe-1b-7b", **shallow, **change)
+
+
 MOE = {
     "moe_num_experts": 64, "moe_top_k": 1, "activation": "swiglu", "ffn_hidden_size": 2048,
     "moe_loss_weight": 0.01,
@@ -227,12 +260,18 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
     },
     "paper": {
         "dense --compile, 64 sequences": lambda: ours(64, compiled=True),
+        "dense --compile --cuda-graph": lambda: ours(64, compiled=True, cuda_graph=True),
         "dMoE --compile, 64 sequences": lambda: ours(64, compiled=True, **PAPER),
         "dMoE, bf16 moments": lambda: ours(
             64, compiled=True, **PAPER, optimizer_state_dtype="bf16"
         ),
         "MoE cf 1 --compile": lambda: ours(64, compiled=True, **PAPER, moe_capacity_factor=1.0),
         "dMoE --compile, 16 sequences": lambda: ours(16, compiled=True, **PAPER),
+    },
+    "olmoe": {
+        "mb-train --compile": our_olmoe,
+        "mb-train --compile, bf16 moments": lambda: our_olmoe(optimizer_state_dtype="bf16"),
+        "transformers, grouped_mm, compiled": their_olmoe,
     },
     "scaling": {
         "dMoE ep, peer": lambda: by_experts("peer"),
@@ -261,8 +300,11 @@ def measure_all() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     columns = ("k tokens/s", "quarter", "spread", "host ms", "warm s", "GiB")
     print(f"{'case':11} {'what':34}" + "".join(f"{column:>11}" for column in columns))
-    for case in sys.argv[1:] or ("dense", "dmoe", "paper"):
+    for word in sys.argv[1:] or ("dense", "dmoe", "paper"):
+        case, _, part = word.partition(":")
         for what, measure in CASES[case].items():
+            if part not in what:
+                continue
             gc.collect()  # models hold themselves in cycles: the case before would count
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

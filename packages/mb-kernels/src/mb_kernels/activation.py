@@ -23,17 +23,17 @@ Letters: N rows, F expert ffn width.
 
 import difflib
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Activation:
+class Activation(NamedTuple):
     """What a name stands for; the kernels are compiled for it as it is.
+
+    A tuple, for Triton writes down as JSON what a kernel is compiled for once it has a hook.
 
     function: the plain one, of the gate or of everything; gated: a GLU; the rest as above.
     """

@@ -99,6 +99,7 @@ def warm_up(
             keep_rows=training and not recompute and choices == 1,
             recompute=recompute,
             training=training,
+            ranks=ranks,
         )
 
     def compile_all() -> int:
@@ -180,8 +181,9 @@ def rehearse_experts(
     transposed: Sequence[bool] = (False, False),
     recompute: bool = False,
     training: bool = True,
+    ranks: int = 1,
 ) -> None:
-    """``expert_mlp``, forward and backward, on tensors without memory."""
+    """``expert_mlp``, forward and backward, on tensors without memory; to ``ranks`` homes too."""
     from mb_kernels.expert_mlp import steps
 
     rows, columns = tokens * top_k, ffn * (2 if is_glu(activation) else 1)
@@ -194,15 +196,17 @@ def rehearse_experts(
         b1, b2 = (_empty(experts, size, dtype=bias_dtype) for size in (columns, hidden))
     inputs = (w1, w2, *indices, _empty(tokens, top_k, dtype=torch.float32), b1, b2)
     saved_bits = 16 if training and not recompute else 0
+    needs = [True] * 4 + [bias_dtype is not None] * 2
     order = list(transposed)
-    *_, h, tiles, kept = steps.expert_mlp(x, *inputs, order, activation, saved_bits, keep_rows)
-    if training:
-        steps.expert_mlp_backward(
-            empty(tokens, hidden),
-            kept if keep_rows else x,
-            *(*inputs, order, h, tiles, activation, keep_rows),
-            [True] * 4 + [bias_dtype is not None] * 2,
-        )
+    for home in (None,) if ranks == 1 else (None, _empty(ranks, dtype=torch.int64)):
+        options = (order, activation, saved_bits, keep_rows, home)
+        *_, h, tiles, kept = steps.expert_mlp(x, *inputs, *options)
+        if training:
+            steps.expert_mlp_backward(
+                empty(tokens, hidden),
+                kept if keep_rows else x,
+                *(*inputs, order, h, tiles, activation, keep_rows, needs, home),
+            )
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:

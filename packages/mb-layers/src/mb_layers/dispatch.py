@@ -36,6 +36,8 @@ class Dispatched(NamedTuple):
         all of R K.
     x_stays: False if the memory of x_RD is written again before the backward pass, so that the
         experts have to keep what they will need of it.
+    home_P: where experts that can (`Experts.stores_home`) are to store their result instead of
+        returning it, see `mb_kernels.expert_mlp`. Others are never given any.
     """
 
     x_RD: Tensor
@@ -46,6 +48,7 @@ class Dispatched(NamedTuple):
     state: Any = None
     max_rows: int | None = None
     x_stays: bool = True
+    home_P: Tensor | None = None
 
 
 class TokenDispatcher(Protocol):

@@ -84,13 +84,13 @@ class _StackedMLP(nn.Module):
         *,
         max_rows: int | None = None,
         x_stays: bool = True,
+        home_P: Tensor | None = None,
     ) -> Tensor:
         """Return y_RD, each token's weighted sum over the experts that `bins` gives it."""
         config = self.config
         num_experts = bins.offsets_E1.shape[0] - 1
         hidden = x_RD.shape[1]
-        in_parts = "parametrizations" in self._modules or isinstance(self.w1, FrozenWeight)
-        parts = self._parts(num_experts) if in_parts else None
+        parts = self._parts(num_experts) if self._in_parts() else None
         if not x_stays and (parts is not None or config.mlp_impl == "sparse"):
             x_RD = x_RD.clone()  # the fused op keeps less, and by itself
         if parts is not None:
@@ -113,8 +113,17 @@ class _StackedMLP(nn.Module):
                 recompute=config.recompute,
                 saved_activation_bits=config.saved_activation_bits,
                 x_stays=x_stays,
+                home_P=home_P,
             )
         return y_RD if y_RD.shape[1] == hidden else y_RD[:, :hidden]
+
+    def stores_home(self) -> bool:
+        """Whether `run` takes `home_P`: it is `mb_kernels.expert_mlp` and nothing else."""
+        fused = self.config.mlp_impl == "grouped" and not self._in_parts()
+        return fused and kernel_width(self.config.hidden_size) == self.config.hidden_size
+
+    def _in_parts(self) -> bool:
+        return "parametrizations" in self._modules or isinstance(self.w1, FrozenWeight)
 
     def local_parameters(self, num_experts: int) -> list[Tensor | None]:
         """w1, w2, b1 and b2 (None without biases) of the `num_experts` experts on this rank."""
@@ -209,6 +218,7 @@ class Experts(_StackedMLP):
             dispatched.weights_RK,
             max_rows=dispatched.max_rows,
             x_stays=dispatched.x_stays,
+            home_P=dispatched.home_P,
         )
 
     def extra_repr(self) -> str:

@@ -124,7 +124,9 @@ def weight_of(module: nn.Module, name: str) -> Tensor | Factored:
     base: Any = module._parameters.get(name)
     if base is None and parametrize.is_parametrized(module, name):
         parametrizations: Any = module.parametrizations
-        base, adapters = parametrizations[name].original, list(parametrizations[name])
+        made = parametrizations[name]
+        # What is made of several tensors has no original: weight_norm's are original0, original1.
+        base, adapters = getattr(made, "original", None), list(made)
     if base is None or not all(hasattr(a, "lhs") and hasattr(a, "rhs") for a in adapters):
         return getattr(module, name)
     if isinstance(base, FrozenWeight):

@@ -5,7 +5,9 @@ The load-balancing loss is MegaBlocks' (Switch Transformer, arXiv 2101.03961, eq
     E / (K T) * sum_e n_e * mean_t p_te
 
 with n_e the slots routed to expert e and p_te the router's probabilities. It is 1 when the experts'
-load is equal. A model's auxiliary loss is the mean over its MoE layers of the weighted losses.
+load is equal, and also near 1 whatever the load where all probabilities are near 1/E: the metric
+`load_imbalance` tells, not this loss. A model's auxiliary loss is the mean over its MoE layers of
+the weighted losses, where Switch has their sum: alpha over L layers is its alpha / L.
 
 Over what the load n_e is counted is a choice (`MoEConfig.balance_over`). The counts carry no
 gradient, and the loss is linear in p, so the mean over micro-batches and ranks of

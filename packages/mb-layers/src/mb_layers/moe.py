@@ -149,6 +149,9 @@ class MoELayer(nn.Module):
         # A view of the same shape would be a node of autograd, and one more for y.
         x_TD = x if x.dim() == 2 else x.reshape(-1, self.config.hidden_size)
         mask_T = None if mask is None else _flat_mask(mask, x)
+        if mask_T is not None:
+            # Attention leaves NaN where a row of padding saw nothing, and 0 times NaN is no 0.
+            x_TD = torch.where(mask_T[:, None], x_TD, 0)
         if isinstance(routing, Tensor):
             routing = _flat_ids(routing, x, self.config.top_k)
         routed = self._route(x_TD, mask_T, routing)

@@ -29,11 +29,12 @@ class Case(NamedTuple):
     keep_rows: bool = False
     depth: int = 1
     policy: str = "worst"
+    bounded: bool = False  # told the most rows that there can be, as by a capacity
 
 
 CASES = [
     Case((5, 3), depth=2),
-    Case((4, 4), top_k=1, keep_rows=True),
+    Case((4, 4), top_k=1, keep_rows=True, bounded=True),
     Case((3, 0), top_k=3, keep_rows=True, depth=2),
     Case((4, 5), masked=True, policy="exact"),
     Case((3, 4), top_k=1, one_rank=True, policy="budget"),
@@ -83,16 +84,19 @@ def _inputs(case: Case):
     return x, weights, ids
 
 
-def _through(layer: dMoE, depth: int, x, weights, ids) -> dict[str, torch.Tensor]:
+def _through(layer: dMoE, depth: int, x, weights, ids, max_rows=None) -> dict[str, torch.Tensor]:
     """Layers one after the other that share their experts and, spread, their buffers."""
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     y = x
     for _ in range(depth):
         dispatched = layer.dispatcher.dispatch(y, weights, ids)
+        if max_rows is not None:
+            dispatched = dispatched._replace(max_rows=max_rows)
         y = y + layer.dispatcher.combine(layer.experts(dispatched), dispatched)
     (y * torch.cos(3 * x.detach())).sum().backward()
     result = {"y": y.detach(), "dx": x.grad, "dweights": weights.grad}
     result["counts"] = dispatched.tokens_per_expert_E
+    result["stored home"] = torch.tensor(dispatched.home_P is not None)
     for name, parameter in layer.experts.named_parameters():
         grad = parameter.grad
         result[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
@@ -101,10 +105,13 @@ def _through(layer: dMoE, depth: int, x, weights, ids) -> dict[str, torch.Tensor
 
 def _spread(layer: dMoE, case: Case, ep, buffers: PeerBuffers) -> None:
     place = Place(ep.get_group(), "layers.1.moe")
-    shard_experts(layer.experts, ep, Placement(case.experts, place.size, place.rank), "moe")
+    shard_experts(layer.experts, ep, Placement(case.experts, place.size, place.rank), "moe", {})
     rows = Rows(case.policy, budget=2.0)  # all on one of two ranks: just enough
     layer.dispatcher = PeerDispatcher(
-        case.experts, place, buffers, keep_rows=case.keep_rows, rows=rows
+        *(case.experts, place, buffers),
+        keep_rows=case.keep_rows,
+        rows=rows,
+        stores_home=layer.experts.stores_home,  # but within a budget
     )
 
 
@@ -120,10 +127,12 @@ def _ranks(rank: int, ranks: int, folder: str):
         first = sum(case.lengths[:rank])
         mine = slice(first, first + case.lengths[rank])
         x, weights, ids = (t[mine] for t in _inputs(case))
-        results.append(_through(layer, case.depth, x, weights, ids))
+        most = sum(case.lengths) * case.top_k if case.bounded else None  # of ranks with room for 10
+        results.append(_through(layer, case.depth, x, weights, ids, most))
+        assert bool(results[-1]["stored home"]) == (case.policy != "budget")
         if case.depth > 1:
             layer.zero_grad()
-            for name, value in _through(layer, case.depth, x, weights, ids).items():
+            for name, value in _through(layer, case.depth, x, weights, ids, most).items():
                 assert torch.equal(value, results[-1][name]), f"{name} differs when run again"
     said = []
     for tokens in (6, 2):  # more than there is room for; then another layer in between

@@ -26,7 +26,7 @@ from mb_kernels.targets import GateCase, Target
 
 @triton.jit
 def push_kernel(
-    x_ptr,  # [T, D], or [R, D] without GATHER
+    x_ptr,  # [T, D], or [R, D] without GATHER; with ROWS
     payload_ptr,  # fp32 [T, W] or [R, W]; with PAYLOAD
     order_ptr,  # int32 [T C]: slots by destination; with GATHER
     counts_ptr,  # int32 [P]: rows for each peer
@@ -43,6 +43,7 @@ def push_kernel(
     C: tl.constexpr,
     P: tl.constexpr,
     PEERS: tl.constexpr,  # a power of two from P on
+    ROWS: tl.constexpr,  # send rows of x; else they are there already, stored by other kernels
     GATHER: tl.constexpr,
     PAYLOAD: tl.constexpr,
     SEND_COUNTS: tl.constexpr,
@@ -55,7 +56,8 @@ def push_kernel(
     count_P = tl.load(counts_ptr + peer_P, mask=peer_P < P, other=0)
     # Blocks of rows go to the peers by turns, this rank among them, and a program's too: with one
     # destination after the other the links stand still while a rank copies its own rows.
-    for turn in range(tl.program_id(0), tl.cdiv(tl.max(count_P, 0), BLOCK_R) * P, programs):
+    turns = tl.cdiv(tl.max(count_P, 0), BLOCK_R) * P if ROWS or PAYLOAD else 0
+    for turn in range(tl.program_id(0), turns, programs):
         block = turn // P
         peer = (turn + block * P // programs + rank) % P
         i = block * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -63,12 +65,13 @@ def push_kernel(
         r = i + tl.sum(tl.where(peer_P < peer, count_P, 0), 0)
         source = tl.load(order_ptr + r, mask=live, other=0) // C if GATHER else peer * M + i
         arena = tl.load(table_ptr + peer)
-        to = (arena + rows_at).to(tl.pointer_type(x_ptr.dtype.element_ty))
-        to = tl.multiple_of(to + (rank * M + i).to(tl.int64) * D, 16)
-        for start in range(0, D, BLOCK_D):
-            d = start + tl.arange(0, BLOCK_D)
-            x = load_picked(x_ptr, source, live, d, D)
-            tl.store(to[:, None] + d[None, :], x, mask=live[:, None] & (d < D)[None, :])
+        if ROWS:
+            to = (arena + rows_at).to(tl.pointer_type(x_ptr.dtype.element_ty))
+            to = tl.multiple_of(to + (rank * M + i).to(tl.int64) * D, 16)
+            for start in range(0, D, BLOCK_D):
+                d = start + tl.arange(0, BLOCK_D)
+                x = load_picked(x_ptr, source, live, d, D)
+                tl.store(to[:, None] + d[None, :], x, mask=live[:, None] & (d < D)[None, :])
         if PAYLOAD:
             w = tl.arange(0, BLOCK_W)
             mask = live[:, None] & (w < W)[None, :]
@@ -161,10 +164,12 @@ def sum_home_kernel(
     store_picked(y_ptr, acc, t, live, d, D)
 
 
-def push(programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], **kind: Any) -> None:
+def push(
+    programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[int, ...], **kind: Any
+) -> None:
     """``push_kernel`` of payload words W and rows of D numbers, the last two of ``numbers``."""
     *_, hidden, words = numbers
-    block_d = min(power_of_two(hidden), 1024)
+    block_d, block_w = min(power_of_two(hidden), 1024), power_of_two(words)
     launch(
         push_kernel,
         (programs,),
@@ -172,9 +177,9 @@ def push(programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *
         *numbers,
         **kind,
         PEERS=power_of_two(kind["P"]),
-        BLOCK_R=max(4096 // block_d, 1),
+        BLOCK_R=max(4096 // block_d if kind["ROWS"] else 256 // block_w, 1),
         BLOCK_D=block_d,
-        BLOCK_W=power_of_two(words),
+        BLOCK_W=block_w,
     )
 
 
@@ -220,19 +225,28 @@ def gate_cases(target: Target) -> list[GateCase]:
     }
     aligned = ("rows_at", "payload_at", "counts_at", "signals_at", "D", "W")
     common = {"C": 8, "P": 8, "PEERS": 8, "BLOCK_R": 4, "BLOCK_D": 1024, "BLOCK_W": 16}
+    there = {"GATHER": True, "PAYLOAD": True, "SEND_COUNTS": True}
+    back = {"GATHER": False, "PAYLOAD": False, "SEND_COUNTS": False}
     return [
         GateCase(
             name="push",
             kernel=push_kernel,
             signature=push,
-            constexprs={**common, "GATHER": True, "PAYLOAD": True, "SEND_COUNTS": True},
+            constexprs={**common, **there, "ROWS": True},
             multiples_of_16=aligned,
         ),
         GateCase(
             name="push_back",
             kernel=push_kernel,
             signature=push,
-            constexprs={**common, "GATHER": False, "PAYLOAD": False, "SEND_COUNTS": False},
+            constexprs={**common, **back, "ROWS": True},
+            multiples_of_16=aligned,
+        ),
+        GateCase(
+            name="push_payload",
+            kernel=push_kernel,
+            signature={name: kind for name, kind in push.items() if name != "x_ptr"},
+            constexprs={**common, **back, "x_ptr": None, "ROWS": False, "PAYLOAD": True},
             multiples_of_16=aligned,
         ),
         GateCase(

@@ -125,6 +125,10 @@ class PeerMemory:
             b: (layout.rows_at(b), layout.payload_at(b), counts_at, layout.signals_at(b))
             for b in _BUFFERS
         }
+        region = self.rank * layout.tokens * layout.hidden * layout.dtype.itemsize
+        self.home_P = table + layout.rows_at("home") + region
+        """int64 [P]: where in each peer's "home" this rank's rows begin, for kernels that store
+        them there by themselves, as ``expert_mlp`` does."""
 
     def rows(self, buffer: Buffer) -> Tensor:
         """The rows of a buffer, [P M, D], a view of this rank's arena."""
@@ -141,7 +145,7 @@ class PeerMemory:
     def push(
         self,
         buffer: Buffer,
-        x: Tensor,
+        x: Tensor | None,
         counts_P: Tensor,
         *,
         order_N: Tensor | None = None,
@@ -152,7 +156,8 @@ class PeerMemory:
 
         Args:
             buffer: theirs to write.
-            x: [T, D] with `order_N`; else [P M, D], where row p M + i goes to rank p.
+            x: [T, D] with `order_N`; else [P M, D], where row p M + i goes to rank p. None: an
+                earlier kernel of this stream has stored rows to `home_P`, and the peers are told.
             counts_P: int32, rows for each peer, at most M. For "tokens" they are sent along.
             order_N: slots (token times columns plus choice) sorted by destination.
             columns: C.
@@ -162,8 +167,9 @@ class PeerMemory:
             ValueError: a tensor of another shape, dtype or device than the layout's.
         """
         layout, words = self.layout, self.layout.words
-        rows = layout.rows if order_N is None else x.shape[0]
-        _require("x", x, (rows, layout.hidden), layout.dtype, self.arena)
+        rows = layout.rows if order_N is None or x is None else x.shape[0]
+        if x is not None:
+            _require("x", x, (rows, layout.hidden), layout.dtype, self.arena)
         if order_N is not None and rows > layout.tokens:
             raise ValueError(f"x: expected at most {layout.tokens} tokens; got {rows}.")
         _require("counts_P", counts_P, (layout.ranks,), torch.int32, self.arena)
@@ -172,13 +178,14 @@ class PeerMemory:
             _require("payload", payload, (rows, words), torch.float32, self.arena)
         if order_N is not None:
             _require("order_N", order_N, (rows * columns,), torch.int32, self.arena)
-        x, counts_P = x.contiguous(), counts_P.contiguous()
+        counts_P = counts_P.contiguous()
+        silent = x is None and payload is None
         with registration.device_of(self.arena):
             _kernels().push(
-                self._programs,
+                1 if silent else self._programs,
                 (
-                    x,
-                    x if payload is None else payload.contiguous(),
+                    None if x is None else x.contiguous(),
+                    counts_P if payload is None else payload.contiguous(),
                     counts_P if order_N is None else order_N.contiguous(),
                     counts_P,
                     self.table,
@@ -187,6 +194,7 @@ class PeerMemory:
                 (*self._at[buffer], self.rank, layout.tokens, layout.hidden, words),
                 C=columns,
                 P=layout.ranks,
+                ROWS=x is not None,
                 GATHER=order_N is not None,
                 PAYLOAD=payload is not None,
                 SEND_COUNTS=buffer == "tokens",

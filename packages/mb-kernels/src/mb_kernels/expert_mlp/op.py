@@ -10,10 +10,13 @@ pre-activations h, the index maps and the kernels' list of row tiles. With
 Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k, N = T·K rows.
 """
 
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from mb_kernels.activation import is_glu
 from mb_kernels.bins import Bins, row_tiles
@@ -41,6 +44,7 @@ def expert_mlp(
     recompute: bool = False,
     saved_activation_bits: int | None = None,
     x_stays: bool = True,
+    home_P: Tensor | None = None,
 ) -> Tensor:
     """Send every token through its experts and sum their weighted outputs.
 
@@ -67,13 +71,19 @@ def expert_mlp(
         x_stays: False if the memory of x_TD is written before the backward pass, as a buffer for
             what other ranks send is: what is needed of x_TD then is kept apart. With one expert a
             token that is so anyway on a GPU, but for ``recompute``; else it is a copy of x_TD.
+        home_P: [P] int64, addresses, multiples of 16. The tokens came from P ranks, T / P from
+            each: row i of those from rank p is stored from home_P[p] + i D on instead of returned,
+            in the backward pass that of the gradient of x_TD, but none of a token that no expert
+            takes, or whose rows are beyond ``max_rows``. For ``mb_kernels.exchange``; by kernels
+            alone.
 
     Returns:
         y_TD [T, D] in the dtype of x_TD. Differentiable in x_TD, weights, biases and weights_TK.
+        With ``home_P`` it, and the gradient of x_TD, are NaN.
 
     Raises:
         ValueError: unknown activation; shapes, dtypes or devices that do not match; a size the
-            kernels cannot take.
+            kernels cannot take; addresses where there is none to store to.
     """
     arguments.check_experts(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
     arguments.check_biases(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED)
@@ -98,10 +108,34 @@ def expert_mlp(
         x_TD = x_TD.clone()
     transposed = [not w.is_contiguous() and w.mT.is_contiguous() for w in (w1_EFD, w2_EDF)]
     w1, w2 = (w.mT if t else w for w, t in zip((w1_EFD, w2_EDF), transposed, strict=True))
-    return torch.ops.mb.expert_mlp(
-        *(x_TD, w1, w2, *indices, weights_TK, b1_EF, b2_ED),
-        *(transposed, activation, saved_bits, keep_rows),
-    )[0]
+    tensors = (x_TD, w1, w2, *indices, weights_TK, b1_EF, b2_ED)
+    options = (transposed, activation, saved_bits, keep_rows)
+    if home_P is None:
+        return torch.ops.mb.expert_mlp(*tensors, *options)[0]
+    _check_home(x_TD, w1_EFD, home_P)
+    return _at_home(*tensors, *options, home_P)
+
+
+@_disable_dynamo
+def _at_home(*arguments: Any) -> Tensor:
+    home = importlib.import_module("mb_kernels.expert_mlp.home")  # imports Triton
+    return home.ExpertMLPHome.apply(*arguments)[0]
+
+
+def _check_home(x_TD: Tensor, w1_EFD: Tensor, home_P: Tensor) -> None:
+    ranks = home_P.numel()
+    if home_P.dtype is not torch.int64 or home_P.ndim != 1 or not ranks or x_TD.shape[0] % ranks:
+        raise ValueError(
+            f"home_P: expected int64 [P], an address for each of P equal parts of {x_TD.shape[0]} "
+            f"tokens; got {home_P.dtype} {tuple(home_P.shape)}."
+        )
+    checks.require_device("x_TD", x_TD, home_P=home_P)
+    if not registration.use_triton(x_TD) or not w1_EFD.numel():
+        raise ValueError(
+            "home_P: expected kernels, and experts of at least one feature; got "
+            f"{x_TD.dtype} on {x_TD.device}, w1_EFD {tuple(w1_EFD.shape)}. Send the result by "
+            "PeerMemory.push."
+        )
 
 
 def _upright(w1: Tensor, w2: Tensor, transposed: list[bool]) -> tuple[Tensor, Tensor]:
@@ -215,7 +249,8 @@ def _backward_fake(
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def set_up(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
+    """Keep for ``gradients`` what the op was given and what came of it."""
     x, *tensors, ctx.transposed, ctx.activation, ctx.saved_bits, ctx.in_rows = inputs
     _, h, tiles, rows = output
     kept = quantize(h, ctx.saved_bits) if ctx.saved_bits in (4, 8) else (h,)
@@ -225,6 +260,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    return gradients(ctx, do, torch.ops.mb.expert_mlp_backward)
+
+
+def gradients(
+    ctx: Any, do: Tensor | None, compute: Callable[..., tuple[Tensor, ...]]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the op's inputs, by ``compute``, as ``mb::expert_mlp_backward``."""
     if do is None:
         return (None,) * 13
     needed = ctx.needs_input_grad
@@ -234,9 +276,7 @@ def _backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...
     h = kept[0]
     if ctx.saved_bits in (4, 8):
         h = dequantize(*kept, bits=ctx.saved_bits, dtype=do.dtype)
-    grads = torch.ops.mb.expert_mlp_backward(
-        *(do, *tensors, ctx.transposed, h, tiles, ctx.activation, ctx.in_rows, needs)
-    )
+    grads = compute(*(do, *tensors, ctx.transposed, h, tiles, ctx.activation, ctx.in_rows, needs))
     dx, dw1, dw2, *others = (g if n else None for g, n in zip(grads, needs, strict=True))
     return dx, dw1, dw2, None, None, None, *others, None, None, None, None
 
@@ -284,7 +324,7 @@ registration.register(
     kernels="mb_kernels.expert_mlp.steps",
     fake=_forward_fake,
     flops=_forward_flops,
-    setup_context=_setup,
+    setup_context=set_up,
     backward=_backward,
     debug_check=lambda x, w1, w2, order, inverse, offsets, *_: checks.debug_offsets(
         offsets, order.shape[0]

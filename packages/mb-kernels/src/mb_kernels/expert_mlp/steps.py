@@ -15,6 +15,9 @@ than the copy (540 against 650 TFLOP/s on an H200).
 Weights stored transposed, w1 [E, D, F] and w2 [E, F, D], are read as they lie: a product then loads
 the blocks that the other direction's loads, and their gradients come from operands exchanged.
 
+With ``home`` the last kernel of y, and that of dX, stores each token's row in the memory of the
+rank it came from: the links are busy while there are still products to compute.
+
 Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k, N = T·K rows.
 """
 
@@ -47,6 +50,7 @@ def expert_mlp(
     activation: str,
     saved_bits: int,
     keep_rows: bool,
+    home: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, w1, w2, weights = operand(x), operand(w1), operand(w2), operand(weights)
     b1, b2 = (b if b is None else operand(b) for b in (b1, b2))
@@ -75,15 +79,9 @@ def expert_mlp(
     kept = source if keep_rows else _nothing(x)
     del source
     y = _to_tokens(
-        a,
-        w2,
-        b2,
-        plan,
-        tiles,
-        (order, inverse, offsets),
-        top_k,
-        weights,
+        *(a, w2, b2, plan, tiles, (order, inverse, offsets), top_k, weights),
         transpose=not transposed[1],
+        home=home,
     )
     return y, h, row_tiles, kept
 
@@ -105,6 +103,7 @@ def expert_mlp_backward(
     activation: str,
     in_rows: bool,
     needs: list[bool],
+    home: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     need_x, need_w1, need_w2, need_weights, need_b1, need_b2 = needs
     rows, top_k, experts = order.shape[0], weights.shape[1], w1.shape[0]
@@ -158,7 +157,9 @@ def expert_mlp_backward(
     del a, do_rows
     indices = (order, inverse, offsets)
     if need_x:
-        dx = _to_tokens(dh, w1, None, plan, tiles, indices, top_k, None, transpose=transposed[0])
+        dx = _to_tokens(
+            *(dh, w1, None, plan, tiles, indices, top_k, None), transpose=transposed[0], home=home
+        )
     if need_w1:
         x_rows = x if in_rows else spread(x, inverse, top_k, rows)
         d_w1 = _weight_gradient(dh, x_rows, offsets, plan, transposed[0])
@@ -189,10 +190,12 @@ def _to_tokens(
     weights: Tensor | None,
     *,
     transpose: bool,
+    home: Tensor | None,
 ) -> Tensor:
     """Rows times weights, plus bias, summed per token: down with routing weights, else dX.
 
-    ``transpose``: w is [E, columns of the result, columns of rows].
+    ``transpose``: w is [E, columns of the result, columns of rows]. With ``home`` the sums are
+    stored there, and what is returned means nothing.
     """
     order = indices[0]
     tile = plan.dx if weights is None else plan.down
@@ -208,8 +211,9 @@ def _to_tokens(
         scatter_rows=indices[1].shape[0],
         scale=weights if single else None,
         fill_dropped=single,
+        home=home if single else None,
     )
-    return y if single else combine(y, *indices, weights, top_k)
+    return y if single else combine(y, *indices, weights, top_k, home)
 
 
 class _Tiles:

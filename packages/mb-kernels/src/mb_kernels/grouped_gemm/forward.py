@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.bins import row_tiles
-from mb_kernels.language.memory import load_bias, store_rows
+from mb_kernels.language.memory import home_rows, load_bias, store_rows
 from mb_kernels.language.tiles import first_item, halves, locate, multiply_rows
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
@@ -28,6 +28,8 @@ def grouped_gemm_kernel(
     weights_ptr,  # [N] by slot, with SCALE
     tiles_ptr,  # from schedule()
     y,  # [N, 1, M]: ragged tensor descriptor, or pointer with SCATTER or without DESCRIPTORS
+    home_ptr,  # int64 [P]: where each rank's rows go instead, with SCATTER; or None
+    region,  # rows of a rank there
     K: tl.constexpr,
     M: tl.constexpr,
     TRANSPOSE: tl.constexpr,  # w is [E, M, K]
@@ -64,7 +66,7 @@ def grouped_gemm_kernel(
             right += load_bias(bias_ptr, e, 0, 1, col + W, M, BLOCK_N, W)
         if SCATTER:
             slot = tl.load(order_ptr + row + r, mask=m, other=0)
-            y_row = y + slot.to(tl.int64)[:, None] * M
+            y_row = home_rows(y, home_ptr, region, slot, m, M)
             if SCALE:
                 s = tl.load(weights_ptr + slot, mask=m, other=0.0).to(tl.float32)[:, None]
                 left *= s
@@ -119,18 +121,21 @@ def rows_times_weights(
     scatter_rows: int = 0,
     scale: Tensor | None = None,
     fill_dropped: bool,
+    home: Tensor | None = None,
 ) -> Tensor:
     """[N, M]: row r times its expert's weight, plus its expert's row of ``bias`` [E, M].
 
     ``scatter_order`` sends row r to row scatter_order[r] of ``scatter_rows``, scaled by ``scale``
     there; rows that none is sent to are zero.
     ``fill_dropped`` writes zeros to the rows of no expert, which are left unwritten otherwise.
+    ``home``, int64 [P], has the addresses of the ranks that the scattered rows belong to, N / P of
+    them to each: they are stored there, none is filled, and what is returned means nothing.
     """
     experts = w.shape[0]
     columns = w.shape[1 if transpose_weight else 2]
     depth = x.shape[1]
-    y = x.new_empty((x.shape[0], columns))
-    if scatter_order is not None and scatter_rows > x.shape[0]:
+    y = x.new_empty((x.shape[0], columns) if home is None else 0)
+    if home is None and scatter_order is not None and scatter_rows > x.shape[0]:
         y = x.new_zeros((scatter_rows, columns))
     plan = plan_of(x)
     x_arg, w_arg, y_arg = x, w, y
@@ -151,12 +156,14 @@ def rows_times_weights(
         scale,
         tiles,
         y_arg,
+        home,
+        1 if home is None else scatter_rows // home.shape[0],
         K=depth,
         M=columns,
         TRANSPOSE=transpose_weight,
         SCATTER=scatter_order is not None,
         SCALE=scale is not None,
-        FILL=fill_dropped,
+        FILL=fill_dropped and home is None,
         DESCRIPTORS=plan.descriptors,
         PRECISION=plan.precision,
         XCDS=plan.xcds,

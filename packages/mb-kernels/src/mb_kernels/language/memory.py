@@ -101,6 +101,23 @@ def store_picked(y, value, row, live, d, D):
 
 
 @triton.jit
+def home_rows(y, home_ptr, region, row, live, D):
+    """[rows, 1] of pointers to rows ``row`` of y [any, D].
+
+    With home_ptr, int64 [P], the rows belong to P ranks, ``region`` to each, and lie in their
+    memories: the rows of rank p from the address home_ptr[p] on, a multiple of 16.
+    """
+    if home_ptr is None:
+        at = y + row.to(tl.int64)[:, None] * D
+    else:
+        p = row // region
+        base = tl.load(home_ptr + p, mask=live, other=0).to(tl.pointer_type(y.dtype.element_ty))
+        at = (base + (row - p * region).to(tl.int64) * D)[:, None]
+        at = tl.multiple_of(at, [16, 16])  # else each number is a store of its own
+    return at
+
+
+@triton.jit
 def load_rows(
     x,
     row,

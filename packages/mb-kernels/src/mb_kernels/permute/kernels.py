@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.language.memory import load_picked, store_picked
+from mb_kernels.language.memory import home_rows, load_picked, store_picked
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 
 
@@ -64,25 +64,39 @@ def combine_fwd_kernel(
     inverse_ptr,  # [N] int32
     weights_ptr,  # [T, K], with WEIGHTED
     y_ptr,  # [T, D]
+    home_ptr,  # int64 [P]: where each rank's tokens go instead, but those of no row; or None
     tokens,
+    region,  # tokens of a rank
     D,
     TOP_K: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    live = t < tokens
+    if home_ptr is None:
+        t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+        live = t < tokens
+    else:  # the ranks by turns: all links are busy all the time
+        ranks = tokens // region
+        i = tl.program_id(0) // ranks * BLOCK_T + tl.arange(0, BLOCK_T)
+        t = tl.program_id(0) % ranks * region + i
+        live = i < region
+    reached = t < 0
     slot = t.to(tl.int64) * TOP_K
     acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for k in range(TOP_K):
         row = tl.load(inverse_ptr + slot + k, mask=live, other=-1)
+        reached |= row >= 0
         value = load_picked(rows_ptr, row, row >= 0, d, D).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights_ptr + slot + k, mask=live, other=0.0).to(tl.float32)[:, None]
         acc += value
-    store_picked(y_ptr, acc, t, live, d, D)
+    if home_ptr is None:
+        store_picked(y_ptr, acc, t, live, d, D)
+    else:
+        at = home_rows(y_ptr, home_ptr, region, t, reached, D) + d[None, :]
+        tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=reached[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -207,20 +221,29 @@ def combine(
     offsets: Tensor,
     weights: Tensor | None,
     top_k: int,
+    home: Tensor | None = None,
 ) -> Tensor:
+    """Each token's rows, weighted, summed.
+
+    ``home``, int64 [P], has the addresses of the ranks that the tokens belong to, T / P of them to
+    each: those that have rows are stored there, and what is returned means nothing.
+    """
     tokens, columns = inverse.shape[0] // top_k, rows.shape[1]
-    y = rows.new_empty((tokens, columns))
-    if y.numel() == 0:
+    y = rows.new_empty((tokens, columns) if home is None else 0)
+    if tokens * columns == 0:
         return y
+    ranks = 1 if home is None else home.shape[0]
     block_t, block_d = _blocks(columns, _COMBINED)
     launch(
         combine_fwd_kernel,
-        (cdiv(tokens, block_t), cdiv(columns, block_d)),
+        (cdiv(tokens // ranks, block_t) * ranks, cdiv(columns, block_d)),
         rows,
         inverse,
         weights,
         y,
+        home,
         tokens,
+        tokens // ranks,
         columns,
         TOP_K=top_k,
         WEIGHTED=weights is not None,

@@ -11,7 +11,7 @@ Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows.
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,7 +138,18 @@ def _int32(*shape: int) -> Tensor:
 
 
 def _layers(layers: tuple[Layer, ...]) -> dict[str, Callable[[], object]]:
-    return {layer.label: partial(_run_layer, layer) for layer in layers}
+    calls: dict[str, Callable[[], object]] = {
+        layer.label: partial(_run_layer, layer) for layer in layers
+    }
+    options: dict[str, Any] = {"dtype": _BF16, "ranks": 4}
+    return calls | {
+        "gelu K1 to 4": partial(
+            *(rehearse_experts, 65536, 768, 3072, 16, 1, "gelu"), keep_rows=True, **options
+        ),
+        "swiglu K8 to 4": partial(
+            *(rehearse_experts, 65536, 2048, 1024, 16, 8, "swiglu"), keep_rows=False, **options
+        ),
+    }
 
 
 def _run_layer(layer: Layer) -> None:

@@ -32,7 +32,8 @@ def use(model: nn.Module) -> list[str]:
         The names of the expert modules that were moved.
 
     Raises:
-        ValueError: the model holds no experts that can be moved; it is left as it was.
+        ValueError: the model holds no experts that can be moved, or some in fewer bits than 16; it
+            is left as it was.
     """
     hooked = {
         name: module
@@ -42,28 +43,36 @@ def use(model: nn.Module) -> list[str]:
     others = {
         name: module for name, module in model.named_modules() if type(module).__name__ in _FORWARDS
     }
-    if not hooked and not others:
+    moved = {**hooked, **others}
+    if not moved:
         kinds = sorted({type(m).__name__ for m in model.modules() if _looks_like_experts(m)})
         raise ValueError(
             "expected a model with experts in stacked weights, found none"
             + (f"; {', '.join(kinds)} are of a form unknown here" if kinds else "")
         )
-    if hooked:
-        model.set_experts_implementation(IMPLEMENTATION)  # ty: ignore[not-callable]
-    for name, module in hooked.items():
-        used = module.config._experts_implementation
-        if used != IMPLEMENTATION:
-            raise ValueError(
-                f"expected the experts {name!r} to take the implementation {IMPLEMENTATION!r}, got "
-                f"{used!r}: set _experts_implementation in their own config"
-            )
+    for name, module in moved.items():
+        _refuse_few_bits(name, module)
+    for module in hooked.values():
+        module.config._experts_implementation = IMPLEMENTATION
         recognise_gate(module)
     for module in others.values():
         kind = type(module)
         forward = _FORWARDS[kind.__name__]
         module.__class__ = type(f"Mb{kind.__name__}", (kind,), {"forward": forward})
-    moved = {**hooked, **others}
     return [name for name, _ in model.named_modules() if name in moved]
+
+
+def _refuse_few_bits(name: str, module: nn.Module) -> None:
+    """Raise for experts that a quantised load made: their codes mean nothing without its scales."""
+    experts: Any = getattr(module, "experts", module)  # Llama-4's are inside the block
+    dtypes = {p.dtype for p in experts.parameters() if p.element_size() < 2}
+    if dtypes or isinstance(experts, nn.ModuleList):
+        kind = " in ".join([type(experts).__name__, *map(str, dtypes)])
+        raise ValueError(
+            f"expected the experts {name!r} stacked in 16 bits or more, got {kind}; load the model "
+            "without quantization_config or with dequantize=True; freeze_in_bits makes 8 or 4 bits "
+            "of it"
+        )
 
 
 def _looks_like_experts(module: nn.Module) -> bool:

@@ -20,6 +20,8 @@ from mb_layers.dispatch import LocalDispatcher, TokenDispatcher, replaced
 from mb_layers.moe import MoE, dMoE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
@@ -30,7 +32,7 @@ from mb_parallel.expert_parallel.overlap import compute_in_chunks
 from mb_parallel.expert_parallel.peer import PeerBuffers, PeerDispatcher, peer_problem
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
-from mb_parallel.expert_parallel.shard import shard_experts
+from mb_parallel.expert_parallel.shard import is_spread, shard_experts
 from mb_parallel.mesh import ParallelMesh
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer"]
@@ -59,7 +61,8 @@ def parallelize_experts(
 
     Call it on every rank, with equal parameters (same seed, or the meta device), after
     `parallelize_tensors` and before `apply_data_parallel`: an expert's gradient here is the sum
-    over the ranks of its ep group, which the latter sums over the copies of the expert.
+    over the ranks of its ep group, which the latter sums over the copies of the expert. Experts
+    that layers share, whole or some of their parameters, stay shared.
 
     Args:
         model: any module that holds layers of mb_layers.
@@ -89,8 +92,8 @@ def parallelize_experts(
         "peer" falls back to another dispatcher, and this says so.
 
     Raises:
-        ValueError: an unknown dispatcher or policy, sizes that do not divide, or a layer that
-            cannot be spread this way.
+        ValueError: an unknown dispatcher or policy, sizes that do not divide, a layer that
+            cannot be spread this way, or a model that DDP or FSDP has hold of already.
     """
     if dispatcher not in get_args(DispatcherName):
         known = ", ".join(get_args(DispatcherName))
@@ -103,6 +106,7 @@ def parallelize_experts(
     ep, rows = mesh.axis("ep"), Rows(row_policy, row_budget)
     told: dict[str, int] = {}
     if ep is not None:
+        _refuse_held(model, layers)
         widths = {layer.config.hidden_size for layer in layers.values()}
         everywhere = Place(ep.get_group(), "the model")
         problem = None
@@ -110,12 +114,14 @@ def parallelize_experts(
             found = [peer_problem(everywhere, ep.device_type, width) for width in sorted(widths)]
             problem = next((text for text in found if text), None)
         buffers = PeerBuffers(everywhere, max_tokens=max_tokens, timeout_s=timeout_s)
+        spread: dict[nn.Parameter, nn.Parameter] = {}
         for name, layer in layers.items():
             top_k = layer.config.top_k
             bounded = row_policy != "worst"
             chosen, why = choose_dispatcher(dispatcher, top_k, ep.size(), problem, bounded=bounded)
             options = {"equal_tokens": equal_tokens, "rows": rows, "chunks": chunks}
-            line = _spread(layer, ep, name or "the layer", chosen, buffers, keep_rows, options)
+            named = name or "the layer"
+            line = _spread(layer, ep, named, chosen, buffers, keep_rows, options, spread)
             pieces = f" in {chunks} chunks" if chunks > 1 and chosen == "all_to_all" else ""
             line = f"{line} by {chosen}{pieces}, {why}"
             told[line] = told.get(line, 0) + 1
@@ -172,6 +178,31 @@ def _refuse(name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool
         )
 
 
+def _refuse_held(model: nn.Module, layers: dict[str, Layer]) -> None:
+    """Parameters that somebody else holds would train on without their new selves."""
+    modules = list(model.modules())
+    wrappers = (DistributedDataParallel, FullyShardedDataParallel)
+    for wrapper in (type(m).__name__ for m in modules if isinstance(m, wrappers)):
+        raise ValueError(
+            f"Expected a model that nothing is wrapped around, got {wrapper}, which keeps the "
+            "parameters it found. Call parallelize_experts on the model itself, then "
+            "apply_data_parallel in place of the wrapper."
+        )
+    of_experts = {m for layer in layers.values() for m in layer.experts.modules()}
+    others = {p for m in modules if m not in of_experts for p in m.parameters(recurse=False)}
+    for name, layer in layers.items():
+        if is_spread(layer.experts):
+            raise ValueError(
+                f"Expected plain parameters in {name or 'the layer'}, got DTensors. Call "
+                "parallelize_experts before apply_data_parallel or fully_shard."
+            )
+        if not others.isdisjoint(layer.experts.parameters()):
+            raise ValueError(
+                f"Expected the experts of {name or 'the layer'} to share parameters with other "
+                "experts alone, got one that is some other module's too. Give that its own."
+            )
+
+
 def _spread(
     layer: Layer,
     ep: DeviceMesh,
@@ -180,25 +211,30 @@ def _spread(
     buffers: PeerBuffers,
     keep_rows: bool | None,
     options: dict[str, Any],
+    spread: dict[nn.Parameter, nn.Parameter],
 ) -> str:
     """Shard the experts' parameters, give the layer its dispatcher, and say what a rank holds."""
     experts = layer.config.num_experts
     place = Place(ep.get_group(), name)
     placement = Placement(experts, place.size, place.rank)
-    shard_experts(layer.experts, ep, placement, name)
+    if not is_spread(layer.experts):  # else they are an earlier layer's too
+        shard_experts(layer.experts, ep, placement, name, spread)
+        if dispatcher == "all_to_all" and options["chunks"] > 1:
+            compute_in_chunks(layer.experts)
     if dispatcher == "all_gather":
         layer.dispatcher = AllGatherDispatcher(
             experts, place, equal_tokens=options["equal_tokens"], rows=options["rows"]
         )
     elif dispatcher == "all_to_all":
         layer.dispatcher = AllToAllDispatcher(experts, place, chunks=options["chunks"])
-        if options["chunks"] > 1:
-            compute_in_chunks(layer.experts)
     else:
         if keep_rows is None:
             keep_rows = keeps_rows_anyway(layer.config, placement)
         layer.dispatcher = PeerDispatcher(
-            experts, place, buffers, keep_rows=keep_rows, rows=options["rows"]
+            *(experts, place, buffers),
+            keep_rows=keep_rows,
+            rows=options["rows"],
+            stores_home=layer.experts.stores_home,
         )
     held = f"{placement.experts_per_rank} of {experts} experts a rank"
     if placement.width_shards > 1:
@@ -236,8 +272,6 @@ def _surround(
                 equal_tokens=equal_tokens,
                 split_over=split_over,
             )
-            if split_over > 1:
-                layer.register_forward_pre_hook(_count_sequences(inner), with_kwargs=True)
         if tp is not None and not sequence_parallel:
             inner = SharedTokens(inner, Place(tp.get_group(), name))
         return inner
@@ -246,6 +280,8 @@ def _surround(
         layer.dispatcher = around(config.capacity_factor)
         if layer.eval_dispatcher is not None:
             layer.eval_dispatcher = around(config.eval_capacity_factor)
+    if split_over > 1:
+        layer.register_forward_pre_hook(_count_sequences, with_kwargs=True)
     axes = ["dp"] if config.balance_over == "global_batch" else []
     if tp is not None and sequence_parallel:
         axes.append("tp")
@@ -269,14 +305,12 @@ def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:
     return axis.get_group()
 
 
-def _count_sequences(dispatcher: GlobalCapacity) -> Callable[..., None]:
-    """A hook before forward: how many sequences x [..., S, D] holds runs of."""
-
-    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x: Tensor = args[0] if args else kwargs["x"]
-        dispatcher.sequences = math.prod(x.shape[:-2])
-
-    return hook
+def _count_sequences(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before forward: how many sequences x [..., S, D] holds runs of."""
+    x: Tensor = args[0] if args else kwargs["x"]
+    for dispatcher in (layer.dispatcher, layer.eval_dispatcher):
+        if isinstance(dispatcher, GlobalCapacity):
+            dispatcher.sequences = math.prod(x.shape[:-2])
 
 
 def _sum_counts(mesh: ParallelMesh, axes: list[str]) -> Callable[[Tensor], Tensor]:

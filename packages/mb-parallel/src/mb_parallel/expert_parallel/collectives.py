@@ -49,6 +49,9 @@ class Place:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
+    def __deepcopy__(self, memo: Any) -> Place:
+        return self  # the copy of a model works with the same ranks
+
     @contextmanager
     def step(self, name: str) -> Generator[None]:
         """Turn the failure of a collective into an error that says who, where and with whom."""

@@ -67,6 +67,9 @@ class PeerBuffers:
         self._layers: list[str] = []
         self.uses = 0  # of "tokens" and "grads", to notice when they do not alternate
 
+    def __deepcopy__(self, memo: Any) -> PeerBuffers:
+        return self  # the layers of a model's copy run beside the model's, one after the other
+
     def register(self, layer: str) -> int:
         """Number of a layer, for messages."""
         self._layers.append(layer)
@@ -126,6 +129,7 @@ class _Route:
     peers_TC: Tensor
     bins: Bins
     keep_rows: bool
+    home_P: Tensor | None  # given to the experts, which store there what else is pushed
     counts_P: Tensor | None = None  # rows that came from each rank
     ids_RJ: Tensor | None = None  # local ids of the choices that came
     use: int = 0  # of the buffers, when they were filled for this route
@@ -144,7 +148,7 @@ class _Route:
         return self.memory.wait(buffer, self._place(step))
 
     def collect(self, rows_RD: Tensor, payload_RW: Tensor | None, step: int) -> list[Tensor]:
-        """Send rows (and payload) home; the sums of each token's."""
+        """Send rows, if the experts have not, and payload home; the sums of each token's."""
         if self.use != self.buffers.uses:
             raise RuntimeError(
                 f"Expected nothing to be dispatched between dispatch and combine of "
@@ -154,7 +158,8 @@ class _Route:
             )
         assert self.counts_P is not None
         memory = self.memory
-        memory.push("home", rows_RD, self.counts_P, payload=payload_RW)
+        stored = self.home_P is not None
+        memory.push("home", None if stored else rows_RD, self.counts_P, payload=payload_RW)
         memory.wait("home", self._place(step))
         indices = (self.peers_TC, self.bins.inverse_N, self.bins.offsets_E1)
         sources = [memory.rows("home")]
@@ -176,6 +181,8 @@ class PeerDispatcher:
         keep_rows: let the experts keep what they will need of what was received, for the backward,
             instead of sending it again.
         rows: how much room the experts make; None: for the worst case.
+        stores_home: whether the experts can store their result in the peers' memory themselves, as
+            `Experts.stores_home`: it travels while they compute, and is not written here first.
     """
 
     def __init__(
@@ -186,12 +193,14 @@ class PeerDispatcher:
         *,
         keep_rows: bool = False,
         rows: Rows | None = None,
+        stores_home: Callable[[], bool] = lambda: False,
     ) -> None:
         self.num_experts = num_experts
         self.place = place
         self.buffers = buffers
         self.keep_rows = keep_rows
         self.rows = rows or Rows()
+        self.stores_home = stores_home
         self.placement = Placement(num_experts, place.size, place.rank)
         self.layer = buffers.register(place.layer)
 
@@ -205,14 +214,27 @@ class PeerDispatcher:
         bins = mb_kernels.bin_tokens(peers_TC, self.place.size)
         memory = self.buffers.memory(x_TD, 2 * top_k)
         route = _Route(
-            self.buffers, memory, self.layer, self.placement, peers_TC, bins, self.keep_rows
+            *(self.buffers, memory, self.layer, self.placement, peers_TC, bins, self.keep_rows),
+            home_P=self._home(memory),
         )
         x_RD, weights_RJ = _send(x_TD, weights_TK, words_TW, route)
         assert route.ids_RJ is not None
         local_bins = mb_kernels.bin_tokens(route.ids_RJ, self.placement.experts_per_rank)
         most = self.rows.most(local_bins, self.placement.balanced_slots(memory.layout.rows, top_k))
         state, stays = (route, x_TD.detach()), not self.keep_rows
-        return Dispatched(x_RD, weights_RJ, local_bins, counts_E, slots, state, most, x_stays=stays)
+        return Dispatched(
+            *(x_RD, weights_RJ, local_bins, counts_E, slots, state, most),
+            x_stays=stays,
+            home_P=route.home_P,
+        )
+
+    @_disable_dynamo
+    def _home(self, memory: PeerMemory) -> Tensor | None:
+        # Rows beyond a budget are stored nowhere. What is elsewhere reads as NaN here, which a
+        # search for NaN would stop at. In float64 nothing runs in kernels.
+        all_stored = self.rows.policy != "budget" and memory.layout.dtype is not torch.float64
+        searched = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        return memory.home_P if all_stored and not searched and self.stores_home() else None
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Store the experts' rows into the memory of where their tokens belong, and sum there."""

@@ -18,11 +18,23 @@ from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.width import WidthShardedExperts
 
 
-def shard_experts(experts: Experts, ep: DeviceMesh, placement: Placement, name: str) -> None:
+def is_spread(experts: Experts) -> bool:
+    """Whether a parameter is a DTensor already."""
+    return any(isinstance(weight, DTensor) for weight in experts.parameters())
+
+
+def shard_experts(
+    experts: Experts,
+    ep: DeviceMesh,
+    placement: Placement,
+    name: str,
+    spread: dict[nn.Parameter, nn.Parameter],
+) -> None:
     """Keep this rank's part of each parameter, as a DTensor of the global shape over `ep`.
 
     Experts are split along E, their adapters with them; where ranks outnumber them, along E and F
-    (b2: along E and D).
+    (b2: along E and D). `spread` maps parameters to what became of them, for those that several
+    modules share, and is added to.
 
     Raises:
         ValueError: s does not divide F (or D, with biases); weights of a form that is not split.
@@ -38,7 +50,7 @@ def shard_experts(experts: Experts, ep: DeviceMesh, placement: Placement, name: 
     if shards == 1:
         for module in list(experts.modules()):
             for weight_name, weight in list(module.named_parameters(recurse=False)):
-                _replace(module, weight_name, weight, ep, (0,))
+                _replace(module, weight_name, weight, ep, (0,), spread)
         return
     config = experts.config
     if config.ffn_hidden_size % shards or (config.mlp_bias and config.hidden_size % shards):
@@ -53,7 +65,7 @@ def shard_experts(experts: Experts, ep: DeviceMesh, placement: Placement, name: 
     experts.width = Place(grid["ep_width"].get_group(), name)
     for weight_name, weight in list(experts.named_parameters(recurse=False)):
         width_dim = 2 if weight_name == "w2" else 1
-        _replace(experts, weight_name, weight, grid, (0, width_dim))
+        _replace(experts, weight_name, weight, grid, (0, width_dim), spread)
 
 
 def _grid(ep: DeviceMesh, placement: Placement) -> DeviceMesh:
@@ -63,17 +75,24 @@ def _grid(ep: DeviceMesh, placement: Placement) -> DeviceMesh:
 
 
 def _replace(
-    module: nn.Module, name: str, weight: nn.Parameter, mesh: DeviceMesh, dims: tuple[int, ...]
+    module: nn.Module,
+    name: str,
+    weight: nn.Parameter,
+    mesh: DeviceMesh,
+    dims: tuple[int, ...],
+    spread: dict[nn.Parameter, nn.Parameter],
 ) -> None:
-    local = weight.detach()
-    for axis, dim in enumerate(dims):
-        local = local.chunk(mesh.size(axis), dim)[mesh.get_local_rank(axis)]
-    sharded = DTensor.from_local(
-        local.clone(),  # lets go of the other ranks' parts
-        mesh,
-        [Shard(dim) for dim in dims],
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
-    module.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
+    if weight not in spread:
+        local = weight.detach()
+        for axis, dim in enumerate(dims):
+            local = local.chunk(mesh.size(axis), dim)[mesh.get_local_rank(axis)]
+        sharded = DTensor.from_local(
+            local.clone(),  # lets go of the other ranks' parts
+            mesh,
+            [Shard(dim) for dim in dims],
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
+        spread[weight] = nn.Parameter(sharded, requires_grad=weight.requires_grad)
+    module.register_parameter(name, spread[weight])

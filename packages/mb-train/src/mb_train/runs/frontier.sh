@@ -20,10 +20,12 @@
 # which after 800 steps of 128 is 0.3 ahead of Adam, with experts and without. The schedule is the
 # paper's, scaled: cosine to a tenth, clipping at 1; warm-up is a tenth, since there are few steps, and
 # dropout is 0. First weights are wider (0.04) than the paper's 0.01, from which small
-# dense models hardly learn in so few steps. Experts are weighed by 8 times their softmax score, since the
-# score of one of 64 begins near 0.1, their balance loss weighs 0.01, and their routers learn at a tenth of
-# the rate. Peak rates by size: LR_17M, LR_46M, LR_125M and LR_356M (8e-3, 6e-3, 4e-3 and 3e-3; the last two
-# untried), times LR_EXPERTS (1) for those with experts. What each is worth: benchmarks/results, frontier.
+# dense models hardly learn in so few steps. Of models with experts the first layer is dense: a router there
+# hardly decides, sends most of the text to one expert, and cost 0.04 and one run of two. Experts
+# are weighed by 8 times their softmax score, since the score of one of 64 begins near 0.1, their balance loss
+# weighs 0.01, and their routers learn at a tenth of the rate. Peak rates by size: LR_17M, LR_46M, LR_125M and
+# LR_356M (8e-3, 6e-3, 4e-3 and 3e-3; the last two untried), times LR_EXPERTS (1) for those with experts. What
+# each is worth: benchmarks/results, frontier.
 #
 # A point that finished is not run again. One that was stopped goes on from its checkpoint, to the step.
 # At the end, and after every point, mb-train report --frontier draws what there is.
@@ -81,7 +83,7 @@ flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
     if [ "$1" != dense ]; then
         scale=${LR_EXPERTS:-1}
         printf '%s\n' --moe-router-topk-scaling-factor 8 --moe-loss-weight 0.01 \
-            --moe-router-lr-mult 0.1
+            --moe-router-lr-mult 0.1 --moe-first-k-dense 1
     fi
     awk -v r="$rate" -v s="$scale" 'BEGIN { printf "--lr\n%g\n--min-lr\n%g\n", r * s, r * s / 10 }'
     printf '%s\n' --seed "${3:-1234}" --data-path "$data" --train-iters "$steps" --optimizer muon \

@@ -1,0 +1,44 @@
+"""``expert_mlp`` whose result is stored where its tokens came from, in the memory of other ranks.
+
+Not an op of ``torch.library``: it writes what is no argument of it, so that a selective checkpoint
+that kept its output instead of running it again would be wrong.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mb_kernels.expert_mlp import op, steps
+from mb_kernels.runtime import registration
+
+
+class ExpertMLPHome(torch.autograd.Function):
+    """From the arguments of ``mb::expert_mlp`` and the addresses; its first result is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *inputs, ctx.home_P = (a.contiguous() if isinstance(a, Tensor) else a for a in arguments)
+        x = inputs[0]
+        with registration.device_of(x):
+            _, *kept = steps.expert_mlp(*inputs, home=ctx.home_P)
+        outputs = (_elsewhere(x), *kept)
+        op.set_up(ctx, inputs, outputs)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        def compute(do: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+            with registration.device_of(do):
+                arguments = (do.contiguous(), x, *others)
+                _, *grads = steps.expert_mlp_backward(*arguments, home=ctx.home_P)
+            return (_elsewhere(do), *grads)
+
+        return (*op.gradients(ctx, do, compute), None)
+
+
+def _elsewhere(like: Tensor) -> Tensor:
+    """Whoever reads what is not here reads NaN."""
+    return like.new_full((), torch.nan).expand(like.shape)

@@ -179,7 +179,7 @@ def test_every_setting_is_read_and_has_their_default(kind):
     found = architectures.ARCHITECTURES[kind]
     full = transformers.CONFIG_MAPPING[kind]().to_dict()
     if kind == "mistral":
-        with pytest.raises(ValueError, match=r"no sliding_window in config\.json, got 4096"):
+        with pytest.raises(ValueError, match=r"no sliding_window .* 4096"):
             found.read({name: value for name, value in full.items() if name != "sliding_window"})
         full |= {"max_position_embeddings": 4096}
     expected = found.read(full)

@@ -33,7 +33,10 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
         ConnectionError: the other ranks were not reached.
     """
     joined = dist.is_initialized()
-    ranks, here, local_rank = (1, 0, _number("LOCAL_RANK")) if joined else _launched()
+    ranks, here, local_rank = (
+        (world_size(), rank(), _number("LOCAL_RANK")) if joined else _launched()
+    )
+    device = torch.device("cpu")
     if device_type == "cuda":
         devices = torch.cuda.device_count()
         if local_rank >= devices:
@@ -43,13 +46,25 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-    if ranks == 1:
+    if ranks > 1 and not joined:
+        _join(ranks, here, device, timeout_s)
+    try:
         yield device
-        return
+    except RuntimeError as error:
+        if ranks > 1:
+            error.add_note(
+                f"This is rank {here} of {ranks}. If another rank ended before it, that rank's own "
+                "error is the cause."
+            )
+        raise
+    finally:
+        if ranks > 1 and not joined:
+            dist.destroy_process_group()
+
+
+def _join(ranks: int, here: int, device: torch.device, timeout_s: float) -> None:
     options: dict[str, Any] = {"backend": "gloo"}
-    if device_type == "cuda":
+    if device.type == "cuda":
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     try:
         dist.init_process_group(timeout=timedelta(seconds=timeout_s), **options)
@@ -61,10 +76,6 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
             "MASTER_ADDR is not the first node's, or MASTER_PORT is taken: give torchrun another "
             "--master_port."
         ) from error
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
 
 
 def _launched() -> tuple[int, int, int]:

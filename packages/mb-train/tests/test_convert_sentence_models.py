@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from mb_train.config import TrainConfig
 from mb_train.convert import export_model, import_model, read_model
 from mb_train.convert.architectures import architecture_for
+from mb_train.convert.safetensors_files import TensorFolder
 from mb_train.loading import load_trained
 from mb_train.models.segments import Segments
 from mb_train.tasks.make import whole_model
@@ -28,6 +30,11 @@ KINDS = {
     "megatron": ("MegatronBert", "ForPreTraining", BERT),
     "t5 1.0": ("T5", "ForConditionalGeneration", T5),
     "t5 1.1": ("T5", "ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu"}),
+    "t5 1.1 in full": (
+        "T5",
+        "ForConditionalGeneration",
+        T5 | {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"},
+    ),
     "t5 unscaled": ("T5", "ForConditionalGeneration", T5 | {"tie_word_embeddings": False}),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -170,6 +177,49 @@ def test_a_tensor_too_many_or_too_few_is_refused(tmp_path, kind):
         save_file({n: t.clone() for n, t in (kept | change).items()}, folder / "model.safetensors")
         with pytest.raises(ValueError, match=says):
             read_model(folder)
+
+
+def change_tensors(folder, change):
+    from safetensors.torch import save_file
+
+    save_file(change(dict(TensorFolder(folder))), folder / "model.safetensors", {"format": "pt"})
+
+
+def test_old_names_and_copies(tmp_path):
+    """As the first BERT is on the hub: norms' old names, and the embedding once more as a head."""
+    model = theirs("bert")
+    model.save_pretrained(tmp_path)
+    words, head = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    change_tensors(tmp_path, lambda state: {
+        re.sub("LayerNorm.(weight|bias)", lambda found: old[found[0]], name): tensor
+        for name, tensor in (state | {head: state[words].clone()}).items()
+    })  # fmt: skip
+    batch = inputs(19)
+    for got, want in zip(
+        outputs_of_ours(ours(tmp_path), *batch), outputs_of_theirs(model, *batch), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+    change_tensors(tmp_path, lambda state: state | {head: state[words] + 1})
+    with pytest.raises(ValueError, match=rf"Expected {head} .* to be {words} once more"):
+        read_model(tmp_path)
+
+
+def test_a_head_of_its_own_in_a_file_that_says_tied(tmp_path):
+    """As transformers writes T5 1.1."""
+    theirs("t5 1.1").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings |= {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    head = {"lm_head.weight": torch.randn(77, 48)}
+    change_tensors(tmp_path, lambda state: state | head)
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert torch.equal(model.lm_head.weight, head["lm_head.weight"])
+    (got,), (want,) = (
+        run(model, *inputs(19))
+        for run, model in ((outputs_of_ours, ours(tmp_path)), (outputs_of_theirs, model))
+    )
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ class Architecture:
         aliases: other names of settings, and which these are.
         prefix: of its tensors' names, but the head's.
         left_out: patterns of tensors that files may hold and that say nothing.
+        copies: tensors that files may hold once more under another name, and which these are.
+        renamed: patterns of names that old files have, and what stands in their place today.
         special: special tokens of its config.json, from a tokenizer.
     """
 
@@ -66,6 +68,8 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     left_out: tuple[str, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     special: Callable[[Any], dict[str, Any]] = lambda t: {
         "eos_token_id": t.eod, "bos_token_id": None
     }  # fmt: skip
@@ -124,7 +128,11 @@ def _nearest(config: TrainConfig) -> str:
             return "gpt2"
         if config.qk_layernorm:
             return "qwen3"
-        return "qwen2" if config.add_qkv_bias else "llama"
+        if config.add_qkv_bias:
+            return "qwen2"
+        # Llama's class insists that the heads divide the width, Mistral's is the same model.
+        divides = whole(config.hidden_size) % whole(config.num_attention_heads) == 0
+        return "llama" if divides else "mistral"
     if config.qk_layernorm:
         return "olmoe" if config.qk_layernorm_over == "width" else "qwen3_moe"
     return "mixtral" if config.moe_shared_expert_intermediate_size is None else "qwen2_moe"
@@ -152,11 +160,15 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
     return values
 
 
-# Buffers and the head's tied weight and bias, which some files hold once more.
-_BERT_LEFT_OUT = (
-    r"bert\.embeddings\.position_ids",
-    r"cls\.predictions\.decoder\.(weight|bias)",
-)
+_BERT_LEFT_OUT = (r"bert\.embeddings\.position_ids",)  # a buffer
+_BERT_COPIES = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+_BERT_RENAMED = {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"}
+
+
+_SIDES = ("encoder", "decoder")
 
 
 def _bert_special(tokenizer: Any) -> dict[str, Any]:
@@ -192,21 +204,21 @@ ARCHITECTURES = {
         Architecture(
             "bert", "BertForPreTraining", partial(bert_fields, post_norm=True), bert_config,
             partial(bert_rules, names=BERT), BERT_DEFAULTS, left_out=_BERT_LEFT_OUT,
-            special=_bert_special,
+            copies=_BERT_COPIES, renamed=_BERT_RENAMED, special=_bert_special,
         ),
         Architecture(
             "megatron-bert", "MegatronBertForPreTraining", partial(bert_fields, post_norm=False),
             bert_config, partial(bert_rules, names=MEGATRON_BERT), BERT_DEFAULTS,
-            left_out=_BERT_LEFT_OUT, special=_bert_special,
+            left_out=_BERT_LEFT_OUT, copies=_BERT_COPIES, special=_bert_special,
         ),
         Architecture(
             "t5", "T5ForConditionalGeneration", t5_fields, t5_config, t5_rules, T5_DEFAULTS,
             T5_ALIASES,
-            # The embedding once more; a table of the first files that no layer ever used.
+            # A table of the first files that no layer ever used.
             left_out=(
-                r"(en|de)coder\.embed_tokens\.weight",
                 r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
             ),
+            copies={f"{side}.embed_tokens.weight": "shared.weight" for side in _SIDES},
             special=lambda t: {
                 "eos_token_id": t.eos, "pad_token_id": t.pad, "decoder_start_token_id": t.bos
             },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
 from mb_train.convert.architectures import (
+    Architecture,
     architecture_for,
     architecture_of,
     imported_config,
@@ -64,17 +66,16 @@ def read_model(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tens
         raise ValueError(f"{path} lacks {error}.") from None
     except TypeError as error:
         raise ValueError(f"{path} has a value of another type than it should: {error}.") from None
-    source = TensorFolder(folder, prefix=found.prefix)
-    for pattern in found.left_out:
-        source.leave_out(pattern)
-    shapes = _shapes(config, vocab_size)
+    source = _tensors(folder, found)
     rules = found.rules(config, transformer_config(config, vocab_size))
-    if "lm_head.weight" in source and "head.weight" not in shapes:
-        # A tied head may be stored as well; it must be what it is tied to.
+    if "lm_head.weight" in source and not config.untie_embeddings_and_output_weights:
         tied = next(r.sources[0] for r in rules if r.target == "embedding.tokens.weight")
-        if not torch.equal(source["lm_head.weight"], source[tied]):
-            raise ValueError(f"{folder} has a head that differs from the embedding it is tied to.")
-        source.leave_out("lm_head.weight")
+        if torch.equal(source["lm_head.weight"], source[tied]):
+            source.leave_out("lm_head.weight")
+        else:  # a head of its own: T5 1.1 is written like this, as if it were tied
+            config = dataclasses.replace(config, untie_embeddings_and_output_weights=True)
+            rules = found.rules(config, transformer_config(config, vocab_size))
+    shapes = _shapes(config, vocab_size)
     weights = translate(source, rules, shapes)
     for name, shape in shapes.items():
         if weights[name].shape != shape:
@@ -82,6 +83,24 @@ def read_model(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tens
                 f"Expected {name} of {folder} to be {list(shape)}, got {list(weights[name].shape)}."
             )
     return config, {name: tensor.float().contiguous() for name, tensor in weights.items()}
+
+
+def _tensors(folder: Path, found: Architecture) -> TensorFolder:
+    """The tensors of a folder, by today's names and each of them once."""
+    source = TensorFolder(folder, prefix=found.prefix)
+    for pattern, name in found.renamed.items():
+        source.rename(pattern, name)
+    for pattern in found.left_out:
+        source.leave_out(pattern)
+    for copy, name in found.copies.items():
+        if copy in source and name in source:
+            if not torch.equal(source[copy], source[name]):
+                raise ValueError(
+                    f"Expected {copy} of {folder} to be {name} once more, got other numbers: this "
+                    "model has something that ours have not."
+                )
+            source.leave_out(re.escape(copy))
+    return source
 
 
 def import_model(

@@ -52,6 +52,10 @@ class TensorFolder(Mapping[str, Tensor]):
             except Exception as error:  # the library has an exception of its own
                 raise ValueError(f"{path} is damaged: {error}.") from None
 
+    def rename(self, pattern: str, name: str) -> None:
+        """Put `name` in the place of a pattern in all names."""
+        self._where = {re.sub(pattern, name, old): where for old, where in self._where.items()}
+
     def leave_out(self, pattern: str) -> None:
         """Forget the tensors whose whole name matches a pattern."""
         self._where = {

@@ -100,7 +100,8 @@ def draw(rng: random.Random) -> tuple[int, str, str]:
     layout += [f"--micro-batch-size {8 // dp}"] if kind == "ict" else []
     model = [f"--optimizer {optimizer}", f"--micro-batch-size {micro_batch}"]
     model += [f"--global-batch-size {rng.choice([8, 16])}"]
-    model += ["--fp16 --initial-loss-scale 4096"] if rng.random() < 0.15 else []
+    half = rng.random() < 0.15 and kind != "ict"  # whose towers' gradients all but cancel
+    model += ["--fp16 --initial-loss-scale 4096"] if half else []
     model += sentences(rng, kind) if kind != "gpt" else decoder(rng, tp)
     if rng.random() < 0.8:
         experts(rng, ranks // pp, tp, model, layout)
@@ -249,6 +250,8 @@ def told(ranks: int, pair: Pair, error: str) -> bool:
         worst = {name: worst[name] for name in ("loss", "grad norm", "validation")}
     limits = KINDS | {f"--optimizer {name} ": limit for name, limit in OPTIMIZERS.items()}
     limit = max(limit for flag, limit in limits.items() if flag in pair.model)
+    if "--model ict" in pair.model and "adafactor" in pair.model:
+        limit = 1e-2  # of steps of weights that nothing depends on
     fine = max(worst.values()) < limit
     figures = "  ".join(f"{name} {value:.0e}" for name, value in worst.items())
     print("ok     " if fine else "DIFFERS", what, figures, flush=True)

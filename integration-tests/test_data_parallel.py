@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tiny_run
@@ -83,8 +84,12 @@ def test_a_run_with_no_word_about_batches_trains_on_two_ranks_and_goes_on_on_one
 
 
 def _mains(rank: int, world_size: int, *lines: list[str]) -> list[tuple[int, str, str]]:
+    """Of each line; then of the last one's with another program on each rank."""
     mine = [[word.format(rank=rank) for word in arguments] for arguments in lines]
-    return [_main(rank, world_size, arguments) for arguments in mine]
+    said = [_main(rank, world_size, arguments) for arguments in mine]
+    of_rank = {"torch": "2.13", "mb-train": f"0.1.{rank}"}
+    with mock.patch("mb_train.run.program", return_value=of_rank):
+        return [*said, _main(rank, world_size, mine[-1])]
 
 
 def test_wrong_input_ends_all_ranks(tokens, tmp_path):
@@ -95,10 +100,14 @@ def test_wrong_input_ends_all_ranks(tokens, tmp_path):
     other = tiny_run.flags(tokens, run, "--seed 1{rank}")
     world = tiny_run.flags(tokens, run, "--tensor-model-parallel-size 3")
     lines = (batch, tiny_run.flags(truncated, run), other, world)
-    for by_batch, by_data, by_seed, by_world in run_ranks(_mains, 2, *lines):
-        assert by_batch[0] == by_data[0] == by_seed[0] == by_world[0] == 2
+    for by_batch, by_data, by_seed, by_world, by_program in run_ranks(_mains, 2, *lines):
+        assert by_batch[0] == by_data[0] == by_seed[0] == by_world[0] == by_program[0] == 2
         assert "equal on all 2 ranks, got rank 0: seed = 10 rank 1: seed = 11" in by_seed[2]
         assert "got 1 * 3 * 1 = 3 on 2 ranks" in by_world[2]
+        assert (
+            "the program to be equal on all 2 ranks, got rank 0: mb-train = '0.1.0' rank 1: "
+            in (by_program[2])
+        )
         assert "micro batch x data-parallel ranks = 2 x 2 = 4, got 2" in by_batch[2]
         assert "walks.bin" in by_data[2]
     assert not run.exists()
@@ -119,7 +128,7 @@ def _dies(rank: int, world_size: int, arguments: list[str]) -> None:
 
 
 def test_a_rank_that_dies_ends_the_others_with_a_word_of_it(tokens, tmp_path):
-    said = r"(?s)rank 0 of 2 failed.*rank 0 of 2 was in iteration 3\. If another rank ended before"
+    said = r"(?s)rank 0 of 2 failed.*was in iteration 3\.\s+This is rank 0 of 2\. If another rank"
     with pytest.raises(RuntimeError, match=said):
         run_ranks(_dies, 2, tiny_run.flags(tokens, tmp_path / "run"))
 

@@ -185,6 +185,7 @@ def test_kernel_matches_reference_on_a_gpu(moment, grad, shift):
     [
         ({"grad": torch.zeros(6, 4)}, r"buffer: expected.*\(6, 4\)"),
         ({"grad": torch.zeros(4, 6).double()}, "grad: expected torch.float32 or"),
+        ({"grad": torch.zeros(4, 6), "dtype": torch.int8}, "dtype: expected torch.float32 or"),
         ({"buffer": torch.zeros(4, 6).bfloat16()}, "buffer: expected torch.float32"),
         ({"grad_scale": torch.ones(1)}, "grad_scale: expected a float32 scalar"),
         ({"weight": torch.zeros(4, 6).half()}, "weight: expected torch.float32"),

@@ -5,6 +5,8 @@ Runs twice: on the references, and by test_interpreter.py on the kernels.
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows.
 """
 
+import functools
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from mb_kernels import reference
 from mb_kernels.block_sparse.reference import BLOCK, Topology, make_matrix
 from mb_kernels.runtime.registration import interpret
 from mb_kernels.testing import assert_close, make_expert_ids
+from torch.utils.checkpoint import checkpoint
 
 T, D, F, E, K = 9, 16, 16, 3, 2
 
@@ -190,7 +193,6 @@ def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts
         offsets = torch.tensor([0, tokens // 3, tokens])
         return Op(call, tensors | {"offsets": offsets}, ("q", "k", "v", "bias"), twin)
     if name in ("sdd", "dsd", "dds"):
-        pytest.importorskip("stk")  # the extra block-sparse
         return _block_sparse(name, min(tokens, 2), hidden, normal)
     if name == "sparse_expert_mlp":
         call, twin = twins(
@@ -245,7 +247,8 @@ OPS = (
     *("grouped_experts", "grouped_experts_w3", "grouped_experts_plain"),
     *("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit", "expert_mlp_bias"),
     *("quantize", "dequantize", "linear_cross_entropy", "relative_attention"),
-    *("sdd", "dsd", "dds", "sparse_expert_mlp"),
+    *(("sdd", "dsd", "dds") if importlib.util.find_spec("stk") else ()),  # the extra block-sparse
+    "sparse_expert_mlp",
 )
 ARGUMENTS = [
     pytest.param(name, argument, id=f"{name}-{argument}")
@@ -379,6 +382,27 @@ def test_transforms_and_forward_mode_are_errors(name):
         pytest.raises(NotImplementedError, match=r"forward-mode derivatives \(jvp\)"),
     ):
         scalar(torch.autograd.forward_ad.make_dual(leaf, leaf))
+
+
+@pytest.mark.skipif(interpret, reason="of the border, which kernels and references share")
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_autocast_does_not_reach_into_an_op(name):
+    op = make_op(name)
+    want = results(op, op.tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = results(op, op.tensors)
+    for what, value in want.items():
+        assert torch.equal(got[what], value), what
+
+
+@pytest.mark.skipif(interpret, reason="of the border, which kernels and references share")
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_recomputed_by_torch_is_the_same(name):
+    op = make_op(name)
+    recomputed = functools.partial(checkpoint, op.call, use_reentrant=False)
+    got, want = results(op, op.tensors, call=recomputed), results(op, op.tensors)
+    for what, value in want.items():
+        assert torch.equal(got[what], value), what
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)

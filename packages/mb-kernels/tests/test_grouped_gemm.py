@@ -83,6 +83,14 @@ def test_gmm_takes_calls_as_frameworks_write_them():
     assert_close("b as it is", fewer, want)
 
 
+def test_gmm_compiles_with_sizes_on_the_cpu():
+    x, w, offsets = make_case("ragged", True)
+    compiled = torch.compile(gmm, fullgraph=True, backend="aot_eager")
+    assert_close("y", compiled(x, w, offsets.diff(), True), gmm(x, w, offsets.diff(), True))
+    with pytest.raises(ValueError, match="to end at most at 11, the number of rows"):
+        compiled(x, w, 2 * offsets.diff(), True)
+
+
 @pytest.mark.parametrize(
     ("options", "sizes", "message"),
     [

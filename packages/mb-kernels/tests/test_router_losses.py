@@ -65,7 +65,7 @@ def test_sigmoids_are_divided_by_their_sum(tokens, experts, share):
 
 
 @pytest.mark.parametrize("kept_share", [0.5, 0.0])
-@pytest.mark.parametrize("divide", [None, 7, 0])
+@pytest.mark.parametrize("divide", [None, 7, 0.75, 0])
 def test_padding_counts_nowhere(kept_share, divide):
     logits, probs, counts, kept = make(29, 5, 2)
     mask = torch.rand(29, generator=torch.Generator().manual_seed(1)) < kept_share

@@ -97,16 +97,17 @@ def test_masked_sequence_balance_is_the_mean_over_real_tokens(score_function: st
     assert_close("d router", *grads)
 
 
-def test_valid_tokens_make_uneven_shares_add_up() -> None:
+@pytest.mark.parametrize("lengths", [(10, 3), (1, 0)], ids=str)  # the mean below 1, too
+def test_valid_tokens_make_uneven_shares_add_up(lengths: tuple[int, int]) -> None:
     """The mean over micro-batches of losses over the mean token number is that of all tokens."""
     layer = build(balance_over="global_batch")
     layer.reduce_counts = lambda counts_E: torch.tensor([5, 1, 4, 2, 8, 8])
     x = torch.randn(2, 10, 16, dtype=torch.float64)
-    mask = torch.arange(10) < torch.tensor([10, 3])[:, None]
+    mask = torch.arange(10) < torch.tensor(lengths)[:, None]
     whole = layer(x, mask=mask).aux_loss
     shares = [layer(x[b], mask=mask[b], valid_tokens=mask.sum() / 2).aux_loss for b in (0, 1)]
     assert_close("aux_loss", sum(shares) / 2, whole)
-    unmasked = [layer(x[0, :n], valid_tokens=13 / 2).aux_loss for n in (10, 3)]
+    unmasked = [layer(x[0, :n], valid_tokens=sum(lengths) / 2).aux_loss for n in lengths]
     assert_close("first share", unmasked[0], shares[0])
     naive = [layer(x[b], mask=mask[b]).aux_loss for b in (0, 1)]
     assert abs(sum(naive) / 2 - whole) > 1e-4

@@ -1,6 +1,7 @@
 """ParallelDims: what it accepts, what its errors say, and which ranks share a group."""
 
 import re
+import socket
 from dataclasses import dataclass
 
 import pytest
@@ -125,6 +126,50 @@ def _inside(rank, world_size):
 
 def test_a_group_that_is_there_is_used_and_not_left():
     assert run_ranks(_inside, 2) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("stale", "told"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, RANK=,"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK=2,"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "h"}, "MASTER_PORT="),
+        ({"WORLD_SIZE": "", "RANK": "0"}, "WORLD_SIZE=, RANK=0"),
+    ],
+)
+def test_an_environment_that_names_no_rank_is_told(monkeypatch, stale, told):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in stale.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(ValueError, match="Start the ranks with torchrun") as raised,
+        distributed("cpu"),
+    ):
+        pass
+    assert told in str(raised.value)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # alone, whatever else is left over
+    with distributed("cpu"):
+        assert not dist.is_initialized()
+
+
+def test_a_port_that_is_taken_and_ranks_that_do_not_come_are_told(monkeypatch):
+    def told() -> str:
+        with pytest.raises(ConnectionError) as raised, distributed("cpu", timeout_s=1.0):
+            pass
+        return str(raised.value)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        said = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0"}
+        for name, value in said.items():
+            monkeypatch.setenv(name, value)
+        error = told()
+    assert f"rank 0 of 2 could not join the others at 127.0.0.1:{port}: " in error
+    assert "MASTER_PORT is taken" in error
+    error = told()
+    assert "1/2 clients joined" in error
+    assert "a rank did not start within the timeout" in error
 
 
 def _sums(rank, world_size):

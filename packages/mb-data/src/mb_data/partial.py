@@ -98,7 +98,7 @@ class PartialOutput:
         self.outputs = outputs
         self.dtype = dtype
         self._settings = settings
-        self._resume = resume
+        self.resume = resume
         self._restart = restart
         self.state = State(tuple(Place() for _ in outputs))
         self.kept = 0  # blocks that are safely on disk
@@ -107,7 +107,7 @@ class PartialOutput:
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, self._acquire_lock())
             saved = None if self._restart else self._load()
-            if saved is None or not self._resume:
+            if saved is None or not self.resume:
                 self._remove_files()
                 _write_synced(self.directory / "settings.json", self._settings)
             else:
@@ -123,7 +123,7 @@ class PartialOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if kind is None or not self.kept or not self._resume:
+        if kind is None or not self.kept or not self.resume:
             with contextlib.suppress(OSError):
                 self._remove_files()
                 (self.directory / "lock").unlink(missing_ok=True)
@@ -200,7 +200,7 @@ class PartialOutput:
         try:
             settings = json.loads((self.directory / "settings.json").read_bytes())
             state = _from_json(json.loads((self.directory / "state.json").read_bytes()))
-            if settings != self._settings and self._resume:
+            if settings != self._settings and self.resume:
                 names = {*settings, *self._settings}
                 other = [n for n in sorted(names) if settings.get(n) != self._settings.get(n)]
                 raise ValueError(

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from mb_data.reading import Block, blocks
 from mb_data.sources import TEXT_UNITS, Source, find_sources
 from mb_data.system import cores
 from mb_data.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from mb_data.encode import Job
 
 FORMAT = 4  # of the partial output: raise it when a resumed run would differ
 BLOCK_BYTES = 4 << 20
@@ -130,11 +133,7 @@ def preprocess(
     level = "sentence" if split_sentences else "document"
     outputs = tuple(check_output_prefix(f"{prefix}_{key}_{level}") for key in keys)
     sources = find_sources(inputs, text_unit=text_unit)
-    if shard is not None and any(source.stream for source in sources):
-        raise ValueError("a pipe cannot be read in shards: give files")
-    texts = [source.path for source in sources if source.unit in TEXT_UNITS]
-    if texts and len(keys) > 1:
-        raise ValueError(f"{texts[0]} is plain text, without keys; give one --json-keys")
+    _check_sources(sources, keys, shard)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
     if append_eod:
@@ -144,7 +143,6 @@ def preprocess(
         bos = tokenizer.special_id("bos")
 
     from mb_data.encode import Job
-    from mb_data.pipeline import run_workers
     from mb_data.sentences import SentenceSplitter
 
     splitter = SentenceSplitter(language, keep_newlines=keep_newlines) if split_sentences else None
@@ -161,66 +159,23 @@ def preprocess(
         "dtype": job.dtype.str,
         "block_bytes": block_bytes,
     }
-    total = max(1, sum(source.size for source in sources))
-
-    def mine(position: int) -> bool:
-        return shard is None or position * shard[1] // total == shard[0]
-
     skip = on_error == "skip"
     resume = not any(source.stream for source in sources)
     with PartialOutput(
         prefix, outputs, job.dtype, settings, resume=resume, restart=restart
     ) as partial:
         tokenizer.prepare()  # once, for all workers that are forked
-        before = partial.state
-        if before.bad_lines and not skip:
-            raise ValueError(
-                f"{partial.directory} keeps a run that left out {before.bad_lines:,} bad lines; "
-                "give --on-error skip to go on, or --restart to drop it"
-            )
-        if before.bad_lines and before.line_limit != max_line_bytes:
-            raise ValueError(
-                f"{partial.directory} keeps a run whose longest line was {before.line_limit:,} "
-                "bytes; give that --max-line-mb again, or --restart to drop it"
-            )
-        work = blocks(sources, block_bytes, max_line_bytes, mine=mine)
-        first = next(work, None)
-        run = Books(
-            partial,
+        _check_limits(partial, skip=skip, max_line_bytes=max_line_bytes)
+        state = _encode_all(
+            job,
             sources,
-            skip=skip,
-            line_limit=max_line_bytes,
-            first=first if isinstance(first, Block) else None,
+            partial,
             shard=shard,
+            block_bytes=block_bytes,
+            workers=workers,
+            skip=skip,
             on_progress=on_progress,
         )
-        todo = enumerate(chain([] if first is None else [first], work))
-        try:
-            with run:
-                run_workers(
-                    job,
-                    (item for item in todo if item[0] >= before.units),
-                    start=before,
-                    workers=min(workers, _count_blocks(sources, block_bytes) or workers),
-                    files=[partial.key_files(key) for key in range(len(keys))],
-                    directory=partial.directory,
-                    place=run.place,
-                    written=run.written,
-                    tick=run.tick,
-                )
-            state = run.saved
-            try:
-                _check_complete(state, sources, keys, may_be_empty=shard is not None)
-            except ValueError:
-                partial.kept = 0  # to go on from here would end here again
-                raise
-        except ValueError as error:
-            if not (partial.kept and resume):
-                raise
-            raise ValueError(
-                f"{error}\n{run.saved.documents:,} documents are kept in {partial.directory}: the "
-                "same command goes on from there, --on-error skip leaves bad lines out"
-            ) from error
         partial.finish(state)
     return Summary(
         documents=state.documents,
@@ -258,6 +213,92 @@ def _check_settings(
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _check_sources(
+    sources: Sequence[Source], keys: tuple[str, ...], shard: tuple[int, int] | None
+) -> None:
+    """Raise ValueError for inputs that the settings do not go with."""
+    if shard is not None and any(source.stream for source in sources):
+        raise ValueError("a pipe cannot be read in shards: give files")
+    texts = [source.path for source in sources if source.unit in TEXT_UNITS]
+    if texts and len(keys) > 1:
+        raise ValueError(f"{texts[0]} is plain text, without keys; give one --json-keys")
+
+
+def _check_limits(partial: PartialOutput, *, skip: bool, max_line_bytes: int) -> None:
+    """Raise ValueError if an interrupted run left lines out that this one would not."""
+    before = partial.state
+    if before.bad_lines and not skip:
+        raise ValueError(
+            f"{partial.directory} keeps a run that left out {before.bad_lines:,} bad lines; "
+            "give --on-error skip to go on, or --restart to drop it"
+        )
+    if before.bad_lines and before.line_limit != max_line_bytes:
+        raise ValueError(
+            f"{partial.directory} keeps a run whose longest line was {before.line_limit:,} "
+            "bytes; give that --max-line-mb again, or --restart to drop it"
+        )
+
+
+def _encode_all(
+    job: Job,
+    sources: Sequence[Source],
+    partial: PartialOutput,
+    *,
+    shard: tuple[int, int] | None,
+    block_bytes: int,
+    workers: int,
+    skip: bool,
+    on_progress: Callable[[Progress], None] | None,
+) -> State:
+    """Encode what is not done yet of the sources, or of their shard."""
+    from mb_data.pipeline import run_workers
+
+    total = max(1, sum(source.size for source in sources))
+
+    def mine(position: int) -> bool:
+        return shard is None or position * shard[1] // total == shard[0]
+
+    work = blocks(sources, block_bytes, job.max_line_bytes, mine=mine)
+    first = next(work, None)
+    run = Books(
+        partial,
+        sources,
+        skip=skip,
+        line_limit=job.max_line_bytes,
+        first=first if isinstance(first, Block) else None,
+        shard=shard,
+        on_progress=on_progress,
+    )
+    todo = enumerate(chain([] if first is None else [first], work))
+    before = partial.state
+    try:
+        with run:
+            run_workers(
+                job,
+                (item for item in todo if item[0] >= before.units),
+                start=before,
+                workers=min(workers, _count_blocks(sources, block_bytes) or workers),
+                files=[partial.key_files(key) for key in range(len(job.keys))],
+                directory=partial.directory,
+                place=run.place,
+                written=run.written,
+                tick=run.tick,
+            )
+        try:
+            _check_complete(run.saved, sources, job.keys, may_be_empty=shard is not None)
+        except ValueError:
+            partial.kept = 0  # to go on from here would end here again
+            raise
+    except ValueError as error:
+        if not (partial.kept and partial.resume):
+            raise
+        raise ValueError(
+            f"{error}\n{run.saved.documents:,} documents are kept in {partial.directory}: the "
+            "same command goes on from there, --on-error skip leaves bad lines out"
+        ) from error
+    return run.saved
 
 
 def _count_blocks(sources: Sequence[Source], block_bytes: int) -> int:

@@ -41,7 +41,7 @@ def test_kernels_equal_the_reference(tokens, experts, k, elsewhere, score_functi
 
 
 @pytest.mark.parametrize("kept_share", [0.6, 0.0])
-@pytest.mark.parametrize("divide", [None, 11, 2.5])
+@pytest.mark.parametrize("divide", [None, 11, 0.75])
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 def test_padding_other_divisors_and_meant_slots(kept_share, divide, score_function):
     generator = torch.Generator().manual_seed(4)

@@ -118,8 +118,12 @@ class _StackedMLP(nn.Module):
         return y_RD if y_RD.shape[1] == hidden else y_RD[:, :hidden]
 
     def stores_home(self) -> bool:
-        """Whether `run` takes `home_P`: it is `mb_kernels.expert_mlp` and nothing else."""
-        fused = self.config.mlp_impl == "grouped" and not self._in_parts()
+        """Whether `run` takes `home_P`: it is `mb_kernels.expert_mlp` and nothing else.
+
+        Nor is there a hook, which would see NaN.
+        """
+        watched = self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
+        fused = self.config.mlp_impl == "grouped" and not self._in_parts() and not watched
         return fused and kernel_width(self.config.hidden_size) == self.config.hidden_size
 
     def _in_parts(self) -> bool:

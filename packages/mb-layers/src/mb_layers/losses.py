@@ -132,8 +132,9 @@ def mean_over_tokens(
         num_tokens = mask_T.sum() if num_tokens is None else num_tokens
     if num_tokens is None:
         num_tokens = values.shape[0]
-    least = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1)
-    return values.sum(dim=0) / least
+    if isinstance(num_tokens, Tensor):  # a mean over ranks may be below 1
+        return values.sum(dim=0) / torch.where(num_tokens > 0, num_tokens, 1)
+    return values.sum(dim=0) / (num_tokens if num_tokens > 0 else 1)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ from mb_parallel.expert_parallel import set_micro_batch as set_micro_batch
 from mb_parallel.expert_parallel import within_budget as within_budget
 from mb_parallel.mesh import ParallelDims as ParallelDims
 from mb_parallel.mesh import ParallelMesh as ParallelMesh
-from mb_parallel.mesh import any_rank as any_rank
-from mb_parallel.mesh import check_same as check_same
-from mb_parallel.mesh import distributed as distributed
-from mb_parallel.mesh import rank as rank
-from mb_parallel.mesh import world_size as world_size
 from mb_parallel.optimizer import clip_grad_norm as clip_grad_norm
+from mb_parallel.world import any_rank as any_rank
+from mb_parallel.world import check_same as check_same
+from mb_parallel.world import distributed as distributed
+from mb_parallel.world import rank as rank
+from mb_parallel.world import world_size as world_size
 
 __version__ = "0.1.0"

@@ -26,20 +26,16 @@ A single process needs no process group and gets none: every axis is None and no
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import warnings
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from datetime import timedelta
-from typing import Any
+from dataclasses import dataclass, fields
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mb_parallel.world import rank, world_size
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
@@ -240,107 +236,3 @@ class ParallelMesh:
     @property
     def ep_rank(self) -> int:
         return self._rank("ep")
-
-
-@contextmanager
-def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torch.device]:
-    """Join the process group that `torchrun` describes; yield this rank's device; leave at the end.
-
-    Without `torchrun` (no WORLD_SIZE, or 1) no group is made; one that is there already is used,
-    and not left. On GPUs the group carries NCCL (RCCL on ROCm) for device tensors and gloo for host
-    tensors, so that flags and checkpoint plans are exchanged without touching the device.
-
-    Args:
-        device_type: "cpu" or "cuda" (ROCm answers to "cuda" as well).
-        timeout_s: a collective that takes longer ends the rank, for instance since another died.
-
-    Raises:
-        ValueError: more ranks on this host than devices.
-    """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if device_type == "cuda":
-        devices = torch.cuda.device_count()
-        if local_rank >= devices:
-            raise ValueError(
-                f"Expected at most one rank per GPU, got local rank {local_rank} on a host with "
-                f"{devices}. Lower --nproc_per_node."
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-    if ranks == 1 or dist.is_initialized():
-        yield device
-        return
-    timeout = timedelta(seconds=timeout_s)
-    if device_type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
-
-
-def world_size() -> int:
-    """Number of ranks; 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """This process's rank in the world, not in data parallelism; 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on any rank: a small host-side all-reduce, free for one process."""
-    if not dist.is_initialized():
-        return flag
-    vote = torch.tensor(int(flag), dtype=torch.int32)
-    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-    return bool(vote.item())
-
-
-def check_same(value: Any, what: str) -> None:
-    """Raise on every rank unless all ranks were given an equal `value`; call it at start.
-
-    Hashes are compared; only when they differ do ranks tell each other what they have.
-
-    Args:
-        value: a dataclass, a mapping, or anything whose repr tells it apart.
-        what: its name in the error, for instance "the config".
-
-    Raises:
-        ValueError: the values differ; names the entries and who has what.
-    """
-    if world_size() == 1:
-        return
-    lines = _lines(value)
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in range(world_size())]
-    dist.all_gather(everyone, mine)
-    if all(torch.equal(other, everyone[0]) for other in everyone):
-        return
-    by_rank: list[Any] = [None] * world_size()
-    dist.all_gather_object(by_rank, lines)
-    common = set(by_rank[0]).intersection(*by_rank)
-    told = [
-        f"rank {r}: {', '.join(line for line in theirs if line not in common) or 'none of these'}"
-        for r, theirs in enumerate(by_rank)
-    ]
-    raise ValueError(
-        f"Expected {what} to be equal on all {world_size()} ranks, got\n  "
-        + "\n  ".join(told)
-        + "\nStart every rank with the same arguments and files."
-    )
-
-
-def _lines(value: Any) -> list[str]:
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        return sorted(f"{key} = {item!r}" for key, item in value.items())
-    return [repr(value)]

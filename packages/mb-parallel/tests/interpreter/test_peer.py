@@ -30,6 +30,11 @@ class Case(NamedTuple):
     depth: int = 1
     policy: str = "worst"
     bounded: bool = False  # told the most rows that there can be, as by a capacity
+    hooked: bool = False  # a hook changes the experts' result
+
+    @property
+    def stored_home(self) -> bool:
+        return self.policy != "budget" and not self.hooked
 
 
 CASES = [
@@ -38,6 +43,7 @@ CASES = [
     Case((3, 0), top_k=3, keep_rows=True, depth=2),
     Case((4, 5), masked=True, policy="exact"),
     Case((3, 4), top_k=1, one_rank=True, policy="budget"),
+    Case((2, 2), hooked=True),
     Case((2, 3), experts=1, top_k=1),  # the width is shared
 ]
 
@@ -68,7 +74,10 @@ def _layer(case: Case) -> dMoE:
         top_k=case.top_k,
         init_method_std=0.5,
     )
-    return dMoE(config)
+    layer = dMoE(config)
+    if case.hooked:
+        layer.experts.register_forward_hook(lambda module, given, y: 3 * y)
+    return layer
 
 
 def _inputs(case: Case):
@@ -111,7 +120,7 @@ def _spread(layer: dMoE, case: Case, ep, buffers: PeerBuffers) -> None:
         *(case.experts, place, buffers),
         keep_rows=case.keep_rows,
         rows=rows,
-        stores_home=layer.experts.stores_home,  # but within a budget
+        stores_home=layer.experts.stores_home,
     )
 
 
@@ -129,7 +138,7 @@ def _ranks(rank: int, ranks: int, folder: str):
         x, weights, ids = (t[mine] for t in _inputs(case))
         most = sum(case.lengths) * case.top_k if case.bounded else None  # of ranks with room for 10
         results.append(_through(layer, case.depth, x, weights, ids, most))
-        assert bool(results[-1]["stored home"]) == (case.policy != "budget")
+        assert bool(results[-1]["stored home"]) == case.stored_home
         if case.depth > 1:
             layer.zero_grad()
             for name, value in _through(layer, case.depth, x, weights, ids, most).items():
@@ -141,9 +150,13 @@ def _ranks(rank: int, ranks: int, folder: str):
         try:
             dispatched = layer.dispatcher.dispatch(x, weights, ids)
             layer.dispatcher.dispatch(x, weights, ids)
-            layer.dispatcher.combine(dispatched.x_RD, dispatched)
+            layer.dispatcher.combine(layer.experts(dispatched), dispatched)
         except (ValueError, RuntimeError) as error:
             said.append(str(error))
+    dispatched = layer.dispatcher.dispatch(x, weights, ids)
+    with pytest.raises(ValueError, match="in the memory of other ranks already") as raised:
+        layer.dispatcher.combine(3 * layer.experts(dispatched), dispatched)
+    assert "the experts of layers.1.moe" in str(raised.value)
     return results, said
 
 

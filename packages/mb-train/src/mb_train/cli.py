@@ -16,7 +16,7 @@ from mb_train import __version__
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig
 from mb_train.flags import parse, run_command
-from mb_train.host import prepare_host
+from mb_train.host import leads, prepare_host
 from mb_train.run_folder import LOG_FILE, iteration_of
 from mb_train.starting import command_line, plan
 from mb_train.toml_file import to_toml
@@ -56,7 +56,7 @@ def _train(arguments: list[str]) -> int:
     if command.print_config:
         print(to_toml(config), end="")
         return 0
-    leader = os.environ.get("RANK", "0") == "0"
+    leader = leads()
     if leader:
         for note in (*command.notes, *started.notes):
             print(f"note: {note}", flush=True)

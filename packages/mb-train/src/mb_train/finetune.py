@@ -16,7 +16,7 @@ from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig, whole
 from mb_train.flags import Parser, parse, resolve
-from mb_train.host import prepare_host
+from mb_train.host import leads, prepare_host
 from mb_train.run_folder import find_checkpoint, read_saved_run
 
 # Besides the model: what its sequences and its vocabulary are.
@@ -89,7 +89,7 @@ def _run(config: TrainConfig, valid: int) -> int:
     from mb_train.train import train
 
     result = train(config)
-    if os.environ.get("RANK", "0") != "0" or result.checkpoint is None:
+    if not leads() or result.checkpoint is None:
         return 1 if result.diverged else 0
     trained = load_trained(result.checkpoint, "auto", kinds=("classifier",))
     vocab_size = trained.saved.identity["padded_vocab_size"]

@@ -11,6 +11,12 @@ import sys
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
 
 
+def leads() -> bool:
+    """Whether this process is the one that speaks: alone, or rank 0 of those that torchrun made."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # whatever RANK is left over
+    return alone or os.environ.get("RANK", "0") == "0"
+
+
 def prepare_host() -> None:
     """Let threads sleep while they wait, and keep freed memory for the next tensor."""
     # Read by OpenMP when torch is imported. Threads that spin while they wait made steps 2 to 4

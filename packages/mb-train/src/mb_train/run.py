@@ -32,6 +32,7 @@ from mb_train.data import Data, batches, prepare_data
 from mb_train.folder_lock import locked
 from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.profiling import check_profiled
+from mb_train.program import program
 from mb_train.reporting import (
     argument_lines,
     datetime_line,
@@ -87,7 +88,9 @@ class Run:
         self.say, self.sign_of_life = console.say, console.show
         self._console = console
         check_profiled(config, device)
-        check_same(config, "the configuration")  # first: with other sizes ranks make other groups
+        if world_size() > 1:
+            check_same(program(), "the program")
+        check_same(config, "the configuration")  # before groups: other sizes would make others
         self.mesh = layout.parallel_dims(config, world_size()).build(device.type)
         self.batch_size = config.batch_size(self.mesh.dp_size)
         # What the ranks of this start decided stays the run's own, on however many it goes on.

@@ -84,11 +84,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
             raise RuntimeError(f"after iteration {run.progress.iteration}") from error
         except RuntimeError as error:
             if world_size() > 1:
-                error.add_note(
-                    f"rank {rank()} of {world_size()} was in iteration "
-                    f"{run.progress.iteration + 1}. If another rank ended before it, that rank's "
-                    "own error is the cause."
-                )
+                error.add_note(f"It was in iteration {run.progress.iteration + 1}.")
             raise
         finally:
             run.close()

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mb_kernels.activation import gate_and_up, is_glu, parse
 from mb_kernels.language.activation import (
-    Kind,
     activate,
     activate_with_derivative,
+    constexpr,
     up_factor,
     up_gradient,
 )
@@ -30,7 +30,7 @@ def activation_kernel(
     d_up_ptr,  # like the gradient of gate, or None
     stride,
     L,
-    ACTIVATION: Kind,
+    ACTIVATION: constexpr,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

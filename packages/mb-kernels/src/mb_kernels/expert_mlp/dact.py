@@ -18,7 +18,12 @@ from torch import Tensor
 
 from mb_kernels.activation import Activation, parse
 from mb_kernels.bins import row_tiles
-from mb_kernels.language.activation import Kind, activate_with_derivative, up_factor, up_gradient
+from mb_kernels.language.activation import (
+    activate_with_derivative,
+    constexpr,
+    up_factor,
+    up_gradient,
+)
 from mb_kernels.language.memory import store_rows
 from mb_kernels.language.tiles import first_item, locate, multiply_rows, pairs, piece
 from mb_kernels.runtime.descriptors import matrices, ragged
@@ -60,7 +65,7 @@ def dact_bwd_kernel(
     rows,
     D: tl.constexpr,
     F: tl.constexpr,
-    ACTIVATION: Kind,
+    ACTIVATION: constexpr,
     TRANSPOSED: tl.constexpr,  # w is [E, F, D]
     PIECES: tl.constexpr,  # of the epilogue
     PTX: tl.constexpr,  # NVIDIA's fast exponential and reciprocal

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mb_kernels.activation import Activation, parse
 from mb_kernels.bins import row_tiles
-from mb_kernels.language.activation import Kind, activate, up_factor
+from mb_kernels.language.activation import activate, constexpr, up_factor
 from mb_kernels.language.memory import (
     load_bias,
     load_transposed,
@@ -42,7 +42,7 @@ def up_fwd_kernel(
     D: tl.constexpr,
     F: tl.constexpr,
     TOP_K: tl.constexpr,
-    ACTIVATION: Kind,
+    ACTIVATION: constexpr,
     TRANSPOSED: tl.constexpr,  # w is [E, D, F] or [E, D, 2F]
     SAVE_H: tl.constexpr,
     PIECES: tl.constexpr,  # of the epilogue

@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from mb_kernels.activation import Activation as Kind
-else:
-    Kind = tl.constexpr  # how Triton takes one
+    from mb_kernels.activation import Activation
+
+    constexpr = Activation
+else:  # how Triton takes one; its interpreter, which reads annotations as text, by no other name
+    from triton.language import constexpr
 
 _PORTABLE = tl.constexpr(False)
 _INFINITY = tl.constexpr(float("inf"))
@@ -75,7 +77,7 @@ def _positive(z):
 
 
 @triton.jit
-def up_factor(up, KIND: Kind, PTX: tl.constexpr = _PORTABLE):
+def up_factor(up, KIND: constexpr, PTX: tl.constexpr = _PORTABLE):
     """What the activated gate of a GLU is multiplied by."""
     if KIND.limit < _INFINITY:
         up = tl.maximum(up, -KIND.limit, propagate_nan=tl.PropagateNan.ALL)
@@ -86,7 +88,7 @@ def up_factor(up, KIND: Kind, PTX: tl.constexpr = _PORTABLE):
 
 
 @triton.jit
-def up_gradient(d_factor, up, factor, KIND: Kind):
+def up_gradient(d_factor, up, factor, KIND: constexpr):
     """The gradient of up, given that of ``factor``, its ``up_factor``."""
     if KIND.limit < _INFINITY:
         return tl.where(tl.abs(up) <= KIND.limit, d_factor, 0.0)
@@ -98,7 +100,7 @@ def up_gradient(d_factor, up, factor, KIND: Kind):
 
 
 @triton.jit
-def activate(z, KIND: Kind, PTX: tl.constexpr = _PORTABLE):
+def activate(z, KIND: constexpr, PTX: tl.constexpr = _PORTABLE):
     """The plain function of KIND, an ``mb_kernels.activation.Activation``, of z."""
     z = _at_most(z, KIND.limit)
     if KIND.gate_cap < _INFINITY:
@@ -119,7 +121,7 @@ def activate(z, KIND: Kind, PTX: tl.constexpr = _PORTABLE):
 
 
 @triton.jit
-def activate_with_derivative(z, KIND: Kind, PTX: tl.constexpr = _PORTABLE):
+def activate_with_derivative(z, KIND: constexpr, PTX: tl.constexpr = _PORTABLE):
     """The plain function of KIND and its derivative, sharing what they have in common."""
     if KIND.limit < _INFINITY and KIND.function == "silu":
         clamped = _at_most(z, KIND.limit)
@@ -136,7 +138,7 @@ def activate_with_derivative(z, KIND: Kind, PTX: tl.constexpr = _PORTABLE):
 
 
 @triton.jit
-def _with_derivative(z, KIND: Kind, PTX: tl.constexpr):
+def _with_derivative(z, KIND: constexpr, PTX: tl.constexpr):
     if KIND.gate_cap < _INFINITY:
         tanh = _tanh(z * (1 / KIND.gate_cap), PTX)
         sigmoid = _sigmoid(z, PTX)

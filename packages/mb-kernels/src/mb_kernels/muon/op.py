@@ -40,14 +40,16 @@ def muon_momentum(
         grad_scale: fp32 scalar on the device; the gradient is divided by it.
         found_inf: fp32 scalar on the device; if it is not zero, the buffer stays, and the gradient
             counts as zeros.
-        dtype: of the direction.
+        dtype: of the direction, fp32, bf16 or fp16.
 
     Returns:
         The direction in the shape of grad, contiguous.
 
     Raises:
-        ValueError: tensors of other shapes, dtypes or devices.
+        ValueError: tensors of other shapes, dtypes or devices, or another dtype to return.
     """
+    if dtype not in _FLOATS:
+        raise ValueError(f"dtype: expected {' or '.join(map(str, _FLOATS))}; got {dtype}.")
     _check("grad", grad, grad, _FLOATS)
     _check("buffer", buffer, grad, (torch.float32,))
     _check_scalars(grad, grad_scale=grad_scale, found_inf=found_inf)

@@ -104,12 +104,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 7
-    bias = ctx.saved_tensors[3]
+    saved = ctx.saved_tensors  # read once: under checkpoint a second reading fails
     need_bias = ctx.needs_input_grad[3]
     dq, dk, dv, d_bias = torch.ops.mb.relative_attention_backward(
-        dy, *ctx.saved_tensors, ctx.causal, ctx.scale, need_bias
+        dy, *saved, ctx.causal, ctx.scale, need_bias
     )
-    return dq, dk, dv, d_bias.to(bias.dtype) if need_bias else None, None, None, None
+    return dq, dk, dv, d_bias.to(saved[3].dtype) if need_bias else None, None, None, None
 
 
 def _backward_fake(

@@ -46,8 +46,8 @@ def router_losses(
         balance_counts_E: [E], the counts to balance if not ``tokens_per_expert_E``: those of the
             global batch.
         mask_T: bool [T], False for padding, which enters no loss; None: every token counts.
-        num_tokens: the number, or scalar tensor, that sums over tokens are divided by; None: the
-            tokens that count.
+        num_tokens: the number, or scalar tensor, that sums over tokens are divided by, as a mean
+            below 1 too; None: the tokens that count.
         slots: scalar, the slots that were meant for an expert; None: those of
             ``tokens_per_expert_E``. Kept ones are a share of them.
 

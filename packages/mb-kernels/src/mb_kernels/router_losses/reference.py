@@ -81,12 +81,12 @@ def _shares(scores_TE: Tensor) -> Tensor:
 
 
 def divisor(logits_TE: Tensor, mask_T: Tensor | None, num_tokens: Tensor | float | None) -> Tensor:
-    """What sums over tokens are divided by, a scalar of at least 1."""
+    """What sums over tokens are divided by, a scalar; 1 for no token."""
     if num_tokens is None:
         num_tokens = logits_TE.shape[0] if mask_T is None else mask_T.sum()
     if not isinstance(num_tokens, Tensor):
         num_tokens = torch.full((), num_tokens, device=logits_TE.device)
-    return num_tokens.reshape(()).clamp(min=1)
+    return torch.where(num_tokens > 0, num_tokens, 1).reshape(())
 
 
 def router_losses_backward(

@@ -94,6 +94,12 @@ def register(
         return getattr(importlib.import_module(kernels), name) if kernels else reference
 
     def implementation(*args: Any) -> Any:
+        if torch._C._is_any_autocast_enabled():  # of the steps of an op it would cast only some
+            with torch.autocast(args[0].device.type, enabled=False):
+                return compute(*args)
+        return compute(*args)
+
+    def compute(*args: Any) -> Any:
         if not strided:
             args = tuple(a.contiguous() if isinstance(a, Tensor) else a for a in args)
         if _debug and debug_check is not None:

@@ -77,7 +77,8 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     In training the mean auxiliary loss over the blocks is added to `outputs.loss`, weighed as the
     model weighs its own loss (`num_items_in_batch`), and returned as `outputs.aux_loss`. Where the
     caller computes the loss, without labels, it is the caller's to add. Gradient checkpointing
-    must be the non-reentrant kind.
+    must be the non-reentrant kind. Blocks are not told of the attention mask: padding is routed,
+    as ever, and counted too, so balance over packed sequences or sorted lengths.
 
     Args:
         model: a transformers model (or any module that holds such blocks and is called itself).

@@ -237,7 +237,11 @@ class PeerDispatcher:
         return memory.home_P if all_stored and not searched and self.stores_home() else None
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Store the experts' rows into the memory of where their tokens belong, and sum there."""
+        """Store the experts' rows into the memory of where their tokens belong, and sum there.
+
+        Raises:
+            ValueError: rows that were changed after the experts had stored them.
+        """
         route, x_TD = dispatched.state
         return _collect(y_RD, x_TD, route)
 
@@ -251,6 +255,13 @@ def _send(
 
 @_disable_dynamo
 def _collect(y_RD: Tensor, x_TD: Tensor, route: _Route) -> Tensor:
+    if route.home_P is not None and any(y_RD.stride()):  # expert_mlp returns one NaN, expanded
+        raise ValueError(
+            f"Expected the result of the experts of {route.buffers._layers[route.layer]} as they "
+            "return it, for it is in the memory of other ranks already; got another one. Change "
+            "it in a forward hook of the experts, which then send it later, or set stores_home "
+            "of the layer's dispatcher to `lambda: False`."
+        )
     return _Collect.apply(y_RD, x_TD, route)
 
 

@@ -18,7 +18,12 @@ from mb_kernels.expert_mlp.hopper.core import (
     run,
     shared,
 )
-from mb_kernels.language.activation import Kind, activate_with_derivative, up_factor, up_gradient
+from mb_kernels.language.activation import (
+    activate_with_derivative,
+    constexpr,
+    up_factor,
+    up_gradient,
+)
 from mb_kernels.language.tiles import locate
 from mb_kernels.runtime.descriptors import matrices
 from mb_kernels.runtime.launch import cdiv
@@ -47,7 +52,7 @@ def _pack(low, high, kind: gl.constexpr):
 @gluon.jit
 def _finish_piece(
     q, z, near, r, cols, s, count, h, dh, a,
-    F: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: Kind,
+    F: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: constexpr,
 ):  # fmt: skip
     """Rows r and columns cols of a tile into dh and a; their part of <q, act(h)>."""
     PARTS: gl.constexpr = ACTIVATION.parts
@@ -101,7 +106,7 @@ def _finish_dact(
     items,
     F: gl.constexpr,
     COLUMNS: gl.constexpr,
-    ACTIVATION: Kind,
+    ACTIVATION: constexpr,
     GROUP_M: gl.constexpr,
 ):
     HALF: gl.constexpr = tile.shape[1] // 2
@@ -180,7 +185,7 @@ def dact_bwd_kernel(
     rows,
     D: gl.constexpr,
     F: gl.constexpr,
-    ACTIVATION: Kind,
+    ACTIVATION: constexpr,
     TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,

@@ -17,7 +17,7 @@ from mb_kernels.expert_mlp.hopper.core import (
     run,
     shared,
 )
-from mb_kernels.language.activation import Kind, activate, up_factor
+from mb_kernels.language.activation import activate, constexpr, up_factor
 from mb_kernels.language.tiles import locate, pairs
 from mb_kernels.runtime.descriptors import matrices, side_by_side
 from mb_kernels.runtime.launch import cdiv
@@ -35,7 +35,7 @@ def _plus_bias(z, b, cols, F: gl.constexpr):
 
 @gluon.jit
 def _store_pairs(
-    z, a, row, col, count, F: gl.constexpr, BLOCK_F: gl.constexpr, ACTIVATION: Kind
+    z, a, row, col, count, F: gl.constexpr, BLOCK_F: gl.constexpr, ACTIVATION: constexpr
 ):  # fmt: skip
     """The activations of z, gates and ups by turns, into a from ``row`` and ``col`` on."""
     HALF: gl.constexpr = z.shape[0]
@@ -62,7 +62,7 @@ def _finish_up(
     items,
     F: gl.constexpr,
     COLUMNS: gl.constexpr,
-    ACTIVATION: Kind,
+    ACTIVATION: constexpr,
     TRANSPOSED: gl.constexpr,
     SAVE_H: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -131,7 +131,7 @@ def up_fwd_kernel(
     a_ptr,  # [N, F]
     D: gl.constexpr,
     F: gl.constexpr,
-    ACTIVATION: Kind,
+    ACTIVATION: constexpr,
     TRANSPOSED: gl.constexpr,
     SAVE_H: gl.constexpr,
     BLOCK_M: gl.constexpr,

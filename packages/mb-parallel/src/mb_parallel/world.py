@@ -1,0 +1,162 @@
+"""The world of ranks: joining it as `torchrun` says, and what all of its ranks have to agree on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_WHERE = ("MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torch.device]:
+    """Join the process group that `torchrun` describes; yield this rank's device; leave at the end.
+
+    Without `torchrun` (no WORLD_SIZE, or 1) no group is made; one that is there already is used,
+    and not left. On GPUs the group carries NCCL (RCCL on ROCm) for device tensors and gloo for host
+    tensors, so that flags and checkpoint plans are exchanged without touching the device.
+
+    Args:
+        device_type: "cpu" or "cuda" (ROCm answers to "cuda" as well).
+        timeout_s: a collective that takes longer ends the rank, for instance since another died.
+
+    Raises:
+        ValueError: more ranks on this host than devices, or an environment that names no rank.
+        ConnectionError: the other ranks were not reached.
+    """
+    joined = dist.is_initialized()
+    ranks, here, local_rank = (
+        (world_size(), rank(), _number("LOCAL_RANK")) if joined else _launched()
+    )
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        devices = torch.cuda.device_count()
+        if local_rank >= devices:
+            raise ValueError(
+                f"Expected at most one rank per GPU, got local rank {local_rank} on a host with "
+                f"{devices}. Lower --nproc_per_node."
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if ranks > 1 and not joined:
+        _join(ranks, here, device, timeout_s)
+    try:
+        yield device
+    except RuntimeError as error:
+        if ranks > 1:
+            error.add_note(
+                f"This is rank {here} of {ranks}. If another rank ended before it, that rank's own "
+                "error is the cause."
+            )
+        raise
+    finally:
+        if ranks > 1 and not joined:
+            dist.destroy_process_group()
+
+
+def _join(ranks: int, here: int, device: torch.device, timeout_s: float) -> None:
+    options: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda":
+        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    try:
+        dist.init_process_group(timeout=timedelta(seconds=timeout_s), **options)
+    except (RuntimeError, OSError) as error:
+        at = ":".join(os.environ[name] for name in _WHERE)
+        raise ConnectionError(
+            f"rank {here} of {ranks} could not join the others at {at}: {error}\n"
+            "Either a rank did not start within the timeout (its own error is the cause), or "
+            "MASTER_ADDR is not the first node's, or MASTER_PORT is taken: give torchrun another "
+            "--master_port."
+        ) from error
+
+
+def _launched() -> tuple[int, int, int]:
+    """Number of ranks, this one's and its number on this host; (1, 0, 0) for a process alone."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return 1, 0, 0
+    ranks, here, local_rank = (_number(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+    if 0 <= here < ranks and local_rank >= 0 and all(os.environ.get(name) for name in _WHERE):
+        return ranks, here, local_rank
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", *_WHERE)
+    told = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+    raise ValueError(
+        "Expected WORLD_SIZE, a RANK below it, MASTER_ADDR and MASTER_PORT in the environment, or "
+        f"no WORLD_SIZE, got {told}. Start the ranks with torchrun, which sets them, or unset "
+        "WORLD_SIZE to run one process."
+    )
+
+
+def _number(name: str) -> int:
+    """An integer of the environment, -1 for anything else; LOCAL_RANK is 0 if it is not set."""
+    said = os.environ.get(name, "0" if name == "LOCAL_RANK" else "")
+    return int(said) if said.isdecimal() else -1
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank in the world, not in data parallelism; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is true on any rank: a small host-side all-reduce, free for one process."""
+    if not dist.is_initialized():
+        return flag
+    vote = torch.tensor(int(flag), dtype=torch.int32)
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+    return bool(vote.item())
+
+
+def check_same(value: Any, what: str) -> None:
+    """Raise on every rank unless all ranks were given an equal `value`; call it at start.
+
+    Hashes are compared; only when they differ do ranks tell each other what they have.
+
+    Args:
+        value: a dataclass, a mapping, or anything whose repr tells it apart.
+        what: its name in the error, for instance "the config".
+
+    Raises:
+        ValueError: the values differ; names the entries and who has what.
+    """
+    if world_size() == 1:
+        return
+    lines = _lines(value)
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(world_size())]
+    dist.all_gather(everyone, mine)
+    if all(torch.equal(other, everyone[0]) for other in everyone):
+        return
+    by_rank: list[Any] = [None] * world_size()
+    dist.all_gather_object(by_rank, lines)
+    common = set(by_rank[0]).intersection(*by_rank)
+    told = [
+        f"rank {r}: {', '.join(line for line in theirs if line not in common) or 'none of these'}"
+        for r, theirs in enumerate(by_rank)
+    ]
+    raise ValueError(
+        f"Expected {what} to be equal on all {world_size()} ranks, got\n  "
+        + "\n  ".join(told)
+        + "\nStart every rank with the same arguments and files."
+    )
+
+
+def _lines(value: Any) -> list[str]:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return sorted(f"{key} = {item!r}" for key, item in value.items())
+    return [repr(value)]

@@ -218,6 +218,28 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
 
 
 @pytest.mark.parametrize(
+    "index", ["[]", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../b"}}']
+)
+def test_a_damaged_index_is_one_line(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"index\.json (is damaged|points outside)"):
+        TensorFolder(tmp_path)
+
+
+def test_no_tensor_is_read_twice(tmp_path):
+    files = {"1.safetensors": {"a": torch.ones(1)}, "2.safetensors": {"a": torch.zeros(1)}}
+    for name, tensors in files.items():
+        write_tensors(tmp_path, tensors)
+        (tmp_path / "model.safetensors").rename(tmp_path / name)
+    index = json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"2\.safetensors holds a, which another file holds too"):
+        TensorFolder(tmp_path)
+    write_tensors(tmp_path, {"a": torch.full((1,), 2.0)})  # alone, as transformers reads it
+    assert TensorFolder(tmp_path)["a"] == 2
+
+
+@pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
         ("gpt2", {"activation_function": "tanh"}, "activation_function of"),
@@ -228,7 +250,9 @@ def test_a_damaged_configuration_is_one_line(tmp_path, content, says):
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of"),
         ("olmoe", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type of"),
         ("olmoe", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "type of"),
-        ("mixtral", {"head_dim": None, "num_attention_heads": "many"}, "another type"),
+        ("mixtral", {"head_dim": None, "num_attention_heads": "many"}, "should not have"),
+        ("mixtral", {"num_attention_heads": 0, "head_dim": None}, "should not have"),
+        ("llama", {"rope_parameters": [1]}, "should not have"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers of"),
         ("llama", {"attention_bias": True}, "attention_bias of"),
         ("mistral", {"sliding_window": 8}, "no sliding_window"),

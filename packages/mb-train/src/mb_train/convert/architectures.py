@@ -92,7 +92,7 @@ def architecture_of(config: Json) -> Architecture:
         ValueError: one that is not supported.
     """
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ValueError(
             f"Expected a model of type {', '.join(ARCHITECTURES)}, got {kind!r} in config.json."
         )

@@ -64,8 +64,8 @@ def read_model(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tens
         config = imported_config(found.read(theirs), vocab_size, **fields)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}.") from None
-    except TypeError as error:
-        raise ValueError(f"{path} has a value of another type than it should: {error}.") from None
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path} has a value that it should not have: {error}.") from None
     source = _tensors(folder, found)
     rules = found.rules(config, transformer_config(config, vocab_size))
     if "lm_head.weight" in source and not config.untie_embeddings_and_output_weights:

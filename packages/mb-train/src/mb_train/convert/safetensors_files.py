@@ -20,7 +20,8 @@ class TensorFolder(Mapping[str, Tensor]):
     """The tensors of a folder by name, each read from its file when it is asked for.
 
     Args:
-        folder: holds model.safetensors, or shards with their index.
+        folder: holds model.safetensors, which comes first as for transformers, or shards with their
+            index.
         prefix: left off names that begin with it.
 
     Raises:
@@ -30,12 +31,12 @@ class TensorFolder(Mapping[str, Tensor]):
     def __init__(self, folder: Path, *, prefix: str = "") -> None:
         safe_open = _safetensors()
         files = [folder / SINGLE]
-        if (folder / INDEX).is_file():
+        if not files[0].is_file() and (folder / INDEX).is_file():
             try:
                 shards = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-            except (ValueError, KeyError, AttributeError) as error:
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise ValueError(f"{folder / INDEX} is damaged: {error}.") from None
-            if any(Path(name).name != name for name in shards):
+            if any(Path(str(name)).name != name for name in shards):
                 raise ValueError(f"{folder / INDEX} points outside its folder.")
             files = [folder / name for name in sorted(shards)]
         self._where: dict[str, tuple[Path, str]] = {}
@@ -47,10 +48,13 @@ class TensorFolder(Mapping[str, Tensor]):
                 )
             try:
                 with safe_open(path, "pt") as file:
-                    for name in file.keys():  # noqa: SIM118, no mapping
-                        self._where[name.removeprefix(prefix)] = path, name
+                    names = list(file.keys())
             except Exception as error:  # the library has an exception of its own
                 raise ValueError(f"{path} is damaged: {error}.") from None
+            found = {name.removeprefix(prefix): (path, name) for name in names}
+            if twice := found.keys() & self._where.keys():
+                raise ValueError(f"{path} holds {min(twice)}, which another file holds too.")
+            self._where |= found
 
     def rename(self, pattern: str, name: str) -> None:
         """Put `name` in the place of a pattern in all names."""

@@ -136,6 +136,14 @@ def test_every_tensor_is_used_once(tmp_path):
     write_tensors(tmp_path, {n: t for n, t in weights.items() if n != name})
     with pytest.raises(ValueError, match=f"missing from the source: {name}"):
         read_model(tmp_path)
+    name = "model.embed_tokens.weight"
+    tied = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(json.dumps(tied))
+    write_tensors(tmp_path, {n: t for n, t in weights.items() if n != name})
+    with pytest.raises(ValueError, match=f"missing from the source: {name}"):
+        read_model(tmp_path)
+    (tmp_path / "config.json").write_text(config)
     write_tensors(tmp_path, weights | {"model.layers.1.wings": torch.ones(2)})
     with pytest.raises(ValueError, match=r"that nothing uses: model\.layers\.1\.wings"):
         read_model(tmp_path)

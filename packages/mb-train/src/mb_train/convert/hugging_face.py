@@ -68,8 +68,9 @@ def read_model(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tens
         raise ValueError(f"{path} has a value that it should not have: {error}.") from None
     source = _tensors(folder, found)
     rules = found.rules(config, transformer_config(config, vocab_size))
-    if "lm_head.weight" in source and not config.untie_embeddings_and_output_weights:
-        tied = next(r.sources[0] for r in rules if r.target == "embedding.tokens.weight")
+    tied = next(r.sources[0] for r in rules if r.target == "embedding.tokens.weight")
+    stored = "lm_head.weight" in source and tied in source
+    if stored and not config.untie_embeddings_and_output_weights:
         if torch.equal(source["lm_head.weight"], source[tied]):
             source.leave_out("lm_head.weight")
         else:  # a head of its own: T5 1.1 is written like this, as if it were tied
@@ -219,6 +220,8 @@ def export_model(
         shutil.rmtree(draft, ignore_errors=True)
         raise
     say(f"{found.name} with {sum(t.numel() for t in weights.values()):,} weights: {target}")
+    if config.moe_num_experts is not None and config.moe_capacity_factor:
+        say("its experts had a capacity in training; elsewhere no token is dropped")
     if not copied:
         say(f"its tokenizer is {config.tokenizer or config.tokenizer_type or 'gpt2'}")
 

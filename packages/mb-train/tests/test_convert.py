@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 
 import pytest
 import torch
@@ -304,6 +305,13 @@ def test_a_run_is_the_architecture_that_says_all_of_it():
     assert kind(**LLAMA, qk_layernorm=True) == "qwen3"
     trained = {"moe_capacity_factor": 1.0, "moe_jitter_eps": 0.1, "moe_z_loss_weight": 0.1}
     assert kind(**QWEN2_MOE, **trained) == "qwen2_moe"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there every file has the same mode")
+def test_weights_are_as_readable_as_other_files(tmp_path):
+    write_tensors(tmp_path, {"a": torch.ones(2), "b": torch.ones(2)}, shard_bytes=8)
+    (tmp_path / "beside").touch()
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 
 
 def test_the_command_line(tmp_path, capsys):

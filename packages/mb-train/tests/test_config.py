@@ -16,6 +16,12 @@ RUN = {
 }  # fmt: skip
 
 
+def test_positions_are_as_many_as_the_longest_sequence_has():
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "micro_batch_size": 1}
+    longest = {"model": "t5", "seq_length": 4, "decoder_seq_length": 6, "vocab_extra_ids": 2}
+    assert TrainConfig(**sizes, **longest, train_iters=1, lr=1.0).positions == 6
+
+
 def test_defaults_derive_from_sizes():
     config = TrainConfig(**RUN)
     assert (config.head_size, config.ffn_size, config.positions) == (8, 128, 8)

@@ -264,6 +264,7 @@ LLAMA = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
     "add_bias_linear": False,
 }  # fmt: skip
+OLMOE = LLAMA | {"moe_num_experts": 4, "qk_layernorm": True, "qk_layernorm_over": "width"}
 QWEN2_MOE = LLAMA | {
     "moe_num_experts": 4,
     "moe_shared_expert_intermediate_size": 16,
@@ -282,6 +283,7 @@ def run_config(**fields):
         ({"moe_num_experts": 4}, "position_embedding_type"),
         ({"squared_relu": True}, "activation_name"),
         ({"position_embedding_type": "rope"}, "normalization"),
+        ({**OLMOE, "kv_channels": 8}, "head_size"),
         ({**QWEN2_MOE, "moe_weights_on_input": True}, "moe_weights_on_input"),
         ({**QWEN2_MOE, "moe_shared_expert_weighted_sum": True}, "moe_shared_expert_weighted_sum"),
         ({**QWEN2_MOE, "moe_renormalize": True, "moe_renormalize_p": 2.0}, "moe_renormalize_p"),

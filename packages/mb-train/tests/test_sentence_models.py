@@ -268,6 +268,7 @@ def test_towers_begin_from_a_bert(tmp_path, shared):
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": S}
     run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0}
     run |= {"vocab_file": str(tmp_path / "vocab.txt"), "make_vocab_size_divisible_by": V}
+    run |= {"moe_num_experts": 4, "moe_top_k": 2, "moe_shared_expert_intermediate_size": 8}
     config = TrainConfig(**sizes, **run, model="bert")
     bert = whole_model(config, vocab_size=V)
     write_run(tmp_path / "bert", config, bert.state_dict(), say=lambda line: None)
@@ -282,10 +283,15 @@ def test_towers_begin_from_a_bert(tmp_path, shared):
         for name, tensor in tower.bert.state_dict().items():
             assert torch.equal(tensor, bert.state_dict()[name]), name
     assert (model.query is model.block) == shared
-    with pytest.raises(
-        ValueError, match=r"this model's num_layers, 1, in .* \(--bert-load\), got 2"
+    for change, says in (
+        ({"num_layers": 1}, "num_layers, 1, .* got 2"),
+        ({"moe_top_k": 1}, "experts' top_k, 1, .* got 2"),
+        ({"moe_shared_expert_intermediate_size": None}, "shared_expert_hidden_size, None, .* 8"),
+        ({"moe_router_bias": True}, "experts' router_bias, True, "),
     ):
-        ict(num_layers=1)
+        with pytest.raises(ValueError, match=rf"this model's .*{says}"):
+            ict(**change)
+    ict(moe_capacity_factor=2.0, moe_loss_weight=0.5, moe_recompute=True)
 
 
 def test_greedy_writing_takes_the_likeliest_token_each_time():

@@ -97,7 +97,11 @@ class TrainConfig(
     @property
     def positions(self) -> int:
         """Longest sequence; learned positions have as many rows."""
-        return self.max_position_embeddings or whole(self.seq_length)
+        return self.max_position_embeddings or self._longest
+
+    @property
+    def _longest(self) -> int:
+        return max(whole(self.seq_length), self.decoder_seq_length or 0)
 
     @property
     def expert_ffn_size(self) -> int:
@@ -131,11 +135,10 @@ class TrainConfig(
                 "Expected --position-embedding-type learned, rope or none with --model gpt, got "
                 "relative."
             )
-        longest = max(whole(self.seq_length), self.decoder_seq_length or 0)
-        if self.positions < longest:
+        if self.positions < self._longest:
             raise ValueError(
-                f"Expected --max-position-embeddings of at least --seq-length, got "
-                f"{self.positions} and {longest}."
+                "Expected --max-position-embeddings of at least --seq-length and "
+                f"--decoder-seq-length, got {self.positions} and {self._longest}."
             )
 
     def _check_decoder(self) -> None:

@@ -113,7 +113,9 @@ def mixtral_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def olmoe_fields(config: Json) -> dict[str, Any]:
+    """With norms over all heads at once, which are as wide as the model."""
     return _with_experts(config, "num_experts") | {
+        "kv_channels": config["hidden_size"] // config["num_attention_heads"],
         "moe_renormalize": config["norm_topk_prob"],
         "qk_layernorm": True,
         "qk_layernorm_over": "width",

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
 
-# What a model on top of a BERT may choose anew; all else says what the weights compute.
+# What a model on top of a BERT may choose anew, and its experts; all else says what the weights
+# compute.
 _FREE = {
     "attention_dropout", "hidden_dropout", "init_std", "output_init_std", "fp32_residual",
     "tie_embeddings", "moe",
+}  # fmt: skip
+_FREE_OF_EXPERTS = {
+    "init_method_std", "output_init_std", "capacity_factor", "eval_capacity_factor",
+    "min_capacity", "drop_policy", "load_balancing_loss_weight", "balance_over", "z_loss_weight",
+    "jitter_eps", "router_fp32", "mlp_impl", "recompute", "saved_activation_bits",
 }  # fmt: skip
 
 
@@ -28,16 +35,13 @@ def trained_bert(run: str, wanted: TransformerConfig) -> Bert:
         ValueError: no BERT there, or another than `wanted`.
     """
     bert = _read_bert(Path(run), wanted.vocab_size)
-    found = bert.config
-    names = [field.name for field in fields(TransformerConfig) if field.name not in _FREE]
-    for name, here, there in (
-        *((name, getattr(wanted, name), getattr(found, name)) for name in names),
-        ("experts", _experts(wanted), _experts(found)),
-    ):
-        if here != there:
+    here, there = _computes(wanted), _computes(bert.config)
+    for name in here | there:
+        ours, theirs = here.get(name), there.get(name)
+        if ours != theirs:
             raise ValueError(
-                f"Expected a BERT of this model's {name}, {here}, in {run} (--bert-load), got "
-                f"{there}."
+                f"Expected a BERT of this model's {name}, {ours}, in {run} (--bert-load), got "
+                f"{theirs}."
             )
     return bert
 
@@ -65,7 +69,11 @@ def _read_bert(folder: Path, vocab_size: int) -> Bert:
     return bert
 
 
-def _experts(config: TransformerConfig) -> tuple[int, int] | None:
-    """How many, and their width; how they are trained is the run's own matter."""
+def _computes(config: TransformerConfig) -> dict[str, Any]:
+    """What says what the weights compute, by name."""
     moe = config.moe
-    return None if moe is None else (moe.num_experts, moe.ffn_hidden_size)
+    found = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _FREE}
+    if moe is None:
+        return found
+    names = [f.name for f in fields(moe) if f.name not in _FREE_OF_EXPERTS]
+    return found | {f"experts' {name}": getattr(moe, name) for name in names}

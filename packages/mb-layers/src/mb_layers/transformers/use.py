@@ -9,6 +9,7 @@ Letters: T tokens, D hidden, F expert ffn width, E experts, K top-k.
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import mb_kernels
@@ -22,6 +23,7 @@ from mb_layers.transformers.experts import (
     IMPLEMENTATION,
     activation_name,
     recognise_gate,
+    refuse_offloaded,
 )
 
 
@@ -32,8 +34,8 @@ def use(model: nn.Module) -> list[str]:
         The names of the expert modules that were moved.
 
     Raises:
-        ValueError: the model holds no experts that can be moved, or some in fewer bits than 16; it
-            is left as it was.
+        ValueError: the model holds no experts that can be moved, or some in fewer bits than 16, or
+            offloaded where transformers has no hook; it is left as it was.
     """
     hooked = {
         name: module
@@ -52,6 +54,8 @@ def use(model: nn.Module) -> list[str]:
         )
     for name, module in moved.items():
         _refuse_few_bits(name, module)
+    for name, module in others.items():
+        refuse_offloaded(name, module)
     for module in hooked.values():
         module.config._experts_implementation = IMPLEMENTATION
         recognise_gate(module)
@@ -59,6 +63,8 @@ def use(model: nn.Module) -> list[str]:
         kind = type(module)
         forward = _FORWARDS[kind.__name__]
         module.__class__ = type(f"Mb{kind.__name__}", (kind,), {"forward": forward})
+        if "_old_forward" in vars(module):  # what a hook of accelerate's calls, for a device_map
+            module._old_forward = MethodType(forward, module)
     return [name for name, _ in model.named_modules() if name in moved]
 
 

@@ -97,6 +97,8 @@ def checkpoints(folder: Path) -> list[Path]:
 def find_checkpoint(path: Path) -> Path | None:
     """The checkpoint folder that `--load path` means: `path` itself or its latest; or None.
 
+    Where no file names the latest, as after a kill in a run's first save, it is the last there is.
+
     Raises:
         ValueError: the file that names the latest is damaged, or names one that is not there.
     """
@@ -104,7 +106,9 @@ def find_checkpoint(path: Path) -> Path | None:
         return path
     latest = path / LATEST
     if not latest.is_file():
-        return None
+        # In the middle of a move, what is left is none of this folder's.
+        whole = [] if (path / _MOVING).is_file() else _whole(path)
+        return whole[-1] if whole else None
     text = latest.read_text(errors="replace").strip()
     if not (text.isascii() and text.isdigit()):
         raise ValueError(
@@ -118,8 +122,12 @@ def find_checkpoint(path: Path) -> Path | None:
     return folder
 
 
-def _others(folder: Path) -> str:
-    there = [path for path in checkpoints(folder) if (path / RUN_FILE).is_file()]
+def _whole(folder: Path) -> list[Path]:
+    return [path for path in checkpoints(folder) if (path / RUN_FILE).is_file()]
+
+
+def _others(folder: Path, damaged: Path | None = None) -> str:
+    there = [path for path in _whole(folder) if path != damaged]
     return f" There is {there[-1]}: give that to --load." if there else ""
 
 
@@ -134,7 +142,10 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
         content = json.loads(path.read_text())
         found = content["format"]
     except (ValueError, TypeError, KeyError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}.") from None
+        raise ValueError(
+            f"{path} is damaged: {type(error).__name__}: {error}."
+            + _others(checkpoint.parent, checkpoint)
+        ) from None
     if found not in range(1, FORMAT + 1):
         raise ValueError(
             f"Expected {path} in format 1 to {FORMAT}, got {found}. A later mb-train wrote it: "

@@ -5,6 +5,7 @@ RUN/log.jsonl                            one JSON object per event
 RUN/loss.png, RUN/report.html            pictures of it
 RUN/latest_checkpointed_iteration.txt    the iteration to go on from
 RUN/iter_0000100/                        a checkpoint (see `checkpoint`)
+RUN/tokenizer/                           copies of the tokenizer's files, if it is made from any
 RUN/data/                                the sample corpus, if the run made it
 RUN/previous-1/                          what an earlier run, or a branch left behind, was
 
@@ -37,6 +38,7 @@ CONFIG_FILE = "config.toml"
 LOG_FILE = "log.jsonl"
 PICTURE = "loss.png"
 PAGE = "report.html"
+TOKENIZER = "tokenizer"
 _MOVING = ".moving.json"
 
 
@@ -194,7 +196,7 @@ def recover(folder: Path) -> list[str]:
 
 def set_aside(folder: Path) -> Path | None:
     """Move an earlier run's checkpoints and log into `previous-N`; data stays. None if nothing."""
-    names = [CONFIG_FILE, LOG_FILE, PICTURE, PAGE, LATEST]
+    names = [CONFIG_FILE, LOG_FILE, PICTURE, PAGE, TOKENIZER, LATEST]
     found = [name for name in names if (folder / name).exists()]
     found += [path.name for path in checkpoints(folder)]
     return _move(folder, found) if found else None
@@ -232,6 +234,8 @@ def _finish_move(folder: Path, move: Mapping[str, Any]) -> Path:
         for name in (CONFIG_FILE, LOG_FILE):
             if (folder / name).exists():
                 shutil.copyfile(folder / name, target / name)
+        if (folder / TOKENIZER).is_dir():
+            shutil.copytree(folder / TOKENIZER, target / TOKENIZER, dirs_exist_ok=True)
         write_text(target / LATEST, f"{move['branch']}\n")
     sync_directory(target)
     (folder / _MOVING).unlink()

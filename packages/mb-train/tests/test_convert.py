@@ -316,13 +316,6 @@ def test_a_run_is_the_architecture_that_says_all_of_it():
     assert kind(**QWEN2_MOE, **trained) == "qwen2_moe"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there every file has the same mode")
-def test_weights_are_as_readable_as_other_files(tmp_path):
-    write_tensors(tmp_path, {"a": torch.ones(2), "b": torch.ones(2)}, shard_bytes=8)
-    (tmp_path / "beside").touch()
-    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
-
-
 def test_the_command_line(tmp_path, capsys):
     theirs("gpt2").save_pretrained(tmp_path / "hf")
     run, back = str(tmp_path / "run"), str(tmp_path / "back")

@@ -5,6 +5,7 @@ import torch
 from mb_kernels import gmm, grouped_gemm
 from mb_kernels.runtime import checks, registration
 from mb_kernels.testing import assert_close
+from torch._subclasses import FakeTensorMode
 
 OFFSETS = {
     "ragged": [0, 3, 3, 10, 11],
@@ -89,6 +90,8 @@ def test_gmm_compiles_with_sizes_on_the_cpu():
     assert_close("y", compiled(x, w, offsets.diff(), True), gmm(x, w, offsets.diff(), True))
     with pytest.raises(ValueError, match="to end at most at 11, the number of rows"):
         compiled(x, w, 2 * offsets.diff(), True)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert gmm(x, w, mode.from_tensor(offsets.diff()), True).shape == (11, 5)
 
 
 @pytest.mark.parametrize(

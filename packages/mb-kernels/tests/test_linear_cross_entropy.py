@@ -201,6 +201,15 @@ def test_a_second_derivative_is_refused(parts):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
+@pytest.mark.parametrize("shard", [None, VocabularyShard(0, V, lambda s: s[None])])
+def test_autocast_changes_nothing(shard):
+    x, w, b, labels, weights = inputs((20,))
+    want = run(linear_cross_entropy, x, w, b, labels, weights, shard=shard)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run(linear_cross_entropy, x, w, b, labels, weights, shard=shard)
+    check(got, want, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

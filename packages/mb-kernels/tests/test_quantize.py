@@ -30,6 +30,14 @@ def test_error_stays_within_the_stated_bound(shape, bits, dtype):
     assert torch.equal(in_dtype, restored.to(dtype))
 
 
+def test_nothing_passes_for_differentiable():
+    codes, scales = mb_kernels.quantize(torch.randn(3, 16, requires_grad=True), 8)
+    assert not scales.requires_grad
+    scales.requires_grad_()
+    y = mb_kernels.dequantize(codes, scales, bits=8, dtype=torch.float32)
+    assert not y.requires_grad  # torch lets an op without a formula return what no gradient leaves
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bytes_held(shape, bits):

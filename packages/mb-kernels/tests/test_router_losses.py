@@ -2,6 +2,7 @@
 
 import math
 
+import mb_kernels
 import pytest
 import torch
 from mb_kernels import bin_tokens, reference, router_losses, topk_softmax
@@ -140,3 +141,16 @@ def test_compiles_without_graph_breaks():
     assert_close("aux", compiled(logits), aux(logits))
     got, want = (torch.autograd.grad(f(logits), logits)[0] for f in (compiled, aux))
     assert_close("d_logits", got, want)
+
+
+@pytest.mark.parametrize("module", [mb_kernels, reference], ids=["op", "reference"])
+def test_a_number_of_tokens_is_not_rounded_to_the_default_dtype(module):
+    logits, probs, counts, kept = make(8, 4, 1)
+    options = {"num_tokens": 1001.0} | WEIGHTS
+    want = module.router_losses(logits, probs, counts, kept, **options)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = module.router_losses(logits, probs, counts, kept, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got.aux_loss == want.aux_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -139,9 +140,14 @@ def test_eval_and_recompute_add_nothing() -> None:
     assert layer.router.layer.weight.grad is not None
 
 
-def test_copies_and_state_dicts_are_their_own() -> None:
+def by_pickle(layer: torch.nn.Module) -> torch.nn.Module:
+    return pickle.loads(pickle.dumps(layer))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_copies_and_state_dicts_are_their_own(copied) -> None:
     layer = build(bias=False)
-    twin = copy.deepcopy(layer)
+    twin = copied(layer)
     with torch.no_grad():
         twin.experts.mlp.w2.mul_(2)
     x = torch.randn(3, 16)

@@ -179,6 +179,22 @@ def test_frozen_weights_travel_as_tensors_do(bits: int) -> None:
         freeze_in_bits(layer.experts, bits, names=("gate",))
 
 
+def test_frozen_experts_are_saved_decoded(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    import mb_layers.transformers as mb
+    from tiny_models import build as tiny
+
+    model = tiny("qwen3_moe")
+    for name in mb.use(model):
+        freeze_in_bits(model.get_submodule(name), 8, names=("gate_up_proj", "down_proj"))
+    state = model.state_dict()
+    plain = {n: t.decoded() if isinstance(t, FrozenWeight) else t for n, t in state.items()}
+    model.save_pretrained(tmp_path, state_dict=plain)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert again.keys() == plain.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in plain.items())
+
+
 @pytest.mark.parametrize("bits", [None, 8], ids=["plain", "8-bit"])
 @pytest.mark.parametrize("native", [False, True], ids=["transformers", "dMoE"])
 def test_pefts_adapters_stay_apart(

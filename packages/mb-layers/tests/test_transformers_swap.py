@@ -294,3 +294,7 @@ def test_swap_refuses_what_it_cannot_do() -> None:
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="output_router_logits=False"):
         mb.swap_blocks(model)
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.raises(ValueError, match="ParamWrapper; merge or unload adapters first"):
+        mb.swap_blocks(peft.get_peft_model(build("mixtral"), config))

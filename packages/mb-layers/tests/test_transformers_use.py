@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
+import mb_kernels  # noqa: E402
 import mb_layers.transformers as mb  # noqa: E402
 from mb_layers.transformers.experts import activation_name  # noqa: E402
 from tiny_models import build, outputs_and_gradients  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
+
+run = mb_kernels.expert_mlp
 
 
 def llama4(top_k: int) -> torch.nn.Module:
@@ -94,7 +98,8 @@ def test_experts_without_the_hook_equal_eager(make, top_k: int) -> None:
     twin = copy.deepcopy(model)
     moved = mb.use(twin)
     assert len(moved) == (1 if make is longcat else 2)
-    got = outputs_and_gradients(copy.deepcopy(twin))
+    assert mb.use(twin) == moved
+    got = outputs_and_gradients(pickle.loads(pickle.dumps(copy.deepcopy(twin))))
     assert list(twin.state_dict()) == list(model.state_dict())
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -162,3 +167,27 @@ def test_use_refuses_quantised_experts_and_leaves_the_model() -> None:
         ValueError, match="feed_forward' stacked in 16 bits or more, got ModuleList"
     ):
         mb.use(sequential)
+
+
+@pytest.mark.parametrize("make", [llama4, dbrx])
+def test_use_moves_what_a_device_map_has_hooked(make, monkeypatch) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = make(2).float()
+    expected = outputs_and_gradients(model)
+    for part in model.modules():  # as from_pretrained does for several devices
+        hooks.add_hook_to_module(part, hooks.AlignDevicesHook("cpu", io_same_device=True))
+    mb.use(model)
+    seen = []
+    monkeypatch.setattr(mb_kernels, "expert_mlp", lambda *a, **k: seen.append(1) or run(*a, **k))
+    for name, tensor in outputs_and_gradients(model).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+    assert len(seen) == 2
+
+
+def test_weights_that_come_and_go_are_refused_where_nobody_would_fetch_them() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    for model, move in ((llama4(1), mb.use), (build("mixtral"), mb.swap_blocks)):
+        part = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
+        hooks.add_hook_to_module(part, hooks.AlignDevicesHook("cpu", offload=True))
+        with pytest.raises(ValueError, match="got some accelerate has offloaded"):
+            move(model)

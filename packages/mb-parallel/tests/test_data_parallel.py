@@ -50,9 +50,16 @@ class Block(nn.Module):
         return x + self.moe(torch.tanh(self.dense(self.norm(x)))).y
 
 
-def build() -> nn.Sequential:
+def build(*, tied: bool = False) -> nn.Sequential:
+    """Two blocks and a head; or, tied, blocks that share weights, one of which runs twice."""
     torch.manual_seed(5)
-    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
+    first, second, head = Block(), Block(), nn.Linear(WIDTH, 1)
+    if not tied:
+        return nn.Sequential(first, second, head)
+    second.dense.weight = first.dense.weight
+    second.moe.experts.w1 = first.moe.experts.w1
+    second.moe.router = first.moe.router
+    return nn.Sequential(first, second, first, head)
 
 
 def full(tensor):
@@ -67,6 +74,7 @@ OPTIMIZERS = {
         ns_dtype=torch.float32,
     ),
     "adafactor": lambda model: Adafactor(decay_groups(model, 0.1), lr=0.1),
+    "tied": lambda model: AdamW(decay_groups(model, 0.1), lr=0.03),
     "sgd": lambda model: SGD(decay_groups(model, 0.1), lr=0.1, momentum=0.9),
 }
 
@@ -79,11 +87,12 @@ def train(dims, zero_stage, name, recompute=None, device="cpu"):
     """
     # Without sizes: this process alone, in whatever world.
     alone = ParallelMesh(ParallelDims(), None, None, None)
-    model, mesh = build().to(device), ParallelDims(**dims).build(device) if dims else alone
+    model = build(tied=name == "tied").to(device)
+    mesh = ParallelDims(**dims).build(device) if dims else alone
     parallelize_experts(model, mesh, dispatcher="all_to_all")
     if recompute is not None:
         apply_recompute(list(model)[:2], recompute)
-    apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=zero_stage)
+    apply_data_parallel(model, mesh, blocks=list(model)[:-1], zero_stage=zero_stage)
     optimizer = OPTIMIZERS[name](model)
     generator = torch.Generator().manual_seed(1)
     data = torch.randn(STEPS, MICRO_BATCHES, SAMPLES, WIDTH, generator=generator).to(device)
@@ -117,11 +126,13 @@ CASES = [
     (2, {"dp_shard": 2}, 3, "adamw", "full"),
     (2, {"dp_shard": 2, "ep": 2}, 1, "adamw", "moe"),
     (2, {"dp_shard": 2}, 2, "sgd"),
+    (2, {"dp_shard": 2}, 3, "tied"),
     (4, {"dp_shard": 4}, 3, "adamw"),
     (4, {"dp_replicate": 2, "dp_shard": 2}, 1, "adamw"),
     (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 2, "adamw"),
     (4, {"dp_shard": 4, "ep": 2}, 3, "adamw"),
     (4, {"dp_shard": 4, "ep": 4}, 2, "adamw"),
+    (4, {"dp_shard": 4, "ep": 2}, 2, "tied"),
     (4, {"dp_shard": 4, "ep": 2}, 2, "muon"),
     (4, {"dp_shard": 4, "ep": 2}, 2, "adafactor"),
 ]

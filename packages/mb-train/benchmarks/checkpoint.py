@@ -29,7 +29,7 @@ from mb_train import saver
 from mb_train import train as loop
 from mb_train.run_folder import LATEST, read_saved_run
 from mb_train.run_log import read_log
-from small_runs import random_tokens, train
+from small_runs import end_at_sigterm, random_tokens, train
 
 STEPS, AT = 31, 20
 # Flags of the run, and whether a copy may lie on the device.
@@ -99,6 +99,7 @@ def main() -> None:
     loop.save = save_once
     rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        end_at_sigterm(Path(folder))
         speed = disk(Path(folder))
         print(f"disk: {speed['sync_ms']:.1f} ms a sync, {speed['gb_per_s']:.2f} GB/s", flush=True)
         data = random_tokens(Path(folder) / "random")

@@ -25,7 +25,7 @@ from mb_train.config import TrainConfig
 from mb_train.recipes import recipe
 from mb_train.run_log import read_log
 from mb_train.sizing import GIB, sizes
-from small_runs import random_tokens, train
+from small_runs import end_at_sigterm, random_tokens, train
 
 # Recipe -> the flags that make it one GPU's.
 CASES: dict[str, dict[str, int]] = {
@@ -90,6 +90,7 @@ def main() -> None:
     head = f"{'':14}{'GiB':>8}{'plan':>8}{'error':>8}{'ms':>9}{'plan':>9}{'error':>8}"
     print(head, flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        end_at_sigterm(Path(folder))
         data = random_tokens(Path(folder) / "random")
         for name in options.cases:
             rows.append(measure(name, data, Path(folder) / name, options.steps, device))

@@ -1,14 +1,19 @@
-"""What benchmarks of whole runs share: random tokens, and a run whose lines are kept back."""
+"""What benchmarks of whole runs share: random tokens, a run whose lines are kept back, an end."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import mb_data
 import numpy as np
+from mb_train import train as loop
 from mb_train.cli import main
+from mb_train.signals import StopFlag
 
 # Lines of a failed run that are shown.
 _TOLD = 15
@@ -27,6 +32,20 @@ def random_tokens(path: Path, count: int = 4_000_000) -> list[str]:
         "--data-path", str(path), "--split", "100,0,0", "--tokenizer", "gpt2", "--eval-iters", "0",
         "--log-interval", "1", "--save-interval", "0", "--save", f"{path}-run",
     ]  # fmt: skip
+
+
+def end_at_sigterm(folder: Path) -> None:
+    """From here on SIGTERM ends the process at once, and removes a folder. Runs do not see it.
+
+    A run would save first, and its writing thread be waited for.
+    """
+
+    def end(*_: object) -> None:
+        subprocess.Popen(["rm", "-rf", str(folder)], start_new_session=True)
+        os._exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+    loop.stop_signals = lambda: contextlib.nullcontext(StopFlag())
 
 
 def train(words: list[str], expected: int = 0) -> None:

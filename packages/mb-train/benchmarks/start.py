@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,14 +52,17 @@ def start(program: list[str], words: list[str], caches: Path) -> dict[str, float
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        for line in process.stdout:
-            said.append(line)
-            for name, beginning in MOMENTS.items():
-                if line.startswith(beginning):
-                    found.setdefault(name, time.perf_counter() - begun)
-            if len(found) == len(MOMENTS):
-                process.kill()
-                return found
+        try:
+            for line in process.stdout:
+                said.append(line)
+                for name, beginning in MOMENTS.items():
+                    if line.startswith(beginning):
+                        found.setdefault(name, time.perf_counter() - begun)
+                if len(found) == len(MOMENTS):
+                    return found
+            process.wait()
+        finally:
+            process.kill()
     print("".join(said[-15:]), flush=True)
     raise SystemExit(f"{' '.join([*program, *words])}: exit code {process.returncode}")
 
@@ -71,6 +75,7 @@ def main() -> None:
     parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
     options, rest = parser.parse_known_args()
     ways = {options.way: WAYS[options.way]} if options.way else WAYS
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = []
     print(f"{'':24}" + "".join(f"{name:>9}" for name in MOMENTS), flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 
 import pytest
 import torch
@@ -325,6 +326,13 @@ def run_config(**fields):
 def test_what_they_have_not_is_said(fields, lacks):
     with pytest.raises(ValueError, match=f"no architecture for this model.*{lacks}"):
         architectures.architecture_for(run_config(**fields))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there every file has the same mode")
+def test_weights_are_as_readable_as_other_files(tmp_path):
+    write_tensors(tmp_path, {"a": torch.ones(2), "b": torch.ones(2)}, shard_bytes=8)
+    (tmp_path / "beside").touch()
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 
 
 def test_a_run_is_the_architecture_that_says_all_of_it():

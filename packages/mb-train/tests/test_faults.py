@@ -62,6 +62,17 @@ def names(folder):
     return [path.name for path in checkpoints(folder)]
 
 
+def test_data_that_is_not_there_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*TINY, "--data-path=a/b"]) == 2
+    said = capsys.readouterr().err
+    assert "Expected a/b.bin to be a file" in said
+    assert f"found none in {tmp_path}. Give" in said
+    (tmp_path / "runs").touch()
+    assert main([*TINY[1:], "--lr=1", "--train-iters=1"]) == 2  # no recipe, which has a --save
+    assert "Cannot write the sample corpus into runs/data: Not a dir" in capsys.readouterr().err
+
+
 def test_a_signal_saves_and_the_run_goes_on_to_the_bit(run, monkeypatch, capsys):
     assert run("--train-iters", 5, "--save-interval", 100) == 0
     expected = losses(run.folder)

@@ -135,6 +135,13 @@ def test_an_evaluation_that_is_no_number(tmp_path):
     assert told["validation loss"] == "not a number at iteration 2"
 
 
+def test_a_place_that_takes_no_report_is_said(tmp_path):
+    write(tmp_path, ("start", {"iteration": 0}), interval(1, [4.0]))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"into .*file: File exists. Name .* --output"):
+        report([tmp_path], tmp_path / "file")
+
+
 def test_nothing_to_draw_is_said(tmp_path):
     with pytest.raises(ValueError, match="to be a run folder with a"):
         read_curves(tmp_path)

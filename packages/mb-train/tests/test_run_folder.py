@@ -64,6 +64,8 @@ def test_a_kill_while_a_run_is_set_aside_splits_nothing(tmp_path, monkeypatch, r
         _killed_after(patch, renames)
         with pytest.raises(Killed):
             set_aside(tmp_path)
+    if renames >= 3:  # the file that names the latest has moved, and what was beside it will
+        assert find_checkpoint(tmp_path) is None
     assert "finished moving" in recover(tmp_path)[0]
     assert tree(tmp_path / "previous-1") == whole
     assert tree(tmp_path) == [f"previous-1/{name}" for name in whole]
@@ -105,6 +107,19 @@ def test_a_latest_that_is_gone_offers_another(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("30")
     with pytest.raises(ValueError, match=r"There is .*iter_0000020: give that to --load"):
         find_checkpoint(tmp_path)
+
+
+def test_without_a_word_on_the_latest_it_is_the_last(tmp_path):
+    fill(tmp_path, [10, 20])
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    (tmp_path / "iter_0000030").mkdir()  # holds nothing
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000020"
+
+
+def test_a_damaged_run_file_offers_another(tmp_path):
+    fill(tmp_path, [10, 20])
+    with pytest.raises(ValueError, match=r"damaged: .* There is .*iter_0000010: give"):
+        run_folder.read_saved_run(tmp_path / "iter_0000020")
 
 
 def test_a_run_that_never_began_leaves_no_folder(tmp_path):

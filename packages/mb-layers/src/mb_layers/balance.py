@@ -74,29 +74,16 @@ def router_losses(
             num_tokens=num_tokens,
             slots=slots,
         )
-    over = {"mask_T": mask_T, "num_tokens": num_tokens}
     counts_E, probs_TE = dispatched.tokens_per_expert_E, routed.probs_TE
+    over = {"mask_T": mask_T, "num_tokens": num_tokens}
     balance = z = mean_entropy = torch.zeros((), device=counts_E.device)
     with without_autocast(routed.weights_TK):
         if probs_TE is not None:
             mean_entropy = entropy(probs_TE.detach(), **over)
-            if config.balance_over != "sequence":
-                balance = load_balancing_loss(probs_TE, balance_counts_E, **over)
-            elif routed.token_ids_N is not None:
-                raise ValueError(
-                    "expected a router that chooses experts for tokens with "
-                    "balance_over='sequence', got one that chooses tokens for experts"
-                )
+            if config.balance_over == "sequence":
+                balance = _sequence_balance(config, routed, probs_TE, shape, **over)
             else:
-                mask_BS = None
-                if mask_T is not None:
-                    mask_BS = _by_sequence(mask_T[:, None], shape, config.sequence_dim)[..., 0]
-                balance = sequence_load_balancing_loss(
-                    _by_sequence(probs_TE, shape, config.sequence_dim),
-                    _by_sequence(routed.expert_ids_TK, shape, config.sequence_dim),
-                    mask_BS=mask_BS,
-                    num_tokens=num_tokens,
-                )
+                balance = load_balancing_loss(probs_TE, balance_counts_E, **over)
         if routed.logits_TE is not None:
             z = z_loss(routed.logits_TE, **over)
         slots = (counts_E.sum() if slots is None else slots).to(balance.dtype)
@@ -108,6 +95,31 @@ def router_losses(
             load_imbalance=counts_E.max() * counts_E.shape[0] / slots.clamp(min=1),
             dropped_fraction=(slots - dispatched.kept_slots) / slots.clamp(min=1),
         )
+
+
+def _sequence_balance(
+    config: MoEConfig,
+    routed: RouterOutput,
+    probs_TE: Tensor,
+    shape: torch.Size,
+    *,
+    mask_T: Tensor | None,
+    num_tokens: Tensor | float | None,
+) -> Tensor:
+    if routed.token_ids_N is not None:
+        raise ValueError(
+            "expected a router that chooses experts for tokens with balance_over='sequence', got "
+            "one that chooses tokens for experts"
+        )
+    mask_BS = None
+    if mask_T is not None:
+        mask_BS = _by_sequence(mask_T[:, None], shape, config.sequence_dim)[..., 0]
+    return sequence_load_balancing_loss(
+        _by_sequence(probs_TE, shape, config.sequence_dim),
+        _by_sequence(routed.expert_ids_TK, shape, config.sequence_dim),
+        mask_BS=mask_BS,
+        num_tokens=num_tokens,
+    )
 
 
 def _by_sequence(values_TM: Tensor, shape: torch.Size, sequence_dim: int) -> Tensor:

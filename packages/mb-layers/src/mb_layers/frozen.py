@@ -94,6 +94,10 @@ def _decoded(value: Any) -> Any:
 def freeze_in_bits(experts: nn.Module, bits: int, *, names: tuple[str, ...] = ("w1", "w2")) -> None:
     """Keep stacked weights [E, R, C] frozen, in 4 or 8 bits; do it before adapters are put on.
 
+    `torch.save` keeps codes and scales. `save_pretrained` writes plain memory, of which such a
+    weight has none: pass it a `state_dict` with `weight.decoded()` in the place of each
+    `FrozenWeight`, or save the adapters alone.
+
     Args:
         experts: `layer.experts`, or the experts of a transformers model.
         bits: 4 or 8; the weights' error is `mb_kernels.quantize`'s.

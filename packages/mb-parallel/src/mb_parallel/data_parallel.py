@@ -30,7 +30,7 @@ Applied from outside, the model's own code knows nothing of it. One process pays
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -71,7 +71,8 @@ def apply_data_parallel(
         mesh: of one process: nothing is done, and `compute_dtype` is the model's own business
             (autocast, or weights cast on use).
         blocks: submodules that are gathered and reduced one at a time, or a few if they are small,
-            in the order they run; each runs in every forward pass. The `mb_layers.Experts` in them
+            in the order they run; each runs in every forward pass. Those that share parameters are
+            one unit. The `mb_layers.Experts` in them
             are units of their own, or none where edp = 1.
         compute_dtype: dtype of the gathered weights, and of what blocks and model are given.
         keep_fp32: submodules that see their own weights and inputs uncast, such as the routers of
@@ -98,11 +99,12 @@ def apply_data_parallel(
         for unit in _units(keep_fp32, reshard):
             fully_shard(unit, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)
     alone: set[nn.Parameter] = set()
-    for experts in (module for module in model.modules() if isinstance(module, Experts)):
-        if mesh.dims.edp > 1:
-            _shard_experts(experts, mesh, compute_dtype, reshard)
-        else:
-            alone |= set(experts.parameters())
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    if mesh.dims.edp > 1:
+        for sharing in _sharing(experts):
+            _shard_experts(sharing, mesh, compute_dtype, reshard)
+    else:
+        alone = _parameters(experts)
     common: dict[str, Any] = {"mesh": dense, "mp_policy": policy, "ignored_params": alone}
     for unit in _units(blocks, reshard, alone):
         fully_shard(unit, reshard_after_forward=reshard, **common)
@@ -135,18 +137,35 @@ def zero_stage_of(model: nn.Module) -> int | None:
 
 
 def _units(
-    modules: Iterable[nn.Module], reshard: bool, alone: Container[nn.Parameter] = ()
+    modules: Iterable[nn.Module], reshard: bool, alone: Set[nn.Parameter] = frozenset()
 ) -> list[list[nn.Module]]:
     """Modules in runs of `_JOINED` parameters, those `alone` not counted; one by one to reshard."""
     units: list[list[nn.Module]] = []
     room = 0
-    for module in modules:
+    for sharing in _sharing(modules, alone):
         if room <= 0 or reshard:
             units.append([])
             room = _JOINED
-        units[-1].append(module)
-        room -= sum(local(p).numel() for p in module.parameters() if p not in alone)
+        units[-1] += sharing
+        room -= sum(local(p).numel() for p in _parameters(sharing) - alone)
     return units
+
+
+def _sharing(
+    modules: Iterable[nn.Module], alone: Set[nn.Parameter] = frozenset()
+) -> list[list[nn.Module]]:
+    """Each module once, those that share parameters together: FSDP2 takes them as one unit."""
+    groups: list[list[nn.Module]] = []
+    for module in dict.fromkeys(modules):
+        mine = _parameters([module]) - alone
+        tied = [group for group in groups if not mine.isdisjoint(_parameters(group) - alone)]
+        groups = [group for group in groups if group not in tied]
+        groups.append([*(m for group in tied for m in group), module])
+    return groups
+
+
+def _parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in modules for parameter in module.parameters()}
 
 
 def _sharding_mesh(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
@@ -155,7 +174,7 @@ def _sharding_mesh(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
 
 
 def _shard_experts(
-    experts: Experts, mesh: ParallelMesh, compute_dtype: torch.dtype, reshard: bool
+    experts: list[nn.Module], mesh: ParallelMesh, compute_dtype: torch.dtype, reshard: bool
 ) -> None:
     assert mesh.expert is not None
     shards = mesh.dims.edp_shard

@@ -128,9 +128,10 @@ def _check_files(prefixes: list[str], suffixes: tuple[str, ...]) -> None:
         for suffix in suffixes:
             if not Path(prefix + suffix).is_file():
                 way = "Give the path without .bin, and make the files with mb-data preprocess."
+                where = "" if Path(prefix).is_absolute() else f" in {Path.cwd()}"
                 raise ValueError(
                     f"Expected {prefix}{suffix} to be a file (from --data-path or --train-data), "
-                    f"found none.{f' {way}' if suffix else ''}"
+                    f"found none{where}.{f' {way}' if suffix else ''}"
                 )
 
 
@@ -173,7 +174,13 @@ def _sample_corpus(
             f"{summary.seconds:.1f} s: {prefix}.bin"
         )
 
-    _on_rank_zero_first(make)
+    try:
+        _on_rank_zero_first(make)
+    except OSError as error:
+        raise ValueError(
+            f"Cannot write the sample corpus into {folder}: {error.strerror or error}. Give "
+            "--data-path, or a --save that can be written."
+        ) from error
     return prefix
 
 

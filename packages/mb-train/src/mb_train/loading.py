@@ -33,9 +33,16 @@ class Trained:
         """That of the run, loaded anew.
 
         Raises:
-            ValueError, OSError: its files are gone or damaged.
+            ValueError, OSError: its files are gone, damaged, or of another one.
         """
-        return load_tokenizer(self.config)
+        tokenizer = load_tokenizer(self.config, self.checkpoint.parent)
+        trained_on = self.saved.identity.get("tokenizer", tokenizer.fingerprint)
+        if tokenizer.fingerprint != trained_on:
+            raise ValueError(
+                f"The model was trained on another tokenizer than {tokenizer.name} is now: its "
+                f"fingerprint was {trained_on}, and is {tokenizer.fingerprint}."
+            )
+        return tokenizer
 
 
 def load_trained(

@@ -52,17 +52,23 @@ def report(folders: Sequence[Path], output: Path | None = None) -> tuple[str, Pa
         What came out of them in words; the picture; the page.
 
     Raises:
-        ValueError: a folder without a log, or with an empty one.
+        ValueError: a folder without a log, or with an empty one; a place that cannot be written.
     """
     runs = [read_curves(folder) for folder in folders]
     _tell_apart(runs, folders)
     alone = len(runs) == 1
     where = output or (folders[0] if alone else Path("."))
-    where.mkdir(parents=True, exist_ok=True)
     picture = where / (PICTURE if alone else "comparison.png")
     page = where / (PAGE if alone else "comparison.html")
-    draw_picture(runs, picture)
-    write_page(runs, page)
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        draw_picture(runs, picture)
+        write_page(runs, page)
+    except OSError as error:  # another's run, as a rule
+        raise ValueError(
+            f"Cannot write the report into {where}: {error.strerror or error}. Name a folder of "
+            "your own with --output."
+        ) from error
     text = []
     for curves in runs:
         text += [] if alone else [f"{curves.name}:"]

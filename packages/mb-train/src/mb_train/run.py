@@ -54,7 +54,7 @@ from mb_train.schedule import (
 from mb_train.sizing import memory_warning
 from mb_train.tasks import Batch, Dataset, Task, make_task
 from mb_train.timers import Timers
-from mb_train.tokenizers import load_tokenizer
+from mb_train.tokenizers import keep_tokenizer, load_tokenizer
 from mb_train.toml_file import to_toml
 
 
@@ -64,6 +64,11 @@ class Start:
 
     checkpoint: Path
     saved: SavedRun
+
+    @property
+    def run(self) -> Path:
+        """Folder of the run that it is a checkpoint of."""
+        return self.checkpoint.parent
 
     def is_in(self, folder: Path) -> bool:
         """Whether the checkpoint is one of this run folder's."""
@@ -107,7 +112,7 @@ class Run:
         dims = self.mesh.dims
         self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
         self.say(argument_lines(config))
-        tokenizer = load_tokenizer(config)
+        tokenizer = load_tokenizer(config, None if start is None else start.run)
         self.vocab_size = self._padded_vocabulary(tokenizer, start)
         self.identity = {
             **config.model_identity(),
@@ -240,6 +245,7 @@ class Run:
                 self.say(f" going back: the later checkpoints of {self.folder} moved to {moved}")
         log = RunLog(self.folder / run_folder.LOG_FILE, boards, self.config)
         run_folder.write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
+        keep_tokenizer(self.config, self.folder, None if start is None else start.run)
         log.write(
             "start",
             iteration=self.progress.iteration,

@@ -5,6 +5,7 @@ RUN/log.jsonl                            one JSON object per event
 RUN/loss.png, RUN/report.html            pictures of it
 RUN/latest_checkpointed_iteration.txt    the iteration to go on from
 RUN/iter_0000100/                        a checkpoint (see `checkpoint`)
+RUN/tokenizer/                           copies of the tokenizer's files, if it is made from any
 RUN/data/                                the sample corpus, if the run made it
 RUN/previous-1/                          what an earlier run, or a branch left behind, was
 
@@ -37,6 +38,7 @@ CONFIG_FILE = "config.toml"
 LOG_FILE = "log.jsonl"
 PICTURE = "loss.png"
 PAGE = "report.html"
+TOKENIZER = "tokenizer"
 _MOVING = ".moving.json"
 
 
@@ -97,6 +99,8 @@ def checkpoints(folder: Path) -> list[Path]:
 def find_checkpoint(path: Path) -> Path | None:
     """The checkpoint folder that `--load path` means: `path` itself or its latest; or None.
 
+    Where no file names the latest, as after a kill in a run's first save, it is the last there is.
+
     Raises:
         ValueError: the file that names the latest is damaged, or names one that is not there.
     """
@@ -104,7 +108,9 @@ def find_checkpoint(path: Path) -> Path | None:
         return path
     latest = path / LATEST
     if not latest.is_file():
-        return None
+        # In the middle of a move, what is left is none of this folder's.
+        whole = [] if (path / _MOVING).is_file() else _whole(path)
+        return whole[-1] if whole else None
     text = latest.read_text(errors="replace").strip()
     if not (text.isascii() and text.isdigit()):
         raise ValueError(
@@ -118,8 +124,12 @@ def find_checkpoint(path: Path) -> Path | None:
     return folder
 
 
-def _others(folder: Path) -> str:
-    there = [path for path in checkpoints(folder) if (path / RUN_FILE).is_file()]
+def _whole(folder: Path) -> list[Path]:
+    return [path for path in checkpoints(folder) if (path / RUN_FILE).is_file()]
+
+
+def _others(folder: Path, damaged: Path | None = None) -> str:
+    there = [path for path in _whole(folder) if path != damaged]
     return f" There is {there[-1]}: give that to --load." if there else ""
 
 
@@ -134,7 +144,10 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
         content = json.loads(path.read_text())
         found = content["format"]
     except (ValueError, TypeError, KeyError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}.") from None
+        raise ValueError(
+            f"{path} is damaged: {type(error).__name__}: {error}."
+            + _others(checkpoint.parent, checkpoint)
+        ) from None
     if found not in range(1, FORMAT + 1):
         raise ValueError(
             f"Expected {path} in format 1 to {FORMAT}, got {found}. A later mb-train wrote it: "
@@ -183,7 +196,7 @@ def recover(folder: Path) -> list[str]:
 
 def set_aside(folder: Path) -> Path | None:
     """Move an earlier run's checkpoints and log into `previous-N`; data stays. None if nothing."""
-    names = [CONFIG_FILE, LOG_FILE, PICTURE, PAGE, LATEST]
+    names = [CONFIG_FILE, LOG_FILE, PICTURE, PAGE, TOKENIZER, LATEST]
     found = [name for name in names if (folder / name).exists()]
     found += [path.name for path in checkpoints(folder)]
     return _move(folder, found) if found else None
@@ -221,6 +234,8 @@ def _finish_move(folder: Path, move: Mapping[str, Any]) -> Path:
         for name in (CONFIG_FILE, LOG_FILE):
             if (folder / name).exists():
                 shutil.copyfile(folder / name, target / name)
+        if (folder / TOKENIZER).is_dir():
+            shutil.copytree(folder / TOKENIZER, target / TOKENIZER, dirs_exist_ok=True)
         write_text(target / LATEST, f"{move['branch']}\n")
     sync_directory(target)
     (folder / _MOVING).unlink()

@@ -1,29 +1,97 @@
-"""The tokenizer of a run."""
+"""The tokenizer of a run, whose files the run folder keeps a copy of.
+
+A model is of no use without the words it was trained on, and flags name their files as they lay
+where the run was started: often by a path from a folder that nobody is in later. Where a file is no
+longer there the copy takes its place.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mb_train.config import TrainConfig, flag_name
+from mb_train.run_folder import TOKENIZER
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
 
 
-def load_tokenizer(config: TrainConfig) -> Tokenizer:
+# What belongs together in a folder of Hugging Face's.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt",
+    "tokenizer.model", "spiece.model",
+    "special_tokens_map.json", "generation_config.json",
+)  # fmt: skip
+# Names that mb-data knows, whatever files there are.
+_NAMES = ("gpt2", "bert-base-uncased", "null")
+# Fields that name a file, or `--tokenizer` a folder, or two files as PATH does.
+_FIELDS = ("tokenizer", "vocab_file", "merge_file", "tokenizer_model")
+
+
+def load_tokenizer(config: TrainConfig, run: Path | None = None) -> Tokenizer:
     """The one of `--tokenizer`, or that of Megatron's flags; without either its default.
+
+    Args:
+        run: folder of the run that `config` is from, with its copies.
 
     Raises:
         ValueError: an unknown name, a file that is no vocabulary, or a file that is missing.
         OSError: no such file.
     """
     try:
-        return _load(config)
+        return _load(dataclasses.replace(config, **_found(config, run)))
     except ValueError as error:
         names = ("tokenizer", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
         given = [n for n in (*names, "vocab_extra_ids") if getattr(config, n)]
         said = " ".join(f"{flag_name(n)} {getattr(config, n)}" for n in given)
         raise ValueError(f"{said}: {error}") from error
+
+
+def tokenizer_files(config: TrainConfig, run: Path | None = None) -> list[Path]:
+    """The files that a run's tokenizer was made from, and those that belong to them.
+
+    A folder comes as a path of its own. None for the tokenizers that come with mb-data.
+    """
+    files = []
+    for field, named in _found(config, run).items():
+        for path in map(Path, named.split(os.pathsep)):
+            if path.is_file() and field == "tokenizer":
+                files += [path, *(path.with_name(name) for name in TOKENIZER_FILES)]
+            elif path.exists():
+                files.append(path)
+    return [path for path in dict.fromkeys(files) if path.exists()]
+
+
+def keep_tokenizer(config: TrainConfig, folder: Path, run: Path | None = None) -> None:
+    """Copy a tokenizer's files into a run folder; `run` is the one gone on from, if any."""
+    for path in tokenizer_files(config, run):
+        copies = [(path, folder / TOKENIZER / path.name)]
+        if path.is_dir():
+            there = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+            copies = [(file, copies[0][1] / file.name) for file in there]
+        for file, copy in copies:
+            if not copy.exists() or not copy.samefile(file):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)
+
+
+def _found(config: TrainConfig, run: Path | None) -> dict[str, str]:
+    """By field, the files and folders that it names, or their copies where they are gone."""
+
+    def there(part: str) -> str:
+        copy = None if run is None else run / TOKENIZER / Path(part).name
+        return part if copy is None or Path(part).exists() or not copy.exists() else str(copy)
+
+    named = {field: getattr(config, field) for field in _FIELDS}
+    return {
+        field: os.pathsep.join(map(there, value.split(os.pathsep)))
+        for field, value in named.items()
+        if value and value.partition(":")[0] not in _NAMES
+    }
 
 
 def _load(config: TrainConfig) -> Tokenizer:

@@ -47,8 +47,9 @@ def gmm(
             f"{batch_sizes.dtype} {tuple(batch_sizes.shape)}."
         )
     if batch_sizes.device.type == "cpu":
-        # Compiled, they are looked at where rows are on the CPU too, by what runs there.
-        looked_at = not torch.compiler.is_compiling()
+        # Compiled, or a tensor without memory, they are looked at by what runs in the end, if rows
+        # are on the CPU too.
+        looked_at = type(batch_sizes) is Tensor and not torch.compiler.is_compiling()
         if looked_at and (int(batch_sizes.sum()) > a.shape[0] or (batch_sizes < 0).any()):
             raise ValueError(
                 f"batch_sizes: expected numbers from 0 on of at most {a.shape[0]} rows together, "

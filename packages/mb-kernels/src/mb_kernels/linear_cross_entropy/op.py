@@ -171,7 +171,8 @@ class _Sharded(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         *tensors, weights_T, needs, shard = inputs
         finish = _finish_shard(shard, needs)
-        with registration.device_of(weights_T):
+        autocast = torch.autocast(weights_T.device.type, enabled=False)
+        with registration.device_of(weights_T), autocast:
             losses_T, *grads = slices.run(*tensors, weights_T, needs, finish, vocabulary=shard.size)
         total = (losses_T * weights_T).sum()
         _save(ctx, inputs, (total, losses_T, *grads))

@@ -61,7 +61,7 @@ def quantize(x: Tensor, bits: int) -> Quantized:
 
 
 def dequantize(codes: Tensor, scales: Tensor, *, bits: int, dtype: torch.dtype) -> Tensor:
-    """What ``quantize(x, bits)`` stands for, [..., C] in ``dtype``.
+    """What ``quantize(x, bits)`` stands for, [..., C] in ``dtype``. Not differentiable.
 
     Raises:
         ValueError: ``bits`` or shapes are not those of one ``quantize`` call.
@@ -84,7 +84,7 @@ def dequantize(codes: Tensor, scales: Tensor, *, bits: int, dtype: torch.dtype) 
             f"scales: expected {expected}, one per {GROUP_SIZE} columns of {columns}; got "
             f"{tuple(scales.shape)}. Pass codes and scales of the same quantize call."
         )
-    return torch.ops.mb.dequantize(codes, scales, bits, dtype)
+    return torch.ops.mb.dequantize(codes, scales.detach(), bits, dtype)
 
 
 def _check_bits(bits: int) -> None:

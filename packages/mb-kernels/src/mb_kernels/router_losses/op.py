@@ -57,59 +57,13 @@ def router_losses(
     Raises:
         ValueError: shapes, dtypes or devices that do not match.
     """
-    experts = logits_TE.shape[-1]
-    if score_function not in ("softmax", "sigmoid"):
-        raise ValueError(f"score_function: expected softmax or sigmoid; got {score_function!r}.")
-    sigmoid = score_function == "sigmoid"
-    if (probs_TE is None) != sigmoid:
-        raise ValueError(
-            "probs_TE: expected the softmax of logits_TE, or None with score_function='sigmoid'; "
-            f"got {'None' if probs_TE is None else 'a tensor'} with {score_function!r}."
-        )
-    given = logits_TE if probs_TE is None else probs_TE
-    if logits_TE.ndim != 2 or given.shape != logits_TE.shape:
-        raise ValueError(
-            "probs_TE: expected the shape [tokens, experts] of logits_TE, "
-            f"{tuple(logits_TE.shape)}; got {tuple(given.shape)}. Flatten leading dimensions."
-        )
+    _check(logits_TE, probs_TE, score_function, mask_T)
     balance = tokens_per_expert_E if balance_counts_E is None else balance_counts_E
-    for name, counts in (
-        ("tokens_per_expert_E", tokens_per_expert_E),
-        ("balance_counts_E", balance),
-    ):
-        if counts.shape != (experts,):
-            raise ValueError(
-                f"{name}: expected one count for each of {experts} experts; "
-                f"got shape {tuple(counts.shape)}."
-            )
-    checks.require_floating("logits_TE", logits_TE)
-    if probs_TE is not None and probs_TE.dtype is not _wide(logits_TE):
-        raise ValueError(
-            "probs_TE: expected float32, or float64 of logits in float64, as topk_softmax returns "
-            f"it; got {probs_TE.dtype} for logits in {logits_TE.dtype}."
-        )
-    checks.require_device("logits_TE", logits_TE, probs_TE=given)
-    checks.require_indices(
-        "logits_TE",
-        logits_TE,
-        tokens_per_expert_E=tokens_per_expert_E,
-        balance_counts_E=balance,
-        kept_slots=kept_slots,
-    )
-    if mask_T is not None:
-        if mask_T.dtype is not torch.bool or mask_T.shape != logits_TE.shape[:1]:
-            raise ValueError(
-                f"mask_T: expected bool, one for each of {logits_TE.shape[0]} tokens; got "
-                f"{mask_T.dtype} of shape {tuple(mask_T.shape)}."
-            )
-        checks.require_device("logits_TE", logits_TE, mask_T=mask_T)
     if isinstance(num_tokens, int | float):
-        num_tokens = torch.full((), num_tokens, device=logits_TE.device)
-    for name, scalar in (("kept_slots", kept_slots), ("num_tokens", num_tokens), ("slots", slots)):
-        if scalar is not None and scalar.numel() != 1:
-            raise ValueError(f"{name}: expected one number; got {tuple(scalar.shape)}.")
-        if scalar is not None:
-            checks.require_device("logits_TE", logits_TE, **{name: scalar})
+        num_tokens = torch.full((), num_tokens, dtype=_wide(logits_TE), device=logits_TE.device)
+    counts = {"tokens_per_expert_E": tokens_per_expert_E, "balance_counts_E": balance}
+    scalars = {"kept_slots": kept_slots, "num_tokens": num_tokens, "slots": slots}
+    _check_counts(logits_TE, counts, scalars)
     *losses, _, _ = torch.ops.mb.router_losses(
         logits_TE,
         probs_TE,
@@ -121,9 +75,65 @@ def router_losses(
         slots,
         float(load_balancing_weight),
         float(z_weight),
-        sigmoid,
+        score_function == "sigmoid",
     )
     return RouterLosses(*losses)
+
+
+def _check(
+    logits_TE: Tensor, probs_TE: Tensor | None, score_function: str, mask_T: Tensor | None
+) -> None:
+    if score_function not in ("softmax", "sigmoid"):
+        raise ValueError(f"score_function: expected softmax or sigmoid; got {score_function!r}.")
+    if (probs_TE is None) != (score_function == "sigmoid"):
+        raise ValueError(
+            "probs_TE: expected the softmax of logits_TE, or None with score_function='sigmoid'; "
+            f"got {'None' if probs_TE is None else 'a tensor'} with {score_function!r}."
+        )
+    if logits_TE.ndim != 2:
+        raise ValueError(
+            f"logits_TE: expected [tokens, experts]; got {tuple(logits_TE.shape)}. Flatten leading "
+            "dimensions."
+        )
+    checks.require_floating("logits_TE", logits_TE)
+    if probs_TE is not None:
+        if probs_TE.shape != logits_TE.shape:
+            raise ValueError(
+                f"probs_TE: expected the shape {tuple(logits_TE.shape)} of logits_TE; got "
+                f"{tuple(probs_TE.shape)}."
+            )
+        if probs_TE.dtype is not _wide(logits_TE):
+            raise ValueError(
+                "probs_TE: expected float32, or float64 of logits in float64, as topk_softmax "
+                f"returns it; got {probs_TE.dtype} for logits in {logits_TE.dtype}."
+            )
+    if mask_T is not None and (
+        mask_T.dtype is not torch.bool or mask_T.shape != logits_TE.shape[:1]
+    ):
+        raise ValueError(
+            f"mask_T: expected bool, one for each of {logits_TE.shape[0]} tokens; got "
+            f"{mask_T.dtype} of shape {tuple(mask_T.shape)}."
+        )
+    checks.require_device("logits_TE", logits_TE, probs_TE=probs_TE, mask_T=mask_T)
+
+
+def _check_counts(
+    logits_TE: Tensor, counts: dict[str, Tensor], scalars: dict[str, Tensor | None]
+) -> None:
+    experts = logits_TE.shape[1]
+    for name, numbers in counts.items():
+        if numbers.shape != (experts,):
+            raise ValueError(
+                f"{name}: expected one count for each of {experts} experts; "
+                f"got shape {tuple(numbers.shape)}."
+            )
+    for name, scalar in scalars.items():
+        if scalar is not None and scalar.numel() != 1:
+            raise ValueError(f"{name}: expected one number; got {tuple(scalar.shape)}.")
+    checks.require_device("logits_TE", logits_TE, **scalars)
+    kept = scalars["kept_slots"]
+    assert kept is not None
+    checks.require_indices("logits_TE", logits_TE, **counts, kept_slots=kept)
 
 
 def _wide(logits: Tensor) -> torch.dtype:

@@ -85,7 +85,8 @@ def divisor(logits_TE: Tensor, mask_T: Tensor | None, num_tokens: Tensor | float
     if num_tokens is None:
         num_tokens = logits_TE.shape[0] if mask_T is None else mask_T.sum()
     if not isinstance(num_tokens, Tensor):
-        num_tokens = torch.full((), num_tokens, device=logits_TE.device)
+        wide = torch.promote_types(logits_TE.dtype, torch.float32)
+        num_tokens = torch.full((), num_tokens, dtype=wide, device=logits_TE.device)
     return torch.where(num_tokens > 0, num_tokens, 1).reshape(())
 
 

@@ -99,6 +99,14 @@ class _Layer(nn.Module):
         self._routed: list[RouterOutput] = []
         whole.router.register_forward_hook(self._keep)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_rules"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        (whole,) = self._whole
+        self._rules = rules(dict(self.named_parameters()), whole.config)
+
     def _keep(self, router: nn.Module, args: Any, routed: RouterOutput) -> None:
         self._routed.append(routed)
 

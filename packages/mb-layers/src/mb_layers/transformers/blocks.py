@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from mb_layers.config import MoEConfig
 from mb_layers.moe import dMoE
 from mb_layers.state_dicts import Rule, translate, translate_back
-from mb_layers.transformers.experts import GLU_NAMES, IMPLEMENTATION, activation_name
+from mb_layers.transformers.experts import (
+    GLU_NAMES,
+    IMPLEMENTATION,
+    activation_name,
+    refuse_offloaded,
+)
 from mb_layers.transformers.forms import FORMS
 
 
@@ -53,7 +58,13 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
             f"expected a block of {', '.join(FORMS)}, got {kind}; "
             f'model.set_experts_implementation("{IMPLEMENTATION}") works for any MoE model'
         )
+    refuse_offloaded(kind, block)
     experts: Any = block.experts
+    if not hasattr(experts, "is_transposed"):
+        raise ValueError(
+            f"expected {kind} with experts of transformers, got {type(experts).__name__}; merge or "
+            "unload adapters first"
+        )
     config = experts.config
     form = FORMS[kind](config)
     top_k = config.num_experts_per_tok

@@ -182,6 +182,16 @@ def _learns(experts: Any) -> bool:
     return any(name.removesuffix("_bias") not in known for name in names)
 
 
+def refuse_offloaded(name: str, module: nn.Module) -> None:
+    """Raise if accelerate brings weights to the module's parts only while these are called."""
+    hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]
+    if any(getattr(hook, "offload", False) for hook in hooks):
+        raise ValueError(
+            f"expected {name!r} with its weights in memory, got some accelerate has offloaded; "
+            "load the model with a device_map without cpu or disk for them"
+        )
+
+
 def activation_name(act_fn: object) -> str | None:
     """Our name of an ungated activation, a module of transformers' or a function of torch's."""
     if act_fn in _FUNCTIONS:

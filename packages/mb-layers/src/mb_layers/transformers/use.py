@@ -9,6 +9,8 @@ Letters: T tokens, D hidden, F expert ffn width, E experts, K top-k.
 
 from __future__ import annotations
 
+import functools
+from types import MethodType
 from typing import Any
 
 import mb_kernels
@@ -22,6 +24,7 @@ from mb_layers.transformers.experts import (
     IMPLEMENTATION,
     activation_name,
     recognise_gate,
+    refuse_offloaded,
 )
 
 
@@ -32,8 +35,8 @@ def use(model: nn.Module) -> list[str]:
         The names of the expert modules that were moved.
 
     Raises:
-        ValueError: the model holds no experts that can be moved, or some in fewer bits than 16; it
-            is left as it was.
+        ValueError: the model holds no experts that can be moved, or some in fewer bits than 16, or
+            offloaded where transformers has no hook; it is left as it was.
     """
     hooked = {
         name: module
@@ -41,7 +44,9 @@ def use(model: nn.Module) -> list[str]:
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed")
     }
     others = {
-        name: module for name, module in model.named_modules() if type(module).__name__ in _FORWARDS
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__.removeprefix("Mb") in _FORWARDS  # Mb: by a call before this one
     }
     moved = {**hooked, **others}
     if not moved:
@@ -52,14 +57,35 @@ def use(model: nn.Module) -> list[str]:
         )
     for name, module in moved.items():
         _refuse_few_bits(name, module)
+    for name, module in others.items():
+        refuse_offloaded(name, module)
     for module in hooked.values():
         module.config._experts_implementation = IMPLEMENTATION
         recognise_gate(module)
     for module in others.values():
-        kind = type(module)
-        forward = _FORWARDS[kind.__name__]
-        module.__class__ = type(f"Mb{kind.__name__}", (kind,), {"forward": forward})
+        if type(module).__name__ not in _FORWARDS:
+            continue
+        module.__class__ = _moved(type(module))
+        if "_old_forward" in vars(module):  # what a hook of accelerate's calls, for a device_map
+            module._old_forward = MethodType(type(module).forward, module)
     return [name for name, _ in model.named_modules() if name in moved]
+
+
+@functools.cache
+def _moved(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module of `kind` that has been moved."""
+    own = {"forward": _FORWARDS[kind.__name__], "__reduce_ex__": _reduce}
+    return type(f"Mb{kind.__name__}", (kind,), own)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """To pickle and to copy: by the class that transformers has, for ours is in no module."""
+    return _remade, (type(self).__base__,), self.__dict__
+
+
+def _remade(kind: type[nn.Module]) -> nn.Module:
+    made = _moved(kind)
+    return made.__new__(made)
 
 
 def _refuse_few_bits(name: str, module: nn.Module) -> None:

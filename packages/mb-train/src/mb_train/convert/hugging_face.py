@@ -29,13 +29,13 @@ from mb_train.run_folder import checkpoints, write_text
 from mb_train.saver import Saver
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import whole_model
-from mb_train.tokenizers import load_tokenizer
+from mb_train.tokenizers import (
+    TOKENIZER_FILES,
+    keep_tokenizer,
+    load_tokenizer,
+    tokenizer_files,
+)
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt",
-    "tokenizer.model", "spiece.model",
-    "special_tokens_map.json", "generation_config.json",
-)  # fmt: skip
 _CASED = "BertWordPieceCase"
 # Of them, those that a tokenizer is made of, the first that is there.
 _MAIN_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -153,6 +153,7 @@ def write_run(
         model, None, Progress(0, 0), config=dataclasses.asdict(config), identity=identity, data={}
     ):
         raise OSError(f"Cannot write {target}.")
+    keep_tokenizer(config, target)
 
 
 def _tokenizer_fields(file: Path) -> dict[str, str]:
@@ -210,7 +211,7 @@ def export_model(
     try:
         write_tensors(draft, weights)
         write_text(draft / "config.json", json.dumps(about, indent=2) + "\n")
-        copied = _copy_tokenizer(config, draft)
+        copied = _copy_tokenizer(tokenizer_files(config, trained.checkpoint.parent), draft)
         if config.tokenizer_type == _CASED:
             write_text(draft / "tokenizer_config.json", '{"do_lower_case": false}\n')
         if target.exists():
@@ -232,14 +233,11 @@ def refuse_run(target: Path) -> None:
         raise ValueError(f"Expected a new folder, but {target} holds a run. Give another.")
 
 
-def _copy_tokenizer(config: TrainConfig, target: Path) -> bool:
-    """Copy the files of the tokenizer, if it has any."""
-    named = [config.tokenizer, config.vocab_file, config.merge_file, config.tokenizer_model]
-    files = [Path(name) for name in named if name and Path(name).is_file()]
-    if config.tokenizer and files:
-        beside = files[0].parent
-        files += [beside / name for name in TOKENIZER_FILES if (beside / name).is_file()]
-    for path in dict.fromkeys(files):
+def _copy_tokenizer(files: list[Path], target: Path) -> bool:
+    """Copy the files of the tokenizer, if it has any, under the names that transformers knows."""
+    inside = [p / name for p in files if p.is_dir() for name in TOKENIZER_FILES]
+    files = [path for path in (*files, *inside) if path.is_file()]
+    for path in files:
         known = path.name in TOKENIZER_FILES
         suffix = {".json": "vocab.json", ".txt": "merges.txt"}.get(path.suffix, path.name)
         shutil.copyfile(path, target / (path.name if known else suffix))

@@ -83,8 +83,6 @@ def write_tensors(
 ) -> None:
     """Write model.safetensors, or shards with their index where that would be too large."""
     _safetensors()
-    from safetensors.torch import save_file
-
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, tensor in tensors.items():
@@ -95,15 +93,25 @@ def write_tensors(
         shards[-1][name] = tensor.contiguous()
         size, total = size + here, total + here
     if len(shards) == 1:
-        save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
+        _write(shards[0], folder / SINGLE)
         return
     where = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        _write(shard, folder / name)
         where |= dict.fromkeys(shard, name)
     index = {"metadata": {"total_size": total}, "weight_map": where}
     write_text(folder / INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    """A file that those may read who may read others made here: the library's is its owner's."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def _safetensors():

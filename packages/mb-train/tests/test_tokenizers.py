@@ -1,0 +1,92 @@
+"""The tokenizer's files in the run folder: it is of use where nothing else is left of its start."""
+
+import json
+import shutil
+
+import pytest
+from mb_train.cli import main
+from mb_train.config import TrainConfig
+from mb_train.run_folder import set_aside, set_later_aside
+from mb_train.tokenizers import keep_tokenizer, load_tokenizer
+
+TINY = [
+    "--num-layers=1", "--hidden-size=16", "--seq-length=16", "--num-attention-heads=1", "--lr=1e-3",
+    "--micro-batch-size=2", "--train-iters=1", "--eval-iters=0", "--num-workers=0", "--device=cpu",
+    "--vocab-file=words/gpt2-vocab.json", "--merge-file=words/gpt2-merges.txt",
+]  # fmt: skip
+
+
+def bytes_alone(folder, *, eod="<|endoftext|>"):
+    """A byte-level vocabulary without a merge."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [256 + i for i in range(256 - len(plain))]
+    words = {chr(c): i for i, c in enumerate([*plain, *others])} | {eod: 256}
+    folder.mkdir(exist_ok=True)
+    (folder / "gpt2-vocab.json").write_text(json.dumps(words))
+    (folder / "gpt2-merges.txt").write_text("#version: 0.2\n")
+
+
+def generate(run):
+    return main(["generate", str(run), "--prompt=a", "--max-new-tokens=1"])
+
+
+def test_a_run_takes_its_tokenizer_along(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    bytes_alone(tmp_path / "words")
+    (tmp_path / "text.jsonl").write_text('{"text": "some words of a text"}\n' * 50)
+    from mb_data.cli import main as mb_data
+
+    flags = [*TINY[-2:], "--tokenizer-type=GPT2BPETokenizer"]
+    assert mb_data(["preprocess", "--input=text.jsonl", "--output-prefix=t", *flags]) == 0
+    assert main([*TINY, "--data-path=t_text_document", "--save=run"]) == 0
+    shutil.move("words", "elsewhere")
+    shutil.move("run", "moved")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert generate("../moved") == 0
+    data = "--data-path=../t_text_document"
+    assert main(["--load=../moved", "--save=next", data, "--train-iters=2"]) == 0
+    assert generate("next") == 0
+    assert main(["convert", "next", "theirs"]) == 0
+    assert main(["convert", "theirs", "ours"]) == 0
+    shutil.rmtree("theirs")
+    shutil.move("ours", "again")
+    assert generate("again") == 0
+    capsys.readouterr()
+    bytes_alone(tmp_path / "here" / "words", eod="<|end|>")
+    assert generate("next") == 2
+    assert "was trained on another tokenizer than" in capsys.readouterr().err
+
+
+def test_a_folder_is_kept_and_a_known_name_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bytes_alone(tmp_path / "bytes")
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / "bytes" / f"gpt2-{name}").rename(tmp_path / "bytes" / name)
+    (tmp_path / "bytes" / "weights").write_text("many")
+    (tmp_path / "run").mkdir()
+    fields = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "seq_length": 16}
+    fields |= {"lr": 1.0, "micro_batch_size": 1, "train_iters": 1}
+    of_folder = TrainConfig(**fields, tokenizer="bytes")
+    before = load_tokenizer(of_folder).fingerprint
+    keep_tokenizer(of_folder, tmp_path / "run")
+    kept = tmp_path / "run" / "tokenizer" / "bytes"
+    assert sorted(p.name for p in kept.iterdir()) == ["merges.txt", "vocab.json"]
+    shutil.move("bytes", "gpt2")
+    assert load_tokenizer(of_folder, tmp_path / "run").fingerprint == before
+    with pytest.raises(ValueError, match="bytes"):
+        load_tokenizer(of_folder)
+    keep_tokenizer(TrainConfig(**fields, tokenizer="gpt2"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_tokenizer_goes_aside_with_its_run(tmp_path):
+    for name in ("tokenizer/vocab.json", "iter_0000001/run.json", "iter_0000002/run.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
+    branch = set_later_aside(tmp_path, 1)
+    assert (branch / "tokenizer" / "vocab.json").exists()
+    assert (tmp_path / "tokenizer" / "vocab.json").exists()
+    whole = set_aside(tmp_path)
+    assert (whole / "tokenizer" / "vocab.json").exists()
+    assert not (tmp_path / "tokenizer").exists()

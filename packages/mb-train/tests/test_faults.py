@@ -62,6 +62,17 @@ def names(folder):
     return [path.name for path in checkpoints(folder)]
 
 
+def test_a_picture_that_cannot_be_drawn_fails_no_run(run, monkeypatch, capsys):
+    def draw(folder):
+        raise ValueError("'nonsense' is no backend,\nnor another")  # as of MPLBACKEND
+
+    monkeypatch.setattr("mb_train.report.draw", draw)
+    assert run("--train-iters", 1) == 0
+    said = capsys.readouterr().out
+    assert " picture              none: 'nonsense' is no backend, nor another\n" in said
+    assert "go on with" in said
+
+
 def test_data_that_is_not_there_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([*TINY, "--data-path=a/b"]) == 2

@@ -125,7 +125,7 @@ def _picture(folder: Path) -> str:
 
     try:
         return str(draw(folder))
-    except OSError as error:  # the disk is full: the run is over all the same
+    except Exception as error:  # a full disk, a bad MPLBACKEND: the run is over all the same
         return f"none: {_in_a_line(error)}"
 
 

@@ -111,6 +111,8 @@ def test_dmoe_refuses_a_capacity_and_moe_needs_one() -> None:
         dMoE(MoEConfig(**GOOD, capacity_factor=1.0))
     with pytest.raises(ValueError, match="is dMoE"):
         MoE(MoEConfig(**GOOD))
+    with pytest.raises(ValueError, match=r"a MoEConfig, got dict; MegaBlocks' Arguments are for"):
+        dMoE(GOOD)
 
 
 def test_top1_renormalized_warns_at_the_callers_line() -> None:

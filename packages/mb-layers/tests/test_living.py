@@ -170,6 +170,8 @@ def test_second_derivatives_are_refused_and_not_wrong() -> None:
     loss = layer(x).y.square().sum()
     with pytest.raises(RuntimeError, match="expected first derivatives"):
         torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="a transform of torch"):
+        torch.func.grad(lambda x: layer(x).y.sum())(x.detach())
 
 
 def test_functional_call_uses_the_given_weights() -> None:

@@ -138,6 +138,8 @@ def test_what_needs_the_fused_op_is_refused() -> None:
         add_lora(build(saved_activation_bits=8).experts, rank=2, alpha=1.0)
     with pytest.raises(ValueError, match="rank >= 1, got 0"):
         add_lora(build().experts, rank=0, alpha=1.0)
+    with pytest.raises(ValueError, match=r"`layer.experts` with w1, w2, got dMoE; for"):
+        add_lora(build(), rank=2, alpha=1.0)
 
 
 def test_odd_widths_merge() -> None:

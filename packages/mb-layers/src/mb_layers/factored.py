@@ -79,10 +79,16 @@ def add_lora(
         names: which weights.
 
     Raises:
-        ValueError: rank < 1, experts whose options need the fused op, or weights that are spread
-            over ranks already.
+        ValueError: rank < 1, no experts of a `dMoE` or `MoE`, some whose options need the fused op,
+            or weights that are spread over ranks already.
     """
-    config: Any = experts.config
+    missing = [name for name in names if not hasattr(experts, name)]
+    config: Any = getattr(experts, "config", None)
+    if missing or not hasattr(config, "mlp_impl"):
+        raise ValueError(
+            f"expected `layer.experts` with {', '.join(names)}, got {type(experts).__name__}; for "
+            "the experts of a transformers model give PEFT their names as target_parameters"
+        )
     if rank < 1:
         raise ValueError(f"expected rank >= 1, got {rank}")
     if config.mlp_impl != "grouped" or config.saved_activation_bits is not None:

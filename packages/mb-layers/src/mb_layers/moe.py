@@ -67,6 +67,11 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, MoEConfig):
+            raise ValueError(
+                f"expected a MoEConfig, got {type(config).__name__}; MegaBlocks' Arguments are for "
+                "mb_layers.compat.dmoe.dMoE, or layer_from_arguments there"
+            )
         self._check(config)
         if reduce_counts is not None and config.balance_over != "global_batch":
             raise ValueError(

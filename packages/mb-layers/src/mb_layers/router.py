@@ -250,6 +250,12 @@ def _top_ids(scores_TE: Tensor, k: int) -> Tensor:
 
 def linear_fp32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """Return x @ w^T in fp32 (fp64 if one of them is), whatever the dtypes of x and w."""
+    # The kernels behind it say the same; torch would ask for a method of ours instead.
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "expected first derivatives by backward() or torch.autograd.grad, got a transform of "
+            "torch.func (grad, vmap, jacrev, ...), of which the layer's kernels have none"
+        )
     return _LinearFP32.apply(x_TD, weight_ED)
 
 

@@ -9,6 +9,7 @@ import tiny_gpt
 import torch
 from mb_layers import MoEConfig, dMoE
 from mb_parallel import ParallelDims, parallelize_experts
+from mb_parallel.recompute import apply_recompute
 from mb_parallel.tensor_parallel import (
     ColumnParallel,
     DistinctRandom,
@@ -23,8 +24,10 @@ from mb_parallel.tensor_parallel import (
 from mb_parallel.testing import run_ranks
 from tiny_gpt import Options, compare
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
+# torch 2.13's compiler saves a DTensor's mesh among the tensors where it is to compute anew. When
+# this fails, what mb_train.assemble refuses for it can go.
+COMPILER_LOSES_MESHES = torch.__version__.startswith("2.13.")
 CASES = {
     "dense": Options(),
     "gated-rms-qknorm-untied": Options(gated=True, rms=True, qk_norm=True, tied=False),
@@ -205,19 +208,22 @@ BLOCK = {
 
 
 def _compiled(rank, world_size):
-    """Gradients of one block eager, recomputed and compiled in one graph."""
+    """Gradients of one block eager, recomputed, compiled in one graph, and both."""
     mesh = ParallelDims(tp=world_size).build("cpu")
     results = []
-    for mode in ("eager", "recomputed", "compiled"):
+    for mode in ("eager", "recomputed", "compiled", "recomputed, compiled"):
         block = tiny_gpt.build(Options(gated=True)).stack.blocks["0"]
         parallelize_tensors(block, mesh, BLOCK)
         x = torch.randn(2, 4, tiny_gpt.D, generator=torch.Generator().manual_seed(rank))
-        if mode == "compiled":
-            block.compile(backend="aot_eager", fullgraph=True)
-        if mode == "recomputed":
-            y = checkpoint(block, x, None, use_reentrant=False)[0]
-        else:
-            y = block(x, None)[0]
+        if "recomputed" in mode:
+            apply_recompute([block], "full")
+        if "compiled" in mode:
+            block.compile(backend="aot_eager", fullgraph=mode == "compiled")
+        if mode == "recomputed, compiled" and COMPILER_LOSES_MESHES:
+            with pytest.raises(AssertionError, match="DeviceMesh"):
+                block(x, None)
+            continue
+        y = block(x, None)[0]
         y.square().sum().backward()
         results.append({name: tiny_gpt.whole(p.grad) for name, p in block.named_parameters()})
     return results

@@ -1,6 +1,7 @@
 """GPT, BERT and T5 shared out over two ranks: losses and every gradient equal to one process."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from mb_layers import MoEConfig
 from mb_parallel import ParallelDims, parallelize_experts
 from mb_parallel.tensor_parallel import parallelize_tensors
 from mb_parallel.testing import run_ranks
+from mb_train import assemble
 from mb_train.models.bert import Bert
 from mb_train.models.classifier import Classifier
 from mb_train.models.config import TransformerConfig
@@ -164,3 +166,19 @@ def test_a_norm_over_the_width_of_all_heads_is_refused():
     for plan in (gpt_plan, bert_plan, t5_plan):
         with pytest.raises(ValueError, match="normed by head"):
             plan(replace(SMALL, qk_norm="width"))
+
+
+@pytest.mark.parametrize("release", ["2.11.0+cu130", "2.13.1"])
+def test_what_the_compiler_of_a_release_cannot_do_is_refused(monkeypatch, release):
+    monkeypatch.setattr(torch, "__version__", release)
+    both, plain = (mock.Mock(recompute_granularity=mode) for mode in ("full", None))
+    blocks = [mock.Mock(), mock.Mock()]
+    if release == "2.13.1":
+        with pytest.raises(ValueError, match=r"model-parallel-size=2: the compiler of torch 2\.13"):
+            assemble._compile(blocks, both, tp_size=2)
+        assert not blocks[0].compile.called
+    else:
+        assemble._compile(blocks, both, tp_size=2)
+    for config, tp_size in ((plain, 2), (both, 1)):
+        assemble._compile(blocks, config, tp_size=tp_size)
+        assert all(block.compile.called for block in blocks)

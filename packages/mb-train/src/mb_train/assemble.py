@@ -169,8 +169,7 @@ def _spread(
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     _recompute(blocks, config)
     if config.compile and device.type == "cuda":
-        for block in blocks:
-            block.compile()
+        _compile(blocks, config, mesh.tp_size)
     apply_data_parallel(
         model,
         mesh,
@@ -181,6 +180,19 @@ def _spread(
         cast_inputs=False,  # the models cast what they compute with, and only that
     )
     return notes
+
+
+def _compile(blocks: list[Block], config: TrainConfig, tp_size: int) -> None:
+    # Its DTensors' mesh is saved among the tensors (mb-parallel's test_tensor_parallel.py).
+    loses_meshes = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    if loses_meshes and tp_size > 1 and config.recompute_granularity is not None:
+        raise ValueError(
+            "Expected --compile or --recompute-granularity, not both, with "
+            f"--tensor-model-parallel-size={tp_size}: the compiler of torch {torch.__version__} "
+            "cannot compute shards again. Leave one out, or take torch 2.11."
+        )
+    for block in blocks:
+        block.compile()
 
 
 def _recompute(blocks: list[Block], config: TrainConfig) -> None:

@@ -110,11 +110,11 @@ def test_a_length_in_samples_and_a_limit_in_time(tokens, tmp_path, capsys):
         ("--hiden-size 3", "Unknown flag --hiden-size. The nearest is --hidden-size."),
         (
             "--data-path none",
-            "Expected none.bin to be a file (from --data-path or --train-data), found none.",
+            "Expected none.bin to be a file (from --data-path or --train-data), found none in",
         ),
         ("--hidden-size 33", "Expected --hidden-size to be divisible by --num-attention-heads"),
         ("--moe-top-k 5", "Expected --moe-top-k of at most --moe-num-experts, got 5 and 4"),
-        ("--load nowhere", "Expected a checkpoint in --load nowhere, found none."),
+        ("--load nowhere", "Expected a checkpoint in nowhere, found none."),
         ("--split 0,100,0", "Expected documents to train on, got none"),
         ("--global-batch-size 3", "multiple of micro batch x data-parallel ranks"),
         ("--lr-warmup-iters 8", "Expected the warm-up to be shorter than the decay"),

@@ -122,6 +122,23 @@ def test_a_damaged_run_file_offers_another(tmp_path):
         run_folder.read_saved_run(tmp_path / "iter_0000020")
 
 
+@pytest.mark.parametrize(
+    ("files", "whose"),
+    [
+        (["config.json", "model.safetensors"], "It is one of Hugging Face's: the convert"),
+        (["iter_0000010/mp_rank_00/model_optim_rng.pt"], "It is one of Megatron's: the convert"),
+        (["latest_checkpointed_iteration.txt", "iter_0000001/mp_rank_00/x.pt"], "of Megatron's"),
+        (["other"], "found none\\.$"),
+    ],
+)
+def test_another_programs_checkpoint_is_told(tmp_path, files, whose):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    with pytest.raises(ValueError, match=whose):
+        run_folder.checkpoint_in(tmp_path)
+
+
 def test_a_run_that_never_began_leaves_no_folder(tmp_path):
     with pytest.raises(OSError, match="bad input"), locked(tmp_path / "runs" / "new"):
         raise OSError("bad input")

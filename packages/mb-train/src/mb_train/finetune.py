@@ -17,7 +17,7 @@ from typing import Any
 from mb_train.config import GROUPS, TrainConfig, whole
 from mb_train.flags import Parser, parse, resolve
 from mb_train.host import leads, prepare_host
-from mb_train.run_folder import find_checkpoint, read_saved_run
+from mb_train.run_folder import checkpoint_in, read_saved_run
 
 # Besides the model: what its sequences and its vocabulary are.
 _KEPT = (
@@ -43,9 +43,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("--epochs", type=float, default=3, help="passes over the data; default 3")
     options, rest = parser.parse_known_args(arguments)
     command = parse(rest)
-    checkpoint = find_checkpoint(Path(options.run))
-    if checkpoint is None:
-        raise ValueError(f"Expected a checkpoint in {options.run}, found none.")
+    checkpoint = checkpoint_in(Path(options.run))
     run = read_saved_run(checkpoint)
     saved = run.inherited()
     if saved["model"] != "bert":

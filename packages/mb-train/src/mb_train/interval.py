@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mb_parallel import world_size
@@ -74,20 +75,23 @@ def report_interval(
         device=device,
     )
     timers = run.timers.collect(steps=steps)
+    both: dict[str, Any] = {
+        "consumed_samples": progress.consumed_samples,
+        "lr": lr,
+        "batch_size": batch_size,
+        "losses": losses,
+        "loss_scale": loss_scale,
+        "grad_norm": stats.grad_norm,
+        "zeros_in_grad": stats.zeros_in_grad,
+        "params_norm": stats.params_norm,
+        "skipped_iterations": stats.skipped_iterations,
+    }
     line = train_line(
         progress.iteration,
         run.iterations,
-        consumed_samples=progress.consumed_samples,
         elapsed_ms=1000 * seconds,
-        lr=lr,
-        batch_size=batch_size,
-        losses=losses,
-        loss_scale=loss_scale,
-        grad_norm=stats.grad_norm,
-        zeros_in_grad=stats.zeros_in_grad,
-        params_norm=stats.params_norm,
-        skipped_iterations=stats.skipped_iterations,
         nan_iterations=stats.nan_iterations,
+        **both,
     )
     said = timer_lines(timers, config.timing_log_option)
     more = extra_line(pace, stats)
@@ -98,19 +102,11 @@ def report_interval(
     run.log.write(
         "train",
         iteration=progress.iteration,
-        consumed_samples=progress.consumed_samples,
-        lm_losses=stats.lm_losses,
-        losses=losses,
+        **both,
         **{name.replace(" ", "_"): value for name, value in losses.items()},
-        lr=lr,
-        batch_size=batch_size,
+        lm_losses=stats.lm_losses,
         ranks=ranks,
-        loss_scale=loss_scale,
-        skipped_iterations=stats.skipped_iterations,
         steps_redone=run.model.steps_redone,
-        grad_norm=stats.grad_norm,
-        zeros_in_grad=stats.zeros_in_grad,
-        params_norm=stats.params_norm,
         ms_per_iteration=1000 * seconds,
         tokens_per_s=pace.tokens_per_s,
         tflops_per_rank=pace.tflops,

@@ -11,7 +11,7 @@ import torch
 
 from mb_train.checkpoint import load_checkpoint
 from mb_train.config import TrainConfig
-from mb_train.run_folder import SavedRun, find_checkpoint, read_saved_run
+from mb_train.run_folder import SavedRun, checkpoint_in, read_saved_run
 from mb_train.tasks.make import whole_model
 from mb_train.tokenizers import load_tokenizer
 
@@ -62,9 +62,7 @@ def load_trained(
     Raises:
         ValueError: no checkpoint there, one that does not load, or a model of another kind.
     """
-    checkpoint = find_checkpoint(run)
-    if checkpoint is None:
-        raise ValueError(f"Expected a checkpoint in {run}, found none.")
+    checkpoint = checkpoint_in(run)
     saved = read_saved_run(checkpoint)
     config = TrainConfig(**saved.inherited())
     if config.model not in kinds:

@@ -124,13 +124,33 @@ def find_checkpoint(path: Path) -> Path | None:
     return folder
 
 
+def checkpoint_in(path: Path) -> Path:
+    """`find_checkpoint`, where there must be one.
+
+    Raises:
+        ValueError: there is none; says so if it is another program's.
+    """
+    checkpoint = find_checkpoint(path)
+    if checkpoint is None:
+        raise ValueError(f"Expected a checkpoint in {path}, found none.{_whose(path)}")
+    return checkpoint
+
+
+def _whose(path: Path) -> str:
+    there = {"Hugging Face": ["config.json"], "Megatron": ["mp_rank_*", "iter_*/mp_rank_*"]}
+    for name, patterns in there.items():
+        if any(next(path.glob(pattern), None) for pattern in patterns):
+            return f" It is one of {name}'s: the convert command makes a run folder of it."
+    return ""
+
+
 def _whole(folder: Path) -> list[Path]:
     return [path for path in checkpoints(folder) if (path / RUN_FILE).is_file()]
 
 
 def _others(folder: Path, damaged: Path | None = None) -> str:
     there = [path for path in _whole(folder) if path != damaged]
-    return f" There is {there[-1]}: give that to --load." if there else ""
+    return f" There is {there[-1]}: give that to --load." if there else _whose(folder)
 
 
 def read_saved_run(checkpoint: Path) -> SavedRun:

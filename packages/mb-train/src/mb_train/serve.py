@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mb_train.completions import Answer, Request, Told, error, event
 from mb_train.generate import Completion, Generator, Likelihood
@@ -24,60 +24,69 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 
-def application(generator: Generator, name: str) -> Starlette:
-    """The ASGI application.
+class Asked(NamedTuple):
+    """A request with its prompts' tokens, and what of each prompt belongs to the answer."""
+
+    request: Request
+    prompts: list[list[int]]
+    echoes: list[Told]
+    answer: Answer
+
+    def nothing_yet(self) -> list[Completion]:
+        """Completions of no token."""
+        return [Completion(finish_reason="length") for _ in self.prompts]
+
+
+class Service:
+    """Computes answers, one request at a time, whatever they travel by.
 
     Args:
         name: of the model, as clients see it.
-
-    Raises:
-        ValueError: starlette is missing.
     """
-    try:
-        from starlette.applications import Starlette
-        from starlette.requests import Request as HTTPRequest
-        from starlette.responses import JSONResponse, Response, StreamingResponse
-        from starlette.routing import Route
-    except ImportError:
-        raise ValueError(
-            "Expected starlette and uvicorn to serve with, found none. Install them with "
-            "pip install 'mb-train[serve]'."
-        ) from None
-    one_at_a_time = asyncio.Lock()
 
-    async def completions(http: HTTPRequest) -> Response:
-        try:
-            request = Request.of_json(await http.json())
-            prompts = [generator.tokens_of(prompt) for prompt in request.prompts]
-            async with one_at_a_time:
-                echoes = [await _echo(generator, request, i) for i in range(len(prompts))]
-        except ValueError as wrong:
-            return JSONResponse(error(wrong, "invalid_request_error"), status_code=400)
-        answer = Answer(request, name, generator.tokenizer)
-        if request.stream:
-            parts = events(request, answer, prompts, echoes)
-            return StreamingResponse(parts, media_type="text/event-stream")
-        found = [Completion(finish_reason="length") for _ in prompts]
-        async with one_at_a_time:
-            try:
-                async for step in _steps(generator, request, prompts):
-                    found = step
-                    if await http.is_disconnected():
-                        break
-            except ValueError as wrong:
-                return JSONResponse(error(wrong, "server_error"), status_code=500)
+    def __init__(self, generator: Generator, name: str) -> None:
+        self._generator, self._name = generator, name
+        self._one_at_a_time = asyncio.Lock()
+
+    async def understand(self, content: Any) -> Asked:
+        """A request out of its JSON.
+
+        Raises:
+            ValueError: something that is wrong with it.
+        """
+        request = Request.of_json(content)
+        prompts = [self._generator.tokens_of(prompt) for prompt in request.prompts]
+        async with self._one_at_a_time:
+            echoes = [await _echo(self._generator, request, i) for i in range(len(prompts))]
+        return Asked(
+            request, prompts, echoes, Answer(request, self._name, self._generator.tokenizer)
+        )
+
+    async def whole(self, asked: Asked, gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
+        """The answer at once; what there is of it when the client is `gone`.
+
+        Raises:
+            ValueError: it cannot be computed.
+        """
+        request, prompts, echoes, answer = asked
+        found = asked.nothing_yet()
+        async with self._one_at_a_time:
+            async for step in _steps(self._generator, request, prompts):
+                found = step
+                if await gone():
+                    break
         choices = [
             answer.choice(
                 index, answer.echo(index) + one.text, one.finish_reason, answer.told(echo, one)
             )
             for index, (one, echo) in enumerate(zip(found, echoes, strict=True))
         ]
-        return JSONResponse(answer.part(choices, usage=answer.usage(prompts, found)))
+        return answer.part(choices, usage=answer.usage(prompts, found))
 
-    async def events(
-        request: Request, answer: Answer, prompts: list[list[int]], echoes: list[Told]
-    ) -> AsyncIterator[str]:
-        found = [Completion(finish_reason="length") for _ in prompts]
+    async def events(self, asked: Asked) -> AsyncIterator[str]:
+        """The answer as server-sent events, a token at a time."""
+        request, prompts, echoes, answer = asked
+        found = asked.nothing_yet()
         texts, tokens = [0] * len(prompts), [0] * len(prompts)  # how much of each has been said
         if request.echo:
             whole = enumerate(echoes)
@@ -85,9 +94,9 @@ def application(generator: Generator, name: str) -> Starlette:
             said = [answer.choice(i, answer.echo(i), reason, echo) for i, echo in whole]
             yield event(answer.part(said))
             tokens = [len(echo.tokens) for echo in echoes]
-        async with one_at_a_time:
+        async with self._one_at_a_time:
             try:
-                async for found in _steps(generator, request, prompts):
+                async for found in _steps(self._generator, request, prompts):
                     for index, (one, echo) in enumerate(zip(found, echoes, strict=True)):
                         new = one.text[max(texts[index], 0) :]
                         if texts[index] < 0 or not (new or one.finish_reason):
@@ -103,6 +112,37 @@ def application(generator: Generator, name: str) -> Starlette:
         if request.include_usage:
             yield event(answer.part([], usage=answer.usage(prompts, found)))
         yield "data: [DONE]\n\n"
+
+
+def application(generator: Generator, name: str) -> Starlette:
+    """The ASGI application of a `Service`.
+
+    Raises:
+        ValueError: starlette is missing.
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.requests import Request as HTTPRequest
+        from starlette.responses import JSONResponse, Response, StreamingResponse
+        from starlette.routing import Route
+    except ImportError:
+        raise ValueError(
+            "Expected starlette and uvicorn to serve with, found none. Install them with "
+            "pip install 'mb-train[serve]'."
+        ) from None
+    service = Service(generator, name)
+
+    async def completions(http: HTTPRequest) -> Response:
+        try:
+            asked = await service.understand(await http.json())
+        except ValueError as wrong:
+            return JSONResponse(error(wrong, "invalid_request_error"), status_code=400)
+        if asked.request.stream:
+            return StreamingResponse(service.events(asked), media_type="text/event-stream")
+        try:
+            return JSONResponse(await service.whole(asked, http.is_disconnected))
+        except ValueError as wrong:
+            return JSONResponse(error(wrong, "server_error"), status_code=500)
 
     async def models(_: HTTPRequest) -> Response:
         about = {"id": name, "object": "model", "created": 0, "owned_by": "mb-train"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from mb_train.config import TrainConfig, whole
 from mb_train.config.resume import check_changes
 from mb_train.flags import CommandLine, resolve
-from mb_train.run_folder import SavedRun, find_checkpoint, read_saved_run
+from mb_train.run_folder import SavedRun, checkpoint_in, find_checkpoint, read_saved_run
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,11 @@ def plan(command: CommandLine) -> Plan:
         load = config.load
         if load is None:
             return Plan(config)
-    checkpoint = find_checkpoint(Path(load))
+    # Scripts that restart themselves load from where they save, the first time as well.
+    may_begin = save is not None and Path(save) == Path(load)
+    checkpoint = (find_checkpoint if may_begin else checkpoint_in)(Path(load))
     if checkpoint is None:
-        if save is not None and Path(save) == Path(load):
-            # Scripts that restart themselves load from where they save, the first time as well.
-            return Plan(dataclasses.replace(resolve(command), load=None))
-        raise ValueError(f"Expected a checkpoint in --load {load}, found none.")
+        return Plan(dataclasses.replace(resolve(command), load=None))
     saved = read_saved_run(checkpoint)
     config = resolve(command, saved.inherited())
     if "save" not in command.values and not config.finetune:

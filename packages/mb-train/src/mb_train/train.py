@@ -26,12 +26,12 @@ from mb_train import run_folder
 from mb_train.config import TrainConfig
 from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
-from mb_train.metrics import Accumulator
+from mb_train.metrics import Accumulator, IntervalStats
 from mb_train.profiling import Profiler
 from mb_train.reporting import datetime_line
 from mb_train.run import Run, Start, device_type, only_writer
 from mb_train.signals import StopFlag, stop_signals
-from mb_train.step import params_norm, train_step
+from mb_train.step import Step, params_norm, train_step
 from mb_train.tasks import Batch
 from mb_train.timers import Clock
 from mb_train.validate import evaluate, evaluate_end
@@ -114,23 +114,12 @@ def _loop(run: Run, stop: StopFlag) -> Result:
             with clock.paused():
                 _tell_profile(run, profiler, iteration - started_at)
         if run.reports(iteration) or stopped_by:
-            norm = params_norm(run) if config.log_params_norm else None
-            stats = accumulator.collect(done.grad_norm, norm, done.zeros_in_grad)
-            samples = run.progress.consumed_samples
-            report_interval(
-                run,
-                stats,
-                seconds=clock.lap(),
-                samples=samples - reported,
-                loss_scale=1.0 if run.scaler is None else run.scaler.state_dict()["scale"],
-            )
-            reported = samples
+            stats = _report(run, done, accumulator, clock, samples_before=reported)
+            reported = run.progress.consumed_samples
             first_loss = stats.lm_losses[0] if first_loss is None else first_loss
             if guard.see(stats.lm_losses, iteration):
-                diverged, stopped_by = (
-                    True,
-                    guard.reason(run.data.train, run.progress, run.batch_size),
-                )
+                diverged = True
+                stopped_by = guard.reason(run.data.train, run.progress, run.batch_size)
         run.sign_of_life(_how_far(run, started_at, time.monotonic() - begun))
         if config.eval_interval and iteration % config.eval_interval == 0:
             with clock.paused():
@@ -160,6 +149,22 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     valid_loss = next(iter(valid_losses.values()), None)
     checkpoint = None if run.folder is None else run_folder.find_checkpoint(run.folder)
     return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by, diverged)
+
+
+def _report(
+    run: Run, last: Step, accumulator: Accumulator, clock: Clock, *, samples_before: int
+) -> IntervalStats:
+    """Print and log the steps since the last report, and give what came out of them."""
+    norm = params_norm(run) if run.config.log_params_norm else None
+    stats = accumulator.collect(last.grad_norm, norm, last.zeros_in_grad)
+    report_interval(
+        run,
+        stats,
+        seconds=clock.lap(),
+        samples=run.progress.consumed_samples - samples_before,
+        loss_scale=1.0 if run.scaler is None else run.scaler.state_dict()["scale"],
+    )
+    return stats
 
 
 def _tell_profile(run: Run, profiler: Profiler, step: int) -> None:

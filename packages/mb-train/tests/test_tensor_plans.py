@@ -171,14 +171,16 @@ def test_a_norm_over_the_width_of_all_heads_is_refused():
 @pytest.mark.parametrize("release", ["2.11.0+cu130", "2.13.1"])
 def test_what_the_compiler_of_a_release_cannot_do_is_refused(monkeypatch, release):
     monkeypatch.setattr(torch, "__version__", release)
-    both, plain = (mock.Mock(recompute_granularity=mode) for mode in ("full", None))
-    blocks = [mock.Mock(), mock.Mock()]
-    if release == "2.13.1":
-        with pytest.raises(ValueError, match=r"model-parallel-size=2: the compiler of torch 2\.13"):
-            assemble._compile(blocks, both, tp_size=2)
-        assert not blocks[0].compile.called
-    else:
-        assemble._compile(blocks, both, tp_size=2)
-    for config, tp_size in ((plain, 2), (both, 1)):
-        assemble._compile(blocks, config, tp_size=tp_size)
-        assert all(block.compile.called for block in blocks)
+    again, plain, bubble = (
+        mock.Mock(recompute_granularity=mode, schedule_in_force=schedule)
+        for mode, schedule in (("full", "1f1b"), (None, "1f1b"), (None, "zbv-zero-bubble"))
+    )
+    refused = {"2.11.0+cu130": (bubble, 1), "2.13.1": (again, 2)}[release]
+    for config, tp_size in ((again, 2), (again, 1), (plain, 2), (bubble, 1)):
+        blocks = [mock.Mock(), mock.Mock()]
+        if (config, tp_size) == refused:
+            with pytest.raises(ValueError, match=r"of torch 2\.13\.1|on torch 2\.11\.0"):
+                assemble._compile(blocks, config, tp_size=tp_size)
+        else:
+            assemble._compile(blocks, config, tp_size=tp_size)
+        assert all(block.compile.called == ((config, tp_size) != refused) for block in blocks)

@@ -43,7 +43,8 @@ ROOMS = {
     "linear_cross_entropy/kernels.py": ("interpreter/test_linear_cross_entropy_kernels.py", ""),
     "exchange/routing_kernels.py": ("interpreter/test_exchange_kernels.py", "routing"),
     "exchange/kernels.py": ("interpreter/test_exchange_kernels.py", "not routing"),
-    "adamw/kernels.py": ("interpreter/test_adamw_kernels.py", ""),
+    "adamw/kernels.py": ("interpreter/test_adamw_kernels.py", "not muon"),
+    "muon/kernels.py": ("interpreter/test_adamw_kernels.py", "muon"),
     "relative_attention/kernels.py": ("interpreter/test_relative_attention_kernels.py", ""),
     **dict.fromkeys(
         (

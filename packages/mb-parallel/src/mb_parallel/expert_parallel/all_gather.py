@@ -58,7 +58,7 @@ class AllGatherDispatcher:
         x_GD = gather_rows(x_TD, self.place)
         weights_GJ, ids_GJ, _ = self.placement.unpack(gather_rows(words_TW, self.place))
         bins = mb_kernels.bin_tokens(ids_GJ, self.placement.experts_per_rank)
-        most = self.rows.most(bins, self.placement.balanced_slots(x_GD.shape[0], top_k))
+        most = self.rows.most(bins, self.placement, x_GD.shape[0], top_k)
         return Dispatched(x_GD, weights_GJ, bins, counts_E, slots, tokens, most)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:

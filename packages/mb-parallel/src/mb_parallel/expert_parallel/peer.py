@@ -220,7 +220,7 @@ class PeerDispatcher:
         x_RD, weights_RJ = _send(x_TD, weights_TK, words_TW, route)
         assert route.ids_RJ is not None
         local_bins = mb_kernels.bin_tokens(route.ids_RJ, self.placement.experts_per_rank)
-        most = self.rows.most(local_bins, self.placement.balanced_slots(memory.layout.rows, top_k))
+        most = self.rows.most(local_bins, self.placement, memory.layout.rows, top_k)
         state, stays = (route, x_TD.detach()), not self.keep_rows
         return Dispatched(
             *(x_RD, weights_RJ, local_bins, counts_E, slots, state, most),

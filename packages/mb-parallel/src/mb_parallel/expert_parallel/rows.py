@@ -25,6 +25,7 @@ from mb_kernels import Bins
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.random import rng_state, set_rng_state
 
 Policy = Literal["worst", "exact", "budget"]
@@ -53,19 +54,23 @@ class Rows:
         self.policy, self.budget = policy, budget
         self._overflow: Tensor | None = None
 
-    def most(self, bins: Bins, balanced: float) -> int | None:
+    def most(self, bins: Bins, placement: Placement, tokens: int, top_k: int) -> int | None:
         """The most slots to make room for, or None for all that could come.
 
         Args:
             bins: slots of this rank's experts.
-            balanced: how many there are when the load is equal.
+            placement: of the experts on the ranks.
+            tokens: of all ranks.
+            top_k: choices of a token.
         """
-        return None if self.policy == "worst" else self._room(bins, balanced)
+        return None if self.policy == "worst" else self._room(bins, placement, tokens, top_k)
 
+    # Takes integers: a float made of sizes is lost at a break of torch 2.13's graph in a mode.
     @_disable_dynamo
-    def _room(self, bins: Bins, balanced: float) -> int:
+    def _room(self, bins: Bins, placement: Placement, tokens: int, top_k: int) -> int:
         if self.policy == "exact" or not torch.is_grad_enabled():
             return max(int(bins.offsets_E1[-1]), 1)
+        balanced = placement.balanced_slots(tokens, top_k)
         room = max(math.ceil(self.budget * balanced), 1)
         over = bins.offsets_E1[-1] > room
         if self._overflow is None:

@@ -140,7 +140,9 @@ def test_a_text_is_scored(client):
 
 
 def test_the_model_is_named(client):
-    assert client.get("/v1/models").json()["data"][0]["id"] == "run"
+    (about,) = client.get("/v1/models").json()["data"]
+    assert about["id"] == "run"
+    assert client.get("/v1/models/run").json() == about
     assert client.get("/health").json() == {"status": "ok"}
 
 
@@ -172,6 +174,20 @@ def test_the_model_is_named(client):
 def test_a_wrong_request_is_answered_with_400(client, body, says):
     response = client.post("/v1/completions", json=body)
     assert response.status_code == 400
+    assert says in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "says"),
+    [
+        ("GET", "/v1/models/a/walk", 404, "the model 'run', got 'a/walk'"),
+        ("POST", "/v1/chat/completions", 404, "POST /v1/completions, GET /v1/models"),
+        ("GET", "/v1/completions", 405, "got GET /v1/completions"),
+    ],
+)
+def test_what_is_not_there_is_said_in_json(client, method, path, status, says):
+    response = client.request(method, path)
+    assert response.status_code == status
     assert says in response.json()["error"]["message"]
 
 

@@ -9,6 +9,7 @@ or with the archive that it unpacks, whose blocks then wait on its ``Shelf``.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -248,23 +249,25 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     for other in inherited:  # or the end of the parent would go unnoticed
         other.close()
-    servant = _Servant(connection, job, files, directory)
-    while True:
-        try:
-            command, key, value = connection.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            servant.obey(command, key, value)
-            continue
-        except (ValueError, OSError, ModuleNotFoundError) as error:
-            reply = "failed", key, error
-        except Exception:
-            reply = "failed", key, RuntimeError(f"in a worker:\n{traceback.format_exc()}")
-        try:
-            connection.send(reply)
-        except BrokenPipeError:  # the parent is gone
-            return
+    with contextlib.ExitStack() as stack:
+        targets = [stack.enter_context(path.open("r+b", buffering=0)) for path in chain(*files)]
+        servant = _Servant(connection, job, targets, directory)
+        while True:
+            try:
+                command, key, value = connection.recv()
+            except (EOFError, OSError):
+                return
+            try:
+                servant.obey(command, key, value)
+                continue
+            except (ValueError, OSError, ModuleNotFoundError) as error:
+                reply = "failed", key, error
+            except Exception:
+                reply = "failed", key, RuntimeError(f"in a worker:\n{traceback.format_exc()}")
+            try:
+                connection.send(reply)
+            except BrokenPipeError:  # the parent is gone
+                return
 
 
 class _Servant:
@@ -274,12 +277,12 @@ class _Servant:
         self,
         connection: Connection,
         job: Job,
-        files: Sequence[tuple[Path, Path, Path]],
+        targets: list[FileIO],
         directory: Path,
     ) -> None:
         self.connection = connection
         self.job = job
-        self.targets = [path.open("r+b", buffering=0) for paths in files for path in paths]
+        self.targets = targets
         self.shelf = Shelf(directory, AHEAD + 1)
         self.memory = resident_bytes() + CACHE_BYTES
 

@@ -5,8 +5,9 @@
 
 POST /v1/completions takes prompt (a text, its tokens, or several), max_tokens, temperature, top_p,
 n, stop, logprobs, stream with stream_options, echo and seed, and top_k beside them; GET /v1/models
-names the model; GET /health answers. Wrong requests get status 400 and say what was expected. One
-request is computed at a time. starlette and uvicorn come with `pip install 'mb-train[serve]'`.
+lists the model and GET /v1/models/NAME is its entry; GET /health answers. What is wrong gets
+status 400, 404 or 405 and JSON that says what was expected. One request is computed at a time.
+starlette and uvicorn come with `pip install 'mb-train[serve]'`.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ def application(generator: Generator, name: str) -> Starlette:
     """
     try:
         from starlette.applications import Starlette
+        from starlette.exceptions import HTTPException
         from starlette.requests import Request as HTTPRequest
         from starlette.responses import JSONResponse, Response, StreamingResponse
         from starlette.routing import Route
@@ -144,20 +146,36 @@ def application(generator: Generator, name: str) -> Starlette:
         except ValueError as wrong:
             return JSONResponse(error(wrong, "server_error"), status_code=500)
 
+    about = {"id": name, "object": "model", "created": 0, "owned_by": "mb-train"}
+
     async def models(_: HTTPRequest) -> Response:
-        about = {"id": name, "object": "model", "created": 0, "owned_by": "mb-train"}
         return JSONResponse({"object": "list", "data": [about]})
+
+    async def model(http: HTTPRequest) -> Response:
+        asked = http.path_params["name"]
+        if asked != name:
+            wrong = f"Expected the model {name!r}, got {asked!r}."
+            return JSONResponse(error(wrong, "invalid_request_error"), status_code=404)
+        return JSONResponse(about)
 
     async def health(_: HTTPRequest) -> Response:
         return JSONResponse({"status": "ok"})
 
-    return Starlette(
-        routes=[
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/health", health),
-        ]
-    )
+    routes = [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/health", health),
+    ]
+
+    async def refused(http: HTTPRequest, wrong: Exception) -> Response:
+        assert isinstance(wrong, HTTPException)
+        known = ", ".join(f"{min(route.methods or ())} {route.path}" for route in routes)
+        message = f"Expected one of {known}; got {http.method} {http.url.path}."
+        body = error(message, "invalid_request_error")
+        return JSONResponse(body, status_code=wrong.status_code, headers=wrong.headers)
+
+    return Starlette(routes=routes, exception_handlers={HTTPException: refused})
 
 
 def serve(generator: Generator, name: str, *, host: str, port: int) -> None:

@@ -216,6 +216,16 @@ def test_the_optimizer_may_change_without_its_state():
     assert check_changes(SAVED, config) == []
 
 
+def test_a_run_of_muon_from_before_its_matrices_were_split_goes_on_as_it_was():
+    saved = {**SAVED, "optimizer": "muon"}
+    saved.pop("muon_split_qkv", None)
+    assert inherited(saved, "run.json")["muon_split_qkv"] is False
+    (line,) = check_changes(saved, TrainConfig(**saved))
+    assert line == "--muon-split-qkv was False until now, and is True from here on"
+    assert inherited({**saved, "muon_split_qkv": True}, "run.json")["muon_split_qkv"] is True
+    assert "muon_split_qkv" not in inherited({**saved, "optimizer": "adam"}, "run.json")
+
+
 def test_what_is_taken_over():
     taken = inherited(SAVED | {"load": "a", "finetune": True}, "run.json")
     assert not {"save", "load", "finetune", "exit_interval", "no_load_optim"} & taken.keys()

@@ -17,6 +17,7 @@ from mb_train.reporting import (
     argument_lines,
     datetime_line,
     parameters_line,
+    perplexity,
     saved_line,
     saving_line,
     train_line,
@@ -280,3 +281,8 @@ def test_a_measurement_compiles_nothing():
     assert not compiled
     model(torch.ones(3, 2))
     assert compiled
+
+
+def test_a_loss_that_is_no_number_has_no_perplexity():
+    assert math.isnan(perplexity(math.nan))
+    assert perplexity(math.inf) == perplexity(30.0) == math.exp(20.0)

@@ -146,7 +146,7 @@ def summary(curves: Curves) -> list[tuple[str, str]]:
         if series:
             at = max(series)
             loss = series[at]
-            ppl = "" if loss is None else f" (PPL {math.exp(min(20.0, loss)):.2f})"
+            ppl = "" if loss is None else f" (PPL {math.exp(min(loss, 20.0)):.2f})"
             lines.append((name, f"{_words(loss)}{ppl} at iteration {at}"))
     lines.append(("tokens per second", f"{median(curves.tokens_per_s.values()):,.0f}, the median"))
     for name, series, digits in (("ms a step", curves.step_ms, 1), ("MFU", curves.mfu, 3)):

@@ -100,8 +100,8 @@ def wikitext(trained: Trained, path: Path, options: EvalOptions) -> dict[str, fl
     ratio = (len(tokens) - 1) / (original - 1)
     return {
         "loss": loss,
-        "ppl": math.exp(min(20.0, loss)),
-        "adjusted_ppl": math.exp(min(20.0, loss * ratio)),
+        "ppl": math.exp(min(loss, 20.0)),
+        "adjusted_ppl": math.exp(min(loss * ratio, 20.0)),
         "token_ratio": ratio,
         "tokens": len(tokens),
         "original_tokens": original,
@@ -123,7 +123,7 @@ def perplexity(trained: Trained, path: Path, options: EvalOptions) -> dict[str, 
     loss = total / scored
     return {
         "loss": loss,
-        "ppl": math.exp(min(20.0, loss)),
+        "ppl": math.exp(min(loss, 20.0)),
         "bits_per_byte": total / math.log(2) / size,
         "tokens": sum(map(len, encoded)),
         "bytes": size,

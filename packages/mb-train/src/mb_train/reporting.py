@@ -116,5 +116,5 @@ def measured_line(place: str, values: Mapping[str, float]) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp of a loss in nats, capped as in Megatron."""
-    return math.exp(min(20.0, loss))
+    """exp of a loss in nats, capped as in Megatron; NaN of NaN, for which the order matters."""
+    return math.exp(min(loss, 20.0))

@@ -37,6 +37,8 @@ def inherited(saved: Mapping[str, Any], source: str) -> dict[str, Any]:
                 f"{source} holds {name!r}, which this version does not know{hint}. It was written "
                 "by another version: take that one, or give the file a field that exists."
             )
+    if saved.get("optimizer") == "muon":  # before there was the field, Muon took them whole
+        saved = {"muon_split_qkv": False, **saved}
     return {name: value for name, value in saved.items() if known[name] != "own"}
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mb_train.reporting import perplexity
 from mb_train.run_folder import LOG_FILE
 from mb_train.run_log import read_log
 
@@ -146,7 +147,7 @@ def summary(curves: Curves) -> list[tuple[str, str]]:
         if series:
             at = max(series)
             loss = series[at]
-            ppl = "" if loss is None else f" (PPL {math.exp(min(loss, 20.0)):.2f})"
+            ppl = "" if loss is None else f" (PPL {perplexity(loss):.2f})"
             lines.append((name, f"{_words(loss)}{ppl} at iteration {at}"))
     lines.append(("tokens per second", f"{median(curves.tokens_per_s.values()):,.0f}, the median"))
     for name, series, digits in (("ms a step", curves.step_ms, 1), ("MFU", curves.mfu, 3)):

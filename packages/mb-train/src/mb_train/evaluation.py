@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mb_train import reporting
 from mb_train.loading import Trained
 from mb_train.scoring import continuation, rolling, score
 
@@ -100,8 +101,8 @@ def wikitext(trained: Trained, path: Path, options: EvalOptions) -> dict[str, fl
     ratio = (len(tokens) - 1) / (original - 1)
     return {
         "loss": loss,
-        "ppl": math.exp(min(loss, 20.0)),
-        "adjusted_ppl": math.exp(min(loss * ratio, 20.0)),
+        "ppl": reporting.perplexity(loss),
+        "adjusted_ppl": reporting.perplexity(loss * ratio),
         "token_ratio": ratio,
         "tokens": len(tokens),
         "original_tokens": original,
@@ -123,7 +124,7 @@ def perplexity(trained: Trained, path: Path, options: EvalOptions) -> dict[str, 
     loss = total / scored
     return {
         "loss": loss,
-        "ppl": math.exp(min(loss, 20.0)),
+        "ppl": reporting.perplexity(loss),
         "bits_per_byte": total / math.log(2) / size,
         "tokens": sum(map(len, encoded)),
         "bytes": size,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mb_train.config import TrainConfig
+from mb_train.reporting import perplexity
 
 
 class Board(Protocol):
@@ -102,7 +103,7 @@ def scalars(
         shown = {f"{name} {kind}": loss for name, loss in values["losses"].items()}
         if config is None or config.log_validation_ppl_to_tensorboard:
             losses = values["losses"].items()
-            shown |= {f"{name} {kind} ppl": math.exp(min(loss, 20.0)) for name, loss in losses}
+            shown |= {f"{name} {kind} ppl": perplexity(loss) for name, loss in losses}
         return shown
     if event != "train":
         return {}

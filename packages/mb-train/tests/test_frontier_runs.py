@@ -57,14 +57,14 @@ def test_the_default_points_are_the_papers_families_small_first(frontier):
     assert done.returncode == 0, done.stderr
     found = configs(calls["train"])
     names = [Path(config.save).name for config in found]
-    assert names[:5] == ["dense-17m", "dmoe-17m", "moe1-17m", "moe1.5-17m", "moe2-17m"]
+    assert names[:6] == [f"{f}-17m" for f in ("dense", "dmoe", "fine", "moe1", "moe1.5", "moe2")]
     assert names[-4:] == ["moe2-125m", "dense-46m@2", "dmoe-46m@2", "dense-356m"]
-    assert len(names) == 18
-    hidden = [config.hidden_size for config in found[:15]]
-    assert hidden == 5 * [256] + 5 * [512] + 5 * [768]
-    capacities = [(c.moe_num_experts, c.moe_capacity_factor) for c in found[:5]]
-    assert capacities == [(None, 0.0), (64, 0.0), (64, 1.0), (64, 1.5), (64, 2.0)]
-    assert [config.seed for config in found] == 15 * [1234] + 2 * [2] + [1234]
+    assert len(names) == 21
+    hidden = [config.hidden_size for config in found[:18]]
+    assert hidden == 6 * [256] + 6 * [512] + 6 * [768]
+    capacities = [(c.moe_num_experts, c.moe_capacity_factor) for c in found[:6]]
+    assert capacities == [(None, 0.0), (64, 0.0), (128, 0.0), (64, 1.0), (64, 1.5), (64, 2.0)]
+    assert [config.seed for config in found] == 18 * [1234] + 2 * [2] + [1234]
     for config in found:
         assert config.global_batch_size * config.seq_length * config.train_iters <= 8_000_000
         assert config.train_iters % config.eval_interval == 0  # the last loss is the end's
@@ -75,13 +75,26 @@ def test_the_default_points_are_the_papers_families_small_first(frontier):
         assert (config.global_batch_size, config.micro_batch_size) == (256, 128)
         assert config.eval_iters * config.global_batch_size == 1024
         assert config.init_method_std == 0.04
-        weights = (config.moe_router_topk_scaling_factor, config.moe_loss_weight)
-        assert config.moe_num_experts is None or weights == (8.0, 0.01)
-        assert config.moe_router_lr_mult == (1.0 if config.moe_num_experts is None else 0.1)
+        if config.moe_num_experts is not None:
+            assert (config.moe_loss_weight, config.moe_first_k_dense) == (0.01, 1)
+        if config.moe_num_experts == 64:
+            weights = (config.moe_router_topk_scaling_factor, config.moe_router_lr_mult)
+            assert weights == (8.0, 0.1)
         assert config.optimizer == "muon"
         assert config.lr_decay_style == "cosine"
-    assert [config.lr for config in found[::5][:3]] == [8e-3, 6e-3, 4e-3]
+    assert [config.lr for config in found[::6][:3]] == [8e-3, 6e-3, 4e-3]
     assert calls["report"][-1].count("--frontier") == 1
+
+
+@pytest.mark.parametrize("size", ["17m", "46m", "125m", "356m"])
+def test_fine_experts_are_twice_as_many_half_as_wide(frontier, size):
+    _, calls = frontier(f"dmoe-{size}", f"fine-{size}")
+    whole, fine = configs(calls["train"])
+    assert fine.moe_num_experts == 2 * whole.moe_num_experts
+    assert fine.moe_top_k == 2 * whole.moe_top_k
+    assert 2 * fine.moe_ffn_hidden_size == (whole.moe_ffn_hidden_size or 4 * whole.hidden_size)
+    assert (fine.moe_renormalize, fine.moe_router_topk_scaling_factor) == (True, 1.0)
+    assert fine.moe_router_lr_mult == 1
 
 
 def test_rates_by_size_and_for_experts(frontier):

@@ -151,11 +151,12 @@ def read_run(folder: Path) -> FrontierRun:
 
 
 def family_of(config: dict[str, Any]) -> str:
-    """What a run is compared as: "dense", "dMoE", or "MoE cf 1.5"."""
+    """What a run is compared as: "dense", "dMoE", "dMoE top-2", or "MoE cf 1.5"."""
     if not config.get("moe_num_experts"):
         return "dense"
-    factor = config.get("moe_capacity_factor")
-    return f"MoE cf {factor:g}" if factor else "dMoE"
+    factor, chosen = config.get("moe_capacity_factor"), config.get("moe_top_k", 1)
+    family = f"MoE cf {factor:g}" if factor else "dMoE"
+    return family if chosen == 1 else f"{family} top-{chosen}"
 
 
 def points_of(runs: Iterable[FrontierRun]) -> list[Point]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = ("#0b6e4f", "#e07a1f", "#b5179e", "#3a86ff", "#6c757d", "#8d6e0f")
-_FIXED = {"dense": "#222222", "dMoE": "#d1202f"}
+_FIXED = {"dense": "#222222", "dMoE": "#d1202f", "dMoE top-2": "#7f0f1d"}
 _DASHES = ("-", "--", "-.", ":")
 
 
@@ -57,7 +57,7 @@ def _numbers(runs: Sequence[FrontierRun], points: Sequence[Point]) -> dict[str, 
         _comparison(point, speed_up(point, family, noise), points)
         for point in points
         for name, family in families.items()
-        if (point.family == "dMoE" or name == "dense") and point.family != name
+        if (_is_dropless(point.family) or name == "dense") and point.family != name
     ]
     return {
         "device": runs[0].device,
@@ -109,6 +109,8 @@ def _words(found: dict[str, Any]) -> str:
             f"{len(p['runs'])} seed{'s' if len(p['runs']) > 1 else ''})"
         )
     for c in found["speed_ups"]:
+        if c["lower_bound"] and c["speed_up"] < 1 and c["same_size_speed_up"] is None:
+            continue  # that family has smaller sizes alone: "later than 0.4 x" says nothing
         if c["speed_up"] is None:
             said = "its curve begins below that loss"
         elif c["lower_bound"]:
@@ -186,7 +188,11 @@ def _name_sizes(axis: Axes, of_family: Sequence[Point], points: Sequence[Point])
 
 def _rank(family: str) -> tuple[int, str]:
     """Dense, then experts by capacity, then those without one."""
-    return ({"dense": 0, "dMoE": 2}.get(family, 1), family)
+    return (0 if family == "dense" else 2 if _is_dropless(family) else 1, family)
+
+
+def _is_dropless(family: str) -> bool:
+    return family.startswith("dMoE")
 
 
 def _colors(runs: Sequence[FrontierRun]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The frontier of validation loss against training time: dense models, MoEs with capacity factor 1, 1.5
-# and 2, and dMoEs (64 experts, top-1), each size trained once to the end of its schedule.
+# and 2, dMoEs (64 experts, top-1), and dMoEs of twice as many experts half as wide, two for a token, each
+# size trained once to the end of its schedule.
 #
 #   frontier.sh --data PREFIX --out FOLDER [options] [POINT ...] [-- flags of mb-train]
 #   frontier.sh --data data/machine_text_document --out runs/frontier --minutes 9
@@ -12,20 +13,21 @@
 #   --keep          keep the checkpoints of finished points; a dmoe-125m is 44 GB
 #   --dry-run       say what would be run, and what mb-train plan says of it
 #   --gpu NAME      the GPU to plan for (H200, ...), if it is not the one here
-#   POINT           FAMILY-SIZE, of families dense, moe1, moe1.5, moe2, dmoe and the recipes' sizes, with
-#                   @SEED for another seed; default 17m, 46m, 125m of all, dense-46m and dmoe-46m with a
-#                   second seed, and dense-356m, so that the dense curve reaches the losses of experts
+#   POINT           FAMILY-SIZE, of families dense, moe1, moe1.5, moe2, dmoe, fine and the recipes' sizes,
+#                   with @SEED for another seed; default 17m, 46m, 125m of all, dense-46m and dmoe-46m with
+#                   a second seed, and dense-356m, so that the dense curve reaches the losses of experts
 #
 # All points see the same sequences in the same order, in steps of 256, half the paper's, with Muon,
 # which after 800 steps of 128 is 0.3 ahead of Adam, with experts and without. The schedule is the
 # paper's, scaled: cosine to a tenth, clipping at 1; warm-up is a tenth, since there are few steps, and
 # dropout is 0. First weights are wider (0.04) than the paper's 0.01, from which small
 # dense models hardly learn in so few steps. Of models with experts the first layer is dense: a router there
-# hardly decides, sends most of the text to one expert, and cost 0.04 and one run of two. Experts
-# are weighed by 8 times their softmax score, since the score of one of 64 begins near 0.1, their balance loss
-# weighs 0.01, and their routers learn at a tenth of the rate. Peak rates by size: LR_17M, LR_46M, LR_125M and
-# LR_356M (8e-3, 6e-3, 4e-3 and 3e-3; the last two untried), times LR_EXPERTS (1) for those with experts. What
-# each is worth: benchmarks/results, frontier.
+# hardly decides, sends most of the text to one expert, and cost 0.04 and one run of two. One expert of 64 is
+# weighed by 8 times its softmax score, which begins near 0.1, and such routers learn at a tenth of the
+# rate. The two of `fine` share a weight of 1, and their routers learn at the full rate, which is 0.01 better
+# there. The balance loss weighs 0.01. Peak rates by size: LR_17M, LR_46M, LR_125M and LR_356M (8e-3, 6e-3, 4e-3
+# and 3e-3; only the first is tuned), times LR_EXPERTS (1) for those with experts. What each is worth:
+# benchmarks/results, frontier.
 #
 # A point that finished is not run again. One that was stopped goes on from its checkpoint, to the step.
 # At the end, and after every point, mb-train report --frontier draws what there is.
@@ -62,28 +64,35 @@ if [ "$steps" -lt 1 ]; then
     exit 2
 fi
 if [ ${#points[@]} = 0 ]; then
-    for size in 17m 46m 125m; do points+=({dense,dmoe,moe1,moe1.5,moe2}-$size); done
+    for size in 17m 46m 125m; do points+=({dense,dmoe,fine,moe1,moe1.5,moe2}-$size); done
     points+=(dense-46m@2 dmoe-46m@2 dense-356m)
 fi
 
 flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
-    local rate=LR_${2^^} scale=1
+    local rate=LR_${2^^} scale=1 half # of a feed-forward layer
     case $2 in
-        17m) rate=${!rate:-8e-3} ;;
-        46m) rate=${!rate:-6e-3} ;;
-        125m) rate=${!rate:-4e-3} ;;
-        *) rate=${!rate:-3e-3} ;;
+        17m) rate=${!rate:-8e-3} half=512 ;;
+        46m) rate=${!rate:-6e-3} half=1024 ;;
+        125m) rate=${!rate:-4e-3} half=1536 ;;
+        356m) rate=${!rate:-3e-3} half=2048 ;;
+        *) echo "frontier.sh: expected the size 17m, 46m, 125m or 356m, got $2" >&2; exit 2 ;;
     esac
     case $1 in
         dense) printf '%s\n' --recipe "dense-$2" ;;
-        dmoe) printf '%s\n' --recipe "dmoe-$2" ;;
+        dmoe | fine) printf '%s\n' --recipe "dmoe-$2" ;;
         moe*) printf '%s\n' --recipe "moe-$2" --moe-capacity-factor "${1#moe}" ;;
-        *) echo "frontier.sh: expected dense, dmoe or moeFACTOR before the size, got $1" >&2; exit 2 ;;
+        *) echo "frontier.sh: expected dense, dmoe, fine or moeFACTOR before the size, got $1" >&2; exit 2 ;;
+    esac
+    case $1 in
+        dense) ;;
+        fine)
+            printf '%s\n' --moe-num-experts 128 --moe-ffn-hidden-size "$half" --moe-top-k 2 --moe-renormalize
+            ;;
+        *) printf '%s\n' --moe-router-topk-scaling-factor 8 --moe-router-lr-mult 0.1 ;;
     esac
     if [ "$1" != dense ]; then
         scale=${LR_EXPERTS:-1}
-        printf '%s\n' --moe-router-topk-scaling-factor 8 --moe-loss-weight 0.01 \
-            --moe-router-lr-mult 0.1 --moe-first-k-dense 1
+        printf '%s\n' --moe-loss-weight 0.01 --moe-first-k-dense 1
     fi
     awk -v r="$rate" -v s="$scale" 'BEGIN { printf "--lr\n%g\n--min-lr\n%g\n", r * s, r * s / 10 }'
     printf '%s\n' --seed "${3:-1234}" --data-path "$data" --train-iters "$steps" --optimizer muon \

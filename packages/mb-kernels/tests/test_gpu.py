@@ -13,6 +13,8 @@ from mb_kernels import (
     gather,
     grouped_gemm,
     linear_cross_entropy,
+    muon_momentum,
+    muon_step,
     reference,
     router_losses,
     topk_softmax,
@@ -435,6 +437,13 @@ def test_on_a_device_that_is_not_the_current_one():
         adamw_step(*lists, **scalars, **options)
         results.append(weight.cpu())
     assert_close("weight", results[1], results[0])
+
+    zero, one = torch.zeros((), device="cuda:1"), torch.ones((), device="cuda:1")
+    weight, buffer = torch.zeros(2, 40, device="cuda:1")
+    rates = {"momentum": 0.5, "grad_scale": one, "found_inf": zero, "dtype": torch.float32}
+    direction = muon_momentum(torch.ones_like(weight), buffer, **rates)
+    muon_step(weight, direction, None, size=2.0, decay=0.0, found_inf=zero)
+    assert weight.tolist() == [-1.5] * 40
     assert torch.cuda.current_device() == 0
 
 

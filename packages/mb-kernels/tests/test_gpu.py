@@ -388,8 +388,11 @@ def test_debug_refuses_ids_of_no_expert_but_not_in_a_capture(monkeypatch):
     with pytest.raises(ValueError, match=r"expected 0 to 1, or -1 or 2 .* got 7 at \[0, 1\]"):
         bin_tokens(ids, 2)
     bin_tokens(ids % 2, 2)
+    x, labels = torch.zeros(2, 16, device="cuda"), torch.zeros(2, dtype=torch.long, device="cuda")
+    linear_cross_entropy(x, x, labels)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         bin_tokens(ids, 2)
+        linear_cross_entropy(x, x, labels)
 
 
 def test_sizes_the_kernels_cannot_take():

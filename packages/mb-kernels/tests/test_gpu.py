@@ -13,6 +13,8 @@ from mb_kernels import (
     gather,
     grouped_gemm,
     linear_cross_entropy,
+    muon_momentum,
+    muon_step,
     reference,
     router_losses,
     topk_softmax,
@@ -354,8 +356,8 @@ def test_compiles_without_a_graph_break():
 @pytest.mark.parametrize(("activation", "top_k"), [("geglu", 2), ("relu", 1)])
 def test_a_warm_layer_compiles_nothing(activation, top_k, monkeypatch):
     sizes = {"tokens": 272, "hidden_size": 208, "ffn_hidden_size": 176, "num_experts": 8}
-    count = warm_up(**sizes, top_k=top_k, activation=activation).result(timeout=120)
-    assert count > 10
+    more = {"top_k": top_k, "activation": activation, "renormalize": True}
+    assert warm_up(**sizes, **more).result(timeout=120) > 10
     compiled = []
     hook = "jit_cache_hook"
     monkeypatch.setattr(knobs.runtime, hook, lambda **given: compiled.append(given["fn"].name))
@@ -386,8 +388,11 @@ def test_debug_refuses_ids_of_no_expert_but_not_in_a_capture(monkeypatch):
     with pytest.raises(ValueError, match=r"expected 0 to 1, or -1 or 2 .* got 7 at \[0, 1\]"):
         bin_tokens(ids, 2)
     bin_tokens(ids % 2, 2)
+    x, labels = torch.zeros(2, 16, device="cuda"), torch.zeros(2, dtype=torch.long, device="cuda")
+    linear_cross_entropy(x, x, labels)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         bin_tokens(ids, 2)
+        linear_cross_entropy(x, x, labels)
 
 
 def test_sizes_the_kernels_cannot_take():
@@ -435,6 +440,13 @@ def test_on_a_device_that_is_not_the_current_one():
         adamw_step(*lists, **scalars, **options)
         results.append(weight.cpu())
     assert_close("weight", results[1], results[0])
+
+    zero, one = torch.zeros((), device="cuda:1"), torch.ones((), device="cuda:1")
+    weight, buffer = torch.zeros(2, 40, device="cuda:1")
+    rates = {"momentum": 0.5, "grad_scale": one, "found_inf": zero, "dtype": torch.float32}
+    direction = muon_momentum(torch.ones_like(weight), buffer, **rates)
+    muon_step(weight, direction, None, size=2.0, decay=0.0, found_inf=zero)
+    assert weight.tolist() == [-1.5] * 40
     assert torch.cuda.current_device() == 0
 
 

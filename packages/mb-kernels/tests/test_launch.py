@@ -5,18 +5,17 @@ import subprocess
 import sys
 import threading
 import types
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
 from mb_kernels import warm_up
 from mb_kernels.runtime import launch as launching
 from mb_kernels.runtime.descriptors import matrices
 from mb_kernels.targets.gate import kernel_modules
 from triton import knobs
+from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
 
@@ -169,25 +168,58 @@ def test_another_private_call_falls_back_to_the_public_one(launches, monkeypatch
     assert not launching._direct
 
 
-def test_what_is_compiled_ahead_is_compiled_in_threads():
-    threads = set()
+class Later(Kernel):
+    """A kernel whose compilation waits for ``go``; its log has the thread of each stage."""
 
-    class Later:
-        def warmup(self, x, n, *, grid, **constants):
-            def build():
-                threads.add(threading.current_thread())
-                return (x, n, grid, constants)
+    def __init__(self):
+        super().__init__()
+        self.go, self.src, self.metadata, self.compiled = threading.Event(), "src", "metadata", []
 
-            triton.runtime._async_compile.active_mode.get().submit(n, build, built.append)
+    def warmup(self, x, n, *, grid, **constants):
+        def build():
+            assert self.go.wait(60)
+            self.log.append(("build", threading.current_thread()))
+            return self
 
-    built: list[Any] = []
-    launches = [launching.Launch(Later(), (3, n), (X, n), {"E": n}) for n in range(5)]
-    launching.compile_beside(launches, 2)
-    assert sorted(n for _, n, _, _ in built) == list(range(5))
-    assert all(grid == (3, n) and constants == {"E": n} for _, n, grid, constants in built)
-    assert threads
-    assert threading.current_thread() not in threads
-    assert triton.runtime._async_compile.active_mode.get() is None
+        return active_mode.get().submit(self, build, self.compiled.append)
+
+    def launcher(self, src, metadata):
+        assert (src, metadata) == ("src", "metadata")
+        self.log.append(("launcher", threading.current_thread()))
+
+
+@pytest.fixture
+def later(launches, monkeypatch):
+    """A kernel being compiled for ``X``, 17 and ``{"E": 4}``, and the thread that is at it."""
+    kernel = Later()
+    monkeypatch.setattr(launching.driver.active, "launcher_cls", kernel.launcher, raising=False)
+    listed = [launching.Launch(kernel, (3, 2), (X.to("meta"), 17), {"E": 4})]
+    ahead = threading.Thread(target=launching.compile_beside, args=(listed, 2))
+    ahead.start()
+    while not launching._under_way:
+        assert ahead.is_alive()
+        ahead.join(0.001)
+    yield kernel, ahead
+    kernel.go.set()
+    ahead.join()
+    assert not launching._under_way
+
+
+def test_what_is_compiled_ahead_is_compiled_in_threads(later):
+    kernel, ahead = later
+    kernel.go.set()
+    ahead.join()
+    assert who(kernel.log) == ["build", "launcher"]
+    assert not {t for _, t in kernel.log} & {ahead, threading.current_thread()}
+    assert kernel.compiled == [kernel]
+
+
+def test_a_launch_waits_for_what_is_compiled_ahead(later, launches):
+    kernel, _ = later
+    launches((X, 16, {"E": 4}), kernel=kernel)  # another, which nobody is at
+    threading.Timer(0.05, kernel.go.set).start()
+    launches((X, 17, {"E": 4}), kernel=kernel)
+    assert who(kernel.log) == ["triton", "build", "launcher", "triton"]
 
 
 def test_a_cpu_has_nothing_to_warm_up():

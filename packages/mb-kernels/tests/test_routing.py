@@ -1,5 +1,7 @@
 """Routing against loops in plain Python; gradients against autograd of the reference."""
 
+import types
+
 import pytest
 import torch
 from mb_kernels import bin_tokens, reference, topk_softmax
@@ -114,6 +116,16 @@ def test_debug_passes_ids_that_route_or_mark_nobody(monkeypatch):
     monkeypatch.setattr(registration, "_debug", True)
     assert bin_tokens(ids, 2).order_N.tolist() == [0, 1, 2, 3]
     assert bin_tokens(ids[:0], 2).tokens_per_expert_E.tolist() == [0, 0]
+
+
+def test_debug_looks_at_nothing_while_a_graph_is_captured(monkeypatch):
+    on_gpu, on_cpu = types.SimpleNamespace(is_cuda=True), torch.zeros(1)
+    assert not registration.debugging(on_cpu)
+    monkeypatch.setattr(registration, "_debug", True)
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        assert registration.debugging(on_gpu) is not capturing
+        assert registration.debugging(on_cpu)
 
 
 @pytest.mark.parametrize(

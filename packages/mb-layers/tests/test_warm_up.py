@@ -24,9 +24,11 @@ def test_a_layer_is_described_as_it_will_call(monkeypatch):
     expected = {
         "tokens": 64, "hidden_size": 48, "ffn_hidden_size": 112, "num_experts": 4, "top_k": 2,
         "activation": "swiglu", "dtype": torch.bfloat16, "bias_dtype": None,
-        "score_function": "softmax", "recompute": False, "ranks": 1, "device": "cpu",
+        "score_function": "softmax", "renormalize": False, "recompute": False,
+        "ranks": 1, "device": "cpu",
     }  # fmt: skip
     assert told(monkeypatch, activation="swiglu") == expected
+    assert told(monkeypatch, renormalize=True)["renormalize"]
     other = {"score_function": "sigmoid", "mlp_bias": True, "recompute": True}
     found = told(monkeypatch, **other)
     assert found["bias_dtype"] == torch.float32

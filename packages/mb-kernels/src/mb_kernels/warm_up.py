@@ -3,7 +3,8 @@
 Triton compiles a kernel when it is launched for the first time, so that a layer's first forward and
 backward wait for some twenty of them in turn. Here the ops run on tensors without memory; what they
 would launch is listed, which is quick, and then compiled in threads, beside whatever the caller
-does next: all but a twentieth of the work is done where Python's lock is free.
+does next: of 10 s of work little more than 1 holds Python's lock (OLMoE's layer, Triton 3.6). What
+few layers launch comes last.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
@@ -31,6 +32,7 @@ def warm_up(
     dtype: torch.dtype = torch.bfloat16,
     bias_dtype: torch.dtype | None = None,
     score_function: str = "softmax",
+    renormalize: bool = False,
     recompute: bool = False,
     ranks: int = 1,
     device: torch.device | str | None = None,
@@ -49,6 +51,7 @@ def warm_up(
         dtype: of x and weights; the router's logits are fp32.
         bias_dtype: of the experts' biases, if they have some.
         score_function: of the router, "softmax" or "sigmoid".
+        renormalize: as ``topk_softmax`` will be told.
         recompute: as ``expert_mlp`` will be told.
         ranks: P ranks that share out the experts, P dividing E: then what they need to exchange
             tokens is compiled too, but for the exchange itself, and E / P experts for the tokens of
@@ -81,12 +84,10 @@ def warm_up(
     from mb_kernels.runtime.registration import device_of
 
     with device_of(here), assume(partial(plan_on, here.device)), record() as launches:
-        if score_function == "sigmoid":  # whose scores are chosen from in plain PyTorch
-            rehearse_bins(tokens, num_experts, top_k)
-            rehearse_losses(tokens, num_experts, sigmoid=True)
-        else:
-            for renormalize in (False, True):
-                rehearse_routing(tokens, num_experts, top_k, renormalize)
+        sigmoid = score_function == "sigmoid"  # whose scores are chosen from in plain PyTorch
+        if not sigmoid:
+            rehearse_softmax(tokens, num_experts, top_k, renormalize)
+        rehearse_bins(tokens, num_experts, top_k)
         per_rank = num_experts // ranks
         choices = min(top_k, per_rank)
         if ranks > 1:
@@ -101,6 +102,7 @@ def warm_up(
             training=training,
             ranks=ranks,
         )
+        rehearse_losses(tokens, num_experts, sigmoid=sigmoid)
 
     def compile_all() -> int:
         with device_of(here):  # the current device is a thread's own
@@ -114,10 +116,10 @@ def warm_up(
         pool.shutdown(wait=False)
 
 
-def rehearse_routing(
+def rehearse_softmax(
     tokens: int, experts: int, top_k: int, renormalize: bool, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Softmax routing and its losses, forward and backward, on tensors without memory."""
+    """``topk_softmax``, forward and backward, on tensors without memory."""
     from mb_kernels.routing import kernels as routing
 
     wide = partial(_empty, dtype=torch.float32)
@@ -126,8 +128,6 @@ def rehearse_routing(
     routing.topk_softmax(logits, top_k, renormalize)
     for d_probs in (probs, None):
         routing.topk_softmax_backward(weights, d_probs, probs, weights, ids, renormalize)
-    rehearse_bins(tokens, experts, top_k)
-    rehearse_losses(tokens, experts, dtype)
 
 
 def rehearse_bins(tokens: int, experts: int, top_k: int) -> None:

@@ -1,10 +1,13 @@
 """The optimizers' kernels in Triton's interpreter against their twins."""
 
+import contextlib
+
 import mb_kernels
 import pytest
 import torch
 from mb_kernels import reference
 from mb_kernels.adamw import kernels
+from mb_kernels.muon import op as muon
 
 HYPER = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 # Odd, empty, of several runs of 32,768 elements, beyond one block, a scalar.
@@ -94,7 +97,7 @@ def test_muons_passes_equal_their_twins(grad, copy, found_inf):
         results = []
         for module in (mb_kernels, reference):
             m, w = buffer.clone(), weight.clone()
-            c = None if copy is None else weight.to(copy)
+            c = None if copy is None else torch.full_like(weight, 7, dtype=copy)
             direction = module.muon_momentum(
                 given, m, momentum=0.95, grad_scale=torch.tensor(4.0), dtype=torch.float16, **flags
             )
@@ -106,3 +109,26 @@ def test_muons_passes_equal_their_twins(grad, copy, found_inf):
         if found_inf:
             assert torch.equal(results[0][1], buffer)
             assert torch.equal(results[0][2], weight)
+            assert copy is None or (results[0][3] == 7).all()
+
+
+def test_muons_kernels_run_where_their_tensors_are(monkeypatch):
+    given, here = [], []
+
+    @contextlib.contextmanager
+    def device_of(x):
+        given.append(x)
+        here.append(x)
+        yield
+        here.pop()
+
+    def step(x, *tensors, **numbers):
+        assert here[0] is x
+
+    monkeypatch.setattr(muon.registration, "device_of", device_of)
+    monkeypatch.setattr(muon, "_implementation", lambda *_: step)
+    grad, weight, flag = torch.ones(3), torch.ones(3), torch.tensor(0.0)
+    mb_kernels.muon_momentum(grad, weight, momentum=0.5, grad_scale=flag, found_inf=flag)
+    mb_kernels.muon_step(weight, grad, None, size=0.1, decay=0.0, found_inf=flag)
+    assert given[0] is grad
+    assert given[1] is weight

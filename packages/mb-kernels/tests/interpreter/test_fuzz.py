@@ -4,7 +4,7 @@
 
 runs that many seeds and prints those that fail; CI runs a few dozen. A draw is all a user may
 choose: sizes (none and one among them), dropped slots, capacity, dtypes, activation, biases, the
-bound on rows, what is kept, which inputs have gradients, and where tensors lie in memory.
+bound on rows, what is kept, which inputs have gradients, where tensors lie in memory, and in whose.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows, V vocabulary.
 """
@@ -21,6 +21,7 @@ import torch
 from mb_kernels import is_glu, reference
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS
 from mb_kernels.block_sparse.reference import BLOCK, Topology, make_matrix
+from mb_kernels.exchange import pack_routing, unpack_routing
 from mb_kernels.testing import NUMBERED, ROUTINGS, TOLERANCES, error, make_expert_ids
 
 ACTIVATIONS = (*GLU_ACTIVATIONS, *NUMBERED, *PLAIN_ACTIVATIONS)
@@ -47,9 +48,9 @@ class Dice:
         self.generator = torch.Generator().manual_seed(seed)
         pick = self.choice.choice
         self.tokens = pick((0, 1, 2, self.choice.randrange(3, 40), self.choice.randrange(3, 40)))
-        self.hidden, self.ffn = (16 * self.choice.randrange(1, 5) for _ in "DF")
+        self.hidden, self.ffn = (16 * pick((1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 17)) for _ in "DF")
         self.experts = self.choice.randrange(1, 9)
-        self.top_k = self.choice.randrange(1, min(self.experts, 4) + 1)
+        self.top_k = pick((self.choice.randrange(1, min(self.experts, 4) + 1), self.experts))
         self.dtype = pick((torch.float32, torch.float16))
 
     def sometimes(self, share: float = 0.5) -> bool:
@@ -66,7 +67,8 @@ class Dice:
             routing, self.tokens, self.experts, self.top_k, generator=self.generator
         )
         if self.sometimes(0.3):
-            nobody = torch.rand(ids.shape, generator=self.generator) < 0.2
+            share = self.choice.choice((0.2, 0.2, 1))
+            nobody = torch.rand(ids.shape, generator=self.generator) < share
             ids = torch.where(nobody, self.choice.choice((-1, self.experts)), ids)
         capacity = self.choice.choice((None, None, self.choice.randrange(9)))
         bins = reference.bin_tokens(ids, self.experts, capacity=capacity)
@@ -74,9 +76,18 @@ class Dice:
         names = ("order", "inverse", "counts", "offsets")
         return dict(zip(names, bins, strict=True)), weights
 
+    def expanded(self, t: torch.Tensor) -> torch.Tensor:
+        """Perhaps its first row, or number of a row, in place of all of them, in memory once."""
+        if not t.is_floating_point() or 0 in t.shape or t.ndim < 2 or self.sometimes(0.9):
+            return t
+        dim = self.choice.randrange(t.ndim)
+        return t.narrow(dim, 0, 1).expand(t.shape)
+
     def somewhere(self, t: torch.Tensor) -> torch.Tensor:
         """The same values, perhaps with gaps, in another order, or off 16 bytes."""
         how = self.choice.choice(("here", "here", "gaps", "order", "transposed", "behind", "part"))
+        if t.ndim > 1 and 0 in t.stride():
+            return t  # stays expanded
         if how == "transposed" and t.ndim > 1:
             return t.mT.contiguous().mT
         if how == "gaps":
@@ -94,6 +105,52 @@ class Dice:
 
 def _bins(t: dict[str, torch.Tensor]) -> mb_kernels.Bins:
     return mb_kernels.Bins(*(t.pop(n) for n in ("order", "inverse", "counts", "offsets")))
+
+
+class _ToHome(torch.autograd.Function):
+    """x, whose gradient comes to the homes of its rows."""
+
+    @staticmethod
+    def forward(ctx, x, homes):
+        ctx.homes = homes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        assert dx.isnan().all()
+        return ctx.homes.received(), None
+
+
+class _FromHome(torch.autograd.Function):
+    """What came home in place of what the op returns."""
+
+    @staticmethod
+    def forward(ctx, y, homes):
+        assert y.isnan().all()
+        return homes.received()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+class Homes:
+    """Memory of so many ranks, apart from each other, for rows of the tokens in ``x``."""
+
+    def __init__(self, x: torch.Tensor, ranks: int) -> None:
+        self.shape, self.rows = x.shape, x.shape[0] // ranks
+        self.memory = x.new_full((ranks, self.rows + 1, x.shape[1]), 7)  # a row that nobody writes
+        self.received()
+        self.order = list(reversed(range(ranks)))
+        self.addresses = torch.tensor([self.memory[i].data_ptr() for i in self.order])
+
+    def received(self) -> torch.Tensor:
+        """Rows by token, zeros if nothing came; and all are zeros again."""
+        assert (self.memory[:, self.rows :] == 7).all()
+        rows = self.memory[:, : self.rows]
+        came = rows.flip(0).reshape(self.shape)
+        rows.zero_()
+        return came
 
 
 def expert_mlp(dice: Dice) -> Draw:
@@ -122,11 +179,22 @@ def expert_mlp(dice: Dice) -> Draw:
         options["saved_activation_bits"] = int(keeping[0])
     if dice.sometimes(0.2):
         options["x_stays"] = False  # of the op alone
+    ranks = dice.choice.choice([n for n in range(1, 6) if dice.tokens % n == 0])
+    away = dice.sometimes(0.25)
 
     def call(m, x, w1, w2, weights, b1_EF=None, b2_ED=None, **bins):
-        biases = {"b1_EF": b1_EF, "b2_ED": b2_ED}
-        given = options if m is mb_kernels else {n: o for n, o in options.items() if n != "x_stays"}
-        return m.expert_mlp(x, w1, w2, _bins(bins), weights, **biases, **given)
+        given = options | {"b1_EF": b1_EF, "b2_ED": b2_ED}
+        tensors = (w1, w2, _bins(bins), weights)
+        if m is mb_kernels and away:
+            homes = Homes(x, ranks)
+            dice.reachable[:] = [homes.memory]
+            x = _ToHome.apply(x, homes)
+            return _FromHome.apply(
+                m.expert_mlp(x, *tensors, home_P=homes.addresses, **given), homes
+            )
+        if m is reference:
+            given.pop("x_stays", None)
+        return m.expert_mlp(x, *tensors, **given)
 
     leaves = tuple(n for n in tensors if dice.sometimes(0.8))
     return Draw(call, tensors | bins, leaves, {"8 bits": 1e3, "4 bits": 3e4}.get(keeping, 1.0))
@@ -231,9 +299,14 @@ def losses(dice: Dice) -> Draw:
     sigmoid = dice.sometimes()
     tensors = {"logits": logits, "counts": bins["counts"], "kept": bins["offsets"][-1]}
     if dice.sometimes():
-        tensors["mask_T"] = torch.rand(dice.tokens, generator=dice.generator) < 0.7
+        share = dice.choice.choice((0.7, 0.7, 0))
+        tensors["mask_T"] = torch.rand(dice.tokens, generator=dice.generator) < share
     if dice.sometimes():
-        tensors["balance_counts_E"] = bins["counts"].clone()
+        tensors["balance_counts_E"] = bins["counts"].flip(0).clone()
+    if dice.sometimes(0.3):
+        tensors["num_tokens"] = torch.tensor(dice.choice.choice((0.0, 0.5, 9.0)))
+    if dice.sometimes(0.3):
+        tensors["slots"] = bins["counts"].sum() + 2
     weights = {"load_balancing_weight": dice.choice.random(), "z_weight": dice.choice.random()}
     function = "sigmoid" if sigmoid else "softmax"
 
@@ -243,7 +316,7 @@ def losses(dice: Dice) -> Draw:
             probs = torch.softmax(logits.detach().to(_wide(logits)), 1)
         return m.router_losses(
             logits, probs, counts, kept, score_function=function, **weights, **options
-        )[0]
+        )
 
     return Draw(call, tensors, ("logits",))
 
@@ -275,12 +348,95 @@ def cross_entropy(dice: Dice) -> Draw:
         tensors["weights"] = torch.rand(dice.tokens, generator=dice.generator)
     if dice.sometimes():
         tensors["bias"] = dice.normal(vocabulary)
-    reduction = dice.choice.choice(("mean", "sum"))
+    ignored = dice.choice.choice((-1, -100))
+    tensors["labels"] = torch.where(tensors["labels"] < 0, ignored, tensors["labels"])
+    if dice.sometimes(0.1):
+        tensors["labels"].fill_(ignored)
+    reduction = dice.choice.choice(("mean", "sum", "none"))
+    beyond = reduction == "none" and dice.sometimes()
+    if beyond:
+        tensors["labels"][::3] = vocabulary + dice.choice.randrange(3)
 
     def call(m, x, weight, labels, weights=None, bias=None):
-        return m.linear_cross_entropy(x, weight, labels, weights, bias_V=bias, reduction=reduction)
+        inside = labels.clamp(max=vocabulary - 1) if m is reference else labels
+        options = {"bias_V": bias, "reduction": reduction}
+        loss = m.linear_cross_entropy(x, weight, inside, weights, **options)
+        if beyond:
+            assert m is reference or loss[::3].isnan().all()
+            loss = torch.where(labels >= vocabulary, 0, loss)
+        return loss
 
-    return Draw(call, tensors, tuple(n for n in tensors if n in ("x", "weight", "bias")), 2.0)
+    leaves = () if reduction == "none" else ("x", "weight", "bias")
+    return Draw(call, tensors, tuple(n for n in tensors if n in leaves), 2.0)
+
+
+def attention(dice: Dice) -> Draw:
+    # Of a token that sees one key alone the gradient is zero, and what is rounded is all of it.
+    lengths = [dice.choice.choice((0, 1, dice.choice.randrange(40))) for _ in "NN"]
+    lengths.insert(dice.choice.randrange(3), dice.choice.randrange(3, 40))
+    tokens, longest = sum(lengths), max(*lengths, 1) + dice.choice.choice((0, 3))
+    groups, width = dice.choice.choice((1, 2)), dice.choice.choice((8, 16, 24, 40))
+    heads = groups * dice.choice.choice((1, 2, 3))
+    bias = dice.normal(heads, 2 * longest - 1, dtype=torch.float32)
+    bias[:, : dice.choice.choice((0, 1, longest))] = -torch.inf
+    tensors = {
+        "q": dice.normal(tokens, heads, width),
+        "k": dice.normal(tokens, groups, width),
+        "v": dice.normal(tokens, groups, width),
+        "bias": bias.to(dice.choice.choice((torch.float32, dice.dtype))),
+        "offsets": torch.tensor([0, *lengths]).cumsum(0),
+    }
+    options = {"causal": dice.sometimes(), "scale": dice.choice.choice((None, 0.7))}
+    leaves = tuple(n for n in tensors if n in "qkv" or (n == "bias" and dice.sometimes(0.8)))
+    return Draw(lambda m, **t: m.relative_attention(*t.values(), **options), tensors, leaves, 2.0)
+
+
+def travelling(dice: Dice) -> Draw:
+    """To the ranks of the experts, in one process: what is packed, and what each rank unpacks."""
+    part, times = (dice.choice.randrange(1, 6) for _ in "EP")
+    experts, ranks = dice.choice.choice(((part * times, part), (part, part * times)))
+    top_k = dice.choice.choice((dice.top_k, experts, 1))
+    ids = torch.randint(-1, experts + 1, (dice.tokens, top_k), generator=dice.generator)
+    came = torch.randint(0, dice.tokens + 1, (ranks,), generator=dice.generator).int()
+    tensors = {
+        "weights": torch.rand(ids.shape, generator=dice.generator).to(dice.dtype),
+        "ids": ids.to(dice.choice.choice((torch.int32, torch.int64))),
+    } | ({"came": came} if dice.sometimes() else {})
+
+    def call(m, weights, ids, came=None):
+        packed = pack_routing(weights, ids, num_experts=experts, ranks=ranks)
+        words = packed.words_TW
+        if came is not None:  # what did not come holds anything
+            absent = torch.arange(dice.tokens) >= came[:, None]
+            words = words.repeat(ranks, 1).masked_fill(absent.view(-1, 1), torch.nan)
+        sizes = {"num_experts": experts, "ranks": ranks, "counts_P": came}
+        got = [t for rank in range(ranks) for t in unpack_routing(words, rank=rank, **sizes)]
+        return (*packed, *got)
+
+    return Draw(call, tensors, ("weights",))
+
+
+def muon(dice: Dice) -> Draw:
+    shape = dice.choice.choice(((), (0, 4), (7,), (3, 11, 17), (2049,)))
+    kinds = {"grad": dice.dtype, "buffer": torch.float32, "weight": torch.float32}
+    kinds |= {"update": dice.dtype} | ({"copy": torch.float16} if dice.sometimes() else {})
+    tensors = {
+        n: dice.normal(*(shape or (1,)), dtype=kind).view(shape) for n, kind in kinds.items()
+    }
+    flags = {"found_inf": torch.tensor(float(dice.sometimes(0.3)))}
+    if flags["found_inf"]:
+        tensors["grad"], tensors["update"] = (tensors[n] * torch.inf for n in ("grad", "update"))
+    rates = {"momentum": dice.choice.random(), "grad_scale": torch.tensor(3.0), "dtype": dice.dtype}
+    size, decay = dice.choice.random(), 0.1 * dice.choice.random()
+
+    def call(m, grad, buffer, weight, update, copy=None):
+        buffer, weight = (t.float().clone() for t in (buffer, weight))  # the twin takes no float64
+        copy = None if copy is None else copy.clone()
+        direction = m.muon_momentum(grad, buffer, **rates, **flags)
+        m.muon_step(weight, update, copy, size=size, decay=decay, **flags)
+        return direction, buffer, weight, *(() if copy is None else (copy,))
+
+    return Draw(call, tensors, anywhere=False)
 
 
 def block_sparse(dice: Dice) -> Draw:
@@ -387,9 +543,10 @@ def adamw(dice: Dice) -> Draw:
 
 
 OPS = (
-    *((expert_mlp,) * 6),
+    *((expert_mlp,) * 7),
     *(grouped, gmm, grouped_experts, permuted, permuted, routing, binning, losses, quantized),
-    *(cross_entropy, block_sparse, block_sparse, sparse_expert_mlp, adamw),
+    *(cross_entropy, block_sparse, block_sparse, sparse_expert_mlp, adamw, muon),
+    *(attention, travelling),
 )
 
 
@@ -415,6 +572,8 @@ def check(seed: int, reachable: list[torch.Tensor]) -> None:
     dice = Dice(seed, reachable)
     op = dice.choice.choice(OPS)
     draw = op(dice)
+    if draw.anywhere and op is not attention:  # among equal keys or values its gradients are zero
+        draw = draw._replace(tensors={n: dice.expanded(t) for n, t in draw.tensors.items()})
     scattered = draw.tensors
     if draw.anywhere:
         scattered = {n: dice.somewhere(t) for n, t in draw.tensors.items()}

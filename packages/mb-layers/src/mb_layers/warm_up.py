@@ -50,6 +50,7 @@ def warm_up(
         dtype=dtype,
         bias_dtype=parameter_dtype if config.mlp_bias else None,
         score_function=config.score_function,
+        renormalize=config.renormalize,
         recompute=config.recompute,
         ranks=ranks,
         device=device,

@@ -1,4 +1,4 @@
-"""Launches of the block-sparse products: tiles, memory orders, descriptors; and their gate cases.
+"""Launches of the block-sparse products: tiles, memory orders, descriptors.
 
 Letters: B = 128, C blocks stored, G matrices in a stack, M, N, K rows, columns and contraction.
 """

@@ -80,7 +80,7 @@ def check_biases(
 
 def bounded(bins: Bins, weights_TK: Tensor, max_rows: int) -> tuple[Bins, Tensor]:
     """Bins of ``max_rows`` rows; weights that are NaN if an expert had more."""
-    if debugging():
+    if debugging(bins.offsets_E1):
         checks.debug_offsets(bins.offsets_E1, max_rows)
     weights_TK = torch.where(bins.offsets_E1[-1] > max_rows, torch.nan, weights_TK)
     bounded = Bins(

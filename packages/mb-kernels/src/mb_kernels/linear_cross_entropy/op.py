@@ -159,7 +159,7 @@ def _totals(
             *inputs, labels_T, weights_T, *needs
         )
         return total, losses_T
-    if registration._debug:
+    if registration.debugging(labels_T):
         _check_labels(labels_T, shard.size)
     return _Sharded.apply(*inputs, labels_T, weights_T, needs, shard)
 

@@ -53,14 +53,10 @@ def muon_momentum(
     _check("grad", grad, grad, _FLOATS)
     _check("buffer", buffer, grad, (torch.float32,))
     _check_scalars(grad, grad_scale=grad_scale, found_inf=found_inf)
-    return _implementation("muon_momentum", grad, buffer)(
-        grad,
-        buffer,
-        momentum=momentum,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        dtype=dtype,
-    )
+    compute = _implementation("muon_momentum", grad, buffer)
+    rates = {"momentum": momentum, "grad_scale": grad_scale, "found_inf": found_inf}
+    with registration.device_of(grad):
+        return compute(grad, buffer, **rates, dtype=dtype)
 
 
 @torch.no_grad()
@@ -93,7 +89,8 @@ def muon_step(
     _check_scalars(weight, found_inf=found_inf)
     tensors = (weight, update) if copy is None else (weight, update, copy)
     step = _implementation("muon_step", *tensors)
-    step(weight, update, copy, size=size, decay=decay, found_inf=found_inf)
+    with registration.device_of(weight):
+        step(weight, update, copy, size=size, decay=decay, found_inf=found_inf)
 
 
 def _implementation(name: str, *tensors: Tensor) -> Any:

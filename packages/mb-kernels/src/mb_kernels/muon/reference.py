@@ -34,4 +34,4 @@ def muon_step(
     moved = torch.where(found_inf != 0, 0.0, update.float()) * size
     weight.mul_(1.0 - decay * keep).sub_(moved)
     if copy is not None:
-        copy.copy_(weight)
+        copy.copy_(torch.where(found_inf != 0, copy, weight))

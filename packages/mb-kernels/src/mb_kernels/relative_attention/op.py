@@ -134,7 +134,9 @@ registration.register(
     flops=_flops,
     setup_context=_setup,
     backward=_backward,
-    debug_check=lambda q, k, v, bias, offsets, *_: _check_segments(offsets, bias, q.shape[0]),
+    debug_check=lambda q, k, v, bias, offsets, *_: reference.check_segments(
+        offsets, bias, q.shape[0]
+    ),
 )
 registration.register(
     "relative_attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor bias, "
@@ -145,8 +147,3 @@ registration.register(
     fake=_backward_fake,
     flops=lambda dy, q, k, v, bias, *_, **__: 5 * _flops(q, k, v, bias) // 2,
 )
-
-
-def _check_segments(offsets_N1: Tensor, bias_HA: Tensor, tokens: int) -> None:
-    if not (offsets_N1.is_cuda and torch.cuda.is_current_stream_capturing()):
-        reference.check_segments(offsets_N1, bias_HA, tokens)

@@ -3,8 +3,8 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +62,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     device, key, addresses = known
     kept = _compiled.get(key)
     if kept is None:
+        ahead = _under_way.get(key[:-1])
+        if ahead is not None:
+            ahead.result()
         assert not any(isinstance(value, Tensor) for value in constants.values())
         compiled = kernel[grid](*args, **constants)
         if hasattr(compiled, "finalize_compile"):  # `compile_beside` is at it in another thread
@@ -116,11 +119,46 @@ def record() -> Generator[list[Launch]]:
         _recorded = before
 
 
+# What `compile_beside` is at, by what it is compiled for but for the device. Triton 3.6 does not
+# know: a launch compiled its kernel once more, in turn with the threads.
+_under_way: dict[tuple[Any, ...], Any] = {}
+
+
 def compile_beside(launches: Iterable[Launch], threads: int) -> None:
-    """Compile what ``launches`` launch, in threads; afterwards each finds its kernel."""
-    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
-        for kernel, grid, args, constants in launches:
-            kernel.warmup(*args, grid=grid, **constants)
+    """Compile what ``launches`` launch, in threads. A launch meanwhile waits for its own kernel."""
+    keys = []
+    try:
+        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(_Builder(pool)):
+            for kernel, grid, args, constants in launches:
+                later = kernel.warmup(*args, grid=grid, **constants)
+                known = _specialize(kernel, args, constants)
+                if known is not None and hasattr(later, "finalize_compile"):
+                    keys.append(known[1][:-1])
+                    _under_way[keys[-1]] = later
+    finally:
+        for key in keys:
+            _under_way.pop(key, None)
+
+
+class _Builder(Executor):
+    """Submits compilations that end with what launches the kernel, built too.
+
+    Triton 3.6 writes a program in C for each kernel's arguments, and has the host's compiler build
+    it when the kernel is launched: a fifth of a second each, one after another. Here it is left in
+    Triton's cache on disk; later releases have one such program for all.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.pool = pool
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def build() -> Any:
+            kernel = fn(*args, **kwargs)
+            active: Any = driver.active
+            active.launcher_cls(kernel.src, kernel.metadata)
+            return kernel
+
+        return self.pool.submit(build)
 
 
 def _give_up(changed: Exception) -> None:

@@ -32,9 +32,12 @@ if not _has_triton:
     logging.getLogger("torch.utils.flop_counter").disabled = True
 
 
-def debugging() -> bool:
-    """Whether ``MB_DEBUG=1``: values may be looked at, and the host may wait."""
-    return _debug
+def debugging(x: Tensor) -> bool:
+    """Whether ``MB_DEBUG=1``: the values of ``x`` may be looked at, and the host may wait.
+
+    Not while a CUDA graph is captured, which nothing may wait for.
+    """
+    return _debug and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def use_triton(x: Tensor) -> bool:
@@ -85,7 +88,7 @@ def register(
         strided: the op wants its tensors, and returns its results, in the memory order they have.
             Otherwise both are contiguous.
         debug_check: called with the op's arguments before it computes, if ``MB_DEBUG=1``; raises
-            what is wrong with their values. Never sees fake tensors.
+            what is wrong with their values. Never sees fake tensors, nor a graph's capture.
     """
     name = schema.split("(", 1)[0]
 
@@ -102,9 +105,9 @@ def register(
     def compute(*args: Any) -> Any:
         if not strided:
             args = tuple(a.contiguous() if isinstance(a, Tensor) else a for a in args)
-        if _debug and debug_check is not None:
-            debug_check(*args)
         x = args[0]
+        if debug_check is not None and debugging(x):
+            debug_check(*args)
         if not use_triton(x):
             return reference(*args) if strided else _contiguous(reference(*args))
         with device_of(x):

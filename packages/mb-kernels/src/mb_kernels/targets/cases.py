@@ -28,10 +28,11 @@ from mb_kernels.targets.cover import cover
 from mb_kernels.targets.record import record
 from mb_kernels.targets.table import NEIGHBOURS, GateCase, Target
 from mb_kernels.warm_up import (
+    rehearse_bins,
     rehearse_exchange,
     rehearse_experts,
     rehearse_losses,
-    rehearse_routing,
+    rehearse_softmax,
 )
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -200,6 +201,11 @@ def _products() -> dict[str, Callable[[], object]]:
 def _small_ops() -> dict[str, Callable[[], object]]:
     """Routing, permutation, losses, quantisation: bound by memory or by launches."""
 
+    def routed(tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
+        rehearse_softmax(tokens, experts, top_k, True, dtype)
+        rehearse_bins(tokens, experts, top_k)
+        rehearse_losses(tokens, experts, dtype)
+
     def permuted(dtype: torch.dtype, hidden: int) -> None:
         indices = (_int32(131072), _int32(131072), _int32(65))
         x, rows = _empty(16384, hidden, dtype=dtype), _empty(131072, hidden, dtype=dtype)
@@ -224,8 +230,8 @@ def _small_ops() -> dict[str, Callable[[], object]]:
     return {
         "E64 K8 over 4": partial(rehearse_exchange, 16384, 64, 8, 4),
         "E8 K2 over 8": partial(rehearse_exchange, 16384, 8, 2, 8),
-        "E128 K8": partial(rehearse_routing, 16384, 128, 8, True, _BF16),
-        "E60 K4": partial(rehearse_routing, 16383, 60, 4, True),
+        "E128 K8": partial(routed, 16384, 128, 8, _BF16),
+        "E60 K4": partial(routed, 16383, 60, 4, _FP32),
         "E256 sigmoid": partial(rehearse_losses, 16384, 256, sigmoid=True),
         "D2048": partial(permuted, _BF16, 2048),
         "D720 fp32": partial(permuted, _FP32, 720),

@@ -342,7 +342,11 @@ def train(rank, world_size, options):
 
 def train_all(rank, world_size, *cases):
     """Several trainings in one start of the ranks."""
-    return [train(rank, world_size, options) for options in cases]
+    histories = []
+    for options in cases:
+        print(f"rank {rank}: {options}", flush=True)  # shown where this one fails or hangs
+        histories.append(train(rank, world_size, options))
+    return histories
 
 
 def relative_error(got, want):

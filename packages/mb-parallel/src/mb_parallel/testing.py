@@ -15,10 +15,13 @@ test file by name (pytest's importlib mode gives it none), so the file's path tr
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib.util
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -51,7 +54,7 @@ def run_ranks(
         function: defined at the top level of a module or test file.
         world_size: number of processes.
         args: picklable; tensors travel by value.
-        timeout_s: after this long every rank is ended and the call fails.
+        timeout_s: after this long every rank is ended and the call fails, saying where each was.
         device_type: "cuda" gives rank r the r-th GPU, and joins the ranks by NCCL as well.
 
     Returns:
@@ -89,10 +92,23 @@ def _join(ranks: list[Any], folder: Path, timeout_s: float) -> None:
     while any(process.is_alive() for process in ranks):
         _raise_if_failed(ranks, folder)
         if time.monotonic() > deadline:
-            late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-            raise RuntimeError(f"ranks {late} still ran after {timeout_s} s")
+            late = {rank: process for rank, process in enumerate(ranks) if process.is_alive()}
+            stacks = _stacks(late, folder)
+            raise RuntimeError(f"ranks {list(late)} still ran after {timeout_s} s\n{stacks}")
         time.sleep(0.01)
     _raise_if_failed(ranks, folder)
+
+
+def _stacks(late: dict[int, Any], folder: Path) -> str:
+    """Where each of these processes is, all of its threads; what waits in C++ tells it too."""
+    ready = [rank for rank in late if (folder / f"{rank}.stack").exists()]
+    for rank in ready:
+        with contextlib.suppress(ProcessLookupError):  # it ended after all
+            os.kill(late[rank].pid, signal.SIGUSR1)
+    time.sleep(0.5)  # handlers write within milliseconds, and nothing says when they have
+    return "\n".join(
+        f"rank {rank} was at\n{(folder / f'{rank}.stack').read_text()}" for rank in ready
+    )
 
 
 def _raise_if_failed(ranks: list[Any], folder: Path) -> None:
@@ -122,6 +138,9 @@ def _rank_main(
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"}
     torch.set_num_threads(1)
     here = Path(folder)
+    draft = here / f"{rank}.handler"
+    faulthandler.register(signal.SIGUSR1, file=draft.open("w"))
+    draft.rename(here / f"{rank}.stack")  # from now on the signal does not end this process
     try:
         function = _load(*source)
         args = pickle.loads(payload)

@@ -1,11 +1,11 @@
 """Where the GPU time of a training step goes: the largest kernels, their calls and milliseconds.
 
-    python packages/mb-train/benchmarks/profile_step.py [dense] [dmoe]
+    python packages/mb-train/benchmarks/profile_step.py [dense] [dmoe] [olmoe]
     torchrun --nproc_per_node 2 packages/mb-train/benchmarks/profile_step.py peer all_gather
 
 Shapes as in run.py: GPT-2 125M, 64 sequences of 1024, compiled; `dmoe` has 64 top-1 experts in
-every layer. One step after a warm-up, by torch's profiler; under torchrun the experts are spread
-over the GPUs by the dispatcher that is named, and rank 0 prints.
+every layer; `olmoe` has 16 sequences. One step after a warm-up, by torch's profiler; under torchrun
+the experts are spread over the GPUs by the dispatcher that is named, and rank 0 prints.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ def main() -> None:
     ):
         for case in sys.argv[1:] or ("dense", "dmoe"):
             print(f"\n{case}")
+            if case == "olmoe":
+                benchmark.our_olmoe()
+                continue
             change = {} if case == "dense" else dict(benchmark.PAPER)
             if world_size() > 1 and case != "dense":
                 change |= {"expert_model_parallel_size": world_size(), "moe_dispatcher": case}

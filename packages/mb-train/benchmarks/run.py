@@ -7,13 +7,16 @@
 `paper:MoE` is the rows of `paper` with "MoE" in their names.
 
 `paper`: GPT-2 125M with 64 GELU experts in every layer, beside its dense counterpart and capacity
-factor 1. `olmoe`: four layers of OLMoE-1B-7B, 16 sequences of 1024 a step, against transformers'
-with `grouped_mm`, compiled whole, all of it in bf16 and without a balance loss. `scaling`: under
+factor 1. `olmoe`: four layers of OLMoE-1B-7B, 16 sequences of 1024 a step. `scaling`: under
 torchrun, tokens of all GPUs, beside what each of them does alone at the same time; `dispatchers`:
 the other ways of tokens to experts.
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
 (bf16 autocast, fused AdamW), eager and compiled. `dmoe`: 64 top-1 SwiGLU experts of width 2048 in
-every layer, 16 sequences, against transformers' Mixtral of that shape with `grouped_mm` experts.
+every layer, 16 sequences.
+transformers' models of the same shapes have `grouped_mm` experts, are compiled whole and have no
+balance loss. Their weights are in bf16: `grouped_mm` is not autocast, and of fp32 weights it
+multiplies in fp32. "fp32 masters" are what AdamW steps then, as in our rows; without, weights and
+moments are bf16 too, which moves half of the bytes and loses small updates.
 Random tokens, no dropout; a step is forward, backward, clipping and optimizer. Medians over the
 steps after the warm-up, and the quicker quarter, which a busy host disturbs less; host: the
 milliseconds that Python takes for a step, from an empty queue. The last line is one JSON document.
@@ -22,6 +25,7 @@ milliseconds that Python takes for a step, from an empty queue. The last line is
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -31,6 +35,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -169,11 +174,38 @@ class HandGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+adamw = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
+
+
+class Masters:
+    """AdamW over fp32 copies of a bf16 model's weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = list(model.parameters())
+        self.masters = [weight.detach().float() for weight in self.weights]
+        self.optimizer = adamw(self.masters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for master, weight in zip(self.masters, self.weights, strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        self.optimizer.step()
+        torch._foreach_copy_(self.weights, self.masters)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
 def plain(
-    model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], sequences: int
+    model: nn.Module,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    sequences: int,
+    *,
+    masters: bool = False,
 ) -> dict[str, float]:
     """A plain bf16-autocast step of any model."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = Masters(model) if masters else adamw(model.parameters())
     stream = random_batches(sequences)
 
     def step() -> None:
@@ -194,7 +226,7 @@ def hand(*, compiled: bool) -> dict[str, float]:
     return plain(model, torch.compile(model) if compiled else model, 32)
 
 
-def mixtral() -> dict[str, float]:
+def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -202,27 +234,23 @@ def mixtral() -> dict[str, float]:
         num_attention_heads=12, num_key_value_heads=12, num_local_experts=64,
         num_experts_per_tok=1, max_position_embeddings=S, use_cache=False,
     )  # fmt: skip
-    with torch.device("cuda"):
-        model = MixtralForCausalLM(config)
-    model.set_experts_implementation("grouped_mm")
-    return plain(model, lambda tokens, labels: model(tokens, labels=tokens).loss, 16)
+    return MixtralForCausalLM(config)
 
 
-def olmoe(**smaller: int) -> nn.Module:
+def olmoe() -> nn.Module:
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
     shape = {"vocab_size": V, "intermediate_size": 1024, "num_hidden_layers": 4, "use_cache": False}
-    config = OlmoeConfig(**(shape | smaller))
-    model = OlmoeForCausalLM(config).bfloat16()
-    model.set_experts_implementation("grouped_mm")
-    return model
+    return OlmoeForCausalLM(OlmoeConfig(**shape))
 
 
-def their_olmoe() -> dict[str, float]:
+def theirs(make: Callable[[], nn.Module], *, masters: bool) -> dict[str, float]:
+    """A model of transformers' in bf16, compiled whole."""
     with torch.device("cuda"):
-        model = olmoe()
+        model: Any = make().bfloat16()
+    model.set_experts_implementation("grouped_mm")
     model.compile()
-    return plain(model, lambda tokens, labels: model(tokens, labels=tokens).loss, 16)
+    return plain(model, lambda tokens, _: model(tokens, labels=tokens).loss, 16, masters=masters)
 
 
 def our_olmoe(**change: object) -> dict[str, float]:
@@ -254,9 +282,10 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
         "mb-train --compile": lambda: ours(32, compiled=True),
     },
     "dmoe": {
-        "transformers Mixtral, grouped_mm": mixtral,
         "mb-train": lambda: ours(16, compiled=False, **MOE),
         "mb-train --compile": lambda: ours(16, compiled=True, **MOE),
+        "transformers, fp32 masters": lambda: theirs(mixtral, masters=True),
+        "transformers, bf16": lambda: theirs(mixtral, masters=False),
     },
     "paper": {
         "dense --compile, 64 sequences": lambda: ours(64, compiled=True),
@@ -271,7 +300,8 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
     "olmoe": {
         "mb-train --compile": our_olmoe,
         "mb-train --compile, bf16 moments": lambda: our_olmoe(optimizer_state_dtype="bf16"),
-        "transformers, grouped_mm, compiled": their_olmoe,
+        "transformers, fp32 masters": lambda: theirs(olmoe, masters=True),
+        "transformers, bf16": lambda: theirs(olmoe, masters=False),
     },
     "scaling": {
         "dMoE ep, peer": lambda: by_experts("peer"),

@@ -4,10 +4,11 @@ import math
 
 import mb_data
 import numpy as np
+import pytest
 import torch
 from mb_data import IndexedDataset
 from mb_train.checkpoint import Progress
-from mb_train.health import DivergenceGuard, all_finite, documents_of
+from mb_train.health import DivergenceGuard, all_finite, documents_of, numbers
 from torch import nn
 
 
@@ -63,6 +64,18 @@ def test_the_reason_points_at_the_first_bad_batch(tmp_path):
     reason = guard.reason(dataset, Progress(14, 28), 2)
     assert "since iteration 13 (2 steps in a row)" in reason
     assert documents_of(dataset, range(24, 26)) in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_bad_number_is_seen_wherever_it_is(dtype):
+    whole = [torch.ones(2, 3).to(dtype), torch.empty(0, 4), torch.tensor(2.0), torch.arange(3)]
+    whole[0][0, 0] = torch.finfo(dtype).max
+    assert numbers(whole)
+    for bad in (math.nan, math.inf, -math.inf):
+        for at in ((0, 0), (1, 1), (1, 2)):
+            tensor = whole[0].clone()
+            tensor[at] = bad
+            assert not numbers([*whole[1:], tensor])
 
 
 def test_finite_weights():

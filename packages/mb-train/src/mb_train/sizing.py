@@ -1,9 +1,9 @@
 """`mb-train plan`: what a run will need, before it is started: parameters, memory, time of a step.
 
 Memory is counted from what our text keeps: fp32 weights, gradients and optimizer state, weights in
-the dtype of the arithmetic, and what `kept` says of the forward pass. The most
-is needed at the loss, when all layers have left theirs, or at the end of the backward pass, when
-all gradients are there. Seconds are `step_time`'s.
+the dtype of the arithmetic, and what `kept` says of the forward pass. The most is needed at the
+loss, when all layers have left theirs, or at the end of the backward pass, when all gradients are
+there. Seconds are `step_time`'s.
 """
 
 from __future__ import annotations

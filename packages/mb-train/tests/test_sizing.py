@@ -5,20 +5,23 @@ import dataclasses
 import pytest
 import torch
 from mb_parallel import ParallelDims
+from mb_parallel.optimizer.muon import _matrix_by_matrix
 from mb_parallel.recompute import apply_recompute
+from mb_train.assemble import Assembled
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.flops import flops_per_token
+from mb_train.kept import activations_bytes
 from mb_train.models.gpt import GPT
+from mb_train.optimizer import build_optimizer
 from mb_train.recipes import recipe
 from mb_train.sizing import (
     GIB,
-    _activations,
-    checkpoint_bytes,
     host_memory,
     memory_warning,
     sizes,
 )
+from mb_train.step_time import orthogonalising
 from mb_train.tasks.architecture import transformer_config
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,6 +40,9 @@ KINDS = {
     },
     "experts-recompute": {"moe_num_experts": 4, "moe_top_k": 2, "moe_recompute": True},
     "recompute": {"recompute_granularity": "full"},
+    "recompute-of-one": {
+        "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1,
+    },
     "fp32-residual": {"fp32_residual_connection": True, "bf16": True},
 }  # fmt: skip
 
@@ -74,12 +80,13 @@ def test_activations_are_what_autograd_keeps(kind):
     dtype, width = (torch.bfloat16, 2) if config.bf16 else (torch.float32, 4)
     model = GPT(transformer_config(config, 64), compute_dtype=dtype).train()
     if config.recompute_granularity == "full":
-        apply_recompute(model.stack.blocks.values(), "full")
-    counted = _activations(model, config, ParallelDims(), width)
+        blocks = list(model.stack.blocks.values())
+        apply_recompute(blocks[:1] if config.recompute_method == "block" else blocks, "full")
+    counted = activations_bytes(config, ParallelDims(), width)
     kept = kept_bytes(model, config)
     if config.bf16:  # casts of the weights, counted with those
         kept -= 2 * sum(p.numel() for p in model.stack.blocks.parameters() if p.ndim > 1)
-    if kind == "recompute":  # and one layer again in the backward pass
+    if config.recompute_granularity == "full":  # and one layer again in the backward pass
         alone = config_of(num_layers=1)
         kept += kept_bytes(GPT(transformer_config(alone, 64)).train(), alone)
     assert counted == pytest.approx(kept, rel=0.15)
@@ -110,7 +117,24 @@ def test_moments_in_16_bit_are_half_as_large():
     config = config_of(optimizer_state_dtype="bf16")
     found = sizes(config, 64, 1, "CPU")
     assert found.optimizer == 4 * found.parameters
-    assert checkpoint_bytes(config, found.parameters) == 8 * found.parameters
+    assert found.checkpoint == 8 * found.parameters
+
+
+def test_matrices_of_muon_have_one_number_of_state_the_others_two():
+    config = config_of(moe_num_experts=4, optimizer="muon", optimizer_state_dtype="bf16")
+    model = GPT(transformer_config(config, 64))
+    found = sizes(config, 64, 1, "CPU")
+    built = Assembled([model], executor=None, parameters=found.parameters)  # ty: ignore
+    optimizer = build_optimizer(built, config)
+    planned = [
+        state.nbytes
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for name, state in optimizer.planned_state(parameter).items()
+        if name != "step"
+    ]
+    assert found.optimizer == sum(planned)
+    assert found.checkpoint == 4 * found.parameters + found.optimizer
 
 
 @pytest.mark.parametrize("kind", ["dense", "modern", "experts"])
@@ -174,6 +198,52 @@ def test_what_was_measured_on_h200s(case):
         assert 1.024 * step / found.step_s == pytest.approx(rate, rel=0.1)
     if gib is not None:
         assert found.memory / GIB == pytest.approx(gib, rel=0.1)
+
+
+FIRST_DENSE = {"moe_first_k_dense": 1}
+HALVES = {"moe_num_experts": 128, "moe_top_k": 2, "moe_renormalize": True} | FIRST_DENSE
+# Of runs of the frontier with Muon, 256 sequences a step: recipe, ms, fields beside.
+FRONTIER = {
+    "dense-17m": ("dense-17m", 90.4, {}),
+    "dense-46m": ("dense-46m", 191.7, {}),
+    "dense-125m": ("dense-125m", 490.7, {}),
+    "dmoe-17m": ("dmoe-17m", 94.6, FIRST_DENSE),
+    "dmoe-46m": ("dmoe-46m", 236.5, {}),
+    "halves-17m": ("dmoe-17m", 99.4, HALVES | {"moe_ffn_hidden_size": 512}),
+    "halves-46m": ("dmoe-46m", 240.9, HALVES | {"moe_ffn_hidden_size": 1024}),
+}
+
+
+@pytest.mark.parametrize("case", FRONTIER)
+def test_the_time_of_narrow_models_and_of_muon(case):
+    name, milliseconds, also = FRONTIER[case]
+    batch = {"micro_batch_size": 128, "global_batch_size": 256, "hidden_dropout": 0.0}
+    config = TrainConfig(**recipe(name) | batch | {"optimizer": "muon"} | also)
+    found = sizes(config, 51200, 1, "NVIDIA H200")
+    assert 1000 * found.step_s == pytest.approx(milliseconds, rel=0.08)
+
+
+@pytest.mark.parametrize("fused", [(), (2, 1, 1)])
+def test_products_of_muon_are_those_counted(fused):
+    weights = [torch.randn(3, 16, 24), torch.randn(16, 8)]
+    counted = orthogonalising(weights, fused).products
+    with FlopCounterMode(display=False) as counter:
+        for weight in weights:
+            _matrix_by_matrix(weight, 5, fused)
+    assert counted == counter.get_total_flops()
+
+
+def test_a_block_that_is_computed_again_takes_a_third_more():
+    config = config_of(hidden_size=4096, num_attention_heads=32, ffn_hidden_size=16384,
+                       num_layers=2, micro_batch_size=8, global_batch_size=64)  # fmt: skip
+    half = {"recompute_method": "block", "recompute_num_layers": 1}
+    plain, one, both = (
+        sizes(dataclasses.replace(config, **fields), 64, 1, "H200").step_s
+        for fields in ({}, {"recompute_granularity": "full", **half},
+                       {"recompute_granularity": "full"})
+    )  # fmt: skip
+    assert one - plain == pytest.approx(both - one)
+    assert plain < both < 4 / 3 * plain
 
 
 def test_a_gpu_of_no_data_sheet_has_no_time():

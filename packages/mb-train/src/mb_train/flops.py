@@ -31,17 +31,27 @@ def flops_per_token(config: TrainConfig, vocab_size: int) -> float:
     """
     hidden, layers = whole(config.hidden_size), whole(config.num_layers)
     width = whole(config.num_attention_heads) * config.head_size
-    attention = 2 * hidden * (2 * width + 2 * config.kv_heads * config.head_size)
-    attention += 4 * whole(config.seq_length) * width
+    projections = 2 * hidden * (2 * width + 2 * config.kv_heads * config.head_size)
     matrices = 3 if config.is_glu else 2
     dense = 2 * matrices * hidden * config.ffn_size
     experts = 2 * matrices * hidden * config.expert_ffn_size * config.moe_top_k
     experts += 2 * hidden * (config.moe_num_experts or 0)
     experts += 2 * matrices * hidden * (config.moe_shared_expert_intermediate_size or 0)
-    forward = 2.0 * hidden * vocab_size
+    forward = 0.0
     for layer in range(layers):
-        forward += attention + (experts if config.has_experts(layer) else dense)
-    return 3 * forward
+        forward += projections + (experts if config.has_experts(layer) else dense)
+    return 3 * forward + attention_flops(config) + head_flops(config, vocab_size)
+
+
+def attention_flops(config: TrainConfig) -> float:
+    """Of them those between queries, keys and values."""
+    width = whole(config.num_attention_heads) * config.head_size
+    return 3.0 * 4 * whole(config.seq_length) * width * whole(config.num_layers)
+
+
+def head_flops(config: TrainConfig, vocab_size: int) -> float:
+    """Of them the head's."""
+    return 3.0 * 2 * whole(config.hidden_size) * vocab_size
 
 
 def peak_flops(device: str) -> float | None:

@@ -28,19 +28,7 @@ _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def build_optimizer(model: Assembled, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of `--optimizer` over all parts of the model on this rank."""
-    groups: list[dict[str, Any]] = []
-    for part in model.parts:
-        if config.optimizer == "muon":
-            head = getattr(part, "head", None)  # None of a stage without, or tied
-            heads = [] if head is None else [head]
-            linear = [module for module in part.modules() if isinstance(module, Linear)]
-            fused = {m.weight: m.fused for m in linear} if config.muon_split_qkv else {}
-            groups += muon_groups(part, config.weight_decay, heads=heads, fused=fused)
-        else:
-            groups += decay_groups(part, config.weight_decay)
-    if config.moe_router_lr_mult != 1:
-        groups = _routers_apart(groups, model.parts, config.moe_router_lr_mult)
-    groups = [group for group in groups if group["params"]]
+    groups = parameter_groups(model.parts, config)
     if config.optimizer == "sgd":
         return SGD(groups, momentum=config.sgd_momentum)
     if config.optimizer == "adafactor":
@@ -53,6 +41,23 @@ def build_optimizer(model: Assembled, config: TrainConfig) -> torch.optim.Optimi
     if config.optimizer == "muon":
         return Muon(groups, **rates, working_copies=model.working_copies)
     return AdamW(groups, **rates, working_copies=model.working_copies)
+
+
+def parameter_groups(parts: Sequence[nn.Module], config: TrainConfig) -> list[dict[str, Any]]:
+    """The parameters of a model's parts, in groups as `--optimizer` takes them."""
+    groups: list[dict[str, Any]] = []
+    for part in parts:
+        if config.optimizer == "muon":
+            head = getattr(part, "head", None)  # None of a stage without, or tied
+            heads = [] if head is None else [head]
+            linear = [module for module in part.modules() if isinstance(module, Linear)]
+            fused = {m.weight: m.fused for m in linear} if config.muon_split_qkv else {}
+            groups += muon_groups(part, config.weight_decay, heads=heads, fused=fused)
+        else:
+            groups += decay_groups(part, config.weight_decay)
+    if config.moe_router_lr_mult != 1:
+        groups = _routers_apart(groups, parts, config.moe_router_lr_mult)
+    return [group for group in groups if group["params"]]
 
 
 def _routers_apart(

@@ -1,13 +1,9 @@
 """`mb-train plan`: what a run will need, before it is started: parameters, memory, time of a step.
 
 Memory is counted from what our text keeps: fp32 weights, gradients and optimizer state, weights in
-the dtype of the arithmetic, and of every layer the tensors that its backward pass reads. The most
-is needed at the loss, when all layers have left theirs, or at the end of the backward pass, when
-all gradients are there. Time is arithmetic at the share of the peak that a dense model reaches, and
-traffic of the weights at the memory's bandwidth; what ranks tell each other is not counted.
-
-Letters: T tokens of a micro-batch, D hidden, F ffn width, H query heads, G key-value heads, C width
-of a head, K experts per token, L layers, E experts.
+the dtype of the arithmetic, and what `kept` says of the forward pass. The most is needed at the
+loss, when all layers have left theirs, or at the end of the backward pass, when all gradients are
+there. Seconds are `step_time`'s.
 """
 
 from __future__ import annotations
@@ -19,33 +15,23 @@ from pathlib import Path
 
 import torch
 from mb_parallel import ParallelDims
-from mb_parallel.expert_parallel import choose_dispatcher
 from torch import nn
 
 from mb_train.config import TrainConfig, whole
-from mb_train.flops import flops_per_token, peak_flops
+from mb_train.flops import attention_flops, flops_per_token, head_flops
+from mb_train.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
 from mb_train.layout import parallel_dims
 from mb_train.models.gpt import GPT
+from mb_train.optimizer import parameter_groups
+from mb_train.step_time import Work, orthogonalising
 from mb_train.tasks.architecture import transformer_config
 
 GIB = 2**30
-# GPT-2 125M, compiled, on one H200: 523 k and 566 k tokens/s of 0.86 GFLOP each, in steps of 32 and
-# of 64 sequences, are 0.46 and 0.50 of 989 TFLOP/s (benchmarks/results/2026-11-22-h200.md).
-_SHARE_OF_PEAK = 0.48
-# The optimizer's pass over 3.7 B weights, with the norm before it: 3.4 to 3.7 of 4.8 TB/s.
-_SHARE_OF_BANDWIDTH = 0.75
-# Logits that the loss has at once, `linear_cross_entropy`'s on a GPU, and their tokens.
-_LOGITS, _LOGIT_ROWS = 2**29, 8192
-# TB/s by a part of the device's name, the more particular first: the makers' data sheets.
-_BANDWIDTH_TB = {
-    "GB200": 8.0, "B200": 8.0, "H200": 4.8, "H100 PCIe": 2.0, "H100": 3.35, "A100": 2.04,
-    "L40S": 0.86, "MI355X": 8.0, "MI350X": 8.0, "MI325X": 6.0, "MI300X": 5.3, "MI300A": 5.3,
-    "MI250": 1.64, "MI210": 1.64, "7900 XTX": 0.96,
-}  # fmt: skip
 # Fragmentation, workspaces of the matrix products, tensors that live for one layer's backward.
 _SLACK = 1.05
-# Numbers of optimizer state for each parameter; Adafactor's few are not counted.
-_MOMENTS = {"adam": 2, "sgd": 1, "adafactor": 0, "muon": 1}
+# Numbers of optimizer state for each parameter; Adafactor's few are not counted. A matrix of Muon's
+# has one, in fp32 whatever is said of the others.
+_MOMENTS = {"adam": 2, "muon": 2, "sgd": 1, "adafactor": 0}
 
 
 @dataclass(frozen=True)
@@ -56,6 +42,7 @@ class Sizes:
         parameters: of the whole model; active: of those, what a token meets.
         weights, gradients, optimizer, activations: bytes of a rank; activations with the loss.
         gradients_at_loss: of those bytes, what earlier micro-batches left; 0 for the first.
+        checkpoint: bytes of one, of all ranks together.
         step_flops: of all ranks together.
         step_s: seconds; None for a device whose peak is not known.
     """
@@ -67,6 +54,7 @@ class Sizes:
     optimizer: int
     activations: int
     gradients_at_loss: int
+    checkpoint: int
     step_flops: float
     step_s: float | None
 
@@ -93,20 +81,14 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     dims = parallel_dims(config, ranks)
     with torch.device("meta"):
         model = GPT(transformer_config(config, vocab_size))
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    total = sum(p.numel() for p in model.parameters())
-    share = config.moe_top_k / config.moe_num_experts if config.moe_num_experts else 0.0
-    expert_shards = max(dims.dp * dims.tp // dims.ep // dims.dp_replicate, 1)
     narrow = 2 if device != "CPU" or config.fp16 or config.bf16 else 0
+    width = narrow or 4
     batch = config.batch_size(dims.dp)
-    flops = flops_per_token(config, vocab_size) * batch * whole(config.seq_length)
     micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
-    parts = [
-        _Part((total - experts) / (dims.tp * dims.pp), dims.dp_shard, copied=False),
-        # Experts that nobody else has keep copies in the dtype of the arithmetic.
-        _Part(experts / (dims.ep * dims.pp), expert_shards, copied=narrow > 0 and ranks == 1),
-    ]
-    here, sharded = sum(part.here for part in parts), sum(part.sharded for part in parts)
+    parts = _parts(model, config, dims, copied=narrow > 0 and ranks == 1)
+    total, experts = sum(part.total for part in parts), parts[1].total
+    share = config.moe_top_k / config.moe_num_experts if config.moe_num_experts else 0.0
+    here = sum(part.here for part in parts)
     # Casts to 16 bit live until the backward pass; ZeRO 3 gathers a layer at a time instead.
     cast = narrow * (here / whole(config.num_layers) if config.zero_stage == 3 else here)
     # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
@@ -117,37 +99,42 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         each = (part.gradient_bytes(passes) for part in parts)
         return int(sum(map(operator.mul, each, held)))
 
-    activations = _activations(model, config, dims, narrow or 4)
+    activations = activations_bytes(config, dims, width) + loss_bytes(
+        config, vocab_size, dims, width
+    )
+    state = 0 if config.no_save_optim else sum(part.state_bytes * part.total for part in parts)
     return Sizes(
         parameters=total,
         active=int(total - experts + experts * share),
-        weights=int(4 * sharded + cast),
+        weights=int(4 * sum(part.sharded for part in parts) + cast),
         gradients=gradients(micro_batches),
-        optimizer=int(_state_bytes(config) * sharded),
-        activations=int(activations + _loss(config, vocab_size, dims, narrow or 4)),
+        optimizer=int(sum(part.state_bytes * part.sharded for part in parts)),
+        activations=int(activations),
         gradients_at_loss=0 if micro_batches == 1 else gradients(micro_batches - 1),
-        step_flops=flops,
-        step_s=_seconds(
-            flops / ranks,
-            sum(part.traffic(_state_bytes(config), micro_batches) for part in parts),
-            device,
-        ),
+        checkpoint=int(4 * total + state),
+        step_flops=flops_per_token(config, vocab_size) * batch * whole(config.seq_length),
+        step_s=_work(config, vocab_size, dims, parts, micro_batches).seconds(device),
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Part:
-    """The dense parameters of a rank, or its experts.
+    """The dense parameters of a model, or its experts.
 
     Attributes:
-        here: parameters that the rank computes with.
+        total: how many; here: those that a rank computes with.
         shards: ranks that share their state.
         copied: copies in 16 bit stay from step to step, which the optimizer writes.
+        state_bytes: of the optimizer for each, in the mean.
+        turning: what Muon's iterations take a rank.
     """
 
+    total: int
     here: float
     shards: int
     copied: bool
+    state_bytes: float
+    turning: Work
 
     @property
     def sharded(self) -> float:
@@ -157,98 +144,84 @@ class _Part:
         """Of each parameter after so many; beside a copy in its dtype until several add up."""
         return 2 if self.copied and micro_batches == 1 else 4
 
-    def traffic(self, state_bytes: int, micro_batches: int) -> float:
+    def traffic(self, micro_batches: int) -> float:
         """Bytes that a step moves for them, products apart."""
         gradient = self.gradient_bytes(micro_batches)
         # Read and written: weights and state; read: the gradient, by the norm and by the optimizer.
-        step = 2 * 4 + 2 * state_bytes + 2 * gradient + 2 * self.copied
+        step = 2 * 4 + 2 * self.state_bytes + 2 * gradient + 2 * self.copied
         # Of each micro-batch: the weights are cast, the gradients too, and added to a sum in fp32.
         adding = 10 if micro_batches > 1 else 0
         each = adding if self.copied else 6 + 8
         return step * self.sharded + each * self.here * micro_batches
 
 
-def _state_bytes(config: TrainConfig) -> int:
-    """Bytes of optimizer state for each parameter."""
-    halves = config.optimizer == "adam" and config.optimizer_state_dtype == "bf16"
+def _parts(
+    model: nn.Module, config: TrainConfig, dims: ParallelDims, *, copied: bool
+) -> list[_Part]:
+    """The dense parameters and the experts, as a rank of the first stage has them."""
+    experts = {p for name, p in model.named_parameters() if ".experts." in name}
+    of_experts = max(dims.dp * dims.tp // dims.ep // dims.dp_replicate, 1)
+    found = []
+    for owned, ranks, shards in (
+        (False, dims.tp * dims.pp, dims.dp_shard),
+        (True, dims.ep * dims.pp, of_experts),
+    ):
+        total, state, turning = 0, 0, Work()
+        for group in parameter_groups([model], config):
+            muon = bool(group.get("muon"))
+            own = [p for p in group["params"] if (p in experts) == owned]
+            numbers = sum(p.numel() for p in own)
+            total += numbers
+            state += numbers * _state_bytes(config, muon=muon)
+            if muon:
+                turning += orthogonalising(own, group["fused"])
+        # A dense matrix is turned whole by all that have a part of it, an expert by its owner.
+        turned_by = ranks * shards if owned else dims.pp
+        found.append(
+            _Part(
+                total=total,
+                here=total / ranks,
+                shards=shards,
+                # Experts that nobody else has keep copies in the dtype of the arithmetic.
+                copied=copied and owned,
+                state_bytes=state / max(total, 1),
+                turning=turning.shared(turned_by),
+            )
+        )
+    return found
+
+
+def _state_bytes(config: TrainConfig, *, muon: bool) -> int:
+    """Bytes of optimizer state for each parameter, of Muon's matrices or of others."""
+    if muon:
+        return 4
+    halves = config.optimizer in ("adam", "muon") and config.optimizer_state_dtype == "bf16"
     return _MOMENTS[config.optimizer] * (2 if halves else 4)
 
 
-def _activations(model: nn.Module, config: TrainConfig, dims: ParallelDims, width: int) -> float:
-    """Bytes that a micro-batch's forward pass leaves for its backward pass."""
-    hidden, tokens = whole(config.hidden_size), whole(config.micro_batch_size)
-    tokens *= whole(config.seq_length)
-    heads = whole(config.num_attention_heads) * config.head_size
-    kv = config.kv_heads * config.head_size
-    rotated = heads + kv if config.position_embedding_type == "rope" else 0
-    around = 4 * hidden  # the inputs of both norms, and what comes out of them
-    if config.fp32_residual_connection:
-        around += 2 * hidden * (4 - width) // width  # what goes into the norms
-    if config.hidden_dropout:
-        around += 2 * hidden // width  # masks of a byte
-    inside = heads + 2 * kv + rotated + heads  # q, k, v, what attention returns
-    gated = 2 if config.is_glu else 1
-    dense = (4 if config.is_glu else 2) * config.ffn_size
-    rows, tokens_here = _room(config, dims, on_gpu=width == 2)
-    experts = config.moe_top_k * gated * config.expert_ffn_size * rows
-    if config.moe_recompute:
-        experts = 0
-    elif config.moe_saved_activation_bits is not None:
-        experts = experts * config.moe_saved_activation_bits // (8 * width)
-    if dims.ep > 1:
-        experts += hidden * tokens_here
-    experts += gated * (config.moe_shared_expert_intermediate_size or 0)
-    experts += (4 * (config.moe_num_experts or 0) * 3) // width  # logits and scores in fp32
-    split = dims.tp if config.sequence_parallel else 1
-    layers = whole(config.num_layers)
-    first = -(-layers // dims.pp)
-    per_layer = []
-    for layer in range(first):
-        ffn = experts / split if config.has_experts(layer) else dense / dims.tp
-        per_layer.append(around / split + inside / dims.tp + ffn)
-    kept = sum(per_layer)
-    if config.recompute_granularity == "full":
-        kept = first * hidden / split + max(per_layer)
-    # A pipeline's first stage keeps as many micro-batches as there are stages (1F1B).
-    in_flight = dims.pp
-    ends = 4 * tokens * hidden * 2  # fp32 embeddings; hidden states and their gradient at the head
-    return width * tokens * kept * in_flight + ends
-
-
-def _room(config: TrainConfig, dims: ParallelDims, *, on_gpu: bool) -> tuple[float, float]:
-    """Rows that experts have room for, over the even share; tokens that are kept, over a rank's."""
-    ep, top_k = dims.ep, config.moe_top_k
-    if ep == 1 or config.moe_num_experts is None:
-        return 1.0, 0.0
-    bounded = config.moe_row_policy != "worst"
-    problem = None if on_gpu else "there is no GPU"
-    chosen, _ = choose_dispatcher(config.moe_dispatcher, top_k, ep, problem, bounded=bounded)
-    visited = min(top_k, ep)
-    if chosen == "all_to_all" or config.moe_row_policy == "exact":
-        return 1.0, visited
-    if config.moe_row_policy == "budget":
-        return config.moe_row_budget, visited * config.moe_row_budget
-    here = max(config.moe_num_experts // ep, 1)
-    return ep * min(top_k, here) / top_k, ep
-
-
-def _loss(config: TrainConfig, vocab_size: int, dims: ParallelDims, width: int) -> float:
-    """Bytes that the loss needs: a slice of logits, and the gradient of the head's weight."""
-    tokens = whole(config.micro_batch_size) * whole(config.seq_length)
-    rows = min(tokens, _LOGIT_ROWS, _LOGITS // vocab_size)
-    share = vocab_size / dims.tp
-    return rows * share * width + 4 * share * whole(config.hidden_size)
-
-
-def _seconds(flops: float, traffic: float, device: str) -> float | None:
-    """Seconds of a step on one rank, with so much arithmetic and so many bytes of weights."""
-    peak = peak_flops(device)
-    bandwidth = next(
-        (1e12 * tb for part, tb in _BANDWIDTH_TB.items() if part.lower() in device.lower()), None
+def _work(
+    config: TrainConfig,
+    vocab_size: int,
+    dims: ParallelDims,
+    parts: list[_Part],
+    micro_batches: int,
+) -> Work:
+    """What a step asks of a rank; of a pipeline in the mean over its stages."""
+    tokens = micro_batches * whole(config.micro_batch_size) * whole(config.seq_length)
+    by_layer = kept_by_layer(config, dims, 2)
+    # A block that computes its forward pass again does the fourth third of its products.
+    again = 1 + sum(recomputes(config, len(by_layer))) / len(by_layer) / 3
+    attention, head = attention_flops(config), head_flops(config, vocab_size)
+    blocks = flops_per_token(config, vocab_size) - attention - head
+    ranks = dims.tp * dims.pp
+    step = Work(
+        products=(blocks * again + head) * tokens / ranks,
+        attention=attention * again * tokens / ranks,
+        kept=2 * sum(by_layer) * tokens,
+        logits=2 * vocab_size * tokens / ranks,
+        weights=sum(part.traffic(micro_batches) for part in parts),
     )
-    if peak is None or bandwidth is None:
-        return None
-    return flops / (_SHARE_OF_PEAK * peak) + traffic / (_SHARE_OF_BANDWIDTH * bandwidth)
+    return sum((part.turning for part in parts), step)
 
 
 def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> list[str]:
@@ -259,7 +232,7 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
         f"memory        {found.memory / GIB:.1f} GiB per rank: weights {found.weights / GIB:.1f}, "
         f"gradients {found.gradients / GIB:.1f}, optimizer {found.optimizer / GIB:.1f}, "
         f"activations {found.activations / GIB:.1f}",
-        f"checkpoint    {checkpoint_bytes(config, found.parameters) / GIB:.1f} GiB",
+        f"checkpoint    {found.checkpoint / GIB:.1f} GiB",
         f"step          {tokens:,} tokens, {found.step_flops / 1e12:,.1f} TFLOP on {ranks} ranks",
     ]
     if found.step_s is not None:
@@ -272,12 +245,6 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
             long = f"{hours:,.1f} hours" if hours >= 0.1 else f"{3600 * hours:,.0f} seconds"
             lines.append(f"training      {config.train_iters:,} steps, {long}")
     return lines
-
-
-def checkpoint_bytes(config: TrainConfig, parameters: int) -> int:
-    """Bytes of one checkpoint on disk."""
-    state = 0 if config.no_save_optim else _state_bytes(config)
-    return (4 + state) * parameters
 
 
 def memory_warning(

@@ -282,7 +282,7 @@ def simulate(kernel, grid, *arguments, **constants):
                 arrive=lambda barrier: barrier.update(arrivals=1),
                 wait=lambda barrier, parity: barrier.wait(int(parity)),
             ),
-            "_copy": engine.copy,
+            "async_load": engine.copy,
             "warpgroup_mma": begin_product,
             "warpgroup_mma_init": lambda x: x if isinstance(x, Accumulator) else Accumulator(x),
             "warpgroup_mma_wait": lambda left, deps: deps[0].finish(left),
@@ -323,7 +323,7 @@ def up_gradient(d_factor, up, factor, kind):
 @pytest.fixture(params=[1, 3, 50], ids=lambda n: f"{n}programs")
 def simulated(request, monkeypatch):
     monkeypatch.setattr(hopper, "launch", simulate)
-    monkeypatch.setattr(hopper, "_descriptor", Descriptor)
+    monkeypatch.setattr(hopper, "with_layout", Descriptor)
     with assume(lambda dtype: Plan(TARGETS["sm90"], dtype, request.param, True, True)):
         yield
 

@@ -137,8 +137,8 @@ def _hopper(device: torch.device) -> bool:
 
 @functools.cache
 def gluon_serves() -> bool:
-    """Whether Gluon, which is experimental, has the names that ``expert_mlp.hopper`` needs."""
+    """Whether Gluon, which is experimental, is as ``runtime.gluon`` knows it."""
     try:
-        return importlib.import_module("mb_kernels.expert_mlp.hopper.core").serves()
+        return importlib.import_module("mb_kernels.runtime.gluon").serves()
     except (ImportError, AttributeError):
         return False

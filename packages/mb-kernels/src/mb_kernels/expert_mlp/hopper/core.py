@@ -16,7 +16,6 @@ Here is what the ops share, the product of rows and their expert's weights; ``ho
 Letters: N rows, K contraction, M columns of the product, E experts.
 """
 
-import functools
 from typing import Any
 
 from torch import Tensor
@@ -24,27 +23,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.ragged_tma import to_ragged_indices
-from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mb_kernels.bins import row_tiles
 from mb_kernels.language.tiles import locate, piece
 from mb_kernels.runtime.descriptors import ragged
+from mb_kernels.runtime.gluon import OLD_REINTERPRET, async_load, with_layout
 from mb_kernels.runtime.launch import launch
 from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets.table import Tile
-
-# The name from Triton 3.8 on, and the one before.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-# Without the underscore from Triton 3.9 on.
-_OLD_NAME = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 
 MULTIPLY_WARPS = gl.constexpr(8)
 EPILOGUE_WARPS = gl.constexpr(4)
@@ -67,14 +59,14 @@ def _advance(
         k = step * x.block_shape[3]
         # Through these coordinates the rows past the expert's last are zeros.
         ragged, end, start = to_ragged_indices(row, row_end - row, 0)
-        _copy(x, [ragged, end, start, k], barrier, x_ring.index(stage))
+        async_load(x, [ragged, end, start, k], barrier, x_ring.index(stage))
         if TRANSPOSE:
             at = [e * w.block_shape[0], column * w.block_shape[1], k]
         elif len(w.block_shape) == 4:
             at = [e, 0, k, column * w.block_shape[3]]
         else:
             at = [e, k, column * w.block_shape[2]]
-        _copy(w, at, barrier, w_ring.index(stage))
+        async_load(w, at, barrier, w_ring.index(stage))
         step += 1
         if step == STEPS:
             step = 0
@@ -138,7 +130,7 @@ def multiply(
                     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
                         [BLOCK_K, BLOCK_N], w_ring.dtype
                     )
-                    if _OLD_NAME:
+                    if OLD_REINTERPRET:
                         w_block = w_ring.index(stage)._reinterpret(
                             w_ring.dtype, [BLOCK_K, BLOCK_N], BLOCK
                         )
@@ -186,21 +178,8 @@ def shared(x, w, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.conste
     return x_ring, w_ring, tile, ready, full, drained
 
 
-def serves() -> bool:
-    """Whether this Triton has what the kernels name; `AttributeError` where a module is gone.
-
-    Gluon is experimental: a name may move with any release. Compiled with Triton 3.6 to 3.9.
-    """
-    asked = {
-        mbarrier: ("MBarrierLayout", "init", "expect", "wait", "arrive"),
-        gl: ("warp_specialize", "allocate_shared_memory", "NVMMASharedLayout",
-             "NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "static_range"),
-    }  # fmt: skip
-    return all(hasattr(module, name) for module, names in asked.items() for name in names)
-
-
 def run(
-    kernel: Any, rows: Tensor, w: PlainDescriptor, experts: int, columns: int, tile: Tile,
+    kernel: Any, rows: Tensor, w: TensorDescriptor, experts: int, columns: int, tile: Tile,
     *args: Any, **constants: Any,
 ) -> None:  # fmt: skip
     """Launch a kernel of (x, w, *args): rows times blocks of w, ``columns`` tiles wide."""
@@ -209,8 +188,8 @@ def run(
     launch(
         kernel,
         (plan.programs(items, tile),),
-        _descriptor(ragged(rows, (tile.block_m, tile.block_k))),
-        _descriptor(w),
+        with_layout(ragged(rows, (tile.block_m, tile.block_k))),
+        with_layout(w),
         *args,
         **constants,
         BLOCK_M=tile.block_m,
@@ -221,17 +200,3 @@ def run(
         num_warps=tile.num_warps,
         **tile.options,
     )
-
-
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: str) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, dtype))
-
-
-def _descriptor(plain: PlainDescriptor) -> TensorDescriptor:
-    """The same descriptor with the layout its blocks have in shared memory."""
-    gluon_descriptor = object.__new__(TensorDescriptor)  # unchecked, as ``launch._descriptor``
-    gluon_descriptor.__dict__.update(plain.__dict__)
-    dtype = str(plain.base.dtype).removeprefix("torch.")
-    gluon_descriptor.layout = _layout(tuple(plain.block_shape), dtype)
-    return gluon_descriptor

@@ -12,7 +12,7 @@ Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k,
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,115 +138,79 @@ def _check_home(x_TD: Tensor, w1_EFD: Tensor, home_P: Tensor) -> None:
         )
 
 
-def _upright(w1: Tensor, w2: Tensor, transposed: list[bool]) -> tuple[Tensor, Tensor]:
-    """[E, F, D] and [E, D, F], or these as they are stored: there and back."""
-    first, second = transposed
-    return w1.mT if first else w1, w2.mT if second else w2
+class Given(NamedTuple):
+    """What both directions of the op are given, in the order of their schemas."""
+
+    x: Tensor
+    w1: Tensor
+    w2: Tensor
+    order: Tensor
+    inverse: Tensor
+    offsets: Tensor
+    weights: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
+    transposed: list[bool]
+
+    def upright(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        """[E, F, D] and [E, D, F], or these as they are stored: there and back."""
+        first, second = self.transposed
+        return w1.mT if first else w1, w2.mT if second else w2
 
 
-def _forward_reference(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    order: Tensor,
-    inverse: Tensor,
-    offsets: Tensor,
-    weights: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    transposed: list[bool],
-    activation: str,
-    saved_bits: int,
-    keep_rows: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bins = bins_of(order, inverse, offsets)
-    w1, w2 = _upright(w1, w2, transposed)
-    y, h = expert_mlp_forward(x, w1, w2, bins, weights, activation, b1, b2)
+def _given(args: Sequence[Any]) -> tuple[Given, Sequence[Any]]:
+    """The op's arguments that both directions have, and the others."""
+    count = len(Given._fields)
+    return Given(*args[:count]), args[count:]
+
+
+def _forward_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given, (activation, saved_bits, keep_rows) = _given(args)
+    x, bins = given.x, bins_of(given.order, given.inverse, given.offsets)
+    fixed, biases = (*given.upright(given.w1, given.w2), bins, given.weights), (given.b1, given.b2)
+    y, h = expert_mlp_forward(x, *fixed, activation, *biases)
     rows = gather(x, bins, 1) if keep_rows else x.new_empty(0)
-    return y, h if saved_bits else x.new_empty(0), order.new_empty((0, 4)), rows
+    return y, h if saved_bits else x.new_empty(0), given.order.new_empty((0, 4)), rows
 
 
-def _backward_reference(
-    do: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    order: Tensor,
-    inverse: Tensor,
-    offsets: Tensor,
-    weights: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    transposed: list[bool],
-    h: Tensor,
-    tiles: Tensor,
-    activation: str,
-    in_rows: bool,
-    needs: list[bool],
-) -> tuple[Tensor, ...]:
-    bins = bins_of(order, inverse, offsets)
-    w1, w2 = _upright(w1, w2, transposed)
+def _backward_reference(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    given, (h, _, activation, in_rows, needs) = _given(args)
+    x, bins = given.x, bins_of(given.order, given.inverse, given.offsets)
+    fixed, biases = (*given.upright(given.w1, given.w2), bins, given.weights), (given.b1, given.b2)
     if in_rows:
         x = combine(x, bins, None, 1)
     if h.numel() == 0:
-        h = expert_mlp_forward(x, w1, w2, bins, weights, activation, b1, b2)[1]
-    dx, d_w1, d_w2, *others = expert_mlp_backward(
-        do, x, w1, w2, bins, weights, h, activation, b1, b2
-    )
+        h = expert_mlp_forward(x, *fixed, activation, *biases)[1]
+    dx, d_w1, d_w2, *others = expert_mlp_backward(do, x, *fixed, h, activation, *biases)
     assert d_w1 is not None
     assert d_w2 is not None
-    grads = (dx, *_upright(d_w1, d_w2, transposed), *others)
+    return _needed(given, (dx, *given.upright(d_w1, d_w2), *others), needs)
+
+
+def _needed(
+    given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """Nothing in place of a gradient that nobody asked for."""
     return tuple(
-        g if need and g is not None else x.new_empty(0)
+        g if need and g is not None else given.x.new_empty(0)
         for g, need in zip(grads, needs, strict=True)
     )
 
 
-def _forward_fake(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    order: Tensor,
-    inverse: Tensor,
-    offsets: Tensor,
-    weights: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    transposed: list[bool],
-    activation: str,
-    saved_bits: int,
-    keep_rows: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    columns = w1.shape[2 if transposed[0] else 1]
-    h = x.new_empty((order.shape[0], columns)) if saved_bits else x.new_empty(0)
-    count = row_tiles(order.shape[0], w1.shape[0]) if registration.use_triton(x) else 0
-    kept = x.new_empty((order.shape[0], x.shape[1]) if keep_rows else (0,))
-    return x.new_empty(x.shape), h, order.new_empty((count, 4)), kept
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given, (_, saved_bits, keep_rows) = _given(args)
+    x, rows, experts = given.x, given.order.shape[0], given.w1.shape[0]
+    columns = given.w1.shape[2 if given.transposed[0] else 1]
+    h = x.new_empty((rows, columns) if saved_bits else (0,))
+    count = row_tiles(rows, experts) if registration.use_triton(x) else 0
+    kept = x.new_empty((rows, x.shape[1]) if keep_rows else (0,))
+    return x.new_empty(x.shape), h, given.order.new_empty((count, 4)), kept
 
 
-def _backward_fake(
-    do: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    order: Tensor,
-    inverse: Tensor,
-    offsets: Tensor,
-    weights: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    transposed: list[bool],
-    h: Tensor,
-    tiles: Tensor,
-    activation: str,
-    in_rows: bool,
-    needs: list[bool],
-) -> tuple[Tensor, ...]:
-    like = (x, w1, w2, weights, b1, b2)
-    return tuple(
-        t.new_empty(t.shape) if need and t is not None else x.new_empty(0)
-        for t, need in zip(like, needs, strict=True)
-    )
+def _backward_fake(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    given, (*_, needs) = _given(args)
+    like = (given.x, given.w1, given.w2, given.weights, given.b1, given.b2)
+    return _needed(given, [t if t is None else t.new_empty(t.shape) for t in like], needs)
 
 
 def set_up(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
@@ -281,34 +245,20 @@ def gradients(
     return dx, dw1, dw2, None, None, None, *others, None, None, None, None
 
 
-def _forward_flops(
-    x_shape: Any, w1_shape: Any, w2_shape: Any, order_shape: Any, *args: Any, **kwargs: Any
-) -> int:
-    return 2 * order_shape[0] * (w1_shape[1] * w1_shape[2] + w2_shape[1] * w2_shape[2])
+def _products(shapes: Any) -> tuple[int, int]:
+    """FLOPs of the up- and of the down-projection, of ``Given`` shapes."""
+    rows, w1, w2 = shapes.order[0], shapes.w1, shapes.w2
+    return 2 * rows * w1[1] * w1[2], 2 * rows * w2[1] * w2[2]
 
 
-def _backward_flops(
-    do_shape: Any,
-    x_shape: Any,
-    w1_shape: Any,
-    w2_shape: Any,
-    order_shape: Any,
-    inverse_shape: Any,
-    offsets_shape: Any,
-    weights_shape: Any,
-    b1_shape: Any,
-    b2_shape: Any,
-    transposed: list[bool],
-    h_shape: Any,
-    tiles_shape: Any,
-    activation: str,
-    in_rows: bool,
-    needs: list[bool],
-    **kwargs: Any,
-) -> int:
-    up = 2 * order_shape[0] * w1_shape[1] * w1_shape[2]
-    down = 2 * order_shape[0] * w2_shape[1] * w2_shape[2]
-    recomputed = up if h_shape[0] == 0 and order_shape[0] > 0 else 0
+def _forward_flops(*shapes: Any, **kwargs: Any) -> int:
+    return sum(_products(_given(shapes)[0]))
+
+
+def _backward_flops(do_shape: Any, *shapes: Any, **kwargs: Any) -> int:
+    given, (h_shape, *_, needs) = _given(shapes)
+    up, down = _products(given)
+    recomputed = up if h_shape[0] == 0 and given.order[0] > 0 else 0
     dx, dw1, dw2 = needs[:3]
     return recomputed + down + dx * up + dw1 * up + dw2 * down
 

@@ -71,7 +71,7 @@ def register(
     backward: Callable[..., Any] | None = None,
     differentiable_twice: bool = False,
     strided: bool = False,
-    debug_check: Callable[..., None] | None = None,
+    debug_check: Callable[..., object] | None = None,
 ) -> None:
     """Define op ``mb::<schema>``.
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mb_kernels.adamw.reference import advance
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
-from mb_kernels.targets.table import GateCase, Target
 
 # Per thread two 16-byte loads of each of four tensors are in flight, by 12 to 16 programs of an SM.
 _BLOCK = 1024
@@ -189,26 +188,3 @@ def _table(rows: list[list[int]], device: torch.device) -> Tensor:
     # From pinned memory the copy takes its turn in the stream, and the host goes on.
     host = torch.tensor(columns, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    """fp32 state; 16-bit gradients and moments with a copy; shards that start anywhere."""
-    full, half = torch.float32, torch.bfloat16
-    kinds = {
-        "fp32": (full, full, None, True, 200),
-        "fp32_copy": (full, full, half, True, 200),
-        "fp32_unaligned": (full, full, half, False, 200),
-        "bf16_copy": (half, half, half, True, 200),
-        "fp16_copy": (torch.float16, full, torch.float16, True, 1),
-    }
-    pointers = {"rates_ptr": "*fp32", "grad_scale_ptr": "*fp32", "found_inf_ptr": "*fp32"}
-    floats = ("keep", "one_minus_beta1", "beta2", "one_minus_beta2", "eps")
-    return [
-        GateCase(
-            name=f"adamw_{name}",
-            kernel=adamw_kernel,
-            signature={"table_ptr": "*i64", **pointers, **dict.fromkeys(floats, "fp32")},
-            constexprs=_constants(*kind),
-        )
-        for name, kind in kinds.items()
-    ]

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mb_kernels.language.memory import load_picked, store_picked
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
-from mb_kernels.targets import GateCase, Target
 
 
 @triton.jit
@@ -209,70 +208,3 @@ def sum_home(
         BLOCK_D=block_d,
     )
     return y
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    """Eight ranks, top-8, hidden sizes that are multiples of 16."""
-    push = {
-        "x_ptr": "*bf16",
-        "payload_ptr": "*fp32",
-        "order_ptr": "*i32",
-        "counts_ptr": "*i32",
-        "table_ptr": "*i64",
-        "done_ptr": "*i32",
-        **dict.fromkeys(("rows_at", "payload_at", "counts_at", "signals_at"), "i64"),
-        **dict.fromkeys(("rank", "M", "D", "W"), "i32"),
-    }
-    aligned = ("rows_at", "payload_at", "counts_at", "signals_at", "D", "W")
-    common = {"C": 8, "P": 8, "PEERS": 8, "BLOCK_R": 4, "BLOCK_D": 1024, "BLOCK_W": 16}
-    there = {"GATHER": True, "PAYLOAD": True, "SEND_COUNTS": True}
-    back = {"GATHER": False, "PAYLOAD": False, "SEND_COUNTS": False}
-    return [
-        GateCase(
-            name="push",
-            kernel=push_kernel,
-            signature=push,
-            constexprs={**common, **there, "ROWS": True},
-            multiples_of_16=aligned,
-        ),
-        GateCase(
-            name="push_back",
-            kernel=push_kernel,
-            signature=push,
-            constexprs={**common, **back, "ROWS": True},
-            multiples_of_16=aligned,
-        ),
-        GateCase(
-            name="push_payload",
-            kernel=push_kernel,
-            signature={name: kind for name, kind in push.items() if name != "x_ptr"},
-            constexprs={**common, **back, "x_ptr": None, "ROWS": False, "PAYLOAD": True},
-            multiples_of_16=aligned,
-        ),
-        GateCase(
-            name="wait",
-            kernel=wait_kernel,
-            signature={
-                "table_ptr": "*i64",
-                "counts_ptr": "*i32",
-                **dict.fromkeys(("error", "counts_at", "signals_at"), "i64"),
-                **dict.fromkeys(("rank", "place", "polls"), "i32"),
-            },
-            constexprs={"P": 8, "COUNTS": True},
-            num_warps=1,
-        ),
-        GateCase(
-            name="sum",
-            kernel=sum_home_kernel,
-            signature={
-                "rows_ptr": "*bf16",
-                "peers_ptr": "*i32",
-                "inverse_ptr": "*i32",
-                "offsets_ptr": "*i32",
-                "y_ptr": "*bf16",
-                **dict.fromkeys(("tokens", "M", "D"), "i32"),
-            },
-            constexprs={"C": 8, "BLOCK_T": 1, "BLOCK_D": 1024},
-            multiples_of_16=("D",),
-        ),
-    ]

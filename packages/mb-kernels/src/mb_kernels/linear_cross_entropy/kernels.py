@@ -7,8 +7,6 @@ vocabulary that is spread over ranks the two halves are two launches, the exchan
 Letters: T tokens, R tokens of a slice, D hidden, V vocabulary or this rank's share of it.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from mb_kernels.linear_cross_entropy import slices
 from mb_kernels.runtime.launch import launch
-from mb_kernels.targets.table import GateCase, Target
 
 # 8192 rows of 50,304 bf16 logits on an H200: 0.63 ms, 0.72 with 8192 columns and 16 warps, 0.66
 # with 4096 and 16; reading and writing them once takes 0.39.
@@ -170,37 +167,3 @@ def row_gradients(
     arguments = (logits_RV, labels_R, lse_R, weights_R, start, columns)
     launch(row_gradients_kernel, (rows,), *arguments, BLOCK=_BLOCK, num_warps=_WARPS)
     return logits_RV
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    logits = {"logits_ptr": "*bf16", "labels_ptr": "*i64"}
-    row = {"weights_ptr": "*fp32"}
-    # A slice of 8192 tokens by 262,144 labels is beyond 2 GiB.
-    common: dict[str, Any] = {"num_warps": _WARPS, "beyond_2gib": ("logits_ptr",)}
-    cases = [
-        GateCase(
-            name="loss_and_gradient" if gradient else "loss",
-            kernel=linear_cross_entropy_kernel,
-            signature={**logits, **row, "losses_ptr": "*fp32", "columns": "i32"},
-            constexprs={"GRADIENT": gradient, "BLOCK": _BLOCK},
-            **common,
-        )
-        for gradient in (True, False)
-    ]
-    return [
-        *cases,
-        GateCase(
-            name="row_statistics",
-            kernel=row_statistics_kernel,
-            signature={**logits, "statistics_ptr": "*fp32", "start": "i32", "columns": "i32"},
-            constexprs={"BLOCK": _BLOCK},
-            **common,
-        ),
-        GateCase(
-            name="row_gradients",
-            kernel=row_gradients_kernel,
-            signature={**logits, "lse_ptr": "*fp32", **row, "start": "i32", "columns": "i32"},
-            constexprs={"BLOCK": _BLOCK},
-            **common,
-        ),
-    ]

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.runtime.launch import cdiv, launch
-from mb_kernels.targets import GateCase, Target
 
 # Eight numbers a thread, as 16-byte loads of 16-bit tensors want; other sizes were not timed.
 _BLOCK = 2048
@@ -97,30 +96,3 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], numbers: int, *rate
     if numbers:
         grid = (cdiv(numbers, _BLOCK),)
         launch(kernel, grid, *tensors, numbers, *rates, BLOCK=_BLOCK, num_warps=8)
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    """Gradients in fp32 and bf16, an update with a copy; numbers that 16 divides or not."""
-    flags = {"found_inf_ptr": "*fp32", "numbers": "i32"}
-    before = {"buffer_ptr": "*fp32", "direction_ptr": "*bf16", "grad_scale_ptr": "*fp32", **flags}
-    after = {"weight_ptr": "*fp32", "update_ptr": "*bf16", "copy_ptr": "*bf16", **flags}
-    rates = {"size": "fp32", "keep": "fp32"}
-    kinds: dict[str, tuple[Any, dict[str, str], tuple[str, ...]]] = {
-        "momentum": (muon_momentum_kernel, {"grad_ptr": "*fp32", **before, "momentum": "fp32"}, ()),
-        "momentum_bf16": (
-            *(muon_momentum_kernel, {"grad_ptr": "*bf16", **before, "momentum": "fp32"}),
-            ("numbers",),
-        ),
-        "step": (muon_step_kernel, after | rates, ("numbers",)),
-    }
-    return [
-        GateCase(
-            name=f"muon_{name}",
-            kernel=kernel,
-            signature=signature,
-            constexprs={"BLOCK": _BLOCK},
-            num_warps=8,
-            multiples_of_16=multiples,
-        )
-        for name, (kernel, signature, multiples) in kinds.items()
-    ]

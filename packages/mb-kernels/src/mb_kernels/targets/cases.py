@@ -17,11 +17,15 @@ import torch
 from torch import Tensor
 
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, PRESETS, is_glu
+from mb_kernels.adamw import kernels as adamw
 from mb_kernels.block_sparse import kernels as block_sparse
 from mb_kernels.block_sparse import mlp_kernels
 from mb_kernels.block_sparse.reference import BLOCK
 from mb_kernels.elementwise import kernels as elementwise
+from mb_kernels.exchange import Layout, PeerMemory
 from mb_kernels.grouped_gemm import kernels as grouped_gemm
+from mb_kernels.linear_cross_entropy import kernels as cross_entropy
+from mb_kernels.muon import kernels as muon
 from mb_kernels.permute import kernels as permute
 from mb_kernels.quantize import kernels as quantize
 from mb_kernels.targets.cover import cover
@@ -227,7 +231,55 @@ def _small_ops() -> dict[str, Callable[[], object]]:
         elementwise.activation(h, activation)
         elementwise.activation_backward(d_a, h, activation)
 
+    def stepped(
+        grad: torch.dtype, moment: torch.dtype, copy: torch.dtype | None, numbers: int
+    ) -> None:
+        def tensors(dtype: torch.dtype) -> list[Tensor]:
+            return [_empty(numbers, dtype=dtype)] * 200
+
+        copies = [None] * 200 if copy is None else tensors(copy)
+        one = _empty(dtype=_FP32)
+        rates: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+        lists = (tensors(_FP32), tensors(grad), tensors(moment), tensors(moment), copies)
+        adamw.adamw_step(*lists, [one] * 200, **rates, grad_scale=one, found_inf=one)
+
+    def orthogonal(grad: torch.dtype, numbers: int) -> None:
+        weight, one = _empty(numbers, dtype=_FP32), _empty(dtype=_FP32)
+        update = muon.muon_momentum(
+            _empty(numbers, dtype=grad), weight, momentum=0.9, grad_scale=one, found_inf=one
+        )
+        muon.muon_step(weight, update, _empty(numbers), size=0.1, decay=0.1, found_inf=one)
+
+    def scored() -> None:
+        logits = _empty(8192, 262144)  # a slice beyond 2 GiB
+        labels, weights = _empty(8192, dtype=torch.int64), _empty(8192, dtype=_FP32)
+        for gradient in (True, False):
+            cross_entropy.losses_and_gradients(logits, labels, weights, gradient=gradient)
+        cross_entropy.row_statistics(logits, labels, 1000)
+        cross_entropy.row_gradients(logits, labels, weights, weights, 1000)
+
+    def exchanged() -> None:
+        layout = Layout(ranks=8, tokens=16384, hidden=7168, words=16, dtype=_BF16)
+        arena, table = _empty(layout.nbytes, dtype=torch.uint8), _empty(8, dtype=torch.int64)
+        memory = PeerMemory(layout, 3, arena, table, torch.zeros(3, dtype=torch.int32))
+        slots, words = _int32(16384 * 8), _empty(16384, 16, dtype=_FP32)
+        sent = {"order_N": slots, "columns": 8, "payload": words}
+        memory.push("tokens", _empty(16384, 7168), _int32(8), **sent)
+        counts = memory.wait("tokens")
+        memory.push("home", memory.rows("tokens"), counts)
+        memory.push("home", None, counts, payload=memory.payload("tokens"))
+        memory.sum_home(memory.rows("home"), slots.view(-1, 8), slots, _int32(9))
+
     return {
+        "AdamW, anywhere": partial(stepped, _FP32, _FP32, _BF16, 4001),
+        "AdamW, fp32": partial(stepped, _FP32, _FP32, None, 4096),
+        "AdamW, fp32, copy": partial(stepped, _FP32, _FP32, _BF16, 4096),
+        "AdamW, bf16": partial(stepped, _BF16, _BF16, _BF16, 4096),
+        "AdamW, fp16": partial(stepped, _FP16, _FP32, _FP16, 4096),
+        "bf16, anywhere": partial(orthogonal, _BF16, 4001),
+        "fp32": partial(orthogonal, _FP32, 4096),
+        "V262144": scored,
+        "D7168 over 8": exchanged,
         "E64 K8 over 4": partial(rehearse_exchange, 16384, 64, 8, 4),
         "E8 K2 over 8": partial(rehearse_exchange, 16384, 8, 2, 8),
         "E128 K8": partial(routed, 16384, 128, 8, _BF16),

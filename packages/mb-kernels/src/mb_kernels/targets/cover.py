@@ -34,7 +34,8 @@ def cover(cases: Iterable[GateCase], *, depth: int) -> list[GateCase]:
 
 def _met(case: GateCase, depth: int) -> set[Hashable]:
     if depth < 1:
-        return {frozenset(case.signature.values())}
+        constants = case.constexprs.values()
+        return {frozenset((*case.signature.values(), *filter(_is_dtype, constants)))}
     return set(itertools.combinations(sorted(_traits(case), key=repr), depth))
 
 
@@ -45,6 +46,11 @@ def _traits(case: GateCase) -> list[Hashable]:
     lists = {"16": case.multiples_of_16, "2 GiB": case.beyond_2gib}
     facts = [(fact, name) for fact, names in lists.items() for name in names]
     return [*constants, *at_launch, *facts, (case.num_warps, case.num_stages)]
+
+
+def _is_dtype(value: object) -> bool:
+    """A Triton dtype, which AdamW has for what it finds by addresses."""
+    return hasattr(value, "primitive_bitwidth")
 
 
 def _kind(name: str, value: object, divisors: tuple[int, ...]) -> Hashable:

@@ -4,11 +4,11 @@ Three things live here and nowhere else:
 
 - `TARGETS`: what a kernel must respect on each architecture (wave size, shared memory, XCDs);
 - `TILES`: the block sizes of every matrix-multiplying op per architecture, with the reason;
-- `GateCase`: how a kernel module lists what is to be compiled. Each module with Triton kernels
-  has `gate_cases(target) -> list[GateCase]`, and `mb_kernels.targets.gate` builds them all.
+- `GateCase`: one kernel to be compiled. `mb_kernels.targets.gate` builds what a module's
+  `gate_cases(target)` lists; `targets.cases` records it from launches of nearly every op.
 
     python -m mb_kernels.targets                     # every kernel for every target, no GPU needed
-    python -m mb_kernels.targets --target gfx942 --module mb_kernels.permute.kernels
+    python -m mb_kernels.targets --target gfx942 --module mb_kernels.targets.cases
 """
 
 import functools

@@ -95,6 +95,38 @@ def test_expert_mlp(case, dtype):
     assert max(errors.values()) <= TOLERANCES[dtype], errors
 
 
+@pytest.mark.usefixtures("operands")
+@pytest.mark.parametrize("operands", OPERANDS[:2], indirect=True)
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_expert_mlp_stores_rows_where_their_tokens_came_from(top_k, reachable):
+    ranks, region = 2, 11
+    inputs = make_inputs(Case(ranks * region, 48, 32, 4, top_k), dtype=torch.float32)
+    ids = make_expert_ids("uniform", ranks * region, 4, top_k)
+    ids[3] = ids[15] = -1  # of no expert: at home the row stays what it is
+    inputs["bins"] = bin_tokens(ids, 4)
+    want = run_expert_mlp(reference.expert_mlp, inputs)
+    memory = torch.full((ranks, region + 2, 48), 7.0)  # a row before and one behind
+    reachable.append(memory)
+    addresses = torch.tensor([memory[rank, 1].data_ptr() for rank in range(ranks)])
+
+    def came():
+        assert (memory[:, [0, -1]] == 7).all()
+        rows = memory[:, 1:-1].flatten(0, 1).clone()
+        assert (rows[[3, 15]] == 7).all()
+        memory.fill_(7)
+        return rows.index_fill(0, torch.tensor([3, 15]), 0)
+
+    arguments = [inputs[n] for n in ("x", "w1", "w2", "bins", "weights")]
+    y = expert_mlp(*arguments, home_P=addresses)
+    assert y.isnan().all()
+    assert_close("y", came(), want["y"])
+    y.backward(inputs["d_y"])
+    assert inputs["x"].grad.isnan().all()
+    assert_close("d_x", came(), want["d_x"])
+    for name in ("w1", "w2", "weights"):
+        assert_close(name, inputs[name].grad, want[f"d_{name}"])
+
+
 def fields(descriptor):
     names = [f.name for f in dataclasses.fields(descriptor) if f.name != "base"]
     return {name: getattr(descriptor, name) for name in names}

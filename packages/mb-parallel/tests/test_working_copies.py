@@ -68,6 +68,21 @@ OPTIMIZERS = {
 }
 
 
+def _tied():
+    model = _Model()
+    model.layers[1].experts.w1 = model.layers[0].experts.w1
+    return model
+
+
+def test_layers_that_share_a_weight_share_its_copy():
+    plain, kept = _tied(), _tied()
+    copies = hold_working_copies([kept], torch.bfloat16)
+    assert len(copies) == 3
+    expected = _losses(plain, AdamW(plain.parameters(), lr=1e-2), micro_batches=1)
+    ours = AdamW(kept.parameters(), lr=1e-2, working_copies=copies)
+    torch.testing.assert_close(_losses(kept, ours, micro_batches=1), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_trains_as_without_copies(name, micro_batches):
@@ -189,6 +204,11 @@ def test_frozen_adapted_and_fp32_experts():
     x = torch.randn(5, 16).bfloat16()
     model(x)[0].sum().backward()
     assert [p.grad is None for p in copies] == [True, True, False, False]
+    model.layers[0].experts.requires_grad_(True)  # and the other way round, between steps
+    model.layers[1].experts.requires_grad_(False)
+    model.zero_grad()
+    model(x)[0].sum().backward()
+    assert [p.grad is None for p in copies] == [False, False, True, True]
     adapted = _Model()
     for layer in adapted.layers:
         add_lora(layer.experts, rank=2, alpha=4)

@@ -53,10 +53,9 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
                     f"got {tuple(local(parameter).shape)} in {parameter.dtype} and "
                     f"{tuple(copy.shape)} in {copy.dtype}."
                 )
-            if parameter.requires_grad:
-                parameter.grad_dtype = None  # any: its gradient comes in the copy's
-                copy.requires_grad_()
-                copy.register_post_accumulate_grad_hook(functools.partial(_hand_over, parameter))
+            parameter.grad_dtype = None  # any: its gradient comes in the copy's
+            copy.requires_grad_()  # which a hook has to see; `refresh` says what it is
+            copy.register_post_accumulate_grad_hook(functools.partial(_hand_over, parameter))
         self.refresh()
 
     def __getitem__(self, parameter: Tensor) -> Tensor:
@@ -70,8 +69,12 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
 
     @torch.no_grad()
     def refresh(self, everything: bool = False) -> None:
-        """Cast again what was written since by anyone but an optimizer that writes the copy too."""
+        """Cast again what was written since by anyone but an optimizer that writes the copy too.
+
+        A copy trains if its parameter does by now.
+        """
         for parameter, copy in self._copies.items():
+            copy.requires_grad_(parameter.requires_grad)
             if everything or self._seen.get(parameter) != _version(parameter):
                 copy.copy_(local(parameter))
                 self.written([parameter])
@@ -105,7 +108,8 @@ def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> Work
             parameter = module._parameters.get(name)
             if dtype not in _HALVES or parameter is None or parameter.dtype != torch.float32:
                 continue
-            pairs[parameter] = torch.empty_like(local(parameter).detach(), dtype=dtype)
+            if parameter not in pairs:  # else layers share it
+                pairs[parameter] = torch.empty_like(local(parameter).detach(), dtype=dtype)
             module.working_copies[name] = pairs[parameter]
     copies = WorkingCopies(pairs)
     for model in models if copies else ():

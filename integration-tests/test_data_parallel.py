@@ -50,12 +50,22 @@ def test_two_ranks_take_the_same_steps_and_one_process_goes_on(one_process, toke
     assert tiny_run.losses(two) == pytest.approx(expected, rel=1e-5)
 
 
-def test_two_ranks_in_bf16_stay_close_to_one(tokens, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
+def _one_after_the_other(rank: int, world_size: int, *lines: list[str]) -> list[int]:
+    return [_main(rank, world_size, arguments)[0] for arguments in lines]
+
+
+def test_two_ranks_in_bf16_stay_close_to_one_and_go_on_as_they_would_have(tokens, tmp_path):
+    one, two, parts = tmp_path / "one", tmp_path / "two", tmp_path / "parts"
     assert tiny_run.train(tiny_run.flags(tokens, one, "--bf16")) == 0
-    arguments = tiny_run.flags(tokens, two, "--bf16")
-    assert [code for code, *_ in run_ranks(_main, 2, arguments)] == [0, 0]
+    spread = "--bf16 --expert-model-parallel-size 2"
+    lines = (
+        tiny_run.flags(tokens, two, spread),
+        tiny_run.flags(tokens, parts, spread, "--exit-interval 4"),
+        ["--load", str(parts)],
+    )
+    assert run_ranks(_one_after_the_other, 2, *lines) == [[0, 0, 0]] * 2
     assert tiny_run.losses(two) == pytest.approx(tiny_run.losses(one), rel=2e-3)
+    assert tiny_run.losses(parts) == tiny_run.losses(two)
 
 
 def test_torchrun_goes_on_from_one_process(one_process, tmp_path):

@@ -5,7 +5,9 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from mb_layers import MoEConfig, add_lora, dMoE
+from mb_parallel import ParallelDims, parallelize_experts
 from mb_parallel.optimizer import (
     SGD,
     Adafactor,
@@ -17,6 +19,8 @@ from mb_parallel.optimizer import (
     hold_working_copies,
     muon_groups,
 )
+from mb_parallel.optimizer.shards import local
+from mb_parallel.testing import run_ranks
 from torch import nn
 
 CONFIG = {"hidden_size": 16, "ffn_hidden_size": 32, "num_experts": 4, "top_k": 2}
@@ -64,6 +68,21 @@ OPTIMIZERS = {
 }
 
 
+def _tied():
+    model = _Model()
+    model.layers[1].experts.w1 = model.layers[0].experts.w1
+    return model
+
+
+def test_layers_that_share_a_weight_share_its_copy():
+    plain, kept = _tied(), _tied()
+    copies = hold_working_copies([kept], torch.bfloat16)
+    assert len(copies) == 3
+    expected = _losses(plain, AdamW(plain.parameters(), lr=1e-2), micro_batches=1)
+    ours = AdamW(kept.parameters(), lr=1e-2, working_copies=copies)
+    torch.testing.assert_close(_losses(kept, ours, micro_batches=1), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_trains_as_without_copies(name, micro_batches):
@@ -88,6 +107,52 @@ def test_gradients_are_16_bit_until_they_are_added_up():
     model(x)[0].sum().backward()
     assert torch.equal(w1.grad, 2 * first)
     assert w1.grad.dtype == torch.float32
+
+
+def _spread(rank, world_size, folder):
+    """On two ranks with half of the experts each: whether copies are what their weights are.
+
+    A DTensor's shard is a tensor of its own, whose writes are counted apart.
+    """
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+
+    def spread():
+        model = _Model()
+        parallelize_experts(model, mesh)
+        return model, hold_working_copies([model], torch.bfloat16)
+
+    def equal(model, copies):
+        model(torch.randn(5, 16).bfloat16())
+        return all(torch.equal(copy, local(p).bfloat16()) for p, copy in copies.items())
+
+    done = {}
+    for name, optimizer in OPTIMIZERS.items():
+        model, copies = spread()
+        _losses(model, optimizer(model, copies), micro_batches=1)
+        done[name] = equal(model, copies)
+    other, _ = spread()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-1.5)
+    dcp.save(other.state_dict(), checkpoint_id=folder)
+    for how in ("load_state_dict", "by hand", "checkpoint"):
+        model, copies = spread()
+        if how == "load_state_dict":
+            model.load_state_dict(other.state_dict())
+        elif how == "by hand":
+            with torch.no_grad():
+                for mine, new in zip(model.parameters(), other.parameters(), strict=True):
+                    mine.copy_(new)
+        else:
+            dcp.load(model.state_dict(), checkpoint_id=folder)
+        done[how] = equal(model, copies)
+        assert torch.equal(local(model.layers[0].experts.w1), local(other.layers[0].experts.w1))
+    return done
+
+
+def test_copies_of_spread_experts_are_cast_again_too(tmp_path):
+    for done in run_ranks(_spread, 2, tmp_path):
+        assert [what for what, equal in done.items() if not equal] == []
 
 
 @pytest.mark.parametrize("how", ["load_state_dict", "by hand", "data"])
@@ -139,6 +204,11 @@ def test_frozen_adapted_and_fp32_experts():
     x = torch.randn(5, 16).bfloat16()
     model(x)[0].sum().backward()
     assert [p.grad is None for p in copies] == [True, True, False, False]
+    model.layers[0].experts.requires_grad_(True)  # and the other way round, between steps
+    model.layers[1].experts.requires_grad_(False)
+    model.zero_grad()
+    model(x)[0].sum().backward()
+    assert [p.grad is None for p in copies] == [False, False, True, True]
     adapted = _Model()
     for layer in adapted.layers:
         add_lora(layer.experts, rank=2, alpha=4)

@@ -9,8 +9,8 @@ from mb_parallel.expert_parallel.balance import set_micro_batch as set_micro_bat
 from mb_parallel.expert_parallel.balance import step_counts as step_counts
 from mb_parallel.expert_parallel.collectives import Place as Place
 from mb_parallel.expert_parallel.collectives import gather_rows as gather_rows
-from mb_parallel.expert_parallel.peer import PeerBuffers as PeerBuffers
 from mb_parallel.expert_parallel.peer import PeerDispatcher as PeerDispatcher
+from mb_parallel.expert_parallel.peer_memory import PeerBuffers as PeerBuffers
 from mb_parallel.expert_parallel.rows import Rows as Rows
 from mb_parallel.expert_parallel.rows import budgets_of as budgets_of
 from mb_parallel.expert_parallel.rows import within_budget as within_budget

@@ -10,33 +10,30 @@ Letters: E experts, F expert ffn width, D hidden, K top-k.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-import torch.distributed as dist
 from mb_layers.config import MoEConfig
-from mb_layers.dispatch import LocalDispatcher, TokenDispatcher, replaced
-from mb_layers.moe import MoE, dMoE
-from torch import Tensor, nn
+from mb_layers.dispatch import LocalDispatcher, TokenDispatcher
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
-from mb_parallel.expert_parallel.around import GlobalCapacity, SharedTokens
-from mb_parallel.expert_parallel.balance import StepCounts
-from mb_parallel.expert_parallel.collectives import Place, mean_over
+from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.expert_parallel.overlap import compute_in_chunks
-from mb_parallel.expert_parallel.peer import PeerBuffers, PeerDispatcher, peer_problem
+from mb_parallel.expert_parallel.peer import PeerDispatcher
+from mb_parallel.expert_parallel.peer_memory import PeerBuffers, peer_problem
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.shard import is_spread, shard_experts
+from mb_parallel.expert_parallel.surround import Layer, surround
 from mb_parallel.mesh import ParallelMesh
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer"]
-Layer = MoE | dMoE
 
 # Gathering and the peers' memory hold the worst case, ep times the rows of balanced experts, in
 # what the experts save as well: up to here a fair price.
@@ -104,7 +101,7 @@ def parallelize_experts(
     for name, layer in layers.items():
         _refuse(name, layer, mesh, sequence_parallel)
     ep, rows = mesh.axis("ep"), Rows(row_policy, row_budget)
-    told: dict[str, int] = {}
+    told: Counter[str] = Counter()
     if ep is not None:
         _refuse_held(model, layers)
         widths = {layer.config.hidden_size for layer in layers.values()}
@@ -114,19 +111,16 @@ def parallelize_experts(
             found = [peer_problem(everywhere, ep.device_type, width) for width in sorted(widths)]
             problem = next((text for text in found if text), None)
         buffers = PeerBuffers(everywhere, max_tokens=max_tokens, timeout_s=timeout_s)
-        spread: dict[nn.Parameter, nn.Parameter] = {}
+        spreading = _Spreading(ep, buffers, rows, keep_rows, equal_tokens, chunks)
+        bounded = row_policy != "worst"
         for name, layer in layers.items():
             top_k = layer.config.top_k
-            bounded = row_policy != "worst"
             chosen, why = choose_dispatcher(dispatcher, top_k, ep.size(), problem, bounded=bounded)
-            options = {"equal_tokens": equal_tokens, "rows": rows, "chunks": chunks}
-            named = name or "the layer"
-            line = _spread(layer, ep, named, chosen, buffers, keep_rows, options, spread)
+            held = spreading.spread(layer, name or "the layer", chosen)
             pieces = f" in {chunks} chunks" if chunks > 1 and chosen == "all_to_all" else ""
-            line = f"{line} by {chosen}{pieces}, {why}"
-            told[line] = told.get(line, 0) + 1
+            told[f"{held} by {chosen}{pieces}, {why}"] += 1
     for name, layer in layers.items():
-        _surround(layer, mesh, name or "the layer", sequence_parallel, equal_tokens)
+        surround(layer, mesh, name or "the layer", sequence_parallel, equal_tokens)
     if ep is None:
         return f"expert parallelism: ep = 1, all experts of {len(layers)} layers on every rank"
     lines = [f"{count} layers: {line}" for line, count in told.items()]
@@ -203,132 +197,54 @@ def _refuse_held(model: nn.Module, layers: dict[str, Layer]) -> None:
             )
 
 
-def _spread(
-    layer: Layer,
-    ep: DeviceMesh,
-    name: str,
-    dispatcher: str,
-    buffers: PeerBuffers,
-    keep_rows: bool | None,
-    options: dict[str, Any],
-    spread: dict[nn.Parameter, nn.Parameter],
-) -> str:
-    """Shard the experts' parameters, give the layer its dispatcher, and say what a rank holds."""
-    experts = layer.config.num_experts
-    place = Place(ep.get_group(), name)
-    placement = Placement(experts, place.size, place.rank)
-    if not is_spread(layer.experts):  # else they are an earlier layer's too
-        shard_experts(layer.experts, ep, placement, name, spread)
-        if dispatcher == "all_to_all" and options["chunks"] > 1:
-            compute_in_chunks(layer.experts)
-    if dispatcher == "all_gather":
-        layer.dispatcher = AllGatherDispatcher(
-            experts, place, equal_tokens=options["equal_tokens"], rows=options["rows"]
-        )
-    elif dispatcher == "all_to_all":
-        layer.dispatcher = AllToAllDispatcher(experts, place, chunks=options["chunks"])
-    else:
+@dataclass(frozen=True)
+class _Spreading:
+    """How the layers of a model are spread: `parallelize_experts`' arguments, and what they share.
+
+    shared: what became of parameters, by what they were, for those that several layers have.
+    """
+
+    ep: DeviceMesh
+    buffers: PeerBuffers
+    rows: Rows
+    keep_rows: bool | None
+    equal_tokens: bool
+    chunks: int
+    shared: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+
+    def spread(self, layer: Layer, name: str, dispatcher: str) -> str:
+        """Shard the experts' parameters, give the layer its dispatcher; says what a rank holds."""
+        experts = layer.config.num_experts
+        place = Place(self.ep.get_group(), name)
+        placement = Placement(experts, place.size, place.rank)
+        if not is_spread(layer.experts):  # else they are an earlier layer's too
+            shard_experts(layer.experts, self.ep, placement, name, self.shared)
+            if dispatcher == "all_to_all" and self.chunks > 1:
+                compute_in_chunks(layer.experts)
+        layer.dispatcher = self._dispatcher(layer, place, placement, dispatcher)
+        held = f"{placement.experts_per_rank} of {experts} experts a rank"
+        if placement.width_shards > 1:
+            held = f"1/{placement.width_shards} of the width of " + held
+        return held
+
+    def _dispatcher(
+        self, layer: Layer, place: Place, placement: Placement, name: str
+    ) -> TokenDispatcher:
+        experts, rows = placement.num_experts, self.rows
+        if name == "all_gather":
+            return AllGatherDispatcher(experts, place, equal_tokens=self.equal_tokens, rows=rows)
+        if name == "all_to_all":
+            return AllToAllDispatcher(experts, place, chunks=self.chunks)
+        keep_rows = self.keep_rows
         if keep_rows is None:
             keep_rows = keeps_rows_anyway(layer.config, placement)
-        layer.dispatcher = PeerDispatcher(
-            *(experts, place, buffers),
-            keep_rows=keep_rows,
-            rows=options["rows"],
-            stores_home=layer.experts.stores_home,
+        home = layer.experts.stores_home
+        return PeerDispatcher(
+            experts, place, self.buffers, keep_rows=keep_rows, rows=rows, stores_home=home
         )
-    held = f"{placement.experts_per_rank} of {experts} experts a rank"
-    if placement.width_shards > 1:
-        held = f"1/{placement.width_shards} of the width of " + held
-    return held
 
 
 def keeps_rows_anyway(config: MoEConfig, placement: Placement) -> bool:
     """Whether the experts save rows of their own, not the tokens that came: for one row a token."""
     fused = config.mlp_impl == "grouped" and not config.recompute
     return fused and min(config.top_k, placement.experts_per_rank) == 1
-
-
-def _surround(
-    layer: Layer, mesh: ParallelMesh, name: str, sequence_parallel: bool, equal_tokens: bool
-) -> None:
-    """Capacity over all ranks that share the experts or the tokens; tokens that tp ranks share."""
-    config, tp = layer.config, mesh.axis("tp")
-    moves: TokenDispatcher = layer.dispatcher
-    split_over = 1 if tp is None or not sequence_parallel else tp.size()
-    shared = mesh.ep_size > 1 or tp is not None
-    if isinstance(moves, LocalDispatcher) and shared:
-        moves = LocalDispatcher(config.num_experts)  # capacity is the business of all ranks
-
-    def around(capacity_factor: float | None) -> TokenDispatcher:
-        inner = moves
-        if capacity_factor is not None:
-            inner = GlobalCapacity(
-                inner,
-                config.num_experts,
-                capacity_factor,
-                Place(_capacity_group(mesh), name),
-                min_capacity=config.min_capacity,
-                drop_policy=config.drop_policy,
-                equal_tokens=equal_tokens,
-                split_over=split_over,
-            )
-        if tp is not None and not sequence_parallel:
-            inner = SharedTokens(inner, Place(tp.get_group(), name))
-        return inner
-
-    if shared:
-        layer.dispatcher = around(config.capacity_factor)
-        if layer.eval_dispatcher is not None:
-            layer.eval_dispatcher = around(config.eval_capacity_factor)
-    if split_over > 1:
-        layer.register_forward_pre_hook(_count_sequences, with_kwargs=True)
-    axes = ["dp"] if config.balance_over == "global_batch" else []
-    if tp is not None and sequence_parallel:
-        axes.append("tp")
-        layer.register_forward_hook(_mean_losses(Place(tp.get_group(), name)))
-    if axes and layer.reduce_counts is None:
-        layer.reduce_counts = _sum_counts(mesh, axes)
-        if config.balance_over == "global_batch":
-            layer.reduce_counts = StepCounts(layer.reduce_counts)
-
-
-def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:
-    """The ranks whose tokens share the experts' capacity: those of an ep and of a tp group."""
-    ep, tp = mesh.ep_size, mesh.tp_size
-    if ep % tp and tp % ep:
-        raise ValueError(
-            "Expected one of ep and tp to divide the other for layers with a capacity, got "
-            f"ep = {ep} and tp = {tp}. Change one, or use dMoE."
-        )
-    axis = mesh.axis("ep" if ep >= tp else "tp")
-    assert axis is not None
-    return axis.get_group()
-
-
-def _count_sequences(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before forward: how many sequences x [..., S, D] holds runs of."""
-    x: Tensor = args[0] if args else kwargs["x"]
-    for dispatcher in (layer.dispatcher, layer.eval_dispatcher):
-        if isinstance(dispatcher, GlobalCapacity):
-            dispatcher.sequences = math.prod(x.shape[:-2])
-
-
-def _sum_counts(mesh: ParallelMesh, axes: list[str]) -> Callable[[Tensor], Tensor]:
-    """Tokens per expert summed over axes of the mesh, for a layer's `reduce_counts`."""
-
-    def reduce_counts(counts_E: Tensor) -> Tensor:
-        total_E = counts_E.clone()
-        for axis in axes:
-            mesh.all_reduce(total_E, axis)
-        return total_E
-
-    return reduce_counts
-
-
-def _mean_losses(place: Place) -> Callable[..., Any]:
-    """A forward hook: aux_loss as the mean over ranks that see parts of the same sequences."""
-
-    def hook(layer: nn.Module, args: Any, output: Any) -> Any:
-        return replaced(output, aux_loss=mean_over(output.aux_loss, place))
-
-    return hook

@@ -10,112 +10,29 @@ again from where it belongs, beside the gradients, or the experts keep it (`keep
 traffic of tokens, or P T rows of memory a layer. With one choice of a token on a rank they keep its
 row anyway.
 
-Letters: T tokens, D hidden, K top-k, P ranks, M the most tokens a rank may bring, R = P M rows,
-J choices of a token on one rank, W words of routing.
+Letters: T tokens, D hidden, K top-k, P ranks, R rows that the buffers hold, J choices of a token on
+one rank, W words of routing.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mb_kernels
 import torch
-import torch.distributed as dist
 from mb_kernels import Bins
-from mb_kernels.exchange import Layout, PeerMemory, unpack_routing_backward
+from mb_kernels.exchange import PeerMemory, unpack_routing_backward
 from mb_layers.dispatch import Dispatched
 from mb_layers.experts import cast_alike
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks
+from mb_parallel.expert_parallel.collectives import Place
+from mb_parallel.expert_parallel.peer_memory import PeerBuffers
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
-
-# Makes an arena of so many bytes for the ranks of a place: (arena, table, error, what to keep).
-Allocate = Callable[[int, Place], tuple[Tensor, Tensor, Tensor, Any]]
-_STEPS = ("dispatch", "combine", "the backward of combine", "the backward of dispatch")
-
-
-class PeerBuffers:
-    """The memory that all layers of a model exchange through, made at the first dispatch.
-
-    Args:
-        place: the expert-parallel group; its layer is of no account here.
-        max_tokens: M. None: the most that any rank brings to its first dispatch.
-        timeout_s: how long, about, a kernel waits for a peer before the rank gives up.
-        allocate: where memory comes from; torch's symmetric memory by default.
-    """
-
-    def __init__(
-        self,
-        place: Place,
-        *,
-        max_tokens: int | None = None,
-        timeout_s: float = 600.0,
-        allocate: Allocate | None = None,
-    ) -> None:
-        self.place = place
-        self.max_tokens = max_tokens
-        self.timeout_s = timeout_s
-        self._allocate = allocate or symmetric_arena
-        self._memories: dict[tuple[int, torch.dtype, int], PeerMemory] = {}
-        self._kept: list[Any] = []
-        self._layers: list[str] = []
-        self.uses = 0  # of "tokens" and "grads", to notice when they do not alternate
-
-    def __deepcopy__(self, memo: Any) -> PeerBuffers:
-        return self  # the layers of a model's copy run beside the model's, one after the other
-
-    def register(self, layer: str) -> int:
-        """Number of a layer, for messages."""
-        self._layers.append(layer)
-        return len(self._layers) - 1
-
-    @_disable_dynamo
-    def memory(self, x_TD: Tensor, words: int) -> PeerMemory:
-        """The memory for rows like those of x; all ranks ask for the same ones in the same order.
-
-        Raises:
-            ValueError: more tokens than there is room for.
-            RuntimeError: a peer did not come to an earlier exchange.
-        """
-        tokens, hidden = x_TD.shape
-        key = (hidden, x_TD.dtype, words)
-        if key not in self._memories:
-            mine = torch.tensor([self.max_tokens or tokens], dtype=torch.int32, device=x_TD.device)
-            most = max(theirs for (theirs,) in counts_of_ranks(mine, self.place))
-            layout = Layout(self.place.size, max(most, 1), hidden, words, x_TD.dtype)
-            arena, table, error, kept = self._allocate(layout.nbytes, self.place)
-            self._kept.append(kept)
-            polls = min(int(self.timeout_s * 1e6), 2**31 - 1)
-            self._memories[key] = PeerMemory(
-                layout, self.place.rank, arena, table, error, polls=polls
-            )
-        memory = self._memories[key]
-        self.check(memory)
-        if tokens > memory.layout.tokens:
-            raise ValueError(
-                f"Expected at most {memory.layout.tokens} tokens per rank, which the exchange was "
-                f"made for, got {tokens}. Pass max_tokens={tokens} to parallelize_experts."
-            )
-        return memory
-
-    def check(self, memory: PeerMemory) -> None:
-        """Raise if a kernel has given up on a peer. Reads host memory alone."""
-        failed, where, peer = memory.error.tolist()
-        if not failed:
-            return
-        layer, step = divmod(where, len(_STEPS))
-        ranks = dist.get_process_group_ranks(self.place.group)
-        raise RuntimeError(
-            f"rank {dist.get_rank()} waited {self.timeout_s:g} s in vain for rank {ranks[peer]} in "
-            f"{_STEPS[step]} of {self._layers[layer]}. If that rank died, its own error is the "
-            "cause; what this rank has computed since is worthless."
-        )
 
 
 @dataclass
@@ -145,14 +62,14 @@ class _Route:
         )
         self.buffers.uses += 1
         self.use = self.buffers.uses
-        return self.memory.wait(buffer, self._place(step))
+        return self.memory.wait(buffer, self.buffers.place_of(self.layer, step))
 
     def collect(self, rows_RD: Tensor, payload_RW: Tensor | None, step: int) -> list[Tensor]:
         """Send rows, if the experts have not, and payload home; the sums of each token's."""
         if self.use != self.buffers.uses:
             raise RuntimeError(
                 f"Expected nothing to be dispatched between dispatch and combine of "
-                f"{self.buffers._layers[self.layer]}, or within its backward, got another layer's "
+                f"{self.buffers.name_of(self.layer)}, or within its backward, got another layer's "
                 "exchange, whose rows are in the buffers now. Run the layers one after the other, "
                 "or use another dispatcher."
             )
@@ -160,15 +77,12 @@ class _Route:
         memory = self.memory
         stored = self.home_P is not None
         memory.push("home", None if stored else rows_RD, self.counts_P, payload=payload_RW)
-        memory.wait("home", self._place(step))
+        memory.wait("home", self.buffers.place_of(self.layer, step))
         indices = (self.peers_TC, self.bins.inverse_N, self.bins.offsets_E1)
         sources = [memory.rows("home")]
         if payload_RW is not None:
             sources.append(memory.payload("home", payload_RW.shape[1]))
         return [memory.sum_home(source, *indices) for source in sources]
-
-    def _place(self, step: int) -> int:
-        return self.layer * len(_STEPS) + step
 
 
 class PeerDispatcher:
@@ -257,7 +171,7 @@ def _send(
 def _collect(y_RD: Tensor, x_TD: Tensor, route: _Route) -> Tensor:
     if route.home_P is not None and any(y_RD.stride()):  # expert_mlp returns one NaN, expanded
         raise ValueError(
-            f"Expected the result of the experts of {route.buffers._layers[route.layer]} as they "
+            f"Expected the result of the experts of {route.buffers.name_of(route.layer)} as they "
             "return it, for it is in the memory of other ranks already; got another one. Change "
             "it in a forward hook of the experts, which then send it later, or set stores_home "
             "of the layer's dispatcher to `lambda: False`."
@@ -308,54 +222,3 @@ class _Collect(torch.autograd.Function):
             (x_TD,) = ctx.saved_tensors
             route.send(x_TD, None, "tokens", step=2)
         return route.memory.rows("grads"), None, None
-
-
-def symmetric_arena(nbytes: int, place: Place) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Zeroed symmetric memory on the current device; collective over the ranks of `place`."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    arena = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    arena.zero_()
-    handle = symmetric_memory.rendezvous(arena, place.group)
-    table = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    error = torch.zeros(3, dtype=torch.int32, pin_memory=True)
-    torch.cuda.synchronize(device)  # zeros everywhere before the first signal
-    dist.barrier(place.group)
-    return arena, table, error, handle
-
-
-def peer_problem(place: Place, device_type: str, hidden_size: int) -> str | None:
-    """Why peers cannot write each other's memory here, alike on all ranks; None if they can.
-
-    Tries it on a few bytes. Collective over the ranks of `place`.
-    """
-    if device_type != "cuda":
-        return "the model is not on a GPU"
-    if torch.version.hip is not None:
-        return "on AMD it is compiled but not measured yet"
-    if hidden_size % 8:
-        return f"hidden_size = {hidden_size} is no multiple of 8"
-    mine = torch.cuda.current_device()
-    where: list[Any] = [None] * place.size
-    dist.all_gather_object(where, (socket.gethostname(), mine), group=place.group)
-    if len({host for host, _ in where}) > 1:
-        return "the ranks of an ep group are on several hosts"
-    others = [index for _, index in where if index != mine]
-    problem = None
-    if not all(torch.cuda.can_device_access_peer(mine, other) for other in others):
-        problem = "the GPUs cannot address each other's memory"
-    problem = _any_problem(problem, place)
-    if problem is not None:
-        return problem
-    try:
-        symmetric_arena(256, place)
-    except (RuntimeError, ImportError) as error:
-        problem = f"symmetric memory is not available ({str(error).splitlines()[0]})"
-    return _any_problem(problem, place)
-
-
-def _any_problem(mine: str | None, place: Place) -> str | None:
-    problems: list[Any] = [None] * place.size
-    dist.all_gather_object(problems, mine, group=place.group)
-    return next((problem for problem in problems if problem), None)

@@ -105,7 +105,7 @@ class Adafactor(ShardedOptimizer):
         scaled = _precondition(parameters, states, grads, fresh.unbind(), tiny)
         # Before the first step moments are zero and have no root to divide by.
         scaled = [torch.where(skip != 0, 0.0, x) for x in scaled]
-        weights = [local(p.detach()) for p in parameters]
+        weights = [local(p).detach() for p in parameters]
         sums = [x.square().sum() for x in (*scaled, *weights)]
         sums = all_reduce_together(sums, [shard_groups(p) for p in parameters] * 2)
         rms = [(s / p.numel()).sqrt() for s, p in zip(sums, [*parameters] * 2, strict=True)]

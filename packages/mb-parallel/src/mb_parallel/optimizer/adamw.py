@@ -88,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def planned_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Meta tensors of the sizes and dtypes of `make_state` on this rank, nothing allocated."""
-        return self.make_state(torch.empty_like(local(parameter.detach()), device="meta"))
+        return self.make_state(torch.empty_like(local(parameter).detach(), device="meta"))
 
 
 class AdamW(ShardedOptimizer):
@@ -153,8 +153,8 @@ class AdamW(ShardedOptimizer):
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             copy = parameter if "master" in state else self._copies.get(parameter)
-            weights.append(local(state.get("master", parameter.detach())))
-            copies.append(None if copy is None else local(copy.detach()))
+            weights.append(local(state.get("master", parameter)).detach())
+            copies.append(None if copy is None else local(copy).detach())
             grads.append(local_grad(parameter))
         mb_kernels.adamw_step(
             weights,

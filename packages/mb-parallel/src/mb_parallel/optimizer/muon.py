@@ -123,9 +123,9 @@ class Muon(AdamW):
             )
             copy = self._copies.get(parameter)
             mb_kernels.muon_step(
-                local(parameter.detach()),
+                local(parameter).detach(),
                 _update(direction, parameter, steps, fused),
-                None if copy is None else local(copy.detach()),
+                None if copy is None else local(copy).detach(),
                 size=lr,
                 decay=lr * group["weight_decay"],
                 found_inf=skip,

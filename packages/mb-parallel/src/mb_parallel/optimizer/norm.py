@@ -62,7 +62,7 @@ def weight_norm(
     uncounted: Iterable[Tensor] = (),
 ) -> Tensor:
     """The L2 norm of the parameters themselves; else as `grad_norm`."""
-    return _joint_norm(parameters, lambda parameter: local(parameter.detach()), mesh, uncounted)
+    return _joint_norm(parameters, lambda parameter: local(parameter).detach(), mesh, uncounted)
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ class SGD(ShardedOptimizer):
     ) -> None:
         keep = 1.0 - skip
         for parameter in parameters:
-            weight = local(parameter.detach())
+            weight = local(parameter).detach()
             grad = torch.where(skip != 0, 0.0, local_grad(parameter) / divisor).to(weight.dtype)
             grad.add_(weight, alpha=group["weight_decay"])
             if self._with_momentum:

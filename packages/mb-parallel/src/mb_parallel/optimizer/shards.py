@@ -12,7 +12,11 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, its own storage; a plain tensor itself."""
+    """This rank's shard of a DTensor, its own storage; a plain tensor itself.
+
+    To write in a parameter's take `local(parameter).detach()`: a detached DTensor has another shard
+    on the same storage, whose writes autograd does not count as the parameter's.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     shard = tensor._local_tensor  # `to_local` leaves a collective under way under way

@@ -7,8 +7,9 @@ the parameter's as it is, and the optimizer writes it in the pass that updates t
 (`AdamW(working_copies=...)`). The parameter stays what `parameters()`, checkpoints and a user see.
 
 Whoever else writes a parameter (another optimizer, `load_state_dict`, a hand) leaves its copy
-behind; autograd counts writes, so the next forward pass notices and casts again. Writes into
-`parameter.data` are hidden from it: `refresh(everything=True)` after them.
+behind; autograd counts writes, so the next forward pass notices and casts again. It does not count
+those of `torch.distributed.checkpoint` into the DTensors of a state dict, so all are cast again
+after one was asked for. Writes into `parameter.data` are hidden: `refresh(everything=True)`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
 
     def __init__(self, pairs: Mapping[Tensor, Tensor]) -> None:
         self._copies = dict(pairs)
-        self._seen: dict[Tensor, tuple[int, int]] = {}
+        self._seen: dict[Tensor, tuple[int, ...]] = {}
         for parameter, copy in self._copies.items():
             same_size = local(parameter).shape == copy.shape
             if parameter.dtype != torch.float32 or copy.dtype not in _HALVES or not same_size:
@@ -52,10 +53,9 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
                     f"got {tuple(local(parameter).shape)} in {parameter.dtype} and "
                     f"{tuple(copy.shape)} in {copy.dtype}."
                 )
-            if parameter.requires_grad:
-                parameter.grad_dtype = None  # any: its gradient comes in the copy's
-                copy.requires_grad_()
-                copy.register_post_accumulate_grad_hook(functools.partial(_hand_over, parameter))
+            parameter.grad_dtype = None  # any: its gradient comes in the copy's
+            copy.requires_grad_()  # which a hook has to see; `refresh` says what it is
+            copy.register_post_accumulate_grad_hook(functools.partial(_hand_over, parameter))
         self.refresh()
 
     def __getitem__(self, parameter: Tensor) -> Tensor:
@@ -69,11 +69,19 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
 
     @torch.no_grad()
     def refresh(self, everything: bool = False) -> None:
-        """Cast again what was written since by anyone but an optimizer that writes the copy too."""
+        """Cast again what was written since by anyone but an optimizer that writes the copy too.
+
+        A copy trains if its parameter does by now.
+        """
         for parameter, copy in self._copies.items():
+            copy.requires_grad_(parameter.requires_grad)
             if everything or self._seen.get(parameter) != _version(parameter):
                 copy.copy_(local(parameter))
                 self.written([parameter])
+
+    def forget(self) -> None:
+        """Cast everything again in the next `refresh`."""
+        self._seen.clear()
 
     def written(self, parameters: Iterable[Tensor]) -> None:
         """Note that these parameters and their copies are equal now."""
@@ -84,7 +92,8 @@ def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> Work
     """Let the experts of `models` compute with copies of `w1` and `w2` in `dtype`.
 
     Experts that FSDP2 shards are left to it, and so are weights that are made of parts (adapters):
-    both cast by themselves. The copies are looked over whenever one of `models` is called.
+    both cast by themselves. The copies are looked over whenever one of `models` is called, and not
+    trusted once its `state_dict` was.
 
     Args:
         models: called as they are; experts on their device and sharded as they are to stay.
@@ -99,18 +108,20 @@ def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> Work
             parameter = module._parameters.get(name)
             if dtype not in _HALVES or parameter is None or parameter.dtype != torch.float32:
                 continue
-            pairs[parameter] = torch.empty_like(local(parameter.detach()), dtype=dtype)
+            if parameter not in pairs:  # else layers share it
+                pairs[parameter] = torch.empty_like(local(parameter).detach(), dtype=dtype)
             module.working_copies[name] = pairs[parameter]
     copies = WorkingCopies(pairs)
     for model in models if copies else ():
         model.register_forward_pre_hook(lambda *_: copies.refresh())
+        model.register_state_dict_post_hook(lambda *_: copies.forget())
     return copies
 
 
-def _version(parameter: Tensor) -> tuple[int, int]:
-    """Changes with every write that autograd counts, and with the storage."""
+def _version(parameter: Tensor) -> tuple[int, ...]:
+    """Changes with each write that autograd counts, to a DTensor or its shard, and with storage."""
     shard = local(parameter)
-    return shard._version, shard.data_ptr()
+    return parameter._version, shard._version, shard.data_ptr()
 
 
 @torch.no_grad()

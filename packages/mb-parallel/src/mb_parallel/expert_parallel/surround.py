@@ -1,0 +1,111 @@
+"""What a layer needs around its dispatcher where ranks share its experts or its tokens.
+
+Capacity is counted over all of them, and so are load and auxiliary loss; tokens that tensor-
+parallel ranks hold alike are shared out.
+
+Letters: B sequences, S tokens of a sequence, D hidden, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from mb_layers.dispatch import LocalDispatcher, TokenDispatcher, replaced
+from mb_layers.moe import MoE, dMoE
+from torch import Tensor, nn
+
+from mb_parallel.expert_parallel.around import GlobalCapacity, SharedTokens
+from mb_parallel.expert_parallel.balance import StepCounts
+from mb_parallel.expert_parallel.collectives import Place, mean_over
+from mb_parallel.mesh import ParallelMesh
+
+Layer = MoE | dMoE
+
+
+def surround(
+    layer: Layer, mesh: ParallelMesh, name: str, sequence_parallel: bool, equal_tokens: bool
+) -> None:
+    """Capacity over all ranks that share the experts or the tokens; tokens that tp ranks share."""
+    config, tp = layer.config, mesh.axis("tp")
+    moves: TokenDispatcher = layer.dispatcher
+    split_over = 1 if tp is None or not sequence_parallel else tp.size()
+    shared = mesh.ep_size > 1 or tp is not None
+    if isinstance(moves, LocalDispatcher) and shared:
+        moves = LocalDispatcher(config.num_experts)  # capacity is the business of all ranks
+
+    def around(capacity_factor: float | None) -> TokenDispatcher:
+        inner = moves
+        if capacity_factor is not None:
+            inner = GlobalCapacity(
+                inner,
+                config.num_experts,
+                capacity_factor,
+                Place(_capacity_group(mesh), name),
+                min_capacity=config.min_capacity,
+                drop_policy=config.drop_policy,
+                equal_tokens=equal_tokens,
+                split_over=split_over,
+            )
+        if tp is not None and not sequence_parallel:
+            inner = SharedTokens(inner, Place(tp.get_group(), name))
+        return inner
+
+    if shared:
+        layer.dispatcher = around(config.capacity_factor)
+        if layer.eval_dispatcher is not None:
+            layer.eval_dispatcher = around(config.eval_capacity_factor)
+    if split_over > 1:
+        layer.register_forward_pre_hook(_count_sequences, with_kwargs=True)
+    axes = ["dp"] if config.balance_over == "global_batch" else []
+    if tp is not None and sequence_parallel:
+        axes.append("tp")
+        layer.register_forward_hook(_mean_losses(Place(tp.get_group(), name)))
+    if axes and layer.reduce_counts is None:
+        layer.reduce_counts = _sum_counts(mesh, axes)
+        if config.balance_over == "global_batch":
+            layer.reduce_counts = StepCounts(layer.reduce_counts)
+
+
+def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:
+    """The ranks whose tokens share the experts' capacity: those of an ep and of a tp group."""
+    ep, tp = mesh.ep_size, mesh.tp_size
+    if ep % tp and tp % ep:
+        raise ValueError(
+            "Expected one of ep and tp to divide the other for layers with a capacity, got "
+            f"ep = {ep} and tp = {tp}. Change one, or use dMoE."
+        )
+    axis = mesh.axis("ep" if ep >= tp else "tp")
+    assert axis is not None
+    return axis.get_group()
+
+
+def _count_sequences(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before forward: how many sequences x [..., S, D] holds runs of."""
+    x: Tensor = args[0] if args else kwargs["x"]
+    for dispatcher in (layer.dispatcher, layer.eval_dispatcher):
+        if isinstance(dispatcher, GlobalCapacity):
+            dispatcher.sequences = math.prod(x.shape[:-2])
+
+
+def _sum_counts(mesh: ParallelMesh, axes: list[str]) -> Callable[[Tensor], Tensor]:
+    """Tokens per expert summed over axes of the mesh, for a layer's `reduce_counts`."""
+
+    def reduce_counts(counts_E: Tensor) -> Tensor:
+        total_E = counts_E.clone()
+        for axis in axes:
+            mesh.all_reduce(total_E, axis)
+        return total_E
+
+    return reduce_counts
+
+
+def _mean_losses(place: Place) -> Callable[..., Any]:
+    """A forward hook: aux_loss as the mean over ranks that see parts of the same sequences."""
+
+    def hook(layer: nn.Module, args: Any, output: Any) -> Any:
+        return replaced(output, aux_loss=mean_over(output.aux_loss, place))
+
+    return hook

@@ -114,7 +114,7 @@ def test_there_and_back_again(tmp_path, kind, also):
     model = theirs(kind, **also)
     model.save_pretrained(tmp_path / "hf")
     said = []
-    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="gpt2", say=said.append)
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=said.append)
     torch.testing.assert_close(
         logits_of(load_trained(tmp_path / "run").model), logits_of(model), rtol=1e-4, atol=1e-5
     )
@@ -128,6 +128,26 @@ def test_there_and_back_again(tmp_path, kind, also):
     assert type(back) is type(model)
     torch.testing.assert_close(logits_of(back), logits_of(model), rtol=1e-4, atol=1e-5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "run"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize(("tokens", "multiple", "rows"), [(80, 1, 81), (80, 32, 96), (70, 1, 77)])
+def test_a_vocabulary_grows_to_its_tokenizer(tmp_path, kind, tokens, multiple, rows):
+    """What it knew is as it was; a new token is what tokens are in the mean."""
+    model = theirs(kind, tie_word_embeddings=kind == "llama")
+    model.save_pretrained(tmp_path / "hf")
+    how = {"tokenizer": f"null:{tokens}", "divisible_by": multiple}
+    said = []
+    import_model(tmp_path / "hf", tmp_path / "run", **how, say=said.append)
+    assert any(line.startswith("vocabulary: 77 rows") for line in said) == (rows > 77)
+    logits, before = logits_of(load_trained(tmp_path / "run").model), logits_of(model)
+    assert logits.shape[-1] == rows
+    torch.testing.assert_close(logits[..., :77], before, rtol=1e-4, atol=1e-5)
+    mean = before.mean(-1, keepdim=True).expand(*before.shape[:-1], rows - 77)
+    torch.testing.assert_close(logits[..., 77:], mean, rtol=1e-4, atol=1e-5)
+    export_model(tmp_path / "run", tmp_path / "back", say=said.append)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    torch.testing.assert_close(logits_of(back.eval()), logits, rtol=1e-4, atol=1e-5)
 
 
 def test_every_tensor_is_used_once(tmp_path):
@@ -354,12 +374,12 @@ def test_the_command_line(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "hf"), run]) == 2
     assert "Expected a tokenizer" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "gpt2"]) == 0
+    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 0
     assert main(["convert", run, back, "--dtype", "bf16"]) == 0
     assert TensorFolder(tmp_path / "back")["transformer.wte.weight"].dtype == torch.bfloat16
     assert main(["convert", run, back]) == 2
     assert "Expected an empty or new folder" in capsys.readouterr().err
-    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "gpt2"]) == 2
+    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 2
     assert "holds a run" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "nothing"), back]) == 2
     assert "Expected a Hugging Face folder" in capsys.readouterr().err

@@ -53,8 +53,8 @@ class ModelFields:
         in_force="kv_heads",
     )  # fmt: skip
     max_position_embeddings: int | None = flag(
-        "learned positions; default the sequence length", bounds=POSITIVE, on_load="model",
-        in_force="positions",
+        "longest sequence, rows of learned positions; default the sequence length",
+        bounds=POSITIVE, on_load="model", in_force="position_rows",
     )  # fmt: skip
     position_embedding_type: str = flag(
         "how positions enter: a learned table, rotations of queries and keys, T5's bias by "

@@ -211,6 +211,18 @@ def test_a_change_that_a_run_cannot_survive_is_refused(change, says, new_run_may
             check_changes(SAVED, finetune)
 
 
+def test_only_a_table_of_positions_bounds_how_long_texts_may_get():
+    for kind, may in (("learned", False), ("rope", True), ("none", True)):
+        saved = SAVED | {"position_embedding_type": kind}
+        longer = {"seq_length": 32, "max_position_embeddings": 64, "finetune": True}
+        config = TrainConfig(**inherited(saved, "run.json") | longer)
+        if may:
+            assert check_changes(saved, config) == []
+        else:
+            with pytest.raises(ValueError, match="its --max-position-embeddings is 8"):
+                check_changes(saved, config)
+
+
 def test_the_optimizer_may_change_without_its_state():
     config = TrainConfig(**inherited(SAVED, "") | {"optimizer": "sgd", "no_load_optim": True})
     assert check_changes(SAVED, config) == []

@@ -13,6 +13,7 @@ from mb_train.convert import architectures, export_model, import_model, read_mod
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
+from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -41,6 +42,13 @@ ALL = {
         {**EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 16},
     ),
 }
+
+
+# Speeds for all three cases: 8192 tokens are many turns, a few, and less than one.
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 2e5, "factor": 32.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 
 
 def theirs(kind, **also):
@@ -88,6 +96,8 @@ def test_logits_are_theirs(tmp_path, kind):
             "llama",
             {"rope_parameters": None, "rope_scaling": {"type": "default", "rope_theta": 7.0}},
         ),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0}}),
+        ("mixtral", {"rope_parameters": LLAMA3}),
         ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
         ("olmoe", {"norm_topk_prob": True, "rms_norm_eps": 1e-3}),
         ("qwen3_moe", {"norm_topk_prob": False}),
@@ -100,6 +110,17 @@ def test_their_options(tmp_path, kind, also):
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rope", [LLAMA3, {"rope_type": "linear", "factor": 4.0}], ids=str)
+def test_far_positions_turn_as_theirs(tmp_path, rope):
+    model = theirs("llama", rope_parameters={"rope_theta": 2e5, **rope}, head_dim=32)
+    model.save_pretrained(tmp_path)
+    positions_BS = torch.tensor([[0, 1, 77, 5000, 100_000]])
+    want = model.model.rotary_emb(torch.ones(1), positions_BS)
+    for got, table in zip(rotary_tables(ours(tmp_path).config, positions_BS), want, strict=True):
+        torch.testing.assert_close(got[:, :, 0], table, rtol=0, atol=0.02)  # 1e5 in fp32: 0.008
+        torch.testing.assert_close(got[:, :4, 0], table[:, :4], rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("kind", "also"),
     [
@@ -107,6 +128,8 @@ def test_their_options(tmp_path, kind, also):
         ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
         *((kind, {}) for kind in ALL if kind not in ("gpt2", "mistral")),
         ("qwen2_moe", {"mlp_only_layers": [0]}),
+        ("qwen3", {"rope_parameters": LLAMA3, "max_position_embeddings": 4096}),
+        ("olmoe", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0}}),
     ],
     ids=str,
 )
@@ -114,7 +137,7 @@ def test_there_and_back_again(tmp_path, kind, also):
     model = theirs(kind, **also)
     model.save_pretrained(tmp_path / "hf")
     said = []
-    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="gpt2", say=said.append)
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=said.append)
     torch.testing.assert_close(
         logits_of(load_trained(tmp_path / "run").model), logits_of(model), rtol=1e-4, atol=1e-5
     )
@@ -128,6 +151,26 @@ def test_there_and_back_again(tmp_path, kind, also):
     assert type(back) is type(model)
     torch.testing.assert_close(logits_of(back), logits_of(model), rtol=1e-4, atol=1e-5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "run"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize(("tokens", "multiple", "rows"), [(80, 1, 81), (80, 32, 96), (70, 1, 77)])
+def test_a_vocabulary_grows_to_its_tokenizer(tmp_path, kind, tokens, multiple, rows):
+    """What it knew is as it was; a new token is what tokens are in the mean."""
+    model = theirs(kind, tie_word_embeddings=kind == "llama")
+    model.save_pretrained(tmp_path / "hf")
+    how = {"tokenizer": f"null:{tokens}", "divisible_by": multiple}
+    said = []
+    import_model(tmp_path / "hf", tmp_path / "run", **how, say=said.append)
+    assert any(line.startswith("vocabulary: 77 rows") for line in said) == (rows > 77)
+    logits, before = logits_of(load_trained(tmp_path / "run").model), logits_of(model)
+    assert logits.shape[-1] == rows
+    torch.testing.assert_close(logits[..., :77], before, rtol=1e-4, atol=1e-5)
+    mean = before.mean(-1, keepdim=True).expand(*before.shape[:-1], rows - 77)
+    torch.testing.assert_close(logits[..., 77:], mean, rtol=1e-4, atol=1e-5)
+    export_model(tmp_path / "run", tmp_path / "back", say=said.append)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    torch.testing.assert_close(logits_of(back.eval()), logits, rtol=1e-4, atol=1e-5)
 
 
 def test_every_tensor_is_used_once(tmp_path):
@@ -258,7 +301,11 @@ def test_no_tensor_is_read_twice(tmp_path):
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act of"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of"),
         ("olmoe", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type of"),
-        ("olmoe", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "type of"),
+        ("olmoe", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type of"),
+        ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor of"),
+        ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "original_max_position_emb"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
         ("mixtral", {"head_dim": None, "num_attention_heads": "many"}, "should not have"),
         ("mixtral", {"num_attention_heads": 0, "head_dim": None}, "should not have"),
         ("llama", {"rope_parameters": [1]}, "should not have"),
@@ -354,12 +401,12 @@ def test_the_command_line(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "hf"), run]) == 2
     assert "Expected a tokenizer" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "gpt2"]) == 0
+    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 0
     assert main(["convert", run, back, "--dtype", "bf16"]) == 0
     assert TensorFolder(tmp_path / "back")["transformer.wte.weight"].dtype == torch.bfloat16
     assert main(["convert", run, back]) == 2
     assert "Expected an empty or new folder" in capsys.readouterr().err
-    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "gpt2"]) == 2
+    assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 2
     assert "holds a run" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "nothing"), back]) == 2
     assert "Expected a Hugging Face folder" in capsys.readouterr().err

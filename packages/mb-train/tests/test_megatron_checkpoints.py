@@ -147,12 +147,16 @@ def test_ranks_are_joined(tmp_path, experts, ranks):
     assert transformer_config(config, VOCAB) == model.config
 
 
-def test_the_command_makes_a_run(tmp_path):
+def test_the_command_makes_a_run(tmp_path, capsys):
     from mb_train.cli import main
 
     model = our_model(EXPERTS)
     folder = write(tmp_path / "checkpoints", model, dp=2)
-    assert main(["convert", str(folder), str(tmp_path / "run")]) == 0
+    words = ["convert", str(folder), str(tmp_path / "run")]
+    assert main(words) == 2  # GPT-2's tokenizer is not that of a model with 96 rows
+    assert "of at most 96 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main([*words, "--tokenizer", "null:90"]) == 0
     tokens_BS = torch.randint(0, VOCAB, (2, 9))
     with torch.no_grad():
         ours, theirs = (

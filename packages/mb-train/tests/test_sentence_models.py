@@ -263,7 +263,7 @@ def test_the_balance_loss_has_its_gradient(name):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_towers_begin_from_a_bert(tmp_path, shared):
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(V - 5))]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(V - 7))]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": S}
     run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0}

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig
 from mb_train.config.model import ModelFields
-from mb_train.models.attention import BlockContext, rotary_tables, rotate
+from mb_train.models.attention import BlockContext
 from mb_train.models.config import TransformerConfig
 from mb_train.models.gpt import GPT
+from mb_train.models.rotary import rotary_tables, rotate
 from mb_train.models.segments import segment_mask
 from mb_train.models.transformer import DenseMLP
 

@@ -97,6 +97,10 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("target", help="folder to write, new or empty")
     parser.add_argument("--tokenizer", help="of the source, if it brings none: name or file")
     parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of weights to export")
+    parser.add_argument(
+        "--make-vocab-size-divisible-by", type=int, default=1, metavar="N",
+        help="rows of an imported vocabulary come in a multiple of it; default as they are",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     source, target = Path(options.source), Path(options.target)
     import torch
@@ -107,7 +111,8 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
     if is_megatron(source):
         import_megatron(source, target, tokenizer=options.tokenizer)
     elif (source / "config.json").is_file():
-        import_model(source, target, tokenizer=options.tokenizer)
+        multiple = options.make_vocab_size_divisible_by
+        import_model(source, target, tokenizer=options.tokenizer, divisible_by=multiple)
     elif source.is_dir() and find_checkpoint(source) is not None:
         export_model(source, target, dtype=getattr(torch, _DTYPES[options.dtype]))
     else:

@@ -53,8 +53,8 @@ class ModelFields:
         in_force="kv_heads",
     )  # fmt: skip
     max_position_embeddings: int | None = flag(
-        "learned positions; default the sequence length", bounds=POSITIVE, on_load="model",
-        in_force="positions",
+        "longest sequence, rows of learned positions; default the sequence length",
+        bounds=POSITIVE, on_load="model", in_force="position_rows",
     )  # fmt: skip
     position_embedding_type: str = flag(
         "how positions enter: a learned table, rotations of queries and keys, T5's bias by "
@@ -67,6 +67,18 @@ class ModelFields:
     rotary_percent: float = flag(
         "share of a head's width that is rotated", 1.0, bounds=SHARE, on_load="said"
     )
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        "slow all rotary frequencies by this, for sequences so many times longer", bounds=POSITIVE,
+        on_load="said", in_force="rope_scaling",
+    )  # fmt: skip
+    use_rope_scaling: bool = flag(
+        "slow the rotary frequencies that turn seldom within 8192 tokens, as Llama 3.1", False,
+        on_load="said", in_force="rope_scaling",
+    )  # fmt: skip
+    rope_scaling_factor: float = flag(
+        "by how much, with --use-rope-scaling: 8 in Llama 3.1, 32 in 3.2", 8.0, bounds=POSITIVE,
+        on_load="said", in_force="rope_scaling",
+    )  # fmt: skip
     make_vocab_size_divisible_by: int = flag(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, bounds=POSITIVE,
         on_load="free",
@@ -152,6 +164,14 @@ class ModelFields:
         return self.num_query_groups if grouped else whole(self.num_attention_heads)
 
     @property
+    def rope_scaling(self) -> tuple[str, float] | None:
+        """How rotations are slowed, and by how much."""
+        if self.use_rope_scaling:
+            return "llama3", self.rope_scaling_factor
+        factor = self.rotary_seq_len_interpolation_factor
+        return None if factor is None else ("linear", factor)
+
+    @property
     def ffn_size(self) -> int:
         """F, the width inside a dense feed-forward."""
         return self.ffn_hidden_size or 4 * whole(self.hidden_size)
@@ -184,6 +204,15 @@ class ModelFields:
             raise ValueError(
                 f"Expected --num-query-groups to divide --num-attention-heads, got "
                 f"{self.kv_heads} and {heads}."
+            )
+        if self.use_rope_scaling and self.rotary_seq_len_interpolation_factor is not None:
+            raise ValueError(
+                "Expected --use-rope-scaling or --rotary-seq-len-interpolation-factor, got both."
+            )
+        if self.rope_scaling is not None and self.position_embedding_type != "rope":
+            raise ValueError(
+                "Expected --position-embedding-type rope with slowed rotations, got "
+                f"{self.position_embedding_type}."
             )
         named = [
             name for name in ("glu", "swiglu", "squared_relu") if getattr(self, name)

@@ -96,8 +96,13 @@ class TrainConfig(
 
     @property
     def positions(self) -> int:
-        """Longest sequence; learned positions have as many rows."""
+        """Longest sequence."""
         return self.max_position_embeddings or self._longest
+
+    @property
+    def position_rows(self) -> int | None:
+        """Rows of learned positions; a model without them takes sequences of any length."""
+        return self.positions if self.position_embedding_type == "learned" else None
 
     @property
     def _longest(self) -> int:

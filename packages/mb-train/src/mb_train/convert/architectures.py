@@ -143,10 +143,11 @@ _TRAINING = {"micro_batch_size": 1, "seq_length": 1, "lr": 1e-5, "train_iters": 
 # Settings of a model and its experts that change how it trains, or computes, but not what it is. A
 # capacity is one of them: elsewhere no token is dropped.
 _OF_TRAINING = {
-    "make_vocab_size_divisible_by", "positions", "moe_capacity_factor", "moe_eval_capacity_factor",
-    "moe_min_capacity", "moe_drop_policy", "moe_loss_weight", "moe_balance_over",
-    "moe_z_loss_weight", "moe_router_bias_update_rate", "moe_router_lr_mult", "moe_jitter_eps",
-    "moe_router_fp32", "moe_mlp_impl", "moe_recompute", "moe_saved_activation_bits",
+    "make_vocab_size_divisible_by", "position_rows", "moe_capacity_factor",
+    "moe_eval_capacity_factor", "moe_min_capacity", "moe_drop_policy", "moe_loss_weight",
+    "moe_balance_over", "moe_z_loss_weight", "moe_router_bias_update_rate", "moe_router_lr_mult",
+    "moe_jitter_eps", "moe_router_fp32", "moe_mlp_impl", "moe_recompute",
+    "moe_saved_activation_bits",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import mb_data
 import torch
 from mb_layers.state_dicts import translate, translate_back
 from torch import Tensor
@@ -24,6 +25,7 @@ from mb_train.convert.architectures import (
     imported_config,
 )
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
+from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.loading import load_trained
 from mb_train.run_folder import checkpoints, write_text
 from mb_train.saver import Saver
@@ -105,47 +107,70 @@ def _tensors(folder: Path, found: Architecture) -> TensorFolder:
 
 
 def import_model(
-    source: Path, target: Path, *, tokenizer: str | None = None, say: Callable[[str], None] = print
+    source: Path,
+    target: Path,
+    *,
+    tokenizer: str | None = None,
+    divisible_by: int = 1,
+    say: Callable[[str], None] = print,
 ) -> None:
     """Make a run folder of a Hugging Face folder: to evaluate, generate from, or `--finetune`.
 
+    A vocabulary with less rows than the tokenizer has tokens grows, see `vocabulary.with_rows`.
+
     Args:
         tokenizer: by name or file; None takes the one in the folder.
+        divisible_by: rows of the vocabulary come in a multiple of it, as tensor parallelism wants.
 
     Raises:
         ValueError: as `read_model`; no tokenizer; a target that holds a run.
         OSError: files that cannot be read or written.
     """
     refuse_run(target)
+    fields, kept = {"tokenizer": tokenizer}, []
     if tokenizer is None:
         kept = [name for name in TOKENIZER_FILES if (source / name).is_file()]
         main = next((name for name in _MAIN_FILES if name in kept), None)
         if main is None:
             raise ValueError(f"Expected a tokenizer in {source}, found none. Give --tokenizer.")
-        config, weights = read_model(source, **_tokenizer_fields(source / main))
+        fields = _tokenizer_fields(source / main)
+    config, weights = read_model(source, **fields)
+    rows, tokens = rows_of(weights), load_tokenizer(config).vocab_size
+    wanted = mb_data.padded_vocab_size(max(rows, tokens), divisible_by=divisible_by)
+    if wanted > rows:
+        say(f"vocabulary: {rows:,} rows, {tokens:,} tokens; {wanted - rows:,} new rows, their mean")
+        weights = with_rows(weights, wanted)
+        config = dataclasses.replace(config, make_vocab_size_divisible_by=wanted)
+    if kept:
         folder = target / "tokenizer"
         folder.mkdir(parents=True, exist_ok=True)
         for name in kept:
             shutil.copyfile(source / name, folder / name)
         config = dataclasses.replace(config, **_tokenizer_fields((folder / main).absolute()))
-    else:
-        config, weights = read_model(source, tokenizer=tokenizer)
     write_run(target, config, weights, say=say)
 
 
 def write_run(
     target: Path, config: TrainConfig, weights: Mapping[str, Tensor], *, say: Callable[[str], None]
 ) -> None:
-    """Write weights by our names as the checkpoint of a run at iteration 0."""
-    tokens = next(name for name in weights if name.endswith("embedding.tokens.weight"))
-    vocab_size = weights[tokens].shape[0]
+    """Write weights by our names as the checkpoint of a run at iteration 0.
+
+    Raises:
+        ValueError: a tokenizer that the model's vocabulary has no room for.
+    """
+    vocab_size, tokenizer = rows_of(weights), load_tokenizer(config)
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"Expected a tokenizer of at most {vocab_size} tokens, the rows of the model's "
+            f"vocabulary, got one of {tokenizer.vocab_size}. Give --tokenizer the model's own."
+        )
     with torch.device("meta"):
         model = whole_model(config, vocab_size=vocab_size)
     model.load_state_dict(dict(weights), strict=True, assign=True)
     identity = {
         **config.model_identity(),
         "padded_vocab_size": vocab_size,
-        "tokenizer": load_tokenizer(config).fingerprint,
+        "tokenizer": tokenizer.fingerprint,
     }
     target.mkdir(parents=True, exist_ok=True)
     saver = Saver(target, say=say)

@@ -15,6 +15,11 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_dropout": 0.0,
 }  # fmt: skip
+# Of slowed rotations, what Llama 3.1 and 3.2 have alike.
+_LLAMA3 = {
+    "low_freq_factor": (1.0,), "high_freq_factor": (4.0,),
+    "original_max_position_embeddings": (8192,),
+}  # fmt: skip
 _QWEN = {**_DEFAULTS, "use_sliding_window": False}
 _QWEN_MOE = {
     **_QWEN, "norm_topk_prob": False, "router_aux_loss_coef": 0.001, "decoder_sparse_step": 1,
@@ -45,7 +50,6 @@ def llama_fields(config: Json) -> dict[str, Any]:
     refuse(config, hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
            clip_qkv=(None,), use_sliding_window=(False,))  # fmt: skip
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    refuse(rope, rope_type=("default",), type=("default",))
     window, positions = config.get("sliding_window"), config["max_position_embeddings"]
     if window is not None and window < positions and config.get("use_sliding_window", True):
         raise ValueError(f"Expected no sliding_window in config.json, got {window}.")
@@ -61,6 +65,7 @@ def llama_fields(config: Json) -> dict[str, Any]:
         "ffn_hidden_size": config["intermediate_size"],
         "max_position_embeddings": positions,
         "position_embedding_type": "rope",
+        **_scaling_fields(rope, positions),
         "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
         "normalization": "RMSNorm",
         "layernorm_epsilon": config["rms_norm_eps"],
@@ -72,8 +77,26 @@ def llama_fields(config: Json) -> dict[str, Any]:
     }
 
 
+def _scaling_fields(rope: Json, positions: int) -> dict[str, Any]:
+    """How rotations are slowed, which older files call type."""
+    refuse(rope, partial_rotary_factor=(1.0,))
+    kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    refuse(kind, rope_type=("default", "linear", "llama3"))
+    if kind["rope_type"] == "linear":
+        return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
+    if kind["rope_type"] == "default":
+        return {}
+    refuse({"original_max_position_embeddings": positions, **rope}, **_LLAMA3)
+    return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+
+
 def llama_config(config: TrainConfig) -> dict[str, Any]:
     """Back."""
+    rope = {"rope_theta": config.rotary_base, "rope_type": "default"}
+    if config.rope_scaling is not None:
+        rope["rope_type"], rope["factor"] = config.rope_scaling
+        if config.use_rope_scaling:
+            rope |= {name: allowed[0] for name, allowed in _LLAMA3.items()}
     return {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -83,7 +106,8 @@ def llama_config(config: TrainConfig) -> dict[str, Any]:
         "intermediate_size": config.ffn_size,
         "max_position_embeddings": config.positions,
         "rope_theta": config.rotary_base,
-        "rope_parameters": {"rope_theta": config.rotary_base, "rope_type": "default"},
+        "rope_parameters": rope,
+        "rope_scaling": rope if config.rope_scaling is not None else None,
         "hidden_act": "silu",
         "rms_norm_eps": config.layernorm_epsilon,
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,

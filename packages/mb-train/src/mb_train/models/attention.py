@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
 from mb_train.models.linear import Linear, Norm
+from mb_train.models.rotary import rotate
 from mb_train.models.segments import Bounds, Grid, attend
 
 
@@ -44,32 +44,6 @@ class BlockContext(NamedTuple):
     source_BSD: Tensor | None = None
     valid_BS: Tensor | None = None
     cache: KVCache | None = None
-
-
-def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of rotary positions (RoFormer, arXiv 2104.09864, in the halves' layout).
-
-    Args:
-        positions_BS: integer position of each token, [B or 1, S].
-
-    Returns:
-        Two fp32 tensors [B or 1, S, 1, width], width the rotated part of a head.
-    """
-    width = int(config.head_size * config.rope_fraction) // 2 * 2
-    steps = torch.arange(0, width, 2, device=positions_BS.device, dtype=torch.float32)
-    angles = positions_BS[..., None].float() * config.rope_base ** (-steps / width)
-    angles = torch.cat([angles, angles], dim=-1)[:, :, None]
-    return angles.cos(), angles.sin()
-
-
-def rotate(x_BSHC: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the first `width` channels of each head by their position's angles, in fp32."""
-    cos, sin = rope
-    width = cos.shape[-1]
-    turned, rest = x_BSHC[..., :width].float(), x_BSHC[..., width:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned.to(x_BSHC.dtype), rest], dim=-1)
 
 
 class CoreAttention(nn.Module):

@@ -8,6 +8,7 @@ Letters: D hidden, H query heads, G key-value heads, C width of a head, F ffn wi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mb_layers import MoEConfig
 
@@ -16,6 +17,17 @@ _CHOICES = {
     "qk_norm": ("none", "head", "width"),
     "positions": ("learned", "rope", "relative", "none"),
 }
+
+
+class RopeScaling(NamedTuple):
+    """Rotations that are slower by `factor`, for texts longer than those trained on.
+
+    kind: "linear" slows all alike (arXiv 2306.15595); "llama3" those that do not turn often within
+        8192 tokens, as Llama 3.1 (arXiv 2407.21783).
+    """
+
+    kind: str
+    factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +50,7 @@ class TransformerConfig:
         qk_norm: normalise queries and keys per "head" (Qwen3) or over their whole "width" (OLMoE).
         positions: "learned", "rope", "relative" (T5's bias by distance), or "none".
         rope_base, rope_fraction: base of the rotary frequencies; share of a head that is rotated.
+        rope_scaling: how rotations are slowed; None: not at all.
         attention_scale: scores are multiplied by it; None means 1 / sqrt(head_size).
         bias: biases in linear maps and layer norms; qkv_bias: in the fused projection (None: bias).
         tie_embeddings: the head's weight is the token embedding's.
@@ -66,6 +79,7 @@ class TransformerConfig:
     positions: str = "learned"
     rope_base: float = 10_000.0
     rope_fraction: float = 1.0
+    rope_scaling: RopeScaling | None = None
     attention_scale: float | None = None
     bias: bool = True
     qkv_bias: bool | None = None

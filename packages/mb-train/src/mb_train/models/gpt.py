@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from mb_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
-from mb_train.models.attention import BlockContext, rotary_tables
+from mb_train.models.attention import BlockContext
 from mb_train.models.cache import KVCache
 from mb_train.models.config import TransformerConfig
 from mb_train.models.embedding import Embedding, running_positions
 from mb_train.models.linear import Linear
 from mb_train.models.output import ExpertReports, ModelOutput
+from mb_train.models.rotary import rotary_tables
 from mb_train.models.segments import Segments, flash_takes, segment_mask, within_segments
 from mb_train.models.stack import Stack
 

@@ -6,7 +6,7 @@ from mb_layers import MoEConfig
 
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
-from mb_train.models.config import TransformerConfig
+from mb_train.models.config import RopeScaling, TransformerConfig
 from mb_train.models.transformer import output_std
 
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
@@ -38,6 +38,7 @@ def transformer_config(config: TrainConfig, vocab_size: int) -> TransformerConfi
         positions=config.position_embedding_type,
         rope_base=config.rotary_base,
         rope_fraction=config.rotary_percent,
+        rope_scaling=None if config.rope_scaling is None else RopeScaling(*config.rope_scaling),
         post_norm=config.post_layernorm,
         residual_after_norm=config.apply_residual_connection_post_layernorm,
         fp32_residual=config.fp32_residual_connection,

@@ -6,8 +6,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
 
@@ -52,18 +50,14 @@ def _read_bert(folder: Path, vocab_size: int) -> Bert:
 
         return load_trained(folder, kinds=("bert",)).model
     from mb_train.convert.hugging_face import read_model
+    from mb_train.convert.vocabulary import rows_of, with_rows
     from mb_train.tasks.make import whole_model
 
     config, weights = read_model(folder)
     if config.model != "bert":
         raise ValueError(f"Expected a BERT in {folder} (--bert-load), got {config.model}.")
-    # Theirs is not padded: rows of no token come behind it.
-    by_token = ("embedding.tokens.weight", "lm_head.bias")
-    rows = max(len(weights[by_token[0]]), vocab_size)
-    for name in by_token:
-        tensor = weights[name]
-        weights[name] = torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
-    bert = whole_model(config, vocab_size=rows)
+    weights = with_rows(weights, vocab_size)  # theirs is not padded
+    bert = whole_model(config, vocab_size=rows_of(weights))
     assert isinstance(bert, Bert)
     bert.load_state_dict(weights, assign=True)
     return bert

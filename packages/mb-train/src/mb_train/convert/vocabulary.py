@@ -1,0 +1,35 @@
+"""Rows of a vocabulary: as many as a tokenizer has tokens, in a multiple that ranks can share.
+
+Letters: V rows, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_TOKENS = "embedding.tokens.weight"
+_BY_TOKEN = (_TOKENS, "head.weight", "lm_head.bias", "head_bias")
+
+
+def rows_of(weights: Mapping[str, Tensor]) -> int:
+    """V of a model's weights by our names."""
+    return len(weights[_TOKENS])
+
+
+def with_rows(weights: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """Weights with at least so many rows: new ones are the mean of those that are there.
+
+    A new token is then as likely as tokens are in the mean, and takes little from the others
+    (Hewitt, 2021, "Initializing new word embeddings for pretrained language models").
+    """
+    found = dict(weights)
+    for name in _BY_TOKEN:
+        old = found.get(name)
+        if old is not None and len(old) < rows:
+            mean = old.float().mean(0, keepdim=True).to(old.dtype)
+            more = mean.expand(rows - len(old), *old.shape[1:])
+            found[name] = torch.cat([old, more])
+    return found

@@ -188,6 +188,12 @@ def test_progress_on_a_terminal_and_in_a_log():
     assert log.getvalue() == ""
 
 
+def test_a_process_without_stderr(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(command) == 0
+    assert len(IndexedDataset(tmp_path / "out_text_document")) == 2
+
+
 PREPROCESS = f"{sys.executable} -m mb_data preprocess"
 
 

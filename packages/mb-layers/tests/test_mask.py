@@ -155,8 +155,16 @@ def test_masked_layer_compiles_without_graph_breaks() -> None:
 
 
 @pytest.mark.parametrize(
-    "mask", [torch.ones(3), torch.ones(3, 2).bool(), torch.ones(2, 3, 16).bool()], ids=str
+    "mask",
+    [torch.ones(3), torch.ones(3, 2).bool(), torch.ones(2, 3, 16).bool(), [[1] * 3] * 2],
+    ids=str,
 )
 def test_wrong_masks_are_named(mask: Tensor) -> None:
     with pytest.raises(ValueError, match=r"bool or integer mask of shape \(2, 3\).*got"):
         build()(torch.randn(2, 3, 16, dtype=torch.float64), mask=mask)
+
+
+@pytest.mark.parametrize("number", [-1, float("nan")])
+def test_valid_tokens_that_are_no_number_of_tokens_are_named(number: float) -> None:
+    with pytest.raises(ValueError, match="valid_tokens of at least 0, got"):
+        build()(torch.randn(3, 16, dtype=torch.float64), valid_tokens=number)

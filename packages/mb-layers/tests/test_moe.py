@@ -313,6 +313,12 @@ def test_wrong_input_is_named(bad: torch.Tensor) -> None:
         build()(bad)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_parameters_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"floating-point dtype of 16 bits or more, got {dtype}"):
+        build(dtype=dtype)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_gradients_with_few_bits_are_those_at_the_rounded_pre_activations(bits: int) -> None:
     """Of a shared expert's gate and of the router too, which sum few numbers that cancel.

@@ -120,6 +120,27 @@ def test_routing_of_the_wrong_shape_is_named(shape: tuple[int, ...]) -> None:
         build()(tokens(3), routing=torch.zeros(shape, dtype=torch.int64))
 
 
+def test_routing_of_other_tokens_or_another_type_is_named() -> None:
+    layer, x = build(), tokens(3)
+    routed = layer.router(x)
+    with pytest.raises(ValueError, match="or a RouterOutput, got a tuple"):
+        layer(x, routing=tuple(routed))
+    for name, values in (("probs_TE", routed.probs_TE), ("logits_TE", routed.logits_TE)):
+        fewer = routed._replace(**{name: values[:2]})
+        with pytest.raises(ValueError, match=rf"{name} for each of 3 .*got .*\(2, 5\)"):
+            layer(x, routing=fewer)
+    layer.router = _Pair()
+    with pytest.raises(ValueError, match="returns a RouterOutput, got a tuple"):
+        layer(x)
+
+
+class _Pair(nn.Module):
+    """A router that leaves out what it has no use for."""
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return x_TD[:, :2], torch.zeros(len(x_TD), 2, dtype=torch.int32)
+
+
 class _Hash(nn.Module):
     """A router of one's own: by position, equal weights."""
 

@@ -253,7 +253,8 @@ def _preprocess(options: argparse.Namespace) -> None:
         if getattr(options, name) not in (None, False) and not options.quiet:
             flag = f"--{name.replace('_', '-')}"
             print(f"mb-data preprocess: {flag} has no effect here", file=sys.stderr)
-    show = None if options.quiet else ProgressLine(sys.stderr)
+    # pythonw and some supervisors give a process no stderr.
+    show = None if options.quiet or sys.stderr is None else ProgressLine(sys.stderr)
     summary = preprocess(
         options.input,
         options.output_prefix,

@@ -137,7 +137,8 @@ class AsMLP(nn.Module):
     Args:
         layer: a `dMoE` or `MoE`.
         aux_scale: in training the gradients are those of loss + aux_scale * aux_loss
-            (`attach_aux_loss`). None: the auxiliary loss is left to `collect`.
+            (`attach_aux_loss`), and y may not be changed in place: `x = x + mlp(x)`. None: the
+            auxiliary loss is left to `collect`.
     """
 
     def __init__(self, layer: MoELayer, *, aux_scale: float | Tensor | None) -> None:

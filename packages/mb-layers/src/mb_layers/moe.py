@@ -73,6 +73,8 @@ class MoELayer(nn.Module):
                 "mb_layers.compat.dmoe.dMoE, or layer_from_arguments there"
             )
         self._check(config)
+        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+            raise ValueError(f"expected a floating-point dtype of 16 bits or more, got {dtype}")
         if reduce_counts is not None and config.balance_over != "global_batch":
             raise ValueError(
                 f"expected reduce_counts=None with balance_over={config.balance_over!r}; "
@@ -157,8 +159,10 @@ class MoELayer(nn.Module):
         if mask_T is not None:
             # Attention leaves NaN where a row of padding saw nothing, and 0 times NaN is no 0.
             x_TD = torch.where(mask_T[:, None], x_TD, 0)
-        if isinstance(routing, Tensor):
+        if routing is not None and not isinstance(routing, RouterOutput):
             routing = _flat_ids(routing, x, self.config.top_k)
+        if isinstance(valid_tokens, int | float) and not valid_tokens >= 0:
+            raise ValueError(f"expected valid_tokens of at least 0, got {valid_tokens}")
         routed = self._route(x_TD, mask_T, routing)
         dispatcher = self.dispatcher
         if not self.training and self.eval_dispatcher is not None:
@@ -178,11 +182,16 @@ class MoELayer(nn.Module):
             if routing is not None:
                 options["expert_ids_TK"] = routing
             routed = self.router(x_TD, **options)
+        if isinstance(routing, RouterOutput) or not self._router_is_ours():
+            _check_routed(routed, x_TD.shape[0])
         if mask_T is None:
             return routed
         real_T = mask_T if routed.token_ids_N is None else mask_T[routed.token_ids_N]
         ids_TK = torch.where(real_T[:, None], routed.expert_ids_TK, -1)
         return replaced(routed, expert_ids_TK=ids_TK)
+
+    def _router_is_ours(self) -> bool:
+        return type(self.router).forward is Router.forward
 
     def _add_unrouted(self, x_TD: Tensor, y_TD: Tensor, mask_T: Tensor | None) -> Tensor:
         """Add what every token gets, the output bias and the shared expert; padding stays 0."""
@@ -208,7 +217,7 @@ class MoELayer(nn.Module):
         routing: Tensor | RouterOutput | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted auxiliary loss, 0 in eval mode, and the metrics."""
-        is_ours = type(self.router).forward is Router.forward
+        is_ours = self._router_is_ours()
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
         if self.reduce_counts is not None:
             balance_counts_E = self.reduce_counts(counts_E)
@@ -239,10 +248,11 @@ class MoELayer(nn.Module):
 
 def _flat_mask(mask: Tensor, x: Tensor) -> Tensor:
     """The mask as bool [T]."""
-    if mask.shape != x.shape[:-1] or mask.is_floating_point() or mask.is_complex():
+    counts = isinstance(mask, Tensor) and not (mask.is_floating_point() or mask.is_complex())
+    if not counts or mask.shape != x.shape[:-1]:
         raise ValueError(
             f"expected a bool or integer mask of shape {tuple(x.shape[:-1])}, one value per token "
-            f"and nonzero for the real ones, got {mask.dtype} of shape {tuple(mask.shape)}"
+            f"and nonzero for the real ones, got {_described(mask)}"
         )
     return mask.reshape(-1).bool()
 
@@ -250,12 +260,32 @@ def _flat_mask(mask: Tensor, x: Tensor) -> Tensor:
 def _flat_ids(expert_ids: Tensor, x: Tensor, top_k: int) -> Tensor:
     """Expert ids from elsewhere as [T, K]."""
     shape = (*x.shape[:-1], top_k)
-    if expert_ids.shape != shape or expert_ids.dtype not in (torch.int32, torch.int64):
+    integers = isinstance(expert_ids, Tensor) and expert_ids.dtype in (torch.int32, torch.int64)
+    if not integers or expert_ids.shape != shape:
         raise ValueError(
-            f"expected routing of int32 or int64 {shape}, the experts of each token, got "
-            f"{expert_ids.dtype} of shape {tuple(expert_ids.shape)}"
+            f"expected routing of int32 or int64 {shape}, the experts of each token, or a "
+            f"RouterOutput, got {_described(expert_ids)}"
         )
     return expert_ids.reshape(-1, top_k)
+
+
+def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
+    """Refuse what is not a decision for these tokens; of weights and ids the kernels see to it."""
+    if not isinstance(routed, RouterOutput):
+        raise ValueError(f"expected a router that returns a RouterOutput, got {_described(routed)}")
+    for name in ("probs_TE", "logits_TE"):
+        values = getattr(routed, name)
+        if values is not None and values.shape[0] != num_tokens:
+            raise ValueError(
+                f"expected a row of {name} for each of {num_tokens} tokens, got "
+                f"{_described(values)}"
+            )
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 class dMoE(MoELayer):  # noqa: N801, the paper's name

@@ -10,8 +10,8 @@ Asynchronous, the training waits only for a copy of the state: on the device if 
 beside the largest step so far, else in host memory. A thread does the rest, and whatever waits for
 a disk: the syncs of a checkpoint take seconds on some. It copies to the host on the training's
 stream, in turn with the steps queued there, and so leaves them the host: on a stream of its own it
-cost the steps beside it 45 % instead of 3 (benchmarks/results/2026-11-22-h200.md). The loop's `poll`
-tells when every rank is done.
+cost the steps beside it 45 % instead of 3 (benchmarks/results/2026-11-22-h200.md). The loop's
+`poll` tells when every rank is done.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ bound on rows, what is kept, which inputs have gradients, where tensors lie in m
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows, V vocabulary.
 """
 
+import math
 import random
 import sys
 import traceback
@@ -19,7 +20,7 @@ import mb_kernels
 import pytest
 import torch
 from mb_kernels import is_glu, reference
-from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS
+from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, parse
 from mb_kernels.block_sparse.reference import BLOCK, Topology, make_matrix
 from mb_kernels.exchange import pack_routing, unpack_routing
 from mb_kernels.testing import NUMBERED, ROUTINGS, TOLERANCES, error, make_expert_ids
@@ -59,6 +60,13 @@ class Dice:
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         values = torch.randn(shape, generator=self.generator) / max(shape[-1], 1) ** 0.25
         return values.to(dtype or self.dtype)
+
+    def before(
+        self, activation: str, *shape: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """What goes into pre-activations: beside a limit whole numbers, as in ``make_inputs``."""
+        values = self.normal(*shape, dtype=dtype)
+        return values.round() if parse(activation).limit < math.inf else values
 
     def routed(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Bins by their names, some slots dropped, and weights."""
@@ -159,14 +167,14 @@ def expert_mlp(dice: Dice) -> Draw:
     columns = dice.ffn * (2 if is_glu(activation) else 1)
     weights = weights.to(dice.choice.choice((torch.float32, torch.float32, dice.dtype)))
     tensors = {
-        "x": dice.normal(dice.tokens, dice.hidden),
-        "w1": dice.normal(dice.experts, columns, dice.hidden),
+        "x": dice.before(activation, dice.tokens, dice.hidden),
+        "w1": dice.before(activation, dice.experts, columns, dice.hidden),
         "w2": dice.normal(dice.experts, dice.hidden, dice.ffn),
         "weights": weights,
     }
     bias = dice.choice.choice((torch.float32, dice.dtype))
     if dice.sometimes(0.4):
-        tensors["b1_EF"] = dice.normal(dice.experts, columns, dtype=bias)
+        tensors["b1_EF"] = dice.before(activation, dice.experts, columns, dtype=bias)
     if dice.sometimes(0.4):
         tensors["b2_ED"] = dice.normal(dice.experts, dice.hidden, dtype=bias)
     options: dict[str, Any] = {"activation": activation}
@@ -237,13 +245,13 @@ def grouped_experts(dice: Dice) -> Draw:
     apart = is_glu(activation) and activation in GATE_OVER_UP and dice.sometimes()
     columns = dice.ffn * (2 if is_glu(activation) and not apart else 1)
     tensors = {
-        "x": dice.normal(bins["order"].shape[0], dice.hidden),
+        "x": dice.before(activation, bins["order"].shape[0], dice.hidden),
         "tokens": bins["offsets"].diff(),
-        "w1": dice.normal(dice.experts, columns, dice.hidden),
+        "w1": dice.before(activation, dice.experts, columns, dice.hidden),
         "w2": dice.normal(dice.experts, dice.hidden, dice.ffn),
     }
     if apart:
-        tensors["w3"] = dice.normal(dice.experts, dice.ffn, dice.hidden)
+        tensors["w3"] = dice.before(activation, dice.experts, dice.ffn, dice.hidden)
     leaves = tuple(n for n in tensors if n != "tokens")
     return Draw(
         lambda m, **t: m.grouped_experts(*t.values(), activation=activation), tensors, leaves, 2.0
@@ -496,8 +504,8 @@ def sparse_expert_mlp(dice: Dice) -> Draw:
     activation, recompute = dice.choice.choice(GATE_OVER_UP), dice.sometimes()
     columns = BLOCK * (2 if is_glu(activation) else 1)
     tensors = {
-        "x": dice.normal(dice.tokens, dice.hidden),
-        "w1": dice.normal(dice.experts, columns, dice.hidden),
+        "x": dice.before(activation, dice.tokens, dice.hidden),
+        "w1": dice.before(activation, dice.experts, columns, dice.hidden),
         "w2": dice.normal(dice.experts, dice.hidden, BLOCK),
         "weights": weights,
     }

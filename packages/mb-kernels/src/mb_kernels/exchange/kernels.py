@@ -197,7 +197,7 @@ def sum_home(
     if y.numel() == 0:
         return y
     block_d = min(power_of_two(width), 1024)
-    block_t = max(1024 // block_d, 1)
+    block_t = max(1024 // block_d, 1)  # as in ``combine``, see permute.kernels
     launch(
         sum_home_kernel,
         (cdiv(tokens, block_t), cdiv(width, block_d)),

@@ -52,6 +52,10 @@ def expert_mlp(
     keep_rows: bool,
     home: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y [T, D]; h [N, F], row tiles [.., 4] and rows of x [N, D] for the backward.
+
+    h is empty with ``saved_bits`` 0, rows are without ``keep_rows``; with ``home`` y means nothing.
+    """
     x, w1, w2, weights = operand(x), operand(w1), operand(w2), operand(weights)
     b1, b2 = (b if b is None else operand(b) for b in (b1, b2))
     rows, top_k, save_h = order.shape[0], weights.shape[1], saved_bits > 0
@@ -105,6 +109,10 @@ def expert_mlp_backward(
     needs: list[bool],
     home: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
+    """Gradients of x, w1, w2, weights, b1 and b2, each like what it belongs to; empty if no need.
+
+    x is [N, D] if ``in_rows``; an empty h is computed again; with ``home`` that of x means nothing.
+    """
     need_x, need_w1, need_w2, need_weights, need_b1, need_b2 = needs
     rows, top_k, experts = order.shape[0], weights.shape[1], w1.shape[0]
     do, x, w1, w2, weights, h = (operand(t) for t in (do, x, w1, w2, weights, h))

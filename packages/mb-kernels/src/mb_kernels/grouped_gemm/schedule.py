@@ -14,7 +14,8 @@ from torch import Tensor
 from mb_kernels.bins import SMALLEST_BLOCK_M, row_tiles
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 
-_BLOCK = 16  # row tiles listed by one program
+# Row tiles listed by one program, each compared with every group: of 256, 32 per thread of 4 warps.
+_BLOCK = 16
 
 
 @triton.jit

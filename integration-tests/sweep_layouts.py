@@ -1,15 +1,18 @@
 """Models and layouts drawn at random, each against one process: a tool, not a test.
 
     python integration-tests/sweep_layouts.py --draws 20 --seed 1 --go-on
+    python integration-tests/sweep_layouts.py --draws 20 --seed 1 --resume
 
 A draw is a GPT, a BERT, a T5 or an ICT (experts, top-k, capacity, biases, shared experts,
-positions, heads, norms), in fp32 or fp16, an optimizer, and a layout of two or four ranks (data,
-tensor, sequence, pipeline and expert parallelism, schedule, dispatcher, ZeRO stage, recompute;
-those of one size share their processes). Three steps with
-accumulation, sequences with unequal numbers of tokens that count: the largest deviation of losses,
-gradient norms, weights and moments is printed. With `--go-on` two more steps follow: of the ranks
-from the process's checkpoint, and of the process from theirs. What the configuration refuses is
-said with its message.
+positions, heads, norms), in fp32, fp16 or bf16, an optimizer, and a layout of two or four ranks
+(data, tensor, sequence, pipeline and expert parallelism, schedule, dispatcher, ZeRO stage,
+recompute; those of one size share their processes). Three steps with accumulation, sequences with
+unequal numbers of tokens that count: the largest deviation of losses, gradient norms, weights and
+moments is printed. With `--go-on` two more steps follow: of the ranks from the process's
+checkpoint, and of the process from theirs. With `--resume` nothing is compared with one process:
+the ranks take five steps, and five with a stop after three, dropout and jitter drawn: losses,
+weights and moments are to be equal to the bit. What the configuration refuses is said with its
+message.
 
 Draws leave out what is not equal by definition: dropping slots where ranks of different samples
 share a capacity, a balance over the global batch, of an ICT also one over a micro-batch, which has
@@ -30,10 +33,12 @@ from unittest import mock
 
 import mb_data
 import numpy as np
+import tiny_run
 import torch
 from mb_parallel.optimizer import Muon
 from mb_parallel.testing import run_ranks
 from test_parallel import _deviations, _train
+from test_resume_bitwise import _weights
 from test_sentence_models import SAME as SENTENCES
 from test_sentence_models import _ict_deviations, _write_data
 
@@ -52,7 +57,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 # A T5's scores of relative positions begin large, and with them errors of rounding; an ICT's towers
 # embed all texts nearly alike at first, and what tells them apart cancels.
-KINDS = {"--model t5": 1e-4, "--model ict": 1e-3, "--fp16": 5e-2}
+KINDS = {"--model t5": 1e-4, "--model ict": 1e-3, "--fp16": 5e-2, "--bf16": 5e-2}
 ONE_PROCESS = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1"
     " --no-sequence-parallel --data-parallel-replicas 1 --pipeline-schedule 1f1b"
@@ -100,8 +105,9 @@ def draw(rng: random.Random) -> tuple[int, str, str]:
     layout += [f"--micro-batch-size {8 // dp}"] if kind == "ict" else []
     model = [f"--optimizer {optimizer}", f"--micro-batch-size {micro_batch}"]
     model += [f"--global-batch-size {rng.choice([8, 16])}"]
-    half = rng.random() < 0.15 and kind != "ict"  # whose towers' gradients all but cancel
-    model += ["--fp16 --initial-loss-scale 4096"] if half else []
+    half = rng.random() if kind != "ict" else 1.0  # whose towers' gradients all but cancel
+    model += ["--fp16 --initial-loss-scale 4096"] if half < 0.15 else []
+    model += ["--bf16"] if 0.15 <= half < 0.3 else []
     model += sentences(rng, kind) if kind != "gpt" else decoder(rng, tp)
     if rng.random() < 0.8:
         experts(rng, ranks // pp, tp, model, layout)
@@ -216,6 +222,47 @@ def sweep(draws: list[tuple[int, str, str]], folder: Path, *, go_on: bool) -> bo
     return equal
 
 
+def resume(draws: list[tuple[int, str, str]], folder: Path) -> bool:
+    """Train all at once and with a stop, print a line for each; whether all are equal."""
+    gpt = [*SAME.split(), "--data-path", write_tokens(folder)]
+    of_sentences = [*SENTENCES.split(), *_write_data(folder)]
+    drawn = ["--train-iters", "5", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+    equal = True
+    for ranks in sorted({ranks for ranks, *_ in draws}):
+        pairs, lines = [], []
+        for i, (r, model, layout) in enumerate(draws):
+            if r != ranks:
+                continue
+            pair = Pair(model, layout, folder / f"{ranks}-{i}-parts", folder / f"{ranks}-{i}")
+            begin = [*(of_sentences if "--model" in model else gpt), *model.split()]
+            begin += [*layout.split(), *drawn]
+            begin += ["--moe-jitter-eps", "0.1"] if "moe-num-experts" in model else []
+            pairs.append(pair)
+            lines += [
+                [*begin, "--save", str(pair.alone)],
+                [*begin, "--save", str(pair.spread), "--exit-interval", "3"],
+                ["--load", str(pair.spread)],
+            ]
+        said = on_ranks(ranks, lines)
+        for i, pair in enumerate(pairs):
+            error = next((text for text in said[3 * i : 3 * i + 3] if text), "")
+            found = [] if error else differing(pair)
+            defect = bool(found) or "Traceback" in error or bool(error and not said[3 * i])
+            verdict = "DEFECT " if defect else "refused" if error else "ok     "
+            print(
+                verdict, f"{ranks}: {pair.model} | {pair.layout}\n   ", error or found, flush=True
+            )
+            equal &= not defect
+    return equal
+
+
+def differing(pair: Pair) -> list[str]:
+    """What of two runs is not equal to the bit."""
+    found = ["losses"] if tiny_run.losses(pair.spread) != tiny_run.losses(pair.alone) else []
+    parts, whole = (_weights(run, 5) for run in (pair.spread, pair.alone))
+    return found + [name for name in whole if not torch.equal(parts[name], whole[name])][:3]
+
+
 def on_ranks(ranks: int, lines: list[list[str]]) -> list[str]:
     """What a rank said of each line that failed, "" of the others."""
     by_rank = run_ranks(exactly, ranks, lines, timeout_s=1800.0)
@@ -246,7 +293,9 @@ def told(ranks: int, pair: Pair, error: str) -> bool:
         scaled = "adafactor" in pair.model
         biases = r"^model.*(attention|cross)\.(qkv|kv)\.bias" if scaled else "$^"
         worst = _deviations(pair.spread, pair.alone, biases)
-    if "--fp16" in pair.model:  # rounding decides who is chosen of two experts that score alike
+    if (
+        "--fp16" in pair.model or "--bf16" in pair.model
+    ):  # rounding decides who is chosen of two experts that score alike
         worst = {name: worst[name] for name in ("loss", "grad norm", "validation")}
     limits = KINDS | {f"--optimizer {name} ": limit for name, limit in OPTIMIZERS.items()}
     limit = max(limit for flag, limit in limits.items() if flag in pair.model)
@@ -263,7 +312,10 @@ if __name__ == "__main__":
     parser.add_argument("--draws", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--go-on", action="store_true", help="from each other's checkpoints, too")
+    parser.add_argument("--resume", action="store_true", help="a stop changes nothing, to the bit")
     arguments = parser.parse_args()
     drawn = [draw(random.Random(f"{arguments.seed} {n}")) for n in range(arguments.draws)]
     with tempfile.TemporaryDirectory() as made:
+        if arguments.resume:
+            raise SystemExit(not resume(drawn, Path(made)))
         raise SystemExit(not sweep(drawn, Path(made), go_on=arguments.go_on))

@@ -134,6 +134,18 @@ def test_state_dict_goes_on_where_it_was(name):
         assert torch.equal(a, b)
 
 
+def test_muon_of_matrices_alone_goes_through_torchs_state_dicts():
+    model = nn.Linear(3, 4, bias=False)
+    first, second = (Muon(muon_groups(model, 0.1), lr=0.1) for _ in range(2))
+    _set_grads(list(model.parameters()), 0)
+    first.step()
+    set_optimizer_state_dict(model, second, get_optimizer_state_dict(model, first))
+    kept, loaded = (one.state[model.weight]["momentum_buffer"] for one in (first, second))
+    assert torch.equal(kept, loaded)
+    model.requires_grad_(False)
+    assert [group["params"] for group in muon_groups(model, 0.1)] == [[]]
+
+
 def test_adamw_state_is_torchs_by_name():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     ours = AdamW(decay_groups(model, 0.1), lr=0.1)

@@ -72,8 +72,7 @@ def apply_data_parallel(
             (autocast, or weights cast on use).
         blocks: submodules that are gathered and reduced one at a time, or a few if they are small,
             in the order they run; each runs in every forward pass. Those that share parameters are
-            one unit. The `mb_layers.Experts` in them
-            are units of their own, or none where edp = 1.
+            one unit. The `mb_layers.Experts` in them are units of their own, or none where edp = 1.
         compute_dtype: dtype of the gathered weights, and of what blocks and model are given.
         keep_fp32: submodules that see their own weights and inputs uncast, such as the routers of
             an MoE, whose choices rounding would change. Joined as blocks are.

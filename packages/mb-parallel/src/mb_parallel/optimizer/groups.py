@@ -60,7 +60,8 @@ def muon_groups(
     for group in decay_groups(model, weight_decay):
         rest = [p for p in group["params"] if id(p) not in taken]
         groups.append({**group, "params": rest, "muon": False})
-    return groups
+    # Of groups without parameters torch's distributed state dicts take one.
+    return [group for group in groups if group["params"]] or groups[-1:]
 
 
 def _stacks(model: nn.Module) -> list[Experts | SharedExpert]:

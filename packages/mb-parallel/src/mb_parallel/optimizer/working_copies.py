@@ -93,7 +93,8 @@ def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> Work
 
     Experts that FSDP2 shards are left to it, and so are weights that are made of parts (adapters):
     both cast by themselves. The copies are looked over whenever one of `models` is called, and not
-    trusted once its `state_dict` was.
+    trusted once its `state_dict` was. Step with an optimizer of this package: torch's Adam takes no
+    gradient in 16 bits of a weight in 32.
 
     Args:
         models: called as they are; experts on their device and sharded as they are to stay.

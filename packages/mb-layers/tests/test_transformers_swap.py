@@ -298,3 +298,16 @@ def test_swap_refuses_what_it_cannot_do() -> None:
     config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
     with pytest.raises(ValueError, match="ParamWrapper; merge or unload adapters first"):
         mb.swap_blocks(peft.get_peft_model(build("mixtral"), config))
+
+
+def test_a_call_that_has_no_place_for_losses_or_router_logits_is_named() -> None:
+    model = build("olmoe")
+    mb.swap_blocks(model)
+    tokens = torch.randint(3, 64, (1, 5))
+    with pytest.raises(ValueError, match="return_dict=True"):
+        model(input_ids=tokens, labels=tokens, return_dict=False)
+    with pytest.raises(ValueError, match="return no router logits"):
+        model(input_ids=tokens, output_router_logits=True)
+    model.eval()
+    logits = model(input_ids=tokens, return_dict=False)[0]
+    torch.testing.assert_close(logits, model(input_ids=tokens).logits)

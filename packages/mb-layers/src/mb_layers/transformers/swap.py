@@ -90,6 +90,10 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     Raises:
         ValueError: the model holds no such block, or computes a balancing loss of its own from
             router logits, which are no longer there.
+
+    Names of the state dict are the original block's, those of modules and parameters this layer's:
+    `torch.distributed.checkpoint.state_dict`, which looks modules up by the former, needs
+    `restore_blocks` first; `model.state_dict()` saved by itself does not.
     """
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
@@ -133,7 +137,7 @@ class _LossOfForward:
 
     def watch(self, model: nn.Module) -> None:
         self._hooks = [
-            model.register_forward_pre_hook(self._open),
+            model.register_forward_pre_hook(self._open, with_kwargs=True),
             model.register_forward_hook(self._add, with_kwargs=True),
         ]
 
@@ -153,7 +157,12 @@ class _LossOfForward:
                 "module that is called, or set load_balancing_loss_weight=0 and z_loss_weight=0"
             )
 
-    def _open(self, model: nn.Module, args: Any) -> None:
+    def _open(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("output_router_logits"):
+            raise ValueError(
+                "expected output_router_logits=False, got True: the swapped blocks return no "
+                "router logits; record_routing and collect tell what their routers do"
+            )
         self._taken = []
 
     def _add(self, model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
@@ -165,6 +174,11 @@ class _LossOfForward:
             raise ValueError(
                 "expected balancing losses with gradients, got none: reentrant checkpointing loses "
                 'them; pass gradient_checkpointing_kwargs={"use_reentrant": False}'
+            )
+        if isinstance(outputs, tuple):
+            raise ValueError(
+                "expected a model that returns its outputs by name, got a tuple, which has no "
+                "place for the balancing loss; train with return_dict=True"
             )
         outputs.aux_loss = aux_loss
         if getattr(outputs, "loss", None) is not None:

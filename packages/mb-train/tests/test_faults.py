@@ -4,6 +4,10 @@ import json
 import os
 import shutil
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import mb_data
 import numpy as np
@@ -11,6 +15,7 @@ import pytest
 import torch
 from mb_train import train as loop
 from mb_train.cli import main
+from mb_train.data import _sample_corpus
 from mb_train.run_folder import checkpoints, find_checkpoint
 from mb_train.run_log import read_log
 
@@ -82,6 +87,31 @@ def test_data_that_is_not_there_is_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs").touch()
     assert main([*TINY[1:], "--lr=1", "--train-iters=1"]) == 2  # no recipe, which has a --save
     assert "Cannot write the sample corpus into runs/data: Not a dir" in capsys.readouterr().err
+
+
+def test_runs_at_once_without_a_folder_make_the_sample_corpus_once(tmp_path, monkeypatch):
+    """Each wrote it under the others' hands, and all of them ended."""
+    made = []
+
+    def preprocess(text, output, **_):
+        made.append(text.read_text())
+        time.sleep(0.3)  # for the others to come here too
+        for suffix in (".bin", ".idx"):
+            Path(f"{output}_text_document{suffix}").touch()
+        return SimpleNamespace(documents=1, tokens=1, seconds=0.3)
+
+    monkeypatch.setattr(mb_data, "write_sample_corpus", lambda path, **_: path.write_text("text"))
+    monkeypatch.setattr(mb_data, "preprocess", preprocess)
+    task, tokenizer, said = SimpleNamespace(sentences=False), SimpleNamespace(name="a b"), []
+    with ThreadPoolExecutor(3) as pool:
+        runs = [
+            pool.submit(_sample_corpus, tokenizer, task, tmp_path / "data", said.append)
+            for _ in range(3)
+        ]
+    prefix = f"{tmp_path}/data/sample-a-b_text_document"
+    assert [run.result() for run in runs] == [prefix] * 3
+    assert made == ["text"]
+    assert said[2:] == [f"data: {prefix}.bin, made by an earlier run"] * 2
 
 
 def test_a_signal_saves_and_the_run_goes_on_to_the_bit(run, monkeypatch, capsys):

@@ -20,10 +20,12 @@ import mb_data
 import numpy as np
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from mb_data import Tokenizer
 from mb_parallel import ParallelMesh, rank, world_size
 
 from mb_train.config import TrainConfig
+from mb_train.folder_lock import LOCK_FILE
 from mb_train.tasks import Batch, Dataset, Task
 
 T = TypeVar("T")
@@ -146,33 +148,25 @@ def _is_number(text: str) -> bool:
 def _sample_corpus(
     tokenizer: Tokenizer, task: Task, folder: Path, say: Callable[[str], None]
 ) -> str:
-    sentences = task.sentences
-    text = folder / ("documentation.jsonl" if sentences else "sample.jsonl")
+    """Prefix of the sample corpus's token files, made if they are not there."""
     name = "".join(c if c.isalnum() else "-" for c in tokenizer.name)
     output = folder / f"sample-{name}"
-    prefix = f"{output}_text_{'sentence' if sentences else 'document'}"
+    prefix = f"{output}_text_{'sentence' if task.sentences else 'document'}"
+
+    def there() -> bool:
+        found = Path(f"{prefix}.idx").exists() and Path(f"{prefix}.bin").exists()
+        if found:
+            say(f"data: {prefix}.bin, made by an earlier run")
+        return found
 
     def make() -> None:
-        if Path(f"{prefix}.idx").exists() and Path(f"{prefix}.bin").exists():
-            say(f"data: {prefix}.bin, made by an earlier run")
+        if there():
             return
         folder.mkdir(parents=True, exist_ok=True)
-        if not text.exists() and sentences:
-            mb_data.write_documentation_corpus(text, max_bytes=_SAMPLE_BYTES)
-            say(f"data: wrote {text}, the docstrings of Python's own library")
-        elif not text.exists():
-            mb_data.write_sample_corpus(text, max_bytes=_SAMPLE_BYTES)
-            say(f"data: wrote {text}, the source of Python's own library")
-        common: dict[str, Any] = {"tokenizer": tokenizer, "workers": 1}
-        if sentences:  # titles first: what is there last says that all is
-            mb_data.preprocess(text, output, json_keys=("title",), **common)
-            summary = mb_data.preprocess(text, output, split_sentences=True, **common)
-        else:
-            summary = mb_data.preprocess(text, output, append_eod=True, **common)
-        say(
-            f"data: {summary.documents} documents, {summary.tokens} tokens in "
-            f"{summary.seconds:.1f} s: {prefix}.bin"
-        )
+        with FileLock(folder / LOCK_FILE):  # runs without a folder of their own share this one
+            if not there():
+                tokens = _write_corpus(tokenizer, task.sentences, folder, output, say)
+                say(f"data: {tokens}: {prefix}.bin")
 
     try:
         _on_rank_zero_first(make)
@@ -182,6 +176,28 @@ def _sample_corpus(
             "--data-path, or a --save that can be written."
         ) from error
     return prefix
+
+
+def _write_corpus(
+    tokenizer: Tokenizer, sentences: bool, folder: Path, output: Path, say: Callable[[str], None]
+) -> str:
+    """Write the text, if it is not there, and the token files; what they hold, in words."""
+    common: dict[str, Any] = {"tokenizer": tokenizer, "workers": 1}
+    if sentences:
+        text = folder / "documentation.jsonl"
+        if not text.exists():
+            mb_data.write_documentation_corpus(text, max_bytes=_SAMPLE_BYTES)
+            say(f"data: wrote {text}, the docstrings of Python's own library")
+        # Titles first: what is there last says that all is.
+        mb_data.preprocess(text, output, json_keys=("title",), **common)
+        summary = mb_data.preprocess(text, output, split_sentences=True, **common)
+    else:
+        text = folder / "sample.jsonl"
+        if not text.exists():
+            mb_data.write_sample_corpus(text, max_bytes=_SAMPLE_BYTES)
+            say(f"data: wrote {text}, the source of Python's own library")
+        summary = mb_data.preprocess(text, output, append_eod=True, **common)
+    return f"{summary.documents} documents, {summary.tokens} tokens in {summary.seconds:.1f} s"
 
 
 def _on_rank_zero_first(make: Callable[[], T]) -> T:

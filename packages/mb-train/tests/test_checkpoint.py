@@ -363,22 +363,6 @@ def test_an_asynchronous_save_counts_only_when_it_is_whole(tmp_path, monkeypatch
     saver.close()
 
 
-@pytest.mark.gpu
-def test_writing_does_not_wait_for_the_training(tmp_path):
-    """The thread copied to the host on the stream of the training, in turn with its kernels."""
-    model = make()[0].cuda()
-    saver = Saver(tmp_path, asynchronous=True)
-    release, busy = threading.Event(), torch.cuda.Event()
-    saver._thread.submit(release.wait)
-    begin(saver, model, None)
-    torch.cuda._sleep(10**10)  # some seconds, as if steps were queued
-    busy.record()
-    release.set()
-    assert saver.wait()
-    assert not busy.query()
-    saver.close()
-
-
 def test_only_those_written_last_are_kept(tmp_path):
     model, optimizer = make()
     step(model, optimizer)

@@ -8,9 +8,9 @@ go on from.
 
 Asynchronous, the training waits only for a copy of the state: on the device if it has room for one
 beside the largest step so far, else in host memory. A thread does the rest, and whatever waits for
-a disk: the syncs of a checkpoint take seconds on some. It has a stream of its own: on the
-training's its copies to the host would wait for the steps queued there, and steps for the copies.
-The loop's `poll` tells when every rank is done.
+a disk: the syncs of a checkpoint take seconds on some. Its copies to the host, into memory that is
+not pinned, go in turn with the training's kernels: on a stream of its own they came at once, and a
+step of 165 ms took 302 (dMoE-125M, one H200). The loop's `poll` tells when every rank is done.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Saver:
         self._staged: set[str] = set()
         if asynchronous:
             self._thread = ThreadPoolExecutor(
-                1, thread_name_prefix="saver", initializer=_enter_device, initargs=(_device(),)
+                1, thread_name_prefix="saver", initializer=_use_device, initargs=(_device(),)
             )
             if world_size() > 1:
                 # The writing thread's messages must not mix with the training's.
@@ -144,8 +144,7 @@ class Saver:
         if self._thread is None:
             return self._finish(iteration, _attempt(lambda: self._write(run, tensors)))
         copy = self._snapshot(tensors)
-        made = torch.cuda.current_stream().record_event() if _device() is not None else None
-        self._pending = iteration, self._thread.submit(self._write, run, copy, made)
+        self._pending = iteration, self._thread.submit(self._write, run, copy)
         return True
 
     def poll(self) -> bool:
@@ -188,16 +187,8 @@ class Saver:
         staged: Any = self._stager.stage(dict(tensors))
         return staged
 
-    def _write(
-        self, run: SavedRun, tensors: Mapping[str, Tensor], made: torch.cuda.Event | None = None
-    ) -> None:
-        """Write this rank's shards; rank 0 writes what is about all of them, and commits.
-
-        Args:
-            made: when the tensors are there, for a stream on which they were not made.
-        """
-        if made is not None:
-            made.wait()
+    def _write(self, run: SavedRun, tensors: Mapping[str, Tensor]) -> None:
+        """Write this rank's shards; rank 0 writes what is about all of them, and commits."""
         with quiet():
             dcp.save(
                 dict(tensors),
@@ -310,11 +301,10 @@ def _device() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_available() else None
 
 
-def _enter_device(device: int | None) -> None:
-    """A thread begins on the first GPU, and there on the training's stream."""
+def _use_device(device: int | None) -> None:
+    """A thread begins on the first GPU; this one belongs to the rank's."""
     if device is not None:
         torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream())
 
 
 def _fits_on_device(tensors: Mapping[str, Tensor]) -> bool:

@@ -92,25 +92,10 @@ class Run:
         console = Console(silent=rank() != 0)
         self.say, self.sign_of_life = console.say, console.show
         self._console = console
-        check_profiled(config, device)
-        if world_size() > 1:
-            check_same(program(), "the program")
-        check_same(config, "the configuration")  # before groups: other sizes would make others
-        self.mesh = layout.parallel_dims(config, world_size()).build(device.type)
-        self.batch_size = config.batch_size(self.mesh.dp_size)
-        # What the ranks of this start decided stays the run's own, on however many it goes on.
-        config = dataclasses.replace(config, global_batch_size=self.batch_size)
-        self.config, self.device = config, device
-        self.micro_batch_size = whole(config.micro_batch_size)
-        per_pass = self.micro_batch_size * self.mesh.dp_size
-        self.micro_batches = self.batch_size // per_pass
-        self.batch_sizes = BatchSizes(config, self.batch_size, step=per_pass)
-        self.iterations = train_iterations(config, self.batch_sizes)
-        self.schedule: Schedule = build_schedule(config, self.batch_size)
-        self.compute_dtype = compute_dtype(config, device)
+        self.device = device
+        self._lay_out(config)
+        config = self.config
         self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
-        dims = self.mesh.dims
-        self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
         self.say(argument_lines(config))
         tokenizer = load_tokenizer(config, None if start is None else start.run)
         self.vocab_size = self._padded_vocabulary(tokenizer, start)
@@ -144,14 +129,7 @@ class Run:
             self.data = self._prepare_data(start, tokenizer)
         self.say(datetime_line("after dataloaders are built"))
         self.log = self._open_folder(start)
-        self.saver: Saver | None = None
-        if self.folder is not None and config.save_interval != 0:
-            self.saver = Saver(
-                self.folder,
-                asynchronous=config.async_save,
-                keep=config.keep_checkpoints,
-                say=self.say,
-            )
+        self.saver = self._open_saver()
         self.say(
             f" model: {self.model.parameters:,} parameters | "
             f"{config.moe_num_experts or 'no'} experts per layer | {self.compute_dtype} on "
@@ -164,6 +142,26 @@ class Run:
                 self.say(outcome(compiling))
         self.say("done with setup ...")
         self.say(self.timers.lines())
+
+    def _lay_out(self, config: TrainConfig) -> None:
+        """The ranks' meshes, and the batches and rates that follow from their number."""
+        check_profiled(config, self.device)
+        if world_size() > 1:
+            check_same(program(), "the program")
+        check_same(config, "the configuration")  # before groups: other sizes would make others
+        self.mesh = layout.parallel_dims(config, world_size()).build(self.device.type)
+        self.batch_size = config.batch_size(self.mesh.dp_size)
+        # What the ranks of this start decided stays the run's own, on however many it goes on.
+        self.config = config = dataclasses.replace(config, global_batch_size=self.batch_size)
+        self.micro_batch_size = whole(config.micro_batch_size)
+        per_pass = self.micro_batch_size * self.mesh.dp_size
+        self.micro_batches = self.batch_size // per_pass
+        self.batch_sizes = BatchSizes(config, self.batch_size, step=per_pass)
+        self.iterations = train_iterations(config, self.batch_sizes)
+        self.schedule: Schedule = build_schedule(config, self.batch_size)
+        self.compute_dtype = compute_dtype(config, self.device)
+        dims = self.mesh.dims
+        self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
 
     def _padded_vocabulary(self, tokenizer: Tokenizer, start: Start | None) -> int:
         """V: as the flags pad it, or as a checkpoint has it."""
@@ -257,6 +255,18 @@ class Run:
             config=dataclasses.asdict(self.config),
         )
         return log
+
+    def _open_saver(self) -> Saver | None:
+        """None for a run that keeps nothing, or its log alone."""
+        config = self.config
+        if self.folder is None or config.save_interval == 0:
+            return None
+        return Saver(
+            self.folder,
+            asynchronous=config.async_save,
+            keep=config.keep_checkpoints,
+            say=self.say,
+        )
 
     def close(self) -> None:
         """Close the log and end the saver's threads."""

@@ -1,6 +1,7 @@
 """Each optimizer on one process against another's implementation, and what its state survives."""
 
 import io
+from copy import deepcopy
 
 import pytest
 import torch
@@ -177,6 +178,33 @@ def test_parameters_without_gradient_keep_still_and_without_state():
     assert unused not in ours.state
     for a, b in zip((used, unused, idle), others, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_master_follows_a_weight_that_was_written_between_steps():
+    (parameter,) = parameters = [
+        nn.Parameter(p.detach().bfloat16()) for p in _parameters(((5, 7),))
+    ]
+    optimizer = AdamW(parameters, lr=1e-3)
+
+    def step(number):
+        _set_grads(parameters, number)
+        optimizer.step()
+        return optimizer.state[parameter]["master"].clone()
+
+    kept = step(0), deepcopy(optimizer.state_dict()), parameter.detach().clone()
+    expected = step(1)
+    # The weight with its master, as a checkpoint has them: the bits below the weight's stay.
+    with torch.no_grad():
+        parameter.copy_(kept[2])
+    optimizer.load_state_dict(deepcopy(kept[1]))
+    assert torch.equal(step(1), expected)
+    # Some of the weight alone, as if by hand: those numbers go on from there, the others as before.
+    optimizer.load_state_dict(kept[1])
+    with torch.no_grad():
+        parameter.copy_(kept[2])
+        parameter[2:] = 3.0
+    torch.testing.assert_close(step(1)[:2], expected[:2], rtol=0, atol=0)
+    assert (parameter[2:] - 3.0).abs().max() < 0.05
 
 
 def test_sixteen_bit_parameters_have_a_master_weight():

@@ -2,7 +2,9 @@
 
 A parameter in fp32 is its own master weight. One in bf16 or fp16 gets an fp32 master in the state,
 of which the parameter is the copy to compute with: a 16-bit weight that is updated in place loses
-every update below its last bit. Arithmetic and the kernel are `mb_kernels.adamw_step`.
+every update below its last bit. Whoever writes the parameter later (`load_state_dict`, a hand) is
+followed: where it is not its master rounded, the master becomes what it is. Arithmetic and the
+kernel are `mb_kernels.adamw_step`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import mb_kernels
 import torch
 from torch import Tensor
 
-from mb_parallel.optimizer.shards import local, local_grad
+from mb_parallel.optimizer.shards import local, local_grad, version
 from mb_parallel.optimizer.working_copies import WorkingCopies
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -128,6 +130,7 @@ class AdamW(ShardedOptimizer):
             )
         self.state_dtype = state_dtype
         self._copies = working_copies if working_copies is not None else WorkingCopies({})
+        self._seen: dict[Tensor, tuple[int, ...]] = {}  # of 16-bit parameters, after a step
         rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**rates, **defaults})
         for parameter in (p for group in self.param_groups for p in group["params"]):
@@ -152,6 +155,8 @@ class AdamW(ShardedOptimizer):
         weights, grads, copies = [], [], []
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
+            if parameter in self._seen and self._seen[parameter] != version(parameter):
+                _follow(local(state["master"]), local(parameter).detach())
             copy = parameter if "master" in state else self._copies.get(parameter)
             weights.append(local(state.get("master", parameter)).detach())
             copies.append(None if copy is None else local(copy).detach())
@@ -171,3 +176,9 @@ class AdamW(ShardedOptimizer):
             found_inf=skip,
         )
         self._copies.written(parameters)
+        self._seen |= {p: version(p) for p in parameters if p.dtype in _HALVES}
+
+
+def _follow(master: Tensor, weight: Tensor) -> None:
+    """Let `master` be what `weight` is, where that is not its rounding."""
+    master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))

@@ -23,6 +23,12 @@ def local(tensor: Tensor) -> Tensor:
     return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
 
 
+def version(parameter: Tensor) -> tuple[int, ...]:
+    """Changes with each write that autograd counts, to a DTensor or its shard, and with storage."""
+    shard = local(parameter)
+    return parameter._version, shard._version, shard.data_ptr()
+
+
 def local_grad(parameter: Tensor) -> Tensor:
     """This rank's shard of the gradient, dense and with the strides of its parameter's.
 

@@ -22,7 +22,7 @@ from mb_layers import Experts
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mb_parallel.optimizer.shards import local, shaped_like
+from mb_parallel.optimizer.shards import local, shaped_like, version
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -75,7 +75,7 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
         """
         for parameter, copy in self._copies.items():
             copy.requires_grad_(parameter.requires_grad)
-            if everything or self._seen.get(parameter) != _version(parameter):
+            if everything or self._seen.get(parameter) != version(parameter):
                 copy.copy_(local(parameter))
                 self.written([parameter])
 
@@ -85,7 +85,7 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
 
     def written(self, parameters: Iterable[Tensor]) -> None:
         """Note that these parameters and their copies are equal now."""
-        self._seen |= {p: _version(p) for p in parameters if p in self._copies}
+        self._seen |= {p: version(p) for p in parameters if p in self._copies}
 
 
 def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> WorkingCopies:
@@ -117,12 +117,6 @@ def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> Work
         model.register_forward_pre_hook(lambda *_: copies.refresh())
         model.register_state_dict_post_hook(lambda *_: copies.forget())
     return copies
-
-
-def _version(parameter: Tensor) -> tuple[int, ...]:
-    """Changes with each write that autograd counts, to a DTensor or its shard, and with storage."""
-    shard = local(parameter)
-    return parameter._version, shard._version, shard.data_ptr()
 
 
 @torch.no_grad()

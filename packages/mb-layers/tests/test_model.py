@@ -100,6 +100,28 @@ def test_one_bias_update_for_a_step_of_micro_batches() -> None:
         assert router.balancing_bias.abs().max() > 0.01
 
 
+def test_a_layer_left_out_of_a_pass_moves_its_bias_by_the_others() -> None:
+    model = sequential(score_function="sigmoid", balancing_bias=True)
+    x = torch.randn(11, 16)
+    passes = []
+    for layers in (model, model[:1]):  # layer drop: the second micro-batch visits the first alone
+        with collect(model) as moe:
+            layers(x)
+        passes.append(moe)
+    whole = passes[0].tokens_per_expert()
+    update_balancing_biases(passes, rate=0.1)
+    for name, counts in whole.items():
+        expected = dMoE(config(score_function="sigmoid", balancing_bias=True)).router
+        update_balancing_bias(expected, counts, rate=0.1)
+        got = model.get_submodule(name).router.balancing_bias
+        assert_close(name, got, expected.balancing_bias)
+    with collect(model) as moe:
+        model[:1](x)
+    before = model[2].layer.router.balancing_bias.clone()
+    update_balancing_biases([moe], rate=0.1)  # visited by nobody: as it was
+    assert torch.equal(model[2].layer.router.balancing_bias, before)
+
+
 def test_what_cannot_be_collected_is_an_error() -> None:
     with pytest.raises(ValueError, match="found none"), collect(nn.Linear(2, 2)):
         pass

@@ -178,3 +178,14 @@ def test_other_ids_are_named() -> None:
         layer(x.float())
     with pytest.raises(ValueError, match="found none"), record_routing(nn.Linear(2, 2)):
         pass
+
+
+def test_routing_that_no_router_made_cannot_be_recorded() -> None:
+    layer = dMoE(MoEConfig(**SIZES))
+    x = torch.randn(3, 16)
+    routed = layer.router(x)
+    with (
+        record_routing(layer),
+        pytest.raises(ValueError, match="router of '' to run, got a call with a RouterOutput"),
+    ):
+        layer(x, routing=routed)

@@ -85,15 +85,20 @@ def test_saved_adapters_are_those_of_the_single_experts(by: str, tmp_path: Path)
 
 
 def test_what_has_no_such_form_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="all of one alpha / rank, got none"):
+    with pytest.raises(ValueError, match="one alpha / rank and one rank, got none"):
         mb.save_adapters(build("qwen3_moe"), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
     model = build("olmoe")
     layers = list(mb.swap_blocks(model).values())
     for layer, alpha in zip(layers, (4.0, 8.0), strict=True):
         add_lora(layer.experts, rank=4, alpha=alpha)
-    with pytest.raises(ValueError, match=r"got \[1.0, 2.0\]"):
+    with pytest.raises(ValueError, match=r"got \[\(1.0, 4\), \(2.0, 4\)\]"):
         mb.adapters_by_expert(model)
+    other = build("olmoe")
+    for layer, rank in zip(mb.swap_blocks(other).values(), (4, 2), strict=True):
+        add_lora(layer.experts, rank=rank, alpha=rank)
+    with pytest.raises(ValueError, match=r"got \[\(1.0, 2\), \(1.0, 4\)\]"):
+        mb.adapters_by_expert(other)
     add_lora(layers[0].experts, rank=2, alpha=2.0)
     with pytest.raises(ValueError, match=r"one adapter on model.layers.0.mlp.*w1, got 2"):
         mb.adapters_by_expert(model)

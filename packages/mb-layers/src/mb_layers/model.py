@@ -122,9 +122,16 @@ def update_balancing_biases(
             "expected collected passes of layers with MoEConfig(balancing_bias=True), got none"
         )
     by_pass = [collected.tokens_per_expert() for collected in passes]
-    counts_LE = torch.stack(
-        [torch.stack([counts[name] for counts in by_pass]).sum(dim=0) for name in routers]
-    )
+
+    def summed(name: str, router: Router) -> Tensor:
+        assert router.balancing_bias is not None
+        counts_E = torch.zeros_like(router.balancing_bias, dtype=torch.int64)
+        for counts in by_pass:
+            if name in counts:  # a layer may be left out of a pass
+                counts_E = counts_E + counts[name]
+        return counts_E
+
+    counts_LE = torch.stack([summed(name, router) for name, router in routers.items()])
     if reduce_counts is not None:
         counts_LE = reduce_counts(counts_LE)
     for router, counts_E in zip(routers.values(), counts_LE, strict=True):

@@ -65,6 +65,11 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
 
         def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
             if not in_backward():
+                if name not in chosen:
+                    raise ValueError(
+                        f"expected the router of {name!r} to run, got a call with a RouterOutput, "
+                        "whose experts the caller knows"
+                    )
                 ids_TK = chosen.pop(name)
                 ids = ids_TK.view(*output.y.shape[:-1], ids_TK.shape[1])
                 recorded.passes.setdefault(name, []).append(ids)

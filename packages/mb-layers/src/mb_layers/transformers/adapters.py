@@ -40,12 +40,12 @@ def adapters_by_expert(
             Mixtral's are ("w1", "w3", "w2").
 
     Raises:
-        ValueError: no adapters, adapters of several scalings, or weights of another layout.
+        ValueError: no adapters, some of several scalings or ranks, or weights of another layout.
     """
     tensors: dict[str, Tensor] = {}
-    scalings = set()
+    forms = set()
     for experts, stacked, added in _adapted(model):
-        scalings.add(added.scaling)
+        forms.add((added.scaling, added.rhs.shape[1]))
         names = projections[stacked]
         for name, lhs in zip(names, added.lhs.chunk(len(names), dim=1), strict=True):
             for e, (a, b) in enumerate(zip(added.rhs, lhs, strict=True)):
@@ -54,12 +54,12 @@ def adapters_by_expert(
                     # A copy: safetensors takes no tensor twice, and gate and up share theirs.
                     copy = factor.detach().clone(memory_format=torch.contiguous_format)
                     tensors[f"{place}.{side}.weight"] = copy
-    if len(scalings) != 1:
+    if len(forms) != 1:
         raise ValueError(
-            "expected adapters on the experts of a model, all of one alpha / rank, got "
-            f"{'none' if not scalings else sorted(scalings)}"
+            "expected adapters on the experts of a model, all of one alpha / rank and one rank, "
+            f"got {'none' if not forms else sorted(forms)}"
         )
-    return tensors, scalings.pop()
+    return tensors, forms.pop()[0]
 
 
 def save_adapters(

@@ -138,9 +138,10 @@ def _rank_main(
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"}
     torch.set_num_threads(1)
     here = Path(folder)
-    draft = here / f"{rank}.handler"
-    faulthandler.register(signal.SIGUSR1, file=draft.open("w"))
-    draft.rename(here / f"{rank}.stack")  # from now on the signal does not end this process
+    if hasattr(faulthandler, "register"):  # not on Windows
+        draft = here / f"{rank}.handler"
+        faulthandler.register(signal.SIGUSR1, file=draft.open("w"))
+        draft.rename(here / f"{rank}.stack")  # from now on the signal does not end this process
     try:
         function = _load(*source)
         args = pickle.loads(payload)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mb_train.finetune import finetune
-from mb_train.flags import Command, Parser, add_run
+from mb_train.flags import Command, Parser, add_run, parse
 from mb_train.retrieval.commands import index, retrieve
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -222,6 +222,21 @@ def serve(parser: Parser, arguments: Sequence[str]) -> int:
     return 0
 
 
+def upcycle(parser: Parser, arguments: Sequence[str]) -> int:
+    """A dense model with its feed-forwards copied into experts, as a run folder.
+
+    Takes the flags of experts beside its own: --moe-num-experts 8 --moe-top-k 2.
+    """
+    parser.add_argument("source", help="run folder of a dense model, or an iteration folder")
+    parser.add_argument("target", help="folder to write, new or empty")
+    options, rest = parser.parse_known_args(arguments)
+    command = parse(rest)
+    from mb_train.convert.upcycle import upcycle
+
+    upcycle(Path(options.source), Path(options.target), command)
+    return 0
+
+
 COMMANDS: dict[str, Command] = {
     "doctor": doctor,
     "plan": plan,
@@ -230,6 +245,7 @@ COMMANDS: dict[str, Command] = {
     "eval": evaluate,
     "serve": serve,
     "convert": convert,
+    "upcycle": upcycle,
     "finetune": finetune,
     "index": index,
     "retrieve": retrieve,

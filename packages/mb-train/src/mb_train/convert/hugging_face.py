@@ -151,14 +151,22 @@ def import_model(
 
 
 def write_run(
-    target: Path, config: TrainConfig, weights: Mapping[str, Tensor], *, say: Callable[[str], None]
+    target: Path,
+    config: TrainConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    run: Path | None = None,
+    say: Callable[[str], None],
 ) -> None:
     """Write weights by our names as the checkpoint of a run at iteration 0.
+
+    Args:
+        run: folder of the run that they are from, if any, with copies of its tokenizer.
 
     Raises:
         ValueError: a tokenizer that the model's vocabulary has no room for.
     """
-    vocab_size, tokenizer = rows_of(weights), load_tokenizer(config)
+    vocab_size, tokenizer = rows_of(weights), load_tokenizer(config, run)
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"Expected a tokenizer of at most {vocab_size} tokens, the rows of the model's "
@@ -178,7 +186,7 @@ def write_run(
         model, None, Progress(0, 0), config=dataclasses.asdict(config), identity=identity, data={}
     ):
         raise OSError(f"Cannot write {target}.")
-    keep_tokenizer(config, target)
+    keep_tokenizer(config, target, run)
 
 
 def _tokenizer_fields(file: Path) -> dict[str, str]:

@@ -1,0 +1,98 @@
+"""A dense model with its feed-forwards copied into experts: sparse upcycling (arXiv 2212.05055).
+
+Every expert of a layer begins as its feed-forward, routers begin anew, all else stays. While the
+weights of a token's experts sum to one, the model therefore computes what the dense one did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mb_train.config import GROUPS, TrainConfig
+from mb_train.convert.hugging_face import refuse_run, write_run
+from mb_train.flags import CommandLine, resolve
+from mb_train.loading import load_trained
+from mb_train.tasks.make import whole_model
+
+_OF_EXPERTS = {field.name for field in dataclasses.fields(GROUPS["moe"])}
+# The maps of a dense feed-forward that an expert's tensor is made of, one above the other.
+_PARTS = {
+    "w1": ("gate.weight", "up.weight"), "w2": ("down.weight",),
+    "b1": ("gate.bias", "up.bias"), "b2": ("down.bias",),
+}  # fmt: skip
+
+
+def upcycle(
+    source: Path, target: Path, experts: CommandLine, *, say: Callable[[str], None] = print
+) -> None:
+    """Make a run folder with experts of a dense one: to `--load` with `--finetune`.
+
+    Args:
+        experts: flags of the experts; not said, two a token, whose weights sum to one.
+
+    Raises:
+        ValueError: a model with experts; other flags than theirs; experts that no copy fits.
+        OSError: files that cannot be read or written.
+    """
+    refuse_run(target)
+    others = experts.values.keys() - _OF_EXPERTS
+    if others or experts.recipe is not None or "moe_num_experts" not in experts.values:
+        raise ValueError(
+            "Expected --moe-num-experts, and beside it flags of the experts alone, got "
+            f"{', '.join(sorted(others)) or 'no number of them'}. The run that goes on takes "
+            "the others."
+        )
+    dense = load_trained(source, kinds=("gpt", "bert", "t5"))
+    if dense.config.moe_num_experts is not None:
+        raise ValueError(f"Expected a dense model in {source}, got one with experts.")
+    biases = dense.config.add_bias_linear
+    # Not one expert a token: its weight would be 1 whatever the router says, which then learns
+    # nothing from the loss.
+    begins = {"moe_top_k": 2, "moe_renormalize": True, "moe_mlp_bias": biases}
+    config = resolve(experts, dense.saved.inherited() | begins)
+    for name, there, here in (
+        ("--moe-ffn-hidden-size", config.ffn_size, config.expert_ffn_size),
+        ("--moe-mlp-bias", biases, config.moe_mlp_bias),
+        ("--moe-shared-expert-intermediate-size", None, config.moe_shared_expert_intermediate_size),
+        ("--moe-weights-on-input", False, config.moe_weights_on_input),
+    ):
+        if here != there:
+            raise ValueError(
+                f"Expected {name} {there} of experts that begin as the feed-forwards of "
+                f"{source}, got {here}. Leave it out."
+            )
+    rows = dense.saved.identity["padded_vocab_size"]
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        fresh = whole_model(config, vocab_size=rows).state_dict()
+    weights = _copied(dense.model.state_dict(), fresh)
+    write_run(target, config, weights, run=dense.checkpoint.parent, say=say)
+    if config.moe_capacity_factor or not _sums_to_one(config):
+        say(
+            "it does not compute what the dense model did: the weights of a token's experts do "
+            "not sum to one, or a capacity drops tokens"
+        )
+
+
+def _copied(dense: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a model with experts; its routers', and a bias behind all experts, are `fresh`."""
+    found = {}
+    for name, tensor in fresh.items():
+        of_expert = re.fullmatch(r"(.*\.mlp\.)experts\.(\w+)", name)
+        if of_expert is not None:
+            maps = (of_expert[1] + part for part in _PARTS[of_expert[2]])
+            whole = torch.cat([dense[part] for part in maps if part in dense])
+            tensor = whole.expand(tensor.shape).contiguous()
+        found[name] = dense.get(name, tensor)
+    return found
+
+
+def _sums_to_one(config: TrainConfig) -> bool:
+    scaled = config.moe_renormalize_p != 1 or config.moe_router_topk_scaling_factor != 1
+    return config.moe_renormalize and not scaled and not config.moe_num_zero_experts

@@ -15,8 +15,8 @@ _BY_TOKEN = (_TOKENS, "head.weight", "lm_head.bias", "head_bias")
 
 
 def rows_of(weights: Mapping[str, Tensor]) -> int:
-    """V of a model's weights by our names."""
-    return len(weights[_TOKENS])
+    """V of a model's weights by our names; both towers of a retriever have as many."""
+    return next(len(weight) for name, weight in weights.items() if name.endswith(_TOKENS))
 
 
 def with_rows(weights: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:

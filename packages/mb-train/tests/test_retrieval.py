@@ -15,7 +15,7 @@ from mb_train.tasks.make import whole_model
 pytest.importorskip("faiss")
 pytest.importorskip("sentencex")
 WORDS = [f"w{i}" for i in range(27)]
-V = 5 + len(WORDS)
+V = 7 + len(WORDS)  # five special tokens, and two that the tokenizer adds
 
 
 @pytest.fixture(scope="module")

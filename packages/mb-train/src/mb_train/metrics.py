@@ -1,8 +1,8 @@
 """What a run measures: losses and the load of its experts, added up on the device.
 
 Once per log interval the sums travel to the host in one transfer, after they were added up over the
-data-parallel ranks of a pipeline stage; the stages then tell each other of their layers. No step
-waits for the device.
+data-parallel ranks; a pipeline's passes measure the layers of all its stages. No step waits for the
+device.
 
 Letters: L layers, E experts.
 """
@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from mb_parallel import ParallelMesh
 from torch import Tensor
 
@@ -138,7 +137,6 @@ class Accumulator:
         values = torch.cat([summed, *alike]).tolist()
         stats = self._unpack(values, list(asked))
         self._clear()
-        self._join_stages(stats)
         return stats
 
     def _unpack(self, values: list[float], asked: list[str]) -> IntervalStats:
@@ -162,20 +160,3 @@ class Accumulator:
         return IntervalStats(
             losses, grad_norm, skipped=skipped, layer_means=means, tokens_per_expert=counts, **more
         )
-
-    def _join_stages(self, stats: IntervalStats) -> None:
-        """Give every rank the layers of all pipeline stages, in the model's order."""
-        axis = self._mesh.axis("pp")
-        if axis is None:
-            return
-        parts: list[tuple[dict[str, list[float]], list[list[float]]]]
-        parts = [({}, [])] * axis.size()
-        dist.all_gather_object(
-            parts, (stats.layer_means, stats.tokens_per_expert), group=axis.get_group()
-        )
-        stats.layer_means = {
-            key: [value for means, _ in parts for value in means.get(key, [])]
-            for key in _LAYER_MEANS
-            if any(key in means for means, _ in parts)
-        }
-        stats.tokens_per_expert = [row for _, counts in parts for row in counts]

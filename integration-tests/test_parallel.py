@@ -1,5 +1,7 @@
 """Every layout takes the steps of one process: losses, gradient norms, weights and moments.
 
+And it reports what one process does: every number of the log that does not tell of time.
+
     python integration-tests/test_parallel.py      # prints the matrix with the largest deviations
 
 fp32 on gloo, five steps with accumulation, the same global batch. Ranks of one world size are
@@ -14,7 +16,9 @@ import re
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_run
@@ -27,7 +31,7 @@ from mb_train.checkpoint import _SafeReader
 SAME = (
     "--num-layers 4 --micro-batch-size 1 --global-batch-size 8 --train-iters 5 --log-interval 1 "
     "--eval-interval 5 --eval-iters 1 --attention-dropout 0 --hidden-dropout 0 "
-    "--make-vocab-size-divisible-by 128 --adam-eps 1e-3"
+    "--make-vocab-size-divisible-by 128 --adam-eps 1e-3 --log-params-norm"
 )
 # What an MoE layer has besides its experts, so that every layout has to spread it right.
 BESIDES = (
@@ -88,12 +92,30 @@ def _train(rank: int, world_size: int, lines: list[list[str]]) -> list[str]:
     return said
 
 
+# How fast it went, on how many ranks; steps that were run again, of which a test asks.
+OF_THE_LAYOUT = {"ms_per_iteration", "tokens_per_s", "tflops_per_rank", "ranks", "steps_redone"}
+
+
+def _numbers_in(value: Any) -> Iterator[float]:
+    """All numbers of an event, in its order."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if name not in OF_THE_LAYOUT:
+                yield from _numbers_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers_in(item)
+    elif isinstance(value, int | float):
+        yield value
+
+
 def _numbers(run: Path) -> dict[str, list[float]]:
     return {
         "loss": tiny_run.losses(run),
         "grad norm": [event["grad_norm"] for event in tiny_run.events(run, "train")],
         "balance": [e.get("load_balancing_loss", 0.0) for e in tiny_run.events(run, "train")],
         "validation": [event["lm_loss"] for event in tiny_run.events(run, "eval")],
+        "reported": list(_numbers_in([tiny_run.events(run, kind) for kind in ("train", "eval")])),
     }
 
 

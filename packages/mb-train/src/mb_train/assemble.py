@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from mb_layers.router import Router
 from mb_parallel import ParallelMesh, any_rank, apply_data_parallel, parallelize_experts
 from mb_parallel.expert_parallel import budgets_of
@@ -76,7 +77,8 @@ def assemble(
     if config.cuda_graph:
         check_capturable(config, device, mesh.dims.world_size)
     runs, indices = _stages(task, config, mesh)
-    parts, total, notes = [], 0, []
+    parts, total = [], 0
+    notes: dict[int, list[str]] = {}
     for index in indices:
         torch.manual_seed(config.seed)
         with device:
@@ -84,7 +86,7 @@ def assemble(
         total = sum(p.numel() for p in model.parameters())
         if len(runs) > 1:
             model.keep(runs[index], first=index == 0, last=index == len(runs) - 1)
-        notes = _spread(model, task, config, mesh, device, compute_dtype)
+        notes[index] = _spread(model, task, config, mesh, device, compute_dtype)
         parts.append(model)
     working_copies = hold_working_copies(parts, compute_dtype)
     executor: Executor
@@ -98,7 +100,7 @@ def assemble(
         executor = Sequential(parts[0], task.first_input, dp_size=mesh.dp_size)
     if config.moe_row_policy == "budget" and any_rank(bool(budgets_of(parts))):
         executor = WithinBudget(executor, parts, device)
-    return Assembled(parts, executor, total, copies, notes, working_copies)
+    return Assembled(parts, executor, total, copies, _of_all_stages(notes, mesh), working_copies)
 
 
 def _pipeline(
@@ -137,6 +139,24 @@ def _stages(
         stages_per_rank=per_rank,
     )
     return split_layers(task.layers, mesh.pp_size * per_rank), indices
+
+
+def _of_all_stages(notes: dict[int, list[str]], mesh: ParallelMesh) -> list[str]:
+    """The notes of all ranks' stages, those that are alike as one."""
+    axis = mesh.axis("pp")
+    if axis is None:
+        return notes[0]
+    ranks: list[dict[int, list[str]]] = [{}] * axis.size()
+    dist.all_gather_object(ranks, notes, group=axis.get_group())
+    by_stage = {stage: told for of_rank in ranks for stage, told in of_rank.items()}
+    stages: dict[str, list[str]] = {}
+    for stage, told in sorted(by_stage.items()):
+        for note in told:
+            stages.setdefault(note, []).append(str(stage))
+    return [
+        f"stage{'s' if len(alike) > 1 else ''} {', '.join(alike)}: {note}"
+        for note, alike in stages.items()
+    ]
 
 
 def _spread(

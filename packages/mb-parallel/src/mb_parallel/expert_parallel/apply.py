@@ -97,7 +97,7 @@ def parallelize_experts(
         raise ValueError(f"Expected dispatcher to be one of {known}, got {dispatcher!r}.")
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
     if not layers:
-        return "expert parallelism: the model has no MoE layers"
+        return "expert parallelism: no MoE layers"
     for name, layer in layers.items():
         _refuse(name, layer, mesh, sequence_parallel)
     ep, rows = mesh.axis("ep"), Rows(row_policy, row_budget)

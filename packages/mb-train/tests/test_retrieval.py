@@ -96,22 +96,38 @@ def test_what_is_no_index_is_refused_and_nothing_is_written(corpus, tmp_path, ca
     flags = ("--corpus", prefix, "--output", index)
     refused("mb-data preprocess", "index", run, "--corpus", tmp_path / "no", "--output", index)
     refused("'Nonsense'", "index", run, *flags, "--kind", "Nonsense")
-    refused(
-        "takes 12 vectors" if False else "vectors of 8",
-        "index",
-        run,
-        *flags,
-        "--kind",
-        "IVF99,Flat",
-    )
+    refused("vectors of 8", "index", run, *flags, "--kind", "IVF99,Flat")
+    refused("--queries of at least 1", "index", run, *flags, "--queries", 0)
     refused("mb-train index", "retrieve", run, "w1", "--index", index)
     assert not list(tmp_path.iterdir())
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
-    refused("to replace", "index", run, "--corpus", prefix, "--output", tmp_path / "mine")
+    (tmp_path / "mine" / "index.json").touch()
+    for there in ("mine", "mine/file"):
+        refused("to replace", "index", run, "--corpus", prefix, "--output", tmp_path / there)
+    assert (tmp_path / "mine" / "file").is_file()
     assert main(["index", run, *map(str, flags)]) == 0
     refused("at least one word", "retrieve", run, " ", "--index", index)
     about = json.loads((index / "index.json").read_text())
     for change, says in (({"iteration": 7}, "iteration 7"), ({"corpus_bytes": 1}, "has changed")):
         (index / "index.json").write_text(json.dumps(about | change))
         refused(says, "retrieve", run, "w1", "--index", index)
+    (index / "index.json").write_text("{}")
+    refused("none that can be read", "retrieve", run, "w1", "--index", index)
+
+
+def test_an_index_is_replaced_and_asked_from_another_folder(corpus, tmp_path, monkeypatch):
+    folder, _, _ = corpus
+    index = tmp_path / "index"
+    monkeypatch.chdir(folder)
+    for left in ("index.earlier", "index.partial", "index"):  # by a kill between two moves
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "vectors.faiss").touch()
+    for name in ("blocks.npy", "index.json"):
+        (index / name).touch()
+    build_index(
+        folder / "run", "x_text_sentence", index, titles="x_title_document", say=lambda line: None
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+    monkeypatch.chdir(tmp_path)
+    assert Retriever(folder / "run", index).ask("w3", 1)[0].title

@@ -12,10 +12,11 @@ Letters: A blocks, B of them at a time, D embedding width, S tokens of a block.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from mb_train.models.ict import Tower
 
 VECTORS, BLOCKS, ABOUT = "vectors.faiss", "blocks.npy", "index.json"
+_FILES = {VECTORS, BLOCKS, ABOUT}
 
 
 def faiss_library() -> Any:
@@ -79,52 +81,76 @@ def build_index(
         `recall@k` and BM25's, as a run measures them, over blocks of this corpus.
 
     Raises:
-        ValueError: no faiss, no retriever, no corpus, a kind that faiss does not know, or a folder
-            that holds something else. Nothing has been written.
+        ValueError: no faiss, no retriever, no corpus, no queries, a kind that faiss does not know,
+            or a folder that holds something else. Nothing has been written.
     """
     faiss = faiss_library()
-    if output.exists() and not (output / ABOUT).is_file() and any(output.iterdir()):
-        raise ValueError(f"Expected a new folder or an index to replace, got {output}.")
+    output = output.absolute()
+    if output.exists() and not (output.is_dir() and _files(output) in (set(), _FILES)):
+        raise ValueError(
+            f"Expected a new folder or an index to replace, got {output}. Name another --output."
+        )
+    if queries < 1:
+        raise ValueError(f"Expected --queries of at least 1, got {queries}.")
     trained = load_trained(run, device, kinds=("ict",))
     dataset = _every_block(trained.config, trained.tokenizer, corpus, titles)
     rows_AX = np.unique(np.asarray(dataset.mapping, np.int64), axis=0)
     say(f"{len(rows_AX)} blocks of {corpus}")
-    found_AD = np.concatenate(list(_embedded(trained, dataset, rows_AX)))
-    try:
-        vectors = faiss.index_factory(found_AD.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
-        vectors.train(found_AD)
-        vectors.add(found_AD)
-    except RuntimeError as error:
-        raise ValueError(
-            f"Expected a kind of index that takes {len(rows_AX)} vectors of "
-            f"{found_AD.shape[1]}, got {kind!r}: {str(error).splitlines()[-1]}"
-        ) from None
+    vectors = _searchable(np.concatenate(list(_embedded(trained, dataset, rows_AX))), kind)
     about = {
         "checkpoint": str(trained.checkpoint.resolve()),
         "iteration": trained.saved.iteration,
         "written": trained.saved.written,
         "corpus": str(Path(corpus).resolve()),
         "corpus_bytes": Path(f"{corpus}.bin").stat().st_size,
-        "titles": titles,
+        "titles": None if titles is None else str(Path(titles).resolve()),
         "kind": kind,
         "blocks": len(rows_AX),
     }
-    draft, earlier = (output.with_name(f"{output.name}.{word}") for word in ("partial", "earlier"))
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with _replaced_folder(output) as draft:
         faiss.write_index(vectors, str(draft / VECTORS))
         np.save(draft / BLOCKS, rows_AX)
         (draft / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
-        if output.exists():
-            os.rename(output, earlier)
-        os.rename(draft, output)
-    finally:
-        for folder in (draft, earlier):
-            shutil.rmtree(folder, ignore_errors=True)
     vocab_size = trained.saved.identity["padded_vocab_size"]
     task = one_process_task(trained.config, trained.tokenizer, vocab_size=vocab_size)
     return task.evaluate_more(trained.model, dataset, min(queries, len(dataset)))
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _searchable(found_AD: npt.NDArray[np.float32], kind: str) -> Any:
+    """A FAISS index of vectors."""
+    faiss = faiss_library()
+    count, width = found_AD.shape
+    try:
+        vectors = faiss.index_factory(width, kind, faiss.METRIC_INNER_PRODUCT)
+        vectors.train(found_AD)
+        vectors.add(found_AD)
+    except RuntimeError as error:
+        raise ValueError(
+            f"Expected a kind of index that takes {count} vectors of {width}, got {kind!r}: "
+            f"{str(error).splitlines()[-1]}"
+        ) from None
+    return vectors
+
+
+@contextlib.contextmanager
+def _replaced_folder(folder: Path) -> Generator[Path]:
+    """An empty folder to fill; it takes the place of `folder` once it is whole, if it is."""
+    draft, earlier = (folder.with_name(f"{folder.name}.{word}") for word in ("partial", "earlier"))
+    shutil.rmtree(draft, ignore_errors=True)  # a kill may have left it, and the other
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        if folder.exists():
+            shutil.rmtree(earlier, ignore_errors=True)
+            os.rename(folder, earlier)
+        os.rename(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -149,13 +175,7 @@ class Retriever:
 
     def __init__(self, run: Path, index: Path, *, device: str = "auto") -> None:
         faiss = faiss_library()
-        try:
-            about = json.loads((index / ABOUT).read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"Expected an index in {index}, got none that can be read ({error}). Make one with "
-                "mb-train index."
-            ) from None
+        about = _about(index)
         self._trained = load_trained(run, device, kinds=("ict",))
         saved = self._trained.saved
         if (saved.iteration, saved.written) != (about["iteration"], about["written"]):
@@ -199,6 +219,21 @@ class Retriever:
         title = "" if dataset.titles is None else decode(dataset.titles[document].tolist())
         sentences = [decode(dataset.indexed[i].tolist()) for i in range(start, end)]
         return Answer(score, title, " ".join(sentences))
+
+
+def _about(index: Path) -> dict[str, Any]:
+    """What an index was made of."""
+    try:
+        about = json.loads((index / ABOUT).read_text())
+        return {
+            name: about[name]
+            for name in ("iteration", "written", "corpus", "corpus_bytes", "titles")
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"Expected an index in {index}, got none that can be read ({error!r}). Make one with "
+            "mb-train index."
+        ) from None
 
 
 def _every_block(

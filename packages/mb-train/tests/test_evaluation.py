@@ -79,6 +79,19 @@ def test_scores_are_those_of_one_token_at_a_time(trained, batch_size):
     assert found[-1].greedy
 
 
+def test_experts_with_a_capacity_see_one_window_at_a_time():
+    torch.manual_seed(0)
+    config = TrainConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=CONTEXT, micro_batch_size=1,
+        train_iters=1, lr=1.0, init_method_std=0.5, attention_dropout=0.0, hidden_dropout=0.0,
+        moe_num_experts=4, moe_capacity_factor=1,
+    )  # fmt: skip
+    model = GPT(transformer_config(config, 32)).eval()
+    windows = [Window(torch.randint(1, 32, (length,)).tolist(), 2) for length in (9, 5, 3, 7)]
+    alone = [score(model, [window], batch_size=1)[0] for window in windows]
+    assert score(model, windows, batch_size=4) == alone
+
+
 def test_a_continuation_keeps_what_fits_before_it():
     assert continuation(range(20), [5, 6], CONTEXT) == Window([*range(13, 20), 5, 6], 2)
     assert continuation([1], [5], CONTEXT) == Window([1, 5], 1)

@@ -65,10 +65,15 @@ def rolling(tokens: Sequence[int], context: int, stride: int) -> list[Window]:
 def score(model: GPT, windows: Sequence[Window], *, batch_size: int) -> list[Score]:
     """Score windows, in their order; long ones are computed first, so too large a batch shows.
 
+    A model whose experts have a capacity gets one window at a time: others, and what fills them up,
+    would take its places.
+
     Raises:
         ValueError: scores that are not numbers.
     """
     device = next(model.parameters()).device
+    if model.config.moe is not None and model.config.moe.capacity_factor is not None:
+        batch_size = 1
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].tokens))
     scores: dict[int, Score] = {}
     for begin in range(0, len(order), batch_size):

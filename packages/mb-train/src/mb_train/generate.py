@@ -69,7 +69,8 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
             raise ValueError(_NO_NUMBERS)
         return int(logits_V.argmax())
     values, ids = logits_V.float().sort(descending=True, stable=True)
-    values = (values - values[0]) / sampling.temperature  # no overflow, however cold
+    # No overflow, however cold; what fp32 takes for 0 would make 0/0 of the likeliest.
+    values = (values - values[0]) / max(sampling.temperature, torch.finfo(values.dtype).tiny)
     if sampling.top_k:
         values, ids = values[: sampling.top_k], ids[: sampling.top_k]
     probs = values.softmax(0)

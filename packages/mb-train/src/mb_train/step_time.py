@@ -5,7 +5,7 @@ else waits for the memory, and is counted by bytes: what blocks keep for the bac
 weights with their state. Of a wide model the products are most of a step; of a narrow one, and of
 one with many experts, they are not. What ranks tell each other is not counted, nor is the host.
 
-`tests/test_sizing.py` holds it to what was measured. Letters: D hidden.
+`tests/test_sizing.py` holds it to what was measured.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PRODUCTS, _ATTENTION = 0.71, 0.5
 # The optimizer's pass over 3.7 B weights, with the norm before it: 3.4 to 3.7 of 4.8 TB/s.
 _BANDWIDTH = 0.75
 # How often what blocks keep passes through the memory beside the products, there and as gradients;
-# and the logits, written and read by three products and twice by the loss. Fitted to 17 runs of
-# the frontier, of 17 to 356 million dense parameters (benchmarks/results/2026-11-22-frontier.md).
+# and the logits, written and read by three products and twice by the loss. Fitted to the measured
+# steps of tests/test_sizing.py, and older ones of benchmarks/results/2026-11-22-frontier.md.
 _KEPT_PASSES, _LOGIT_PASSES = 5.0, 5.4
 # TB/s by a part of the device's name, the more particular first: the makers' data sheets.
 _BANDWIDTH_TB = {

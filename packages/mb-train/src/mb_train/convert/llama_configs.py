@@ -10,6 +10,7 @@ from typing import Any
 
 from mb_train.config import TrainConfig
 from mb_train.convert.config_json import Json, refuse
+from mb_train.models.rotary import FEW_TURNS, MANY_TURNS, TRAINED_ON
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
@@ -17,8 +18,8 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 # Of slowed rotations, what Llama 3.1 and 3.2 have alike.
 _LLAMA3 = {
-    "low_freq_factor": (1.0,), "high_freq_factor": (4.0,),
-    "original_max_position_embeddings": (8192,),
+    "low_freq_factor": (FEW_TURNS,), "high_freq_factor": (MANY_TURNS,),
+    "original_max_position_embeddings": (TRAINED_ON,),
 }  # fmt: skip
 _QWEN = {**_DEFAULTS, "use_sliding_window": False}
 _QWEN_MOE = {

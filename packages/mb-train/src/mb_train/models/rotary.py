@@ -17,7 +17,7 @@ from mb_train.models.config import RopeScaling, TransformerConfig
 
 # Llama 3.1's, as Megatron has them: the length trained on, and how many turns within it are few
 # (slowed by the whole factor) and many (not slowed).
-_TRAINED_ON, _FEW_TURNS, _MANY_TURNS = 8192, 1.0, 4.0
+TRAINED_ON, FEW_TURNS, MANY_TURNS = 8192, 1.0, 4.0
 
 
 def rotary_tables(config: TransformerConfig, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,8 +43,8 @@ def _slowed(speeds_W: Tensor, scaling: RopeScaling) -> Tensor:
     slow_W = speeds_W / scaling.factor
     if scaling.kind == "linear":
         return slow_W
-    turns_W = speeds_W * (_TRAINED_ON / (2 * math.pi))
-    kept_W = ((turns_W - _FEW_TURNS) / (_MANY_TURNS - _FEW_TURNS)).clamp(0, 1)
+    turns_W = speeds_W * (TRAINED_ON / (2 * math.pi))
+    kept_W = ((turns_W - FEW_TURNS) / (MANY_TURNS - FEW_TURNS)).clamp(0, 1)
     return torch.lerp(slow_W, speeds_W, kept_W)
 
 

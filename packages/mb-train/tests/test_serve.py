@@ -1,17 +1,24 @@
 """The completions interface, asked as a client would."""
 
+import asyncio
 import json
 import math
 import socket
+import sys
+import threading
 
 import pytest
 import torch
+from mb_train.cli import main
 from mb_train.completions import Request
 from mb_train.generate import Generator
-from mb_train.serve import application, serve
+from mb_train.service import Service
 
 pytest.importorskip("httpx")
 testclient = pytest.importorskip("starlette.testclient")
+pytest.importorskip("uvicorn")
+served = pytest.importorskip("mb_train.serve")
+application, serve = served.application, served.serve
 
 
 class Letters:
@@ -32,8 +39,10 @@ class Alphabet(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.computes = 0
 
     def logits(self, tokens_BS, *, at_B=None):
+        self.computes += 1
         if (tokens_BS == ord("!")).any():
             return torch.full((*tokens_BS.shape[:1], 128), float("nan"))
         logits_BSV = torch.nn.functional.one_hot(tokens_BS + 1, 128) * 4.0
@@ -157,9 +166,10 @@ def test_the_model_is_named(client):
         ({"prompt": ["a"] * 129}, "1 to 128 completions, got 129"),
         ({"prompt": []}, "1 to 128"),
         ({"max_tokens": 0}, "at least 1"),
-        ({"max_tokens": 1.5}, "max_tokens to be a number"),
+        ({"max_tokens": 1.5}, "max_tokens to be a whole number"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": True}, "temperature to be a number"),
+        ({"temperature": 10**400}, "temperature to be a number, got one of 401 digits"),
         ({"top_p": 0}, "top-p"),
         ({"stop": [""]}, "not empty"),
         ({"logprobs": 21}, "logprobs of at least 0 and at most 20, got 21"),
@@ -191,8 +201,62 @@ def test_what_is_not_there_is_said_in_json(client, method, path, status, says):
     assert says in response.json()["error"]["message"]
 
 
-def test_what_is_no_json(client):
-    assert client.post("/v1/completions", content=b"{").status_code == 400
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[" * 10**6], ids=["cut", "bytes", "deep"])
+def test_what_is_no_json(client, content):
+    response = client.post("/v1/completions", content=content)
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_prompt_of_several_choices_is_scored_once(client, generator):
+    before = generator.model.computes
+    body = {"prompt": ["ab", "cd"], "n": 3, "max_tokens": 0, "logprobs": 0, "echo": True}
+    choices, answer = ask(client, **body)
+    assert [c["text"] for c in choices] == ["ab"] * 3 + ["cd"] * 3
+    assert generator.model.computes - before == 2
+    assert answer["usage"]["prompt_tokens"] == 4
+
+
+def test_a_request_waits_for_the_last_step_of_a_client_that_went_away(generator):
+    class Slow(Alphabet):
+        """Says how many threads are in it at once, and stays until it is let go."""
+
+        def __init__(self):
+            super().__init__()
+            self.entered, self.go = threading.Event(), threading.Event()
+            self.inside, self.most = 0, 0
+
+        def logits(self, tokens_BS, *, at_B=None):
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            self.entered.set()
+            self.go.wait()
+            self.inside -= 1
+            return super().logits(tokens_BS, at_B=at_B)
+
+    slow = Generator.__new__(Generator)
+    slow.__dict__.update(generator.__dict__, model=Slow())
+
+    async def clients():
+        service = Service(slow, "run")
+        first, second = [await service.understand({"prompt": "a"}) for _ in range(2)]
+        gone = asyncio.ensure_future(anext(service.events(first)))
+        await asyncio.to_thread(slow.model.entered.wait)
+        gone.cancel()
+        next_one = asyncio.ensure_future(anext(service.events(second)))
+        await asyncio.sleep(0.1)
+        slow.model.go.set()
+        assert "data" in await next_one
+
+    asyncio.run(clients())
+    assert slow.model.most == 1
+
+
+def test_what_serving_needs_is_named(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "mb_train.serve")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", "nowhere"]) == 2
+    assert "found no uvicorn. Install them with pip" in capsys.readouterr().err
 
 
 def test_a_model_that_has_diverged(client):
@@ -213,7 +277,6 @@ def test_defaults_are_openais():
 
 
 def test_a_place_that_cannot_be_listened_at_is_said():
-    pytest.importorskip("uvicorn")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for where, says in (

@@ -214,8 +214,14 @@ def serve(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, default=8000, help="default 8000")
     options = parser.parse_args(arguments)
     from mb_train.generate import Generator
-    from mb_train.serve import serve
 
+    try:
+        from mb_train.serve import serve
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"Expected starlette and uvicorn to serve with, found no {missing.name}. Install them "
+            "with pip install 'mb-train[serve]'."
+        ) from None
     run = Path(options.run)
     generator = Generator.of_run(run, options.device)
     serve(generator, run.resolve().name, host=options.host, port=options.port)

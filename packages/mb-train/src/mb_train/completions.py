@@ -11,12 +11,14 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mb_train.generate import Completion, Likelihood, Prompt, Sampling
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
+
+_T = TypeVar("_T")
 
 _MOST_COMPLETIONS = 128
 _MOST_LIKELIEST = 20
@@ -29,12 +31,14 @@ class Request:
     """A request that has been checked.
 
     Attributes:
-        prompts: texts or tokens, each as often as it is to be continued.
-        seeds: of each of them, so that copies of a prompt are continued differently.
+        prompts: texts or tokens.
+        n: how many choices each prompt has, one behind the other in the answer.
+        seeds: of each choice, so that those of one prompt are different.
         logprobs: how many likely tokens are told beside each; None tells no likelihoods.
     """
 
     prompts: list[Prompt]
+    n: int
     seeds: list[int]
     sampling: Sampling
     max_tokens: int
@@ -82,7 +86,8 @@ class Request:
         if not isinstance(options, Mapping):
             raise ValueError("Expected stream_options to be an object.")
         return cls(
-            prompts=[prompt for prompt in prompts for _ in range(n)],
+            prompts=prompts,
+            n=n,
             seeds=[seed + copy for _ in prompts for copy in range(n)],
             sampling=sampling,
             max_tokens=_number(body, "max_tokens", int, 16, least=0 if echo else 1),
@@ -92,6 +97,10 @@ class Request:
             stream=_flag(body, "stream"),
             include_usage=_flag(options, "include_usage"),
         )
+
+    def copies(self, of_prompts: Sequence[_T]) -> list[_T]:
+        """What is one for each prompt, for each choice."""
+        return [one for one in of_prompts for _ in range(self.n)]
 
 
 class Told(NamedTuple):
@@ -122,8 +131,8 @@ class Answer:
         return self._heading | {"choices": choices} | more
 
     def echo(self, index: int) -> str:
-        """The text of a prompt, if the answer is to begin with it."""
-        prompt = self._request.prompts[index]
+        """The text of a choice's prompt, if the answer is to begin with it."""
+        prompt = self._request.prompts[index // self._request.n]
         if not self._request.echo:
             return ""
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(list(prompt))
@@ -147,7 +156,7 @@ class Answer:
     def usage(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
     ) -> dict[str, int]:
-        """Tokens of the prompts and of what continues them."""
+        """Tokens of the prompts, each once, and of what continues them."""
         used, new = (sum(map(len, all_of)) for all_of in (prompts, [c.tokens for c in completions]))
         return {"prompt_tokens": used, "completion_tokens": new, "total_tokens": used + new}
 
@@ -229,8 +238,14 @@ def _number(
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise ValueError(f"Expected {name} to be a number, got {value!r}.")
+        wanted = "a whole number" if kind is int else "a number"
+        raise ValueError(f"Expected {name} to be {wanted}, got {value!r}.")
     if not least <= value <= most:
         to = f" and at most {most}" if most < float("inf") else ""
         raise ValueError(f"Expected {name} of at least {least}{to}, got {value}.")
-    return kind(value)
+    try:
+        return kind(value)
+    except OverflowError:
+        raise ValueError(
+            f"Expected {name} to be a number, got one of {len(f'{value}')} digits."
+        ) from None

@@ -1,6 +1,10 @@
 """What the machine is, and the variables that are set on it."""
 
+import os
+from pathlib import Path
+
 import pytest
+import torch
 from mb_train.doctor import diagnose
 from mb_train.environment import VARIABLES, explain
 
@@ -14,6 +18,28 @@ def test_this_machine(tmp_path, monkeypatch):
     assert not any(line.startswith("variable") for line in facts)
     (tmp_path / "file").touch()
     assert f"{tmp_path / 'file'} is no folder" in "".join(diagnose(tmp_path / "file" / "run")[1])
+
+
+def test_what_this_user_may_not_see_is_a_problem_and_no_traceback(tmp_path, monkeypatch):
+    hidden = tmp_path / "hidden" / "runs"
+    real = os.stat
+
+    def stat(path, **how):
+        if hidden.parent in Path(os.fspath(path)).parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, **how)
+
+    hidden.parent.mkdir()
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(os, "access", lambda path, _: path != hidden.parent)
+    assert f"{hidden.parent} is not writable" in "".join(diagnose(hidden)[1])
+
+
+def test_a_torch_without_collectives(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    for name in ("is_gloo_available", "is_nccl_available"):  # such a build has none of them
+        monkeypatch.delattr(torch.distributed, name)
+    assert "distributed no backend" in diagnose(tmp_path)[0]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.evaluation import EvalOptions, detokenized, evaluate
+from mb_train.evaluation import EvalOptions, detokenized, task_of
 from mb_train.harness import harness_model
 from mb_train.models.gpt import GPT
 from mb_train.scoring import Window, continuation, rolling, score
@@ -118,7 +119,7 @@ def test_lambada_counts_last_words_that_are_right(trained, tmp_path, strict):
         *before, last = Words().encode(text)
         right += log_prob(trained, before, last)[1]
     path = lines(tmp_path / "lambada.jsonl", *texts)
-    found = evaluate(trained, "lambada", path, EvalOptions(strict=strict, batch_size=2))
+    found = task_of("lambada")(trained, path, EvalOptions(strict=strict, batch_size=2))
     assert found["correct"] == right >= 1
     assert found["accuracy"] == right / len(texts)
     assert found["examples"] == len(texts)
@@ -132,7 +133,7 @@ def test_wikitext_by_megatrons_formula(trained, tmp_path):
     loss = -log_prob(trained, tokens[:1], tokens[1])[0]
     for at in range(2, len(tokens)):  # windows move by 1: each token sees all that fits
         loss -= log_prob(trained, tokens[max(0, at - CONTEXT) : at], tokens[at])[0]
-    found = evaluate(trained, "wikitext", path, EvalOptions(stride=1))
+    found = task_of("wikitext")(trained, path, EvalOptions(stride=1))
     mean = loss / (len(tokens) - 1)
     words = len(text.strip().split(" "))
     assert found["loss"] == pytest.approx(mean, abs=1e-4)
@@ -156,40 +157,40 @@ def test_perplexity_of_texts_each_for_itself(trained, tmp_path):
             total -= log_prob(trained, tokens[max(0, at - CONTEXT) : at], tokens[at])[0]
             scored += 1
     path = lines(tmp_path / "texts.jsonl", *texts)
-    found = evaluate(trained, "perplexity", path, EvalOptions(stride=1))
+    found = task_of("perplexity")(trained, path, EvalOptions(stride=1))
     assert found["loss"] == pytest.approx(total / scored, abs=1e-4)
     size = len(texts[0]) + len(texts[2])
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, abs=1e-4)
     plain = tmp_path / "text.txt"
     plain.write_text(texts[0])
-    first = evaluate(trained, "perplexity", lines(tmp_path / "one.jsonl", texts[0]), EvalOptions())
-    assert evaluate(trained, "perplexity", plain, EvalOptions()) == first
+    first = task_of("perplexity")(trained, lines(tmp_path / "one.jsonl", texts[0]), EvalOptions())
+    assert task_of("perplexity")(trained, plain, EvalOptions()) == first
     plain.write_text(texts[0], encoding="utf-8-sig")  # with a mark before it
-    assert evaluate(trained, "perplexity", plain, EvalOptions()) == first
+    assert task_of("perplexity")(trained, plain, EvalOptions()) == first
     path = lines(tmp_path / "empty.jsonl", "", texts[0], " ")
-    assert evaluate(trained, "perplexity", path, EvalOptions()) == first
+    assert task_of("perplexity")(trained, path, EvalOptions()) == first
 
 
 def test_wrong_input_is_said(trained, tmp_path):
     path = tmp_path / "wrong.jsonl"
     path.write_text('{"text": "a b"}\n{"words": 3}\n')
     with pytest.raises(ValueError, match=r'line 2: expected JSON with a "text"'):
-        evaluate(trained, "lambada", path, EvalOptions())
+        task_of("lambada")(trained, path, EvalOptions())
     path.write_text('{"text": "a \\ud800 b"}\n')
     with pytest.raises(ValueError, match=r'line 1: expected JSON with a "text"'):
-        evaluate(trained, "perplexity", path, EvalOptions())
+        task_of("perplexity")(trained, path, EvalOptions())
     path.write_bytes(b"a b \xff")
     for task in ("lambada", "wikitext", "perplexity"):
         with pytest.raises(ValueError, match=r"wrong\.jsonl to be text in UTF-8"):
-            evaluate(trained, task, path, EvalOptions())
+            task_of(task)(trained, path, EvalOptions())
     with pytest.raises(ValueError, match="line 1: expected a word and text before it"):
-        evaluate(trained, "lambada", lines(path, "alone"), EvalOptions())
+        task_of("lambada")(trained, lines(path, "alone"), EvalOptions())
     with pytest.raises(ValueError, match="Expected a task of lambada, wikitext, perplexity"):
-        evaluate(trained, "hellaswag", path, EvalOptions())
+        task_of("hellaswag")
     path.write_text("")
     for task in ("lambada", "wikitext", "perplexity"):
         with pytest.raises(ValueError, match=r"holds no text|at least two"):
-            evaluate(trained, task, path, EvalOptions())
+            task_of(task)(trained, path, EvalOptions())
 
 
 def test_a_model_that_has_diverged_is_said(trained, tmp_path):
@@ -198,7 +199,14 @@ def test_a_model_that_has_diverged_is_said(trained, tmp_path):
         model.stack.norm.weight.fill_(torch.nan)
     broken = SimpleNamespace(model=model, config=trained.config, tokenizer=Words())
     with pytest.raises(ValueError, match="not numbers"):
-        evaluate(broken, "lambada", lines(tmp_path / "a.jsonl", "a b"), EvalOptions())
+        task_of("lambada")(broken, lines(tmp_path / "a.jsonl", "a b"), EvalOptions())
+
+
+@pytest.mark.parametrize("task", ["hellaswag", "lm_eval:hellaswag", "lambada"])
+def test_a_task_is_judged_before_the_model_is_read(task, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    assert main(["eval", "no such run", "--task", task]) == 2
+    assert "no such run" not in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -247,10 +255,10 @@ def test_the_harness_itself_runs_a_task_of_ones_own(trained, tmp_path, monkeypat
         doc_to_choice: "{{{{choices}}}}"
         metric_list: [{{metric: acc}}]
     """)
-    found = harness.evaluate(trained, ["mine"], include=tmp_path)["mine"]
-    assert found["acc,none"] in (0.0, 1.0)  # the same question three times
+    found = harness.tasks_of(["mine"], include=tmp_path)(trained, batch_size=8)
+    assert found["mine acc"] in (0.0, 1.0)  # the same question three times
     with pytest.raises(ValueError, match="tasks that lm_eval knows, got nobodys"):
-        harness.evaluate(trained, ["mine", "nobodys"], include=tmp_path)
+        harness.tasks_of(["mine", "nobodys"], include=tmp_path)
 
 
 def test_without_the_harness_it_is_said(trained, monkeypatch):

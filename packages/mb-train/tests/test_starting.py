@@ -90,6 +90,15 @@ def test_the_advice_can_be_typed(finished, monkeypatch):
     assert command_line() == "torchrun --nnodes 2 --nproc_per_node 8 -m mb_train"
 
 
+def test_a_checkpoint_is_loaded_from_inside_it(finished, monkeypatch):
+    folder, _ = finished
+    monkeypatch.chdir(folder / "iter_0000002")
+    for load, save in ((".", folder), ("..", ".."), (f"../{Path.cwd().name}", "..")):
+        started = plan(parse(["--load", load]))
+        assert started.checkpoint.name == "iter_0000002"
+        assert started.config.save == str(save)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -176,30 +176,25 @@ def evaluate(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("--include", type=Path, help="lm_eval: folder of further tasks")
     options = parser.parse_intermixed_args(arguments)
     import json
+    from functools import partial
 
-    from mb_train.evaluation import EvalOptions, evaluate
+    from mb_train.evaluation import EvalOptions, task_of
+    from mb_train.harness import tasks_of
     from mb_train.loading import load_trained
 
     how = EvalOptions(strict=options.strict, stride=options.stride, batch_size=options.batch_size)
-    harness = options.task.startswith("lm_eval:")
-    if not harness and options.file is None:
-        raise ValueError(f"Expected a file to evaluate on with --task {options.task}, got none.")
-    trained = load_trained(Path(options.run), options.device)
-    if harness:
-        from mb_train import harness
-
-        tasks = options.task.removeprefix("lm_eval:").split(",")
-        by_task = harness.evaluate(
-            trained, tasks, batch_size=options.batch_size, include=options.include
-        )
-        found = {
-            f"{task} {metric.removesuffix(',none')}": value
-            for task, metrics in by_task.items()
-            for metric, value in metrics.items()
-            if isinstance(value, (int, float))
-        }
+    if options.task.startswith("lm_eval:"):
+        names = options.task.removeprefix("lm_eval:").split(",")
+        measure = partial(tasks_of(names, include=options.include), batch_size=how.batch_size)
     else:
-        found = evaluate(trained, options.task, Path(options.file), how)
+        task = task_of(options.task)
+        if options.file is None:
+            raise ValueError(
+                f"Expected a file to evaluate on with --task {options.task}, got none."
+            )
+        measure = partial(task, path=Path(options.file), options=how)
+    trained = load_trained(Path(options.run), options.device)
+    found = measure(trained)
     print(f"{options.task} at iteration {trained.saved.iteration} of {options.run}")
     for name, value in found.items():
         print(f"  {name}: {value:.6g}" if isinstance(value, float) else f"  {name}: {value}")

@@ -64,14 +64,11 @@ def _check_torch(facts: list[str], problems: list[str]) -> None:
     if (int(major), int(minor)) < _MIN_TORCH:
         problems.append(f"torch {torch.__version__} is too old: expected 2.11 or later.")
     collectives = "RCCL" if torch.version.hip else "NCCL"
-    backends = [
-        name
-        for name, there in (
-            ("gloo", torch.distributed.is_gloo_available()),
-            (f"nccl ({collectives} {_nccl_version()})", torch.distributed.is_nccl_available()),
-        )
-        if there
-    ]
+    backends = []
+    if torch.distributed.is_available():  # a build without it has not the other questions either
+        backends += ["gloo"] * torch.distributed.is_gloo_available()
+        if torch.distributed.is_nccl_available():
+            backends.append(f"nccl ({collectives} {_nccl_version()})")
     facts.append(f"distributed {', '.join(backends) or 'no backend'}")
     try:
         import triton
@@ -100,11 +97,12 @@ def _check_gpus(facts: list[str], problems: list[str]) -> None:
         kind = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
         kind = kind or f"sm{properties.major}{properties.minor}"
         free, total = torch.cuda.mem_get_info(index)
+        bf16 = _bf16_works(index)
         facts.append(
             f"GPU {index}       {properties.name}, {kind}, {free / 2**30:.1f} of "
-            f"{total / 2**30:.1f} GiB free, bf16 {'yes' if _bf16_works(index) else 'no'}"
+            f"{total / 2**30:.1f} GiB free, bf16 {'yes' if bf16 else 'no'}"
         )
-        if not _bf16_works(index):
+        if not bf16:
             problems.append(f"GPU {index} cannot multiply in bf16. Train with --no-bf16.")
         if free < 0.5 * total:
             problems.append(f"GPU {index}: more than half of its memory is in use by others.")
@@ -137,7 +135,6 @@ def _check_optional(facts: list[str], problems: list[str]) -> None:
 
 
 def _nccl_version() -> str:
-
     try:
         from torch.cuda import nccl
 
@@ -181,7 +178,7 @@ def _check_amd(facts: list[str], problems: list[str]) -> None:
             "the container with --device=/dev/kfd --device=/dev/dri --group-add render."
         )
     balancing = Path("/proc/sys/kernel/numa_balancing")
-    if balancing.is_file() and balancing.read_text().strip() != "0":
+    if os.access(balancing, os.R_OK) and balancing.read_text().strip() != "0":
         facts.append(
             "numa        automatic balancing is on; AMD advises to turn it off: "
             "echo 0 > /proc/sys/kernel/numa_balancing as root"
@@ -189,9 +186,8 @@ def _check_amd(facts: list[str], problems: list[str]) -> None:
 
 
 def _check_disk(folder: Path, facts: list[str], problems: list[str]) -> None:
-    existing = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-    )
+    folders = folder.absolute(), *folder.absolute().parents
+    existing = next(path for path in folders if os.path.exists(path))  # as seen by this user
     free = shutil.disk_usage(existing).free / 1e9
     enough = "" if free >= _ENOUGH_DISK_GB else f": small runs (the large want {_ENOUGH_DISK_GB:g})"
     facts.append(f"disk        {free:.1f} GB free for {folder}{enough}")

@@ -16,15 +16,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from mb_train import reporting
 from mb_train.loading import Trained
 from mb_train.scoring import continuation, rolling, score
-
-TASKS = ("lambada", "wikitext", "perplexity")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +43,6 @@ class EvalOptions:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"Expected a batch of at least 1, got {self.batch_size}.")
-
-
-def evaluate(trained: Trained, task: str, path: Path, options: EvalOptions) -> dict[str, float]:
-    """Results of a task by name.
-
-    Raises:
-        ValueError: an unknown task, a file that is not what the task reads, a model that has
-            diverged.
-        OSError: no such file.
-    """
-    if task == "lambada":
-        return lambada(trained, path, options)
-    if task == "wikitext":
-        return wikitext(trained, path, options)
-    if task == "perplexity":
-        return perplexity(trained, path, options)
-    raise ValueError(f"Expected a task of {', '.join(TASKS)}, got {task!r}.")
 
 
 def lambada(trained: Trained, path: Path, options: EvalOptions) -> dict[str, float]:
@@ -130,6 +112,24 @@ def perplexity(trained: Trained, path: Path, options: EvalOptions) -> dict[str, 
         "bytes": size,
         "texts": len(texts),
     }
+
+
+Task: TypeAlias = Callable[..., dict[str, float]]
+_TASKS: dict[str, Task] = {"lambada": lambada, "wikitext": wikitext, "perplexity": perplexity}
+
+
+def task_of(name: str) -> Task:
+    """A task by name, which takes a model, `path` and `options`, and returns results by name.
+
+    It raises ValueError for a file that is not what it reads and for a model that has diverged, and
+    OSError where there is no such file.
+
+    Raises:
+        ValueError: an unknown task.
+    """
+    if name not in _TASKS:
+        raise ValueError(f"Expected a task of {', '.join(_TASKS)}, got {name!r}.")
+    return _TASKS[name]
 
 
 def _loss(trained: Trained, texts: Sequence[Sequence[int]], options: EvalOptions) -> float:

@@ -21,14 +21,10 @@ from torch import Tensor
 from mb_train.loading import Trained, load_trained
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
+from mb_train.scoring import NO_NUMBERS
 
 # A text, or its tokens.
 Prompt: TypeAlias = str | Sequence[int]
-
-_NO_NUMBERS = (
-    "The model's scores are not numbers: the run has diverged. Give an earlier checkpoint, "
-    "RUN/iter_N, from before its loss became NaN (mb-train report RUN shows when)."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +62,7 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
     """
     if sampling.temperature == 0:
         if not bool(logits_V.isfinite().all()):
-            raise ValueError(_NO_NUMBERS)
+            raise ValueError(NO_NUMBERS)
         return int(logits_V.argmax())
     values, ids = logits_V.float().sort(descending=True, stable=True)
     # No overflow, however cold; what fp32 takes for 0 would make 0/0 of the likeliest.
@@ -75,7 +71,7 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
         values, ids = values[: sampling.top_k], ids[: sampling.top_k]
     probs = values.softmax(0)
     if not bool(probs[0] >= 0):
-        raise ValueError(_NO_NUMBERS)
+        raise ValueError(NO_NUMBERS)
     # A token stays if those before it do not hold top_p already: at least one always does.
     kept = probs.cumsum(0) - probs < sampling.top_p
     probs = probs * kept

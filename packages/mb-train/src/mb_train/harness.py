@@ -11,7 +11,7 @@ Tried with lm_eval 0.4.13 (2026-11-22): multiple choice, rolling perplexity, gen
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ def harness_model(trained: Trained, *, batch_size: int = 8) -> Any:
     return _class()(trained, batch_size)
 
 
-def evaluate(
-    trained: Trained, tasks: Sequence[str], *, batch_size: int = 8, include: Path | None = None
-) -> dict[str, Any]:
-    """Results of the harness's tasks, by task and metric.
+def tasks_of(
+    names: Sequence[str], *, include: Path | None = None
+) -> Callable[..., dict[str, float]]:
+    """The harness's tasks of these names, which take a model and `batch_size` and return metrics.
 
     Args:
         include: folder of further tasks, one YAML file each.
@@ -40,19 +40,29 @@ def evaluate(
     Raises:
         ValueError: lm_eval is not installed, or does not know a task.
     """
-    model = harness_model(trained, batch_size=batch_size)
+    _class()
     manager = importlib.import_module("lm_eval.tasks").TaskManager(
         include_path=None if include is None else str(include)
     )
-    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    unknown = [name for name in names if not manager.match_tasks([name])]
     if unknown:
         raise ValueError(
             f"Expected tasks that lm_eval knows, got {', '.join(unknown)}. See `lm_eval ls tasks`, "
             "or name the folder of your own with --include."
         )
-    simple_evaluate = importlib.import_module("lm_eval").simple_evaluate
-    found = simple_evaluate(model=model, tasks=list(tasks), task_manager=manager)
-    return {} if found is None else found["results"]
+
+    def measure(trained: Trained, *, batch_size: int) -> dict[str, float]:
+        model = harness_model(trained, batch_size=batch_size)
+        simple_evaluate = importlib.import_module("lm_eval").simple_evaluate
+        found = simple_evaluate(model=model, tasks=list(names), task_manager=manager) or {}
+        return {
+            f"{task} {metric.removesuffix(',none')}": value
+            for task, metrics in found.get("results", {}).items()
+            for metric, value in metrics.items()
+            if isinstance(value, (int, float))
+        }
+
+    return measure
 
 
 def _class() -> type:

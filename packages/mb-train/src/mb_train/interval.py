@@ -57,12 +57,7 @@ def report_interval(
     config, progress = run.config, run.progress
     steps = len(stats.lm_losses)
     seconds /= steps
-    losses = {name: stats.loss(name) for name in stats.losses}
-    if stats.tokens_per_expert:
-        balance = stats.mean("load_balancing_loss")
-        losses["load balancing loss"] = config.moe_loss_weight * balance
-        if config.moe_z_loss_weight:
-            losses["z loss"] = config.moe_z_loss_weight * stats.mean("z_loss")
+    losses = named_losses(config, stats)
     lr = run.schedule.lr(progress.consumed_samples - run.skipped_samples)
     # The size of the last step, as Megatron has it; only at a step of the ramp-up is it the next's.
     batch_size = min(run.batch_sizes.size(progress.consumed_samples), samples)
@@ -86,18 +81,15 @@ def report_interval(
         "params_norm": stats.params_norm,
         "skipped_iterations": stats.skipped_iterations,
     }
-    line = train_line(
-        progress.iteration,
-        run.iterations,
-        elapsed_ms=1000 * seconds,
-        nan_iterations=stats.nan_iterations,
-        **both,
-    )
-    said = timer_lines(timers, config.timing_log_option)
-    more = extra_line(pace, stats)
-    if run.model.steps_redone:
-        more += f" | steps run again for rows beyond the budget: {run.model.steps_redone}"
-    run.say("\n".join(filter(None, [line, more, said])))
+    nan, elapsed_ms = stats.nan_iterations, 1000 * seconds
+    lines = [
+        train_line(
+            progress.iteration, run.iterations, elapsed_ms=elapsed_ms, nan_iterations=nan, **both
+        ),
+        extra_line(pace, stats, run.model.steps_redone),
+        timer_lines(timers, config.timing_log_option),
+    ]
+    run.say("\n".join(filter(None, lines)))
     on_gpu = run.device.type == "cuda"
     run.log.write(
         "train",
@@ -107,7 +99,7 @@ def report_interval(
         lm_losses=stats.lm_losses,
         ranks=ranks,
         steps_redone=run.model.steps_redone,
-        ms_per_iteration=1000 * seconds,
+        ms_per_iteration=elapsed_ms,
         tokens_per_s=pace.tokens_per_s,
         tflops_per_rank=pace.tflops,
         mfu=pace.mfu,
@@ -120,7 +112,18 @@ def report_interval(
     )
 
 
-def extra_line(pace: Speed, stats: IntervalStats) -> str:
+def named_losses(config: TrainConfig, stats: IntervalStats) -> dict[str, float]:
+    """Every loss of the interval by Megatron's name, those of routers as they are weighted."""
+    losses = {name: stats.loss(name) for name in stats.losses}
+    if stats.tokens_per_expert:
+        balance = stats.mean("load_balancing_loss")
+        losses["load balancing loss"] = config.moe_loss_weight * balance
+        if config.moe_z_loss_weight:
+            losses["z loss"] = config.moe_z_loss_weight * stats.mean("z_loss")
+    return losses
+
+
+def extra_line(pace: Speed, stats: IntervalStats, steps_redone: int = 0) -> str:
     """What Megatron's line has no field for."""
     line = f"  tokens per second: {pace.tokens_per_s:,.0f}"
     if pace.ranks > 1:
@@ -136,4 +139,6 @@ def extra_line(pace: Speed, stats: IntervalStats) -> str:
             f" | dropped: {100 * stats.mean('dropped_fraction'):.1f} %"
             f" | router entropy: {stats.mean('router_entropy'):.3f}"
         )
+    if steps_redone:
+        line += f" | steps run again for rows beyond the budget: {steps_redone}"
     return line

@@ -105,7 +105,7 @@ def find_checkpoint(path: Path) -> Path | None:
         ValueError: the file that names the latest is damaged, or names one that is not there.
     """
     if (path / RUN_FILE).is_file():
-        return path
+        return path if path.name not in ("", "..") else path.resolve()  # it is known by its name
     latest = path / LATEST
     if not latest.is_file():
         # In the middle of a move, what is left is none of this folder's.

@@ -12,6 +12,11 @@ import torch
 
 from mb_train.models.gpt import GPT
 
+NO_NUMBERS = (
+    "The model's scores are not numbers: the run has diverged. Give an earlier checkpoint, "
+    "RUN/iter_N, from before its loss became NaN (mb-train report RUN shows when)."
+)
+
 
 class Window(NamedTuple):
     """Tokens of which the last `scored` (at least one) are scored, given all before them."""
@@ -99,7 +104,5 @@ def score(model: GPT, windows: Sequence[Window], *, batch_size: int) -> list[Sco
         for index, total, greedy in zip(chosen, sums_B.tolist(), greedy_B.tolist(), strict=True):
             scores[index] = Score(total, greedy)
     if any(found.log_prob != found.log_prob for found in scores.values()):
-        raise ValueError(
-            "The model's scores are not numbers: the run has diverged. Give an earlier checkpoint."
-        )
+        raise ValueError(NO_NUMBERS)
     return [scores[index] for index in range(len(windows))]

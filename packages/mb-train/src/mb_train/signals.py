@@ -40,9 +40,13 @@ def stop_signals() -> Generator[StopFlag]:
     """
     flag = StopFlag()
 
+    interrupted = False
+
     def note(number: int, _frame: object) -> None:
-        if number == signal.SIGINT and flag.name == "SIGINT":
+        nonlocal interrupted
+        if number == signal.SIGINT and interrupted:
             raise KeyboardInterrupt
+        interrupted = interrupted or number == signal.SIGINT
         flag.name = signal.Signals(number).name
 
     if threading.current_thread() is not threading.main_thread():

@@ -55,15 +55,11 @@ def plan(command: CommandLine) -> Plan:
     saved = read_saved_run(checkpoint)
     config = resolve(command, saved.inherited())
     if "save" not in command.values and not config.finetune:
-        config = dataclasses.replace(config, save=str(_run_of(Path(load), checkpoint)))
+        config = dataclasses.replace(config, save=str(checkpoint.parent))
     asked = {"train_iters", "train_samples"} & command.values.keys()
     if not asked and not config.finetune and _is_finished(config, saved):
         config = _prolong(config, saved)
     return Plan(config, checkpoint, saved, tuple(check_changes(saved.config, config)))
-
-
-def _run_of(load: Path, checkpoint: Path) -> Path:
-    return load.parent if load == checkpoint else load
 
 
 def _is_finished(config: TrainConfig, saved: SavedRun) -> bool:

@@ -404,6 +404,14 @@ def test_the_command_line(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 0
     assert main(["convert", run, back, "--dtype", "bf16"]) == 0
     assert TensorFolder(tmp_path / "back")["transformer.wte.weight"].dtype == torch.bfloat16
+    for source, *flag in (
+        (run, "--tokenizer", "null:76"),
+        (run, "--make-vocab-size-divisible-by", "8"),
+        (str(tmp_path / "hf"), "--dtype", "bf16"),
+    ):
+        assert main(["convert", source, str(tmp_path / "other"), *flag]) == 2
+        assert f"Expected no {flag[0]}: {source} is a" in capsys.readouterr().err
+        assert not (tmp_path / "other").exists()
     assert main(["convert", run, back]) == 2
     assert "Expected an empty or new folder" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 2

@@ -156,7 +156,10 @@ def test_the_command_makes_a_run(tmp_path, capsys):
     assert main(words) == 2  # GPT-2's tokenizer is not that of a model with 96 rows
     assert "of at most 96 tokens" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert main([*words, "--tokenizer", "null:90"]) == 0
+    words += ["--tokenizer", "null:90"]
+    assert main([*words, "--make-vocab-size-divisible-by", "8"]) == 2
+    assert "is a Megatron checkpoint, on which it has no effect" in capsys.readouterr().err
+    assert main(words) == 0
     tokens_BS = torch.randint(0, VOCAB, (2, 9))
     with torch.no_grad():
         ours, theirs = (

@@ -120,10 +120,8 @@ def test_an_index_is_replaced_and_asked_from_another_folder(corpus, tmp_path, mo
     folder, _, _ = corpus
     index = tmp_path / "index"
     monkeypatch.chdir(folder)
-    for left in ("index.earlier", "index.partial", "index"):  # by a kill between two moves
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "vectors.faiss").touch()
-    for name in ("blocks.npy", "index.json"):
+    index.mkdir()
+    for name in ("vectors.faiss", "blocks.npy", "index.json"):
         (index / name).touch()
     build_index(
         folder / "run", "x_text_sentence", index, titles="x_title_document", say=lambda line: None

@@ -9,7 +9,13 @@ import sys
 import pytest
 from mb_train import run_folder
 from mb_train.folder_lock import locked
-from mb_train.run_folder import find_checkpoint, recover, set_aside, set_later_aside
+from mb_train.run_folder import (
+    find_checkpoint,
+    recover,
+    replaced_folder,
+    set_aside,
+    set_later_aside,
+)
 
 
 def fill(folder, iterations, text="old"):
@@ -35,6 +41,41 @@ def test_setting_aside_keeps_data_and_counts_up(tmp_path):
         assert set_aside(tmp_path) == tmp_path / f"previous-{number}"
     assert (tmp_path / "data").is_dir()
     assert not (tmp_path / "log.jsonl").exists()
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    target = tmp_path / "target"
+    mine = [tmp_path / f"target.{word}" for word in ("earlier", "partial", "partial-1")]
+    for folder in (target, *mine):
+        folder.mkdir()
+        (folder / "file").write_text("mine")
+    before = tree(tmp_path)
+    rename = os.rename
+
+    def full(source, to):
+        if to == target.resolve() and source.name == "new":
+            raise OSError("full")
+        rename(source, to)
+
+    def replace(writes):
+        with replaced_folder(target) as draft:
+            (draft / "file").write_text(writes)
+
+    with pytest.raises(TypeError):
+        replace(None)
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(OSError, match="full"):
+        replace("new")
+    monkeypatch.undo()
+    assert tree(tmp_path) == before
+    assert (target / "file").read_text() == "mine"
+    (tmp_path / "link").symlink_to(target)
+    with replaced_folder(tmp_path / "link") as draft:
+        (draft / "other").write_text("new")
+    assert (tmp_path / "link").is_symlink()
+    assert tree(target) == ["other"]
+    assert all((folder / "file").read_text() == "mine" for folder in mine)
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 class Killed(BaseException):

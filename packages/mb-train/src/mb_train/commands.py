@@ -96,10 +96,10 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("source", help="Hugging Face folder, Megatron checkpoint, or run folder")
     parser.add_argument("target", help="folder to write, new or empty")
     parser.add_argument("--tokenizer", help="of the source, if it brings none: name or file")
-    parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of weights to export")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of weights to export; default fp32")
     parser.add_argument(
-        "--make-vocab-size-divisible-by", type=int, default=1, metavar="N",
-        help="rows of an imported vocabulary come in a multiple of it; default as they are",
+        "--make-vocab-size-divisible-by", type=int, metavar="N", dest="divisible_by",
+        help="rows of a vocabulary from Hugging Face come in a multiple of it; default as they are",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     source, target = Path(options.source), Path(options.target)
@@ -109,16 +109,22 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
     from mb_train.run_folder import find_checkpoint
 
     if is_megatron(source):
-        import_megatron(source, target, tokenizer=options.tokenizer)
+        what, takes, write = "a Megatron checkpoint", ["tokenizer"], import_megatron
     elif (source / "config.json").is_file():
-        multiple = options.make_vocab_size_divisible_by
-        import_model(source, target, tokenizer=options.tokenizer, divisible_by=multiple)
+        what, takes, write = "a Hugging Face folder", ["tokenizer", "divisible_by"], import_model
     elif source.is_dir() and find_checkpoint(source) is not None:
-        export_model(source, target, dtype=getattr(torch, _DTYPES[options.dtype]))
+        what, takes, write = "a run folder", ["dtype"], export_model
     else:
         raise ValueError(
             f"Expected a Hugging Face folder, a Megatron checkpoint or a run folder, got {source}."
         )
+    dtype = options.dtype and getattr(torch, _DTYPES[options.dtype])
+    how = {"tokenizer": options.tokenizer, "divisible_by": options.divisible_by, "dtype": dtype}
+    given = {name: value for name, value in how.items() if value is not None}
+    for name in given.keys() - set(takes):
+        flag = "make-vocab-size-divisible-by" if name == "divisible_by" else name
+        raise ValueError(f"Expected no --{flag}: {source} is {what}, on which it has no effect.")
+    write(source, target, **given)
     return 0
 
 

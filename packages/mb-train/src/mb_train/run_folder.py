@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -282,6 +283,31 @@ def replaced(path: Path) -> Generator[Path]:
         draft.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Generator[Path]:
+    """An empty folder to fill; it takes the place of `folder` once it is whole, if it is.
+
+    Until then it is in one of a new name beside it, so that nothing of anyone's is in the way.
+    """
+    folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f"{folder.name}.partial-", dir=folder.parent, ignore_cleanup_errors=True
+    ) as beside:
+        draft, earlier = Path(beside, "new"), Path(beside, "earlier")
+        draft.mkdir()
+        yield draft
+        if folder.exists():
+            os.rename(folder, earlier)
+        try:
+            os.rename(draft, folder)
+        except OSError:
+            if earlier.exists():
+                os.rename(earlier, folder)
+            raise
+        sync_directory(folder.parent)
 
 
 def sync_directory(path: Path) -> None:

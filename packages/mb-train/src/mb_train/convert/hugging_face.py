@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from mb_train.convert.architectures import (
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
 from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.loading import load_trained
-from mb_train.run_folder import checkpoints, write_text
+from mb_train.run_folder import checkpoints, replaced_folder, write_text
 from mb_train.saver import Saver
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import whole_model
@@ -238,21 +237,12 @@ def export_model(
         "initializer_range": config.init_method_std,
         **found.config(config),
     }
-    draft = target.with_name(target.name + ".partial")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with replaced_folder(target) as draft:
         write_tensors(draft, weights)
         write_text(draft / "config.json", json.dumps(about, indent=2) + "\n")
         copied = _copy_tokenizer(tokenizer_files(config, trained.checkpoint.parent), draft)
         if config.tokenizer_type == _CASED:
             write_text(draft / "tokenizer_config.json", '{"do_lower_case": false}\n')
-        if target.exists():
-            target.rmdir()
-        os.rename(draft, target)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
     say(f"{found.name} with {sum(t.numel() for t in weights.values()):,} weights: {target}")
     if config.moe_num_experts is not None and config.moe_capacity_factor:
         say("its experts had a capacity in training; elsewhere no token is dropped")

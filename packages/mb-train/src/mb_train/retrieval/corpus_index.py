@@ -12,11 +12,8 @@ Letters: A blocks, B of them at a time, D embedding width, S tokens of a block.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +25,7 @@ import torch
 
 from mb_train.config import TrainConfig, whole
 from mb_train.loading import Trained, load_trained
+from mb_train.run_folder import replaced_folder
 from mb_train.tasks.base import EVALUATED_AT_ONCE, kept_places
 from mb_train.tasks.ict import titles_beside
 from mb_train.tasks.make import one_process_task
@@ -107,7 +105,7 @@ def build_index(
         "kind": kind,
         "blocks": len(rows_AX),
     }
-    with _replaced_folder(output) as draft:
+    with replaced_folder(output) as draft:
         faiss.write_index(vectors, str(draft / VECTORS))
         np.save(draft / BLOCKS, rows_AX)
         (draft / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
@@ -134,23 +132,6 @@ def _searchable(found_AD: npt.NDArray[np.float32], kind: str) -> Any:
             f"{str(error).splitlines()[-1]}"
         ) from None
     return vectors
-
-
-@contextlib.contextmanager
-def _replaced_folder(folder: Path) -> Generator[Path]:
-    """An empty folder to fill; it takes the place of `folder` once it is whole, if it is."""
-    draft, earlier = (folder.with_name(f"{folder.name}.{word}") for word in ("partial", "earlier"))
-    shutil.rmtree(draft, ignore_errors=True)  # a kill may have left it, and the other
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        if folder.exists():
-            shutil.rmtree(earlier, ignore_errors=True)
-            os.rename(folder, earlier)
-        os.rename(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    shutil.rmtree(earlier, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from mb_train.tasks import Batch
 
 
 class Step(NamedTuple):
-    """What is known of a step, on the device; `zeros_in_grad` is None if they were not counted."""
+    """What is known of a step, on the device; `zeros_in_grad` is None if not asked for."""
 
     grad_norm: Tensor
     zeros_in_grad: Tensor | None
@@ -62,8 +62,8 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> S
             scaler=run.scaler,
             uncounted=run.model.copies,
         )
-        counts = config.log_num_zeros_in_grad and run.reports(iteration + 1)
-        zeros = _zeros_in_grad(run) if counts else None
+        # In every step, as in Megatron: a signal may make any step one that is reported.
+        zeros = _zeros_in_grad(run) if config.log_num_zeros_in_grad else None
         run.optimizer.zero_grad(set_to_none=True)
         run.balancing_bias.update()
     if run.scaler is not None and done.skipped.item():

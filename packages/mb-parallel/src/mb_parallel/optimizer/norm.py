@@ -74,6 +74,9 @@ def zeros_in_grad(
 ) -> Tensor:
     """How many numbers of the whole model's gradients are zero, each counted once.
 
+    Of a million or more one or two are by chance: a sum that cancels in one order and not in
+    another, so layouts, and sizes of micro-batches, differ by as many.
+
     Args:
         parameters, mesh, uncounted: as for `grad_norm`. One without a gradient has no zeros.
 

@@ -461,6 +461,20 @@ def test_nothing_inside(experts):
         assert not any(g.any() for g in grads[:3])
 
 
+@pytest.mark.parametrize("module", [mb_kernels, reference], ids=["op", "twin"])
+def test_an_infinite_loss_of_no_weight_adds_nothing(module):
+    tensors = make_op("router_losses").tensors
+    tensors.pop("balance")
+    tensors["logits"].view(-1)[0] = 1e30
+    logits = tensors["logits"].requires_grad_()
+    tensors["probs"] = torch.softmax(logits.detach(), 1)
+    weights = {"load_balancing_weight": 0.3, "z_weight": 0.0}
+    losses = module.router_losses(*tensors.values(), **weights)
+    assert losses.z_loss.isinf()
+    assert_close("aux", losses.aux_loss, 0.3 * losses.load_balancing_loss)
+    assert torch.autograd.grad(losses.aux_loss, logits)[0].isfinite().all()
+
+
 @pytest.mark.skipif(interpret, reason="the kernels look at offsets under MB_DEBUG=1 alone")
 @pytest.mark.parametrize("offsets", [[2, 4, 6], [0, 5, 3], [0, 4, 9], [-1, 2, 6]], ids=str)
 def test_offsets_that_divide_no_rows_are_refused_on_a_cpu(offsets):

@@ -37,7 +37,9 @@ def _bins(order, inverse, counts, offsets):
     return mb_kernels.Bins(order, inverse, counts, offsets)
 
 
-def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts: int = E) -> Op:
+def make_op(
+    name: str, tokens: int = T, hidden: int = D, ffn: int = F, top_k: int = K, experts: int = E
+) -> Op:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -50,7 +52,7 @@ def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts
     logits = normal(tokens, experts)
     probs = torch.softmax(logits, 1)
     rows = normal(tokens * top_k, hidden)
-    w1, w2 = normal(experts, 2 * F, hidden), normal(experts, hidden, F)
+    w1, w2 = normal(experts, 2 * ffn, hidden), normal(experts, hidden, ffn)
 
     def on_bins(module, function):
         def call(order, inverse, counts, offsets, **tensors):
@@ -113,7 +115,7 @@ def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts
     if name in ("gmm", "gmm_trans_b", "gmm_trans_a"):
         options = {name.removeprefix("gmm_"): True} if name != "gmm" else {}
         b = {"gmm": w1.transpose(1, 2).contiguous(), "gmm_trans_b": w1}.get(name)
-        b = normal(tokens * top_k, 2 * F) if b is None else b
+        b = normal(tokens * top_k, 2 * ffn) if b is None else b
         call, twin = (
             lambda a, b, batch_sizes, m=m: m.gmm(a, b, batch_sizes, **options)
             for m in (mb_kernels, reference)
@@ -124,9 +126,9 @@ def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts
         activation = "silu" if name.endswith("plain") else "swigluoai"
         tensors = {"x": rows, "tokens": made.tokens_per_expert_E, "w1": w1, "w2": w2}
         if name != "grouped_experts":
-            tensors["w1"] = w1[:, :F].contiguous()
+            tensors["w1"] = w1[:, :ffn].contiguous()
         if name.endswith("w3"):
-            tensors["w3"] = w1[:, F:].contiguous()
+            tensors["w3"] = w1[:, ffn:].contiguous()
         call, twin = (
             lambda x, tokens, w1, w2, w3=None, m=m: m.grouped_experts(
                 *(x, tokens, w1, w2, w3), activation=activation
@@ -141,7 +143,7 @@ def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts
             )
         )
         tensors = {"x": normal(tokens, hidden), "w1": w1, "w2": w2, "weights": weights, **bins}
-        tensors |= {"b1": normal(experts, 2 * F), "b2": normal(experts, hidden)}
+        tensors |= {"b1": normal(experts, 2 * ffn), "b2": normal(experts, hidden)}
         return Op(call, tensors, ("x", "w1", "w2", "weights", "b1", "b2"), twin)
     if name in ("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit"):
         options = {"expert_mlp_recompute": {"recompute": True},
@@ -153,7 +155,7 @@ def make_op(name: str, tokens: int = T, hidden: int = D, top_k: int = K, experts
         )
         tensors = {"x": normal(tokens, hidden), "w1": w1, "w2": w2, "weights": weights, **bins}
         if name == "expert_mlp_recompute":
-            tensors["b1_EF"] = normal(experts, 2 * F)
+            tensors["b1_EF"] = normal(experts, 2 * ffn)
         if name == "expert_mlp_8bit":
             tensors["b2_ED"] = normal(experts, hidden)
         return Op(call, tensors, tuple(n for n in tensors if n not in bins), twin)
@@ -305,9 +307,10 @@ def test_any_memory_order(name, arguments):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sizes", [{}, {"hidden": 18, "ffn": 9}], ids=str)
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
-def test_any_memory_order_on_a_gpu(name, argument):
-    op = make_op(name)
+def test_any_memory_order_on_a_gpu(name, argument, sizes):
+    op = make_op(name, **sizes)
     on_gpu = {n: t.cuda() for n, t in op.tensors.items()}
     got = results(op, on_gpu | {argument: elsewhere_in_memory(on_gpu[argument])})
     want = results(op, op.tensors, call=op.twin, double=True)
@@ -420,12 +423,13 @@ def test_routing_weights_and_biases_of_another_dtype_cost_no_precision(weights):
 SIZES = {
     **{"no tokens": {"tokens": 0}, "no hidden": {"hidden": 0}},
     **{"one": {"tokens": 1, "top_k": 1}, "one expert": {"experts": 1, "top_k": 1}},
+    **{"no width that kernels take": {"hidden": 18, "ffn": 9}},
 }
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", OPS)
-def test_zero_and_one(name, sizes):
+def test_any_size(name, sizes):
     op = make_op(name, **sizes)
     got, want = results(op, op.tensors), results(op, op.tensors, call=op.twin, double=True)
     for what, value in want.items():
@@ -455,6 +459,20 @@ def test_nothing_inside(experts):
         assert d_b2.sum() == 4 * 16
         assert grads[3].sum() == 4 * 16
         assert not any(g.any() for g in grads[:3])
+
+
+@pytest.mark.parametrize("module", [mb_kernels, reference], ids=["op", "twin"])
+def test_an_infinite_loss_of_no_weight_adds_nothing(module):
+    tensors = make_op("router_losses").tensors
+    tensors.pop("balance")
+    tensors["logits"].view(-1)[0] = 1e30
+    logits = tensors["logits"].requires_grad_()
+    tensors["probs"] = torch.softmax(logits.detach(), 1)
+    weights = {"load_balancing_weight": 0.3, "z_weight": 0.0}
+    losses = module.router_losses(*tensors.values(), **weights)
+    assert losses.z_loss.isinf()
+    assert_close("aux", losses.aux_loss, 0.3 * losses.load_balancing_loss)
+    assert torch.autograd.grad(losses.aux_loss, logits)[0].isfinite().all()
 
 
 @pytest.mark.skipif(interpret, reason="the kernels look at offsets under MB_DEBUG=1 alone")

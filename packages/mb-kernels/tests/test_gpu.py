@@ -395,11 +395,20 @@ def test_debug_refuses_ids_of_no_expert_but_not_in_a_capture(monkeypatch):
         linear_cross_entropy(x, x, labels)
 
 
-def test_sizes_the_kernels_cannot_take():
-    with pytest.raises(ValueError, match=r"D: expected a multiple of 16.*got 40"):
-        run_expert_mlp(
-            expert_mlp, make_inputs(Case(4, 40, 16, 2, 1), dtype=torch.bfloat16, device="cuda")
-        )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(300, 100, 83, 4, 2, "skewed", 90),
+        Case(300, 17, 128, 4, 1, activation="gelu", bias=torch.float32),
+        Case(70, 1, 1, 3, 2, activation=GPT_OSS, transposed=(True, True)),
+        Case(4, 40, 24, 2, 1),
+    ],
+    ids=str,
+)
+def test_any_width(case, dtype):
+    errors = expert_mlp_errors(case, dtype=dtype, device="cuda")
+    assert max(errors.values()) <= TOLERANCES[dtype], errors
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

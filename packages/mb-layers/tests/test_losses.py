@@ -157,6 +157,18 @@ def test_z_loss_is_mean_squared_logsumexp() -> None:
     assert grad[0, 0].item() == pytest.approx(2 * (3 + math.log(4)) / 4 / 6, rel=1e-2)
 
 
+@pytest.mark.parametrize("balance_over", ["micro_batch", "sequence"])
+def test_an_infinite_loss_of_no_weight_adds_nothing(balance_over: str) -> None:
+    config = MoEConfig(
+        hidden_size=16, ffn_hidden_size=16, num_experts=4, top_k=2, balance_over=balance_over
+    )
+    x = torch.randn(2, 3, 16)
+    x[0, 0, 0] = 1e30
+    out = dMoE(config)(x)
+    assert out.metrics["z_loss"].isinf()
+    assert out.aux_loss.isfinite()
+
+
 def test_zero_tokens_give_zero_and_zero_gradient() -> None:
     probs = torch.zeros(0, 4, requires_grad=True)
     loss = load_balancing_loss(probs, torch.zeros(4, dtype=torch.int32)) + z_loss(probs)

@@ -120,20 +120,6 @@ def test_dmoe_equals_a_loop_over_tokens(overrides: dict) -> None:
     check_against_loop(build(**overrides), torch.randn(3, 7, hidden, dtype=torch.float64))
 
 
-def test_odd_widths_reach_the_kernels_as_multiples_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    real = mb_kernels.expert_mlp
-
-    def spy(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *rest, **options) -> torch.Tensor:
-        seen.append((x.shape[1], *w1.shape, *w2.shape))
-        return real(x, w1, w2, *rest, **options)
-
-    monkeypatch.setattr(mb_kernels, "expert_mlp", spy)
-    layer = build(hidden_size=13, ffn_hidden_size=20)
-    layer(torch.randn(4, 13, dtype=torch.float64))
-    assert seen == [(16, 5, 64, 16, 5, 16, 32)]
-
-
 @pytest.mark.parametrize("overrides", [{}, {"z_loss_weight": 0.01, "recompute": True}])
 def test_dmoe_equals_the_loop_in_fp32(overrides: dict) -> None:
     check_against_loop(build(dtype=torch.float32, **overrides), torch.randn(19, 16))

@@ -22,7 +22,7 @@ def told(monkeypatch, ranks=1, **fields):
 
 def test_a_layer_is_described_as_it_will_call(monkeypatch):
     expected = {
-        "tokens": 64, "hidden_size": 48, "ffn_hidden_size": 112, "num_experts": 4, "top_k": 2,
+        "tokens": 64, "hidden_size": 40, "ffn_hidden_size": 100, "num_experts": 4, "top_k": 2,
         "activation": "swiglu", "dtype": torch.bfloat16, "bias_dtype": None,
         "score_function": "softmax", "renormalize": False, "recompute": False,
         "ranks": 1, "device": "cpu",

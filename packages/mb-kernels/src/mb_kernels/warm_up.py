@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mb_kernels.activation import is_glu
 from mb_kernels.runtime.registration import use_triton
+from mb_kernels.runtime.widths import lacking
 
 
 def warm_up(
@@ -95,7 +96,9 @@ def warm_up(
             rehearse_bins(tokens, ranks, min(top_k, ranks))
             rehearse_bins(tokens * ranks, per_rank, choices)
         rehearse_experts(
-            *(tokens * ranks, hidden_size, ffn_hidden_size, per_rank, choices, activation, dtype),
+            tokens * ranks,
+            *(size + lacking(here, size) for size in (hidden_size, ffn_hidden_size)),
+            *(per_rank, choices, activation, dtype),
             bias_dtype=bias_dtype,
             keep_rows=training and not recompute and choices == 1,
             recompute=recompute,

@@ -46,6 +46,8 @@ CASES = [
     Case(37, 16, 48, 3, 1, "uniform", None, NUMBERED[6], torch.float32, (False, True)),
     Case(20, 32, 16, 2, 2, activation="swiglu(gate_cap=1.5, up_cap=2)", transposed=(True, False)),
     Case(20, 48, 16, 2, 1, activation="gelu", transposed=(True, True)),
+    Case(21, 17, 41, 3, 2, "skewed", 9, "geglu_tanh", torch.float32, (True, False)),
+    Case(9, 16, 9, 2, 1, activation=GPT_OSS, bias=torch.float32),
 ]
 
 # 16-bit and up to 8 rows per expert: the tiles of a decoder, here with more rows than fit one.

@@ -87,8 +87,11 @@ def router_losses(
         if routed.logits_TE is not None:
             z = z_loss(routed.logits_TE, **over)
         slots = (counts_E.sum() if slots is None else slots).to(balance.dtype)
+        weighted = ((config.load_balancing_loss_weight, balance), (config.z_loss_weight, z))
+        nothing = torch.zeros_like(balance)
         return RouterLosses(
-            aux_loss=config.load_balancing_loss_weight * balance + config.z_loss_weight * z,
+            # One of no weight adds nothing, be it infinite, as z is where a logit is 2e19.
+            aux_loss=sum((weight * loss for weight, loss in weighted if weight), start=nothing),
             load_balancing_loss=balance.detach(),
             z_loss=z.detach(),
             router_entropy=mean_entropy,

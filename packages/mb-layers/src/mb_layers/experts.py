@@ -12,12 +12,10 @@ Letters: E experts, D hidden, F expert ffn width, T or R tokens on this rank, K 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mb_kernels
 import torch
-import torch.nn.functional as F
 from mb_kernels import Bins
 from mb_kernels.activation import activate, activate_backward
 from torch import Tensor, nn
@@ -89,33 +87,31 @@ class _StackedMLP(nn.Module):
         """Return y_RD, each token's weighted sum over the experts that `bins` gives it."""
         config = self.config
         num_experts = bins.offsets_E1.shape[0] - 1
-        hidden = x_RD.shape[1]
         parts = self._parts(num_experts) if self._in_parts() else None
         if not x_stays and (parts is not None or config.mlp_impl == "sparse"):
             x_RD = x_RD.clone()  # the fused op keeps less, and by itself
         if parts is not None:
             return self._run_in_steps(x_RD, parts, bins, weights_RK)
-        weights = self.local_parameters(num_experts)
-        x_RD, (w1, w2, b1, b2) = pad_widths(x_RD, weights, gated=config.is_glu)
+        w1, w2, b1, b2 = self.local_parameters(num_experts)
+        assert w1 is not None
+        assert w2 is not None
         x_RD, w1, w2 = cast_alike(x_RD, w1, w2)
         arguments = (x_RD, w1, w2, bins, weights_RK)
         if config.mlp_impl == "sparse":
-            y_RD = mb_kernels.sparse_expert_mlp(
+            return mb_kernels.sparse_expert_mlp(
                 *arguments, activation=config.activation, recompute=config.recompute
             )
-        else:
-            y_RD = mb_kernels.expert_mlp(
-                *arguments,
-                activation=config.activation,
-                b1_EF=b1,
-                b2_ED=b2,
-                max_rows=max_rows,
-                recompute=config.recompute,
-                saved_activation_bits=config.saved_activation_bits,
-                x_stays=x_stays,
-                home_P=home_P,
-            )
-        return y_RD if y_RD.shape[1] == hidden else y_RD[:, :hidden]
+        return mb_kernels.expert_mlp(
+            *arguments,
+            activation=config.activation,
+            b1_EF=b1,
+            b2_ED=b2,
+            max_rows=max_rows,
+            recompute=config.recompute,
+            saved_activation_bits=config.saved_activation_bits,
+            x_stays=x_stays,
+            home_P=home_P,
+        )
 
     def stores_home(self) -> bool:
         """Whether `run` takes `home_P`: it is `mb_kernels.expert_mlp` and nothing else.
@@ -124,7 +120,7 @@ class _StackedMLP(nn.Module):
         """
         watched = self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
         fused = self.config.mlp_impl == "grouped" and not self._in_parts() and not watched
-        return fused and kernel_width(self.config.hidden_size) == self.config.hidden_size
+        return fused and self.config.hidden_size % 16 == 0
 
     def _in_parts(self) -> bool:
         return "parametrizations" in self._modules or isinstance(self.w1, FrozenWeight)
@@ -138,7 +134,7 @@ class _StackedMLP(nn.Module):
         return [None if w is None else to_plain(w, num_experts) for w in weights]
 
     def _parts(self, num_experts: int) -> tuple[Any, ...] | None:
-        """The weights with their adapters apart, if they have some and the kernels take the widths.
+        """The weights with their adapters apart, if they have some and there are steps for them.
 
         Otherwise the adapters are merged, as whoever asks for `self.w1` gets them.
         """
@@ -146,8 +142,7 @@ class _StackedMLP(nn.Module):
         w1, w2 = weight_of(self, "w1"), weight_of(self, "w2")
         if isinstance(w1, Tensor) and isinstance(w2, Tensor):
             return None
-        odd = config.hidden_size % 16 or config.ffn_hidden_size % 16
-        if odd or config.mlp_impl == "sparse" or config.saved_activation_bits is not None:
+        if config.mlp_impl == "sparse" or config.saved_activation_bits is not None:
             return None
         plain = [None if b is None else to_plain(b, num_experts) for b in (self.b1, self.b2)]
         return (*(map_weight(w, lambda t: to_plain(t, num_experts)) for w in (w1, w2)), *plain)
@@ -282,39 +277,6 @@ class SharedExpert(_StackedMLP):
             return at_least_fp32(x_TD.new_ones(x_TD.shape[0], 1))
         x_TD, gate = cast_alike(x_TD, to_plain(self.gate, 1))
         return torch.sigmoid(at_least_fp32(x_TD @ gate.T))
-
-
-def kernel_width(size: int) -> int:
-    """The least width that the kernels take for one of `size`: a multiple of 16."""
-    return -(-size // 16) * 16
-
-
-def pad_widths(
-    x_RD: Tensor, weights: Sequence[Tensor | None], *, gated: bool
-) -> tuple[Tensor, list[Any]]:
-    """Widen x [R, D] and w1, w2, b1, b2 with zeros to the multiples of 16 that the kernels take.
-
-    Zeros add nothing to y, whose first D columns are the result. Widths that fit are not copied.
-    """
-    w1, w2, b1, b2 = weights
-    assert w1 is not None
-    assert w2 is not None
-    more_D, more_F = (kernel_width(size) - size for size in w2.shape[1:])
-    if not more_D and not more_F:
-        return x_RD, [w1, w2, b1, b2]
-    halves = 2 if gated else 1
-
-    def wider_rows(weight: Tensor) -> Tensor:  # of gate and up each
-        parts = weight.unflatten(1, (halves, -1))
-        last = (0, 0) * (weight.dim() - 2)
-        return F.pad(parts, (*last, 0, more_F)).flatten(1, 2)
-
-    return F.pad(x_RD, (0, more_D)), [
-        F.pad(wider_rows(w1), (0, more_D)),
-        F.pad(w2, (0, more_F, 0, more_D)),
-        None if b1 is None else wider_rows(b1),
-        None if b2 is None else F.pad(b2, (0, more_D)),
-    ]
 
 
 def to_plain(weight: Tensor, num_experts: int) -> Tensor:

@@ -74,7 +74,7 @@ def add_lora(
 
     Args:
         experts: `layer.experts`, its weights plain or frozen in bits.
-        rank: of each expert's adapter; the kernels pad it to a multiple of 16.
+        rank: of each expert's adapter; kernels compute with the next multiple of 16.
         alpha: the adapter's product is scaled by alpha / rank.
         names: which weights.
 
@@ -240,7 +240,7 @@ def grouped_outer(a_NR: Tensor, b_NC: Tensor, offsets_E1: Tensor) -> Tensor:
 
 
 def _padded(added: LowRank) -> LowRank:
-    """Widened with zeros to a rank that is a multiple of 16, which the kernels take."""
+    """Widened with zeros to a rank that kernels take as it is: once, not at every product."""
     more = -added.lhs.shape[2] % 16
     if not more:
         return added

@@ -8,7 +8,6 @@ import mb_kernels
 import torch
 
 from mb_layers.config import MoEConfig
-from mb_layers.experts import kernel_width
 
 
 def warm_up(
@@ -42,8 +41,8 @@ def warm_up(
         return nothing
     return mb_kernels.warm_up(
         tokens=tokens,
-        hidden_size=kernel_width(config.hidden_size),
-        ffn_hidden_size=kernel_width(config.ffn_hidden_size),
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
         num_experts=config.num_experts,
         top_k=config.top_k,
         activation=config.activation,

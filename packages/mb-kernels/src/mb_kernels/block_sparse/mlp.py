@@ -170,7 +170,7 @@ def _check_width(name: str, size: int) -> None:
     if size % BLOCK:
         raise ValueError(
             f"{name}: expected a multiple of {BLOCK}, the block of the sparse matrix; got {size}. "
-            "expert_mlp takes any multiple of 16."
+            "expert_mlp takes any width."
         )
 
 

@@ -4,13 +4,13 @@ Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k.
 """
 
 import torch
-import torch.nn.functional as functions
 from torch import Tensor
 
-from mb_kernels.activation import is_glu
+from mb_kernels.activation import is_glu, parse
 from mb_kernels.bins import Bins
 from mb_kernels.runtime import checks
 from mb_kernels.runtime.registration import debugging
+from mb_kernels.runtime.widths import lacking, widened
 
 
 def check_experts(
@@ -52,8 +52,6 @@ def check_experts(
     checks.require_floating("weights_TK", weights_TK)
     checks.require_device("x_TD", x_TD, weights_TK=weights_TK)
     checks.require_bins("x_TD", x_TD, bins)
-    checks.require_addressable("w1_EFD", w1_EFD)
-    checks.require_multiple_of_16(x_TD, D=hidden, F=ffn)
 
 
 def check_biases(
@@ -92,7 +90,31 @@ def bounded(bins: Bins, weights_TK: Tensor, max_rows: int) -> tuple[Bins, Tensor
     return bounded, weights_TK
 
 
-def widened(w1_EFD: Tensor, w2_EDF: Tensor, glu: bool) -> tuple[Tensor, Tensor, None]:
-    """Weights of the least width, all zeros, in place of weights of none."""
-    rows = 32 if glu else 16
-    return functions.pad(w1_EFD, (0, 0, 0, rows)), functions.pad(w2_EDF, (0, 16)), None
+def fitted(
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    b1_EF: Tensor | None,
+    b2_ED: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The same of widths that the kernels take, with zeros, which add nothing to the output."""
+    hidden, ffn = w2_EDF.shape[1:]
+    more_D, more_F = lacking(x_TD, hidden), lacking(x_TD, ffn)
+    if ffn == 0 and b2_ED is not None:
+        more_F = 16  # the output is the bias, but experts without features have none
+    if not (more_D or more_F):
+        return x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED
+    kind = parse(activation)
+    more_rows = more_F * (2 if kind.gated else 1) // kind.parts
+
+    def in_parts(w: Tensor) -> Tensor:  # gate and up apart, where one lies over the other
+        return w.unflatten(1, (kind.parts, w.shape[1] // kind.parts))
+
+    return (
+        widened(x_TD, more_D),
+        widened(in_parts(w1_EFD), more_D, more_rows).flatten(1, 2),
+        widened(w2_EDF, more_F, more_D),
+        None if b1_EF is None else widened(in_parts(b1_EF), more_rows).flatten(1, 2),
+        None if b2_ED is None else widened(b2_ED, more_D),
+    )

@@ -28,7 +28,7 @@ def grouped_experts(
     """Each row through the network of its expert.
 
     Args:
-        x_RD: [R, D], rows of expert 0 first; fp32, bf16 or fp16; D and F multiples of 16 on a GPU.
+        x_RD: [R, D], rows of expert 0 first; fp32, bf16 or fp16.
         tokens_per_expert_E: [E] int32 or int64 on the device of x_RD. Rows that it does not count
             give zeros.
         w1: [E, F, D], with w3 the gate's; without, for a GLU, [E, 2F, D], gate over up.

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from mb_kernels.activation import is_glu
 from mb_kernels.bins import Bins, row_tiles
 from mb_kernels.expert_mlp import arguments
 from mb_kernels.expert_mlp.reference import expert_mlp_backward, expert_mlp_forward
@@ -26,6 +25,7 @@ from mb_kernels.permute.op import bins_of
 from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.op import dequantize, quantize
 from mb_kernels.runtime import checks, registration
+from mb_kernels.runtime.widths import cut
 
 _WHOLE = 16  # bits that stand for "in the dtype they have"
 
@@ -49,7 +49,8 @@ def expert_mlp(
     """Send every token through its experts and sum their weighted outputs.
 
     Args:
-        x_TD: [T, D]; fp32, bf16 or fp16; D and F multiples of 16 on a GPU.
+        x_TD: [T, D]; fp32, bf16 or fp16. On a GPU a D or F that is no multiple of 16 costs wider
+            copies, of the weights too, and the backward pass keeps them.
         w1_EFD: [E, F, D], or [E, 2F, D] for a GLU activation, gate over up; dtype of x_TD.
         w2_EDF: [E, D, F]; dtype of x_TD. Of either the kernels read both memory orders of a matrix
             as they lie: weights stored transposed, [E, D, F], are passed as ``w.mT``, and so come
@@ -82,8 +83,9 @@ def expert_mlp(
         With ``home_P`` it, and the gradient of x_TD, are NaN.
 
     Raises:
-        ValueError: unknown activation; shapes, dtypes or devices that do not match; a size the
-            kernels cannot take; addresses where there is none to store to.
+        ValueError: unknown activation; shapes, dtypes or devices that do not match; 2**31 elements
+            of w1 in an expert; addresses where there is none to store to, or of rows that are no
+            multiple of 16 wide.
     """
     arguments.check_experts(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
     arguments.check_biases(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED)
@@ -96,8 +98,13 @@ def expert_mlp(
         raise ValueError(f"max_rows: expected None or at least 1; got {max_rows}.")
     if max_rows is not None and max_rows < bins.order_N.shape[0]:
         bins, weights_TK = arguments.bounded(bins, weights_TK, max_rows)
-    if b2_ED is not None and w2_EDF.shape[2] == 0:  # the output is the bias: F of zeros, not none
-        w1_EFD, w2_EDF, b1_EF = arguments.widened(w1_EFD, w2_EDF, is_glu(activation))
+    hidden = x_TD.shape[1]
+    if home_P is not None:
+        _check_home(x_TD, w1_EFD, home_P)
+    x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED = arguments.fitted(
+        x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED, activation
+    )
+    checks.require_addressable("w1_EFD", w1_EFD)
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x_TD, w1_EFD, w2_EDF, weights_TK, b1_EF, b2_ED)
     )
@@ -111,8 +118,7 @@ def expert_mlp(
     tensors = (x_TD, w1, w2, *indices, weights_TK, b1_EF, b2_ED)
     options = (transposed, activation, saved_bits, keep_rows)
     if home_P is None:
-        return torch.ops.mb.expert_mlp(*tensors, *options)[0]
-    _check_home(x_TD, w1_EFD, home_P)
+        return cut(torch.ops.mb.expert_mlp(*tensors, *options)[0], hidden)
     return _at_home(*tensors, *options, home_P)
 
 
@@ -130,11 +136,11 @@ def _check_home(x_TD: Tensor, w1_EFD: Tensor, home_P: Tensor) -> None:
             f"tokens; got {home_P.dtype} {tuple(home_P.shape)}."
         )
     checks.require_device("x_TD", x_TD, home_P=home_P)
-    if not registration.use_triton(x_TD) or not w1_EFD.numel():
+    if not registration.use_triton(x_TD) or not w1_EFD.numel() or x_TD.shape[1] % 16:
         raise ValueError(
-            "home_P: expected kernels, and experts of at least one feature; got "
-            f"{x_TD.dtype} on {x_TD.device}, w1_EFD {tuple(w1_EFD.shape)}. Send the result by "
-            "PeerMemory.push."
+            "home_P: expected kernels, rows of a multiple of 16 numbers, and experts of at least "
+            f"one feature; got {x_TD.dtype} on {x_TD.device}, w1_EFD {tuple(w1_EFD.shape)}. Send "
+            "the result by PeerMemory.push."
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mb_kernels.grouped_gemm.op import grouped_gemm
 from mb_kernels.runtime import checks
+from mb_kernels.runtime.widths import cut, lacking, widened
 
 
 def gmm(
@@ -19,7 +20,7 @@ def gmm(
     """Products of runs of rows, one run and one product per expert.
 
     Args:
-        a: [N, K]; fp32, bf16 or fp16; K and M multiples of 16 on a GPU.
+        a: [N, K]; fp32, bf16 or fp16.
         b: [E, K, M]; [E, M, K] with ``trans_b``; [N, M] with ``trans_a``. Dtype of a.
         batch_sizes: [E] int32 or int64, rows of each expert, in order. On the device of a nothing
             waits for the host; from the CPU, where grouped_gemm wants it, it is copied there.
@@ -63,8 +64,9 @@ def gmm(
     if a.shape[0] != b.shape[0]:
         raise ValueError(f"b: expected {a.shape[0]} rows, those of a; got {b.shape[0]}.")
     checks.require_same("a", a, b=b)
-    checks.require_multiple_of_16(a, K=a.shape[1], M=b.shape[1])
-    return torch.ops.mb.grouped_outer(a, b, offsets_E1)
+    wider = (widened(t, lacking(t, t.shape[1])) for t in (a, b))
+    out_EKM = torch.ops.mb.grouped_outer(*wider, offsets_E1)
+    return cut(out_EKM, b.shape[1], a.shape[1])
 
 
 def offsets_of(batch_sizes: Tensor) -> Tensor:

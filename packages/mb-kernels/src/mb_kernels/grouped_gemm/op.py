@@ -15,6 +15,7 @@ from torch import Tensor
 from mb_kernels.grouped_gemm.reference import grouped_gemm as grouped_gemm_reference
 from mb_kernels.grouped_gemm.reference import grouped_outer as grouped_outer_reference
 from mb_kernels.runtime import checks, registration
+from mb_kernels.runtime.widths import cut, lacking, widened
 
 
 def grouped_gemm(
@@ -23,7 +24,8 @@ def grouped_gemm(
     """Multiply each expert's rows by its weight.
 
     Args:
-        x_NK: [N, K]; fp32, bf16 or fp16; K and M multiples of 16 on a GPU.
+        x_NK: [N, K]; fp32, bf16 or fp16. On a GPU a K or M that is no multiple of 16 costs a wider
+            copy of the weights.
         w_EMK: [E, M, K], or [E, K, M] with ``transpose_weight=False``; dtype of x_NK.
         offsets_E1: [E + 1] int32; expert e owns rows offsets[e] to offsets[e + 1].
         transpose_weight: row r of expert e becomes ``x_r @ w_e^T`` (True) or ``x_r @ w_e``.
@@ -33,7 +35,7 @@ def grouped_gemm(
         x_NK and w_EMK.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match, or a size the kernels cannot take.
+        ValueError: shapes, dtypes or devices do not match, or a matrix of 2**31 elements.
     """
     contraction = 2 if transpose_weight else 1
     if x_NK.ndim != 2 or w_EMK.ndim != 3 or w_EMK.shape[contraction] != x_NK.shape[1]:
@@ -49,9 +51,12 @@ def grouped_gemm(
         )
     checks.require_same("x_NK", x_NK, w=w_EMK)
     checks.require_indices("x_NK", x_NK, offsets_E1=offsets_E1)
-    checks.require_addressable("w", w_EMK)
-    checks.require_multiple_of_16(x_NK, K=x_NK.shape[1], M=w_EMK.shape[3 - contraction])
-    return torch.ops.mb.grouped_gemm(x_NK, w_EMK, offsets_E1, transpose_weight)
+    columns = w_EMK.shape[3 - contraction]
+    more_K, more_M = (lacking(x_NK, size) for size in (x_NK.shape[1], columns))
+    w = widened(w_EMK, *((more_K, more_M) if transpose_weight else (more_M, more_K)))
+    checks.require_addressable("w", w)
+    y_NM = torch.ops.mb.grouped_gemm(widened(x_NK, more_K), w, offsets_E1, transpose_weight)
+    return cut(y_NM, columns)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -119,7 +119,9 @@ def router_scalars_fwd_kernel(
         meant = tl.load(slots_ptr).to(tl.float32)
     kept = tl.load(kept_ptr).to(tl.float32)
     slots = tl.maximum(meant, 1.0)
-    tl.store(aux_ptr, balance_weight * balance + z_weight * z)
+    # A loss of no weight adds nothing, be it infinite: lse^2 is from 1.8e19 on.
+    weighted_balance = tl.where(balance_weight == 0.0, 0.0, balance_weight * balance)
+    tl.store(aux_ptr, weighted_balance + tl.where(z_weight == 0.0, 0.0, z_weight * z))
     tl.store(balance_ptr, balance)
     tl.store(z_ptr, z)
     tl.store(entropy_ptr, entropy / tokens)

@@ -64,13 +64,18 @@ def router_losses(
     balance = experts * (load_E * probs_TE.sum(dim=0)).sum() / tokens
     z = lse_T.square().sum() / tokens
     return RouterLosses(
-        aux_loss=load_balancing_weight * balance + z_weight * z,
+        aux_loss=_weighted(load_balancing_weight, balance) + _weighted(z_weight, z),
         load_balancing_loss=balance.detach(),
         z_loss=z.detach(),
         router_entropy=torch.special.entr(probs_TE.detach()).sum() / tokens,
         load_imbalance=counts_E.max() * experts / meant.clamp(min=1),
         dropped_fraction=(meant - kept_slots) / meant.clamp(min=1),
     )
+
+
+def _weighted(weight: float, loss: Tensor) -> Tensor:
+    """Nothing for no weight, be the loss infinite: the z-loss is where a logit is 2e19."""
+    return weight * loss if weight else torch.zeros_like(loss)
 
 
 def _shares(scores_TE: Tensor) -> Tensor:

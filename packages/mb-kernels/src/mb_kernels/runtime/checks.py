@@ -69,18 +69,6 @@ def require_bins(what: str, first: Tensor, bins: Bins) -> None:
     )
 
 
-def require_multiple_of_16(x: Tensor, **sizes: int) -> None:
-    """ValueError if the kernels run on ``x`` and cannot take one of ``sizes``."""
-    if not use_triton(x):
-        return
-    for name, size in sizes.items():
-        if size % 16:
-            raise ValueError(
-                f"{name}: expected a multiple of 16 (matrix units and 16-byte loads); got {size}. "
-                "Pad the weights with zeros, or use mb_kernels.reference, which takes any size."
-            )
-
-
 def require_addressable(name: str, w_EMK: Tensor) -> None:
     """ValueError if one expert's matrix is too large for the 32-bit offsets within it."""
     if use_triton(w_EMK) and w_EMK.shape[1] * w_EMK.shape[2] >= 2**31:

@@ -99,6 +99,9 @@ def test_copies_of_a_prompt_are_continued_differently(client):
     assert [choice["text"] for choice in ask(client, **body)[0]] == texts
     first, _ = ask(client, **body | {"n": 1})
     assert first[0]["text"] == texts[0]
+    body = {"prompt": ["a"] * 3, "temperature": 4.0, "max_tokens": 8}
+    assert len({choice["text"] for choice in ask(client, **body)[0]}) == 3
+    assert len({choice["text"] for choice in ask(client, **body, seed=3)[0]}) == 1
 
 
 def test_a_stream(client):

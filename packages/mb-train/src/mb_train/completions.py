@@ -7,6 +7,7 @@ refused by name.
 from __future__ import annotations
 
 import json
+import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -75,12 +76,13 @@ class Request:
             wanted = f"1 to {_MOST_COMPLETIONS} completions"
             raise ValueError(f"Expected {wanted}, got {len(prompts) * n}.")
         echo = _flag(body, "echo")
-        seed = _number(body, "seed", int, uuid.uuid4().int % 2**31) % 2**63
+        seed = _number(body, "seed", int, None)
+        # The same text several times is continued differently, but for a seed that says how.
+        first = [random.getrandbits(62) if seed is None else seed % 2**63 for _ in prompts]
         sampling = Sampling(
             temperature=_number(body, "temperature", float, 1.0),
             top_p=_number(body, "top_p", float, 1.0),
             top_k=_number(body, "top_k", int, 0),
-            seed=seed,
         )
         options = body.get("stream_options") or {}
         if not isinstance(options, Mapping):
@@ -88,7 +90,7 @@ class Request:
         return cls(
             prompts=prompts,
             n=n,
-            seeds=[seed + copy for _ in prompts for copy in range(n)],
+            seeds=[seed + copy for seed in first for copy in range(n)],
             sampling=sampling,
             max_tokens=_number(body, "max_tokens", int, 16, least=0 if echo else 1),
             stop=_stop_words(body.get("stop")),

@@ -282,6 +282,20 @@ def test_tokens_of_another_vocabulary_are_refused(run, capsys):
     assert not run.folder.exists() or names(run.folder) == []
 
 
+@pytest.mark.parametrize("token", [-7, 640])
+def test_a_token_damaged_further_on_ends_a_run_in_a_line(run, tmp_path, capsys, token):
+    with mb_data.IndexedDatasetBuilder(tmp_path / "bad", dtype=np.int32) as builder:
+        for number in range(20):
+            builder.add_document([token if number == 7 else 5] * 64)
+    words = ("--data-path", tmp_path / "bad", "--split", "100,0,0", "--num-workers", 2)
+    assert run("--train-iters", 40, "--save-interval", 1, *words) == 2
+    said = capsys.readouterr().err
+    done = int(find_checkpoint(run.folder).name[-7:])
+    assert done > 4  # whose samples are looked at before the run begins
+    assert f"In iteration {done + 1}: Expected tokens below 512, the model's" in said
+    assert f"got {token}: " in said
+
+
 def test_report_and_generate_of_what_never_was_a_number(run, monkeypatch, diverging, capsys):
     """Weights that were saved by an earlier version, or damaged by hand."""
     from mb_train import saver

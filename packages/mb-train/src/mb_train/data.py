@@ -35,8 +35,13 @@ T = TypeVar("T")
 _SAMPLE_BYTES = 5_000_000
 # Samples whose tokens are looked at before a run begins; the others when they are read.
 _LOOKED_AT = 8
-# How the arrays of a batch that hold tokens are named.
+# How the arrays of a batch that hold tokens are named; of these, in some there is none everywhere.
 _TOKEN_ARRAYS = ("tokens_", "labels_", "decoder_tokens_", "block_BS")
+_MASKED_LABELS = ("labels_BM", "labels_BR")
+
+
+class DataError(ValueError):
+    """Tokens that no text of this model's has; a run may meet them in any step."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +115,18 @@ def prepare_data(
 
 
 def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
-    """Raise ValueError if an array of tokens holds one that the model has no row for.
+    """Raise DataError if an array of tokens holds one that the model has no row for.
 
     On a GPU such a token would end the process with an assertion on the device.
     """
     for name, array in arrays.items():
-        if name.startswith(_TOKEN_ARRAYS) and array.size and array.max() >= vocab_size:
-            raise ValueError(
-                f"Expected tokens below {vocab_size}, the model's vocabulary, got {array.max()}: "
+        if not name.startswith(_TOKEN_ARRAYS) or not array.size:
+            continue
+        least = 0 if name in _MASKED_LABELS else array.min()
+        wrong = least if least < 0 else array.max()
+        if not 0 <= wrong < vocab_size:
+            raise DataError(
+                f"Expected tokens below {vocab_size}, the model's vocabulary, got {wrong}: "
                 "the data was made with another tokenizer, or is damaged. Give the --tokenizer "
                 "that it was made with (or --vocab-file and --merge-file)."
             )
@@ -235,7 +244,7 @@ def batches(
     goes through the samples again and again, each time in another order.
 
     Raises:
-        ValueError: a token that is not below `vocab_size`.
+        DataError: a token that is not below `vocab_size`.
     """
     order = mb_data.CyclicSampler if cyclic else mb_data.SequentialSampler
     sampler = order(

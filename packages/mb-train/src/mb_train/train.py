@@ -24,6 +24,7 @@ from mb_parallel import any_rank, distributed, rank, world_size
 
 from mb_train import run_folder
 from mb_train.config import TrainConfig
+from mb_train.data import DataError
 from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator, IntervalStats
@@ -60,7 +61,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
 
     Raises:
         ValueError: what was asked for does not fit together, the data or the machine; nothing has
-            been written but, perhaps, the sample corpus.
+            been written but, perhaps, the sample corpus. Or the data is damaged further on.
         OSError: files that cannot be read or written.
     """
     with (
@@ -79,6 +80,8 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
             run.say(f" {line}")
         try:
             return _loop(run, stop)
+        except DataError as error:
+            raise DataError(f"In iteration {run.progress.iteration + 1}: {error}") from None
         except ValueError as error:
             # Set up, a run has nothing wrong to be told: this is a defect, and wants its traceback.
             raise RuntimeError(f"after iteration {run.progress.iteration}") from error

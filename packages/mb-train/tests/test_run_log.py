@@ -78,6 +78,7 @@ def test_weights_and_biases(monkeypatch):
                                 finish=lambda: points.append("end"))  # fmt: skip
     started = {}
     module.init = lambda **settings: started.update(settings) or run
+    module.Error = KeyError
     monkeypatch.setitem(sys.modules, "wandb", module)
     config = TrainConfig(**RUN, wandb_project="moe", wandb_exp_name="a", save="runs/a")
     log = RunLog(None, open_boards(config), config)
@@ -86,6 +87,9 @@ def test_weights_and_biases(monkeypatch):
     assert points == [(5, {"lm loss validation": 2.5}), "end"]
     assert (started["project"], started["name"], started["dir"]) == ("moe", "a", "runs/a")
     assert started["config"]["hidden_size"] == 16
+    module.init = lambda **settings: {}["no API key"]
+    with pytest.raises(ValueError, match="--wandb-project moe: 'no API key'"):
+        open_boards(config)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
         open_boards(config)
@@ -95,6 +99,24 @@ def test_tensorboard_missing_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"pip install 'mb-train\[tensorboard\]'"):
         open_boards(TrainConfig(**RUN, tensorboard_dir="boards"))
+
+
+def test_a_board_that_fails_is_left_out_and_ends_no_run():
+    said, points = [], []
+    full = types.SimpleNamespace(
+        name="A", add=lambda *_: {}["full"], close=lambda: points.append(0)
+    )
+    fine = types.SimpleNamespace(name="B", add=lambda *a: points.append(a), close=lambda: 1 / 0)
+    log = RunLog(None, [full, fine], None, said.append)
+    for iteration in (5, 6):
+        log.write("eval", iteration=iteration, place="x", losses={"loss": 0.0})
+    log.close()
+    shown = {"loss validation": 0.0, "loss validation ppl": 1.0}
+    assert points == [(shown, 5, None), (shown, 6, None)]
+    assert said == [
+        " A takes no more: KeyError: 'full'",
+        " B takes no more: ZeroDivisionError: division by zero",
+    ]
 
 
 def test_a_line_cut_short_by_a_kill_spoils_no_other(tmp_path):

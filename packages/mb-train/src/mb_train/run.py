@@ -232,7 +232,7 @@ class Run:
             return RunLog(None)
         boards = open_boards(self.config)
         if self.folder is None:
-            return RunLog(None, boards, self.config)
+            return RunLog(None, boards, self.config, self.say)
         if start is None or self.config.finetune or not start.is_in(self.folder):
             moved = run_folder.set_aside(self.folder)
             if moved is not None:
@@ -241,7 +241,7 @@ class Run:
             moved = run_folder.set_later_aside(self.folder, start.saved.iteration)
             if moved is not None:
                 self.say(f" going back: the later checkpoints of {self.folder} moved to {moved}")
-        log = RunLog(self.folder / run_folder.LOG_FILE, boards, self.config)
+        log = RunLog(self.folder / run_folder.LOG_FILE, boards, self.config, self.say)
         run_folder.write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
         keep_tokenizer(self.config, self.folder, None if start is None else start.run)
         log.write(

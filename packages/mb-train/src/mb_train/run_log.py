@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,9 @@ from mb_train.reporting import perplexity
 
 
 class Board(Protocol):
-    """Something that draws scalars."""
+    """Something that draws scalars; `name` is what it is called."""
+
+    name: str
 
     def add(self, values: dict[str, float], iteration: int, samples: int | None) -> None:
         """Add a point to each named curve."""
@@ -27,12 +30,14 @@ class RunLog:
     """Appends events to RUN/log.jsonl, and scalars to boards; either may be absent.
 
     What a full disk does not take is held back and written with a later event: a checkpoint that
-    fills the disk, fails and is removed costs the log nothing, nor the run.
+    fills the disk, fails and is removed costs the log nothing, nor the run. A board that fails is
+    left out from there on.
 
     Args:
         path: of the log; None writes none.
         boards: see `open_boards`.
         config: says which scalars they get; None gives them all.
+        say: takes a line to print.
     """
 
     def __init__(
@@ -40,32 +45,41 @@ class RunLog:
         path: Path | None,
         boards: Sequence[Board] = (),
         config: TrainConfig | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._boards, self._config = boards, config
+        self._boards, self._config, self._say = list(boards), config, say
         self._file: io.FileIO | None = None
         self._held = b""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
-            self._file = path.open("ab", buffering=0)
-            if torn:  # a kill cut the last line short: the next begins on its own
-                self._append(b"\n")
+            self._file = path.open("ab+", buffering=0)
+            if self._file.tell():
+                self._file.seek(-1, os.SEEK_END)
+                if self._file.read(1) != b"\n":  # a kill cut the last line short
+                    self._append(b"\n")
 
     def write(self, event: str, **values: Any) -> None:
         """Append one object; not-a-number becomes null, so that every JSON reader takes it."""
         self._append((json.dumps(_finite({"event": event, **values})) + "\n").encode())
         shown = scalars(event, values, self._config) if self._boards else {}
-        for board in self._boards:
-            if shown:
-                board.add(shown, values["iteration"], values.get("consumed_samples"))
+        if shown:
+            samples = values.get("consumed_samples")
+            self._tell(lambda board: board.add(shown, values["iteration"], samples))
 
     def close(self) -> None:
         """Close the files."""
         self._append(b"")
         if self._file is not None:
             self._file.close()
-        for board in self._boards:
-            board.close()
+        self._tell(lambda board: board.close())
+
+    def _tell(self, what: Callable[[Board], None]) -> None:
+        for board in list(self._boards):
+            try:
+                what(board)
+            except Exception as error:  # of a full disk, a lost connection: a run outlives them
+                self._boards.remove(board)
+                self._say(f" {board.name} takes no more: {type(error).__name__}: {error}")
 
     def _append(self, content: bytes) -> None:
         if self._file is None:
@@ -122,6 +136,8 @@ def scalars(
 
 
 class _TensorBoard:
+    name = "TensorBoard"
+
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 
@@ -136,6 +152,8 @@ class _TensorBoard:
 
 
 class _WandB:
+    name = "Weights & Biases"
+
     def __init__(self, run: Any) -> None:
         self._run = run
 
@@ -151,7 +169,8 @@ def open_boards(config: TrainConfig) -> list[Board]:
     """The boards that a run asks for; none without their flags.
 
     Raises:
-        ValueError: a package that is missing.
+        ValueError: a package that is missing, or does not know the user.
+        OSError: a folder that cannot be written.
     """
     boards: list[Board] = []
     if config.tensorboard_dir is not None:
@@ -172,12 +191,15 @@ def open_boards(config: TrainConfig) -> list[Board]:
                 "Expected the wandb package for --wandb-project, found none. Install it with "
                 "pip install wandb, or leave the flag out."
             ) from None
-        run = wandb.init(
-            project=config.wandb_project,
-            name=config.wandb_exp_name,
-            dir=config.wandb_save_dir or config.save,
-            config=vars(config),
-        )
+        try:
+            run = wandb.init(
+                project=config.wandb_project,
+                name=config.wandb_exp_name,
+                dir=config.wandb_save_dir or config.save,
+                config=vars(config),
+            )
+        except wandb.Error as error:  # nobody is logged in, say
+            raise ValueError(f"--wandb-project {config.wandb_project}: {error}") from error
         boards.append(_WandB(run))
     return boards
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from mb_kernels.bins import Bins, row_tiles
 from mb_kernels.expert_mlp import arguments
@@ -26,6 +25,11 @@ from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.op import dequantize, quantize
 from mb_kernels.runtime import checks, registration
 from mb_kernels.runtime.widths import cut
+
+try:
+    from torch._compile import _disable_dynamo
+except ImportError:  # the public one imports the compiler, and takes seconds
+    from torch.compiler import disable as _disable_dynamo
 
 _WHOLE = 16  # bits that stand for "in the dtype they have"
 

@@ -236,10 +236,10 @@ def test_bad_input(change, message):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_quantised_saved_activations(activation, bits):
+@pytest.mark.parametrize(("activation", "ffn"), [("swiglu", 64), ("gelu", 64), ("gelu", 63)])
+def test_quantised_saved_activations(activation, ffn, bits):
     """Output exact, gradients those of the twin, off the exact ones by what the rounding allows."""
-    case = (40, 8, 64, 5, 2, "skewed", 12)
+    case = (40, 8, ffn, 5, 2, "skewed", 12)
     x, w1, w2, bins, weights = make_case(case, activation)
     d_y = torch.randn(x.shape, generator=torch.Generator().manual_seed(6), dtype=x.dtype)
     results = []

@@ -106,7 +106,7 @@ def expert_mlp(
     if home_P is not None:
         _check_home(x_TD, w1_EFD, home_P)
     x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED = arguments.fitted(
-        x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED, activation
+        *(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED, activation), even=saved_activation_bits == 4
     )
     checks.require_addressable("w1_EFD", w1_EFD)
     differentiable = torch.is_grad_enabled() and any(

@@ -117,7 +117,7 @@ def mutants(source: str) -> Iterator[tuple[str, str]]:
         f
         for f in tree.body
         if isinstance(f, ast.FunctionDef)
-        and any(ast.unparse(d).endswith("jit") for d in f.decorator_list)
+        and any(ast.unparse(d).split("(")[0].endswith("jit") for d in f.decorator_list)
     ]
     for kernel in kernels:
         for statement in kernel.body:

@@ -355,7 +355,7 @@ def test_compiles_without_a_graph_break():
 
 @pytest.mark.parametrize(("activation", "top_k"), [("geglu", 2), ("relu", 1)])
 def test_a_warm_layer_compiles_nothing(activation, top_k, monkeypatch):
-    sizes = {"tokens": 272, "hidden_size": 208, "ffn_hidden_size": 176, "num_experts": 8}
+    sizes = {"tokens": 272, "hidden_size": 200, "ffn_hidden_size": 170, "num_experts": 8}
     more = {"top_k": top_k, "activation": activation, "renormalize": True}
     assert warm_up(**sizes, **more).result(timeout=120) > 10
     compiled = []
@@ -364,9 +364,9 @@ def test_a_warm_layer_compiles_nothing(activation, top_k, monkeypatch):
     x, w1, w2, logits = (
         torch.randn(shape, device="cuda", dtype=dtype).requires_grad_()
         for shape, dtype in (
-            ((272, 208), torch.bfloat16),
-            ((8, 352 if activation == "geglu" else 176, 208), torch.bfloat16),
-            ((8, 208, 176), torch.bfloat16),
+            ((272, 200), torch.bfloat16),
+            ((8, 340 if activation == "geglu" else 170, 200), torch.bfloat16),
+            ((8, 200, 170), torch.bfloat16),
             ((272, 8), torch.float32),
         )
     )

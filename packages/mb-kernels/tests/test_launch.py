@@ -1,6 +1,7 @@
 """A launch is given the compiled kernel that Triton would give it, and Triton is asked once."""
 
-import os
+import importlib.util
+import pathlib
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 from mb_kernels import warm_up
+from mb_kernels.runtime import direct
 from mb_kernels.runtime import launch as launching
 from mb_kernels.runtime.descriptors import matrices
 from mb_kernels.targets.gate import kernel_modules
@@ -54,9 +56,9 @@ class Compiled:
 def launches(monkeypatch):
     """Who served each of a list of launches (x, n, constants) of one kernel, and with what."""
     streams = types.SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
-    monkeypatch.setattr(launching, "driver", types.SimpleNamespace(active=streams))
-    monkeypatch.setattr(launching, "_compiled", {})
-    monkeypatch.setattr(launching, "_direct", True)
+    monkeypatch.setattr(direct, "driver", types.SimpleNamespace(active=streams))
+    monkeypatch.setattr(direct, "_compiled", {})
+    monkeypatch.setattr(direct, "_on", True)
 
     def run(*calls, kernel=None):
         kernel = kernel or Kernel()
@@ -165,7 +167,7 @@ def test_another_private_call_falls_back_to_the_public_one(launches, monkeypatch
     call = X, 17, {"E": 4}
     with pytest.warns(UserWarning, match="MB_DIRECT_LAUNCH=0"):
         assert who(launches(call, call, call)) == ["triton"] * 3
-    assert not launching._direct
+    assert not direct._on
 
 
 class Later(Kernel):
@@ -192,17 +194,17 @@ class Later(Kernel):
 def later(launches, monkeypatch):
     """A kernel being compiled for ``X``, 17 and ``{"E": 4}``, and the thread that is at it."""
     kernel = Later()
-    monkeypatch.setattr(launching.driver.active, "launcher_cls", kernel.launcher, raising=False)
+    monkeypatch.setattr(direct.driver.active, "launcher_cls", kernel.launcher, raising=False)
     listed = [launching.Launch(kernel, (3, 2), (X.to("meta"), 17), {"E": 4})]
-    ahead = threading.Thread(target=launching.compile_beside, args=(listed, 2))
+    ahead = threading.Thread(target=direct.compile_beside, args=(listed, 2))
     ahead.start()
-    while not launching._under_way:
+    while not direct._under_way:
         assert ahead.is_alive()
         ahead.join(0.001)
     yield kernel, ahead
     kernel.go.set()
     ahead.join()
-    assert not launching._under_way
+    assert not direct._under_way
 
 
 def test_what_is_compiled_ahead_is_compiled_in_threads(later):
@@ -231,13 +233,83 @@ def test_a_cpu_has_nothing_to_warm_up():
         warm_up(**sizes, ranks=3)
 
 
-def test_the_switch_turns_direct_launches_off():
-    code = "from mb_kernels.runtime import launch; print(launch._direct)"
-    for value, expected in (("0", "False"), ("1", "True")):
-        environment = {**os.environ, "MB_DIRECT_LAUNCH": value, "TRITON_INTERPRET": "0"}
-        command = [sys.executable, "-c", code]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert run.stdout.strip() == expected
+@pytest.mark.parametrize(("value", "expected"), [("0", False), ("1", True)])
+def test_the_switch_turns_direct_launches_off(value, expected, monkeypatch):
+    monkeypatch.setenv("MB_DIRECT_LAUNCH", value)
+    spec = importlib.util.find_spec(direct.__name__)
+    afresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(afresh)
+    assert afresh._on is expected
+
+
+def test_a_private_name_that_is_gone_falls_back_to_the_public_call(launches, monkeypatch):
+    call = X, 17, {"E": 4}
+    monkeypatch.setattr(direct, "knobs", types.SimpleNamespace())
+    with pytest.warns(UserWarning, match=r"has no attribute 'runtime'.*MB_DIRECT_LAUNCH=0"):
+        assert who(launches(call, call)) == ["triton"] * 2
+
+
+def test_what_cannot_be_compiled_ahead_is_compiled_as_it_is_launched(monkeypatch):
+    monkeypatch.setattr(direct, "triton", types.SimpleNamespace(__version__="4.0.0"))
+    listed = [launching.Launch(Kernel(), (1,), (X, 17), {"E": 4})]
+    with pytest.warns(UserWarning, match=r"as they are launched: Triton 4\.0\.0 has changed"):
+        assert launching.compile_beside(listed, 1) == 0
+
+
+WITHOUT_PRIVATE_NAMES = """
+import builtins
+import sys
+import warnings
+
+import torch
+
+HIDDEN = {"triton.knobs", "triton.runtime.driver", "triton.experimental.gluon.language",
+          "torch._compile._disable_dynamo"}
+ordinary = builtins.__import__
+
+
+def without(name, globals=None, locals=None, fromlist=(), level=0):
+    if (globals or {}).get("__name__", "").startswith("mb_kernels"):
+        for gone in HIDDEN & {f"{name}.{part}" for part in fromlist or ()}:
+            raise ImportError(f"cannot import {gone}")
+    return ordinary(name, globals, locals, fromlist, level)
+
+
+builtins.__import__ = without
+kept = torch._C._AutoDispatchBelowAutograd, torch._C._are_functorch_transforms_active
+del torch._C._AutoDispatchBelowAutograd, torch._C._are_functorch_transforms_active
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import mb_kernels
+    from mb_kernels.runtime import launch, plan
+torch._C._AutoDispatchBelowAutograd, torch._C._are_functorch_transforms_active = kept
+assert sum("public call" in str(w.message) for w in said) == 2, [str(w.message) for w in said]
+assert launch.direct is None
+assert launch.compile_beside([], 1) == 0
+assert not plan.gluon_serves()
+
+sys.path.insert(0, sys.argv[1])
+import test_every_op
+
+for name in ("topk_softmax", "router_losses", "expert_mlp_bias", "gmm", "linear_cross_entropy"):
+    op = test_every_op.make_op(name)
+    got = test_every_op.results(op, op.tensors)
+    for what, value in test_every_op.results(op, op.tensors, call=op.twin, double=True).items():
+        test_every_op.assert_close(f"{name}: {what}", got[what].float(), value.float())
+    test_every_op.test_second_derivatives_are_right_or_an_error(name)
+x = torch.ones(2, 16)
+try:
+    torch.func.grad(lambda x: mb_kernels.topk_softmax(x, 1)[0].sum())(x)
+except RuntimeError:
+    print("as it should be")
+"""
+
+
+def test_without_torchs_and_tritons_private_names():
+    """As a release without them would be: slower, said so, and right."""
+    command = [sys.executable, "-c", WITHOUT_PRIVATE_NAMES, str(pathlib.Path(__file__).parent)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.stdout.endswith("as it should be\n"), run.stdout + run.stderr
 
 
 def test_constexprs_come_last_in_every_kernel():

@@ -65,6 +65,18 @@ def test_a_token_that_sees_nothing_gets_nothing():
         assert grad.isfinite().all()
 
 
+def test_a_bias_that_drowns_the_products_leaves_the_mean():
+    tensors = make(5, 2, 2, 4, 5, dtype=torch.float32)
+    _, _, v, bias = tensors
+    bias.data.fill_(-1e9)
+    got = relative_attention(*tensors, offsets_of([5]), causal=True)
+    counts = torch.arange(1, 6)[:, None, None]
+    assert_close("y", got, v.cumsum(0) / counts)
+    weight = torch.linspace(-1, 1, got.numel()).view_as(got)
+    (dv,) = torch.autograd.grad((got * weight).sum(), v)
+    assert_close("dv", dv, (weight / counts).flip(0).cumsum(0).flip(0))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

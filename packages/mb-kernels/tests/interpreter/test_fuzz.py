@@ -50,6 +50,8 @@ class Dice:
         pick = self.choice.choice
         self.tokens = pick((0, 1, 2, self.choice.randrange(3, 40), self.choice.randrange(3, 40)))
         self.hidden, self.ffn = (16 * pick((1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 17)) for _ in "DF")
+        if self.sometimes(0.3):
+            self.hidden, self.ffn = (self.choice.randrange(1, 70) for _ in "DF")
         self.experts = self.choice.randrange(1, 9)
         self.top_k = pick((self.choice.randrange(1, min(self.experts, 4) + 1), self.experts))
         self.dtype = pick((torch.float32, torch.float16))
@@ -188,7 +190,7 @@ def expert_mlp(dice: Dice) -> Draw:
     if dice.sometimes(0.2):
         options["x_stays"] = False  # of the op alone
     ranks = dice.choice.choice([n for n in range(1, 6) if dice.tokens % n == 0])
-    away = dice.sometimes(0.25)
+    away = dice.sometimes(0.25) and dice.hidden % 16 == 0
 
     def call(m, x, w1, w2, weights, b1_EF=None, b2_ED=None, **bins):
         given = options | {"b1_EF": b1_EF, "b2_ED": b2_ED}

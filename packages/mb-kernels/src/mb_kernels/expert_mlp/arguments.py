@@ -97,12 +97,17 @@ def fitted(
     b1_EF: Tensor | None,
     b2_ED: Tensor | None,
     activation: str,
+    *,
+    even: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The same of widths that the kernels take, with zeros, which add nothing to the output."""
+    """The same with zeros, which add nothing to the output, in widths that are taken.
+
+    By the kernels multiples of 16; ``even``: pre-activations are kept two to a byte.
+    """
     hidden, ffn = w2_EDF.shape[1:]
     more_D, more_F = lacking(x_TD, hidden), lacking(x_TD, ffn)
-    if ffn == 0 and b2_ED is not None:
-        more_F = 16  # the output is the bias, but experts without features have none
+    if (even and w1_EFD.shape[1] % 2) or (ffn == 0 and b2_ED is not None):
+        more_F = 16 - ffn % 16  # of no features at all not even the bias would come
     if not (more_D or more_F):
         return x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED
     kind = parse(activation)

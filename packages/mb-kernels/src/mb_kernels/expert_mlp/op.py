@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from mb_kernels.bins import Bins, row_tiles
 from mb_kernels.expert_mlp import arguments
@@ -26,6 +25,11 @@ from mb_kernels.permute.reference import combine, gather
 from mb_kernels.quantize.op import dequantize, quantize
 from mb_kernels.runtime import checks, registration
 from mb_kernels.runtime.widths import cut
+
+try:
+    from torch._compile import _disable_dynamo
+except ImportError:  # the public one imports the compiler, and takes seconds
+    from torch.compiler import disable as _disable_dynamo
 
 _WHOLE = 16  # bits that stand for "in the dtype they have"
 
@@ -102,7 +106,7 @@ def expert_mlp(
     if home_P is not None:
         _check_home(x_TD, w1_EFD, home_P)
     x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED = arguments.fitted(
-        x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED, activation
+        *(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED, activation), even=saved_activation_bits == 4
     )
     checks.require_addressable("w1_EFD", w1_EFD)
     differentiable = torch.is_grad_enabled() and any(

@@ -14,6 +14,7 @@ Letters: T tokens, D hidden, F ffn width (F or 2F for GLU in w1), E experts, K t
 """
 
 import torch
+import torch.nn.functional as functions
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -61,8 +62,10 @@ def expert_mlp(
     if saved_activation_bits is None:
         return y_TD
     # The value of y, with the gradient that the rounded pre-activations give.
-    codes, scales = quantize(h_NF, saved_activation_bits)
+    even_NF = functions.pad(h_NF, (0, h_NF.shape[1] % 2))  # in 4 bits two are a byte
+    codes, scales = quantize(even_NF, saved_activation_bits)
     rounded_NF = dequantize(codes, scales, bits=saved_activation_bits, dtype=h_NF.dtype)
+    rounded_NF = rounded_NF[:, : h_NF.shape[1]]
     rounded_NF = h_NF + (rounded_NF - h_NF).detach()
     rounded_TD = _down(rounded_NF, w2_EDF, b2_ED, bins, weights_TK, activation)
     return rounded_TD + (y_TD - rounded_TD).detach()

@@ -9,8 +9,8 @@ Letters: N rows, P and Q columns of a and b, E experts.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import load_ragged
 
+from mb_kernels.language.memory import load_ragged
 from mb_kernels.language.tiles import first_item, halves, run_bounds, total_steps
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.launch import cdiv, launch
@@ -81,8 +81,8 @@ def _through_descriptors(
             # The tile after this one: its offsets arrive long before they are needed.
             next_start, next_end = run_bounds(offsets_ptr, (loading + programs) // PER_EXPERT, E)
             steps = tl.maximum(tl.cdiv(count, BLOCK_K), 1)
-        a_block = load_ragged(a, start, count, [step * BLOCK_K, p])
-        b_block = load_ragged(b, start, count, [step * BLOCK_K, q])
+        a_block = load_ragged(a, start, count, step * BLOCK_K, p, BLOCK_K, BLOCK_M)
+        b_block = load_ragged(b, start, count, step * BLOCK_K, q, BLOCK_K, BLOCK_N)
         acc = tl.dot(a_block.T, b_block, acc, input_precision=PRECISION)
         if step == steps - 1:
             e, row_tile, column_tile = _place(storing, TILES_P, TILES_Q, GROUP_M)

@@ -5,7 +5,6 @@ Letters: T tokens, N rows, E experts.
 
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import load_ragged
 
 
 @triton.jit
@@ -118,6 +117,24 @@ def home_rows(y, home_ptr, region, row, live, D):
 
 
 @triton.jit
+def ragged_place(row, count, at):
+    """Where a descriptor by ``runtime.descriptors.ragged`` has row ``row + at``, in three numbers.
+
+    Its hardware sees to both ends of rows row to row + count: the third number is 2**30 and more
+    beyond the last of them, and the first takes away what that is too much.
+    """
+    place = 0x40000000 - count + at
+    return 0x40000000, row + count, place
+
+
+@triton.jit
+def load_ragged(x, row, count, at, col, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """[BLOCK_R, BLOCK_C] at (row + at, col) of rows row to row + count; zeros beyond them."""
+    beyond, end, place = ragged_place(row, count, at)
+    return tl.reshape(x.load([beyond, end, place, col]), (BLOCK_R, BLOCK_C))
+
+
+@triton.jit
 def load_rows(
     x,
     row,
@@ -130,7 +147,7 @@ def load_rows(
 ):
     """[BLOCK_R, BLOCK_C] of x [N, COLS] at (row, col): ``count`` rows, and zeros after them."""
     if DESCRIPTORS:
-        block = load_ragged(x, row, count, [0, col])
+        block = load_ragged(x, row, count, 0, col, BLOCK_R, BLOCK_C)
     else:
         r = tl.arange(0, BLOCK_R)
         c = tl.arange(0, BLOCK_C)
@@ -164,9 +181,9 @@ def store_rows(out, block, part: tl.constexpr, parts: tl.constexpr, row, count, 
     The ragged descriptor checks both ends in hardware, and its copy runs behind the program.
     """
     if DESCRIPTORS:
-        # The coordinates of triton.tools.ragged_tma.store_ragged for rows row to row + count.
         block = tl.reshape(block.to(out.dtype), (1, 1, block.shape[0], 1, block.shape[1]))
-        out.store([0x40000000, row + count, 0x40000000 - count, part, col], block)
+        beyond, end, at = ragged_place(row, count, 0)
+        out.store([beyond, end, at, part, col], block)
     else:
         r = tl.arange(0, block.shape[0])[:, None]
         cols = (col + tl.arange(0, block.shape[1]))[None, :]

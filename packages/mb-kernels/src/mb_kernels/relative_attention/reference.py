@@ -36,16 +36,13 @@ def forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """y_THC, and lse_HT, the logsumexp of each token's scores (any number if it sees none)."""
+    """y_THC, and lse_HT, the logsumexp of each token's scores."""
     y_parts, lse_parts = [], []
     for rows in _segments(offsets_N1, bias_HA, q_THC.shape[0]):
         q_HLC, k_HLC, v_HLC = _by_head(q_THC.shape[1], q_THC[rows], k_TGC[rows], v_TGC[rows])
         scores_HLL = _scores(q_HLC, k_HLC, bias_HA, causal, scale)
-        nothing_HL1 = (scores_HLL == -torch.inf).all(-1, keepdim=True)
-        lse_HL = scores_HLL.masked_fill(nothing_HL1, 0.0).logsumexp(-1)
-        p_HLL = (scores_HLL - lse_HL[..., None]).exp()
-        y_parts.append((p_HLL @ v_HLC).transpose(0, 1).to(q_THC.dtype))
-        lse_parts.append(lse_HL)
+        y_parts.append((_softmax(scores_HLL) @ v_HLC).transpose(0, 1).to(q_THC.dtype))
+        lse_parts.append(scores_HLL.logsumexp(-1))
     return torch.cat(y_parts), torch.cat(lse_parts, dim=1)
 
 
@@ -70,7 +67,7 @@ def backward(
         q_HLC, k_HLC, v_HLC = _by_head(H, q_THC[rows], k_TGC[rows], v_TGC[rows])
         dy_HLC, y_HLC = _by_head(H, dy_THC[rows], y_THC[rows])
         scores_HLL = _scores(q_HLC, k_HLC, bias_HA, causal, scale)
-        p_HLL = (scores_HLL - lse_HT[:, rows, None]).exp()
+        p_HLL = _softmax(scores_HLL)  # exp(scores - lse) is off by what lse was rounded
         means_HL1 = (dy_HLC * y_HLC).sum(-1, keepdim=True)
         d_scores_HLL = p_HLL * (dy_HLC @ v_HLC.mT - means_HL1)
         dq[rows] = (d_scores_HLL @ k_HLC * scale).transpose(0, 1).to(dq.dtype)
@@ -129,3 +126,9 @@ def _scores(q_HLC: Tensor, k_HLC: Tensor, bias_HA: Tensor, causal: bool, scale: 
         later_LL = places_LL > bias_HA.shape[1] // 2
         scores_HLL = scores_HLL.masked_fill(later_LL, -torch.inf)
     return scores_HLL
+
+
+def _softmax(scores_HLL: Tensor) -> Tensor:
+    """Over keys; zeros for a token that sees none."""
+    nothing_HL1 = (scores_HLL == -torch.inf).all(-1, keepdim=True)
+    return scores_HLL.masked_fill(nothing_HL1, 0.0).softmax(-1).masked_fill(nothing_HL1, 0.0)

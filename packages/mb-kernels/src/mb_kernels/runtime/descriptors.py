@@ -1,9 +1,16 @@
 """Operands of the matrix kernels: aligned tensors, and descriptors from numbers, unchecked."""
 
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Whether what ``_descriptor`` sets is all that a descriptor has and has no default for.
+_FIELDS = fields(TensorDescriptor)
+_KNOWN = [f.name for f in _FIELDS if f.default is MISSING] == [
+    *("base", "shape", "strides", "block_shape")
+]
 
 
 def operand(x: Tensor) -> Tensor:
@@ -57,6 +64,8 @@ def _descriptor(
 
     ``operand`` and sizes that are multiples of 16 see to what they ask; the driver asks again.
     """
+    if not _KNOWN:
+        return TensorDescriptor(base, shape, strides, block)
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base = base
     descriptor.shape = shape

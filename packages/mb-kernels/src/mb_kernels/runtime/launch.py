@@ -1,19 +1,17 @@
-"""Launches of Triton kernels: a compiled kernel is looked up and called, not found out about."""
+"""Launches of Triton kernels: run, or listed to be compiled without a GPU."""
 
 import contextlib
-import os
 import warnings
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
-import torch
-import triton
-from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
-
-from mb_kernels.runtime import registration
+try:
+    from mb_kernels.runtime import direct
+except (ImportError, AttributeError) as missing:  # a name that Triton keeps for itself
+    warnings.warn(
+        f"mb_kernels launches by Triton's public call, some 10 us slower: {missing}.", stacklevel=2
+    )
+    direct = None
 
 
 def cdiv(a: int, b: int) -> int:
@@ -26,73 +24,14 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def triton_version() -> tuple[int, int]:
-    """(3, 6) for 3.6.0."""
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-# What Triton compiled, by all that it compiles for, with the kernel's globals as they were then.
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
-# Of these releases the private call below is known, and tested. MB_DIRECT_LAUNCH=0 turns it off. On
-# AMD the size of a storage counts too, and interpreted nothing is compiled.
-_KNOWN_TRITON = ((3, 6), (3, 9))
-_direct = (
-    os.environ.get("MB_DIRECT_LAUNCH") != "0"
-    and torch.version.hip is None
-    and not registration.interpret
-    and _KNOWN_TRITON[0] <= triton_version() <= _KNOWN_TRITON[1]
-)
-
-
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Launch a Triton kernel: the device's arguments by position, constexprs and options by name.
 
-    ``kernel[grid]`` finds out anew at each launch what is to run, asks the driver about each tensor
-    and calls its chains of hooks. Here what is to run is looked up by what a kernel is compiled for
-    and tensors are passed as their addresses: 5 and 6 us less of 26 (hosts of an H200).
+    Past Triton's public call, ``kernel[grid]``, where ``runtime.direct`` knows the way.
     """
     if _recorded is not None:
         _recorded.append(Launch(kernel, grid, args, constants))
-        return
-    known = _specialize(kernel, args, constants) if _direct and not _watched(kernel) else None
-    if known is None:
-        kernel[grid](*args, **constants)
-        return
-    device, key, addresses = known
-    kept = _compiled.get(key)
-    if kept is None:
-        ahead = _under_way.get(key[:-1])
-        if ahead is not None:
-            ahead.result()
-        assert not any(isinstance(value, Tensor) for value in constants.values())
-        compiled = kernel[grid](*args, **constants)
-        if hasattr(compiled, "finalize_compile"):  # `compile_beside` is at it in another thread
-            compiled = compiled.result()
-        captured = tuple((names, n, names.get(n)) for (n, _), (_, names) in _globals(kernel))
-        values = tuple(constants[n] for n in kernel.arg_names[len(args) :])
-        _compiled[key] = compiled, values, captured
-        return
-    compiled, values, captured = kept
-    for names, name, value in captured:
-        if names.get(name) is not value:  # Triton has something to say about it
-            kernel[grid](*args, **constants)
-            return
-    active: Any = driver.active
-    try:
-        compiled.run(
-            *(*grid, 1, 1)[:3],
-            active.get_current_stream(device),
-            compiled.function,
-            compiled.packed_metadata,
-            None,  # what hooks would be told, and no hooks
-            None,
-            None,
-            *addresses,
-            *values,
-        )
-    except (TypeError, AttributeError) as changed:  # raised before anything is launched
-        _give_up(changed)
+    elif direct is None or not direct.launch(kernel, grid, args, constants):
         kernel[grid](*args, **constants)
 
 
@@ -119,109 +58,11 @@ def record() -> Generator[list[Launch]]:
         _recorded = before
 
 
-# What `compile_beside` is at, by what it is compiled for but for the device. Triton 3.6 does not
-# know: a launch compiled its kernel once more, in turn with the threads.
-_under_way: dict[tuple[Any, ...], Any] = {}
+def compile_beside(launches: list[Launch], threads: int) -> int:
+    """Compile what ``launches`` launch, in threads; how many there are, or 0 if Triton has changed.
 
-
-def compile_beside(launches: Iterable[Launch], threads: int) -> None:
-    """Compile what ``launches`` launch, in threads. A launch meanwhile waits for its own kernel."""
-    keys = []
-    try:
-        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(_Builder(pool)):
-            for kernel, grid, args, constants in launches:
-                later = kernel.warmup(*args, grid=grid, **constants)
-                known = _specialize(kernel, args, constants)
-                if known is not None and hasattr(later, "finalize_compile"):
-                    keys.append(known[1][:-1])
-                    _under_way[keys[-1]] = later
-    finally:
-        for key in keys:
-            _under_way.pop(key, None)
-
-
-class _Builder(Executor):
-    """Submits compilations that end with what launches the kernel, built too.
-
-    Triton 3.6 writes a program in C for each kernel's arguments, and has the host's compiler build
-    it when the kernel is launched: a fifth of a second each, one after another. Here it is left in
-    Triton's cache on disk; later releases have one such program for all.
+    A launch meanwhile waits for its own kernel.
     """
-
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self.pool = pool
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        def build() -> Any:
-            kernel = fn(*args, **kwargs)
-            active: Any = driver.active
-            active.launcher_cls(kernel.src, kernel.metadata)
-            return kernel
-
-        return self.pool.submit(build)
-
-
-def _give_up(changed: Exception) -> None:
-    """Leave all launches to Triton from now on: its private call is not the one known here."""
-    global _direct
-    _direct = False
-    warnings.warn(
-        f"mb_kernels launches through Triton's public call from here on, some 10 us slower: with "
-        f"Triton {triton.__version__} the private one failed ({changed}). MB_DIRECT_LAUNCH=0 has "
-        "it so from the start.",
-        stacklevel=3,
-    )
-
-
-def _globals(kernel: Any) -> Any:
-    return kernel.used_global_vals.items()
-
-
-def _watched(kernel: Any) -> bool:
-    """Whether somebody wants to see launches, or the stages of a compilation.
-
-    A profiler has hooks in Triton's chains of them, or in their place.
-    """
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        getattr(enter, "calls", enter)
-        or getattr(leave, "calls", leave)
-        or kernel.pre_run_hooks
-        or runtime.add_stages_inspection_hook
-    )
-
-
-def _specialize(
-    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
-) -> tuple[int, tuple[Any, ...], list[Any]] | None:
-    """Device, what Triton compiles for, and the arguments with addresses for tensors.
-
-    A tensor counts with its dtype, a descriptor with dtype and block, an integer with being 1, a
-    multiple of 16, or beyond 32 bits. None where that is not all: an unaligned tensor, an argument
-    of another kind.
-    """
-    device = -1
-    key = [kernel.fn, knobs.runtime.debug, knobs.compilation.instrumentation_mode]
-    key += [*constants, *constants.values()]
-    addresses: list[Any] = []
-    for a in args:
-        kind = type(a)
-        given = a
-        if kind is int:
-            key.append((a == 1) + 2 * (a % 16 == 0) + 4 * (-(2**31) <= a < 2**31))
-        elif a is None or kind is float:
-            key.append(kind)
-        elif isinstance(a, Tensor):
-            device, given = a.get_device(), a.data_ptr()
-            if given % 16:
-                return None
-            key.append(a.dtype)
-        elif hasattr(a, "block_shape"):  # a descriptor, Gluon's layout following from these two
-            device = a.base.get_device()
-            key.append((a.base.dtype, *a.block_shape))
-        else:
-            return None
-        addresses.append(given)
-    key.append(device)
-    return device, tuple(key), addresses
+    if direct is None:
+        return 0
+    return len(launches) if direct.compile_beside(launches, threads) else 0

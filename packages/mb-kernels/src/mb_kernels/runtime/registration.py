@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,17 @@ _has_triton = importlib.util.find_spec("triton") is not None
 if not _has_triton:
     # It remarks, at its import, that it will not count Triton kernels; ours have formulas.
     logging.getLogger("torch.utils.flop_counter").disabled = True
+
+
+# Names that torch keeps for itself. Without them ops cost more, and refuse less clearly.
+_below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+if _below_autograd is None:
+    warnings.warn(
+        f"mb_kernels registers its gradients by torch's public call, slower on every call: torch "
+        f"{torch.__version__} has no torch._C._AutoDispatchBelowAutograd.",
+        stacklevel=2,
+    )
 
 
 def debugging(x: Tensor) -> bool:
@@ -97,8 +109,9 @@ def register(
         return getattr(importlib.import_module(kernels), name) if kernels else reference
 
     def implementation(*args: Any) -> Any:
-        if torch._C._is_any_autocast_enabled():  # of the steps of an op it would cast only some
-            with torch.autocast(args[0].device.type, enabled=False):
+        device = args[0].device.type
+        if torch.is_autocast_enabled(device):  # of the steps of an op it would cast only some
+            with torch.autocast(device, enabled=False):
                 return compute(*args)
         return compute(*args)
 
@@ -119,8 +132,13 @@ def register(
     torch.library.register_fake(f"mb::{name}", fake, lib=_library)
     op = getattr(torch.ops.mb, name).default
     if setup_context is not None and backward is not None:
-        formula = _autograd(name, op, setup_context, backward, differentiable_twice)
-        _library.impl(name, formula, "Autograd")
+        formula = backward if differentiable_twice else _once(name, backward)
+        if _below_autograd is None:
+            torch.library.register_autograd(
+                f"mb::{name}", formula, setup_context=setup_context, lib=_library
+            )
+        else:
+            _library.impl(name, _autograd(name, op, setup_context, formula), "Autograd")
     if flops is not None:
         from torch.utils.flop_counter import register_flop_formula
 
@@ -134,12 +152,23 @@ def _contiguous(outputs: Any) -> Any:
     return tuple(output.contiguous() for output in outputs)
 
 
+def _once(name: str, formula: Callable[..., Any]) -> Callable[..., Any]:
+    """``formula``, or an error where its results would be differentiated."""
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # A gradient without a graph of its own would make the second derivative silently wrong.
+        if torch.is_grad_enabled():  # create_graph=True
+            raise NotImplementedError(_REFUSAL.format(name=name, what="second derivatives"))
+        return formula(ctx, *grads)
+
+    return backward
+
+
 def _autograd(
     name: str,
     op: Callable[..., Any],
     setup_context: Callable[..., None],
     formula: Callable[..., Any],
-    twice: bool,
 ) -> Callable[..., Any]:
     """``op`` with an autograd formula, to be its implementation for the dispatch key Autograd.
 
@@ -156,20 +185,18 @@ def _autograd(
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            # A gradient without a graph of its own would make the second derivative silently wrong.
-            if torch.is_grad_enabled() and not twice:  # create_graph=True
-                raise NotImplementedError(_REFUSAL.format(name=name, what="second derivatives"))
             return formula(ctx, *grads)
 
     def below(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        assert _below_autograd is not None
+        with _below_autograd():
             return op(*args)
 
     def implementation(*args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
+        if _transforms_active():
             what = "the transforms of torch.func"
             raise NotImplementedError(_REFUSAL.format(name=name, what=what))
-        if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+        if getattr(forward_ad, "_current_level", 0) >= 0 and any(map(_has_tangent, args)):
             what = "forward-mode derivatives (jvp)"
             raise NotImplementedError(_REFUSAL.format(name=name, what=what))
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):

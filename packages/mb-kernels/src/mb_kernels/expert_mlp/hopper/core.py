@@ -27,10 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.tools.ragged_tma import to_ragged_indices
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mb_kernels.bins import row_tiles
+from mb_kernels.language.memory import ragged_place
 from mb_kernels.language.tiles import locate, piece
 from mb_kernels.runtime.descriptors import ragged
 from mb_kernels.runtime.gluon import OLD_REINTERPRET, async_load, with_layout
@@ -58,7 +58,7 @@ def _advance(
         mbarrier.expect(barrier, x.block_type.nbytes + w.block_type.nbytes)
         k = step * x.block_shape[3]
         # Through these coordinates the rows past the expert's last are zeros.
-        ragged, end, start = to_ragged_indices(row, row_end - row, 0)
+        ragged, end, start = ragged_place(row, row_end - row, 0)
         async_load(x, [ragged, end, start, k], barrier, x_ring.index(stage))
         if TRANSPOSE:
             at = [e * w.block_shape[0], column * w.block_shape[1], k]

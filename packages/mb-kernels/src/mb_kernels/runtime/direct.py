@@ -1,0 +1,219 @@
+"""Past Triton's public call: a compiled kernel is looked up and called, not found out about.
+
+``kernel[grid]`` finds out anew at each launch what is to run, asks the driver about each tensor and
+calls its chains of hooks. Here what is to run is looked up by what a kernel is compiled for and
+tensors are passed as their addresses: 5 and 6 us less of 26 (hosts of an H200).
+
+All of it stands on names that Triton keeps for itself. One that is missing or has changed turns
+this off, with a warning, and launches go by the public call.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+from mb_kernels.runtime import registration
+
+# What Triton compiled, by all that it compiles for, with the kernel's globals as they were then.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
+# What `compile_beside` is at, by what it is compiled for but for the device. Triton 3.6 does not
+# know: a launch compiled its kernel once more, in turn with the threads.
+_under_way: dict[tuple[Any, ...], Any] = {}
+# Of these releases the private call below is known, and tested.
+_KNOWN_TRITON = ((3, 6), (3, 9))
+
+
+def _known_triton() -> bool:
+    major, minor = triton.__version__.split(".")[:2]
+    return _KNOWN_TRITON[0] <= (int(major), int(minor)) <= _KNOWN_TRITON[1]
+
+
+# On AMD the size of a storage counts too, and interpreted nothing is compiled.
+_on = (
+    os.environ.get("MB_DIRECT_LAUNCH") != "0"
+    and torch.version.hip is None
+    and not registration.interpret
+    and _known_triton()
+)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
+) -> bool:
+    """Launch the kernel if its first launch is over or can be looked at; whether it was."""
+    if not _on:
+        return False
+    try:
+        known = None if _watched(kernel) else _specialize(kernel, args, constants)
+        if known is None:
+            return False
+        device, key, addresses = known
+        kept = _compiled.get(key)
+        if kept is not None:
+            return _run(kept, device, grid, addresses)
+        ahead = _under_way.get(key[:-1])
+    except (TypeError, AttributeError) as changed:  # raised before anything is launched
+        _give_up(changed)
+        return False
+    if ahead is not None:
+        ahead.result()
+    compiled = kernel[grid](*args, **constants)
+    try:
+        _compiled[key] = _keep(kernel, args, constants, compiled)
+    except (TypeError, AttributeError) as changed:
+        _give_up(changed)
+    return True
+
+
+def _run(
+    kept: tuple[Any, tuple[Any, ...], tuple[Any, ...]],
+    device: int,
+    grid: tuple[int, ...],
+    addresses: list[Any],
+) -> bool:
+    compiled, values, captured = kept
+    for names, name, value in captured:
+        if names.get(name) is not value:  # Triton has something to say about it
+            return False
+    active: Any = driver.active
+    compiled.run(
+        *(*grid, 1, 1)[:3],
+        active.get_current_stream(device),
+        compiled.function,
+        compiled.packed_metadata,
+        None,  # what hooks would be told, and no hooks
+        None,
+        None,
+        *addresses,
+        *values,
+    )
+    return True
+
+
+def _keep(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled: Any
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """What ``_run`` needs: the compiled kernel, its constants in order, the globals it captured."""
+    assert not any(isinstance(value, Tensor) for value in constants.values())
+    if hasattr(compiled, "finalize_compile"):  # `compile_beside` is at it in another thread
+        compiled = compiled.result()
+    globals_used = kernel.used_global_vals.items()
+    captured = tuple((names, n, names.get(n)) for (n, _), (_, names) in globals_used)
+    return compiled, tuple(constants[n] for n in kernel.arg_names[len(args) :]), captured
+
+
+def _give_up(changed: Exception) -> None:
+    """Leave all launches to Triton from now on: its private names are not those known here."""
+    global _on
+    _on = False
+    warnings.warn(
+        f"mb_kernels launches by Triton's public call from here on, some 10 us slower: Triton "
+        f"{triton.__version__} has changed ({changed}). MB_DIRECT_LAUNCH=0 has it so from the "
+        "start.",
+        stacklevel=4,
+    )
+
+
+def _watched(kernel: Any) -> bool:
+    """Whether somebody wants to see launches, or the stages of a compilation.
+
+    A profiler has hooks in Triton's chains of them, or in their place.
+    """
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
+        or kernel.pre_run_hooks
+        or runtime.add_stages_inspection_hook
+    )
+
+
+def _specialize(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[int, tuple[Any, ...], list[Any]] | None:
+    """Device, what Triton compiles for, and the arguments with addresses for tensors.
+
+    A tensor counts with its dtype, a descriptor with dtype and block, an integer with being 1, a
+    multiple of 16, or beyond 32 bits. None where that is not all: an unaligned tensor, an argument
+    of another kind.
+    """
+    device = -1
+    key = [kernel.fn, knobs.runtime.debug, knobs.compilation.instrumentation_mode]
+    key += [*constants, *constants.values()]
+    addresses: list[Any] = []
+    for a in args:
+        kind = type(a)
+        given = a
+        if kind is int:
+            key.append((a == 1) + 2 * (a % 16 == 0) + 4 * (-(2**31) <= a < 2**31))
+        elif a is None or kind is float:
+            key.append(kind)
+        elif isinstance(a, Tensor):
+            device, given = a.get_device(), a.data_ptr()
+            if given % 16:
+                return None
+            key.append(a.dtype)
+        elif hasattr(a, "block_shape"):  # a descriptor, Gluon's layout following from these two
+            device = a.base.get_device()
+            key.append((a.base.dtype, *a.block_shape))
+        else:
+            return None
+        addresses.append(given)
+    key.append(device)
+    return device, tuple(key), addresses
+
+
+def compile_beside(launches: Iterable[Any], threads: int) -> bool:
+    """Compile what ``launches`` launch, in threads; whether this Triton could be asked to."""
+    keys = []
+    try:
+        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(_Builder(pool)):
+            for kernel, grid, args, constants in launches:
+                later = kernel.warmup(*args, grid=grid, **constants)
+                known = _specialize(kernel, args, constants)
+                if known is not None and hasattr(later, "finalize_compile"):
+                    keys.append(known[1][:-1])
+                    _under_way[keys[-1]] = later
+    except (TypeError, AttributeError) as changed:
+        warnings.warn(
+            "warm_up: kernels are compiled one after another, as they are launched: Triton "
+            f"{triton.__version__} has changed ({changed}).",
+            stacklevel=2,
+        )
+        return False
+    finally:
+        for key in keys:
+            _under_way.pop(key, None)
+    return True
+
+
+class _Builder(Executor):
+    """Submits compilations that end with what launches the kernel, built too.
+
+    Triton 3.6 writes a program in C for each kernel's arguments, and has the host's compiler build
+    it when the kernel is launched: a fifth of a second each, one after another. Here it is left in
+    Triton's cache on disk; later releases have one such program for all.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.pool = pool
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def build() -> Any:
+            kernel = fn(*args, **kwargs)
+            active: Any = driver.active
+            launcher = getattr(active, "launcher_cls", None)
+            if launcher is not None:
+                launcher(kernel.src, kernel.metadata)
+            return kernel
+
+        return self.pool.submit(build)

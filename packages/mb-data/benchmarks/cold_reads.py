@@ -3,7 +3,7 @@
     python packages/mb-data/benchmarks/cold_reads.py [--directory DIR]
 
 Three ways over the same 200 samples of 8,193 tokens from 400 MB: the system's read-ahead, random
-access announced, and each sample's pages asked for in one request besides, as GPTDataset has it.
+access announced, and each sample's pages asked for in one request besides, as the datasets have it.
 """
 
 from __future__ import annotations

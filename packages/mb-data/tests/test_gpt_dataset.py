@@ -208,13 +208,14 @@ def test_build_gives_one_dataset_per_part(tmp_path):
         train[len(train)]
 
 
-def test_pickled_dataset_maps_the_same_files(tmp_path):
+def test_pickled_dataset_maps_the_same_files(tmp_path, reads_pages_one_by_one):
     indexed = write(tmp_path / "d", [300] * 200)
     dataset = GPTDataset(indexed, range(200), seq_length=16, num_samples=10_000, seed=1)
     frozen = pickle.dumps(dataset)
     assert len(frozen) < 1000
     twin = pickle.loads(frozen)
     assert all((twin[i] == dataset[i]).all() for i in range(0, len(dataset), 997))
+    assert reads_pages_one_by_one(twin)
 
 
 class TestBadInput:

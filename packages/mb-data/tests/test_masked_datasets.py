@@ -172,13 +172,14 @@ class TestBert:
         else:
             assert swapped[1] == 0
 
-    def test_same_sample_in_any_order_and_process(self, indexed):
+    def test_same_sample_in_any_order_and_process(self, indexed, reads_pages_one_by_one):
         settings = {"vocabulary": VOCABULARY, "seq_length": 40, "num_samples": 50}
         documents = range(indexed.num_documents)
         dataset = BertDataset(indexed, documents, seed=5, **settings)
         backwards = [dataset[i]["text"].tolist() for i in reversed(range(50))][::-1]
         twin = pickle.loads(pickle.dumps(dataset))
         assert [twin[i]["text"].tolist() for i in range(50)] == backwards
+        assert reads_pages_one_by_one(twin)
         assert dataset[-1]["text"].tolist() == dataset[len(dataset) - 1]["text"].tolist()
         other = BertDataset(indexed, documents, seed=6, **settings)
         assert [other[i]["text"].tolist() for i in range(50)] != backwards
@@ -436,13 +437,14 @@ class TestICT:
         share = np.mean(kept)
         assert {0.0: share == 0, 0.5: 0.2 < share < 0.8, 1.0: share == 1}[probability]
 
-    def test_sample_does_not_depend_on_what_was_read_before(self, tmp_path):
+    def test_sample_does_not_depend_on_what_was_read_before(self, tmp_path, reads_pages_one_by_one):
         dataset = self.dataset(tmp_path)
         forward = [dataset[i]["query_tokens"].tolist() for i in range(60)]
         again = [dataset[i]["query_tokens"].tolist() for i in reversed(range(60))]
         assert forward == again[::-1]
         twin = pickle.loads(pickle.dumps(dataset))
         assert twin[7]["block_tokens"].tolist() == dataset[7]["block_tokens"].tolist()
+        assert reads_pages_one_by_one(twin)
 
     def test_one_sentence_documents(self, tmp_path):
         assert 0 not in {d % 3 for d in self.dataset(tmp_path).mapping[:, 2] + 1}

@@ -73,13 +73,21 @@ def test_every_token_is_predicted_once_an_epoch(prefix):
     assert sum(row.count(EOD) for row in first) >= epoch * 10 - used
 
 
-def test_build_packed_datasets(prefix):
+def test_build_packed_datasets(prefix, reads_pages_one_by_one):
     options = {"seq_length": 9, "eod": EOD, "seed": 1, "num_samples": (5, 2, 0)}
     train, valid, test = build_packed_datasets(str(prefix), split="80,20,0", **options)
     assert test is None
     assert train.pieces[:, 0].max() < valid.pieces[:, 0].min()
+    assert reads_pages_one_by_one(train)
     with pytest.raises(ValueError, match="seq_length of at least 1"):
         build_packed_datasets(str(prefix), split="1", **(options | {"seq_length": 0}))
+    options |= {"num_samples": 1, "seq_length": np.int64(9)}
+    narrow = PackedDataset(train.indexed, range(9), vocab_size=EOD, **options)
+    with pytest.raises(ValueError, match="holds token 999, the vocabulary has ids 0 to 998"):
+        list(narrow)
+    for documents in (range(10**6), range(0, 9, 2), range(0)):
+        with pytest.raises(ValueError, match="is no part of its"):
+            PackedDataset(train.indexed, documents, **options)
 
 
 MARKS = MiddleTokens(prefix=1001, middle=1002, suffix=1003)

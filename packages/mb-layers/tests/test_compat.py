@@ -93,6 +93,7 @@ def test_field_is_honoured(field: str, value: object, expected: dict) -> None:
         (F.silu, "silu", "swiglu"),
         (nn.SiLU(), "silu", "swiglu"),
         (F.relu, "relu", "reglu"),
+        (torch.relu, "relu", "reglu"),
     ],
 )
 def test_activations(activation_fn: object, mlp: str, glu: str) -> None:

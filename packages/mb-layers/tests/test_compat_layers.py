@@ -140,6 +140,19 @@ def test_eval_and_recompute_add_nothing() -> None:
     assert layer.router.layer.weight.grad is not None
 
 
+def test_reentrant_checkpoints_end_and_lose_no_loss() -> None:
+    """The bias that they return is no parameter, which would be its own input."""
+    x = torch.randn(6, 16, requires_grad=True)
+    layer = build(moe_loss_weight=0)
+    expected = torch.autograd.grad(sum(layer(x)).square().sum(), layer.parameters())
+    sum(checkpoint(layer, x, use_reentrant=True)).square().sum().backward()
+    for (name, p), grad in zip(layer.named_parameters(), expected, strict=True):
+        assert_close(name, p.grad, grad)
+    y, _ = checkpoint(build(), x, use_reentrant=True)
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        y.sum().backward()
+
+
 def by_pickle(layer: torch.nn.Module) -> torch.nn.Module:
     return pickle.loads(pickle.dumps(layer))
 

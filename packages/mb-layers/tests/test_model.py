@@ -74,6 +74,10 @@ def test_recomputation_is_not_collected_again(inside: bool) -> None:
         checkpoint(model, x, use_reentrant=True)
     with pytest.raises(ValueError, match="use_reentrant=False"):
         lost.aux_loss()
+    with collect(model) as some:  # the first of three
+        model[1:](checkpoint(model[0], x, use_reentrant=True))
+    with pytest.raises(ValueError, match=r"none from 0\.layer:"):
+        some.aux_loss()
     with torch.no_grad(), collect(model) as quiet:
         model(x)
     with torch.no_grad():

@@ -57,6 +57,7 @@ class BertDataset:
     ) -> None:
         if not 0 <= mask_prob < 1:
             raise ValueError(f"mask_prob must be at least 0 and below 1, got {mask_prob}")
+        indexed.expect_random_access()
         self.indexed = indexed
         self.vocabulary = vocabulary
         self.seq_length = seq_length

@@ -73,17 +73,8 @@ class GPTDataset:
         self.indexed = indexed
         self.vocab_size = vocab_size
         self.documents = documents
-        self.seq_length = seq_length = operator.index(seq_length)
-        num_samples, seed = operator.index(num_samples), check_seed(seed)
-        if seq_length < 1 or num_samples < 0:
-            raise ValueError(
-                "expected seq_length of at least 1 and num_samples of at least 0, got "
-                f"{seq_length} and {num_samples}"
-            )
-        if not 0 <= documents.start < documents.stop <= len(indexed) or documents.step != 1:
-            raise ValueError(
-                f"{indexed.prefix}: {documents} is no part of its {len(indexed):,} documents"
-            )
+        seq_length, num_samples = check_part(indexed, documents, seq_length, num_samples)
+        self.seq_length, seed = seq_length, check_seed(seed)
         sizes = indexed.sizes[documents.start : documents.stop]
         tokens = int(sizes.sum(dtype=np.int64))
         if tokens == 0:
@@ -152,6 +143,23 @@ class GPTDataset:
             f"GPTDataset({self.indexed.prefix!r}, {self.documents}: {len(self):,} samples of "
             f"{self.seq_length} + 1 tokens, {self.num_epochs} epochs)"
         )
+
+
+def check_part(
+    indexed: IndexedDataset, documents: range, seq_length: int, num_samples: int
+) -> tuple[int, int]:
+    """``seq_length`` and ``num_samples`` as ints; ValueError out of range."""
+    seq_length, num_samples = operator.index(seq_length), operator.index(num_samples)
+    if seq_length < 1 or num_samples < 0:
+        raise ValueError(
+            "expected seq_length of at least 1 and num_samples of at least 0, got "
+            f"{seq_length} and {num_samples}"
+        )
+    if not 0 <= documents.start < documents.stop <= len(indexed) or documents.step != 1:
+        raise ValueError(
+            f"{indexed.prefix}: {documents} is no part of its {len(indexed):,} documents"
+        )
+    return seq_length, num_samples
 
 
 def check_tokens(sample: npt.NDArray[np.int64], vocab_size: int, prefix: str) -> None:

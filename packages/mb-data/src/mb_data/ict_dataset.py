@@ -73,6 +73,9 @@ class ICTDataset:
             raise ValueError(f"seq_length {seq_length} has no room besides the special tokens")
         self.indexed = indexed
         self.titles = titles
+        for read in (indexed, titles):
+            if read is not None:
+                read.expect_random_access()
         self.cls, self.sep, self.pad = cls, sep, pad
         self.seq_length = seq_length
         self.seed = check_seed(seed)

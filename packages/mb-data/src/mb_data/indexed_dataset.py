@@ -28,6 +28,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, overload
 
@@ -58,6 +59,13 @@ DTYPE_CODES: dict[np.dtype, int] = {dtype: code for code, dtype in DTYPES.items(
 def best_dtype(vocab_size: int) -> np.dtype:
     """The dtype Megatron picks for a vocabulary: uint16 below 65,500 entries, else int32."""
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
+
+
+def _reopen(kind: type[IndexedDataset], prefix: str, random: bool) -> IndexedDataset:
+    dataset = kind(prefix)
+    if random:
+        dataset.expect_random_access()
+    return dataset
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
@@ -185,8 +193,8 @@ class IndexedDataset:
             self.document(documents.start + int(wrong[0]))
         return found
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return type(self), (self.prefix,)
+    def __reduce__(self) -> tuple[Callable[..., IndexedDataset], tuple[type, str, bool]]:
+        return _reopen, (type(self), self.prefix, self._random is not None)
 
     def __repr__(self) -> str:
         return (

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mb_data.blend import DataPaths, Parts, build_parts
+from mb_data.gpt_dataset import check_part, check_tokens
 from mb_data.index_cache import digest, load_or_build
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.mersenne import check_seed
@@ -36,6 +37,7 @@ class PackedDataset:
             every epoch, until there are so many.
         eod: fills what stays free.
         seed: of the orders.
+        vocab_size: rows of the model's embedding; a sample with a token beyond them is an error.
         cache_dir: where the index is kept; ``<prefix>_index/`` if None.
 
     Attributes:
@@ -55,17 +57,16 @@ class PackedDataset:
         num_samples: int,
         eod: int,
         seed: int,
+        vocab_size: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        if seq_length < 1 or num_samples < 0:
-            raise ValueError(
-                "expected seq_length of at least 1 and num_samples of at least 0, got "
-                f"{seq_length} and {num_samples}"
-            )
+        seq_length, num_samples = check_part(indexed, documents, seq_length, num_samples)
         sizes = indexed.sizes[documents.start : documents.stop]
         if not sizes.any():
             raise ValueError(f"{indexed.prefix}: {documents} hold no tokens")
+        indexed.expect_random_access()
         self.indexed = indexed
+        self.vocab_size = vocab_size
         self.seq_length = seq_length
         self.eod = eod
         self.seed = check_seed(seed)
@@ -111,6 +112,8 @@ class PackedDataset:
         ].tolist():
             sample[filled : filled + length] = self.indexed.get(sequence, first, length)
             filled += length
+        if self.vocab_size is not None:
+            check_tokens(sample, self.vocab_size, self.indexed.prefix)
         return sample
 
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
@@ -130,6 +133,7 @@ def build_packed_datasets(
     eod: int,
     seed: int,
     split_rounding: str = "shares",
+    vocab_size: int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Parts[PackedDataset]:
     """Train, validation and test datasets; see ``build_gpt_datasets`` and ``PackedDataset``."""
@@ -142,6 +146,7 @@ def build_packed_datasets(
             num_samples=wanted,
             eod=eod,
             seed=seed,
+            vocab_size=vocab_size,
             cache_dir=cache_dir,
         )
 

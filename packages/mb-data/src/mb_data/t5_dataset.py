@@ -75,6 +75,7 @@ class T5Dataset:
             raise ValueError(f"mask_prob must be at least 0 and below 1, got {mask_prob}")
         if decoder_seq_length < 1:
             raise ValueError(f"decoder_seq_length must be at least 1, got {decoder_seq_length}")
+        indexed.expect_random_access()
         self.indexed = indexed
         self.vocabulary = vocabulary
         self.encoder_seq_length = encoder_seq_length

@@ -30,27 +30,25 @@ class Collected:
     def __init__(self, layers: dict[str, MoELayer]) -> None:
         self.layers = layers
         self.passes: list[tuple[str, Tensor, dict[str, Tensor]]] = []
+        self.ran_with_gradients: set[str] = set()
 
     def aux_loss(self) -> Tensor:
         """Return the mean auxiliary loss over the layers' passes, a scalar with gradient.
 
         Raises:
-            ValueError: no layer ran, or reentrant checkpointing ran them without gradients.
+            ValueError: no layer ran, or reentrant checkpointing ran one without gradients.
         """
         losses = [aux_loss for _, aux_loss, _ in self.passes]
         if not losses:
             raise ValueError("expected MoE layers to run inside collect(model), none did")
-        mean = torch.stack(losses).mean()
-        wanted = any(
-            layer.training and any(p.requires_grad for p in layer.router.parameters())
-            for layer in self.layers.values()
-        )
-        if wanted and torch.is_grad_enabled() and not mean.requires_grad:
+        lost = {name for name, _, _ in self.passes} - self.ran_with_gradients
+        lost = sorted(name for name in lost if _router_learns(self.layers[name]))
+        if lost and torch.is_grad_enabled():
             raise ValueError(
-                "expected auxiliary losses with gradients, got none: run the layers with gradients "
-                "enabled, and checkpoint them with use_reentrant=False"
+                f"expected auxiliary losses with gradients, got none from {', '.join(lost)}: run "
+                "the layers with gradients enabled, and checkpoint them with use_reentrant=False"
             )
-        return mean
+        return torch.stack(losses).mean()
 
     def metrics(self) -> dict[str, Tensor]:
         """Return each metric of all passes, stacked in their order: [L] or [L, E]."""
@@ -65,6 +63,10 @@ class Collected:
         for name, _, metrics in self.passes:
             counts[name] = counts.get(name, 0) + metrics["tokens_per_expert"]
         return counts
+
+
+def _router_learns(layer: MoELayer) -> bool:
+    return layer.training and any(p.requires_grad for p in layer.router.parameters())
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
@@ -87,7 +89,10 @@ def collect(model: nn.Module) -> Generator[Collected]:
 
     def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
         if not in_backward():
-            collected.passes.append((names[id(layer)], output.aux_loss, output.metrics))
+            name = names[id(layer)]
+            collected.passes.append((name, output.aux_loss, output.metrics))
+            if torch.is_grad_enabled():
+                collected.ran_with_gradients.add(name)
 
     hooks = [layer.register_forward_hook(keep) for layer in layers.values()]
     try:

@@ -310,7 +310,7 @@ def _refuse(values: dict[str, Any], dispatcher: TokenDispatcher | None) -> None:
 
 
 def _activation(activation_fn: Callable[[Tensor], Tensor], mlp_type: str) -> str:
-    known: dict[Any, str] = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu"}
+    known: dict[Any, str] = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu", torch.relu: "relu"}
     plain = known.get(activation_fn)
     if isinstance(activation_fn, functools.partial) and activation_fn.func is F.gelu:
         tanh = activation_fn.keywords.get("approximate", "none") == "tanh"

@@ -97,6 +97,7 @@ class _Layer(nn.Module):
         # Its weights come with each call: in a tuple it is no submodule.
         self._whole = (whole.to("meta"),)
         self._routed: list[RouterOutput] = []
+        self._entry_has_gradient = True
         whole.router.register_forward_hook(self._keep)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,19 +117,34 @@ class _Layer(nn.Module):
         weights = translate(dict(self.named_parameters()), self._rules, self._names)
         bias = None
         if self.args.bias and self.args.return_bias:
-            bias = weights["bias"]
+            # A view: reentrant checkpointing makes what it returns depend on its inputs, and a
+            # parameter that does would be computed anew in its own backward pass, for ever.
+            bias = weights["bias"].view_as(weights["bias"])
             weights["bias"] = torch.zeros_like(bias)
         y, _, metrics = functional_call(whole.train(self.training), weights, (x,))
         routed = self._routed.pop()
-        # In the backward pass it is a recomputation, whose entry was made the first time.
-        if self.training and not in_backward():
-            assert routed.probs_TE is not None
-            assert routed.logits_TE is not None
-            if self.args.moe_loss_weight > 0:
-                _load_balancing.append((metrics["tokens_per_expert"], routed.probs_TE))
-            if self.args.moe_zloss_weight > 0:
-                _router_logits.append(at_least_fp32(routed.logits_TE))
+        if self.training:
+            self._collect(routed, metrics["tokens_per_expert"])
         return y if bias is None else (y, bias)
+
+    def _collect(self, routed: RouterOutput, counts_E: Tensor) -> None:
+        has_loss = self.args.moe_loss_weight > 0 or self.args.moe_zloss_weight > 0
+        if in_backward():  # a recomputation, whose entry was made the first time
+            learns = has_loss and routed.logits_TE is not None and routed.logits_TE.requires_grad
+            if learns and not self._entry_has_gradient:
+                raise ValueError(
+                    "expected the router's losses to have gradients, got a layer checkpointed with "
+                    "use_reentrant=True, whose first pass has none: pass use_reentrant=False, or "
+                    "set moe_loss_weight and moe_zloss_weight to 0"
+                )
+            return
+        self._entry_has_gradient = torch.is_grad_enabled()
+        assert routed.probs_TE is not None
+        assert routed.logits_TE is not None
+        if self.args.moe_loss_weight > 0:
+            _load_balancing.append((counts_E, routed.probs_TE))
+        if self.args.moe_zloss_weight > 0:
+            _router_logits.append(at_least_fp32(routed.logits_TE))
 
 
 class dMoE(_Layer):  # noqa: N801, their name

@@ -332,6 +332,14 @@ def test_another_device_is_an_error(name, argument):
         op.call(**moved)
 
 
+@pytest.mark.parametrize("device", ["MPS", "XPU", "PrivateUse1"])
+def test_a_device_without_kernels_gets_the_twin(device):
+    ops = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("mb::")]
+    served = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    assert len(ops) > 20
+    assert [name for name in ops if not served(name, device)] == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int16], ids=str)
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_a_dtype_nobody_computes_in_is_an_error(name, argument, dtype):

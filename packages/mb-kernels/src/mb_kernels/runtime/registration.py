@@ -1,9 +1,9 @@
 """How an op of namespace ``mb`` is registered, and which implementation a tensor gets.
 
 Every op is a ``torch.library`` op with a fake implementation, an autograd formula where it has a
-gradient, and a FLOP formula where it multiplies matrices. CPU tensors run the plain PyTorch
-reference; CUDA and ROCm tensors run Triton. Under ``TRITON_INTERPRET=1`` CPU tensors run the Triton
-kernels through Triton's interpreter, which is how they are tested without a GPU. Under
+gradient, and a FLOP formula where it multiplies matrices. CUDA and ROCm tensors run Triton, those
+of other devices the plain PyTorch reference. Under ``TRITON_INTERPRET=1`` CPU tensors run the
+Triton kernels through Triton's interpreter, which is how they are tested without a GPU. Under
 ``MB_DEBUG=1`` an op may check the values it is given, which makes the host wait for the device.
 
 Triton is imported on the first call that needs it, never on ``import mb_kernels``.
@@ -127,8 +127,7 @@ def register(
             return launch()(*args)
 
     _library.define(schema)
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, implementation, key)
+    _library.impl(name, implementation, "CompositeExplicitAutograd")  # on devices of every kind
     torch.library.register_fake(f"mb::{name}", fake, lib=_library)
     op = getattr(torch.ops.mb, name).default
     if setup_context is not None and backward is not None:

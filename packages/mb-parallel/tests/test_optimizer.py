@@ -205,6 +205,14 @@ def test_a_master_follows_a_weight_that_was_written_between_steps():
         parameter[2:] = 3.0
     torch.testing.assert_close(step(1)[:2], expected[:2], rtol=0, atol=0)
     assert (parameter[2:] - 3.0).abs().max() < 0.05
+    # Another optimizer, given the state of this one and weights of a third: those are what trains.
+    again = AdamW(parameters, lr=1e-3)
+    again.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        parameter.fill_(-2.0)
+    _set_grads(parameters, 1)
+    again.step()
+    assert (parameter + 2.0).abs().max() < 0.05
 
 
 def test_sixteen_bit_parameters_have_a_master_weight():

@@ -188,6 +188,16 @@ def test_copies_and_pickles_of_a_model_stand_alone():
         assert other.experts.w1.grad is not None
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_copy_of_model_and_optimizer_trains_on_alike(name):
+    model = _Model()
+    optimizer = OPTIMIZERS[name](model, hold_working_copies([model], torch.bfloat16))
+    _losses(model, optimizer, micro_batches=1, steps=1)
+    copied = copy.deepcopy((model, optimizer))
+    got = _losses(*copied, micro_batches=1)
+    assert torch.equal(got, _losses(model, optimizer, micro_batches=1))
+
+
 def test_state_dict_and_parameters_are_as_before():
     model = _Model()
     names = list(model.state_dict())

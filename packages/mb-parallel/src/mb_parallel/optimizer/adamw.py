@@ -16,7 +16,7 @@ import mb_kernels
 import torch
 from torch import Tensor
 
-from mb_parallel.optimizer.shards import local, local_grad, version
+from mb_parallel.optimizer.shards import Unwritten, local, local_grad
 from mb_parallel.optimizer.working_copies import WorkingCopies
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -88,6 +88,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     for key, value in values.items()
                 }
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what others hung on; torch's leaves out what a subclass adds to step by."""
+        mine = vars(self).items()
+        return {key: value for key, value in mine if key != "step" and not key.endswith("_hooks")}
+
     def planned_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Meta tensors of the sizes and dtypes of `make_state` on this rank, nothing allocated."""
         return self.make_state(torch.empty_like(local(parameter).detach(), device="meta"))
@@ -130,7 +135,7 @@ class AdamW(ShardedOptimizer):
             )
         self.state_dtype = state_dtype
         self._copies = working_copies if working_copies is not None else WorkingCopies({})
-        self._seen: dict[Tensor, tuple[int, ...]] = {}  # of 16-bit parameters, after a step
+        self._equal = Unwritten()  # 16-bit parameters, to their masters
         rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**rates, **defaults})
         for parameter in (p for group in self.param_groups for p in group["params"]):
@@ -155,7 +160,7 @@ class AdamW(ShardedOptimizer):
         weights, grads, copies = [], [], []
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
-            if parameter in self._seen and self._seen[parameter] != version(parameter):
+            if "master" in state and parameter not in self._equal:
                 _follow(local(state["master"]), local(parameter).detach())
             copy = parameter if "master" in state else self._copies.get(parameter)
             weights.append(local(state.get("master", parameter)).detach())
@@ -176,7 +181,7 @@ class AdamW(ShardedOptimizer):
             found_inf=skip,
         )
         self._copies.written(parameters)
-        self._seen |= {p: version(p) for p in parameters if p.dtype in _HALVES}
+        self._equal.note(p for p in parameters if p.dtype in _HALVES)
 
 
 def _follow(master: Tensor, weight: Tensor) -> None:

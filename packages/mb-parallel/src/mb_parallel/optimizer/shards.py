@@ -23,8 +23,26 @@ def local(tensor: Tensor) -> Tensor:
     return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
 
 
-def version(parameter: Tensor) -> tuple[int, ...]:
-    """Changes with each write that autograd counts, to a DTensor or its shard, and with storage."""
+class Unwritten:
+    """The parameters that nobody wrote since they were noted, as far as autograd counts writes."""
+
+    def __init__(self) -> None:
+        self._versions: dict[Tensor, tuple[int, ...]] = {}
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return self._versions.get(parameter) == _version(parameter)
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """From here on."""
+        self._versions |= {parameter: _version(parameter) for parameter in parameters}
+
+    def clear(self) -> None:
+        """Contain none."""
+        self._versions.clear()
+
+
+def _version(parameter: Tensor) -> tuple[int, ...]:
+    """Changes with each write to a DTensor or its shard, and with storage."""
     shard = local(parameter)
     return parameter._version, shard._version, shard.data_ptr()
 

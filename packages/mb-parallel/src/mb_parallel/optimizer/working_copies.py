@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from mb_layers import Experts
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mb_parallel.optimizer.shards import local, shaped_like, version
+from mb_parallel.optimizer.shards import Unwritten, local, shaped_like
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -44,7 +45,7 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
 
     def __init__(self, pairs: Mapping[Tensor, Tensor]) -> None:
         self._copies = dict(pairs)
-        self._seen: dict[Tensor, tuple[int, ...]] = {}
+        self._equal = Unwritten()  # to their copies
         for parameter, copy in self._copies.items():
             same_size = local(parameter).shape == copy.shape
             if parameter.dtype != torch.float32 or copy.dtype not in _HALVES or not same_size:
@@ -57,6 +58,9 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
             copy.requires_grad_()  # which a hook has to see; `refresh` says what it is
             copy.register_post_accumulate_grad_hook(functools.partial(_hand_over, parameter))
         self.refresh()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkingCopies, ({},)  # a copy of the model casts at each use
 
     def __getitem__(self, parameter: Tensor) -> Tensor:
         return self._copies[parameter]
@@ -75,17 +79,17 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
         """
         for parameter, copy in self._copies.items():
             copy.requires_grad_(parameter.requires_grad)
-            if everything or self._seen.get(parameter) != version(parameter):
+            if everything or parameter not in self._equal:
                 copy.copy_(local(parameter))
                 self.written([parameter])
 
     def forget(self) -> None:
         """Cast everything again in the next `refresh`."""
-        self._seen.clear()
+        self._equal.clear()
 
     def written(self, parameters: Iterable[Tensor]) -> None:
         """Note that these parameters and their copies are equal now."""
-        self._seen |= {p: version(p) for p in parameters if p in self._copies}
+        self._equal.note(p for p in parameters if p in self._copies)
 
 
 def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> WorkingCopies:

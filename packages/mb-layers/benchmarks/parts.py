@@ -121,7 +121,9 @@ def experts_row(model: str, name: str) -> dict[str, Any]:
 
 
 def block_row(model: str, name: str, groups: int) -> dict[str, Any]:
-    sizes = {} if groups == 1 else {"n_group": groups, "topk_group": 2}
+    sizes: dict[str, Any] = {}
+    if hasattr(text_config(model), "n_group"):
+        sizes = {"n_group": groups, "topk_group": min(groups, 2)}
     if groups > 1 and hasattr(text_config(model), "topk_method"):
         sizes["topk_method"] = "group_limited_greedy"
     block, _ = build(model, name, **sizes)

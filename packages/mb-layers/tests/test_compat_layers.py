@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from layers_oracle import assert_close
+from mb_layers import compat
 from mb_layers.compat import from_megablocks, layer_from_arguments
 from mb_layers.compat.arguments import Arguments, from_megatron
 from mb_layers.compat.dmoe import dMoE
@@ -179,3 +180,10 @@ def test_megatrons_namespace() -> None:
     arguments = from_megatron(Namespace())
     assert (arguments.hidden_size, arguments.moe_num_experts) == (48, 8)
     assert arguments.ffn_hidden_size == 4096
+
+
+def test_what_megablocks_itself_exports() -> None:
+    layer = compat.dMoE(compat.Arguments(**SIZES))
+    layer(torch.randn(3, 16))
+    assert len(compat.get_load_balancing_loss()) == 1
+    assert issubclass(compat.MoE, type(layer).__base__)

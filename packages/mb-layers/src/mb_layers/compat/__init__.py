@@ -14,3 +14,6 @@ from mb_layers.compat.arguments import from_megatron as from_megatron
 from mb_layers.compat.arguments import layer_from_arguments as layer_from_arguments
 from mb_layers.compat.checkpoints import from_megablocks as from_megablocks
 from mb_layers.compat.checkpoints import to_megablocks as to_megablocks
+from mb_layers.compat.moe import MoE as MoE
+from mb_layers.compat.moe import dMoE as dMoE
+from mb_layers.compat.moe import get_load_balancing_loss as get_load_balancing_loss

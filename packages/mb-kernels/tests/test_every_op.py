@@ -332,6 +332,15 @@ def test_another_device_is_an_error(name, argument):
         op.call(**moved)
 
 
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_a_sparse_tensor_is_an_error(name, argument):
+    op = make_op(name)
+    if argument == "counts" and name != "router_losses":
+        pytest.skip("the op does not read the counts")
+    with pytest.raises(ValueError, match=r"expected a dense tensor; got torch.sparse_coo"):
+        op.call(**op.tensors | {argument: op.tensors[argument].detach().to_sparse()})
+
+
 @pytest.mark.parametrize("device", ["MPS", "XPU", "PrivateUse1"])
 def test_a_device_without_kernels_gets_the_twin(device):
     ops = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("mb::")]

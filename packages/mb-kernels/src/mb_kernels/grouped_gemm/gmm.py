@@ -42,6 +42,7 @@ def gmm(
             f"b: expected {'[N, M]' if trans_a else '[E, K, M], or [E, M, K] with trans_b'} beside "
             f"a [N, K]; got a {tuple(a.shape)} and b {tuple(b.shape)}."
         )
+    checks.require_dense("batch_sizes", batch_sizes)
     if batch_sizes.ndim != 1 or batch_sizes.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             "batch_sizes: expected int32 or int64 [E], the rows of each expert; got "

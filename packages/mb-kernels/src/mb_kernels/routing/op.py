@@ -66,6 +66,7 @@ def bin_tokens(expert_ids_TK: Tensor, num_experts: int, *, capacity: int | None 
         ValueError: ids are not an integer [T, K], num_experts < 1, capacity < 0, or, with
             ``MB_DEBUG=1``, an id is outside -1..num_experts.
     """
+    checks.require_dense("expert_ids_TK", expert_ids_TK)
     if expert_ids_TK.ndim != 2 or expert_ids_TK.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"expert_ids_TK: expected int32 or int64 [tokens, top_k]; got {expert_ids_TK.dtype} "

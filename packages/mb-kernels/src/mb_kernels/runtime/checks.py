@@ -14,8 +14,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INDICES = (torch.int32, torch.int64)
 
 
+def require_dense(name: str, x: Tensor) -> None:
+    """ValueError if ``x`` is of a sparse or another layout without strides."""
+    if x.layout is not torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor; got {x.layout}. Use .to_dense().")
+
+
 def require_floating(name: str, x: Tensor) -> None:
-    """ValueError unless ``x`` is of a dtype that kernels or reference compute in."""
+    """ValueError unless ``x`` is dense, of a dtype that kernels or reference compute in."""
+    require_dense(name, x)
     if x.dtype not in DTYPES:
         raise ValueError(
             f"{name}: expected float32, bfloat16, float16 or float64; got {x.dtype}. "
@@ -24,10 +31,14 @@ def require_floating(name: str, x: Tensor) -> None:
 
 
 def require_device(what: str, first: Tensor, **others: Tensor | None) -> None:
-    """ValueError unless every tensor is on the device of ``first``."""
+    """ValueError unless every tensor is dense and on the device of ``first``."""
+    require_dense(what, first)
     device = first.device
     for name, tensor in others.items():
-        if tensor is not None and tensor.device != device:
+        if tensor is None:
+            continue
+        require_dense(name, tensor)
+        if tensor.device != device:
             raise ValueError(
                 f"{name}: expected it on {device}, where {what} is; got {tensor.device}. "
                 f"Move it with .to({str(device)!r})."

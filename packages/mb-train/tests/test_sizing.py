@@ -290,6 +290,13 @@ def test_the_command(capsys):
     out = capsys.readouterr().out
     for word in ("parameters", "GiB per rank", "checkpoint", "TFLOP on 8 ranks", "hours"):
         assert word in out
+    rampup = ["--train-samples", "10000", "--rampup-batch-size", "64", "64", "1000"]
+    for more, steps in (([], 19), (rampup[2:], 24)):
+        words = ["--recipe", "dmoe-125m", "--gpus", "8", "--gpu", "H200", *rampup[:2], *more]
+        assert main(["plan", *words]) == 0
+        training = capsys.readouterr().out.splitlines()[-1]
+        assert training.startswith(f"training      {steps} steps, ")
+        assert training.endswith(" 2 seconds")
     assert main(["plan", "--recipe", "dmoe-125m", "--gpus", "3"]) == 2
     assert main(["plan", "--gpus", "0"]) == 2
     assert "Expected --gpus of at least 1, got 0" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from mb_train.kept import activations_bytes, kept_by_layer, loss_bytes, recomput
 from mb_train.layout import parallel_dims
 from mb_train.models.gpt import GPT
 from mb_train.optimizer import parameter_groups
+from mb_train.schedule import BatchSizes, train_iterations, train_samples
 from mb_train.step_time import Work, orthogonalising
 from mb_train.tasks.architecture import transformer_config
 
@@ -226,7 +227,8 @@ def _work(
 
 def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> list[str]:
     """The sizes as lines."""
-    tokens = config.batch_size(config.data_parallel_size(ranks)) * whole(config.seq_length)
+    batch = config.batch_size(config.data_parallel_size(ranks))
+    tokens = batch * whole(config.seq_length)
     lines = [
         f"parameters    {found.parameters:,} ({found.active:,} of them meet a token)",
         f"memory        {found.memory / GIB:.1f} GiB per rank: weights {found.weights / GIB:.1f}, "
@@ -240,10 +242,11 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
             f"time          {1000 * found.step_s:,.0f} ms a step on {device}, "
             f"{tokens / found.step_s:,.0f} tokens/s, communication not counted"
         )
-        if config.train_iters is not None:
-            hours = config.train_iters * found.step_s / 3600
-            long = f"{hours:,.1f} hours" if hours >= 0.1 else f"{3600 * hours:,.0f} seconds"
-            lines.append(f"training      {config.train_iters:,} steps, {long}")
+        steps = train_iterations(config, BatchSizes(config, batch))
+        # Of a ramp-up the smaller steps take their share of a whole one.
+        hours = train_samples(config, batch) / batch * found.step_s / 3600
+        long = f"{hours:,.1f} hours" if hours >= 0.1 else f"{3600 * hours:,.0f} seconds"
+        lines.append(f"training      {steps:,} steps, {long}")
     return lines
 
 

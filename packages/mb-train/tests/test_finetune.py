@@ -76,6 +76,21 @@ def test_it_learns(bert, tmp_path, capsys):
     assert found["accuracy"] > 0.9
 
 
+def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "pairs.tsv"
+    write(file, "qqp", 4)
+    files = ["--task", "qqp", "--train-data", str(file), "--valid-data", str(file)]
+    there = sorted(bert.parent.rglob("*"))
+    monkeypatch.chdir(bert)
+    for run in (".", "iter_0000000", str(bert)):
+        assert main(["finetune", run, *files, "--print-config", "--use-flash-attn"]) == 0
+        assert f'save = "{bert}-qqp"' in capsys.readouterr().out
+    for words, says in ((["--epochs", "inf"], "--epochs above 0"), (["--load", "x"], "no --load")):
+        assert main(["finetune", ".", *files, *words]) == 2
+        assert says in capsys.readouterr().err
+    assert sorted(bert.parent.rglob("*")) == there
+
+
 def test_pairs_become_samples_of_two_segments(bert, tmp_path):
     path = tmp_path / "pairs.tsv"
     path.write_text("h\n" + mnli_row("good w1 w2", "bad", "contradiction") + "\r\n\n")

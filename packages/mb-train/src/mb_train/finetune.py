@@ -18,6 +18,7 @@ from mb_train.config import GROUPS, TrainConfig, whole
 from mb_train.flags import Parser, parse, resolve
 from mb_train.host import leads, prepare_host
 from mb_train.run_folder import checkpoint_in, read_saved_run
+from mb_train.toml_file import to_toml
 
 # Besides the model: what its sequences and its vocabulary are.
 _KEPT = (
@@ -43,6 +44,11 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("--epochs", type=float, default=3, help="passes over the data; default 3")
     options, rest = parser.parse_known_args(arguments)
     command = parse(rest)
+    if command.values.get("load") is not None:
+        raise ValueError(
+            "Expected no --load: fine-tuning begins with RUN's weights. One that was stopped goes "
+            "on with mb-train --load and its own folder."
+        )
     checkpoint = checkpoint_in(Path(options.run))
     run = read_saved_run(checkpoint)
     saved = run.inherited()
@@ -54,15 +60,15 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
         len(read_pairs(Path(file), options.task))
         for file in (options.train_data, options.valid_data)
     )
-    if not options.epochs > 0:
-        raise ValueError(f"Expected --epochs above 0, got {options.epochs:g}.")
+    if not 0 < options.epochs < math.inf:
+        raise ValueError(f"Expected a number of --epochs above 0, got {options.epochs:g}.")
     names = [f.name for group in ("model", "moe") for f in dataclasses.fields(GROUPS[group])]
     base = {name: saved[name] for name in (*names, *_KEPT) if name in saved}
     base |= _DEFAULTS | {
         "task": options.task, "bert_load": options.run, "train_iters": 1,
         "train_data_path": [options.train_data], "valid_data_path": [options.valid_data],
         "make_vocab_size_divisible_by": run.identity["padded_vocab_size"],  # as many as it had
-        "save": f"{options.run.rstrip('/')}-{options.task}",
+        "save": _beside(checkpoint.parent, options.task),
     }  # fmt: skip
     config = resolve(command, base)
     batch = _batch(config)
@@ -71,7 +77,18 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
         config = dataclasses.replace(config, train_iters=iterations)
     if "eval_iters" not in command.values:
         config = dataclasses.replace(config, eval_iters=math.ceil(valid / batch))
+    if command.print_config:
+        print(to_toml(config), end="")
+        return 0
+    for note in command.notes if leads() else ():
+        print(f"note: {note}", flush=True)
     return _run(config, valid)
+
+
+def _beside(run: Path, task: str) -> str:
+    """The folder of a run with a task behind its name."""
+    named = run if run.name not in ("", "..") else run.resolve()
+    return str(named.with_name(f"{named.name}-{task}"))
 
 
 def _batch(config: TrainConfig) -> int:
@@ -89,7 +106,7 @@ def _run(config: TrainConfig, valid: int) -> int:
     result = train(config)
     if not leads() or result.checkpoint is None:
         return 1 if result.diverged else 0
-    trained = load_trained(result.checkpoint, "auto", kinds=("classifier",))
+    trained = load_trained(result.checkpoint, config.device, kinds=("classifier",))
     vocab_size = trained.saved.identity["padded_vocab_size"]
     task = one_process_task(trained.config, trained.tokenizer, vocab_size=vocab_size)
     _, dataset, _ = task.build_datasets(config.data_by_part() or {}, (0, valid, 0))

@@ -10,6 +10,7 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
 from mb_train.retrieval.corpus_index import Retriever, build_index
+from mb_train.run_folder import find_checkpoint
 from mb_train.tasks.make import whole_model
 
 pytest.importorskip("faiss")
@@ -99,6 +100,7 @@ def test_what_is_no_index_is_refused_and_nothing_is_written(corpus, tmp_path, ca
     refused("vectors of 8", "index", run, *flags, "--kind", "IVF99,Flat")
     refused("--queries of at least 1", "index", run, *flags, "--queries", 0)
     refused("mb-train index", "retrieve", run, "w1", "--index", index)
+    refused(f"an index in {run}/index", "retrieve", find_checkpoint(folder / "run"), "w1")
     assert not list(tmp_path.iterdir())
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mb_train.flags import Parser, add_run
+from mb_train.run_folder import checkpoint_in
 
 
 def index(parser: Parser, arguments: Sequence[str]) -> int:
@@ -33,7 +34,7 @@ def index(parser: Parser, arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     from mb_train.retrieval.corpus_index import build_index
 
-    output = Path(options.output or Path(options.run) / "index")
+    output = _folder(options.output, options.run)
     found = build_index(
         Path(options.run),
         options.corpus,
@@ -58,8 +59,13 @@ def retrieve(parser: Parser, arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     from mb_train.retrieval.corpus_index import Retriever
 
-    folder = Path(options.index or Path(options.run) / "index")
+    folder = _folder(options.index, options.run)
     retriever = Retriever(Path(options.run), folder, device=options.device)
     for place, answer in enumerate(retriever.ask(options.query, options.count), start=1):
         print(f"{place}. {answer.title} ({answer.score:.3f})\n   {answer.text}")
     return 0
+
+
+def _folder(given: str | None, run: str) -> Path:
+    """Of an index: RUN/index, if none is given, also where RUN is an iteration's folder."""
+    return Path(given) if given else checkpoint_in(Path(run)).parent / "index"

@@ -2,9 +2,12 @@
 
 import errno
 import io
+import sys
+from types import SimpleNamespace
 
 import pytest
 from mb_train import console
+from mb_train.cli import main
 from mb_train.console import Console
 from mb_train.signals import stop_signals
 
@@ -102,3 +105,15 @@ def test_a_reader_that_has_gone_is_a_terminal_that_has_closed():
         said.say("one")
         assert stop.name == "SIGHUP"
         said.say("two")
+
+
+@pytest.mark.parametrize("where", ["write", "flush"])  # more than fits between, or less
+def test_a_command_whose_reader_has_gone_ends_without_a_word(monkeypatch, capfd, where):
+    def gone(*_):
+        raise BrokenPipeError
+
+    out = SimpleNamespace(write=lambda text: None, flush=lambda: None)
+    setattr(out, where, gone)
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["--print-config"]) == 1
+    assert capfd.readouterr() == ("", "")

@@ -29,13 +29,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code: 0, 1 if the run diverged or its end is not saved, 2 for bad input.
+        The exit code: 0, 1 if the run diverged, its end is not saved or nobody reads what is said,
+        2 for bad input.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments and arguments[0] in COMMANDS:
-            return run_command(arguments[0], COMMANDS[arguments[0]], arguments[1:])
-        return _train(arguments)
+            code = run_command(arguments[0], COMMANDS[arguments[0]], arguments[1:])
+        else:
+            code = _train(arguments)
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stdout = None  # of which Python would complain once more at its end
+        return 1
     except (ValueError, OSError) as error:
         if os.environ.get("MB_TRACEBACK"):
             raise

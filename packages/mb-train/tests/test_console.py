@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from mb_train import console
 from mb_train.cli import main
+from mb_train.commands import COMMANDS
 from mb_train.console import Console
 from mb_train.signals import stop_signals
 
@@ -117,3 +118,12 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(monkeypatch, capfd,
     monkeypatch.setattr(sys, "stdout", out)
     assert main(["--print-config"]) == 1
     assert capfd.readouterr() == ("", "")
+
+
+def test_ctrl_c_in_a_command_is_a_line(monkeypatch, capsys):
+    def interrupted(parser, arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "eval", interrupted)
+    assert main(["eval"]) == 130
+    assert capsys.readouterr().err == "mb-train: interrupted\n"

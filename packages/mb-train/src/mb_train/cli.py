@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, 1 if the run diverged, its end is not saved or nobody reads what is said,
-        2 for bad input.
+        2 for bad input, 130 after a Ctrl-C that ends it at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         sys.stdout = None  # of which Python would complain once more at its end
         return 1
+    except KeyboardInterrupt:
+        print("mb-train: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         if os.environ.get("MB_TRACEBACK"):
             raise

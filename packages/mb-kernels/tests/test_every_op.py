@@ -478,6 +478,21 @@ def test_nothing_inside(experts):
         assert not any(g.any() for g in grads[:3])
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("name", ["padded", "expert_mlp", "expert_mlp_bias", "sparse_expert_mlp"])
+def test_what_no_expert_takes_may_be_any_number(name, top_k):
+    tensors = make_op(name, top_k=top_k).tensors
+    ids = make_expert_ids("uniform", T, E, top_k)
+    ids[0] = -1
+    made = reference.bin_tokens(ids, E)
+    tensors |= zip(("order", "inverse", "counts", "offsets"), made, strict=True)
+    tensors["x"][0], tensors["weights"][0] = torch.inf, torch.nan
+    op = make_op(name, top_k=top_k)
+    assert not op.call(**tensors)[0].any()
+    for what, value in results(op, tensors).items():
+        assert value.isfinite().all(), what
+
+
 @pytest.mark.parametrize("module", [mb_kernels, reference], ids=["op", "twin"])
 def test_an_infinite_loss_of_no_weight_adds_nothing(module):
     tensors = make_op("router_losses").tensors

@@ -92,6 +92,8 @@ def test_there_and_back(ranks, lengths, hidden, columns, dtype):
                 assert int(counts[here][source]) == int(mine.sum())
                 assert torch.equal(memory.rows("tokens")[rows], x[source][mine])
                 assert torch.equal(memory.payload("tokens")[rows], payload[source][mine])
+                behind = memory.rows("tokens")[rows.stop : (source + 1) * most]
+                assert repeat or behind.isnan().all()  # untouched
 
         for memory, counts_r in zip(world.memories, counts, strict=True):
             scale = memory.rank + 1
@@ -135,6 +137,9 @@ def test_gradients_use_the_rows_of_their_tokens():
             rows = slice(source, source + count)
             assert torch.equal(memory.rows("grads")[rows], -memory.rows("tokens")[rows])
     world.check_guards()
+    for memory in world.memories:
+        memory.wait("grads", place=5)  # signals are used up: both are waited for, the first named
+        assert memory.error.tolist() == [1, 5, 0]
 
 
 def test_a_peer_that_does_not_come_is_named_once():

@@ -53,7 +53,7 @@ def linear_cross_entropy(
         x: hidden states [..., D], any floating dtype: products are computed in it, losses in fp32.
         weight_VD, bias_V: fp32 or the dtype of x; their gradients are summed up in fp32.
         labels: [...], integers in [0, V). A negative one (-1, -100) is of no class: it adds no
-            loss and no gradient. One of V or more makes the loss NaN.
+            loss and no gradient, be its hidden state NaN. One of V or more makes the loss NaN.
         weights: [...], what each token's loss counts; None: 1. Has no gradient.
         reduction: "mean", sum(weights * losses) / sum(weights) over the tokens with a label (0 if
             there is none); "sum", the numerator alone; "none", each token's loss, unweighted and

@@ -17,11 +17,12 @@ def linear_cross_entropy(
     reduction: str = "mean",
 ) -> Tensor:
     """As `mb_kernels.linear_cross_entropy`, for a whole vocabulary; any number of derivatives."""
-    logits_TV = x.reshape(labels.numel(), x.shape[-1]) @ weight_VD.to(x.dtype).t()
-    if bias_V is not None:
-        logits_TV = logits_TV + bias_V.to(x.dtype)
     labels_T = labels.reshape(-1).long()
     valid_T = labels_T >= 0
+    x_TD = x.reshape(labels.numel(), x.shape[-1]).where(valid_T[:, None], 0)
+    logits_TV = x_TD @ weight_VD.to(x.dtype).t()
+    if bias_V is not None:
+        logits_TV = logits_TV + bias_V.to(x.dtype)
     log_probs_TV = torch.log_softmax(at_least_fp32(logits_TV), dim=1)
     losses_T = -log_probs_TV.gather(1, labels_T.clamp(min=0)[:, None])[:, 0]
     losses_T = torch.where(valid_T, losses_T, 0)

@@ -58,7 +58,8 @@ def run(
     rows = _rows(x_TD, vocabulary)  # the same on all ranks, however many labels each of them has
     for start in range(0, tokens, rows):
         here = slice(start, start + rows)
-        x_RD = x_TD[here]
+        # What is no number in a token without a label would be none times 0 in the weight's sum.
+        x_RD = x_TD[here].where((labels_T[here] >= 0)[:, None], 0)
         logits_RV = x_RD @ w_VD.t() if b_V is None else torch.addmm(b_V, x_RD, w_VD.t())
         losses_T[here], grad_RV = finish(logits_RV, labels_T[here], weights_T[here])
         if dx_TD is not None:

@@ -90,7 +90,8 @@ def combine_fwd_kernel(
         reached |= row >= 0
         value = load_picked(rows_ptr, row, row >= 0, d, D).to(tl.float32)
         if WEIGHTED:
-            value *= tl.load(weights_ptr + slot + k, mask=live, other=0.0).to(tl.float32)[:, None]
+            weight = tl.load(weights_ptr + slot + k, mask=live, other=0.0).to(tl.float32)
+            value *= tl.where(row >= 0, weight, 0.0)[:, None]  # that of a dropped slot may be NaN
         acc += value
     if home_ptr is None:
         store_picked(y_ptr, acc, t, live, d, D)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mb_parallel import ParallelDims
+from mb_parallel import ParallelDims, apply_data_parallel
 from mb_parallel.optimizer import (
     Adafactor,
     AdamW,
@@ -146,3 +146,28 @@ def muon(parameters):
 def test_nan_on_one_rank_skips_the_step_on_all():
     for results in run_ranks(skips, 4):
         assert results == [(1.0, 0.0, True, True, True)] * 6
+
+
+def on_a_second_mesh(rank, world_size):
+    """torch gives parameters of shapes that it has seen on an equal mesh the groups of that one."""
+
+    def spread(mesh, rows):
+        model = nn.Sequential(*(nn.Linear(4, n, bias=False) for n in rows))
+        for module in model:
+            weight = distribute_tensor(
+                torch.ones(module.weight.shape), mesh.dense["tp"], [Shard(0)]
+            )
+            module.weight = nn.Parameter(weight)
+        apply_data_parallel(model, mesh, blocks=list(model))
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        return grad_norm(model.parameters(), mesh)
+
+    # Two stages that differ: what their ranks have seen of the shapes of the second differs too.
+    pipeline = ParallelDims(pp=2, tp=2).build("cpu")
+    spread(pipeline, (6, 10) if pipeline.pp_rank else (6,))
+    return float(spread(ParallelDims(dp_shard=2, tp=2).build("cpu"), (6, 10)))
+
+
+def test_a_second_mesh_of_the_same_ranks():
+    assert run_ranks(on_a_second_mesh, 4, timeout_s=60.0) == pytest.approx([8.0] * 4)

@@ -104,7 +104,7 @@ def _stacks(late: dict[int, Any], folder: Path) -> str:
     ready = [rank for rank in late if (folder / f"{rank}.stack").exists()]
     for rank in ready:
         with contextlib.suppress(ProcessLookupError):  # it ended after all
-            os.kill(late[rank].pid, signal.SIGUSR1)
+            os.kill(late[rank].pid, signal.SIGUSR2)
     time.sleep(0.5)  # handlers write within milliseconds, and nothing says when they have
     return "\n".join(
         f"rank {rank} was at\n{(folder / f'{rank}.stack').read_text()}" for rank in ready
@@ -140,7 +140,7 @@ def _rank_main(
     here = Path(folder)
     if hasattr(faulthandler, "register"):  # not on Windows
         draft = here / f"{rank}.handler"
-        faulthandler.register(signal.SIGUSR1, file=draft.open("w"))
+        faulthandler.register(signal.SIGUSR2, file=draft.open("w"))
         draft.rename(here / f"{rank}.stack")  # from now on the signal does not end this process
     try:
         function = _load(*source)

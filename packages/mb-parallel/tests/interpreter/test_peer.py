@@ -3,6 +3,7 @@
 A file that both map takes the place of symmetric memory, and Triton's interpreter that of a GPU.
 """
 
+import os
 import time
 from typing import NamedTuple
 
@@ -17,6 +18,10 @@ from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.shard import shard_experts
 from mb_parallel.testing import run_ranks
 
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="Triton reads TRITON_INTERPRET=1 at its import: tests/test_interpreter.py sets it",
+)
 HIDDEN, FFN = 16, 16
 
 

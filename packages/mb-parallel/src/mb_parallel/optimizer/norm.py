@@ -18,7 +18,13 @@ from torch import Tensor
 
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.optimizer.scaler import GradScaler
-from mb_parallel.optimizer.shards import all_reduce_together, local, local_grad, shard_groups
+from mb_parallel.optimizer.shards import (
+    all_reduce_together,
+    local,
+    local_grad,
+    one_for_same_ranks,
+    shard_groups,
+)
 
 
 class StepResult(NamedTuple):
@@ -118,12 +124,12 @@ def _joint_sum(
 ) -> Tensor:
     """What `measure` finds in the shards, summed over the ranks of this stage."""
     parameters, left_out = list(parameters), {id(p) for p in uncounted}
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     device = parameters[0].device if parameters else torch.device("cpu")
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        alike = by_groups.setdefault(shard_groups(parameter), [])
+    parameters = [p for p in parameters if p.requires_grad]
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    groups = one_for_same_ranks(shard_groups(parameter) for parameter in parameters)
+    for parameter, lying in zip(parameters, groups, strict=True):
+        alike = by_groups.setdefault(lying, [])
         shard = shard_of(parameter)
         if shard is not None and id(parameter) not in left_out:
             alike.append(shard)

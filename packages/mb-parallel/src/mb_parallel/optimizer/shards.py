@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,6 +110,22 @@ def shard_groups(
     return tuple(groups)
 
 
+def one_for_same_ranks(groups: Iterable[tuple[dist.ProcessGroup, ...]]) -> list[tuple[Any, ...]]:
+    """`groups` with one group, the first, for all that have the same ranks.
+
+    torch takes equal meshes for the same and caches results of operators with them, a parameter's
+    detachment, say. After a second mesh of the same sizes some parameters lie on the groups of the
+    first, and which do depends on what a rank has computed before.
+    """
+    groups = list(groups)
+    first: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    one = {
+        group: first.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+        for group in dict.fromkeys(group for mine in groups for group in mine)
+    }
+    return [tuple(one[group] for group in mine) for mine in groups]
+
+
 def all_reduce_together(
     parts: Sequence[Tensor], groups: Sequence[tuple[dist.ProcessGroup, ...]]
 ) -> list[Tensor]:
@@ -116,7 +133,7 @@ def all_reduce_together(
 
     Every rank of a group passes the tensors that it shares with the others in the same order.
     """
-    parts = list(parts)
+    parts, groups = list(parts), one_for_same_ranks(groups)
     for round_ in range(max(map(len, groups), default=0)):
         together: dict[dist.ProcessGroup, list[int]] = {}
         for index, mine in enumerate(groups):

@@ -173,6 +173,34 @@ def test_a_vocabulary_grows_to_its_tokenizer(tmp_path, kind, tokens, multiple, r
     torch.testing.assert_close(logits_of(back.eval()), logits, rtol=1e-4, atol=1e-5)
 
 
+def test_what_lies_beside_the_weights_is_kept(tmp_path, monkeypatch):
+    """Templates, generation settings, special tokens; from pieces, and through a moved folder."""
+    monkeypatch.chdir(tmp_path)
+    hf = tmp_path / "hf"
+    theirs("olmoe", pad_token_id=3, bos_token_id=None, eos_token_id=2).save_pretrained(
+        hf, max_shard_size="20KB"
+    )
+    assert len(list(hf.glob("*.safetensors"))) > 2
+    words = {chr(33 + i): i + 4 for i in range(70)} | {"<e>": 2, "<p>": 3}
+    model = {"type": "BPE", "vocab": words, "merges": []}
+    added = [{"id": words[w], "content": w, "special": True} for w in ("<e>", "<p>")]
+    beside = {
+        "tokenizer.json": json.dumps({"model": model, "added_tokens": added}),
+        "tokenizer_config.json": json.dumps({"eos_token": "<e>", "pad_token": "<p>"}),
+        "chat_template.jinja": "{{ messages }}",
+        "generation_config.json": json.dumps({"temperature": 0.7, "eos_token_id": [2, 3]}),
+    }
+    for name, text in beside.items():
+        (hf / name).write_text(text)
+    import_model(hf, tmp_path / "run", say=lambda line: None)
+    (tmp_path / "run").rename("moved")
+    export_model(tmp_path / "moved", tmp_path / "back", say=lambda line: None)
+    assert {name: (tmp_path / "back" / name).read_text() for name in beside} == beside
+    before, after = (json.loads((d / "config.json").read_text()) for d in (hf, tmp_path / "back"))
+    special = [f"{role}_token_id" for role in ("bos", "eos", "pad")]
+    assert [before[name] for name in special] == [after[name] for name in special]
+
+
 def test_every_tensor_is_used_once(tmp_path):
     theirs("olmoe").save_pretrained(tmp_path)
     weights = dict(TensorFolder(tmp_path))

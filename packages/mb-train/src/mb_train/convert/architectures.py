@@ -41,6 +41,15 @@ from mb_train.convert.weights import (
 from mb_train.models.config import TransformerConfig
 
 
+def _special(tokenizer: Any) -> dict[str, Any]:
+    """None where the tokenizer has none: their classes have numbers of their own for that."""
+    return {
+        "bos_token_id": tokenizer.special.get("bos"),
+        "eos_token_id": tokenizer.eod,
+        "pad_token_id": tokenizer.special.get("pad"),
+    }
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One of Hugging Face's model types.
@@ -70,9 +79,7 @@ class Architecture:
     left_out: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
-    special: Callable[[Any], dict[str, Any]] = lambda t: {
-        "eos_token_id": t.eod, "bos_token_id": None
-    }  # fmt: skip
+    special: Callable[[Any], dict[str, Any]] = _special
 
     def read(self, config: Json) -> dict[str, Any]:
         """Fields of a `TrainConfig` from a config.json, by whatever names it has its settings.
@@ -200,7 +207,7 @@ ARCHITECTURES = {
             GPT2_DEFAULTS, GPT2_ALIASES, prefix="transformer.",
             # Causal masks, which old files hold as if they were weights.
             left_out=(r"h\.\d+\.attn\.(masked_)?bias",),
-            special=lambda t: {"eos_token_id": t.eod, "bos_token_id": t.eod},
+            special=lambda t: {**_special(t), "bos_token_id": t.eod},
         ),
         Architecture(
             "bert", "BertForPreTraining", partial(bert_fields, post_norm=True), bert_config,

@@ -411,19 +411,25 @@ def run_config(**fields):
 @pytest.mark.parametrize(
     ("fields", "lacks"),
     [
-        ({"moe_num_experts": 4}, "position_embedding_type"),
-        ({"squared_relu": True}, "activation_name"),
-        ({"position_embedding_type": "rope"}, "normalization"),
-        ({**OLMOE, "kv_channels": 8}, "head_size"),
-        ({**QWEN2_MOE, "moe_weights_on_input": True}, "moe_weights_on_input"),
-        ({**QWEN2_MOE, "moe_shared_expert_weighted_sum": True}, "moe_shared_expert_weighted_sum"),
-        ({**QWEN2_MOE, "moe_renormalize": True, "moe_renormalize_p": 2.0}, "moe_renormalize_p"),
-        ({**QWEN2_MOE, "moe_layer_freq": 2, "num_layers": 2}, "moe_layer_freq"),
+        ({"moe_num_experts": 4}, "--position-embedding-type learned"),
+        ({"squared_relu": True}, "--activation squared_relu"),
+        ({"position_embedding_type": "rope"}, "--normalization LayerNorm"),
+        ({**OLMOE, "kv_channels": 8}, "--kv-channels 8"),
+        ({**QWEN2_MOE, "moe_weights_on_input": True}, "--moe-weights-on-input True"),
+        (
+            {**QWEN2_MOE, "moe_shared_expert_weighted_sum": True},
+            "--moe-shared-expert-weighted-sum True",
+        ),
+        (
+            {**QWEN2_MOE, "moe_renormalize": True, "moe_renormalize_p": 2.0},
+            "--moe-renormalize-p 2.0",
+        ),
+        ({**QWEN2_MOE, "moe_layer_freq": 2, "num_layers": 2}, "--moe-layer-freq 2"),
     ],
     ids=str,
 )
 def test_what_they_have_not_is_said(fields, lacks):
-    with pytest.raises(ValueError, match=f"no architecture for this model.*{lacks}"):
+    with pytest.raises(ValueError, match=f"no architecture for this model.* {lacks}"):
         architectures.architecture_for(run_config(**fields))
 
 

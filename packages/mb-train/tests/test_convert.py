@@ -173,6 +173,63 @@ def test_a_vocabulary_grows_to_its_tokenizer(tmp_path, kind, tokens, multiple, r
     torch.testing.assert_close(logits_of(back.eval()), logits, rtol=1e-4, atol=1e-5)
 
 
+def test_what_lies_beside_the_weights_is_kept(tmp_path, monkeypatch):
+    """Templates, generation settings, special tokens; from pieces, and through a moved folder."""
+    monkeypatch.chdir(tmp_path)
+    hf = tmp_path / "hf"
+    theirs("olmoe", pad_token_id=3, bos_token_id=None, eos_token_id=2).save_pretrained(
+        hf, max_shard_size="20KB"
+    )
+    assert len(list(hf.glob("*.safetensors"))) > 2
+    words = {chr(33 + i): i + 4 for i in range(70)} | {"<e>": 2, "<p>": 3}
+    model = {"type": "BPE", "vocab": words, "merges": []}
+    added = [{"id": words[w], "content": w, "special": True} for w in ("<e>", "<p>")]
+    beside = {
+        "tokenizer.json": json.dumps({"model": model, "added_tokens": added}),
+        "tokenizer_config.json": json.dumps({"eos_token": "<e>", "pad_token": "<p>"}),
+        "chat_template.jinja": "{{ messages }}",
+        "generation_config.json": json.dumps({"temperature": 0.7, "eos_token_id": [2, 3]}),
+    }
+    for name, text in beside.items():
+        (hf / name).write_text(text)
+    import_model(hf, tmp_path / "run", say=lambda line: None)
+    (tmp_path / "run").rename("moved")
+    export_model(tmp_path / "moved", tmp_path / "back", say=lambda line: None)
+    assert {name: (tmp_path / "back" / name).read_text() for name in beside} == beside
+    before, after = (json.loads((d / "config.json").read_text()) for d in (hf, tmp_path / "back"))
+    special = [f"{role}_token_id" for role in ("bos", "eos", "pad")]
+    assert [before[name] for name in special] == [after[name] for name in special]
+
+
+@pytest.mark.parametrize(
+    ("kind", "also", "positions"),
+    [
+        ("mistral", {"sliding_window": 19}, 19),
+        ("mistral", {"sliding_window": 24}, 24),
+        ("mixtral", {"sliding_window": 19}, 19),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}, 19),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 5}, 24),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 19}, 19),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 19}, 19),
+    ],
+    ids=str,
+)
+def test_a_window_bounds_the_texts(tmp_path, kind, also, positions):
+    """Of 19 tokens one of 19 leaves none out, and one of 18 does."""
+    model, said = theirs(kind, **also), []
+    model.save_pretrained(tmp_path / "hf")
+    config, weights = read_model(tmp_path / "hf", say=said.append)
+    assert config.positions == positions
+    assert len(said) == (positions < 24)
+    mine = GPT(transformer_config(config, 77)).eval()
+    mine.load_state_dict(weights)
+    torch.testing.assert_close(logits_of(mine), logits_of(model), rtol=1e-4, atol=1e-5)
+    if positions == 19:
+        narrow = theirs(kind, **also | {"sliding_window": 18})
+        assert (logits_of(narrow)[:, :18] - logits_of(mine)[:, :18]).abs().max() < 1e-4
+        assert (logits_of(narrow)[:, 18] - logits_of(mine)[:, 18]).abs().max() > 1e-4
+
+
 def test_every_tensor_is_used_once(tmp_path):
     theirs("olmoe").save_pretrained(tmp_path)
     weights = dict(TensorFolder(tmp_path))
@@ -230,10 +287,6 @@ def test_every_setting_is_read_and_has_their_default(kind):
     """A file may leave out any setting of a class; none that it has is passed over."""
     found = architectures.ARCHITECTURES[kind]
     full = transformers.CONFIG_MAPPING[kind]().to_dict()
-    if kind == "mistral":
-        with pytest.raises(ValueError, match=r"no sliding_window .* 4096"):
-            found.read({name: value for name, value in full.items() if name != "sliding_window"})
-        full |= {"max_position_embeddings": 4096}
     expected = found.read(full)
     asked = Asked(found.defaults | full)
     found.fields(asked)
@@ -297,7 +350,6 @@ def test_no_tensor_is_read_twice(tmp_path):
         ("gpt2", {"activation_function": "tanh"}, "activation_function of"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx of"),
         ("gpt2", {"model_type": "falcon"}, "of type gpt2, bert, .*, got 'falcon'"),
-        ("mixtral", {"sliding_window": 8}, "no sliding_window"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act of"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of"),
         ("olmoe", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type of"),
@@ -311,7 +363,7 @@ def test_no_tensor_is_read_twice(tmp_path):
         ("llama", {"rope_parameters": [1]}, "should not have"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers of"),
         ("llama", {"attention_bias": True}, "attention_bias of"),
-        ("mistral", {"sliding_window": 8}, "no sliding_window"),
+        ("mistral", {"sliding_window": "wide"}, "should not have"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step of"),
     ],
     ids=str,
@@ -359,19 +411,25 @@ def run_config(**fields):
 @pytest.mark.parametrize(
     ("fields", "lacks"),
     [
-        ({"moe_num_experts": 4}, "position_embedding_type"),
-        ({"squared_relu": True}, "activation_name"),
-        ({"position_embedding_type": "rope"}, "normalization"),
-        ({**OLMOE, "kv_channels": 8}, "head_size"),
-        ({**QWEN2_MOE, "moe_weights_on_input": True}, "moe_weights_on_input"),
-        ({**QWEN2_MOE, "moe_shared_expert_weighted_sum": True}, "moe_shared_expert_weighted_sum"),
-        ({**QWEN2_MOE, "moe_renormalize": True, "moe_renormalize_p": 2.0}, "moe_renormalize_p"),
-        ({**QWEN2_MOE, "moe_layer_freq": 2, "num_layers": 2}, "moe_layer_freq"),
+        ({"moe_num_experts": 4}, "--position-embedding-type learned"),
+        ({"squared_relu": True}, "--activation squared_relu"),
+        ({"position_embedding_type": "rope"}, "--normalization LayerNorm"),
+        ({**OLMOE, "kv_channels": 8}, "--kv-channels 8"),
+        ({**QWEN2_MOE, "moe_weights_on_input": True}, "--moe-weights-on-input True"),
+        (
+            {**QWEN2_MOE, "moe_shared_expert_weighted_sum": True},
+            "--moe-shared-expert-weighted-sum True",
+        ),
+        (
+            {**QWEN2_MOE, "moe_renormalize": True, "moe_renormalize_p": 2.0},
+            "--moe-renormalize-p 2.0",
+        ),
+        ({**QWEN2_MOE, "moe_layer_freq": 2, "num_layers": 2}, "--moe-layer-freq 2"),
     ],
     ids=str,
 )
 def test_what_they_have_not_is_said(fields, lacks):
-    with pytest.raises(ValueError, match=f"no architecture for this model.*{lacks}"):
+    with pytest.raises(ValueError, match=f"no architecture for this model.* {lacks}"):
         architectures.architecture_for(run_config(**fields))
 
 

@@ -239,5 +239,5 @@ def test_a_model_that_theirs_cannot_say_is_refused(tmp_path):
     theirs("t5 1.0").save_pretrained(tmp_path)
     config, _ = read_model(tmp_path)
     assert architecture_for(config).model_type == "t5"
-    with pytest.raises(ValueError, match="position_embedding_type"):
+    with pytest.raises(ValueError, match="--position-embedding-type learned"):
         architecture_for(replace(config, position_embedding_type="learned"))

@@ -169,6 +169,14 @@ def test_the_command_makes_a_run(tmp_path, capsys):
     torch.testing.assert_close(ours, theirs)
 
 
+def test_a_tokenizer_that_is_not_there_is_asked_for(tmp_path):
+    model = our_model(None)
+    folder = write(tmp_path / "checkpoints", model, tokenizer_type="SentencePieceTokenizer")
+    with pytest.raises(ValueError, match=r"Expected --tokenizer, .* a SentencePieceTokenizer"):
+        read_megatron(folder)
+    assert read_megatron(folder, tokenizer="null:90")[0].tokenizer == "null:90"
+
+
 def test_a_missing_rank_is_named(tmp_path):
     folder = write(tmp_path / "checkpoints", our_model(None), tp=2)
     (folder / "iter_0000050" / "mp_rank_01" / "model_optim_rng.pt").unlink()

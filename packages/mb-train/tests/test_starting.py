@@ -18,6 +18,7 @@ from mb_train.config import TrainConfig
 from mb_train.curves import read_curves
 from mb_train.flags import parse
 from mb_train.recipes import recipe
+from mb_train.run import vocabulary_rows
 from mb_train.starting import command_line, plan
 
 TINY = [
@@ -130,6 +131,15 @@ def test_going_on_with_another_is_refused(finished, capsys, words, says):
     assert main(["--load", str(folder), "--device", "cpu", *words]) == 2
     assert says in " ".join(capsys.readouterr().err.split())
     assert sorted(folder.rglob("*")) == before
+
+
+def test_a_vocabulary_that_ranks_cannot_share_is_said():
+    """GPT-2 of Hugging Face's has 50,257 rows."""
+    config = TrainConfig(**recipe("quickstart") | {"make_vocab_size_divisible_by": 128})
+    rows = [vocabulary_rows(config, 500, ranks=2, saved=n) for n in (0, 499, 500, 502)]
+    assert rows == [512, 512, 500, 502]
+    with pytest.raises(ValueError, match="2 tensor-parallel ranks can share, got one of 501 rows"):
+        vocabulary_rows(config, 500, ranks=2, saved=501)
 
 
 def test_a_key_of_another_version_is_named(finished, tmp_path):

@@ -192,7 +192,7 @@ def build_parts(
             warnings.warn(
                 f"no documents for {PARTS[part]} in {', '.join(missing)}: left out of that blend",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         weights = [w for w, _, _ in there if w is not None]
         total = sum(weights)
@@ -203,7 +203,13 @@ def build_parts(
         ]
         return BlendedDataset(datasets, shares, wanted, prefix=prefix, cache_dir=cache_dir)
 
-    return build(0), build(1), build(2)
+    def named(part: int) -> D | BlendedDataset[Any] | None:
+        try:
+            return build(part)
+        except ValueError as error:
+            raise ValueError(f"data for {PARTS[part]}: {error}") from error
+
+    return named(0), named(1), named(2)
 
 
 def parse_blend(path: DataPath) -> list[tuple[float | None, str]]:

@@ -20,11 +20,11 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
+from mb_data.blend import Parts, build_parts
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.masking import MaskingTokenizer, pad_to
 from mb_data.mersenne import check_seed
 from mb_data.sentence_index import block_mapping
-from mb_data.split import parse_split
 
 
 class ICTDataset:
@@ -167,16 +167,12 @@ def build_ict_datasets(
     query_in_block_prob: float = 0.1,
     use_one_sent_docs: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
-) -> tuple[ICTDataset | None, ICTDataset | None, ICTDataset | None]:
+) -> Parts[ICTDataset]:
     """Train, validation and test datasets; a part without documents is None. See ``ICTDataset``."""
-    if len(num_samples) != 3:
-        raise ValueError(
-            f"num_samples: expected three numbers, train, valid and test, got {num_samples!r}"
-        )
-    indexed = IndexedDataset(prefix)
     titles = None if titles_prefix is None else IndexedDataset(titles_prefix)
-    train, valid, test = (
-        ICTDataset(
+
+    def make(indexed: IndexedDataset, documents: range, wanted: int) -> ICTDataset:
+        return ICTDataset(
             indexed,
             documents,
             titles=titles,
@@ -190,12 +186,13 @@ def build_ict_datasets(
             use_one_sent_docs=use_one_sent_docs,
             cache_dir=cache_dir,
         )
-        if documents
-        else None
-        for documents, wanted in zip(
-            parse_split(split, indexed.num_documents, rounding=split_rounding),
-            num_samples,
-            strict=True,
-        )
+
+    return build_parts(
+        prefix,
+        split=split,
+        split_rounding=split_rounding,
+        num_samples=num_samples,
+        count=lambda indexed: indexed.num_documents,
+        make=make,
+        cache_dir=cache_dir,
     )
-    return train, valid, test

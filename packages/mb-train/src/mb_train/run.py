@@ -98,7 +98,10 @@ class Run:
         self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
         self.say(argument_lines(config))
         tokenizer = load_tokenizer(config, None if start is None else start.run)
-        self.vocab_size = self._padded_vocabulary(tokenizer, start)
+        saved = 0 if start is None else start.saved.identity.get("padded_vocab_size", 0)
+        self.vocab_size = vocabulary_rows(
+            config, tokenizer.vocab_size, ranks=self.mesh.tp_size, saved=saved
+        )
         self.identity = {
             **config.model_identity(),
             "padded_vocab_size": self.vocab_size,
@@ -162,17 +165,6 @@ class Run:
         self.compute_dtype = compute_dtype(config, self.device)
         dims = self.mesh.dims
         self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
-
-    def _padded_vocabulary(self, tokenizer: Tokenizer, start: Start | None) -> int:
-        """V: as the flags pad it, or as a checkpoint has it."""
-        size, ranks = tokenizer.vocab_size, self.mesh.tp_size
-        if start is not None:
-            # A model keeps its size on any number of tensor-parallel ranks that divides it.
-            saved = start.saved.identity.get("padded_vocab_size", 0)
-            if saved >= size and saved % ranks == 0:
-                return saved
-        divisible_by = self.config.make_vocab_size_divisible_by
-        return mb_data.padded_vocab_size(size, divisible_by=divisible_by, tensor_parallel=ranks)
 
     def _build(self, start: Start | None) -> None:
         """The model, what trains it, and where they stand."""
@@ -318,6 +310,28 @@ def only_writer(save: str | None) -> Generator[list[str]]:
         if failure[0] is not None:
             raise failure[0]
         yield done
+
+
+def vocabulary_rows(config: TrainConfig, tokens: int, *, ranks: int, saved: int = 0) -> int:
+    """V: as the flags pad it, or as a checkpoint has it, if tensor-parallel ranks can share that.
+
+    Args:
+        tokens: of the tokenizer.
+        saved: rows of the checkpoint that is gone on from; 0 for none.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if saved < tokens:
+        multiple = config.make_vocab_size_divisible_by
+        return mb_data.padded_vocab_size(tokens, divisible_by=multiple, tensor_parallel=ranks)
+    if saved % ranks:
+        raise ValueError(
+            f"Expected a vocabulary that {ranks} tensor-parallel ranks can share, got one of "
+            f"{saved:,} rows in the checkpoint. mb-train convert makes more of them, of a Hugging "
+            "Face folder: --make-vocab-size-divisible-by 128."
+        )
+    return saved
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # What belongs together in a folder of Hugging Face's.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt",
-    "tokenizer.model", "spiece.model",
-    "special_tokens_map.json", "generation_config.json",
+    "tokenizer.model", "spiece.model", "added_tokens.json", "special_tokens_map.json",
+    "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 # Names that mb-data knows, whatever files there are.
 _NAMES = ("gpt2", "bert-base-uncased", "null")

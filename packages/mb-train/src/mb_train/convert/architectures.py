@@ -6,16 +6,15 @@ what a model of ours has and no architecture can say.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig, whole
-from mb_train.config.field import spec
+from mb_train.config.field import flag_name, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
 from mb_train.convert import llama_configs as llama
@@ -39,6 +38,15 @@ from mb_train.convert.weights import (
     llama_like_rules,
 )
 from mb_train.models.config import TransformerConfig
+
+
+def _special(tokenizer: Any) -> dict[str, Any]:
+    """None where the tokenizer has none: their classes have numbers of their own for that."""
+    return {
+        "bos_token_id": tokenizer.special.get("bos"),
+        "eos_token_id": tokenizer.eod,
+        "pad_token_id": tokenizer.special.get("pad"),
+    }
 
 
 @dataclass(frozen=True)
@@ -70,9 +78,7 @@ class Architecture:
     left_out: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
-    special: Callable[[Any], dict[str, Any]] = lambda t: {
-        "eos_token_id": t.eod, "bos_token_id": None
-    }  # fmt: skip
+    special: Callable[[Any], dict[str, Any]] = _special
 
     def read(self, config: Json) -> dict[str, Any]:
         """Fields of a `TrainConfig` from a config.json, by whatever names it has its settings.
@@ -107,9 +113,11 @@ def architecture_for(config: TrainConfig) -> Architecture:
     """
     found = ARCHITECTURES[_nearest(config)]
     # A configuration that comes back changed is one that the architecture cannot say.
-    fields: dict[str, Any] = {**_TRAINING, **found.read(found.config(config))}
-    back = _settings(TrainConfig(**fields))
-    differing = [name for name, value in _settings(config).items() if back[name] != value]
+    read: dict[str, Any] = {**_TRAINING, **found.read(found.config(config))}
+    back = _settings(TrainConfig(**read))
+    differing = [
+        f"{flag} {value}" for flag, value in _settings(config).items() if back.get(flag) != value
+    ]
     if differing:
         raise ValueError(
             f"Hugging Face has no architecture for this model: the nearest, {found.name}, cannot "
@@ -152,13 +160,16 @@ _OF_TRAINING = {
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
-    """Values in force of everything that says what a model computes."""
+    """Values in force of everything that says what a model computes, by the last flag of each."""
     groups = (ModelFields,) if config.moe_num_experts is None else (ModelFields, MoEFields)
-    names = [spec(f).in_force or f.name for group in groups for f in dataclasses.fields(group)]
-    values = {name: getattr(config, name) for name in names if name not in _OF_TRAINING}
+    flags = {spec(f).in_force or f.name: f.name for group in groups for f in fields(group)}
     if all(map(config.has_experts, range(whole(config.num_layers)))):
-        values["ffn_size"] = None  # of dense layers, of which there are none
-    return values
+        del flags["ffn_size"]  # of dense layers, of which there are none
+    return {
+        flag_name(flag): getattr(config, name)
+        for name, flag in flags.items()
+        if name not in _OF_TRAINING
+    }
 
 
 _BERT_LEFT_OUT = (r"bert\.embeddings\.position_ids",)  # a buffer
@@ -200,7 +211,7 @@ ARCHITECTURES = {
             GPT2_DEFAULTS, GPT2_ALIASES, prefix="transformer.",
             # Causal masks, which old files hold as if they were weights.
             left_out=(r"h\.\d+\.attn\.(masked_)?bias",),
-            special=lambda t: {"eos_token_id": t.eod, "bos_token_id": t.eod},
+            special=lambda t: {**_special(t), "bos_token_id": t.eod},
         ),
         Architecture(
             "bert", "BertForPreTraining", partial(bert_fields, post_norm=True), bert_config,

@@ -42,10 +42,13 @@ _CASED = "BertWordPieceCase"
 _MAIN_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
-def read_model(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tensor]]:
+def read_model(
+    folder: Path, *, say: Callable[[str], None] = print, **fields: Any
+) -> tuple[TrainConfig, dict[str, Tensor]]:
     """The configuration and the weights of a Hugging Face folder, by our names.
 
     Args:
+        say: told of what the model is not taken with.
         fields: of the configuration, over what the folder says.
 
     Raises:
@@ -67,6 +70,9 @@ def read_model(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tens
         raise ValueError(f"{path} lacks {error}.") from None
     except (TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"{path} has a value that it should not have: {error}.") from None
+    window = (found.defaults | theirs).get("sliding_window")
+    if window == config.positions < theirs.get("max_position_embeddings", 0):
+        say(f"its attention has a window: taken for texts of {window:,} tokens, which fit into it")
     source = _tensors(folder, found)
     rules = found.rules(config, transformer_config(config, vocab_size))
     tied = next(r.sources[0] for r in rules if r.target == "embedding.tokens.weight")
@@ -133,7 +139,7 @@ def import_model(
         if main is None:
             raise ValueError(f"Expected a tokenizer in {source}, found none. Give --tokenizer.")
         fields = _tokenizer_fields(source / main)
-    config, weights = read_model(source, **fields)
+    config, weights = read_model(source, say=say, **fields)
     rows, tokens = rows_of(weights), load_tokenizer(config).vocab_size
     wanted = mb_data.padded_vocab_size(max(rows, tokens), divisible_by=divisible_by)
     if wanted > rows:

@@ -49,11 +49,8 @@ LLAMA_DEFAULTS: dict[str, dict[str, Any]] = {
 def llama_fields(config: Json) -> dict[str, Any]:
     """Of the dense ones; `qwen2_fields` and `qwen3_fields` for those."""
     refuse(config, hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
-           clip_qkv=(None,), use_sliding_window=(False,))  # fmt: skip
+           clip_qkv=(None,))  # fmt: skip
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    window, positions = config.get("sliding_window"), config["max_position_embeddings"]
-    if window is not None and window < positions and config.get("use_sliding_window", True):
-        raise ValueError(f"Expected no sliding_window in config.json, got {window}.")
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     return {
@@ -64,9 +61,9 @@ def llama_fields(config: Json) -> dict[str, Any]:
         "num_query_groups": groups if groups != heads else 1,
         "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
         "ffn_hidden_size": config["intermediate_size"],
-        "max_position_embeddings": positions,
+        "max_position_embeddings": _reach(config),
         "position_embedding_type": "rope",
-        **_scaling_fields(rope, positions),
+        **_scaling_fields(rope, config["max_position_embeddings"]),
         "rotary_base": float(rope.get("rope_theta", config["rope_theta"])),
         "normalization": "RMSNorm",
         "layernorm_epsilon": config["rms_norm_eps"],
@@ -76,6 +73,16 @@ def llama_fields(config: Json) -> dict[str, Any]:
         "attention_dropout": config["attention_dropout"],
         "hidden_dropout": 0.0,
     }
+
+
+def _reach(config: Json) -> int:
+    """How long a text may be: attention of ours sees all of it, theirs may have a window.
+
+    A window of W keys leaves nothing out of W tokens, and Qwen's settle which layers have one.
+    """
+    positions, window = config["max_position_embeddings"], config.get("sliding_window")
+    slides = config.get("use_sliding_window", True) and window is not None
+    return min(positions, window) if slides else positions
 
 
 def _scaling_fields(rope: Json, positions: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from mb_train.convert.hugging_face import refuse_run, write_run
 from mb_train.run_folder import LATEST
 from mb_train.tasks.architecture import transformer_config
 
+_GPT2 = "GPT2BPETokenizer"
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 # How the shares of tensor-parallel ranks join: rows (0) or columns (1); all else is held by all.
 _JOINED = (
@@ -48,16 +49,18 @@ def is_megatron(folder: Path) -> bool:
     return any(folder.glob("mp_rank_*")) or any(folder.glob("*/mp_rank_*"))
 
 
-def read_megatron(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, Tensor]]:
+def read_megatron(
+    folder: Path, *, tokenizer: str | None = None
+) -> tuple[TrainConfig, dict[str, Tensor]]:
     """The configuration and the weights of a GPT, by our names.
 
     Args:
         folder: iter_XXXXXXX, or the folder that it is in.
-        fields: of the configuration, over what the checkpoint says.
+        tokenizer: by name or file; None is GPT-2's, if that is what the checkpoint names.
 
     Raises:
-        ValueError: another model, ranks that are missing, a damaged file, tensors left over or
-            missing.
+        ValueError: another model, or another tokenizer than GPT-2's and none is given; ranks that
+            are missing, a damaged file, tensors left over or missing.
     """
     folder = _iteration(folder)
     ranks = _read_ranks(folder)
@@ -65,7 +68,13 @@ def read_megatron(folder: Path, **fields: Any) -> tuple[TrainConfig, dict[str, T
     args, version = first["args"], first.get("checkpoint_version", 0)
     if version < 2:
         raise ValueError(f"Expected {folder} of checkpoint version 2 or later, got {version}.")
-    config = imported_config(_fields(args), args.padded_vocab_size, **fields)
+    kind = getattr(args, "tokenizer_type", None) or _GPT2
+    if tokenizer is None and kind != _GPT2:
+        raise ValueError(
+            f"Expected --tokenizer, for {folder} was trained with a {kind}, whose files it does "
+            "not hold. Give their name or folder."
+        )
+    config = imported_config(_fields(args), args.padded_vocab_size, tokenizer=tokenizer or "gpt2")
     source = _whole_model(ranks, args, folder)
     layers = {name.split(".")[1] for name in source if name.startswith("layers.")}
     if len(layers) != args.num_layers:
@@ -82,7 +91,7 @@ def import_megatron(
         ValueError: as `read_megatron`; a target that holds a run.
     """
     refuse_run(target)
-    config, weights = read_megatron(source, tokenizer=tokenizer or "gpt2")
+    config, weights = read_megatron(source, tokenizer=tokenizer)
     write_run(target, config, weights, say=say)
 
 

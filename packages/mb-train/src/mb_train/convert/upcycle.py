@@ -88,7 +88,7 @@ def _copied(dense: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> dict[st
         if of_expert is not None:
             maps = (of_expert[1] + part for part in _PARTS[of_expert[2]])
             whole = torch.cat([dense[part] for part in maps if part in dense])
-            tensor = whole.expand(tensor.shape).contiguous()
+            tensor.copy_(whole)
         found[name] = dense.get(name, tensor)
     return found
 

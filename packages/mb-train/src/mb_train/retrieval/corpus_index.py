@@ -239,7 +239,7 @@ def _every_block(
         use_one_sent_docs=config.use_one_sent_docs,
         cache_dir=config.data_cache_path,
     )
-    if dataset is None or not len(dataset):
+    if not isinstance(dataset, mb_data.ICTDataset) or not len(dataset):
         raise ValueError(f"Expected documents of two sentences or more in {corpus}, got none.")
     return dataset
 

@@ -181,6 +181,26 @@ def test_frozen_weights_travel_as_tensors_do(bits: int) -> None:
         freeze_in_bits(layer.experts, bits, names=("gate",))
 
 
+@torch.no_grad()
+def test_what_is_written_into_a_frozen_weight_is_rounded() -> None:
+    other = torch.randn(2, 3, 32)
+    writes = [
+        lambda w: w.mul_(3.0),
+        lambda w: w.add_(other, alpha=0.5),
+        lambda w: w.copy_(other[0]),
+        lambda w: torch.nn.init.zeros_(w),
+        lambda w: torch._foreach_lerp_([w], [other], 0.5),
+        lambda w: torch.add(other, 1.0, out=w),
+    ]
+    for write in writes:
+        frozen = FrozenWeight.of(torch.randn(2, 3, 32), 8).share_memory_()
+        plain = frozen.decoded()
+        assert write(frozen) is frozen or write is writes[4]
+        write(plain)
+        assert torch.equal(frozen.decoded(), FrozenWeight.of(plain, 8).decoded())
+    assert frozen.codes.is_shared()
+
+
 def test_frozen_experts_are_saved_decoded(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     import mb_layers.transformers as mb

@@ -2,8 +2,9 @@
 
 `FrozenWeight` is a tensor of the weight's shape and dtype that holds codes and scales. The experts
 here multiply by it without keeping it decoded (`mb_layers.factored`); to every other operation it
-is the decoded weight. So whatever takes a parameter takes it: state dicts, copies, casts, and
-PEFT's `target_parameters`, whose merge rounds the sum to the same number of bits.
+is the decoded weight, and what is written into it is rounded. So whatever takes a parameter takes
+it: state dicts, copies, casts, and PEFT's `target_parameters`, whose merge rounds the sum to the
+same number of bits. A part or view of it (`weight[0]`) is a decoded copy.
 
 Letters: E experts, R rows and C columns of a weight.
 """
@@ -15,7 +16,7 @@ from typing import Any, Self
 import mb_kernels
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 
@@ -66,29 +67,41 @@ class FrozenWeight(Tensor):
             dtype = kwargs.pop("dtype", None) or weight.dtype
             codes, scales = (func(t, *args[1:], **kwargs) for t in (weight.codes, weight.scales))
             return cls(codes, scales, weight.bits, dtype)
-        if func in _IN_PLACE and isinstance(weight, cls):
-            rounded = cls.of(_IN_PLACE[func](*tree_map(_decoded, args), **kwargs), weight.bits)
-            weight.codes.copy_(rounded.codes)
-            weight.scales.copy_(rounded.scales)
-            return weight
-        return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
+        plain = {w: w.decoded() for w in tree_leaves((args, kwargs)) if isinstance(w, cls)}
+
+        def decoded(value: Any) -> Any:
+            return plain[value] if isinstance(value, cls) else value
+
+        result = func(*tree_map(decoded, args), **tree_map(decoded, kwargs))
+        for written in _written(func._schema, args, kwargs):
+            if isinstance(written, cls):  # loading a checkpoint, merging adapters
+                rounded = cls.of(plain[written], written.bits)
+                written.codes.copy_(rounded.codes)
+                written.scales.copy_(rounded.scales)
+                result = written if isinstance(result, Tensor) else result
+        return result
+
+    def share_memory_(self) -> Self:
+        """Move codes and scales to memory that processes share."""
+        self.codes.share_memory_()
+        self.scales.share_memory_()
+        return self
 
 
 # What moves or copies a weight does so to its parts.
 _ON_PARTS = {aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default}
-# What changes one rounds the result: loading a checkpoint, merging adapters.
-_IN_PLACE: dict[Any, Any] = {
-    aten.copy_.default: lambda weight, source, *_: source.to(weight.device, weight.dtype),
-    aten.add_.Tensor: torch.add,
-    aten.sub_.Tensor: torch.sub,
-}
 
 # So that torch.load reads a state dict with such weights.
 torch.serialization.add_safe_globals([FrozenWeight])
 
 
-def _decoded(value: Any) -> Any:
-    return value.decoded() if isinstance(value, FrozenWeight) else value
+def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes into."""
+    if not schema.is_mutable:
+        return []
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    into = (a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tree_leaves([given.get(name) for name in into])
 
 
 def freeze_in_bits(experts: nn.Module, bits: int, *, names: tuple[str, ...] = ("w1", "w2")) -> None:

@@ -53,6 +53,7 @@ def test_defaults_derive_from_sizes():
         ({"weight_decay_incr_style": "linear"}, "--start-weight-decay and --end-weight-decay"),
         ({"glu": True, "activation": "relu"}, "gated --activation with --glu, got 'relu'"),
         ({"zero_stage": 4}, "--zero-stage to be one of 1, 2, 3, got 4"),
+        ({"seed": 2**32}, r"--seed in \[0, 2\*\*32\), got 4294967296"),
         ({"lr": float("inf")}, "a finite --lr, got inf"),
         ({"hidden_size": "32"}, "--hidden-size to be int, got '32'"),
         ({"micro_batch_size": True}, "--micro-batch-size to be int, got True"),

@@ -37,6 +37,7 @@ class Bounds:
 POSITIVE = Bounds("above 0", lambda value: value > 0)
 AT_LEAST_0 = Bounds("of at least 0", lambda value: value >= 0)
 AT_LEAST_1 = Bounds("of at least 1", lambda value: value >= 1)
+SEED = Bounds("in [0, 2**32)", lambda value: 0 <= value < 2**32)
 FRACTION = Bounds("in [0, 1)", lambda value: 0 <= value < 1)
 SHARE = Bounds("in [0, 1]", lambda value: 0 <= value <= 1)
 

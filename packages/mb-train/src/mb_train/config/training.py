@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import AT_LEAST_0, FRACTION, POSITIVE, flag, flag_name, whole
+from mb_train.config.field import AT_LEAST_0, FRACTION, POSITIVE, SEED, flag, flag_name, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +169,7 @@ class TrainingFields:
 class InitializationFields:
     """Where the weights begin."""
 
-    seed: int = flag(
-        "seed of weights, data order and dropout", 1234, bounds=AT_LEAST_0, on_load="said"
-    )
+    seed: int = flag("seed of weights, data order and dropout", 1234, bounds=SEED, on_load="said")
     init_method_std: float = flag(
         "standard deviation of the initial weights", 0.02, bounds=AT_LEAST_0
     )

@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from mb_train import doctor
 from mb_train.doctor import diagnose
 from mb_train.environment import VARIABLES, explain
 
@@ -33,6 +35,29 @@ def test_what_this_user_may_not_see_is_a_problem_and_no_traceback(tmp_path, monk
     monkeypatch.setattr(os, "stat", stat)
     monkeypatch.setattr(os, "access", lambda path, _: path != hidden.parent)
     assert f"{hidden.parent} is not writable" in "".join(diagnose(hidden)[1])
+
+
+def test_a_gpu_that_cannot_be_used_is_a_problem_and_the_next_one_a_fact(tmp_path, monkeypatch):
+    def free(index):
+        if index == 0:
+            raise RuntimeError("CUDA error: device is busy\nmore of it")
+        return 30 * 2**30, 80 * 2**30
+
+    gpus = {
+        "is_available": lambda: True, "device_count": lambda: 2, "mem_get_info": free,
+        "get_device_properties": lambda i: SimpleNamespace(name=f"G{i}", major=9, minor=0),
+    }  # fmt: skip
+    for name, answer in gpus.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(doctor, "_bf16_works", lambda index: False)
+    facts, problems = diagnose(tmp_path)
+    assert "GPU 1       G1, sm90, 30.0 of 80.0 GiB free, bf16 no" in facts
+    said = [problem for problem in problems if problem.startswith("GPU")]
+    assert said[0].startswith("GPU 0 cannot be used: CUDA error: device is busy. See what ")
+    assert said[1:] == [
+        "GPU 1 cannot multiply in bf16. Train with --no-bf16.",
+        "GPU 1: more than half of its memory is in use by others.",
+    ]
 
 
 def test_a_torch_without_collectives(tmp_path, monkeypatch):

@@ -93,19 +93,30 @@ def _check_gpus(facts: list[str], problems: list[str]) -> None:
             )
         return
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        kind = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
-        kind = kind or f"sm{properties.major}{properties.minor}"
-        free, total = torch.cuda.mem_get_info(index)
-        bf16 = _bf16_works(index)
-        facts.append(
-            f"GPU {index}       {properties.name}, {kind}, {free / 2**30:.1f} of "
-            f"{total / 2**30:.1f} GiB free, bf16 {'yes' if bf16 else 'no'}"
-        )
-        if not bf16:
-            problems.append(f"GPU {index} cannot multiply in bf16. Train with --no-bf16.")
-        if free < 0.5 * total:
-            problems.append(f"GPU {index}: more than half of its memory is in use by others.")
+        try:
+            _check_gpu(index, facts, problems)
+        except RuntimeError as error:  # broken, or taken by a process that lets no other on it
+            reason = str(error).partition("\n")[0]
+            tool = "rocm-smi" if torch.version.hip else "nvidia-smi"
+            problems.append(f"GPU {index} cannot be used: {reason}. See what {tool} says of it.")
+
+
+def _check_gpu(index: int, facts: list[str], problems: list[str]) -> None:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    kind = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
+    kind = kind or f"sm{properties.major}{properties.minor}"
+    free, total = torch.cuda.mem_get_info(index)
+    bf16 = _bf16_works(index)
+    facts.append(
+        f"GPU {index}       {properties.name}, {kind}, {free / 2**30:.1f} of "
+        f"{total / 2**30:.1f} GiB free, bf16 {'yes' if bf16 else 'no'}"
+    )
+    if not bf16:
+        problems.append(f"GPU {index} cannot multiply in bf16. Train with --no-bf16.")
+    if free < 0.5 * total:
+        problems.append(f"GPU {index}: more than half of its memory is in use by others.")
 
 
 def _bf16_works(index: int) -> bool:

@@ -252,6 +252,11 @@ OPS = (
     *(("sdd", "dsd", "dds") if importlib.util.find_spec("stk") else ()),  # the extra block-sparse
     "sparse_expert_mlp",
 )
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_A_GPU)]
 ARGUMENTS = [
     pytest.param(name, argument, id=f"{name}-{argument}")
     for name in OPS
@@ -476,6 +481,15 @@ def test_nothing_inside(experts):
         assert d_b2.sum() == 4 * 16
         assert grads[3].sum() == 4 * 16
         assert not any(g.any() for g in grads[:3])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_of_a_token_are_distinct_whatever_its_logits_are(device):
+    negated = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a GPU's NaN times -1
+    nan, inf = torch.nan, torch.inf
+    logits = [[1.0, nan, 2.0], [1.0, negated, 2.0], [negated] * 3, [-inf] * 3, [-inf, inf, negated]]
+    _, ids, _ = mb_kernels.topk_softmax(torch.tensor(logits, device=device), 3)
+    assert ids.tolist() == [[1, 2, 0], [1, 2, 0], [0, 1, 2], [0, 1, 2], [2, 1, 0]]
 
 
 @pytest.mark.parametrize("top_k", [1, 2])

@@ -24,9 +24,14 @@ _TAKEN = tl.constexpr(-2147483648)  # below the key of every logit
 
 @triton.jit
 def _ordered(x):
-    """int32 keys in the order of fp32 x; -0.0 equals 0.0, and no key is the smallest int32."""
+    """int32 keys in the order of fp32 x, none of them the smallest int32; -0.0 equals 0.0.
+
+    NaN is above all numbers, as to torch, whatever its bits: a GPU's negated one is -1, whose key
+    would be the smallest.
+    """
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(x == x, keys, 0x7FFFFFFF)
 
 
 @triton.jit

@@ -185,6 +185,12 @@ class TestBert:
         assert [other[i]["text"].tolist() for i in range(50)] != backwards
         with pytest.raises(IndexError, match=f"sample {len(dataset)} of"):
             dataset[len(dataset)]
+        settings |= {"seq_length": np.int64(40), "num_samples": np.int32(50)}
+        again = BertDataset(indexed, documents, seed=np.uint32(5), **settings)
+        assert again._index.path == dataset._index.path
+        for part in (range(indexed.num_documents + 1), range(0, 20, 2), range(0)):
+            with pytest.raises(ValueError, match="is no part of its 40 documents"):
+                BertDataset(indexed, part, seed=5, **settings)
 
     def test_without_masking(self, indexed):
         dataset = BertDataset(

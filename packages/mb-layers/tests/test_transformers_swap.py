@@ -163,8 +163,18 @@ def test_gradient_checkpointing_keeps_the_loss_or_says_so() -> None:
     same(outputs_and_gradients(model), expected)
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
+    model.model.layers[-1].gradient_checkpointing = False  # one block's loss is lost, not all
     with pytest.raises(ValueError, match="reentrant checkpointing loses them"):
         outputs_and_gradients(model)
+
+
+def test_a_head_alone_is_trained_on_frozen_blocks() -> None:
+    model = build("olmoe").requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    mb.swap_blocks(model)
+    ids = torch.randint(3, 64, (1, 5))
+    model.train()(ids, labels=ids).loss.backward()
+    assert model.lm_head.weight.grad.abs().max() > 0
 
 
 def test_a_loss_that_nobody_would_add_is_an_error() -> None:

@@ -25,6 +25,7 @@ import contextlib
 import hashlib
 import json
 import mmap
+import operator
 import os
 import secrets
 import struct
@@ -102,7 +103,8 @@ def load_or_build(
             cannot be written (a read-only data disk) the index stays in memory, with a warning.
         cache_dir: another place for the cache; an OSError if it cannot be written.
     """
-    key = {**key, "format": FORMAT}
+    # A number of NumPy's is the same key as Python's.
+    key = json.loads(json.dumps({**key, "format": FORMAT}, default=operator.index))
     directory = Path(f"{os.fspath(prefix)}_index" if cache_dir is None else cache_dir)
     name = hashlib.sha256(_canonical(key)).hexdigest()[:32]
     path = directory / f"{key['kind']}-{name}.mbindex"

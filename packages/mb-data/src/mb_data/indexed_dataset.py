@@ -184,7 +184,11 @@ class IndexedDataset:
 
     def boundaries(self, documents: range) -> npt.NDArray[np.int64]:
         """First sequence of each of these documents, and the end of the last; ValueError for a
-        damaged index."""
+        damaged index, or documents that it has not."""
+        if not 0 <= documents.start < documents.stop <= self.num_documents or documents.step != 1:
+            raise ValueError(
+                f"{self.prefix}: {documents} is no part of its {self.num_documents:,} documents"
+            )
         found = self.document_indices[documents.start : documents.stop + 1]
         wrong = np.flatnonzero(
             (found[:-1] > found[1:]) | (found[:-1] < 0) | (found[1:] > len(self))

@@ -133,6 +133,7 @@ class _LossOfForward:
 
     def __init__(self) -> None:
         self._taken: list[Tensor] | None = None
+        self._all_with_gradients = True
         self._hooks: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:
@@ -149,6 +150,7 @@ class _LossOfForward:
     def take(self, aux_loss: Tensor) -> None:
         if self._taken is not None:
             self._taken.append(aux_loss)
+            self._all_with_gradients &= torch.is_grad_enabled()
         elif aux_loss.requires_grad and not in_backward():
             # In the backward pass it is a recomputation, whose loss was taken the first time.
             raise ValueError(
@@ -163,16 +165,16 @@ class _LossOfForward:
                 "expected output_router_logits=False, got True: the swapped blocks return no "
                 "router logits; record_routing and collect tell what their routers do"
             )
-        self._taken = []
+        self._taken, self._all_with_gradients = [], True
 
     def _add(self, model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
         taken, self._taken = self._taken, None
         if not taken or not (model.training and torch.is_grad_enabled()):
             return
         aux_loss = torch.stack(taken).mean()
-        if not aux_loss.requires_grad and any(p.requires_grad for p in model.parameters()):
+        if not self._all_with_gradients and any(p.requires_grad for p in model.parameters()):
             raise ValueError(
-                "expected balancing losses with gradients, got none: reentrant checkpointing loses "
+                "expected balancing losses with gradients, but reentrant checkpointing loses "
                 'them; pass gradient_checkpointing_kwargs={"use_reentrant": False}'
             )
         if isinstance(outputs, tuple):

@@ -63,6 +63,10 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
     with pytest.raises(TypeError):
         replace(None)
+    monkeypatch.chdir(target)
+    with pytest.raises(ValueError, match="which you are in"):
+        replace("new")
+    monkeypatch.undo()
     monkeypatch.setattr(os, "rename", full)
     with pytest.raises(OSError, match="full"):
         replace("new")

@@ -285,13 +285,28 @@ def replaced(path: Path) -> Generator[Path]:
     sync_directory(path.parent)
 
 
+def replaceable(folder: Path) -> Path:
+    """A folder that another may take the place of, resolved.
+
+    Raises:
+        ValueError: the current one, or one around it: whoever is in it would be nowhere.
+    """
+    folder, here = folder.resolve(), Path.cwd()
+    if folder in (here, *here.parents):
+        raise ValueError(f"Expected a new folder to write, got {folder}, which you are in.")
+    return folder
+
+
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Generator[Path]:
     """An empty folder to fill; it takes the place of `folder` once it is whole, if it is.
 
     Until then it is in one of a new name beside it, so that nothing of anyone's is in the way.
+
+    Raises:
+        ValueError: as `replaceable`.
     """
-    folder = folder.resolve()
+    folder = replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix=f"{folder.name}.partial-", dir=folder.parent, ignore_cleanup_errors=True

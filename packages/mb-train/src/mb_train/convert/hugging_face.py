@@ -26,7 +26,7 @@ from mb_train.convert.architectures import (
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
 from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.loading import load_trained
-from mb_train.run_folder import checkpoints, replaced_folder, write_text
+from mb_train.run_folder import checkpoints, replaceable, replaced_folder, write_text
 from mb_train.saver import Saver
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import whole_model
@@ -220,7 +220,7 @@ def export_model(
             that is there already.
         OSError: files that cannot be read or written.
     """
-    if target.exists() and any(target.iterdir()):
+    if replaceable(target).exists() and any(target.iterdir()):
         raise ValueError(f"Expected an empty or new folder to write to, got {target}.")
     trained = load_trained(run, kinds=("gpt", "bert", "t5"))
     config, state = trained.config, trained.model.state_dict()

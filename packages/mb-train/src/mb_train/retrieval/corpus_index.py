@@ -25,7 +25,7 @@ import torch
 
 from mb_train.config import TrainConfig, whole
 from mb_train.loading import Trained, load_trained
-from mb_train.run_folder import replaced_folder
+from mb_train.run_folder import replaceable, replaced_folder
 from mb_train.tasks.base import EVALUATED_AT_ONCE, kept_places
 from mb_train.tasks.ict import titles_beside
 from mb_train.tasks.make import one_process_task
@@ -83,7 +83,7 @@ def build_index(
             or a folder that holds something else. Nothing has been written.
     """
     faiss = faiss_library()
-    output = output.absolute()
+    output = replaceable(output)
     if output.exists() and not (output.is_dir() and _files(output) in (set(), _FILES)):
         raise ValueError(
             f"Expected a new folder or an index to replace, got {output}. Name another --output."

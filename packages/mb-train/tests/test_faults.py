@@ -15,7 +15,7 @@ import pytest
 import torch
 from mb_train import train as loop
 from mb_train.cli import main
-from mb_train.data import _sample_corpus
+from mb_train.data import DataError, _sample_corpus, check_tokens
 from mb_train.run_folder import checkpoints, find_checkpoint
 from mb_train.run_log import read_log
 
@@ -344,3 +344,12 @@ def test_an_unknown_key_in_run_json_is_one_line(run, capsys):
     for command in (["--load", str(run.folder)], ["generate", str(run.folder)]):
         assert main(command) == 2
         assert "'wings'" in capsys.readouterr().err
+
+
+def test_a_micro_batch_without_a_masked_token_is_not_damaged():
+    none, some = np.full((1, 4), -1), np.array([[7, -1, -1, -1]])
+    for labels in (none, some):
+        check_tokens({"labels_BM": labels, "tokens_BS": abs(labels)}, 8)
+    for wrong in ({"labels_BM": some - 1}, {"labels_BM": some + 1}, {"tokens_BS": none}):
+        with pytest.raises(DataError, match="Expected tokens below 8"):
+            check_tokens(wrong, 8)

@@ -35,7 +35,7 @@ T = TypeVar("T")
 _SAMPLE_BYTES = 5_000_000
 # Samples whose tokens are looked at before a run begins; the others when they are read.
 _LOOKED_AT = 8
-# How the arrays of a batch that hold tokens are named; of these, in some there is none everywhere.
+# How the arrays of a batch that hold tokens are named; in some of them -1 is none, perhaps all.
 _TOKEN_ARRAYS = ("tokens_", "labels_", "decoder_tokens_", "block_BS")
 _MASKED_LABELS = ("labels_BM", "labels_BR")
 
@@ -120,9 +120,11 @@ def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
     On a GPU such a token would end the process with an assertion on the device.
     """
     for name, array in arrays.items():
+        if name in _MASKED_LABELS:
+            array = array[array != -1]
         if not name.startswith(_TOKEN_ARRAYS) or not array.size:
             continue
-        least = 0 if name in _MASKED_LABELS else array.min()
+        least = array.min()
         wrong = least if least < 0 else array.max()
         if not 0 <= wrong < vocab_size:
             raise DataError(

@@ -230,12 +230,23 @@ def test_a_window_bounds_the_texts(tmp_path, kind, also, positions):
         assert (logits_of(narrow)[:, 18] - logits_of(mine)[:, 18]).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_experts_of_a_layer_in_one_tensor(tmp_path, kind):
+    model = theirs(kind)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in TensorFolder(tmp_path)
+    torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
 def test_every_tensor_is_used_once(tmp_path):
     theirs("olmoe").save_pretrained(tmp_path)
     weights = dict(TensorFolder(tmp_path))
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     write_tensors(tmp_path, {n: t for n, t in weights.items() if n != name})
     with pytest.raises(ValueError, match=f"missing from the source: {name}"):
+        read_model(tmp_path)
+    write_tensors(tmp_path, {n: t for n, t in weights.items() if "experts" not in n})
+    with pytest.raises(ValueError, match=r"experts\.1\.up_proj\.weight and 18 more$"):
         read_model(tmp_path)
     name = "model.embed_tokens.weight"
     tied = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+_LISTED = 6  # names of a kind in a message
+
 
 class Rule(NamedTuple):
     """Build tensor `target` from the tensors named `sources`, and take it apart again.
@@ -54,7 +56,7 @@ def translate(
         "tensors that the target does not have": built.keys() - set(targets),
         "tensors of the target filled more than once": {n for n, c in built.items() if c > 1},
     }
-    lines = [f"{what}: {', '.join(sorted(names))}" for what, names in complaints.items() if names]
+    lines = [f"{what}: {_listed(names)}" for what, names in complaints.items() if names]
     if lines:
         raise ValueError(
             "expected every source and target tensor to be used exactly once; got\n  "
@@ -64,6 +66,13 @@ def translate(
         rule.target: (rule.build or _same)(*(source[name] for name in rule.sources))
         for rule in rules
     }
+
+
+def _listed(names: Collection[str]) -> str:
+    """The first of them: a model of another layout lacks tens of thousands."""
+    first = sorted(names)[:_LISTED]
+    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+    return ", ".join(first) + more
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from mb_layers.state_dicts import Rule
 
@@ -39,6 +39,8 @@ from mb_train.convert.weights import (
 )
 from mb_train.models.config import TransformerConfig
 
+Rules: TypeAlias = Callable[[TrainConfig, TransformerConfig], list[Rule]]
+
 
 def _special(tokenizer: Any) -> dict[str, Any]:
     """None where the tokenizer has none: their classes have numbers of their own for that."""
@@ -58,6 +60,7 @@ class Architecture:
         fields: from its config.json to fields of a `TrainConfig`.
         config: back.
         rules: from its tensors to ours.
+        stacked: the same where the experts of a layer are one tensor; None: without experts.
         defaults: what the class has for settings that a config.json leaves out.
         aliases: other names of settings, and which these are.
         prefix: of its tensors' names, but the head's.
@@ -71,7 +74,8 @@ class Architecture:
     name: str
     fields: Callable[[Json], dict[str, Any]]
     config: Callable[[TrainConfig], dict[str, Any]]
-    rules: Callable[[TrainConfig, TransformerConfig], list[Rule]]
+    rules: Rules
+    stacked: Rules | None = None
     defaults: Json = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
@@ -197,7 +201,7 @@ def _llama_like(
 ) -> Architecture:
     return Architecture(
         kind, name, fields, config, lambda _, c: llama_like_rules(c, names),
-        llama.LLAMA_DEFAULTS[kind], aliases or {},
+        lambda _, c: llama_like_rules(c, None), llama.LLAMA_DEFAULTS[kind], aliases or {},
         # Frequencies that old files hold as if they were weights.
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
     )  # fmt: skip
@@ -208,24 +212,24 @@ ARCHITECTURES = {
     for found in (
         Architecture(
             "gpt2", "GPT2LMHeadModel", gpt2_fields, gpt2_config, lambda _, c: gpt2_rules(c),
-            GPT2_DEFAULTS, GPT2_ALIASES, prefix="transformer.",
+            defaults=GPT2_DEFAULTS, aliases=GPT2_ALIASES, prefix="transformer.",
             # Causal masks, which old files hold as if they were weights.
             left_out=(r"h\.\d+\.attn\.(masked_)?bias",),
             special=lambda t: {**_special(t), "bos_token_id": t.eod},
         ),
         Architecture(
             "bert", "BertForPreTraining", partial(bert_fields, post_norm=True), bert_config,
-            partial(bert_rules, names=BERT), BERT_DEFAULTS, left_out=_BERT_LEFT_OUT,
+            partial(bert_rules, names=BERT), defaults=BERT_DEFAULTS, left_out=_BERT_LEFT_OUT,
             copies=_BERT_COPIES, renamed=_BERT_RENAMED, special=_bert_special,
         ),
         Architecture(
             "megatron-bert", "MegatronBertForPreTraining", partial(bert_fields, post_norm=False),
-            bert_config, partial(bert_rules, names=MEGATRON_BERT), BERT_DEFAULTS,
+            bert_config, partial(bert_rules, names=MEGATRON_BERT), defaults=BERT_DEFAULTS,
             left_out=_BERT_LEFT_OUT, copies=_BERT_COPIES, special=_bert_special,
         ),
         Architecture(
-            "t5", "T5ForConditionalGeneration", t5_fields, t5_config, t5_rules, T5_DEFAULTS,
-            T5_ALIASES,
+            "t5", "T5ForConditionalGeneration", t5_fields, t5_config, t5_rules,
+            defaults=T5_DEFAULTS, aliases=T5_ALIASES,
             # A table of the first files that no layer ever used.
             left_out=(
                 r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",

@@ -37,6 +37,7 @@ from mb_train.tokenizers import (
     tokenizer_files,
 )
 
+_STACKED = re.compile(r"\.experts\.gate_up_proj$")
 _CASED = "BertWordPieceCase"
 # Of them, those that a tokenizer is made of, the first that is there.
 _MAIN_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -74,7 +75,10 @@ def read_model(
     if window == config.positions < theirs.get("max_position_embeddings", 0):
         say(f"its attention has a window: taken for texts of {window:,} tokens, which fit into it")
     source = _tensors(folder, found)
-    rules = found.rules(config, transformer_config(config, vocab_size))
+    rules_of = found.rules
+    if found.stacked is not None and any(map(_STACKED.search, source)):
+        rules_of = found.stacked
+    rules = rules_of(config, transformer_config(config, vocab_size))
     tied = next(r.sources[0] for r in rules if r.target == "embedding.tokens.weight")
     stored = "lm_head.weight" in source and tied in source
     if stored and not config.untie_embeddings_and_output_weights:
@@ -82,7 +86,7 @@ def read_model(
             source.leave_out("lm_head.weight")
         else:  # a head of its own: T5 1.1 is written like this, as if it were tied
             config = dataclasses.replace(config, untie_embeddings_and_output_weights=True)
-            rules = found.rules(config, transformer_config(config, vocab_size))
+            rules = rules_of(config, transformer_config(config, vocab_size))
     shapes = _shapes(config, vocab_size)
     weights = translate(source, rules, shapes)
     for name, shape in shapes.items():

@@ -81,8 +81,12 @@ def gpt2_rules(config: TransformerConfig) -> list[Rule]:
     return rules
 
 
-def llama_like_rules(config: TransformerConfig, experts: ExpertNames) -> list[Rule]:
-    """Llama and its relatives: separate projections, one matrix per expert."""
+def llama_like_rules(config: TransformerConfig, experts: ExpertNames | None) -> list[Rule]:
+    """Llama and its relatives: separate projections, a matrix for each expert or, None, for all.
+
+    All in one is what transformers 5 computes with, and writes if asked for (`save_original_format`
+    False) or for models that it holds on a disk.
+    """
     rules = [
         Rule("embedding.tokens.weight", ("model.embed_tokens.weight",)),
         Rule("stack.norm.weight", ("model.norm.weight",)),
@@ -125,17 +129,23 @@ def _head(config: TransformerConfig) -> list[Rule]:
 
 
 def _expert_rules(
-    config: TransformerConfig, names: ExpertNames, ours: str, theirs: str
+    config: TransformerConfig, names: ExpertNames | None, ours: str, theirs: str
 ) -> list[Rule]:
     assert config.moe is not None
-    experts = [
-        tuple(
-            f"{theirs}{name.format(expert)}.weight" for name in (names.gate, names.up, names.down)
-        )
-        for expert in range(config.moe.num_experts)
-    ]
-    router = Rule(f"{ours}mlp.router.weight", (f"{theirs}{names.router}.weight",))
-    rules = [router, *_stack_rules(f"{ours}mlp.experts", experts)]
+    router = LLAMA.router if names is None else names.router
+    rules = [Rule(f"{ours}mlp.router.weight", (f"{theirs}{router}.weight",))]
+    if names is None:
+        rules += [
+            Rule(f"{ours}mlp.experts.{our}", (f"{theirs}mlp.experts.{their}",))
+            for our, their in (("w1", "gate_up_proj"), ("w2", "down_proj"))
+        ]
+    else:
+        parts = (names.gate, names.up, names.down)
+        experts = [
+            tuple(f"{theirs}{part.format(expert)}.weight" for part in parts)
+            for expert in range(config.moe.num_experts)
+        ]
+        rules += _stack_rules(f"{ours}mlp.experts", experts)
     if config.moe.shared_expert_hidden_size is not None:  # only Qwen2-MoE has one, with a gate
         shared = [
             tuple(

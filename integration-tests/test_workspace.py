@@ -54,18 +54,25 @@ def test_import_arrows_point_one_way() -> None:
     assert result.returncode == 0, result.stdout
 
 
+def names_of(requirements: list[str]) -> set[str]:
+    """The modules of what is required, by the packages' names."""
+    return {re.split(r"[<>=;\[ ]", required)[0].replace("-", "_") for required in requirements}
+
+
 @pytest.mark.parametrize("member", MEMBERS)
 def test_member_declares_what_it_imports(member: str) -> None:
     """Every third-party module imported at the top of a file is a declared dependency."""
     package = ROOT / "packages" / member
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
-    declared = {re.split(r"[<>=;\[ ]", d)[0].replace("-", "_") for d in project["dependencies"]}
+    declared = names_of(project["dependencies"])
     if "torch" in declared:
         declared.add("triton")  # torch brings the one that fits it, where it ships one
     own = member.replace("-", "_")
     for path in (package / "src").rglob("*.py"):
-        # A module, or a folder, named after the library that it serves: an extra.
+        # A module, or a folder, named after the library that it serves: an extra. Or one named
+        # after an extra, whose libraries it may import.
         optional = {path.stem, path.parent.name}
+        optional |= names_of(project.get("optional-dependencies", {}).get(path.stem, []))
         for statement in ast.parse(path.read_text()).body:
             if isinstance(statement, ast.Import):
                 modules = [alias.name for alias in statement.names]

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert import architectures, export_model, import_model, read_model
@@ -228,6 +229,33 @@ def test_a_window_bounds_the_texts(tmp_path, kind, also, positions):
         narrow = theirs(kind, **also | {"sliding_window": 18})
         assert (logits_of(narrow)[:, :18] - logits_of(mine)[:, :18]).abs().max() < 1e-4
         assert (logits_of(narrow)[:, 18] - logits_of(mine)[:, 18]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "kept"),
+    [
+        ("mine-vocab.json:mine-merges.txt", ["merges.txt", "vocab.json"]),
+        ("mine.json", ["tokenizer.json"]),
+        ("mine-words.txt", ["tokenizer_config.json", "vocab.txt"]),
+    ],
+)
+def test_tokenizer_files_have_the_names_that_theirs_know(tmp_path, tokenizer, kept):
+    letters = byte_to_letter().values()
+    words = {letter: i for i, letter in enumerate(letters)} | {"<|endoftext|>": 256}
+    bpe = {"model": {"type": "BPE", "vocab": words, "merges": []}, "added_tokens": []}
+    bpe["added_tokens"] = [{"id": 256, "content": "<|endoftext|>", "special": True}]
+    (tmp_path / "mine-vocab.json").write_text(json.dumps(words))
+    (tmp_path / "mine-merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "mine.json").write_text(json.dumps(bpe))
+    marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (tmp_path / "mine-words.txt").write_text("\n".join([*marks, "hello"]) + "\n")
+    model = theirs("gpt2")
+    model.save_pretrained(tmp_path / "hf")
+    files = os.pathsep.join(str(tmp_path / name) for name in tokenizer.split(":"))
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer=files, say=lambda line: None)
+    export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
+    here = sorted(path.name for path in (tmp_path / "back").iterdir())
+    assert here == sorted([*kept, "config.json", "model.safetensors"])
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])

@@ -46,7 +46,7 @@ def _special(tokenizer: Any) -> dict[str, Any]:
     """None where the tokenizer has none: their classes have numbers of their own for that."""
     return {
         "bos_token_id": tokenizer.special.get("bos"),
-        "eos_token_id": tokenizer.eod,
+        "eos_token_id": tokenizer.special.get("eod"),
         "pad_token_id": tokenizer.special.get("pad"),
     }
 
@@ -215,7 +215,7 @@ ARCHITECTURES = {
             defaults=GPT2_DEFAULTS, aliases=GPT2_ALIASES, prefix="transformer.",
             # Causal masks, which old files hold as if they were weights.
             left_out=(r"h\.\d+\.attn\.(masked_)?bias",),
-            special=lambda t: {**_special(t), "bos_token_id": t.eod},
+            special=lambda t: {**_special(t), "bos_token_id": t.special.get("eod")},
         ),
         Architecture(
             "bert", "BertForPreTraining", partial(bert_fields, post_norm=True), bert_config,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -250,9 +251,7 @@ def export_model(
     with replaced_folder(target) as draft:
         write_tensors(draft, weights)
         write_text(draft / "config.json", json.dumps(about, indent=2) + "\n")
-        copied = _copy_tokenizer(tokenizer_files(config, trained.checkpoint.parent), draft)
-        if config.tokenizer_type == _CASED:
-            write_text(draft / "tokenizer_config.json", '{"do_lower_case": false}\n')
+        copied = _copy_tokenizer(config, trained.checkpoint.parent, draft)
     say(f"{found.name} with {sum(t.numel() for t in weights.values()):,} weights: {target}")
     if config.moe_num_experts is not None and config.moe_capacity_factor:
         say("its experts had a capacity in training; elsewhere no token is dropped")
@@ -266,14 +265,24 @@ def refuse_run(target: Path) -> None:
         raise ValueError(f"Expected a new folder, but {target} holds a run. Give another.")
 
 
-def _copy_tokenizer(files: list[Path], target: Path) -> bool:
+def _copy_tokenizer(config: TrainConfig, run: Path, target: Path) -> bool:
     """Copy the files of the tokenizer, if it has any, under the names that transformers knows."""
-    inside = [p / name for p in files if p.is_dir() for name in TOKENIZER_FILES]
+    files = tokenizer_files(config, run)
+    inside = [path / name for path in files if path.is_dir() for name in TOKENIZER_FILES]
+    known = {".json": "tokenizer.json", ".txt": "vocab.txt"}
+    if config.merge_file is not None or os.pathsep in (config.tokenizer or ""):
+        known = {".json": "vocab.json", ".txt": "merges.txt"}
+    known[".model"] = "spiece.model" if config.model == "t5" else "tokenizer.model"
     files = [path for path in (*files, *inside) if path.is_file()]
     for path in files:
-        known = path.name in TOKENIZER_FILES
-        suffix = {".json": "vocab.json", ".txt": "merges.txt"}.get(path.suffix, path.name)
-        shutil.copyfile(path, target / (path.name if known else suffix))
+        theirs = path.name in TOKENIZER_FILES
+        name = path.name if theirs else known.get(path.suffix, path.name)
+        if not (target / name).exists():  # what is named comes before what lies beside it
+            shutil.copyfile(path, target / name)
+    if (target / "vocab.txt").exists() and not (target / "tokenizer_config.json").exists():
+        lower = config.tokenizer_type != _CASED
+        about = {"tokenizer_class": "BertTokenizer", "do_lower_case": lower}
+        write_text(target / "tokenizer_config.json", json.dumps(about) + "\n")
     return bool(files)
 
 

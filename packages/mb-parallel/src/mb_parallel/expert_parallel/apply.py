@@ -122,9 +122,13 @@ def parallelize_experts(
     for name, layer in layers.items():
         surround(layer, mesh, name or "the layer", sequence_parallel, equal_tokens)
     if ep is None:
-        return f"expert parallelism: ep = 1, all experts of {len(layers)} layers on every rank"
-    lines = [f"{count} layers: {line}" for line, count in told.items()]
+        return f"expert parallelism: ep = 1, all experts of {_layers(len(layers))} on every rank"
+    lines = [f"{_layers(count)}: {line}" for line, count in told.items()]
     return f"expert parallelism over ep = {mesh.ep_size}: " + "; ".join(lines)
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"
 
 
 def choose_dispatcher(

@@ -296,6 +296,15 @@ def test_a_token_damaged_further_on_ends_a_run_in_a_line(run, tmp_path, capsys, 
     assert f"got {token}: " in said
 
 
+def test_an_index_beyond_the_memory_is_one_line(run, monkeypatch, capsys):
+    def too_large(*_):
+        raise MemoryError("Unable to allocate 542. GiB for an array")
+
+    monkeypatch.setattr("mb_data.gpt_dataset.build_sample_idx", too_large)
+    assert run("--train-iters", 2) == 2
+    assert "mb-train: not enough memory: Unable to allocate 542. GiB" in capsys.readouterr().err
+
+
 def test_report_and_generate_of_what_never_was_a_number(run, monkeypatch, diverging, capsys):
     """Weights that were saved by an earlier version, or damaged by hand."""
     from mb_train import saver

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("mb-train: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         if os.environ.get("MB_TRACEBACK"):
             raise
         print(f"mb-train: {_in_a_line(error)}", file=sys.stderr)
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _in_a_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}"
     return " ".join(str(error).split())
 
 

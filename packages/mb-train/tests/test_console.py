@@ -11,6 +11,7 @@ from mb_train.cli import main
 from mb_train.commands import COMMANDS
 from mb_train.console import Console
 from mb_train.signals import stop_signals
+from mb_train.train import Result
 
 
 class Clock:
@@ -118,6 +119,28 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(monkeypatch, capfd,
     monkeypatch.setattr(sys, "stdout", out)
     assert main(["--print-config"]) == 1
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_pipe_that_breaks_elsewhere_is_said(monkeypatch, capsys):
+    def broken(parser, arguments):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setitem(COMMANDS, "eval", broken)
+    assert main(["eval"]) == 2
+    assert "Broken pipe" in capsys.readouterr().err
+
+
+def test_a_full_disk_under_the_last_lines_of_a_run_loses_them_alone(monkeypatch, tmp_path, capsys):
+    class Full(io.StringIO):
+        def flush(self):
+            if "stopped after" in self.getvalue():
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    result = Result(3, None, None, checkpoint=None, stopped_by=None, diverged=False)
+    monkeypatch.setattr("mb_train.train.train", lambda config, start: result)
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert main(["--save", str(tmp_path), "--save-interval", "0"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_ctrl_c_in_a_command_is_a_line(monkeypatch, capsys):

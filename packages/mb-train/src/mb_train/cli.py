@@ -40,17 +40,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _train(arguments)
         print(end="", flush=True)
         return code
-    except BrokenPipeError:  # `| head` has seen enough
-        sys.stdout = None  # of which Python would complain once more at its end
-        return 1
     except KeyboardInterrupt:
         print("mb-train: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError, MemoryError) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():  # `| head` has seen enough
+            sys.stdout = None  # of which Python would complain once more at its end
+            return 1
         if os.environ.get("MB_TRACEBACK"):
             raise
         print(f"mb-train: {_in_a_line(error)}", file=sys.stderr)
         return 2
+
+
+def _nobody_reads() -> bool:
+    """Whether the pipe that broke is standard output: others may break too."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _in_a_line(error: Exception) -> str:
@@ -88,7 +97,13 @@ def _train(arguments: list[str]) -> int:
         start = Start(started.checkpoint, started.saved)
     result = train(config, start)
     if leader:
-        _close(config, result)
+        try:
+            _close(config, result)
+            print(end="", flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:  # of a full disk a run loses lines, and no more
+            sys.stdout = None
     return 1 if result.diverged or _unsaved(config, result) else 0
 
 

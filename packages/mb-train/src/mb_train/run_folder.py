@@ -308,21 +308,19 @@ def replaced_folder(folder: Path) -> Generator[Path]:
     """
     folder = replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f"{folder.name}.partial-", dir=folder.parent, ignore_cleanup_errors=True
-    ) as beside:
-        draft, earlier = Path(beside, "new"), Path(beside, "earlier")
+    beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
+    draft, earlier = beside / "new", beside / "earlier"
+    try:
         draft.mkdir()
         yield draft
         if folder.exists():
             os.rename(folder, earlier)
-        try:
-            os.rename(draft, folder)
-        except OSError:
-            if earlier.exists():
-                os.rename(earlier, folder)
-            raise
+        os.rename(draft, folder)
         sync_directory(folder.parent)
+    finally:
+        if earlier.exists() and not folder.exists():  # an error, or a Ctrl-C, between the two
+            os.rename(earlier, folder)
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def sync_directory(path: Path) -> None:

@@ -72,8 +72,9 @@ def read_model(
         raise ValueError(f"{path} lacks {error}.") from None
     except (TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"{path} has a value that it should not have: {error}.") from None
-    window = (found.defaults | theirs).get("sliding_window")
-    if window == config.positions < theirs.get("max_position_embeddings", 0):
+    settings = found.defaults | theirs
+    window = settings.get("sliding_window")
+    if window == config.positions < settings.get("max_position_embeddings", 0):
         say(f"its attention has a window: taken for texts of {window:,} tokens, which fit into it")
     source = _tensors(folder, found)
     rules_of = found.rules

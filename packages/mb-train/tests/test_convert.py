@@ -515,3 +515,20 @@ def test_the_command_line(tmp_path, capsys):
     assert "holds a run" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "nothing"), back]) == 2
     assert "Expected a Hugging Face folder" in capsys.readouterr().err
+
+
+def test_a_folder_that_fills_meanwhile_is_nobodys_to_replace(tmp_path, monkeypatch):
+    theirs("gpt2").save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    back = tmp_path / "back"
+
+    def write(folder, weights):
+        write_tensors(folder, weights)
+        back.mkdir()
+        (back / "mine").touch()
+
+    monkeypatch.setattr("mb_train.convert.hugging_face.write_tensors", write)
+    with pytest.raises(ValueError, match="empty or new folder"):
+        export_model(tmp_path / "run", back, say=lambda line: None)
+    assert [path.name for path in back.iterdir()] == ["mine"]
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "back"}

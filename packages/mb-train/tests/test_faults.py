@@ -292,7 +292,7 @@ def test_a_token_damaged_further_on_ends_a_run_in_a_line(run, tmp_path, capsys, 
     said = capsys.readouterr().err
     done = int(find_checkpoint(run.folder).name[-7:])
     assert done > 4  # whose samples are looked at before the run begins
-    assert f"In iteration {done + 1}: Expected tokens below 512, the model's" in said
+    assert f"After iteration {done}: Expected tokens below 512, the model's" in said
     assert f"got {token}: " in said
 
 

@@ -1,6 +1,7 @@
 """The completions interface, asked as a client would."""
 
 import asyncio
+import importlib
 import json
 import math
 import socket
@@ -17,7 +18,7 @@ from mb_train.service import Service
 pytest.importorskip("httpx")
 testclient = pytest.importorskip("starlette.testclient")
 pytest.importorskip("uvicorn")
-served = pytest.importorskip("mb_train.serve")
+served = importlib.import_module("mb_train.serve")
 application, serve = served.application, served.serve
 
 

@@ -81,7 +81,8 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         try:
             return _loop(run, stop)
         except DataError as error:
-            raise DataError(f"In iteration {run.progress.iteration + 1}: {error}") from None
+            # Of the next step's samples, or those of an evaluation.
+            raise DataError(f"After iteration {run.progress.iteration}: {error}") from None
         except ValueError as error:
             # Set up, a run has nothing wrong to be told: this is a defect, and wants its traceback.
             raise RuntimeError(f"after iteration {run.progress.iteration}") from error

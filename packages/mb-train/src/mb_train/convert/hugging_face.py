@@ -226,8 +226,7 @@ def export_model(
             that is there already.
         OSError: files that cannot be read or written.
     """
-    if replaceable(target).exists() and any(target.iterdir()):
-        raise ValueError(f"Expected an empty or new folder to write to, got {target}.")
+    _refuse_filled(target)
     trained = load_trained(run, kinds=("gpt", "bert", "t5"))
     config, state = trained.config, trained.model.state_dict()
     found = architecture_for(config)
@@ -253,6 +252,7 @@ def export_model(
         write_tensors(draft, weights)
         write_text(draft / "config.json", json.dumps(about, indent=2) + "\n")
         copied = _copy_tokenizer(config, trained.checkpoint.parent, draft)
+        _refuse_filled(target)  # by another, while this was written
     say(f"{found.name} with {sum(t.numel() for t in weights.values()):,} weights: {target}")
     if config.moe_num_experts is not None and config.moe_capacity_factor:
         say("its experts had a capacity in training; elsewhere no token is dropped")
@@ -264,6 +264,11 @@ def refuse_run(target: Path) -> None:
     """Raise ValueError if a folder holds checkpoints already."""
     if checkpoints(target):
         raise ValueError(f"Expected a new folder, but {target} holds a run. Give another.")
+
+
+def _refuse_filled(target: Path) -> None:
+    if replaceable(target).exists() and any(target.iterdir()):
+        raise ValueError(f"Expected an empty or new folder to write to, got {target}.")
 
 
 def _copy_tokenizer(config: TrainConfig, run: Path, target: Path) -> bool:

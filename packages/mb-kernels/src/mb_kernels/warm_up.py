@@ -62,8 +62,8 @@ def warm_up(
         threads: None is one for each core.
 
     Returns:
-        A future of the number of kernels looked up or compiled, 0 on a device without kernels; its
-        ``result()`` waits for all of them.
+        A future of the number of kernels looked up or compiled, 0 on a device without kernels and
+        with a Triton that cannot be asked; its ``result()`` waits for all of them.
 
     Raises:
         ValueError: an unknown activation or score function; ranks that do not divide the experts.
@@ -109,8 +109,7 @@ def warm_up(
 
     def compile_all() -> int:
         with device_of(here):  # the current device is a thread's own
-            compile_beside(launches, threads or os.cpu_count() or 1)
-        return len(launches)
+            return compile_beside(launches, threads or os.cpu_count() or 1)
 
     pool = ThreadPoolExecutor(1, thread_name_prefix="warm-up")
     try:

@@ -88,6 +88,7 @@ def unpack_routing(
         ValueError: a shape, dtype or device that does not fit, sizes that do not divide.
     """
     _require_sizes(num_experts, ranks)
+    checks.require_dense("words_RW", words_RW)
     if words_RW.ndim != 2 or words_RW.shape[1] % 2 or words_RW.shape[1] == 0:
         raise ValueError(f"words_RW: expected [R, 2K]; got {tuple(words_RW.shape)}.")
     if words_RW.dtype not in (torch.float32, torch.float64):

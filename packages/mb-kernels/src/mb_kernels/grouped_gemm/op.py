@@ -52,7 +52,7 @@ def grouped_gemm(
     checks.require_same("x_NK", x_NK, w=w_EMK)
     checks.require_indices("x_NK", x_NK, offsets_E1=offsets_E1)
     columns = w_EMK.shape[3 - contraction]
-    more_K, more_M = (lacking(x_NK, size) for size in (x_NK.shape[1], columns))
+    more_K, more_M = lacking(x_NK, x_NK.shape[1]), lacking(x_NK, columns)
     w = widened(w_EMK, *((more_K, more_M) if transpose_weight else (more_M, more_K)))
     checks.require_addressable("w", w)
     y_NM = torch.ops.mb.grouped_gemm(widened(x_NK, more_K), w, offsets_E1, transpose_weight)

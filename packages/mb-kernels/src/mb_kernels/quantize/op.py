@@ -67,6 +67,7 @@ def dequantize(codes: Tensor, scales: Tensor, *, bits: int, dtype: torch.dtype) 
         ValueError: ``bits`` or shapes are not those of one ``quantize`` call.
     """
     _check_bits(bits)
+    checks.require_dense("codes", codes)
     code_dtype = torch.int8 if bits == 8 else torch.uint8
     if codes.dtype is not code_dtype or dtype not in checks.DTYPES:
         raise ValueError(

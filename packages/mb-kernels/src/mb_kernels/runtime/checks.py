@@ -31,8 +31,7 @@ def require_floating(name: str, x: Tensor) -> None:
 
 
 def require_device(what: str, first: Tensor, **others: Tensor | None) -> None:
-    """ValueError unless every tensor is dense and on the device of ``first``."""
-    require_dense(what, first)
+    """ValueError unless every other tensor is dense and on the device of ``first``."""
     device = first.device
     for name, tensor in others.items():
         if tensor is None:

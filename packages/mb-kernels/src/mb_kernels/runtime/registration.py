@@ -35,6 +35,7 @@ if not _has_triton:
 
 # Names that torch keeps for itself. Without them ops cost more, and refuse less clearly.
 _below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 if _below_autograd is None:
     warnings.warn(
@@ -109,9 +110,8 @@ def register(
         return getattr(importlib.import_module(kernels), name) if kernels else reference
 
     def implementation(*args: Any) -> Any:
-        device = args[0].device.type
-        if torch.is_autocast_enabled(device):  # of the steps of an op it would cast only some
-            with torch.autocast(device, enabled=False):
+        if _any_autocast():  # of the steps of an op it would cast only some
+            with torch.autocast(args[0].device.type, enabled=False):
                 return compute(*args)
         return compute(*args)
 

@@ -12,7 +12,8 @@ from mb_kernels.runtime.registration import use_triton
 
 def lacking(x: Tensor, size: int) -> int:
     """How many more rows or columns than ``size`` the kernels want; none where they do not run."""
-    return -size % 16 if use_triton(x) else 0
+    more = -size % 16
+    return more if more and use_triton(x) else 0
 
 
 def widened(x: Tensor, *more: int) -> Tensor:
@@ -22,7 +23,8 @@ def widened(x: Tensor, *more: int) -> Tensor:
 
 def cut(y: Tensor, *sizes: int) -> Tensor:
     """The first so many of the last dimension, the last but one; itself where there are no more."""
+    whole = y
     for dim, size in enumerate(sizes, start=1):
         if y.shape[-dim] != size:
             y = y.narrow(-dim, 0, size)
-    return y.contiguous()
+    return y if y is whole else y.contiguous()

@@ -6,6 +6,7 @@ tokens and documents of 2 to 6 sentences, so that no two ranks have the same num
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -137,6 +138,23 @@ def test_a_layout_takes_the_steps_of_one_process(layout, trained):
     limit = 1e-3 if ict else 1e-4
     for kind, value in deviations.items():
         assert value < (limit if kind in loose else 1e-5), deviations
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_task_measures_at_the_end(layout, trained):
+    runs, _ = trained
+    model, flags = LAYOUTS[layout]
+    if TP in flags or PP in flags:
+        assert _measured(runs[layout]) == []
+    else:
+        (found,), (expected,) = _measured(runs[layout]), _measured(runs[model])
+        assert found == expected
+
+
+def _measured(run: Path) -> list[dict[str, object]]:
+    events = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+    return [event for event in events if event["event"] == "measured"]
 
 
 def test_a_layout_that_a_model_has_not_is_refused(trained):

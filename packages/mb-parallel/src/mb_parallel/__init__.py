@@ -2,6 +2,7 @@
 
 # Public API
 from mb_parallel.data_parallel import apply_data_parallel as apply_data_parallel
+from mb_parallel.data_parallel import gather_rest as gather_rest
 from mb_parallel.data_parallel import set_gradient_sync as set_gradient_sync
 from mb_parallel.expert_parallel import parallelize_experts as parallelize_experts
 from mb_parallel.expert_parallel import set_micro_batch as set_micro_batch

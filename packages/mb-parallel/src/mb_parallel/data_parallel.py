@@ -130,6 +130,16 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     model.set_reshard_after_backward(enabled or stage == 3)
 
 
+def gather_rest(model: nn.Module) -> None:
+    """Gather what no block owns (embeddings, final norm, head), to call methods of the model.
+
+    Its forward does so by itself, and its blocks in any case; all ranks of a group call this, and
+    the same blocks after it. A model that `apply_data_parallel` left alone is left alone.
+    """
+    if isinstance(model, FSDPModule):
+        model.unshard()
+
+
 def zero_stage_of(model: nn.Module) -> int | None:
     """What `apply_data_parallel` was told, None where it left the model alone."""
     return getattr(model, _STAGE, None)

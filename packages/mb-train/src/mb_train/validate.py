@@ -9,7 +9,7 @@ import contextlib
 import itertools
 
 import torch
-from mb_parallel import any_rank
+from mb_parallel import any_rank, gather_rest
 
 from mb_train.reporting import measured_line, perplexity, validation_lines
 from mb_train.run import Run
@@ -63,11 +63,12 @@ def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> d
 def measure(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
     """What the task tells beside its losses, over samples that `evaluate` takes too; printed.
 
-    Of a whole model on one process; {} where it is spread.
+    Every rank measures all of them. {} where layers are cut (tensor parallelism) or apart (stages).
     """
-    if dataset is None or run.mesh.dims.world_size > 1:
+    if dataset is None or run.mesh.tp_size * run.mesh.pp_size > 1:
         return {}
     (model,) = run.model.parts
+    gather_rest(model)  # which tasks call past its forward
     count = min(run.config.eval_iters * run.batch_size, len(dataset), _MEASURED)
     # Its batches have sizes of their own, in T5 a new one for each token that is written: compiled
     # blocks would be compiled for them, once, at the end of a run.

@@ -561,6 +561,14 @@ class TestBuilders:
         for index in range(len(valid)):
             sample = valid[index]
             assert sample["block_tokens"][1] == 20 + sample["block_data"][2]
+        with pytest.raises(TypeError, match="not list"):  # a blend, whose sources share no titles
+            build_ict_datasets(
+                ["1", indexed.prefix, "1", indexed.prefix],
+                titles_prefix=titles.prefix,
+                tokenizer=TOKENIZER,
+                seq_length=40,
+                **BUILD_SETTINGS,
+            )
         with pytest.raises(ValueError, match="expected three numbers"):
             build_ict_datasets(
                 indexed.prefix,

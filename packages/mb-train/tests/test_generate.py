@@ -28,6 +28,7 @@ def drawn(sampling, times=400):
     [
         (Sampling(temperature=0), {1}),
         (Sampling(temperature=1e-300), {1}),
+        (Sampling(top_p=1e-300), {1}),
         (Sampling(top_k=1), {1}),
         (Sampling(top_k=2), {1, 3}),
         (Sampling(top_p=0.39), {1}),

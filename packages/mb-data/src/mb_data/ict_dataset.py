@@ -188,7 +188,7 @@ def build_ict_datasets(
         )
 
     return build_parts(
-        prefix,
+        os.fspath(prefix),  # of a blend each source would want titles of its own
         split=split,
         split_rounding=split_rounding,
         num_samples=num_samples,

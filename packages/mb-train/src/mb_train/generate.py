@@ -65,15 +65,19 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
             raise ValueError(NO_NUMBERS)
         return int(logits_V.argmax())
     values, ids = logits_V.float().sort(descending=True, stable=True)
-    # No overflow, however cold; what fp32 takes for 0 would make 0/0 of the likeliest.
-    values = (values - values[0]) / max(sampling.temperature, torch.finfo(values.dtype).tiny)
+    # What fp32 takes for 0 would make 0/0 of the likeliest, and leave no token to draw.
+    temperature, top_p = (
+        max(setting, torch.finfo(values.dtype).tiny)
+        for setting in (sampling.temperature, sampling.top_p)
+    )
+    values = (values - values[0]) / temperature  # no overflow, however cold
     if sampling.top_k:
         values, ids = values[: sampling.top_k], ids[: sampling.top_k]
     probs = values.softmax(0)
     if not bool(probs[0] >= 0):
         raise ValueError(NO_NUMBERS)
     # A token stays if those before it do not hold top_p already: at least one always does.
-    kept = probs.cumsum(0) - probs < sampling.top_p
+    kept = probs.cumsum(0) - probs < top_p
     probs = probs * kept
     return int(ids[torch.multinomial(probs.cpu(), 1, generator=generator)])
 

@@ -91,6 +91,27 @@ def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatc
     assert sorted(bert.parent.rglob("*")) == there
 
 
+def test_a_run_whose_end_is_not_saved_says_so(bert, tmp_path, monkeypatch, capsys):
+    import torch.distributed.checkpoint as dcp
+
+    write_data, saves = dcp.FileSystemWriter.write_data, []
+
+    def full_later(*arguments):
+        saves.append(1)
+        if len(saves) > 1:
+            raise OSError(28, "No space left on device")
+        return write_data(*arguments)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full_later)
+    file = tmp_path / "pairs.tsv"
+    write(file, "qqp", 4)
+    words = ["--train-data", str(file), "--valid-data", str(file), "--save", str(tmp_path / "out")]
+    words += ["--micro-batch-size", "2", "--epochs", "2", "--save-interval", "2", "--device", "cpu"]
+    assert main(["finetune", str(bert), "--task", "qqp", *words]) == 1
+    said = capsys.readouterr().out
+    assert "iter_0000002, the latest there is: the end of the run could not be saved" in said
+
+
 def test_pairs_become_samples_of_two_segments(bert, tmp_path):
     path = tmp_path / "pairs.tsv"
     path.write_text("h\n" + mnli_row("good w1 w2", "bad", "contradiction") + "\r\n\n")

@@ -17,7 +17,7 @@ from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig
 from mb_train.flags import parse, run_command
 from mb_train.host import leads, prepare_host
-from mb_train.run_folder import LOG_FILE, iteration_of
+from mb_train.run_folder import LOG_FILE
 from mb_train.starting import command_line, plan
 from mb_train.toml_file import to_toml
 
@@ -104,7 +104,7 @@ def _train(arguments: list[str]) -> int:
             raise
         except OSError:  # of a full disk a run loses lines, and no more
             sys.stdout = None
-    return 1 if result.diverged or _unsaved(config, result) else 0
+    return 1 if result.diverged or result.unsaved(config) else 0
 
 
 def _headline(config: TrainConfig) -> str:
@@ -113,13 +113,6 @@ def _headline(config: TrainConfig) -> str:
     if not config.by_samples:
         length = f"{config.train_iters} steps"
     return f"{kind} {config.model.upper()}, {length}, to {config.save or 'nowhere'}"
-
-
-def _unsaved(config: TrainConfig, result: Result) -> bool:
-    """Whether the end of a run is in no checkpoint though it was to be."""
-    if config.save is None or config.save_interval == 0:
-        return False
-    return result.checkpoint is None or iteration_of(result.checkpoint) != result.iteration
 
 
 def _close(config: TrainConfig, result: Result) -> None:
@@ -137,7 +130,7 @@ def _close(config: TrainConfig, result: Result) -> None:
         return
     folder = Path(config.save)
     kept = str(result.checkpoint) if result.checkpoint else "none, as --save-interval 0 says"
-    if _unsaved(config, result):
+    if result.unsaved(config):
         kept = f"{result.checkpoint}, the latest there is" if result.checkpoint else "none"
         kept = f"{kept}: the end of the run could not be saved"
     print(f" checkpoint           {kept}")

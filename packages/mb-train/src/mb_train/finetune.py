@@ -104,8 +104,9 @@ def _run(config: TrainConfig, valid: int) -> int:
     from mb_train.train import train
 
     result = train(config)
+    code = 1 if result.diverged or result.unsaved(config) else 0
     if not leads() or result.checkpoint is None:
-        return 1 if result.diverged else 0
+        return code
     trained = load_trained(result.checkpoint, config.device, kinds=("classifier",))
     vocab_size = trained.saved.identity["padded_vocab_size"]
     task = one_process_task(trained.config, trained.tokenizer, vocab_size=vocab_size)
@@ -115,5 +116,6 @@ def _run(config: TrainConfig, valid: int) -> int:
     print(f" {valid} pairs of {' '.join(config.valid_data_path or [])}:")
     for name, value in found.items():
         print(f"  {name}: {value:.4f}")
-    print(f" checkpoint: {result.checkpoint}")
-    return 1 if result.diverged else 0
+    lost = ", the latest there is: the end of the run could not be saved"
+    print(f" checkpoint: {result.checkpoint}{lost if result.unsaved(config) else ''}")
+    return code

@@ -52,6 +52,12 @@ class Result:
     stopped_by: str | None
     diverged: bool
 
+    def unsaved(self, config: TrainConfig) -> bool:
+        """Whether the end of the run is in no checkpoint though it was to be."""
+        if config.save is None or config.save_interval == 0:
+            return False
+        return self.checkpoint is None or run_folder.iteration_of(self.checkpoint) != self.iteration
+
 
 def train(config: TrainConfig, start: Start | None = None) -> Result:
     """Train as `config` says, on this process or as one rank of a torchrun job.

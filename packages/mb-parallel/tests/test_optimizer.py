@@ -213,6 +213,24 @@ def test_a_master_follows_a_weight_that_was_written_between_steps():
     _set_grads(parameters, 1)
     again.step()
     assert (parameter + 2.0).abs().max() < 0.05
+    other = deepcopy(again.state_dict())  # and so after a step of its own
+    other["state"][0]["master"] += 1.0
+    again.load_state_dict(other)
+    _set_grads(parameters, 1)
+    again.step()
+    assert (parameter + 2.0).abs().max() < 0.05
+
+
+def test_a_master_just_made_follows_nothing(monkeypatch):
+    """It would take the memory of two more."""
+    parameters = [nn.Parameter(p.detach().bfloat16()) for p in _parameters(((5, 7),))]
+    optimizer = AdamW(parameters, lr=1e-3)
+    followed = []
+    monkeypatch.setattr("mb_parallel.optimizer.adamw._follow", lambda *_: followed.append(1))
+    for number in range(2):
+        _set_grads(parameters, number)
+        optimizer.step()
+    assert not followed
 
 
 def test_sixteen_bit_parameters_have_a_master_weight():

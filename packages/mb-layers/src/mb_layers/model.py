@@ -46,7 +46,8 @@ class Collected:
         if lost and torch.is_grad_enabled():
             raise ValueError(
                 f"expected auxiliary losses with gradients, got none from {', '.join(lost)}: run "
-                "the layers with gradients enabled, and checkpoint them with use_reentrant=False"
+                "the layers with gradients enabled, and checkpoint them with use_reentrant=False; "
+                "where a router is not to learn, freeze it by requires_grad_(False)"
             )
         return torch.stack(losses).mean()
 

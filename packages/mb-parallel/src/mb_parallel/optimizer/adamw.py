@@ -152,7 +152,14 @@ class AdamW(ShardedOptimizer):
         }
         if parameter.dtype in _HALVES:
             state["master"] = parameter.detach().float()
+            if not parameter.is_meta:  # which only plans it
+                self._equal.note([parameter])
         return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As `ShardedOptimizer`'s; a weight that is not its master's rounding is what trains."""
+        super().load_state_dict(state_dict)
+        self._equal.clear()
 
     def update(
         self, group: dict[str, Any], parameters: list[Tensor], divisor: Tensor, skip: Tensor
@@ -186,4 +193,4 @@ class AdamW(ShardedOptimizer):
 
 def _follow(master: Tensor, weight: Tensor) -> None:
     """Let `master` be what `weight` is, where that is not its rounding."""
-    master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
+    master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))

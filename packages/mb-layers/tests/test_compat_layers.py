@@ -149,7 +149,12 @@ def test_reentrant_checkpoints_end_and_lose_no_loss() -> None:
     sum(checkpoint(layer, x, use_reentrant=True)).square().sum().backward()
     for (name, p), grad in zip(layer.named_parameters(), expected, strict=True):
         assert_close(name, p.grad, grad)
-    y, _ = checkpoint(build(), x, use_reentrant=True)
+    layer = build()  # whose passes without gradients are no sign of it
+    y = checkpoint(lambda x: sum(layer(x)).square().sin(), x, use_reentrant=False)
+    with torch.no_grad():
+        layer(x)
+    y.sum().backward()
+    y, _ = checkpoint(layer, x, use_reentrant=True)
     with pytest.raises(ValueError, match="use_reentrant=False"):
         y.sum().backward()
 

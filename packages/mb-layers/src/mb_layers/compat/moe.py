@@ -97,7 +97,8 @@ class _Layer(nn.Module):
         # Its weights come with each call: in a tuple it is no submodule.
         self._whole = (whole.to("meta"),)
         self._routed: list[RouterOutput] = []
-        self._entry_has_gradient = True
+        # Of the passes since a backward recomputed one; some may be without, a teacher's, say.
+        self._entry_has_gradient = self._recomputed = False
         whole.router.register_forward_hook(self._keep)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,8 +138,10 @@ class _Layer(nn.Module):
                     "use_reentrant=True, whose first pass has none: pass use_reentrant=False, or "
                     "set moe_loss_weight and moe_zloss_weight to 0"
                 )
+            self._recomputed = True
             return
-        self._entry_has_gradient = torch.is_grad_enabled()
+        earlier = self._entry_has_gradient and not self._recomputed
+        self._entry_has_gradient, self._recomputed = torch.is_grad_enabled() or earlier, False
         assert routed.probs_TE is not None
         assert routed.logits_TE is not None
         if self.args.moe_loss_weight > 0:

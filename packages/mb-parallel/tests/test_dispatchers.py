@@ -403,7 +403,7 @@ def test_tokens_that_tensor_parallel_ranks_share():
 def test_what_cannot_be_spread_is_named():
     layer = _layer(Case())
     mesh = ParallelDims().build("cpu")
-    assert "ep = 1, all experts of 1 layers" in parallelize_experts(layer, mesh)
+    assert "ep = 1, all experts of 1 layer" in parallelize_experts(layer, mesh)
     assert isinstance(layer.dispatcher, LocalDispatcher)
     assert "no MoE layers" in parallelize_experts(torch.nn.Linear(2, 2), mesh)
     with pytest.raises(ValueError, match=r"dispatcher to be one of auto, .* got 'ring'"):

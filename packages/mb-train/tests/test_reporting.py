@@ -272,7 +272,7 @@ def test_a_measurement_compiles_nothing():
     model.compile(backend=backend)
     run = SimpleNamespace(
         config=SimpleNamespace(eval_iters=1, compile=True), batch_size=3, say=lambda line: None,
-        mesh=SimpleNamespace(dims=SimpleNamespace(world_size=1)),
+        mesh=SimpleNamespace(tp_size=1, pp_size=1),
         model=SimpleNamespace(parts=[model]), progress=SimpleNamespace(iteration=1),
         log=SimpleNamespace(write=lambda event, **found: None),
         task=SimpleNamespace(evaluate_more=evaluate_more),

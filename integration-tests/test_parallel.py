@@ -205,7 +205,7 @@ def test_the_experts_of_all_stages_are_told_of_once(runs):
 
     alike = "expert parallelism: ep = 1, all experts of 1 layer on every rank"
     assert notes("pp2 interleaved") == [f"stages 0, 1, 2, 3: {alike}"]
-    assert notes("dp2 zero1") == [alike.replace("1 layers", "4 layers")]
+    assert notes("dp2 zero1") == [alike.replace("1 layer", "4 layers")]
     assert notes("pp2 dense") == []
 
 

@@ -121,7 +121,7 @@ def convert(parser: Parser, arguments: Sequence[str]) -> int:
     dtype = options.dtype and getattr(torch, _DTYPES[options.dtype])
     how = {"tokenizer": options.tokenizer, "divisible_by": options.divisible_by, "dtype": dtype}
     given = {name: value for name, value in how.items() if value is not None}
-    for name in given.keys() - set(takes):
+    for name in (name for name in given if name not in takes):
         flag = "make-vocab-size-divisible-by" if name == "divisible_by" else name
         raise ValueError(f"Expected no --{flag}: {source} is {what}, on which it has no effect.")
     write(source, target, **given)

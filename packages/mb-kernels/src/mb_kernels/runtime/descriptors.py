@@ -1,13 +1,13 @@
 """Operands of the matrix kernels: aligned tensors, and descriptors from numbers, unchecked."""
 
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Whether what ``_descriptor`` sets is all that a descriptor has and has no default for.
-_FIELDS = fields(TensorDescriptor)
+_FIELDS = fields(TensorDescriptor) if is_dataclass(TensorDescriptor) else ()
 _KNOWN = [f.name for f in _FIELDS if f.default is MISSING] == [
     *("base", "shape", "strides", "block_shape")
 ]

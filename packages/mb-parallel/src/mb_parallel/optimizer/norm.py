@@ -80,7 +80,7 @@ def zeros_in_grad(
 ) -> Tensor:
     """How many numbers of the whole model's gradients are zero, each counted once.
 
-    Of a million or more one or two are by chance: a sum that cancels in one order and not in
+    A few are by chance, up to five were seen in fp16: a sum that cancels in one order and not in
     another, so layouts, and sizes of micro-batches, differ by as many.
 
     Args:

@@ -58,13 +58,13 @@ def test_the_default_points_are_the_papers_families_small_first(frontier):
     found = configs(calls["train"])
     names = [Path(config.save).name for config in found]
     assert names[:6] == [f"{f}-17m" for f in ("dense", "dmoe", "fine", "moe1", "moe1.5", "moe2")]
-    assert names[-4:] == ["moe2-125m", "dense-46m@2", "dmoe-46m@2", "dense-356m"]
-    assert len(names) == 21
+    assert names[-4:] == ["dense-46m@2", "dmoe-46m@2", "dense-153m", "dense-356m"]
+    assert len(names) == 22
     hidden = [config.hidden_size for config in found[:18]]
     assert hidden == 6 * [256] + 6 * [512] + 6 * [768]
     capacities = [(c.moe_num_experts, c.moe_capacity_factor) for c in found[:6]]
-    assert capacities == [(None, 0.0), (64, 0.0), (128, 0.0), (64, 1.0), (64, 1.5), (64, 2.0)]
-    assert [config.seed for config in found] == 18 * [1234] + 2 * [2] + [1234]
+    assert capacities == [(None, 0.0), (64, 0.0), (256, 0.0), (64, 1.0), (64, 1.5), (64, 2.0)]
+    assert [config.seed for config in found] == 18 * [1234] + 2 * [2] + 2 * [1234]
     for config in found:
         assert config.global_batch_size * config.seq_length * config.train_iters <= 8_000_000
         assert config.train_iters % config.eval_interval == 0  # the last loss is the end's
@@ -73,8 +73,8 @@ def test_the_default_points_are_the_papers_families_small_first(frontier):
         assert config.min_lr == pytest.approx(config.lr / 10)
         assert config.lr_warmup_fraction == 0.1
         assert (config.global_batch_size, config.micro_batch_size) == (256, 128)
-        assert config.eval_iters * config.global_batch_size == 1024
-        assert config.init_method_std == 0.04
+        assert config.eval_iters * config.global_batch_size == 4096
+        assert (config.init_method_std, config.weight_decay) == (0.04, 0.1)
         if config.moe_num_experts is not None:
             assert (config.moe_loss_weight, config.moe_first_k_dense) == (0.01, 1)
         if config.moe_num_experts == 64:
@@ -87,24 +87,32 @@ def test_the_default_points_are_the_papers_families_small_first(frontier):
 
 
 @pytest.mark.parametrize("size", ["17m", "46m", "125m", "356m"])
-def test_fine_experts_are_twice_as_many_half_as_wide(frontier, size):
+def test_fine_experts_are_four_times_as_many_a_quarter_as_wide(frontier, size):
     _, calls = frontier(f"dmoe-{size}", f"fine-{size}")
     whole, fine = configs(calls["train"])
-    assert fine.moe_num_experts == 2 * whole.moe_num_experts
-    assert fine.moe_top_k == 2 * whole.moe_top_k
-    assert 2 * fine.moe_ffn_hidden_size == (whole.moe_ffn_hidden_size or 4 * whole.hidden_size)
+    assert fine.moe_num_experts == 4 * whole.moe_num_experts
+    assert fine.moe_top_k == 4 * whole.moe_top_k
+    assert 4 * fine.moe_ffn_hidden_size == (whole.moe_ffn_hidden_size or 4 * whole.hidden_size)
     assert (fine.moe_renormalize, fine.moe_router_topk_scaling_factor) == (True, 1.0)
     assert fine.moe_router_lr_mult == 1
 
 
+def test_the_dense_curve_goes_on_beyond_125m_by_depth(frontier):
+    _, calls = frontier("dense-125m", "dense-153m")
+    shorter, longer = configs(calls["train"])
+    assert (shorter.num_layers, longer.num_layers) == (12, 16)
+    assert longer.hidden_size == shorter.hidden_size
+    assert longer.lr == shorter.lr
+
+
 def test_rates_by_size_and_for_experts(frontier):
     _, calls = frontier(
-        "dense-46m", "dmoe-46m", "dense-17m", "--", "--weight-decay", "0.1", LR_46M="4e-3",
+        "dense-46m", "dmoe-46m", "dense-17m", "--", "--weight-decay", "0.3", LR_46M="4e-3",
         LR_EXPERTS="0.5",
     )  # fmt: skip
     found = configs(calls["train"])
     assert [config.lr for config in found] == [4e-3, 2e-3, 8e-3]
-    assert [config.weight_decay for config in found] == 3 * [0.1]
+    assert [config.weight_decay for config in found] == 3 * [0.3]
     assert found[0].train_iters == 1600
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The frontier of validation loss against training time: dense models, MoEs with capacity factor 1, 1.5
-# and 2, dMoEs (64 experts, top-1), and dMoEs of twice as many experts half as wide, two for a token, each
-# size trained once to the end of its schedule.
+# and 2, dMoEs (64 experts, top-1), and dMoEs of four times as many experts a quarter as wide, four for a
+# token, each size trained once to the end of its schedule.
 #
 #   frontier.sh --data PREFIX --out FOLDER [options] [POINT ...] [-- flags of mb-train]
 #   frontier.sh --data data/machine_text_document --out runs/frontier --minutes 9
@@ -13,9 +13,10 @@
 #   --keep          keep the checkpoints of finished points; a dmoe-125m is 44 GB
 #   --dry-run       say what would be run, and what mb-train plan says of it
 #   --gpu NAME      the GPU to plan for (H200, ...), if it is not the one here
-#   POINT           FAMILY-SIZE, of families dense, moe1, moe1.5, moe2, dmoe, fine and the recipes' sizes,
-#                   with @SEED for another seed; default 17m, 46m, 125m of all, dense-46m and dmoe-46m with
-#                   a second seed, and dense-356m, so that the dense curve reaches the losses of experts
+#   POINT           FAMILY-SIZE, of families dense, moe1, moe1.5, moe2, dmoe, fine and the recipes' sizes
+#                   or 153m (125m with 16 layers), with @SEED for another seed; default 17m, 46m, 125m of
+#                   all, dense-46m and dmoe-46m with a second seed, and dense-153m and dense-356m, so that
+#                   the dense curve reaches the losses of experts
 #
 # All points see the same sequences in the same order, in steps of 256, half the paper's, with Muon,
 # which after 800 steps of 128 is 0.3 ahead of Adam, with experts and without. The schedule is the
@@ -24,10 +25,11 @@
 # dense models hardly learn in so few steps. Of models with experts the first layer is dense: a router there
 # hardly decides, sends most of the text to one expert, and cost 0.04 and one run of two. One expert of 64 is
 # weighed by 8 times its softmax score, which begins near 0.1, and such routers learn at a tenth of the
-# rate. The two of `fine` share a weight of 1, and their routers learn at the full rate, which is 0.01 better
-# there. The balance loss weighs 0.01. Peak rates by size: LR_17M, LR_46M, LR_125M and LR_356M (8e-3, 6e-3, 4e-3
-# and 3e-3; only the first is tuned), times LR_EXPERTS (1) for those with experts. What each is worth:
-# benchmarks/results, frontier.
+# rate. The four of `fine` share a weight of 1, and their routers learn at the full rate, which is 0.01 better
+# there. The balance loss weighs 0.01, weights decay by 0.1. Peak rates by size: LR_17M, LR_46M, LR_125M, LR_153M
+# and LR_356M (8e-3, 6e-3, 4e-3, 4e-3 and 3e-3; only the first is tuned), times LR_EXPERTS (1) for those with
+# experts. An evaluation reads 4 million tokens: from one set of a million to another the difference of two
+# models moved by 0.015. What each is worth: benchmarks/results, frontier.
 #
 # A point that finished is not run again. One that was stopped goes on from its checkpoint, to the step.
 # At the end, and after every point, mb-train report --frontier draws what there is.
@@ -65,28 +67,30 @@ if [ "$steps" -lt 1 ]; then
 fi
 if [ ${#points[@]} = 0 ]; then
     for size in 17m 46m 125m; do points+=({dense,dmoe,fine,moe1,moe1.5,moe2}-$size); done
-    points+=(dense-46m@2 dmoe-46m@2 dense-356m)
+    points+=(dense-46m@2 dmoe-46m@2 dense-153m dense-356m)
 fi
 
 flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
-    local rate=LR_${2^^} scale=1 half # of a feed-forward layer
+    local rate=LR_${2^^} scale=1 size=$2 quarter # of a feed-forward layer's width
     case $2 in
-        17m) rate=${!rate:-8e-3} half=512 ;;
-        46m) rate=${!rate:-6e-3} half=1024 ;;
-        125m) rate=${!rate:-4e-3} half=1536 ;;
-        356m) rate=${!rate:-3e-3} half=2048 ;;
-        *) echo "frontier.sh: expected the size 17m, 46m, 125m or 356m, got $2" >&2; exit 2 ;;
+        17m) rate=${!rate:-8e-3} quarter=256 ;;
+        46m) rate=${!rate:-6e-3} quarter=512 ;;
+        125m) rate=${!rate:-4e-3} quarter=768 ;;
+        153m) rate=${!rate:-4e-3} quarter=768 size=125m ;;
+        356m) rate=${!rate:-3e-3} quarter=1024 ;;
+        *) echo "frontier.sh: expected the size 17m, 46m, 125m, 153m or 356m, got $2" >&2; exit 2 ;;
     esac
     case $1 in
-        dense) printf '%s\n' --recipe "dense-$2" ;;
-        dmoe | fine) printf '%s\n' --recipe "dmoe-$2" ;;
-        moe*) printf '%s\n' --recipe "moe-$2" --moe-capacity-factor "${1#moe}" ;;
+        dense) printf '%s\n' --recipe "dense-$size" ;;
+        dmoe | fine) printf '%s\n' --recipe "dmoe-$size" ;;
+        moe*) printf '%s\n' --recipe "moe-$size" --moe-capacity-factor "${1#moe}" ;;
         *) echo "frontier.sh: expected dense, dmoe, fine or moeFACTOR before the size, got $1" >&2; exit 2 ;;
     esac
+    if [ "$2" = 153m ]; then printf '%s\n' --num-layers 16; fi
     case $1 in
         dense) ;;
         fine)
-            printf '%s\n' --moe-num-experts 128 --moe-ffn-hidden-size "$half" --moe-top-k 2 --moe-renormalize
+            printf '%s\n' --moe-num-experts 256 --moe-ffn-hidden-size "$quarter" --moe-top-k 4 --moe-renormalize
             ;;
         *) printf '%s\n' --moe-router-topk-scaling-factor 8 --moe-router-lr-mult 0.1 ;;
     esac
@@ -98,9 +102,9 @@ flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
     printf '%s\n' --seed "${3:-1234}" --data-path "$data" --train-iters "$steps" --optimizer muon \
         --seq-length "$length" --max-position-embeddings "$length" \
         --micro-batch-size "$((sequences % 128 ? sequences : 128))" --global-batch-size "$sequences" \
-        --init-method-std 0.04 --adam-beta2 0.95 --lr-warmup-fraction 0.1 \
+        --init-method-std 0.04 --adam-beta2 0.95 --weight-decay 0.1 --lr-warmup-fraction 0.1 --split 969,16,15 \
         --attention-dropout 0 --hidden-dropout 0 --log-interval "$((every / 5 > 0 ? every / 5 : 1))" \
-        --eval-interval "$every" --eval-iters "$((sequences < 1024 ? 1024 / sequences : 1))" \
+        --eval-interval "$every" --eval-iters "$((sequences < 4096 ? 4096 / sequences : 1))" \
         --save-interval "$steps"
 }
 

@@ -58,7 +58,7 @@ def test_the_default_points_are_the_papers_families_small_first(frontier):
     found = configs(calls["train"])
     names = [Path(config.save).name for config in found]
     assert names[:6] == [f"{f}-17m" for f in ("dense", "dmoe", "fine", "moe1", "moe1.5", "moe2")]
-    assert names[-4:] == ["dense-46m@2", "dmoe-46m@2", "dense-153m", "dense-356m"]
+    assert names[-4:] == ["dense-46m@2", "dmoe-46m@2", "dense-154m", "dense-356m"]
     assert len(names) == 22
     hidden = [config.hidden_size for config in found[:18]]
     assert hidden == 6 * [256] + 6 * [512] + 6 * [768]
@@ -98,7 +98,7 @@ def test_fine_experts_are_four_times_as_many_a_quarter_as_wide(frontier, size):
 
 
 def test_the_dense_curve_goes_on_beyond_125m_by_depth(frontier):
-    _, calls = frontier("dense-125m", "dense-153m")
+    _, calls = frontier("dense-125m", "dense-154m")
     shorter, longer = configs(calls["train"])
     assert (shorter.num_layers, longer.num_layers) == (12, 16)
     assert longer.hidden_size == shorter.hidden_size

@@ -288,7 +288,7 @@ def test_a_run_that_will_not_fit_is_warned_of():
 def test_the_command(capsys):
     assert main(["plan", "--recipe", "dmoe-125m", "--gpus", "8", "--gpu", "H100"]) == 0
     out = capsys.readouterr().out
-    for word in ("parameters", "GiB per rank", "checkpoint", "TFLOP on 8 ranks", "hours"):
+    for word in ("parameters", "GiB per rank", "checkpoint", "TFLOP on 8 ranks", "48 minutes"):
         assert word in out
     rampup = ["--train-samples", "10000", "--rampup-batch-size", "64", "64", "1000"]
     for more, steps in (([], 19), (rampup[2:], 24)):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = ("#0b6e4f", "#e07a1f", "#b5179e", "#3a86ff", "#6c757d", "#8d6e0f")
-_FIXED = {"dense": "#222222", "dMoE": "#d1202f", "dMoE top-2": "#7f0f1d"}
+_FIXED = {"dense": "#222222", "dMoE": "#d1202f", "dMoE top-4": "#7f0f1d"}
 _DASHES = ("-", "--", "-.", ":")
 
 
@@ -153,8 +153,8 @@ def _draw(runs: Sequence[FrontierRun], points: Sequence[Point], path: Path) -> N
         )  # fmt: skip
         for run in (run for p in of_family if len(p.runs) > 1 for run in p.runs):
             by_time.plot(run.seconds[-1], run.losses[-1], "x", color=colors[family], markersize=5)
-        if family in _FIXED:  # the others lie between
-            _name_sizes(by_time, of_family, points)
+        if family == "dense" or _is_dropless(family):  # the others lie between
+            _name_sizes(by_time, of_family, points, colors[family])
     for shape, dashes in zip(shapes, _DASHES * len(shapes), strict=False):
         by_tokens.plot([], [], color="gray", linestyle=dashes, label=label_of(shape, points))
     # The first losses of a run are far above all that matters.
@@ -177,12 +177,14 @@ def _draw(runs: Sequence[FrontierRun], points: Sequence[Point], path: Path) -> N
         figure.savefig(draft, dpi=130, format="png")
 
 
-def _name_sizes(axis: Axes, of_family: Sequence[Point], points: Sequence[Point]) -> None:
+def _name_sizes(
+    axis: Axes, of_family: Sequence[Point], points: Sequence[Point], color: str
+) -> None:
     for point in of_family:
         axis.annotate(
             label_of(point.shape, points), (point.seconds, point.loss), fontsize=8,
-            textcoords="offset points", color=_FIXED[point.family],
-            xytext=(5, 5) if point.family == "dense" else (-5, -12),
+            textcoords="offset points", color=color,
+            xytext=(5, 5) if point.family == "dense" else (-30, -4),
         )  # fmt: skip
 
 

@@ -244,10 +244,15 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
         )
         steps = train_iterations(config, BatchSizes(config, batch))
         # Of a ramp-up the smaller steps take their share of a whole one.
-        hours = train_samples(config, batch) / batch * found.step_s / 3600
-        long = f"{hours:,.1f} hours" if hours >= 0.1 else f"{3600 * hours:,.0f} seconds"
+        long = _duration(train_samples(config, batch) / batch * found.step_s)
         lines.append(f"training      {steps:,} steps, {long}")
     return lines
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 600:
+        return f"{seconds:,.0f} seconds"
+    return f"{seconds / 60:,.0f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
 
 
 def memory_warning(

@@ -14,8 +14,8 @@
 #   --dry-run       say what would be run, and what mb-train plan says of it
 #   --gpu NAME      the GPU to plan for (H200, ...), if it is not the one here
 #   POINT           FAMILY-SIZE, of families dense, moe1, moe1.5, moe2, dmoe, fine and the recipes' sizes
-#                   or 153m (125m with 16 layers), with @SEED for another seed; default 17m, 46m, 125m of
-#                   all, dense-46m and dmoe-46m with a second seed, and dense-153m and dense-356m, so that
+#                   or 154m (125m with 16 layers), with @SEED for another seed; default 17m, 46m, 125m of
+#                   all, dense-46m and dmoe-46m with a second seed, and dense-154m and dense-356m, so that
 #                   the dense curve reaches the losses of experts
 #
 # All points see the same sequences in the same order, in steps of 256, half the paper's, with Muon,
@@ -26,7 +26,7 @@
 # hardly decides, sends most of the text to one expert, and cost 0.04 and one run of two. One expert of 64 is
 # weighed by 8 times its softmax score, which begins near 0.1, and such routers learn at a tenth of the
 # rate. The four of `fine` share a weight of 1, and their routers learn at the full rate, which is 0.01 better
-# there. The balance loss weighs 0.01, weights decay by 0.1. Peak rates by size: LR_17M, LR_46M, LR_125M, LR_153M
+# there. The balance loss weighs 0.01, weights decay by 0.1. Peak rates by size: LR_17M, LR_46M, LR_125M, LR_154M
 # and LR_356M (8e-3, 6e-3, 4e-3, 4e-3 and 3e-3; only the first is tuned), times LR_EXPERTS (1) for those with
 # experts. An evaluation reads 4 million tokens: from one set of a million to another the difference of two
 # models moved by 0.015. What each is worth: benchmarks/results, frontier.
@@ -67,7 +67,7 @@ if [ "$steps" -lt 1 ]; then
 fi
 if [ ${#points[@]} = 0 ]; then
     for size in 17m 46m 125m; do points+=({dense,dmoe,fine,moe1,moe1.5,moe2}-$size); done
-    points+=(dense-46m@2 dmoe-46m@2 dense-153m dense-356m)
+    points+=(dense-46m@2 dmoe-46m@2 dense-154m dense-356m)
 fi
 
 flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
@@ -76,9 +76,9 @@ flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
         17m) rate=${!rate:-8e-3} quarter=256 ;;
         46m) rate=${!rate:-6e-3} quarter=512 ;;
         125m) rate=${!rate:-4e-3} quarter=768 ;;
-        153m) rate=${!rate:-4e-3} quarter=768 size=125m ;;
+        154m) rate=${!rate:-4e-3} quarter=768 size=125m ;;
         356m) rate=${!rate:-3e-3} quarter=1024 ;;
-        *) echo "frontier.sh: expected the size 17m, 46m, 125m, 153m or 356m, got $2" >&2; exit 2 ;;
+        *) echo "frontier.sh: expected the size 17m, 46m, 125m, 154m or 356m, got $2" >&2; exit 2 ;;
     esac
     case $1 in
         dense) printf '%s\n' --recipe "dense-$size" ;;
@@ -86,7 +86,7 @@ flags_of() { # FAMILY SIZE SEED: flags that make a point, one per line
         moe*) printf '%s\n' --recipe "moe-$size" --moe-capacity-factor "${1#moe}" ;;
         *) echo "frontier.sh: expected dense, dmoe, fine or moeFACTOR before the size, got $1" >&2; exit 2 ;;
     esac
-    if [ "$2" = 153m ]; then printf '%s\n' --num-layers 16; fi
+    if [ "$2" = 154m ]; then printf '%s\n' --num-layers 16; fi
     case $1 in
         dense) ;;
         fine)

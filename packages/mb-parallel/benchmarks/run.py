@@ -10,9 +10,9 @@
   Python. GB/s are bus bytes: those that leave a rank, (P - 1) / P of all.
 - layer: a dMoE layer, forward and backward, with each dispatcher, against a layer with all experts
   on this GPU and the same tokens. Routing is uniform or by Zipf's law, the popular experts
-  anywhere or, "sorted", all on the first rank. Ranks wait for the one with the most rows: how many
-  times the mean it has is printed, and no dispatcher takes less than so many times the experts'
-  part of the time. The layer of one GPU and the peers' are captured too: what is left is the GPU's.
+  anywhere, "sorted", all on the first rank, or "placed" by `rebalance_experts`. Ranks wait for the
+  one with the most rows: how many times the mean it has is printed, and no dispatcher takes less
+  than so many times the experts' part of the time. The layer of one GPU and the peers' are captured too: what is left is the GPU's.
   "pushed": the experts' results are sent by a kernel of their own instead of by those that make
   them, as where experts cannot store them.
 
@@ -35,15 +35,21 @@ import torch
 import torch.distributed as dist
 from mb_kernels import bin_tokens, warm_up
 from mb_layers import MoEConfig, dMoE
-from mb_parallel import ParallelDims, ParallelMesh, distributed, parallelize_experts
-from mb_parallel.expert_parallel import PeerBuffers, Place
+from mb_parallel import (
+    ParallelDims,
+    ParallelMesh,
+    distributed,
+    parallelize_experts,
+    rebalance_experts,
+)
+from mb_parallel.expert_parallel import PeerBuffers, Place, fullest_rank
 from torch import Tensor
 
 MIB = 2**20
 HIDDEN = 2048
 CAPTURED = 8  # calls in a graph
 _SILENT = 40  # seconds
-ROUTINGS = ("uniform", "zipf", "zipf, sorted")
+ROUTINGS = ("uniform", "zipf", "zipf, sorted", "zipf, placed")
 CAPTURED_WAYS = ("one GPU", "peer", "peer, pushed")
 # name: tokens of each rank, hidden, ffn, experts, top-k, activation
 LAYERS = {
@@ -180,7 +186,7 @@ def layer(
 
     # Softmax of -log(rank) is Zipf's law.
     popularity = torch.arange(experts) + 1.0
-    if routing == "zipf":
+    if routing in ("zipf", "zipf, placed"):
         popularity = popularity[torch.randperm(experts, generator=torch.Generator().manual_seed(0))]
 
     def build(options: dict[str, Any] | None) -> Callable[[], None]:
@@ -191,13 +197,14 @@ def layer(
             with torch.no_grad():
                 moe.router.weight.normal_(std=1 / hidden**0.5)
                 moe.router.bias.copy_(-popularity.log())
-        if options is None:
-            counts_E = moe(x).metrics["tokens_per_expert"]
-            dist.all_reduce(counts_E)
-            of_ranks = counts_E.view(mesh.ep_size, -1).sum(1).double()
-            fullest.append((of_ranks.max() / of_ranks.mean()).item())
-        else:
+        counts_E = moe(x).metrics["tokens_per_expert"]
+        if options is not None:
             _spread(moe, mesh, **options)
+            moved = []
+            if routing == "zipf, placed":
+                moved = rebalance_experts(moe, {"": counts_E}, mesh)
+            dist.all_reduce(counts_E)
+            fullest.append(moved[0].after if moved else fullest_rank(counts_E, mesh.ep_size))
 
         def run() -> None:
             y, aux_loss, _ = moe(x)

@@ -60,7 +60,7 @@ def test_the_posts_rates_and_scales():
         optimizer=build_optimizer(model, CONFIG), scaler=build_scaler(CONFIG),
         timers=Timers(device, level=0, option="minmax"), micro_batch_size=512, iterations=2000,
         vocab_size=128, last_losses={}, task=SimpleNamespace(loss_weights={"lm loss": "weights"}),
-        balancing_bias=SimpleNamespace(see=lambda metrics: None, update=lambda: None),
+        load_balance=SimpleNamespace(see=lambda metrics: None, update=lambda step, optimizer: None),
         say=said.append, sign_of_life=lambda doing: None,
         model=model, log=SimpleNamespace(write=lambda event, **values: None),
     )  # fmt: skip

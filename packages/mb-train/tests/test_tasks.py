@@ -9,7 +9,7 @@ import pytest
 import torch
 from mb_layers import Router
 from mb_parallel import ParallelDims
-from mb_train.balance import BalancingBias
+from mb_train.balance import LoadBalance
 from mb_train.config import TrainConfig
 from mb_train.models.transformer import DenseMLP
 from mb_train.tasks import GPTTask
@@ -187,7 +187,7 @@ def test_a_balancing_bias_moves_by_the_load_of_its_own_layer(kind):
     routers = [module for module in model.modules() if isinstance(module, Router)]
     assert len(routers) == (4 if kind == "t5" else 2)
     mesh = SimpleNamespace(pp_size=2, all_reduce=lambda tensor, axis: tensor)
-    bias = BalancingBias([model], config, mesh)
-    bias.see({"tokens_per_expert": 8.0 * torch.eye(4)[: len(routers)]})
-    bias.update()
+    balance = LoadBalance([model], config, mesh)
+    balance.see({"tokens_per_expert": 8.0 * torch.eye(4)[: len(routers)]})
+    assert balance.update(1, torch.optim.SGD(model.parameters())) is None
     assert [int(router.balancing_bias.argmin()) for router in routers] == [*range(len(routers))]

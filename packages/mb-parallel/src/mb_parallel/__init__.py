@@ -5,6 +5,7 @@ from mb_parallel.data_parallel import apply_data_parallel as apply_data_parallel
 from mb_parallel.data_parallel import gather_rest as gather_rest
 from mb_parallel.data_parallel import set_gradient_sync as set_gradient_sync
 from mb_parallel.expert_parallel import parallelize_experts as parallelize_experts
+from mb_parallel.expert_parallel import rebalance_experts as rebalance_experts
 from mb_parallel.expert_parallel import set_micro_batch as set_micro_batch
 from mb_parallel.expert_parallel import within_budget as within_budget
 from mb_parallel.mesh import ParallelDims as ParallelDims

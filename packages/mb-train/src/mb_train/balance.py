@@ -1,4 +1,8 @@
-"""The balancing bias of the routers (arXiv 2408.15664), moved once per step by the load it saw.
+"""What a step's load of the experts moves: balancing biases, and which rank holds which experts.
+
+Biases (arXiv 2408.15664) move once per step, by the load it saw. Experts change places every
+`--moe-rebalance-interval` steps, by the load of that step alone: a run that is resumed moves the
+same ones.
 
 Letters: L Mixture-of-Experts layers of the model, E experts.
 """
@@ -8,34 +12,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from mb_layers import Router, update_balancing_bias
-from mb_parallel import ParallelMesh
+from mb_layers import MoE, dMoE, update_balancing_bias
+from mb_parallel import ParallelMesh, rebalance_experts
 from torch import Tensor, nn
 
 from mb_train.config import TrainConfig, whole
 
 
-class BalancingBias:
-    """Counts a step's tokens per expert over all ranks, and moves the biases of this rank's layers.
+class LoadBalance:
+    """Counts a step's tokens per expert, and evens out this rank's layers by them.
 
     Args:
         parts: the stages on this rank.
-        config: the run; its rate of the update.
+        config: the run; its rate of the biases' update, its interval of new places.
         mesh: whose data-parallel ranks hold copies of the routers.
     """
 
     def __init__(self, parts: Sequence[nn.Module], config: TrainConfig, mesh: ParallelMesh) -> None:
-        self._rate, self._mesh = config.moe_router_bias_update_rate, mesh
-        found = {
-            name: module
+        self._rate = config.moe_router_bias_update_rate
+        self._interval = config.moe_rebalance_interval
+        self._parts, self._mesh = parts, mesh
+        self._layers = [
+            {name: m for name, m in part.named_modules() if isinstance(m, MoE | dMoE)}
             for part in parts
-            for name, module in part.named_modules()
-            if isinstance(module, Router) and module.balancing_bias is not None
-        }
-        rows = range(len(found))
+        ]
+        names = [name for layers in self._layers for name in layers]
+        rows = range(len(names))
         if mesh.pp_size > 1:
-            rows = [_row(name, config) for name in found]  # metrics are of all stages
-        self._routers = list(zip(rows, found.values(), strict=True))
+            rows = [_row(name, config) for name in names]  # metrics are of all stages
+        self._rows = dict(zip(names, rows, strict=True))
         self._counts_LE: Tensor | None = None
 
     def see(self, metrics: Mapping[str, Tensor]) -> None:
@@ -45,18 +50,42 @@ class BalancingBias:
             self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Move the biases by one step and count anew; nothing for routers without."""
+    def update(self, step: int, optimizer: torch.optim.Optimizer) -> str | None:
+        """After step number `step`: even out, count anew; returns what is to be said of it."""
         counts_LE, self._counts_LE = self._counts_LE, None
-        if not self._routers or counts_LE is None:
+        if counts_LE is None:
+            return None
+        self._move_biases(counts_LE)
+        if not self._interval or step % self._interval:
+            return None
+        moved = []
+        for part, layers in zip(self._parts, self._layers, strict=True):
+            loads = {name: counts_LE[self._rows[name]] for name in layers}
+            moved += rebalance_experts(part, loads, self._mesh, optimizer=optimizer)
+        if not moved:
+            return None
+        worst = max(moved, key=lambda layer: layer.before)
+        return (
+            f" experts of {len(moved)} layers changed places after step {step}: the fullest rank "
+            f"had {worst.before:.2f} times an even share, as they are now {worst.after:.2f}"
+        )
+
+    def _move_biases(self, counts_LE: Tensor) -> None:
+        biased = [
+            (self._rows[name], layer.router)
+            for layers in self._layers
+            for name, layer in layers.items()
+            if layer.router.balancing_bias is not None
+        ]
+        if not biased:
             return
         counts_LE = self._mesh.all_reduce(counts_LE.clone(), "dp")
-        for row, router in self._routers:
+        for row, router in biased:
             update_balancing_bias(router, counts_LE[row], rate=self._rate)
 
 
 def _row(name: str, config: TrainConfig) -> int:
-    """How many layers with experts a router's layer has before it in the whole model.
+    """How many layers with experts a layer has before it in the whole model.
 
     Its name holds the layer's number in its stack; a decoder's layers come behind the encoder's.
     """

@@ -23,7 +23,7 @@ from torch import Tensor
 from mb_train import layout, run_folder
 from mb_train.ahead import compile_ahead, outcome
 from mb_train.assemble import Assembled, assemble
-from mb_train.balance import BalancingBias
+from mb_train.balance import LoadBalance
 from mb_train.checkpoint import Progress, load_checkpoint
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
@@ -180,7 +180,7 @@ class Run:
             )
         self.optimizer = build_optimizer(self.model, config)
         self.scaler = build_scaler(config)
-        self.balancing_bias = BalancingBias(self.model.parts, config, self.mesh)
+        self.load_balance = LoadBalance(self.model.parts, config, self.mesh)
         if start is not None:
             self._load(start)
 

@@ -48,7 +48,7 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> S
 
     def measured(metrics: dict[str, Tensor]) -> None:
         accumulator.add_pass(metrics)
-        run.balancing_bias.see(metrics)
+        run.load_balance.see(metrics)
 
     run.model.train()
     scale = 1.0 if run.scaler is None else run.scaler.scale_on(run.device)
@@ -65,7 +65,9 @@ def train_step(run: Run, stream: Iterator[Batch], accumulator: Accumulator) -> S
         # In every step, as in Megatron: a signal may make any step one that is reported.
         zeros = _zeros_in_grad(run) if config.log_num_zeros_in_grad else None
         run.optimizer.zero_grad(set_to_none=True)
-        run.balancing_bias.update()
+        changed = run.load_balance.update(iteration + 1, run.optimizer)
+    if changed is not None:
+        run.say(changed)
     if run.scaler is not None and done.skipped.item():
         run.skipped_samples += size
     run.last_losses = losses

@@ -11,6 +11,10 @@ from mb_parallel.expert_parallel.collectives import Place as Place
 from mb_parallel.expert_parallel.collectives import gather_rows as gather_rows
 from mb_parallel.expert_parallel.peer import PeerDispatcher as PeerDispatcher
 from mb_parallel.expert_parallel.peer_memory import PeerBuffers as PeerBuffers
+from mb_parallel.expert_parallel.rebalance import Rebalanced as Rebalanced
+from mb_parallel.expert_parallel.rebalance import balanced_order as balanced_order
+from mb_parallel.expert_parallel.rebalance import fullest_rank as fullest_rank
+from mb_parallel.expert_parallel.rebalance import rebalance_experts as rebalance_experts
 from mb_parallel.expert_parallel.rows import Rows as Rows
 from mb_parallel.expert_parallel.rows import budgets_of as budgets_of
 from mb_parallel.expert_parallel.rows import within_budget as within_budget

@@ -45,6 +45,10 @@ class ParallelFields:
         "how tokens reach experts of other ranks (ours)", "auto",
         choices=("auto", "all_gather", "all_to_all", "peer"),
     )  # fmt: skip
+    moe_rebalance_interval: int = flag(
+        "steps after which experts are shared out anew over the ranks, by the load of the last; 0: "
+        "never (ours)", 0, bounds=AT_LEAST_0,
+    )  # fmt: skip
     moe_row_policy: str = flag(
         "what experts save room for, where shapes are static (all_gather, peer): the worst case, "
         "--moe-row-budget, with a second run of the step for more, or what the host reads (ours)",

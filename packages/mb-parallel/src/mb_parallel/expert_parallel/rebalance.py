@@ -1,0 +1,209 @@
+"""`rebalance_experts`: popular experts apart from each other, by giving experts other numbers.
+
+A rank computes for the experts it holds, and all wait for the fullest one. Which expert has which
+number is arbitrary: with the rows of the router, the experts' weights and the optimizer's state in
+another order the layer is the same function, its state dict as good as before, and there is no map
+to keep. So experts are numbered anew such that the loads of ranks are as even as whole experts
+allow: the fullest first, each to the emptiest rank that has room (Graham, 1969: longest processing
+time first).
+
+Routers that have settled keep their favourites. Of a dMoE 46M of 256 experts, four for a token, in
+1,600 steps (mb-train's benchmarks/results, 2026-11-23): the fullest of 8 ranks would have had 1.13
+times an even share from step 832 on, and 1.03 with numbers made anew every 160 steps; in the first
+320 steps 1.20 and 1.17.
+
+Letters: E experts, P ranks, n the ranks' experts E / P.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from mb_layers import MoE, Router, dMoE
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from mb_parallel.mesh import ParallelMesh
+from mb_parallel.optimizer.shards import local
+
+# Of a tensor that is gathered to be put in order: 1 GiB in fp32.
+_TOGETHER = 2**28
+
+
+@dataclass(frozen=True)
+class Rebalanced:
+    """A layer whose experts got other numbers.
+
+    Attributes:
+        layer: its name in the model.
+        before, after: load of the fullest rank, in units of an even share.
+    """
+
+    layer: str
+    before: float
+    after: float
+
+
+@torch.no_grad()
+def rebalance_experts(
+    model: nn.Module,
+    tokens_per_expert: Mapping[str, Tensor],
+    mesh: ParallelMesh,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    least_gain: float = 0.02,
+) -> list[Rebalanced]:
+    """Number the experts of each layer anew so that the ranks of its ep group have equal loads.
+
+    Call it on every rank between two steps. What the model computes stays the same up to rounding;
+    what it counts by expert (`tokens_per_expert`, the columns of routing that was kept) is in the
+    new numbers from here on. The ranks exchange whole tensors, piece by piece: worth it every few
+    hundred steps. Layers are left as they are where numbers mean something: experts in groups
+    (`num_expert_groups`), uniform assignment, routers that are no `mb_layers.Router`, parameters
+    that layers share, and where ranks share an expert. A router of your own that derives from
+    `mb_layers.Router` is taken for one that knows experts by its rows alone.
+
+    Args:
+        model: after `parallelize_experts`, and `apply_data_parallel` if that is called.
+        tokens_per_expert: by the name of a layer in `model`, this rank's tokens of each expert in a
+            step, [E] or longer, as `MoEOutput.metrics` counts them; added up over the ranks here.
+        mesh: the one that the experts are spread over.
+        optimizer: whose state goes along. None: there is no state worth keeping.
+        least_gain: a layer whose fullest rank gains less than this part of its load is left.
+
+    Returns:
+        The layers that changed, in the model's order; the same on all ranks.
+
+    Raises:
+        ValueError: a name of no layer with experts, too few counts, or a parameter of the experts
+            that has no axis of experts.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | dMoE)}
+    for name, counts_E in tokens_per_expert.items():
+        if name not in layers or counts_E.numel() < layers[name].config.num_experts:
+            known = {n: layer.config.num_experts for n, layer in layers.items()}
+            raise ValueError(
+                "Expected tokens_per_expert by the names of layers, a count for each expert, of "
+                f"{known}, got {name!r} with {counts_E.numel()} counts."
+            )
+    ranks, done = mesh.ep_size, []
+    owners = Counter(p for layer in layers.values() for p in set(layer.parameters()))
+    for name, layer in layers.items():
+        shared = any(owners[parameter] > 1 for parameter in layer.parameters())
+        if ranks == 1 or name not in tokens_per_expert or shared or not _renumbers(layer, ranks):
+            continue
+        experts = layer.config.num_experts
+        counts_E = tokens_per_expert[name].flatten()[:experts].double()
+        for axis in ("dp", "tp"):  # also where they are equal, so that all ranks agree
+            counts_E = mesh.all_reduce(counts_E.clone(), axis)
+        order_E = balanced_order(counts_E, ranks)
+        before, after = (fullest_rank(c, ranks) for c in (counts_E, counts_E[order_E]))
+        if before - after >= least_gain * before:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # what an evaluation left gathered would stay as it was
+            _renumber(layer, order_E, optimizer)
+            done.append(Rebalanced(name, before, after))
+    return done
+
+
+def balanced_order(tokens_per_expert_E: Tensor, ranks: int) -> Tensor:
+    """The experts, int64 [E], in an order that shares their loads out over `ranks` equal runs.
+
+    Args:
+        tokens_per_expert_E: loads, not negative, [E].
+        ranks: a divisor of E.
+
+    Returns:
+        On the loads' device: of n = E / ranks each, the experts of rank 0, of rank 1, ...; within a
+        rank by number.
+    """
+    loads = tokens_per_expert_E.tolist()
+    room = len(loads) // ranks
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0.0] * ranks
+    for expert in sorted(range(len(loads)), key=lambda e: -loads[e]):
+        free = (r for r in range(ranks) if len(held[r]) < room)
+        rank = min(free, key=lambda r: totals[r])
+        held[rank].append(expert)
+        totals[rank] += loads[expert]
+    order = [expert for mine in held for expert in sorted(mine)]
+    return torch.tensor(order, device=tokens_per_expert_E.device)
+
+
+def fullest_rank(tokens_per_expert_E: Tensor, ranks: int) -> float:
+    """Load of the fullest of `ranks`, in units of an even share; 1 where there is no load."""
+    of_ranks = tokens_per_expert_E.view(ranks, -1).sum(1)
+    total = of_ranks.sum().item()
+    return of_ranks.max().item() * ranks / total if total else 1.0
+
+
+def _renumbers(layer: MoE | dMoE, ranks: int) -> bool:
+    """Whether other numbers leave the layer what it is, and it has some to give."""
+    config, router = layer.config, layer.router
+    by_choice = isinstance(router, Router) and all(
+        tensor.shape[:1] == (config.num_choices,)
+        for tensor in (*router.parameters(), *router.buffers())
+    )
+    free = config.num_expert_groups is None and not config.uniform_assignment
+    return by_choice and free and config.num_experts % ranks == 0
+
+
+def _renumber(layer: MoE | dMoE, order_E: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+    """Let expert i be the one that was order_E[i]."""
+    experts = len(order_E)
+    stacks = list(layer.experts.parameters())
+    for parameter in stacks:
+        if parameter.ndim == 0 or parameter.shape[0] != experts:
+            raise ValueError(
+                f"Expected parameters of {experts} experts to be [{experts}, ...], got "
+                f"{tuple(parameter.shape)}. Leave this layer out of tokens_per_expert."
+            )
+    router = layer.router
+    rows = [*router.parameters(), *router.buffers()]
+    for tensor in (*stacks, *rows):
+        _reorder(tensor, order_E)
+        if tensor.grad is not None:
+            _reorder(tensor.grad, order_E)
+        state = {} if optimizer is None else optimizer.state.get(tensor, {})
+        for key, value in state.items():
+            # Adafactor's moment of a matrix's columns has no axis of experts.
+            columns = tensor.ndim == 2 and key == "exp_avg_sq_col"
+            if isinstance(value, Tensor) and value.ndim and not columns:
+                _reorder(value, order_E)
+    for module in layer.experts.modules():
+        for name, copy in getattr(module, "working_copies", {}).items():
+            copy.detach().copy_(local(module.get_parameter(name)))
+
+
+def _reorder(tensor: Tensor, order_E: Tensor) -> None:
+    """Let row i of `tensor` [E or more, ...], plain or a DTensor, be its row order_E[i]."""
+    order_E = order_E.to(tensor.device)
+    rest = torch.arange(len(order_E), tensor.shape[0], device=order_E.device)
+    order = torch.cat((order_E, rest))  # choices that are no experts stay behind them
+    shard = local(tensor).detach()
+    if not isinstance(tensor, DTensor):
+        shard.copy_(shard[order])
+        return
+    by_row = [getattr(placement, "dim", None) == 0 for placement in tensor.placements]
+    pairs = zip(tensor.placements, by_row, strict=True)
+    together = [Replicate() if rows else placement for placement, rows in pairs]
+    chunks = tensor.__create_chunk_list__()  # as distributed checkpoints ask where a shard begins
+    mine = order[chunks[0].offsets[0] :][: len(shard)] if chunks else order[:0]
+    step = max(1, _TOGETHER // (len(order) * math.prod(shard.shape[2:])))
+    for part in shard.split(step, dim=1) if shard.ndim > 1 else (shard,):
+        shape = torch.Size((len(order), *part.shape[1:]))
+        whole = DTensor.from_local(
+            part.contiguous(),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        ).redistribute(placements=together)
+        part.copy_(local(whole)[mine])

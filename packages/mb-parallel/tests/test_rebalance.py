@@ -1,0 +1,206 @@
+"""Experts with other numbers are the same model: losses of the steps before and after are equal."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mb_layers import add_lora
+from mb_layers.config import MoEConfig
+from mb_layers.experts import Experts
+from mb_layers.moe import MoE, dMoE
+from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts, rebalance_experts
+from mb_parallel.expert_parallel import balanced_order, fullest_rank
+from mb_parallel.optimizer import (
+    Adafactor,
+    AdamW,
+    Muon,
+    hold_working_copies,
+    local,
+    muon_groups,
+)
+from mb_parallel.testing import run_ranks
+from torch import nn
+
+HIDDEN, EXPERTS, TOKENS, STEPS = 8, 8, 24, 6
+CONFIG: dict[str, Any] = {
+    "hidden_size": HIDDEN, "ffn_hidden_size": 16, "num_experts": EXPERTS, "top_k": 2,
+    "init_method_std": 0.4, "router_bias": True, "mlp_bias": True, "balancing_bias": True,
+}  # fmt: skip
+
+
+class Model(nn.Module):
+    def __init__(self, **overrides: Any) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        config = MoEConfig(**(CONFIG | overrides))
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
+        kind = dMoE if config.capacity_factor is None else MoE
+        self.moes = nn.ModuleList(kind(config) for _ in range(2))
+        for moe in self.moes:
+            nn.init.normal_(moe.router.weight, std=1.0)
+            moe.router.bias.data[:EXPERTS].copy_(torch.tensor([3.0, 2.0, 2.0, 1.0, 0, 0, 0, -1]))
+            moe.router.balancing_bias[:EXPERTS].copy_(torch.linspace(0.1, 0, EXPERTS))
+
+    def forward(self, x):
+        aux, counts = 0.0, {}
+        for i, (norm, moe) in enumerate(zip(self.norms, self.moes, strict=True)):
+            out = moe(norm(x))
+            x, aux = x + out.y, aux + out.aux_loss
+            counts[f"moes.{i}"] = out.metrics["tokens_per_expert"]
+        return x, aux, counts
+
+
+def _adamw(model, copies):
+    return AdamW(model.parameters(), lr=1e-2, working_copies=copies)
+
+
+OPTIMIZERS = {
+    "adamw": _adamw,
+    "muon": lambda model, copies: Muon(muon_groups(model, 0.1), lr=1e-2, working_copies=copies),
+    "adafactor": lambda model, copies: Adafactor(model.parameters(), lr=1e-2),
+    "momentum": lambda model, copies: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+}
+
+
+def _losses(mesh, optimizer_name, options, *, rebalance):
+    """Losses of a few steps, and what was rebalanced between them."""
+    overrides = dict(options)
+    stage = overrides.pop("zero_stage", None)
+    dtype = overrides.pop("dtype", torch.float32)
+    lora, copies = overrides.pop("lora", False), overrides.pop("copies", None)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = Model(**overrides).to(dtype)
+    for moe in model.moes if lora else ():
+        add_lora(moe.experts, rank=2, alpha=4.0)
+        for name, parameter in moe.experts.named_parameters():
+            if name.endswith(".b"):  # these factors begin at 0
+                nn.init.normal_(parameter, std=0.3)
+    parallelize_experts(model, mesh)
+    if stage is not None:
+        routers = [moe.router for moe in model.moes]
+        apply_data_parallel(model, mesh, blocks=model.moes, keep_fp32=routers, zero_stage=stage)
+    held = None if copies is None else hold_working_copies([model], copies)
+    optimizer = OPTIMIZERS[optimizer_name](model, held)
+    generator = torch.Generator().manual_seed(3)
+    losses, moved = [], []
+    for step in range(STEPS):
+        x = torch.randn(TOKENS, HIDDEN, generator=generator).chunk(world_size)[rank].to(dtype)
+        y, aux, counts = model(x)
+        loss = ((y - x.roll(1, -1)).float() ** 2).sum() / TOKENS + 0.1 * aux / world_size
+        loss.backward()
+        if stage is None:
+            own = {id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
+            for p in model.parameters():
+                if p.grad is not None and id(p) not in own:
+                    dist.all_reduce(p.grad)
+        if rebalance and step == 1:  # gradients go along
+            moved += rebalance_experts(model, counts, mesh, optimizer=optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item())
+        if rebalance and step == 3:
+            with torch.no_grad():
+                model(x)  # an evaluation, which leaves weights gathered
+            moved += rebalance_experts(model, counts, mesh, optimizer=optimizer)
+            for parameter, copy in (held or {}).items():
+                assert torch.equal(copy, local(parameter).to(copy.dtype))
+    return losses, moved
+
+
+def _all_losses(rank, world_size, cases):
+    found = []
+    for dims, options, optimizer in cases:
+        mesh = ParallelDims(**dims).build("cpu")
+        found.append(
+            [_losses(mesh, optimizer, options, rebalance=rebalance) for rebalance in (False, True)]
+        )
+    return found
+
+
+EP2 = {"dp_shard": 2, "ep": 2}
+EP2_OF_4 = {"dp_shard": 4, "ep": 2}
+CASES = {
+    2: [
+        (EP2, {}, "adamw"),
+        (EP2, {"num_zero_experts": 2, "top_k": 3}, "momentum"),
+        (EP2, {"copies": torch.bfloat16}, "adamw"),
+        (EP2, {"dtype": torch.bfloat16}, "adamw"),
+        (EP2, {"lora": True}, "adamw"),
+        (EP2, {"capacity_factor": 1.0}, "adafactor"),
+        (EP2, {"activation": "swiglu"}, "muon"),
+    ],
+    4: [
+        ({"dp_shard": 4, "ep": 4}, {}, "momentum"),
+        (EP2_OF_4, {"zero_stage": 1}, "adafactor"),
+        (EP2_OF_4, {"zero_stage": 2}, "muon"),
+        (EP2_OF_4, {"zero_stage": 3}, "adamw"),
+        ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"zero_stage": 3}, "momentum"),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_the_same_losses(ranks):
+    found = run_ranks(_all_losses, ranks, CASES[ranks])
+    for case, (_, options, _) in enumerate(CASES[ranks]):
+        plain, (losses, moved) = found[0][case]
+        assert [r.layer for r in moved][:2] == ["moes.0", "moes.1"]
+        assert all(of_rank[case][1][1] == moved for of_rank in found)
+        assert all(r.after <= 0.98 * r.before for r in moved)
+        coarse = "dtype" in options or "copies" in options
+        torch.testing.assert_close(
+            torch.tensor(losses), torch.tensor(plain[0]), rtol=5e-3 if coarse else 1e-5, atol=0,
+            msg=lambda said, options=options: f"{options}: {said}",
+        )  # fmt: skip
+
+
+def _left_alone(rank, world_size):
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    counts_E = torch.tensor([9.0, 9, 9, 9, 1, 1, 1, 1])
+    untouched = []
+    for options in (
+        {"num_expert_groups": 2, "top_k_groups": 1},
+        {"uniform_assignment": True},
+        {},
+    ):
+        model = Model(**options)
+        if not options:
+            model.moes[1].experts = model.moes[0].experts
+        parallelize_experts(model, mesh)
+        names = {f"moes.{i}": counts_E for i in range(2)}
+        untouched.append(rebalance_experts(model, names, mesh) == [])
+    model = Model()
+    parallelize_experts(model, mesh)
+    even = {"moes.0": torch.ones(EXPERTS)}
+    untouched.append(rebalance_experts(model, even, mesh) == [])
+    with pytest.raises(ValueError, match=r"got .moes\.7. with 8 counts"):
+        rebalance_experts(model, {"moes.7": counts_E}, mesh)
+    with pytest.raises(ValueError, match=r"got .moes\.1. with 4 counts"):
+        rebalance_experts(model, {"moes.1": counts_E[:4]}, mesh)
+    return untouched
+
+
+def test_where_numbers_mean_something_or_nothing_is_gained():
+    assert run_ranks(_left_alone, 2) == [[True] * 4] * 2
+
+
+def test_one_rank_has_nothing_to_even_out():
+    mesh = ParallelDims().build("cpu")
+    assert rebalance_experts(Model(), {"moes.0": torch.arange(8.0)}, mesh) == []
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 2), (12, 3), (64, 8), (4, 4), (6, 1)])
+def test_the_order_shares_loads_out(experts, ranks):
+    generator = torch.Generator().manual_seed(experts)
+    for _ in range(20):
+        loads_E = torch.rand(experts, generator=generator) ** 4
+        order_E = balanced_order(loads_E, ranks)
+        assert sorted(order_E.tolist()) == list(range(experts))
+        placed = fullest_rank(loads_E[order_E], ranks)
+        assert placed <= fullest_rank(loads_E, ranks) + 1e-6
+        # Graham.s bound: nobody is more than one expert above an even share.
+        assert placed * loads_E.sum() / ranks <= loads_E.sum() / ranks + loads_E.max()
+    assert fullest_rank(torch.zeros(experts), ranks) == 1.0

@@ -12,7 +12,8 @@
   on this GPU and the same tokens. Routing is uniform or by Zipf's law, the popular experts
   anywhere, "sorted", all on the first rank, or "placed" by `rebalance_experts`. Ranks wait for the
   one with the most rows: how many times the mean it has is printed, and no dispatcher takes less
-  than so many times the experts' part of the time. The layer of one GPU and the peers' are captured too: what is left is the GPU's.
+  than so many times the experts' part of the time. The layer of one GPU and the peers' are captured
+  too: what is left is the GPU's.
   "pushed": the experts' results are sent by a kernel of their own instead of by those that make
   them, as where experts cannot store them.
 

@@ -187,11 +187,12 @@ def _reorder(tensor: Tensor, order_E: Tensor) -> None:
     rest = torch.arange(len(order_E), tensor.shape[0], device=order_E.device)
     order = torch.cat((order_E, rest))  # choices that are no experts stay behind them
     shard = local(tensor).detach()
-    if not isinstance(tensor, DTensor):
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    by_row = [getattr(placement, "dim", None) == 0 for placement in placements]
+    if not isinstance(tensor, DTensor) or not any(by_row):
         shard.copy_(shard[order])
         return
-    by_row = [getattr(placement, "dim", None) == 0 for placement in tensor.placements]
-    pairs = zip(tensor.placements, by_row, strict=True)
+    pairs = zip(placements, by_row, strict=True)
     together = [Replicate() if rows else placement for placement, rows in pairs]
     chunks = tensor.__create_chunk_list__()  # as distributed checkpoints ask where a shard begins
     mine = order[chunks[0].offsets[0] :][: len(shard)] if chunks else order[:0]
@@ -201,7 +202,7 @@ def _reorder(tensor: Tensor, order_E: Tensor) -> None:
         whole = DTensor.from_local(
             part.contiguous(),
             tensor.device_mesh,
-            tensor.placements,
+            placements,
             run_check=False,
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),

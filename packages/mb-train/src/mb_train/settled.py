@@ -74,6 +74,13 @@ SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--indexer-log-interval": (1, _INDEX),
 }
 
+
+def _core_topk(word: str) -> dict[str, Any]:
+    """Megatron Core takes the softmax over the chosen experts alone: weights that add up to 1."""
+    count = int(word) if word.isdecimal() else word
+    return {"moe_top_k": count} | ({"moe_renormalize": True} if count != 1 else {})
+
+
 # Flag -> whether a value follows, and the fields that it means.
 TRANSLATED: Mapping[str, tuple[bool, Callable[[str], dict[str, Any]]]] = {
     "--recompute-activations": (False, lambda _: {"recompute_granularity": "selective"}),
@@ -82,6 +89,11 @@ TRANSLATED: Mapping[str, tuple[bool, Callable[[str], dict[str, Any]]]] = {
         True,
         lambda method: {"recompute_granularity": "full", "recompute_method": method},
     ),
+    "--use-rotary-position-embeddings": (False, lambda _: {"position_embedding_type": "rope"}),
+    # Scripts have it beside rotations, where it says nothing more.
+    "--no-position-embedding": (False, lambda _: {"position_embedding_type": "none"}),
+    "--moe-router-pre-softmax": (False, lambda _: {"moe_renormalize": False}),
+    "--moe-router-topk": (True, _core_topk),
 }
 
 

@@ -270,8 +270,13 @@ class PrecisionFields:
     fp32_residual_connection: bool = flag("keep the residual stream in fp32", False, on_load="said")
 
     def check_precision(self) -> None:
-        """Raise ValueError for two dtypes at once."""
+        """Raise ValueError for two dtypes at once, or a loss scale that begins below its least."""
         if self.fp16 and self.bf16:
             raise ValueError("Expected one of --fp16 and --bf16, got both.")
         if self.loss_scale is not None and not self.fp16:
             raise ValueError("Expected --fp16 with --loss-scale, got another precision.")
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise ValueError(
+                f"Expected --initial-loss-scale of at least --min-loss-scale {self.min_loss_scale},"
+                f" got {self.initial_loss_scale}."
+            )

@@ -153,10 +153,18 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
             "--moe-router-topk 2 --moe-router-pre-softmax",
             {"moe_top_k": 2, "moe_renormalize": False},
         ),
+        ("--moe-router-load-balancing-type aux_loss", {"moe_loss_weight": 0.0}),
+        (
+            "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss",
+            {"moe_loss_weight": 0.01, "moe_balance_over": "sequence"},
+        ),
+        ("--moe-token-dispatcher-type allgather", {"moe_dispatcher": "all_gather"}),
     ],
 )
 def test_what_later_megatrons_say_means_the_same_here(typed, wanted):
     assert parse(typed.split()).values == wanted
+    with pytest.raises(ValueError, match=r"to be one of aux_loss, .*, got 'sinkhorn'"):
+        parse(["--moe-router-load-balancing-type", "sinkhorn"])
 
 
 def test_a_weight_decay_typed_alone_ends_the_schedule_of_another():

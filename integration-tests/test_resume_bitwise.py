@@ -74,6 +74,20 @@ def test_other_data_is_refused(tokens, tmp_path, capsys):
     assert "Expected the data this run began with" in capsys.readouterr().err
 
 
+def test_other_weights_of_a_blend_are_said(tokens, tmp_path, capsys):
+    run, other = tmp_path / "run", tiny_run.write_tokens(tmp_path, documents=20)
+    blend = ["--data-path", "3", tokens, "1", other]
+    assert tiny_run.train([*tiny_run.flags(tokens, run, "--exit-interval 2"), *blend]) == 0
+    capsys.readouterr()
+    for weights, said in ("60 20", False), ("1 1", True):
+        first, second = weights.split()
+        blend = ["--data-path", first, tokens, second, other]
+        again = ["--load", str(run), "--save", str(tmp_path / "other"), *blend]
+        assert tiny_run.train(again) == 0
+        out = capsys.readouterr().out
+        assert ("by weights of [0.75, 0.25] until now, by [0.5, 0.5] from here on" in out) is said
+
+
 def test_scripts_that_load_from_where_they_save_start_from_nothing(tokens, tmp_path):
     run = tmp_path / "run"
     script = tiny_run.flags(tokens, run, f"--load {run} --train-iters 4 --lr-decay-iters 4")

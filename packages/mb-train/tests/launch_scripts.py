@@ -226,7 +226,8 @@ FORK_FLAGS = """
     --use-cpu-initialization | --empty-unused-memory-level 1 | --standalone-embedding-stage
     --use-distributed-optimizer
 
-    --eval-iters 5 | --eval-interval 5
+    --eval-iters 5 | --eval-interval 5 | --transformer-impl local | --max-tokens-to-oom 12000
+    --inference-batch-times-seqlen-threshold 512
 
     --data-path a | --split 969,30,1 | --train-data-path a | --valid-data-path a
     --test-data-path a | --vocab-file a | --merge-file a | --vocab-extra-ids 100 | --seq-length 8
@@ -242,4 +243,23 @@ FORK_FLAGS = """
     --use-one-sent-docs | --evidence-data-path a | --retriever-report-topk-accuracies 1 5 20
     --retriever-score-scaling | --block-data-path a | --embedding-path a | --indexer-batch-size 5
     --indexer-log-interval 5
+"""
+
+# Megatron Core's example of Mixtral, with the sizes of the model that it is named after.
+MIXTRAL = """
+    --use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --init-method-std 0.01 --attention-dropout 0.0 --hidden-dropout 0.0 --normalization RMSNorm
+    --position-embedding-type rope --swiglu --untie-embeddings-and-output-weights
+    --group-query-attention --num-query-groups 8 --no-masked-softmax-fusion --no-position-embedding
+    --rotary-base 1000000 --num-experts 8 --moe-router-topk 2
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce
+    --tokenizer-type Llama2Tokenizer --tokenizer-model /mount/tokenizer.model
+    --data-path /mount/text_document --split 99990,8,2 --micro-batch-size 1 --global-batch-size 256
+    --lr 1e-4 --train-iters 500000 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5
+    --weight-decay 0.1 --lr-warmup-iters 500 --clip-grad 1.0 --bf16 --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --use-distributed-optimizer
+    --sequence-parallel --log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10
+    --no-load-optim --no-load-rng
 """

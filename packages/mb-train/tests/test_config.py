@@ -27,6 +27,9 @@ def test_defaults_derive_from_sizes():
     assert (config.head_size, config.ffn_size, config.positions) == (8, 128, 8)
     assert config.activation_name == "gelu_tanh"
     assert TrainConfig(**RUN, glu=True).activation_name == "geglu_tanh"
+    for hidden, width in (32, 64), (1024, 2688), (4096, 10880):  # 8/3 of it, down to a step of 64
+        gated = TrainConfig(**RUN | {"hidden_size": hidden}, swiglu=True)
+        assert (gated.ffn_size, gated.expert_ffn_size) == (width, width)
     assert (config.weight_decay, config.clip_grad, config.seed) == (0.01, 1.0, 1234)
     assert config.batch_size(3) == 6
     assert TrainConfig(**RUN, global_batch_size=12).batch_size(2) == 12
@@ -61,6 +64,8 @@ def test_defaults_derive_from_sizes():
         ({"data_path": "a"}, "--data-path to be a list of str, got 'a'"),
         ({"rampup_batch_size": [1, 2, 3.0]}, "--rampup-batch-size to be a list of int"),
         ({"num_query_groups": 3, "group_query_attention": True}, "--num-query-groups to divide"),
+        ({"initial_loss_scale": 0.5}, "--initial-loss-scale of at least --min-loss-scale 1.0"),
+        ({"end_weight_decay": 0.1}, "weight-decay-incr-style linear or cosine .* got constant"),
         ({"swiglu": True, "activation": "relu"}, "one activation, got --swiglu and --activation"),
         ({"fp16": True, "bf16": True}, "one of --fp16 and --bf16, got both"),
         ({"loss_scale": 8.0}, "--fp16 with --loss-scale"),
@@ -178,7 +183,11 @@ CHANGES = [
 ]
 REFUSED = [
     ({"hidden_size": 64}, "another model: its --hidden-size is 32, this run's is 64", False),
-    ({"swiglu": True}, "another model: its --swiglu is gelu_tanh, this run's is swiglu", False),
+    (
+        {"swiglu": True, "ffn_hidden_size": 128},
+        "another model: its --swiglu is gelu_tanh, this run's is swiglu",
+        False,
+    ),
     ({"moe_num_experts": 8}, "another model: its --moe-num-experts is 4", False),
     ({"split": "9,1,0"}, "Expected --split 969,30,1, with which the run", True),
     ({"optimizer": "sgd"}, "Expected --optimizer adam, with which the run", True),

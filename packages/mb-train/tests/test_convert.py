@@ -249,6 +249,8 @@ def test_tokenizer_files_have_the_names_that_theirs_know(tmp_path, tokenizer, ke
     (tmp_path / "mine.json").write_text(json.dumps(bpe))
     marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     (tmp_path / "mine-words.txt").write_text("\n".join([*marks, "hello"]) + "\n")
+    for other in ("tokenizer.json", "vocab.txt", "spiece.model"):  # another's
+        (tmp_path / other).write_text("{}")
     model = theirs("gpt2")
     model.save_pretrained(tmp_path / "hf")
     files = os.pathsep.join(str(tmp_path / name) for name in tokenizer.split(":"))

@@ -122,6 +122,57 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
     line = parse([*RUN, "--clip-grad", "3", "--use-checkpoint-opt_param-scheduler"])
     config = resolve(line, loaded)
     assert (config.lr, config.min_lr, config.clip_grad) == (0.5, 0.1, 3.0)
+    longer = ["--train-iters", "200", "--weight-decay", "0.3"]
+    del loaded["min_lr"]
+    for length, decay in ({}, "100 steps"), ({"lr_decay_iters": 70}, "70 steps"):
+        started = {**loaded, "train_iters": 100, "weight_decay": 0.2, **length}
+        line = parse([*RUN, *longer, "--use-checkpoint-opt_param-scheduler"])
+        config = resolve(line, started)
+        assert (config.decay_length, config.weight_decay) == (decay, 0.2)
+        assert (config.train_iters, resolve(parse([*RUN, *longer]), started).weight_decay) == (
+            200, 0.3,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("--position-embedding-type learned_absolute", {"position_embedding_type": "learned"}),
+        ("--no-position-embedding", {"position_embedding_type": "none"}),
+        (
+            "--no-position-embedding --use-rotary-position-embeddings",
+            {"position_embedding_type": "rope"},
+        ),
+        (
+            "--no-position-embedding --position-embedding-type rope",
+            {"position_embedding_type": "rope"},
+        ),
+        ("--moe-router-topk 1", {"moe_top_k": 1}),
+        ("--moe-router-topk 2", {"moe_top_k": 2, "moe_renormalize": True}),
+        (
+            "--moe-router-topk 2 --moe-router-pre-softmax",
+            {"moe_top_k": 2, "moe_renormalize": False},
+        ),
+        ("--moe-router-load-balancing-type aux_loss", {"moe_loss_weight": 0.0}),
+        (
+            "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss",
+            {"moe_loss_weight": 0.01, "moe_balance_over": "sequence"},
+        ),
+        ("--moe-token-dispatcher-type allgather", {"moe_dispatcher": "all_gather"}),
+    ],
+)
+def test_what_later_megatrons_say_means_the_same_here(typed, wanted):
+    assert parse(typed.split()).values == wanted
+    with pytest.raises(ValueError, match=r"to be one of aux_loss, .*, got 'sinkhorn'"):
+        parse(["--moe-router-load-balancing-type", "sinkhorn"])
+
+
+def test_a_weight_decay_typed_alone_ends_the_schedule_of_another():
+    loaded = {
+        "weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2,
+    }  # fmt: skip
+    config = resolve(parse([*RUN, "--weight-decay", "0.3"]), loaded)
+    assert (config.weight_decay_incr_style, config.end_weight_decay) == ("constant", None)
 
 
 def test_the_decay_of_a_recipe_is_as_long_as_the_training_asked_for():

@@ -22,11 +22,12 @@ from mb_train.tokenizers import load_tokenizer
 from mb_train.toml_file import to_toml
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch_scripts import EARLIER, EXAMPLES, FORK_FLAGS, MEGABLOCKS
+from launch_scripts import EARLIER, EXAMPLES, FORK_FLAGS, MEGABLOCKS, MIXTRAL
 
 SCRIPTS = (
     [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]
     + [(f"examples/{name}", model, words) for name, (model, words) in EXAMPLES.items()]
+    + [("core/mixtral", "gpt", MIXTRAL.split())]
 )  # fmt: skip
 ONE_BY_ONE = [words.split() for words in FORK_FLAGS.replace("\n", "|").split("|") if words.strip()]
 
@@ -50,6 +51,13 @@ def test_a_script_is_accepted_verbatim(tmp_path, name, model, words):
     file = tmp_path / "run.toml"
     file.write_text(to_toml(config))
     assert resolve(parse(["--config", str(file)])) == config
+
+
+def test_a_mixtral_of_megatron_core_is_the_model_it_is():
+    config = resolve(parse(MIXTRAL.split()))
+    assert (config.activation_name, config.expert_ffn_size, config.kv_heads) == ("swiglu", 14336, 8)
+    assert (config.moe_top_k, config.moe_renormalize, config.moe_loss_weight) == (2, True, 0.01)
+    assert (config.position_embedding_type, config.moe_dispatcher) == ("rope", "all_to_all")
 
 
 @pytest.mark.parametrize("words", ONE_BY_ONE, ids=lambda words: words[0])

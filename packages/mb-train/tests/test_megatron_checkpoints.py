@@ -66,8 +66,12 @@ def their_share(state, tensor, data, stage, *, tp, dp, pp, old):
             moe = f"layers.{local}.mlp.moe."
             layers[f"{moe}router.layer.weight"] = state[f"{ours}mlp.router.weight"]
             layers[f"{moe}experts.bias"] = state[f"{ours}mlp.bias"]
-            w1 = state[f"{ours}mlp.experts.w1"].chunk(dp)[data]  # [E, F, D] as [E F, D]
-            w2 = state[f"{ours}mlp.experts.w2"].chunk(dp)[data].transpose(1, 2)
+            # Experts first: ranks beyond their number have a further part of the same ones.
+            among = min(dp, EXPERTS)
+            part, mine = divmod(data, among)
+            w1 = state[f"{ours}mlp.experts.w1"].chunk(among)[mine]  # [E, F, D] as [E F, D]
+            w2 = state[f"{ours}mlp.experts.w2"].chunk(among)[mine].transpose(1, 2)
+            w1, w2 = (w.chunk(dp // among, dim=1)[part] for w in (w1, w2))
             layers[f"{moe}experts.mlp.w1"] = w1.flatten(0, 1).clone()
             layers[f"{moe}experts.mlp.w2"] = w2.flatten(0, 1).clone()
     model = {"language_model": {"transformer" if old else "encoder": layers}}
@@ -130,6 +134,7 @@ def _enum():
         (None, {"pp": 4, "old": True}),
         (EXPERTS, {}),
         (EXPERTS, {"dp": 2}),
+        (EXPERTS, {"dp": 8, "tp": 2}),
         (EXPERTS, {"dp": 2, "pp": 2, "tp": 2, "distributed": True}),
     ],
     ids=str,
@@ -195,10 +200,16 @@ def test_tensors_are_accounted_for(tmp_path):
         read_megatron(folder)
 
 
-@pytest.mark.parametrize("option", ["glu", "moe_use_megatron_switch"])
-def test_what_we_have_not_is_refused(tmp_path, option):
-    folder = write(tmp_path / "checkpoints", our_model(None), **{option: True})
-    with pytest.raises(ValueError, match="Expected"):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("glu", True), ("moe_use_megatron_switch", True), ("squared_relu", True),
+        ("apply_layernorm_1p", True), ("position_embedding_type", "rope"),
+    ],
+)  # fmt: skip
+def test_what_we_have_not_is_refused(tmp_path, name, value):
+    folder = write(tmp_path / "checkpoints", our_model(None), **{name: value})
+    with pytest.raises(ValueError, match="Expected a model with"):
         read_megatron(folder)
 
 

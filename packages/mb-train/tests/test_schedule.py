@@ -65,10 +65,11 @@ def test_sample_based_settings():
     ("style", "halfway"), [("constant", 0.01), ("linear", 0.3), ("cosine", 0.3)]
 )
 def test_weight_decay(style, halfway):
-    rates = schedule(weight_decay_incr_style=style, start_weight_decay=0.2, end_weight_decay=0.4)
+    ends = {} if style == "constant" else {"start_weight_decay": 0.2, "end_weight_decay": 0.4}
+    rates = schedule(weight_decay_incr_style=style, **ends)
     assert rates.weight_decay(512 * 1000) == pytest.approx(halfway)
-    ends = (0.01, 0.01) if style == "constant" else (0.2, 0.4)
-    assert (rates.weight_decay(0), rates.weight_decay(512 * 9999)) == pytest.approx(ends)
+    wanted = tuple(ends.values()) or (0.01, 0.01)
+    assert (rates.weight_decay(0), rates.weight_decay(512 * 9999)) == pytest.approx(wanted)
 
 
 def test_a_warm_up_as_long_as_the_decay_is_refused():

@@ -47,7 +47,8 @@ class DataError(ValueError):
 @dataclass(frozen=True)
 class Data:
     """Datasets of a run. `identity` tells this data from other when a run goes on: the size of its
-    token files, and how often the training passes through each, which decides the order."""
+    token files, the weights of a blend, and how often the training passes through each source: the
+    last two decide the order."""
 
     train: Dataset
     valid: Dataset | None
@@ -101,7 +102,10 @@ def prepare_data(
         )
     inner = train.dataset if isinstance(train, mb_data.FillInTheMiddle) else train
     sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
+    trained_on = (paths["train"] if isinstance(paths, dict) else paths) or []
+    weights = [float(word) for word in trained_on[:-1:2]]
     identity = {
+        "weights": [round(weight / sum(weights), 6) for weight in weights],
         "bin_bytes": [Path(prefix + suffixes[0]).stat().st_size for prefix in prefixes],
         "epochs": [
             source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)

@@ -26,6 +26,7 @@ from mb_train.settled import SETTLED, TRANSLATED, note
 from mb_train.toml_file import UsageError, read_toml
 
 _TYPES = value_types(TrainConfig)
+_DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,13 @@ def _add_field(group: Any, f: Field[Any]) -> None:
     if typing.get_origin(kind) is list:
         (kind,) = typing.get_args(kind)
         extra |= {"nargs": about.count or "+"}
+    if about.said_as:
+        kind = _spelled(about.said_as)
     group.add_argument(*names, type=kind, dest=f.name, help=text, **extra)
+
+
+def _spelled(said_as: Mapping[str, str]) -> Callable[[str], str]:
+    return lambda word: said_as.get(word, word)
 
 
 def parse(
@@ -232,5 +239,11 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
                     values.pop(other, None)
         values |= layer
     if loaded is not None and values.get("use_checkpoint_opt_param_scheduler"):
-        values |= {f.name: loaded.get(f.name, f.default) for f in fields(RateFields)}
+        names = [f.name for f in fields(RateFields)] + [n for n in _TYPES if "weight_decay" in n]
+        values |= {name: loaded.get(name, _DEFAULTS[name]) for name in names}
+        # As long as it was, however long the training now gets.
+        for unit in ("iters", "samples"):
+            values[f"lr_decay_{unit}"] = loaded.get(f"lr_decay_{unit}") or loaded.get(
+                f"train_{unit}"
+            )
     return TrainConfig(**values)

@@ -211,6 +211,11 @@ class Run:
                 f"got {now['bin_bytes']}. Give the same --data-path, or begin a new run with "
                 "--finetune."
             )
+        if before.get("weights", now["weights"]) != now["weights"]:
+            self.say(
+                f" note: the data sets were drawn from by weights of {before['weights']} until "
+                f"now, by {now['weights']} from here on: other samples come, some a second time"
+            )
         if before.get("epochs") != now["epochs"]:
             self.say(
                 f" note: a run of this length passes {now['epochs']} times through its data, not "

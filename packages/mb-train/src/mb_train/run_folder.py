@@ -183,9 +183,13 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
         if name in content and not isinstance(content[name], kind):
             raise ValueError(f"{path} is damaged: its {name} is {content[name]!r}.")
     try:
-        return SavedRun(**content)
+        saved = SavedRun(**content)
     except TypeError as error:
         raise ValueError(f"{path} is damaged: {error}.") from None
+    width = saved.identity.get("ffn_size")
+    if width is not None and saved.config.get("ffn_hidden_size") is None:
+        saved.config["ffn_hidden_size"] = width  # the default has been another
+    return saved
 
 
 def recover(folder: Path) -> list[str]:

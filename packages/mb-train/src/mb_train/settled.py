@@ -11,12 +11,16 @@ from typing import Any
 
 _FUSED = "fusion is the kernels' own matter"
 _RESTORED = "random numbers follow from the seed and the step, there is no state to keep"
+_ONE = "there is one implementation"
+_SERVER = "it belongs to Megatron's text server, not to training"
 _INDEX = "it belongs to Megatron's retrieval index, not to training"
 
 # Flag -> how many values follow ("?": one or none), and the answer.
 SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--DDP-impl": (1, "data parallelism is FSDP2"),
     "--no-contiguous-buffers-in-local-ddp": (0, "data parallelism is FSDP2"),
+    "--overlap-grad-reduce": (0, "data parallelism is FSDP2"),
+    "--overlap-param-gather": (0, "data parallelism is FSDP2"),
     "--use-distributed-optimizer": (0, "the ranks always share the optimizer: see --zero-stage"),
     "--accumulate-allreduce-grads-in-fp32": (0, "gradients are always summed in fp32"),
     "--no-gradient-accumulation-fusion": (0, _FUSED),
@@ -44,6 +48,11 @@ SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--onnx-safe": ("?", "there is no ONNX export"),
     "--moe-lbl-in-fp32": ("?", "the load-balancing loss is always computed in fp32"),
     "--moe-use-megatron-switch": ("?", "the experts are this library's, dropless"),
+    "--moe-grouped-gemm": (0, "the experts are always computed together"),
+    "--use-mcore-models": (0, _ONE),
+    "--transformer-impl": (1, _ONE),
+    "--inference-batch-times-seqlen-threshold": (1, _SERVER),
+    "--max-tokens-to-oom": (1, _SERVER),
     "--init-method-xavier-uniform": (0, "Megatron heeds it in vision models only"),
     "--data-parallel-random-init": (0, "all ranks begin from one initialization"),
     "--use-cpu-initialization": (0, "initialization does not depend on the number of ranks"),
@@ -74,6 +83,24 @@ SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--indexer-log-interval": (1, _INDEX),
 }
 
+
+def _core(flag: str, **fields: dict[str, Any]) -> tuple[bool, Callable[[str], dict[str, Any]]]:
+    """A flag of Megatron Core's, by the values that have a meaning here."""
+
+    def meaning(value: str) -> dict[str, Any]:
+        if value not in fields:
+            raise ValueError(f"Expected {flag} to be one of {', '.join(fields)}, got {value!r}.")
+        return fields[value]
+
+    return True, meaning
+
+
+def _core_topk(word: str) -> dict[str, Any]:
+    """Megatron Core takes the softmax over the chosen experts alone: weights that add up to 1."""
+    count = int(word) if word.isdecimal() else word
+    return {"moe_top_k": count} | ({"moe_renormalize": True} if count != 1 else {})
+
+
 # Flag -> whether a value follows, and the fields that it means.
 TRANSLATED: Mapping[str, tuple[bool, Callable[[str], dict[str, Any]]]] = {
     "--recompute-activations": (False, lambda _: {"recompute_granularity": "selective"}),
@@ -81,6 +108,23 @@ TRANSLATED: Mapping[str, tuple[bool, Callable[[str], dict[str, Any]]]] = {
     "--activations-checkpoint-method": (
         True,
         lambda method: {"recompute_granularity": "full", "recompute_method": method},
+    ),
+    "--use-rotary-position-embeddings": (False, lambda _: {"position_embedding_type": "rope"}),
+    # Scripts have it beside rotations, where it says nothing more.
+    "--no-position-embedding": (False, lambda _: {"position_embedding_type": "none"}),
+    "--moe-router-pre-softmax": (False, lambda _: {"moe_renormalize": False}),
+    "--moe-router-topk": (True, _core_topk),
+    # There the loss weighs nothing until --moe-aux-loss-coeff says how much.
+    "--moe-router-load-balancing-type": _core(
+        "--moe-router-load-balancing-type",
+        aux_loss={"moe_loss_weight": 0.0},
+        seq_aux_loss={"moe_loss_weight": 0.0, "moe_balance_over": "sequence"},
+        global_aux_loss={"moe_loss_weight": 0.0, "moe_balance_over": "global_batch"},
+    ),
+    "--moe-token-dispatcher-type": _core(
+        "--moe-token-dispatcher-type",
+        allgather={"moe_dispatcher": "all_gather"},
+        alltoall={"moe_dispatcher": "all_to_all"},
     ),
 }
 

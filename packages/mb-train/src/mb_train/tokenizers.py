@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from mb_data import Tokenizer
 
 
-# What belongs together in a folder of Hugging Face's.
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt",
-    "tokenizer.model", "spiece.model", "added_tokens.json", "special_tokens_map.json",
-    "chat_template.jinja", "generation_config.json",
+# What belongs together in a folder of Hugging Face's: words, and what is said of them.
+_WORDS = (
+    "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
 )  # fmt: skip
+_ABOUT = (
+    "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+TOKENIZER_FILES = (*_WORDS, *_ABOUT)
 # Names that mb-data knows, whatever files there are.
 _NAMES = ("gpt2", "bert-base-uncased", "null")
 # Fields that name a file, or `--tokenizer` a folder, or two files as PATH does.
@@ -60,7 +63,9 @@ def tokenizer_files(config: TrainConfig, run: Path | None = None) -> list[Path]:
     for field, named in _found(config, run).items():
         for path in map(Path, named.split(os.pathsep)):
             if path.is_file() and field == "tokenizer":
-                files += [path, *(path.with_name(name) for name in TOKENIZER_FILES)]
+                # Words of another name are the tokenizer, whatever words lie beside them.
+                beside = TOKENIZER_FILES if path.name in _WORDS else _ABOUT
+                files += [path, *(path.with_name(name) for name in beside)]
             elif path.exists():
                 files.append(path)
     return [path for path in dict.fromkeys(files) if path.exists()]

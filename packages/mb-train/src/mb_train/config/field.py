@@ -54,6 +54,7 @@ class Spec:
         in_force: the property that holds the value in force, where that derives from several
             fields; runs are compared by it.
         also: further spellings of its flag.
+        said_as: further spellings of its values, on the command line.
         off: Megatron's flag that turns it off, where it is on by default.
         count: number of values of a list, where that is fixed.
         layer: the argument of `mb_layers.MoEConfig` that it is.
@@ -68,6 +69,7 @@ class Spec:
     on_load: OnLoad = "free"
     in_force: str | None = None
     also: tuple[str, ...] = ()
+    said_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
     off: tuple[str, ...] = ()
     count: int | None = None
     layer: str | None = None

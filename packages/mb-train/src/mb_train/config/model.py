@@ -34,8 +34,8 @@ class ModelFields:
         "width of the residual stream", bounds=POSITIVE, on_load="model", required=True
     )
     ffn_hidden_size: int | None = flag(
-        "width inside a feed-forward; default 4 x hidden size", bounds=POSITIVE, on_load="model",
-        in_force="ffn_size",
+        "width inside a feed-forward; default 4 x hidden size, with --swiglu two thirds of that in "
+        "steps of 64", bounds=POSITIVE, on_load="model", in_force="ffn_size",
     )  # fmt: skip
     num_attention_heads: int | None = flag(
         "attention heads", bounds=POSITIVE, on_load="model", required=True
@@ -59,7 +59,7 @@ class ModelFields:
     position_embedding_type: str = flag(
         "how positions enter: a learned table, rotations of queries and keys, T5's bias by "
         "distance, or not", "learned", choices=("learned", "rope", "relative", "none"),
-        on_load="model",
+        on_load="model", said_as={"learned_absolute": "learned"},
     )  # fmt: skip
     rotary_base: float = flag(
         "base of the rotary frequencies", 10_000.0, bounds=POSITIVE, on_load="said"
@@ -174,7 +174,10 @@ class ModelFields:
     @property
     def ffn_size(self) -> int:
         """F, the width inside a dense feed-forward."""
-        return self.ffn_hidden_size or 4 * whole(self.hidden_size)
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        wide = 4 * whole(self.hidden_size)
+        return max(wide * 2 // 3 // 64, 1) * 64 if self.swiglu else wide
 
     @property
     def activation_name(self) -> str:

@@ -29,7 +29,9 @@ class CheckpointingFields:
         "take only the weights of --load: a new run from step 0", False, on_load="own"
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
-        "let the learning rate's schedule of --load overrule the one typed", False, on_load="own",
+        "let the schedules of --load, of learning rate and weight decay, overrule those typed",
+        False,
+        on_load="own",
         also=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
     )  # fmt: skip
     no_load_optim: bool = flag("do not take the optimizer state of --load", False, on_load="own")

@@ -39,6 +39,8 @@ def inherited(saved: Mapping[str, Any], source: str) -> dict[str, Any]:
             )
     if saved.get("optimizer") == "muon":  # before there was the field, Muon took them whole
         saved = {"muon_split_qkv": False, **saved}
+    if saved.get("weight_decay_incr_style") == "constant":  # with which they had no effect
+        saved = {**saved, "start_weight_decay": None, "end_weight_decay": None}
     return {name: value for name, value in saved.items() if known[name] != "own"}
 
 

@@ -21,6 +21,7 @@ class RegularizationFields:
     weight_decay: float = flag(
         "decoupled weight decay, none for biases and norms", 0.01, bounds=AT_LEAST_0,
         on_load="said",
+        instead_of=("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     )  # fmt: skip
     start_weight_decay: float | None = flag(
         "weight decay at the start of its schedule", bounds=AT_LEAST_0, on_load="said"
@@ -43,10 +44,16 @@ class RegularizationFields:
     sgd_momentum: float = flag("momentum of SGD", 0.9, bounds=FRACTION, on_load="said")
 
     def check_regularization(self) -> None:
-        """Raise ValueError for a schedule of the weight decay without its ends."""
-        if self.weight_decay_incr_style == "constant":
-            return
+        """Raise ValueError for a schedule of the weight decay without its ends, or ends of none."""
         start, end = self.start_weight_decay, self.end_weight_decay
+        if self.weight_decay_incr_style == "constant":
+            if start is not None or end is not None:
+                raise ValueError(
+                    "Expected --weight-decay-incr-style linear or cosine with --start-weight-decay "
+                    f"and --end-weight-decay, {start} and {end}, got constant. Give the style, or "
+                    "--weight-decay alone."
+                )
+            return
         if start is None or end is None or end < start:
             raise ValueError(
                 "Expected --start-weight-decay and --end-weight-decay, not falling, with --weight-"
@@ -263,8 +270,13 @@ class PrecisionFields:
     fp32_residual_connection: bool = flag("keep the residual stream in fp32", False, on_load="said")
 
     def check_precision(self) -> None:
-        """Raise ValueError for two dtypes at once."""
+        """Raise ValueError for two dtypes at once, or a loss scale that begins below its least."""
         if self.fp16 and self.bf16:
             raise ValueError("Expected one of --fp16 and --bf16, got both.")
         if self.loss_scale is not None and not self.fp16:
             raise ValueError("Expected --fp16 with --loss-scale, got another precision.")
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise ValueError(
+                f"Expected --initial-loss-scale of at least --min-loss-scale {self.min_loss_scale},"
+                f" got {self.initial_loss_scale}."
+            )

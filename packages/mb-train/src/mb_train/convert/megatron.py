@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,16 @@ from mb_train.run_folder import LATEST
 from mb_train.tasks.architecture import transformer_config
 
 _GPT2 = "GPT2BPETokenizer"
+_EXPERTS = ".mlp.moe."
+# Arguments that make another model of the same tensors, or of other ones.
+_REFUSED = {
+    "glu": "for its dense layers ignore it",
+    "moe_use_megatron_switch": "whose experts are not MegaBlocks'",
+    "swiglu": "whose gates are cut by tensor-parallel ranks",
+    "squared_relu": "which the fork has not",
+    "apply_layernorm_1p": "whose norms multiply by 1 more than their weights",
+    "untie_embeddings_and_output_weights": "whose head is its own",
+}
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 # How the shares of tensor-parallel ranks join: rows (0) or columns (1); all else is held by all.
 _JOINED = (
@@ -75,11 +85,11 @@ def read_megatron(
             "not hold. Give their name or folder."
         )
     config = imported_config(_fields(args), args.padded_vocab_size, tokenizer=tokenizer or "gpt2")
-    source = _whole_model(ranks, args, folder)
-    layers = {name.split(".")[1] for name in source if name.startswith("layers.")}
+    wholes = _whole_models(ranks, args, folder)
+    layers = {name.split(".")[1] for name in wholes[0] if name.startswith("layers.")}
     if len(layers) != args.num_layers:
         raise ValueError(f"Expected {args.num_layers} layers in {folder}, got {len(layers)}.")
-    return config, _renamed(source, config, args.padded_vocab_size)
+    return config, _renamed(wholes, config, args.padded_vocab_size)
 
 
 def import_megatron(
@@ -140,10 +150,12 @@ def _read_ranks(folder: Path) -> dict[tuple[int, int, int], Any]:
 
 
 def _fields(args: Namespace) -> dict[str, Any]:
-    if getattr(args, "glu", False):
-        raise ValueError("Expected a model without --glu, got one: its dense layers ignore it.")
-    if getattr(args, "moe_use_megatron_switch", False):
-        raise ValueError("Expected MegaBlocks' experts, got Megatron's SwitchMLP.")
+    for name, meaning in _REFUSED.items():
+        if getattr(args, name, False):
+            raise ValueError(f"Expected a model without --{name.replace('_', '-')}, {meaning}.")
+    positions = getattr(args, "position_embedding_type", "learned_absolute")
+    if positions not in ("learned_absolute", "absolute"):
+        raise ValueError(f"Expected a model with learned positions, got {positions}.")
     tanh = getattr(args, "bias_gelu_fusion", True) or getattr(args, "openai_gelu", False)
     experts = getattr(args, "moe_num_experts", None)
     return {
@@ -170,41 +182,39 @@ def _fields(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _whole_model(
+def _whole_models(
     ranks: Mapping[tuple[int, int, int], Any], args: Namespace, folder: Path
-) -> dict[str, Tensor]:
-    """One flat state dict, layers by their number in the model: embedding.*, layers.N.*, ..."""
+) -> list[dict[str, Tensor]]:
+    """Flat state dicts, layers by their number in the model: embedding.*, layers.N.*, ...
+
+    The first holds all, further ones what each further data-parallel rank has of the experts.
+    """
     tensors, datas, stages = (range(max(rank[i] for rank in ranks) + 1) for i in range(3))
     chunks = args.virtual_pipeline_model_parallel_size or 1
     per_chunk = args.num_layers // (len(stages) * chunks)
-    whole: dict[str, Tensor] = {}
+    wholes: list[dict[str, Tensor]] = [{} for _ in datas]
     for stage in stages:
         for chunk in range(chunks):
             key = "model" if chunks == 1 else f"model{chunk}"
-            shares = {
-                (tensor, data): _flat(ranks[tensor, data, stage][key], folder)
-                for tensor in tensors
-                for data in datas
-            }
             first_layer = (chunk * len(stages) + stage) * per_chunk
-            for name in shares[0, 0]:
-                joined = _join(name, shares, len(tensors), len(datas))
-                whole[_numbered(name, first_layer)] = joined
+            for data, whole in zip(datas, wholes, strict=True):
+                shares = [_flat(ranks[tensor, data, stage][key], folder) for tensor in tensors]
+                for name in shares[0]:
+                    if data == 0 or _EXPERTS in name:
+                        whole[_numbered(name, first_layer)] = _join(name, shares)
+    whole = wholes[0]
     tied = whole.pop("word_embeddings_for_head.weight", None)
     if tied is not None and not torch.equal(tied, whole["embedding.word_embeddings.weight"]):
         raise ValueError(f"The head of {folder} differs from the embedding it is tied to.")
-    return whole
+    return wholes
 
 
-def _join(
-    name: str, shares: Mapping[tuple[int, int], Mapping[str, Tensor]], tensors: int, datas: int
-) -> Tensor:
-    if ".experts.mlp." in name:  # each data-parallel rank has some experts
-        return torch.cat([shares[0, data][name] for data in range(datas)])
+def _join(name: str, shares: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """A tensor of all tensor-parallel ranks; each of them has the experts whole."""
     for pattern, dim in _JOINED:
         if re.search(pattern + "$", name):
-            return torch.cat([shares[tensor, 0][name] for tensor in range(tensors)], dim=dim)
-    return shares[0, 0][name]
+            return torch.cat([share[name] for share in shares], dim=dim)
+    return shares[0][name]
 
 
 def _numbered(name: str, first_layer: int) -> str:
@@ -233,7 +243,9 @@ def _flat(model: Any, folder: Path) -> dict[str, Tensor]:
 _CONTAINERS = ("language_model", "encoder", "transformer")
 
 
-def _renamed(source: dict[str, Tensor], config: TrainConfig, vocab_size: int) -> dict[str, Tensor]:
+def _renamed(
+    wholes: Sequence[Mapping[str, Tensor]], config: TrainConfig, vocab_size: int
+) -> dict[str, Tensor]:
     built = transformer_config(config, vocab_size)
     rules = [
         Rule("embedding.tokens.weight", ("embedding.word_embeddings.weight",)),
@@ -245,14 +257,14 @@ def _renamed(source: dict[str, Tensor], config: TrainConfig, vocab_size: int) ->
         of_layer = _LAYER if built.moe is not None else _LAYER | _MLP
         names |= {f"stack.blocks.{layer}.{o}": f"layers.{layer}.{t}" for o, t in of_layer.items()}
         if built.moe is not None:
-            prefix = f"layers.{layer}.mlp.moe."
-            mine = {n.removeprefix(prefix): source.pop(n) for n in list(source) if prefix in n}
-            for name, tensor in from_megablocks(mine, built.moe).items():
+            prefix = f"layers.{layer}{_EXPERTS}"
+            for name, tensor in from_megablocks(wholes, built.moe, prefix=prefix).items():
                 experts[f"stack.blocks.{layer}.mlp.{name}"] = tensor
     rules += [
         Rule(f"{ours}.{kind}", (f"{theirs}.{kind}",))
         for ours, theirs in names.items()
         for kind in ("weight", "bias")
     ]
+    source = {name: tensor for name, tensor in wholes[0].items() if _EXPERTS not in name}
     plain = translate(source, rules, [rule.target for rule in rules])
     return {name: t.float().contiguous() for name, t in (plain | experts).items()}

@@ -197,6 +197,17 @@ def test_a_process_without_stderr(command, tmp_path, monkeypatch):
 PREPROCESS = f"{sys.executable} -m mb_data preprocess"
 
 
+def test_what_the_outputs_encoding_lacks_is_escaped(command, source, tmp_path, monkeypatch):
+    """Windows' pipes have cp1252."""
+    source.write_text(json.dumps({"text": "\xfcber \u6f22"}))
+    out = io.TextIOWrapper(io.BytesIO(), "cp1252")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(command) == 0
+    assert main(["decode", f"{tmp_path}/out_text_document", "0"]) == 0
+    out.flush()
+    assert b"\xfcber \\u6f22" in out.buffer.getvalue()
+
+
 def run_cli(*arguments, **options):
     command = [sys.executable, "-m", "mb_data", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)

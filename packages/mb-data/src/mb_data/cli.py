@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ NO_INPUT = """mb-data preprocess: {missing} is missing. For example, on text tha
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack letters: Windows' pipes
+        sys.stdout.reconfigure(errors="backslashreplace")
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
         options.parser.refuse(unknown[0])

@@ -197,6 +197,17 @@ def test_a_process_without_stderr(command, tmp_path, monkeypatch):
 PREPROCESS = f"{sys.executable} -m mb_data preprocess"
 
 
+def test_what_the_outputs_encoding_lacks_is_escaped(command, source, tmp_path, monkeypatch):
+    """Windows' pipes have cp1252."""
+    source.write_text(json.dumps({"text": "\xfcber \u6f22"}))
+    out = io.TextIOWrapper(io.BytesIO(), "cp1252")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(command) == 0
+    assert main(["decode", f"{tmp_path}/out_text_document", "0"]) == 0
+    out.flush()
+    assert b"\xfcber \\u6f22" in out.buffer.getvalue()
+
+
 def run_cli(*arguments, **options):
     command = [sys.executable, "-m", "mb_data", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
@@ -263,9 +274,17 @@ def test_shards_by_slurm(tmp_path, monkeypatch, capsys):
     arguments = ["preprocess", "--input", str(tmp_path / "a.jsonl"), "--workers", "1", "--shard"]
     with pytest.raises(SystemExit):
         main([*arguments, "slurm", "--output-prefix", f"{tmp_path}/x"])
-    assert "SLURM_ARRAY_TASK_MIN' is not set; no array job" in capsys.readouterr().err
-    monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "1")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
+    assert "SLURM_ARRAY_TASK_ID' is not set; no array job" in capsys.readouterr().err
+    # A few tasks given again are no array of their own: --array=5, --array=1,7, --array=0-6:2.
+    for array in (("5", "5", "1"), ("1", "7", "2"), ("0", "6", "4")):
+        for name, value in zip(("MIN", "MAX", "COUNT"), array, strict=True):
+            monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", array[0])
+        with pytest.raises(SystemExit):
+            main([*arguments, "slurm", "--output-prefix", f"{tmp_path}/x"])
+        assert "an array from 0 or 1 without gaps" in capsys.readouterr().err
+    for name, value in (("MIN", "1"), ("MAX", "2"), ("COUNT", "2")):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     for task in ("1", "2"):
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
         assert main([*arguments, "slurm", "--output-prefix", f"{tmp_path}/part{task}"]) == 0

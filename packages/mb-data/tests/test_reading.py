@@ -106,6 +106,26 @@ def test_damaged_in_the_middle(tmp_path):
         lines_of([tmp_path / "a.gz"], 5000)
 
 
+@pytest.mark.parametrize("pack", [bz2.compress, lzma.compress], ids=["bz2", "xz"])
+def test_no_stream_of_a_file_is_lost_in_silence(tmp_path, pack):
+    """The standard library's readers end in silence at a later stream that is damaged."""
+    streams = [pack(b'{"text": "%d"}\n' % i * 50) for i in range(3)]
+    path = tmp_path / "a.jsonl"
+    for zeros in (b"", bytes(4), bytes(1000)):  # padding, between streams and after them
+        path.write_bytes(zeros.join([*streams, b""]))
+        assert len(lines_of([path], 777)) == 150
+    start, stop = len(streams[0]), len(streams[0]) + len(streams[1])
+    for place in (start, start + 5, start + 20, stop - 5):
+        damaged = bytearray(b"".join(streams))
+        damaged[place] ^= 0x55
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a\.jsonl: damaged"):
+            lines_of([path], 777)
+    path.write_bytes(b"".join(streams) + b"no stream")
+    with pytest.raises(ValueError, match="damaged"):
+        lines_of([path], 777)
+
+
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
 def test_standard_input(monkeypatch, pack):
     data = b"one\ntwo\nthree"

@@ -58,9 +58,10 @@ def test_the_slurm_array_makes_the_bytes_of_one_run(here):
     stand_in = here / "mb-data"
     stand_in.write_text(f'#!/bin/bash\nexec {sys.executable} -m mb_data "$@"\n')
     stand_in.chmod(0o755)
-    slurm = {"SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_CPUS_PER_TASK": "1"}
-    slurm |= {"PATH": f"{here}:{os.environ['PATH']}"}
-    script = script.replace("tokenizer.json", "gpt2")
+    slurm = {"SLURM_CPUS_PER_TASK": "1", "PATH": f"{here}:{os.environ['PATH']}"}
+    assert "--array=0-63" in script
+    assert "_ID/64" in script
+    script = script.replace("tokenizer.json", "gpt2").replace("_ID/64", "_ID/2")
     for task in ("0", "1"):
         environment = {**os.environ, **slurm, "SLURM_ARRAY_TASK_ID": task}
         subprocess.run(["bash", "-ec", script], env=environment, check=True)

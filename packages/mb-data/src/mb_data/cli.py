@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ NO_INPUT = """mb-data preprocess: {missing} is missing. For example, on text tha
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack letters: Windows' pipes
+        sys.stdout.reconfigure(errors="backslashreplace")
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
         options.parser.refuse(unknown[0])
@@ -194,10 +197,17 @@ def _megabytes(text: str) -> float:
 def _shard(text: str) -> tuple[int, int]:
     if text == "slurm":
         try:
-            first, count = os.environ["SLURM_ARRAY_TASK_MIN"], os.environ["SLURM_ARRAY_TASK_COUNT"]
-            return int(os.environ["SLURM_ARRAY_TASK_ID"]) - int(first), int(count)
+            names = (f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT"))
+            number, first, last, count = (int(os.environ[name]) for name in names)
         except KeyError as error:
             raise argparse.ArgumentTypeError(f"slurm: {error} is not set; no array job") from None
+        # Else it is likely that a few tasks of a larger array are given again.
+        if first > 1 or last - first + 1 != count:
+            raise argparse.ArgumentTypeError(
+                f"slurm: expected an array from 0 or 1 without gaps, got {count} tasks from "
+                f"{first} to {last}; say --shard I/N yourself, N the tasks of the whole array"
+            )
+        return number - first, count
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise argparse.ArgumentTypeError(f"{text}: expected I/N, I from 0 to N - 1, as in 0/8")

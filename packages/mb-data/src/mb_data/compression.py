@@ -6,6 +6,8 @@ import importlib
 import io
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 MAGIC_NUMBERS = {
@@ -40,14 +42,51 @@ def decompress(raw: io.BufferedReader, path: str) -> tuple[str | None, io.Buffer
         case "bz2":
             import bz2
 
-            return kind, cast(io.BufferedIOBase, bz2.BZ2File(raw))
+            return kind, io.BufferedReader(_Streams(raw, bz2.BZ2Decompressor))
         case "xz":
             import lzma
 
-            return kind, cast(io.BufferedIOBase, lzma.LZMAFile(raw))
+            new = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ)
+            return kind, io.BufferedReader(_Streams(raw, new))
         case "zst":
             return kind, _zstd(path).ZstdFile(raw)
     return kind, cast(io.BufferedIOBase, raw)
+
+
+class _Streams(io.RawIOBase):
+    """The text of a file of one or more bzip2 or xz streams, as ``cat`` and pbzip2 make them.
+
+    BZ2File and LZMAFile take a damaged stream that is not the first one for an end of the file:
+    all from there on would be left out without a word. Zeros after a stream are padding.
+    """
+
+    def __init__(self, raw: io.BufferedReader, new: Callable[[], Any]) -> None:
+        self._raw = raw
+        self._new = new
+        self._stream = new()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        text = b""
+        while not text:
+            packed = b""
+            if self._stream.eof:
+                packed = self._stream.unused_data.lstrip(b"\0")
+                while not packed:
+                    more = self._raw.read1()
+                    if not more:
+                        return 0
+                    packed = more.lstrip(b"\0")
+                self._stream = self._new()
+            elif self._stream.needs_input:
+                packed = self._raw.read1()
+                if not packed:
+                    raise EOFError("the file ends in the middle of its compressed data")
+            text = self._stream.decompress(packed, len(buffer))
+        buffer[: len(text)] = text
+        return len(text)
 
 
 def decoding_errors(kind: str | None) -> tuple[type[Exception], ...]:

@@ -59,7 +59,7 @@ def read_model(
     """
     path = folder / "config.json"
     try:
-        theirs = json.loads(path.read_text())
+        theirs = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"Cannot read {path}: {error}.") from None
     if not isinstance(theirs, dict):
@@ -204,7 +204,7 @@ def _tokenizer_fields(file: Path) -> dict[str, str]:
     """How a run names a tokenizer; a bare list of words does not say whether it is cased."""
     about = file.with_name("tokenizer_config.json")
     words = file.name == "vocab.txt" and about.is_file()
-    if words and not json.loads(about.read_text()).get("do_lower_case", True):
+    if words and not json.loads(about.read_bytes()).get("do_lower_case", True):
         return {"tokenizer_type": _CASED, "vocab_file": str(file)}
     return {"tokenizer": str(file)}
 

@@ -91,6 +91,13 @@ def rebalance_experts(
                 "Expected tokens_per_expert by the names of layers, a count for each expert, of "
                 f"{known}, got {name!r} with {counts_E.numel()} counts."
             )
+        for parameter in layers[name].experts.parameters():
+            if parameter.shape[:1] != (layers[name].config.num_experts,):
+                raise ValueError(
+                    f"Expected parameters of the experts of {name or 'the layer'} to be "
+                    f"[{layers[name].config.num_experts}, ...], got {tuple(parameter.shape)}. Leave "
+                    "this layer out of tokens_per_expert."
+                )
     ranks, done = mesh.ep_size, []
     owners = Counter(p for layer in layers.values() for p in set(layer.parameters()))
     for name, layer in layers.items():
@@ -156,17 +163,8 @@ def _renumbers(layer: MoE | dMoE, ranks: int) -> bool:
 
 def _renumber(layer: MoE | dMoE, order_E: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
     """Let expert i be the one that was order_E[i]."""
-    experts = len(order_E)
-    stacks = list(layer.experts.parameters())
-    for parameter in stacks:
-        if parameter.ndim == 0 or parameter.shape[0] != experts:
-            raise ValueError(
-                f"Expected parameters of {experts} experts to be [{experts}, ...], got "
-                f"{tuple(parameter.shape)}. Leave this layer out of tokens_per_expert."
-            )
     router = layer.router
-    rows = [*router.parameters(), *router.buffers()]
-    for tensor in (*stacks, *rows):
+    for tensor in (*layer.experts.parameters(), *router.parameters(), *router.buffers()):
         _reorder(tensor, order_E)
         if tensor.grad is not None:
             _reorder(tensor.grad, order_E)

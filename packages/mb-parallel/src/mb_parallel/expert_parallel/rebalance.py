@@ -85,18 +85,19 @@ def rebalance_experts(
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | dMoE)}
     for name, counts_E in tokens_per_expert.items():
-        if name not in layers or counts_E.numel() < layers[name].config.num_experts:
+        experts = layers[name].config.num_experts if name in layers else 0
+        if not experts or counts_E.numel() < experts:
             known = {n: layer.config.num_experts for n, layer in layers.items()}
             raise ValueError(
                 "Expected tokens_per_expert by the names of layers, a count for each expert, of "
                 f"{known}, got {name!r} with {counts_E.numel()} counts."
             )
         for parameter in layers[name].experts.parameters():
-            if parameter.shape[:1] != (layers[name].config.num_experts,):
+            if parameter.shape[:1] != (experts,):
                 raise ValueError(
-                    f"Expected parameters of the experts of {name or 'the layer'} to be "
-                    f"[{layers[name].config.num_experts}, ...], got {tuple(parameter.shape)}. Leave "
-                    "this layer out of tokens_per_expert."
+                    f"Expected parameters of {experts} experts to be [{experts}, ...], got "
+                    f"{tuple(parameter.shape)} in {name or 'the layer'}. Leave this layer out of "
+                    "tokens_per_expert."
                 )
     ranks, done = mesh.ep_size, []
     owners = Counter(p for layer in layers.values() for p in set(layer.parameters()))

@@ -6,6 +6,7 @@ line makes sense, so that `--help` and typing errors answer at once.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         2 for bad input, 130 after a Ctrl-C that ends it at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # No run ends for a letter that its output has not; a configuration is to be read again.
+    if isinstance(sys.stdout, io.TextIOWrapper) and "--print-config" not in arguments:
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if arguments and arguments[0] in COMMANDS:
             code = run_command(arguments[0], COMMANDS[arguments[0]], arguments[1:])

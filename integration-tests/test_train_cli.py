@@ -1,5 +1,6 @@
 """`mb-train` end to end: it learns, says so in Megatron's words, and refuses bad input cleanly."""
 
+import io
 import math
 import os
 import re
@@ -168,6 +169,15 @@ def test_report_draws_the_picture_again(finished, tmp_path, capsys):
     assert (folder / "loss.png").exists()
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "to be a run folder with a log.jsonl" in capsys.readouterr().err
+
+
+def test_letters_that_the_output_has_not_are_escaped(tokens, tmp_path, monkeypatch):
+    words = tiny_run.flags(tokens, tmp_path / "rün", "--train-iters 2 --lr-warmup-iters 1")
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert main(words) == 0
+    assert rb"r\xfcn" in sys.stdout.buffer.getvalue()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert main([*words, "--print-config"]) == 2  # to be read again, it has to be as it is
 
 
 def test_doctor_describes_this_machine(capsys):

@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         2 for bad input, 130 after a Ctrl-C that ends it at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack letters: Windows' pipes
+    # No run ends for a letter that its output has not; a configuration is to be read again.
+    if isinstance(sys.stdout, io.TextIOWrapper) and "--print-config" not in arguments:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if arguments and arguments[0] in COMMANDS:

@@ -72,10 +72,7 @@ def test_a_printed_command_is_taken(words: list[str], tmp_path, monkeypatch, cap
     if program == "mb-data":
         if arguments[0] == "sample-corpus":
             arguments += ["--max-bytes", "1000"]
-        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-        monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "0")
-        monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "64")
-        arguments = ["1" if word.startswith("$SLURM") else word for word in arguments]
+        arguments = [re.sub(r"\$SLURM\w+", "1", word) for word in arguments]
         try:
             mb_data(arguments)
         except SystemExit:  # argparse, of flags

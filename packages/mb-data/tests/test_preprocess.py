@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import mb_data
@@ -555,6 +556,19 @@ def test_a_folder_of_the_users_own_is_left_alone(tmp_path):
         with pytest.raises(ValueError, match=r"out\.partial .* holds thesis\.tex, which is none"):
             preprocess(source, tmp_path / "out", workers=1, restart=restart)
     assert os.listdir(tmp_path / "out.partial") == ["thesis.tex"]
+
+
+def test_a_full_disk_is_not_taken_for_one_without_locks(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source = write(tmp_path / "in.jsonl", [{"text": "a"}])
+    monkeypatch.setattr("mb_data.partial.os.write", full)
+    with (
+        pytest.raises(OSError, match=r"No space.*out\.partial"),
+        warnings.catch_warnings(action="error"),
+    ):
+        preprocess(source, tmp_path / "out", workers=1)
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):

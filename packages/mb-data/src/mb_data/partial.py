@@ -13,6 +13,7 @@ Nothing here is dropped that took work: a run with other settings is refused unl
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -251,6 +252,9 @@ class PartialOutput:
                 else:
                     time.sleep(0.05)
             except OSError as error:  # as on some network file systems
+                if error.errno == errno.ENOSPC:
+                    os.close(lock)
+                    raise OSError(error.errno, error.strerror, str(path)) from None
                 warnings.warn(
                     f"{self.directory}: this file system has no locks ({error.strerror}); see that "
                     "no other run writes the same output",

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from mb_parallel.optimizer.adamw import ShardedOptimizer
+from mb_parallel.optimizer.adamw import ShardedOptimizer, at_least_0
 from mb_parallel.optimizer.shards import (
     all_reduce_together,
     local,
@@ -50,7 +50,7 @@ class Adafactor(ShardedOptimizer):
     `exp_avg_sq` of a vector; fp32.
 
     Raises:
-        ValueError: a rate below zero, or a parameter that is not fp32.
+        ValueError: a number below zero, one `eps`, or a parameter that is not fp32.
     """
 
     def __init__(
@@ -64,8 +64,9 @@ class Adafactor(ShardedOptimizer):
         decay_rate: float = -0.8,
         scale_parameter: bool = True,
     ) -> None:
-        if lr < 0:
-            raise ValueError(f"Expected lr of at least 0, got {lr}.")
+        at_least_0(lr=lr, weight_decay=weight_decay, clip_threshold=clip_threshold)
+        if len(eps) != 2:
+            raise ValueError(f"Expected eps of two numbers, got {eps}.")
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,

@@ -128,10 +128,11 @@ class AdamW(ShardedOptimizer):
     ) -> None:
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"Expected state_dtype torch.float32 or bfloat16, got {state_dtype}.")
-        if not (lr >= 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
+        at_least_0(lr=lr, weight_decay=weight_decay)
+        if not (eps > 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
             raise ValueError(
-                "Expected lr >= 0, eps > 0 and betas from 0 up to but not 1, got "
-                f"lr={lr}, eps={eps}, betas={betas}."
+                "Expected eps > 0 and two betas from 0 up to but not 1, got "
+                f"eps={eps}, betas={betas}."
             )
         self.state_dtype = state_dtype
         self._copies = working_copies if working_copies is not None else WorkingCopies({})
@@ -189,6 +190,13 @@ class AdamW(ShardedOptimizer):
         )
         self._copies.written(parameters)
         self._equal.note(p for p in parameters if p.dtype in _HALVES)
+
+
+def at_least_0(**numbers: float) -> None:
+    """Raise ValueError for those below 0, or not a number."""
+    wrong = [f"{name}={number}" for name, number in numbers.items() if not number >= 0]
+    if wrong:
+        raise ValueError(f"Expected {', '.join(numbers)} of at least 0, got {', '.join(wrong)}.")
 
 
 def _follow(master: Tensor, weight: Tensor) -> None:

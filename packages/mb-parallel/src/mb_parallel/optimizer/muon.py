@@ -47,8 +47,8 @@ class Muon(AdamW):
     State of a matrix: `momentum_buffer`, fp32.
 
     Raises:
-        ValueError: a vector, or a 16-bit parameter, in a group of Muon's; rows that `fused` does
-            not divide.
+        ValueError: a number outside its range; a vector, or a 16-bit parameter, in a group of
+            Muon's; rows that `fused` does not divide.
     """
 
     def __init__(
@@ -65,6 +65,11 @@ class Muon(AdamW):
         state_dtype: torch.dtype = torch.float32,
         working_copies: WorkingCopies | None = None,
     ) -> None:
+        if not (0 <= momentum < 1 and ns_steps >= 1):
+            raise ValueError(
+                "Expected momentum from 0 up to but not 1 and ns_steps of at least 1, got "
+                f"momentum={momentum}, ns_steps={ns_steps}."
+            )
         self.ns_dtype = ns_dtype
         super().__init__(
             params,

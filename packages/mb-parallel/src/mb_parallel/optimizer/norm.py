@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mb_parallel.mesh import ParallelMesh
+from mb_parallel.optimizer.adamw import at_least_0
 from mb_parallel.optimizer.scaler import GradScaler
 from mb_parallel.optimizer.shards import (
     all_reduce_together,
@@ -155,7 +156,11 @@ def clip_grad_norm(
 
     Returns:
         The norm before clipping, fp32 scalar on the device.
+
+    Raises:
+        ValueError: `max_norm` is below 0 or no number.
     """
+    at_least_0(max_norm=max_norm)
     parameters = list(parameters)
     norm = grad_norm(parameters, mesh, uncounted=uncounted)
     grads = [local_grad(p) for p in parameters if p.grad is not None]
@@ -186,8 +191,10 @@ def clip_and_step(
         scaler: whose scale the loss was multiplied by; it learns of the overflow.
 
     Raises:
-        ValueError: an optimizer that cannot skip a step on the device.
+        ValueError: an optimizer that cannot skip a step on the device; `max_norm` is below 0 or no
+            number.
     """
+    at_least_0(max_norm=max_norm)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ValueError(
             "Expected an optimizer of mb_parallel.optimizer or one of torch's with fused=True, got "

@@ -39,11 +39,11 @@ class GradScaler:
         min_scale: float = 1.0,
     ) -> None:
         wrong = {
-            "init_scale of at least min_scale": init_scale < min_scale,
-            "min_scale above 0": min_scale <= 0,
-            "growth_interval of at least 1": growth_interval < 1,
-            "hysteresis of at least 1": hysteresis < 1,
-            "growth_factor of at least 1": growth_factor < 1,
+            "init_scale of at least min_scale": not init_scale >= min_scale,
+            "min_scale above 0": not min_scale > 0,
+            "growth_interval of at least 1": not growth_interval >= 1,
+            "hysteresis of at least 1": not hysteresis >= 1,
+            "growth_factor of at least 1": not growth_factor >= 1,
             "backoff_factor above 0, at most 1": not 0 < backoff_factor <= 1,
         }
         for rule, broken in wrong.items():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mb_parallel.optimizer.adamw import ShardedOptimizer
+from mb_parallel.optimizer.adamw import ShardedOptimizer, at_least_0
 from mb_parallel.optimizer.shards import local, local_grad
 
 
@@ -28,8 +28,7 @@ class SGD(ShardedOptimizer):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
     ) -> None:
-        if lr < 0 or momentum < 0:
-            raise ValueError(f"Expected lr and momentum of at least 0, got {lr} and {momentum}.")
+        at_least_0(lr=lr, momentum=momentum, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self._with_momentum = any(group["momentum"] for group in self.param_groups)
 

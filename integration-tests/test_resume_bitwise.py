@@ -88,6 +88,15 @@ def test_other_weights_of_a_blend_are_said(tokens, tmp_path, capsys):
         assert ("by weights of [0.75, 0.25] until now, by [0.5, 0.5] from here on" in out) is said
 
 
+def test_a_weight_of_the_only_data_set_says_nothing(tokens, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert tiny_run.train(tiny_run.flags(tokens, run, "--exit-interval 2")) == 0
+    capsys.readouterr()
+    weighed = ["--data-path", "2", tokens, "--exit-interval", "4"]
+    assert tiny_run.train(["--load", str(run), *weighed]) == 0
+    assert "weights of" not in capsys.readouterr().out
+
+
 def test_scripts_that_load_from_where_they_save_start_from_nothing(tokens, tmp_path):
     run = tmp_path / "run"
     script = tiny_run.flags(tokens, run, f"--load {run} --train-iters 4 --lr-decay-iters 4")

@@ -153,6 +153,12 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
             "--moe-router-topk 2 --moe-router-pre-softmax",
             {"moe_top_k": 2, "moe_renormalize": False},
         ),
+        (
+            "--moe-router-topk=2 --moe-router-pre-softmax --moe-router-score-function sigmoid",
+            {"moe_top_k": 2, "moe_renormalize": True, "moe_router_score_function": "sigmoid"},
+        ),
+        ("--moe-top-k 2 --moe-router-topk 4", {"moe_top_k": 4, "moe_renormalize": True}),
+        ("--moe-router-topk 2 --no-moe-renormalize", {"moe_top_k": 2, "moe_renormalize": False}),
         ("--moe-router-load-balancing-type aux_loss", {"moe_loss_weight": 0.0}),
         (
             "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss",
@@ -260,7 +266,8 @@ def test_every_field_can_be_typed_and_written_to_a_file(tmp_path, f):
     for flag in (flag_name(f.name), *spec(f).also):
         if value is False:
             flag = "--no-" + flag[2:]
-        assert parse([flag, *words]).values == {f.name: value}
+        more = {"moe_renormalize": True} if flag == "--moe-router-topk" else {}
+        assert parse([flag, *words]).values == {f.name: value} | more
     for flag in spec(f).off:
         assert parse([flag]).values == {f.name: False}
     file = tmp_path / "run.toml"

@@ -103,7 +103,7 @@ def prepare_data(
     inner = train.dataset if isinstance(train, mb_data.FillInTheMiddle) else train
     sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
     trained_on = (paths["train"] if isinstance(paths, dict) else paths) or []
-    weights = [float(word) for word in trained_on[:-1:2]]
+    weights = [float(word) for word in trained_on[::2]] if len(trained_on) > 2 else []
     identity = {
         "weights": [round(weight / sum(weights), 6) for weight in weights],
         "bin_bytes": [Path(prefix + suffixes[0]).stat().st_size for prefix in prefixes],

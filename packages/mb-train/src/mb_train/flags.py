@@ -26,6 +26,7 @@ from mb_train.settled import SETTLED, TRANSLATED, note
 from mb_train.toml_file import UsageError, read_toml
 
 _TYPES = value_types(TrainConfig)
+_CORE_TOPK, _CORE_SOFTMAX = "--moe-router-topk", "--moe-router-pre-softmax"
 _DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 
 
@@ -197,6 +198,10 @@ def parse(
     settled = [name for name in SETTLED if name in values]
     for name in settled:
         del values[name]
+    if any(word.split("=")[0] == _CORE_TOPK for word in argv) and values["moe_top_k"] > 1:
+        # Megatron Core's weights add up to 1, but for those of a softmax over all experts.
+        sigmoid = values.get("moe_router_score_function") == "sigmoid"
+        values.setdefault("moe_renormalize", sigmoid or _CORE_SOFTMAX not in values)
     for name, (_, meaning) in TRANSLATED.items():
         if name in values:
             for key, value in meaning(values.pop(name)).items():

@@ -95,12 +95,6 @@ def _core(flag: str, **fields: dict[str, Any]) -> tuple[bool, Callable[[str], di
     return True, meaning
 
 
-def _core_topk(word: str) -> dict[str, Any]:
-    """Megatron Core takes the softmax over the chosen experts alone: weights that add up to 1."""
-    count = int(word) if word.isdecimal() else word
-    return {"moe_top_k": count} | ({"moe_renormalize": True} if count != 1 else {})
-
-
 # Flag -> whether a value follows, and the fields that it means.
 TRANSLATED: Mapping[str, tuple[bool, Callable[[str], dict[str, Any]]]] = {
     "--recompute-activations": (False, lambda _: {"recompute_granularity": "selective"}),
@@ -113,7 +107,6 @@ TRANSLATED: Mapping[str, tuple[bool, Callable[[str], dict[str, Any]]]] = {
     # Scripts have it beside rotations, where it says nothing more.
     "--no-position-embedding": (False, lambda _: {"position_embedding_type": "none"}),
     "--moe-router-pre-softmax": (False, lambda _: {"moe_renormalize": False}),
-    "--moe-router-topk": (True, _core_topk),
     # There the loss weighs nothing until --moe-aux-loss-coeff says how much.
     "--moe-router-load-balancing-type": _core(
         "--moe-router-load-balancing-type",

@@ -17,7 +17,8 @@ class MoEFields:
         layer="num_experts", also=("--num-experts",),
     )  # fmt: skip
     moe_top_k: int = flag(
-        "experts per token", 1, bounds=POSITIVE, on_load="said", layer="top_k"
+        "experts per token", 1, bounds=POSITIVE, on_load="said", layer="top_k",
+        also=("--moe-router-topk",),
     )  # fmt: skip
     moe_capacity_factor: float = flag(
         "slots per expert over the even share; 0 drops no token (dMoE)", 0.0, bounds=AT_LEAST_0,

@@ -93,6 +93,7 @@ class TrainConfig(
         self._check_decoder()
         self._check_samples()
         self._check_classifier()
+        self._check_places()
 
     @property
     def positions(self) -> int:
@@ -164,6 +165,18 @@ class TrainConfig(
             )
         if self.task is not None and self.train_data_path is None:
             raise ValueError("Expected --train-data with --task, a TSV file, got none.")
+
+    def _check_places(self) -> None:
+        numbered = {
+            "--moe-router-num-groups": self.moe_router_num_groups is not None,
+            "--moe-uniform-expert-assignment": self.moe_uniform_expert_assignment,
+        }
+        for words, given in numbered.items():
+            if given and self.moe_rebalance_interval:
+                raise ValueError(
+                    f"Expected --moe-rebalance-interval 0 with {words}, where an expert's number "
+                    f"decides who chooses it, got {self.moe_rebalance_interval}."
+                )
 
 
 @cache

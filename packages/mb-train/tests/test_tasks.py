@@ -191,3 +191,23 @@ def test_a_balancing_bias_moves_by_the_load_of_its_own_layer(kind):
     balance.see({"tokens_per_expert": 8.0 * torch.eye(4)[: len(routers)]})
     assert balance.update(1, torch.optim.SGD(model.parameters())) is None
     assert [int(router.balancing_bias.argmin()) for router in routers] == [*range(len(routers))]
+
+
+def test_the_first_stage_speaks_of_experts_that_change_places_on_all():
+    config = TrainConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, micro_batch_size=1,
+        train_iters=1, lr=1.0, moe_num_experts=4, moe_rebalance_interval=1,
+    )  # fmt: skip
+    model = whole_model(config, vocab_size=16)
+
+    def all_reduce(tensor, axis, *_):
+        """With a stage that moved two layers' experts; here none can."""
+        assert axis == "pp"
+        return tensor + 2 if tensor.ndim == 0 else tensor.maximum(torch.tensor([1.5, 1.25]))
+
+    mesh = SimpleNamespace(pp_size=2, ep_size=1, all_reduce=all_reduce)
+    balance = LoadBalance([model], config, mesh)
+    balance.see({"tokens_per_expert": torch.ones(2, 4)})
+    said = balance.update(1, torch.optim.SGD(model.parameters()))
+    assert "experts of 2 layers changed places after step 1" in said
+    assert "had 1.50 times an even share, as they are now 1.25" in said

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from mb_layers import MoE, dMoE, update_balancing_bias
 from mb_parallel import ParallelMesh, rebalance_experts
 from torch import Tensor, nn
@@ -62,12 +63,22 @@ class LoadBalance:
         for part, layers in zip(self._parts, self._layers, strict=True):
             loads = {name: counts_LE[self._rows[name]] for name in layers}
             moved += rebalance_experts(part, loads, self._mesh, optimizer=optimizer)
-        if not moved:
+        # One rank speaks for all stages.
+        fullest = torch.tensor(
+            [
+                max((layer.before for layer in moved), default=0.0),
+                max((layer.after for layer in moved), default=0.0),
+            ],
+            device=counts_LE.device,
+        )
+        count = torch.tensor(len(moved), device=counts_LE.device)
+        layers = self._mesh.all_reduce(count, "pp").item()
+        before, after = self._mesh.all_reduce(fullest, "pp", dist.ReduceOp.MAX).tolist()
+        if not layers:
             return None
-        worst = max(moved, key=lambda layer: layer.before)
         return (
-            f" experts of {len(moved)} layers changed places after step {step}: the fullest rank "
-            f"had {worst.before:.2f} times an even share, as they are now {worst.after:.2f}"
+            f" experts of {layers} layers changed places after step {step}: the fullest rank "
+            f"had {before:.2f} times an even share, as they are now {after:.2f}"
         )
 
     def _move_biases(self, counts_LE: Tensor) -> None:

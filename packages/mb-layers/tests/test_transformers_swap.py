@@ -168,6 +168,19 @@ def test_gradient_checkpointing_keeps_the_loss_or_says_so() -> None:
         outputs_and_gradients(model)
 
 
+def test_layers_without_losses_have_none_to_lose() -> None:
+    model = build("olmoe")
+    expected = outputs_and_gradients(model)
+    mb.swap_blocks(model, load_balancing_loss_weight=0)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    tokens = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(5))
+    loss, *_ = model(input_ids=tokens, labels=tokens, use_cache=False, return_dict=False)
+    loss.backward()
+    head = {"lm_head.weight": model.lm_head.weight.grad}
+    same(head, {"lm_head.weight": expected["lm_head.weight"]})
+
+
 def test_a_head_alone_is_trained_on_frozen_blocks() -> None:
     model = build("olmoe").requires_grad_(False)
     model.lm_head.requires_grad_(True)

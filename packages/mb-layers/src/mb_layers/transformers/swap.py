@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mb_layers.losses import in_backward
+from mb_layers.model import weighs_losses
 from mb_layers.moe import dMoE
 from mb_layers.transformers.blocks import moe_from_block, translate_block, translate_layer
 from mb_layers.transformers.forms import FORMS, RETURN_PAIRS
@@ -40,9 +41,7 @@ class BlockAdapter(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
         """hidden_states [B, S, D] to the same shape; with None if the block returned a pair."""
         y, aux_loss, _ = self.moe(hidden_states)
-        config = self.moe.config
-        weighted = config.load_balancing_loss_weight > 0 or config.z_loss_weight > 0
-        self._losses.take(aux_loss, weighted=weighted)
+        self._losses.take(aux_loss, weighted=weighs_losses(self.moe))
         return (y, None) if self._in_pair else y
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

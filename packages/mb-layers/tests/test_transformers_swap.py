@@ -323,6 +323,18 @@ def test_swap_refuses_what_it_cannot_do() -> None:
         mb.swap_blocks(peft.get_peft_model(build("mixtral"), config))
 
 
+def test_what_was_swapped_already_and_copies_in_threads_are_named() -> None:
+    model = build("olmoe")
+    mb.swap_blocks(model)
+    with pytest.raises(ValueError, match="restore_blocks first"):
+        mb.swap_blocks(model)
+    with pytest.raises(ValueError, match="on these kernels already"):
+        mb.use(model)
+    replica = model._replicate_for_data_parallel()  # what nn.DataParallel calls, in a thread
+    with pytest.raises(ValueError, match="one process per GPU"):
+        replica(input_ids=torch.randint(3, 64, (1, 5)))
+
+
 def test_a_call_that_has_no_place_for_losses_or_router_logits_is_named() -> None:
     model = build("olmoe")
     mb.swap_blocks(model)

@@ -106,6 +106,11 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
         )
     blocks = {name: m for name, m in model.named_modules() if type(m).__name__ in FORMS}
     if not blocks:
+        if any(isinstance(module, BlockAdapter) for module in model.modules()):
+            raise ValueError(
+                "expected a model whose blocks are still to be swapped, got one whose blocks are; "
+                "for other overrides restore_blocks first"
+            )
         raise ValueError(f"expected a model with blocks of {', '.join(FORMS)}, found none")
     layers = {name: moe_from_block(block, **overrides) for name, block in blocks.items()}
     losses = _LossOfForward()
@@ -167,6 +172,12 @@ class _LossOfForward:
             raise ValueError(
                 "expected output_router_logits=False, got True: the swapped blocks return no "
                 "router logits; record_routing and collect tell what their routers do"
+            )
+        if getattr(model, "_is_replica", False) and model.training and torch.is_grad_enabled():
+            raise ValueError(
+                "expected one process per GPU, got nn.DataParallel, whose threads would mix up "
+                "their balancing losses; start the processes with torchrun or accelerate launch, "
+                "or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)"
             )
         self._taken, self._lost_gradients = [], False
 

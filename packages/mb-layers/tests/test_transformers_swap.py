@@ -88,6 +88,25 @@ def test_accumulation_counts_the_losses_once(normalised: bool) -> None:
         torch.testing.assert_close(whole[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("head", ["Sequence", "Token"])
+def test_a_classifiers_losses_are_means_both(head: str) -> None:
+    """It takes `num_items_in_batch`, and weighs its own loss by none of it."""
+    config = build("mixtral").config
+    config.classifier_dropout = 0.0
+    auto = getattr(transformers, f"AutoModelFor{head}Classification")
+    model = auto.from_config(config).float().train()
+    tokens = torch.randint(3, 64, (1, 11))
+    arguments = {
+        "input_ids": tokens,
+        "labels": tokens[:, 0] % 2 if head == "Sequence" else tokens % 2,
+    }
+    own = model(**arguments).loss
+    mb.swap_blocks(model)
+    for more in ({}, {"num_items_in_batch": 44}):
+        outputs = model(**arguments, **more)
+        torch.testing.assert_close(outputs.loss, own + outputs.aux_loss)
+
+
 def test_trainer_accumulates_the_balance_of_one_batch(tmp_path: Path) -> None:
     """Through Trainer itself: accumulation over 4 moves the router as one batch of 4 does."""
     pytest.importorskip("accelerate")

@@ -200,14 +200,14 @@ class _LossOfForward:
             )
         outputs.aux_loss = aux_loss
         if getattr(outputs, "loss", None) is not None:
-            outputs.loss = outputs.loss + _share(kwargs) * aux_loss
+            outputs.loss = outputs.loss + _share(model, kwargs) * aux_loss
 
 
-def _share(kwargs: Mapping[str, Any]) -> Tensor | float:
+def _share(model: nn.Module, kwargs: Mapping[str, Any]) -> Tensor | float:
     """The part of the whole batch that this micro-batch is, if the loss is normalised by that."""
     items = kwargs.get("num_items_in_batch")
-    if items is None:
-        return 1.0
+    if items is None or str(getattr(model, "loss_type", None)).endswith("Classification"):
+        return 1.0  # classifiers take the number, and leave their loss a mean
     shifted = kwargs.get("shift_labels")
     labels = kwargs["labels"][..., 1:] if shifted is None else shifted
     return (labels != -100).sum() / items

@@ -88,6 +88,16 @@ def test_accumulation_counts_the_losses_once(normalised: bool) -> None:
         torch.testing.assert_close(whole[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_gpt_oss_has_its_gates_numbers_in_the_experts() -> None:
+    model = build("gpt_oss")
+    for name in ("swiglu_alpha", "swiglu_limit"):  # as in transformers 5.17
+        vars(model.config).pop(name, None)
+    layers = mb.swap_blocks(model)
+    assert {m.config.activation for m in layers.values()} == {
+        "swiglu(alpha=1.702, limit=7.0, offset=1)"
+    }
+
+
 @pytest.mark.parametrize("head", ["Sequence", "Token"])
 def test_a_classifiers_losses_are_means_both(head: str) -> None:
     """It takes `num_items_in_batch`, and weighs its own loss by none of it."""

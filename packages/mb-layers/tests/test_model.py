@@ -78,6 +78,10 @@ def test_recomputation_is_not_collected_again(inside: bool) -> None:
         model[1:](checkpoint(model[0], x, use_reentrant=True))
     with pytest.raises(ValueError, match=r"none from 0\.layer:"):
         some.aux_loss()
+    without = sequential(z_loss_weight=0, load_balancing_loss_weight=0)
+    with collect(without) as none:  # nothing to lose
+        checkpoint(without, x, use_reentrant=True)
+    assert none.aux_loss() == 0
     with torch.no_grad(), collect(model) as quiet:
         model(x)
     with torch.no_grad():

@@ -88,6 +88,35 @@ def test_accumulation_counts_the_losses_once(normalised: bool) -> None:
         torch.testing.assert_close(whole[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_gpt_oss_has_its_gates_numbers_in_the_experts() -> None:
+    model = build("gpt_oss")
+    for name in ("swiglu_alpha", "swiglu_limit"):  # as in transformers 5.17
+        vars(model.config).pop(name, None)
+    layers = mb.swap_blocks(model)
+    assert {m.config.activation for m in layers.values()} == {
+        "swiglu(alpha=1.702, limit=7.0, offset=1)"
+    }
+
+
+@pytest.mark.parametrize("head", ["Sequence", "Token"])
+def test_a_classifiers_losses_are_means_both(head: str) -> None:
+    """It takes `num_items_in_batch`, and weighs its own loss by none of it."""
+    config = build("mixtral").config
+    config.classifier_dropout = 0.0
+    auto = getattr(transformers, f"AutoModelFor{head}Classification")
+    model = auto.from_config(config).float().train()
+    tokens = torch.randint(3, 64, (1, 11))
+    arguments = {
+        "input_ids": tokens,
+        "labels": tokens[:, 0] % 2 if head == "Sequence" else tokens % 2,
+    }
+    own = model(**arguments).loss
+    mb.swap_blocks(model)
+    for more in ({}, {"num_items_in_batch": 44}):
+        outputs = model(**arguments, **more)
+        torch.testing.assert_close(outputs.loss, own + outputs.aux_loss)
+
+
 def test_trainer_accumulates_the_balance_of_one_batch(tmp_path: Path) -> None:
     """Through Trainer itself: accumulation over 4 moves the router as one batch of 4 does."""
     pytest.importorskip("accelerate")
@@ -166,6 +195,19 @@ def test_gradient_checkpointing_keeps_the_loss_or_says_so() -> None:
     model.model.layers[-1].gradient_checkpointing = False  # one block's loss is lost, not all
     with pytest.raises(ValueError, match="reentrant checkpointing loses them"):
         outputs_and_gradients(model)
+
+
+def test_layers_without_losses_have_none_to_lose() -> None:
+    model = build("olmoe")
+    expected = outputs_and_gradients(model)
+    mb.swap_blocks(model, load_balancing_loss_weight=0)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    tokens = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(5))
+    loss, *_ = model(input_ids=tokens, labels=tokens, use_cache=False, return_dict=False)
+    loss.backward()
+    head = {"lm_head.weight": model.lm_head.weight.grad}
+    same(head, {"lm_head.weight": expected["lm_head.weight"]})
 
 
 def test_a_head_alone_is_trained_on_frozen_blocks() -> None:
@@ -308,6 +350,18 @@ def test_swap_refuses_what_it_cannot_do() -> None:
     config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
     with pytest.raises(ValueError, match="ParamWrapper; merge or unload adapters first"):
         mb.swap_blocks(peft.get_peft_model(build("mixtral"), config))
+
+
+def test_what_was_swapped_already_and_copies_in_threads_are_named() -> None:
+    model = build("olmoe")
+    mb.swap_blocks(model)
+    with pytest.raises(ValueError, match="restore_blocks first"):
+        mb.swap_blocks(model)
+    with pytest.raises(ValueError, match="on these kernels already"):
+        mb.use(model)
+    replica = model._replicate_for_data_parallel()  # what nn.DataParallel calls, in a thread
+    with pytest.raises(ValueError, match="one process per GPU"):
+        replica(input_ids=torch.randint(3, 64, (1, 5)))
 
 
 def test_a_call_that_has_no_place_for_losses_or_router_logits_is_named() -> None:

@@ -66,8 +66,14 @@ class Collected:
         return counts
 
 
+def weighs_losses(layer: MoELayer) -> bool:
+    """Whether the layer's auxiliary loss can be other than 0."""
+    return layer.config.load_balancing_loss_weight > 0 or layer.config.z_loss_weight > 0
+
+
 def _router_learns(layer: MoELayer) -> bool:
-    return layer.training and any(p.requires_grad for p in layer.router.parameters())
+    learns = any(p.requires_grad for p in layer.router.parameters())
+    return layer.training and weighs_losses(layer) and learns
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:

@@ -76,7 +76,7 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
         "ffn_hidden_size": ffn,
         "num_experts": num_experts,
         "top_k": top_k,
-        "activation": form.get("activation") or _gate_of(experts),
+        "activation": _gate_of(experts),
         "load_balancing_loss_weight": top_k * (getattr(config, "router_aux_loss_coef", None) or 0),
         "init_method_std": config.initializer_range,
     }
@@ -88,6 +88,8 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
 
 
 def _gate_of(experts: Any) -> str:
+    if hasattr(experts, "alpha"):  # GPT-OSS; its config has the numbers in some releases only
+        return f"swiglu(alpha={experts.alpha}, limit={experts.limit}, offset=1)"
     activation = activation_name(experts.act_fn)
     if activation not in GLU_NAMES:
         raise ValueError(

@@ -106,13 +106,7 @@ def _groups(config: Any, score_top: int) -> dict[str, Any]:
 
 
 def _gpt_oss(config: Any) -> dict[str, Any]:
-    alpha, limit = config.swiglu_alpha, config.swiglu_limit
-    return {
-        "renormalize": True,
-        "router_bias": True,
-        "mlp_bias": True,
-        "activation": f"swiglu(alpha={alpha}, limit={limit}, offset=1)",
-    }
+    return {"renormalize": True, "router_bias": True, "mlp_bias": True}
 
 
 def _refuse_jitter(config: Any) -> None:

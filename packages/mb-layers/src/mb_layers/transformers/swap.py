@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mb_layers.losses import in_backward
+from mb_layers.model import weighs_losses
 from mb_layers.moe import dMoE
 from mb_layers.transformers.blocks import moe_from_block, translate_block, translate_layer
 from mb_layers.transformers.forms import FORMS, RETURN_PAIRS
@@ -40,7 +41,7 @@ class BlockAdapter(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
         """hidden_states [B, S, D] to the same shape; with None if the block returned a pair."""
         y, aux_loss, _ = self.moe(hidden_states)
-        self._losses.take(aux_loss)
+        self._losses.take(aux_loss, weighted=weighs_losses(self.moe))
         return (y, None) if self._in_pair else y
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,9 +77,11 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
 
     In training the mean auxiliary loss over the blocks is added to `outputs.loss`, weighed as the
     model weighs its own loss (`num_items_in_batch`), and returned as `outputs.aux_loss`. Where the
-    caller computes the loss, without labels, it is the caller's to add. Gradient checkpointing
-    must be the non-reentrant kind. Blocks are not told of the attention mask: padding is routed,
-    as ever, and counted too, so balance over packed sequences or sorted lengths.
+    caller computes the loss, without labels, it is the caller's to add: `Trainer` does not with
+    `label_smoothing_factor`, nor with a `compute_loss_func` that leaves it out. Gradient
+    checkpointing of layers with such losses must be the non-reentrant kind. Blocks are not told of
+    the attention mask: padding is routed, as ever, and counted too, so balance over packed
+    sequences or sorted lengths.
 
     Args:
         model: a transformers model (or any module that holds such blocks and is called itself).
@@ -103,6 +106,11 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
         )
     blocks = {name: m for name, m in model.named_modules() if type(m).__name__ in FORMS}
     if not blocks:
+        if any(isinstance(module, BlockAdapter) for module in model.modules()):
+            raise ValueError(
+                "expected a model whose blocks are still to be swapped, got one whose blocks are; "
+                "for other overrides restore_blocks first"
+            )
         raise ValueError(f"expected a model with blocks of {', '.join(FORMS)}, found none")
     layers = {name: moe_from_block(block, **overrides) for name, block in blocks.items()}
     losses = _LossOfForward()
@@ -133,7 +141,7 @@ class _LossOfForward:
 
     def __init__(self) -> None:
         self._taken: list[Tensor] | None = None
-        self._all_with_gradients = True
+        self._lost_gradients = False
         self._hooks: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:
@@ -147,10 +155,10 @@ class _LossOfForward:
             hook.remove()
         self._hooks = []
 
-    def take(self, aux_loss: Tensor) -> None:
+    def take(self, aux_loss: Tensor, *, weighted: bool) -> None:
         if self._taken is not None:
             self._taken.append(aux_loss)
-            self._all_with_gradients &= torch.is_grad_enabled()
+            self._lost_gradients |= weighted and not torch.is_grad_enabled()
         elif aux_loss.requires_grad and not in_backward():
             # In the backward pass it is a recomputation, whose loss was taken the first time.
             raise ValueError(
@@ -165,33 +173,41 @@ class _LossOfForward:
                 "expected output_router_logits=False, got True: the swapped blocks return no "
                 "router logits; record_routing and collect tell what their routers do"
             )
-        self._taken, self._all_with_gradients = [], True
+        if getattr(model, "_is_replica", False) and model.training and torch.is_grad_enabled():
+            raise ValueError(
+                "expected one process per GPU, got nn.DataParallel, whose threads would mix up "
+                "their balancing losses; start the processes with torchrun or accelerate launch, "
+                "or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)"
+            )
+        self._taken, self._lost_gradients = [], False
 
     def _add(self, model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
         taken, self._taken = self._taken, None
         if not taken or not (model.training and torch.is_grad_enabled()):
             return
         aux_loss = torch.stack(taken).mean()
-        if not self._all_with_gradients and any(p.requires_grad for p in model.parameters()):
+        if self._lost_gradients and any(p.requires_grad for p in model.parameters()):
             raise ValueError(
                 "expected balancing losses with gradients, but reentrant checkpointing loses "
                 'them; pass gradient_checkpointing_kwargs={"use_reentrant": False}'
             )
         if isinstance(outputs, tuple):
+            if not aux_loss.requires_grad:
+                return
             raise ValueError(
                 "expected a model that returns its outputs by name, got a tuple, which has no "
                 "place for the balancing loss; train with return_dict=True"
             )
         outputs.aux_loss = aux_loss
         if getattr(outputs, "loss", None) is not None:
-            outputs.loss = outputs.loss + _share(kwargs) * aux_loss
+            outputs.loss = outputs.loss + _share(model, kwargs) * aux_loss
 
 
-def _share(kwargs: Mapping[str, Any]) -> Tensor | float:
+def _share(model: nn.Module, kwargs: Mapping[str, Any]) -> Tensor | float:
     """The part of the whole batch that this micro-batch is, if the loss is normalised by that."""
     items = kwargs.get("num_items_in_batch")
-    if items is None:
-        return 1.0
+    if items is None or str(getattr(model, "loss_type", None)).endswith("Classification"):
+        return 1.0  # classifiers take the number, and leave their loss a mean
     shifted = kwargs.get("shift_labels")
     labels = kwargs["labels"][..., 1:] if shifted is None else shifted
     return (labels != -100).sum() / items

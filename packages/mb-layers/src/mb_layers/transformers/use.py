@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mb_layers.experts import cast_alike, to_plain
 from mb_layers.losses import at_least_fp32
+from mb_layers.moe import MoELayer
 from mb_layers.transformers.experts import (
     GLU_NAMES,
     IMPLEMENTATION,
@@ -50,6 +51,11 @@ def use(model: nn.Module) -> list[str]:
     }
     moved = {**hooked, **others}
     if not moved:
+        if any(isinstance(module, MoELayer) for module in model.modules()):
+            raise ValueError(
+                "expected a model with transformers' own experts, got one whose blocks are dMoE "
+                "layers, which run on these kernels already"
+            )
         kinds = sorted({type(m).__name__ for m in model.modules() if _looks_like_experts(m)})
         raise ValueError(
             "expected a model with experts in stacked weights, found none"

@@ -558,14 +558,15 @@ def test_a_folder_of_the_users_own_is_left_alone(tmp_path):
     assert os.listdir(tmp_path / "out.partial") == ["thesis.tex"]
 
 
-def test_a_full_disk_is_not_taken_for_one_without_locks(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["disk", "quota"])
+def test_a_full_disk_is_not_taken_for_one_without_locks(tmp_path, monkeypatch, number):
     def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     source = write(tmp_path / "in.jsonl", [{"text": "a"}])
     monkeypatch.setattr("mb_data.partial.os.write", full)
     with (
-        pytest.raises(OSError, match=r"No space.*out\.partial"),
+        pytest.raises(OSError, match=rf"{os.strerror(number)}.*out\.partial"),
         warnings.catch_warnings(action="error"),
     ):
         preprocess(source, tmp_path / "out", workers=1)

@@ -201,6 +201,6 @@ def test_the_order_shares_loads_out(experts, ranks):
         assert sorted(order_E.tolist()) == list(range(experts))
         placed = fullest_rank(loads_E[order_E], ranks)
         assert placed <= fullest_rank(loads_E, ranks) + 1e-6
-        # Graham.s bound: nobody is more than one expert above an even share.
+        # Graham's bound: nobody is more than one expert above an even share.
         assert placed * loads_E.sum() / ranks <= loads_E.sum() / ranks + loads_E.max()
     assert fullest_rank(torch.zeros(experts), ranks) == 1.0

@@ -252,7 +252,7 @@ class PartialOutput:
                 else:
                     time.sleep(0.05)
             except OSError as error:  # as on some network file systems
-                if error.errno == errno.ENOSPC:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     os.close(lock)
                     raise OSError(error.errno, error.strerror, str(path)) from None
                 warnings.warn(

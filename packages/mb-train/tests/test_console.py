@@ -143,14 +143,6 @@ def test_a_full_disk_under_the_last_lines_of_a_run_loses_them_alone(monkeypatch,
     assert capsys.readouterr().err == ""
 
 
-def test_what_the_outputs_encoding_lacks_is_escaped(monkeypatch):
-    """Windows' pipes have cp1252, and a generated text or a folder's name ended the command."""
-    out = io.TextIOWrapper(io.BytesIO(), "cp1252")
-    monkeypatch.setattr(sys, "stdout", out)
-    assert main(["--print-config", "--save", "über-\u6f22"]) == 0
-    assert b'"\xfcber-\\u6f22"' in out.buffer.getvalue()
-
-
 def test_ctrl_c_in_a_command_is_a_line(monkeypatch, capsys):
     def interrupted(parser, arguments):
         raise KeyboardInterrupt

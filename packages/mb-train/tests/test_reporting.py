@@ -153,7 +153,10 @@ def test_a_share_of_the_peak():
     assert pace.mfu == pytest.approx(pace.tflops / 1307)
     unknown = speed(config, vocab_size=50304, tokens_per_s=1.0, ranks=1, device="CPU")
     assert unknown.mfu is None
-    sparse = TrainConfig(**RUN, moe_num_experts=64, moe_top_k=2, moe_layer_freq=3, swiglu=True)
+    sparse = TrainConfig(
+        **RUN, moe_num_experts=64, moe_top_k=2, moe_layer_freq=3, swiglu=True,
+        ffn_hidden_size=4 * 768,
+    )  # fmt: skip
     twice = speed(sparse, vocab_size=50304, tokens_per_s=rate, ranks=8, device="")
     # Of 12 layers 4 have experts: two of 3 x 4 D^2 and the router; attention has 4 D^2.
     matrices = 8 * 12 * 768**2 + 4 * (2 * 12 * 768**2 + 64 * 768) + 12 * 4 * 768**2

@@ -144,6 +144,8 @@ def test_what_a_kill_left_half_written_is_removed_or_put_back(tmp_path):
     for name in ("iter_0000030.partial", "iter_0000010.old", "iter_0000015.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(name)
+    for name in ("latest_checkpointed_iteration.txt", "loss.png", "report.html", "config.toml"):
+        (tmp_path / f"{name}.partial").write_text("hal")
     done = recover(tmp_path)
     assert [p.name for p in run_folder.checkpoints(tmp_path)] == [
         "iter_0000010", "iter_0000015", "iter_0000020",

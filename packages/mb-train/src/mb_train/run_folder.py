@@ -216,6 +216,8 @@ def recover(folder: Path) -> list[str]:
     for draft in sorted(folder.glob("iter_*.partial")):
         shutil.rmtree(draft)
         done.append(f"removed {draft}, a checkpoint that was never finished")
+    for name in (_MOVING, CONFIG_FILE, PICTURE, PAGE, LATEST):
+        _draft_of(folder / name).unlink(missing_ok=True)
     return done
 
 
@@ -274,10 +276,14 @@ def write_text(path: Path, text: str) -> None:
         draft.write_text(text, encoding="utf-8")
 
 
+def _draft_of(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
 @contextlib.contextmanager
 def replaced(path: Path) -> Generator[Path]:
     """Where to write what takes the place of `path` once it is whole and on the disk, if it is."""
-    draft = path.with_name(path.name + ".partial")
+    draft = _draft_of(path)
     try:
         yield draft
         with draft.open("rb+") as file:

@@ -51,10 +51,12 @@ def test_a_finished_run_goes_on_as_the_longer_run_would_have(tokens, tmp_path, c
     assert tiny_run.train(["--load", str(parts)]) == 0
     assert tiny_run.losses(parts) == tiny_run.losses(whole)
     assert _same(whole, parts, 16)
-    # Asked for a length that is reached already, there is nothing to do.
+    # At the length asked for there is nothing to do but what a kill left undone.
+    (parts / "loss.png").rename(parts / "loss.png.partial")
     capsys.readouterr()
     assert tiny_run.train(["--load", str(parts), "--train-iters", "16"]) == 0
     assert "at iteration 16, the end of this run" in capsys.readouterr().out
+    assert [path.name for path in parts.glob("loss.png*")] == ["loss.png"]
 
 
 def test_another_course_from_an_earlier_checkpoint(tokens, tmp_path):

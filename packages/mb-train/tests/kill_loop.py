@@ -30,6 +30,9 @@ TINY = [
 ]  # fmt: skip
 
 
+SUFFIXES = (".partial", ".old", ".surplus")  # of what is half-written or half-deleted
+
+
 def make_data(path: Path) -> None:
     import mb_data
     import numpy as np
@@ -132,7 +135,8 @@ def kill_loop(folder: Path, *, kills: int, iterations: int, seed: int, words: li
     assert last.exitcode == 0, output.read_text()[-3000:]
     assert losses(run) == expected
     for path in folder.glob("killed-*"):
-        assert not [p for p in path.iterdir() if p.suffix in (".partial", ".old")]
+        left = [p.name for p in path.iterdir() if p.suffix in SUFFIXES]
+        assert not left, left
         for checkpoint in checkpoints(path):
             sums = read_sums(checkpoint / "SHA256SUMS")
             assert damage(checkpoint, sums, sums) == []

@@ -146,12 +146,15 @@ def test_what_a_kill_left_half_written_is_removed_or_put_back(tmp_path):
         (tmp_path / name / "run.json").write_text(name)
     for name in ("latest_checkpointed_iteration.txt", "loss.png", "report.html", "config.toml"):
         (tmp_path / f"{name}.partial").write_text("hal")
+    fill(tmp_path, [5])
+    assert run_folder.withdraw(tmp_path / "iter_0000005").is_dir()  # not deleted yet
+    assert not (tmp_path / "iter_0000005").exists()
     done = recover(tmp_path)
     assert [p.name for p in run_folder.checkpoints(tmp_path)] == [
         "iter_0000010", "iter_0000015", "iter_0000020",
     ]  # fmt: skip
     assert (tmp_path / "iter_0000010" / "run.json").read_text() == "old"
-    assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob("*.old"))
+    assert not [p for p in tmp_path.iterdir() if p.suffix in (".partial", ".old", ".surplus")]
     assert len(done) == 2
 
 

@@ -6,6 +6,7 @@ line makes sense, so that `--help` and typing errors answer at once.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -17,9 +18,10 @@ from mb_train import __version__
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig
 from mb_train.flags import parse, run_command
+from mb_train.folder_lock import locked
 from mb_train.host import leads, prepare_host
-from mb_train.run_folder import LOG_FILE
-from mb_train.starting import command_line, plan
+from mb_train.run_folder import LOG_FILE, PICTURE, recover
+from mb_train.starting import Plan, command_line, plan
 from mb_train.toml_file import to_toml
 
 if TYPE_CHECKING:
@@ -86,9 +88,8 @@ def _train(arguments: list[str]) -> int:
         for note in (*command.notes, *started.notes):
             print(f"note: {note}", flush=True)
     if started.finished:
-        if leader and started.saved is not None:
-            at = started.saved.iteration
-            print(f"{started.checkpoint} is at iteration {at}, the end of this run.")
+        if leader:
+            _complete(started)
         return 0
     prepare_host()
     if leader:
@@ -109,6 +110,21 @@ def _train(arguments: list[str]) -> int:
         except OSError:  # of a full disk a run loses lines, and no more
             sys.stdout = None
     return 1 if result.diverged or result.unsaved(config) else 0
+
+
+def _complete(started: Plan) -> None:
+    """Of a run that is at its end: what a kill may have kept it from, after its last checkpoint."""
+    assert started.checkpoint is not None
+    assert started.saved is not None
+    at, folder = started.saved.iteration, started.checkpoint.parent
+    print(f"{started.checkpoint} is at iteration {at}, the end of this run.")
+    if started.config.save is None or Path(started.config.save) != folder:
+        return
+    with contextlib.suppress(OSError), locked(folder):  # a folder that is another's to write
+        for line in recover(folder):
+            print(f" {line}")
+        if not (folder / PICTURE).exists():
+            print(f" picture              {_picture(folder)}")
 
 
 def _headline(config: TrainConfig) -> str:

@@ -195,7 +195,8 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
 def recover(folder: Path) -> list[str]:
     """Clean up after a run that was killed; call it with the folder's lock held.
 
-    Finishes a move, puts back a checkpoint that was being replaced, removes half-written ones.
+    Finishes a move, puts back a checkpoint that was being replaced, removes half-written ones and
+    the rest of half-deleted ones.
 
     Returns:
         What was done, a line each.
@@ -216,9 +217,22 @@ def recover(folder: Path) -> list[str]:
     for draft in sorted(folder.glob("iter_*.partial")):
         shutil.rmtree(draft)
         done.append(f"removed {draft}, a checkpoint that was never finished")
+    for surplus in folder.glob("iter_*.surplus"):
+        shutil.rmtree(surplus)
     for name in (_MOVING, CONFIG_FILE, PICTURE, PAGE, LATEST):
         _draft_of(folder / name).unlink(missing_ok=True)
     return done
+
+
+def withdraw(checkpoint: Path) -> Path:
+    """Take a checkpoint out of its folder's line, to be deleted; returns where it lies now.
+
+    A deletion that a kill ends halfway must not leave what looks like a checkpoint.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    return checkpoint.rename(checkpoint.with_name(checkpoint.name + ".surplus"))
 
 
 def set_aside(folder: Path) -> Path | None:

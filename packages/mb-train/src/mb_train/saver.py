@@ -15,6 +15,7 @@ step of 165 ms took 302 (dMoE-125M, one H200). The loop's `poll` tells when ever
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -50,6 +51,7 @@ from mb_train.run_folder import (
     iteration_folder,
     read_saved_run,
     sync_directory,
+    withdraw,
     write_text,
 )
 
@@ -205,10 +207,12 @@ class Saver:
         self._say(saved_line(iteration, self._folder))
         if rank() == 0 and self._keep is not None:
             for old in surplus(self._folder, self._keep):
-                if self._thread is None:
-                    shutil.rmtree(old, ignore_errors=True)
-                else:
-                    self._thread.submit(shutil.rmtree, old, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    withdrawn = withdraw(old)
+                    if self._thread is None:
+                        shutil.rmtree(withdrawn)
+                    else:
+                        self._thread.submit(shutil.rmtree, withdrawn, ignore_errors=True)
         return True
 
     def _failed(self, iteration: int, problem: str) -> bool:

@@ -245,21 +245,143 @@ FORK_FLAGS = """
     --indexer-log-interval 5
 """
 
-# Megatron Core's example of Mixtral, with the sizes of the model that it is named after.
-MIXTRAL = """
-    --use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768
-    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
-    --init-method-std 0.01 --attention-dropout 0.0 --hidden-dropout 0.0 --normalization RMSNorm
-    --position-embedding-type rope --swiglu --untie-embeddings-and-output-weights
-    --group-query-attention --num-query-groups 8 --no-masked-softmax-fusion --no-position-embedding
+# Megatron Core's examples and those of AMD's port of it, with the defaults of what they read from
+# the environment. By script: the model whose pretrain_*.py it starts, and the arguments.
+_CORE_MODEL = """--use-mcore-models --swiglu --disable-bias-linear --normalization RMSNorm
+    --position-embedding-type rope --no-masked-softmax-fusion --attention-dropout 0.0
+    --hidden-dropout 0.0 --group-query-attention"""
+_MIXTRAL = f"""{_CORE_MODEL} --seq-length 4096 --max-position-embeddings 32768 --num-layers 32
+    --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01
+    --untie-embeddings-and-output-weights --num-query-groups 8 --no-position-embedding
     --rotary-base 1000000 --num-experts 8 --moe-router-topk 2
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce
-    --tokenizer-type Llama2Tokenizer --tokenizer-model /mount/tokenizer.model
-    --data-path /mount/text_document --split 99990,8,2 --micro-batch-size 1 --global-batch-size 256
-    --lr 1e-4 --train-iters 500000 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5
-    --weight-decay 0.1 --lr-warmup-iters 500 --clip-grad 1.0 --bf16 --tensor-model-parallel-size 1
-    --pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --use-distributed-optimizer
-    --sequence-parallel --log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10
-    --no-load-optim --no-load-rng
+    --tokenizer-type Llama2Tokenizer --tokenizer-model /mount/tokenizer.model --lr 1e-4
+    --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1 --clip-grad 1.0 --bf16
+    --use-distributed-optimizer --sequence-parallel --log-interval 1"""
+_TIMES = "--log-timers-to-tensorboard --log-batch-size-to-tensorboard"
+_TIMES += " --log-validation-ppl-to-tensorboard --tensorboard-queue-size 1"
+
+CORE: dict[str, tuple[str, list[str]]] = {
+    name: (model, text.split())
+    for name, model, text in (
+        (
+            "train_mixtral_8x7b_distributed.sh", "gpt",
+            f"""{_MIXTRAL} --data-path /mount/text_document --split 99990,8,2 --micro-batch-size 1
+            --global-batch-size 256 --train-iters 500000 --lr-decay-iters 320000
+            --lr-warmup-iters 500 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4
+            --expert-model-parallel-size 8 --save-interval 10000 --eval-interval 1000
+            --eval-iters 10 --no-load-optim --no-load-rng""",
+        ),
+        (
+            "train_mixtral_moe.sh", "gpt",
+            f"""{_MIXTRAL} --transformer-impl transformer_engine --moe-use-legacy-grouped-gemm
+            --split 9900,80,20 --micro-batch-size 4 --global-batch-size 64 --train-iters 10
+            --lr-decay-iters 8 --lr-warmup-iters 2 --seed 1234 --ckpt-format torch
+            --tensor-model-parallel-size 8 --pipeline-model-parallel-size 1
+            --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
+            --context-parallel-size 1 --save-interval 500 --eval-interval 1000000 --eval-iters -1
+            --log-throughput --tensorboard-log-interval 1 --tensorboard-dir boards --use-flash-attn
+            --no-gradient-accumulation-fusion --moe-layer-freq 1 --mock-data
+            --data-cache-path cache""",
+        ),
+        (
+            "train_qwen3.sh", "gpt",
+            f"""{_CORE_MODEL} --log-throughput --no-async-tensor-model-parallel-allreduce
+            --mock-data --data-cache-path cache --lr 1e-5 --min-lr 0.0 --lr-decay-style cosine
+            --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
+            --init-method-std 0.008 --dataloader-type cyclic --lr-decay-iters 50
+            --lr-warmup-iters 2 --train-iters 50 --micro-batch-size 2 --global-batch-size 256
+            --num-layers 48 --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 6144
+            --seq-length 4096 --max-position-embeddings 4096 --max-padding-length 4096
+            --log-interval 1 --eval-interval 10000 --eval-iters -1 --save-interval 20000
+            --ckpt-format torch --tensorboard-dir boards {_TIMES} --tensor-model-parallel-size 1
+            --pipeline-model-parallel-size 1 --context-parallel-size 1 --num-workers 8
+            --transformer-impl transformer_engine --distributed-timeout-minutes 60 --eod-mask-loss
+            --attention-backend fused --tokenizer-type HuggingFaceTokenizer
+            --tokenizer-model Qwen/Qwen3-30B-A3B --make-vocab-size-divisible-by 1187
+            --norm-epsilon 1e-06 --no-rope-fusion --qk-layernorm --num-query-groups 4
+            --kv-channels 128 --rotary-percent 1.0 --rotary-base 1000000
+            --rotary-seq-len-interpolation-factor 1 --no-bias-swiglu-fusion
+            --untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer
+            --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8
+            --moe-router-dtype fp32 --moe-aux-loss-coeff 1e-3
+            --moe-router-load-balancing-type aux_loss --expert-model-parallel-size 8
+            --expert-tensor-parallel-size 1 --moe-grouped-gemm --moe-token-dispatcher-type alltoall
+            --overlap-grad-reduce --ddp-bucket-size 629145600 --overlap-param-gather
+            --train-mode pretrain""",
+        ),
+        (
+            "train_llama3.sh", "gpt",
+            f"""{_CORE_MODEL} --tensor-model-parallel-size 8 --pipeline-model-parallel-size 1
+            --context-parallel-size 1 --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672
+            --num-attention-heads 64 --seq-length 2048 --max-position-embeddings 131072
+            --untie-embeddings-and-output-weights --no-position-embedding --init-method-std 0.02
+            --micro-batch-size 2 --global-batch-size 8 --train-iters 10
+            --no-async-tensor-model-parallel-allreduce --bf16 --lr 1e-4 --min-lr 1e-5
+            --lr-decay-iters 320000 --lr-decay-style cosine --weight-decay 1.0e-1 --clip-grad 1.0
+            --ckpt-format torch_dist --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95
+            --tokenizer-type HuggingFaceTokenizer --tokenizer-model /mount/tokenizer_llama3
+            --dataloader-type cyclic --save-interval 200000 --tensorboard-dir boards
+            --log-interval 1 --eval-interval 320000 --eval-iters 10 --num-workers 8 --mock-data
+            --data-cache-path cache --log-interval 1 --save-interval 5000 --log-throughput
+            --no-save-optim --eval-iters -1 --num-query-groups 8 --no-gradient-accumulation-fusion
+            --distributed-backend nccl --distributed-timeout-minutes 120 --overlap-grad-reduce
+            --use-distributed-optimizer --overlap-param-gather --use-flash-attn
+            --sequence-parallel""",
+        ),
+        (
+            "train_bert_340m_distributed.sh", "bert",
+            """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
+            --max-position-embeddings 512 --attention-backend auto --micro-batch-size 4
+            --global-batch-size 32 --train-iters 1000000 --weight-decay 1e-2 --clip-grad 1.0 --fp16
+            --lr 0.0001 --lr-decay-iters 990000 --lr-decay-style linear --min-lr 1.0e-5
+            --weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0
+            --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16
+            --data-path wiki_text_sentence --vocab-file bert-vocab.txt --split 949,50,1
+            --log-interval 100 --save-interval 10000 --eval-interval 1000 --save checkpoints
+            --load checkpoints --eval-iters 10 --tensorboard-dir boards""",
+        ),
+        (
+            "train_t5_220m_distributed.sh", "t5",
+            """--encoder-num-layers 12 --decoder-num-layers 12 --hidden-size 768
+            --num-attention-heads 12 --kv-channels 64 --ffn-hidden-size 3072
+            --encoder-seq-length 512 --decoder-seq-length 128 --max-position-embeddings 512
+            --micro-batch-size 64 --global-batch-size 512 --lr 0.0001 --train-iters 1000000
+            --lr-decay-iters 1000000 --lr-decay-style linear --min-lr 0.00001 --weight-decay 1e-2
+            --lr-warmup-fraction .01 --clip-grad 1.0 --bf16 --vocab-extra-ids 100
+            --init-method-std 0.015 --transformer-impl transformer_engine
+            --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+            --attention-backend auto --data-path wiki_text_sentence --vocab-file bert-vocab.txt
+            --tokenizer-type BertWordPieceCase --split 99982,9,9 --log-interval 100
+            --tensorboard-dir boards --save-interval 500 --eval-interval 1000 --eval-iters 10
+            --distributed-backend nccl --save checkpoints --load checkpoints""",
+        ),
+    )
+}  # fmt: skip
+
+
+# Flags of Megatron Core that no script above has, with a value that each takes.
+CORE_FLAGS = """
+    --cross-entropy-loss-fusion | --cross-entropy-fusion-impl te | --calculate-per-token-loss
+    --manual-gc | --manual-gc-interval 100 | --grad-reduce-in-bf16 | --profile-ranks 0 1
+    --use-pytorch-profiler | --moe-permute-fusion | --moe-router-fusion | --delay-wgrad-compute
+    --moe-shared-expert-overlap | --moe-per-layer-logging | --moe-layer-recompute
+    --moe-token-dispatcher-type flex | --moe-enable-deepep | --moe-flex-dispatcher-backend hybridep
+    --moe-router-load-balancing-type none | --moe-router-force-load-balancing
+    --moe-expert-capacity-factor 1.25 | --moe-pad-expert-input-to-capacity
+    --moe-token-drop-policy position | --moe-input-jitter-eps 0.01 | --moe-apply-probs-on-input
+    --recompute-modules core_attn moe | --tp-comm-overlap | --overlap-moe-expert-parallel-comm
+    --use-torch-fsdp2 | --use-megatron-fsdp | --data-parallel-sharding-strategy optim_grads
+    --use-precision-aware-optimizer | --main-grads-dtype fp32
+    --ckpt-fully-parallel-save | --ckpt-fully-parallel-load | --ckpt-assume-constant-structure
+    --use-persistent-ckpt-worker | --dist-ckpt-strictness log_all | --auto-detect-ckpt-format
+    --ckpt-step 100 | --exit-on-missing-checkpoint | --log-progress | --wandb-entity us
+    --lr-decay-style WSD | --lr-wsd-decay-style minus_sqrt | --lr-wsd-decay-iters 5
+    --lr-wsd-decay-samples 5 | --lr-warmup-init 0.1 | --check-for-nan-in-loss-and-grad
+    --no-check-for-nan-in-loss-and-grad | --rerun-mode disabled | --enable-cuda-graph
+    --apply-query-key-layer-scaling | --no-create-attention-mask-in-dataloader
+    --no-mmap-bin-files | --legacy-tokenizer | --te-rng-tracker
+    --disable-gloo-process-groups | --high-priority-stream-groups dp_cp ep | --no-one-logger
+    --exit-signal-handler-for-dataloader | --enable-experimental | --logging-level 20
 """

@@ -95,12 +95,34 @@ def test_mistakes_in_a_file_are_named(tmp_path, text, says):
 def test_settled_flags_are_answered_in_one_note():
     arguments = []
     for name, (count, _) in SETTLED.items():
-        arguments += [name, *["1"] * (1 if count == "?" else count)]
+        arguments += [name, *["1"] * (1 if isinstance(count, str) else count)]
     (note,) = parse(arguments).notes
     for name, (_, answer) in SETTLED.items():
         assert re.search(rf"{name}[,\w _-]* \({re.escape(answer)}\)", note), name
     assert parse(["--seed", "1"]).notes == ()
     assert not parse(arguments).values
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--fp8-format hybrid", r"--fp8-format cannot be honoured: there is no FP8 here"),
+        ("--q-lora-rank=512", r"--q-lora-rank cannot be honoured: there is no latent attention"),
+        ("--context-parallel-size 2", r"--context-parallel-size to be 1, got '2'.*--sequence-para"),
+        ("--moe-router-dtype fp64", r"--moe-router-dtype to be fp32, got 'fp64'"),
+        ("--moe-layer-freq [1,0,0,1,1]", r"--moe-layer-freq to be dense layers and then experts"),
+        ("--moe-layer-freq [0]*4", r"--moe-layer-freq to be dense layers and then experts"),
+        ("--moe-layer-freq ([1", r"--moe-layer-freq to be dense layers and then experts"),
+        ("--moe-layer-freq ()*9[0]", r"--moe-layer-freq to be dense layers and then experts"),
+        ("--moe-expert-capacity-factor x", r"--moe-expert-capacity-factor to be a number, got x"),
+        ("--exp-avg-dtype bf16", r"one dtype of --exp-avg-dtype and --exp-avg-sq-dtype"),
+        ("--recompute-modules mlp", r"--recompute-modules of core_attn, moe, moe_act, got 'mlp'"),
+        ("--num-experts 4 --eval-iters -2", r"--eval-iters of at least 0, got -2"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):
+    with pytest.raises(ValueError, match=said):
+        resolve(parse([*RUN, *typed.split()]))
 
 
 def test_older_spellings_mean_what_they_meant():
@@ -164,7 +186,34 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
             "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss",
             {"moe_loss_weight": 0.01, "moe_balance_over": "sequence"},
         ),
+        (
+            "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01",
+            {"moe_loss_weight": 0.0},
+        ),
         ("--moe-token-dispatcher-type allgather", {"moe_dispatcher": "all_gather"}),
+        ("--moe-layer-freq 2", {"moe_layer_freq": 2}),
+        ("--moe-layer-freq ([0]*3+[1]*24)", {"moe_first_k_dense": 3, "moe_layer_freq": 1}),
+        ("--moe-layer-freq=[0,1,1]", {"moe_first_k_dense": 1, "moe_layer_freq": 1}),
+        ("--moe-layer-freq ([1]*1+[0]*1)*3", {"moe_first_k_dense": 0, "moe_layer_freq": 2}),
+        ("--moe-layer-freq [0]*2+([1]+[0])*4", {"moe_first_k_dense": 2, "moe_layer_freq": 2}),
+        ("--moe-layer-freq [1]*4", {"moe_first_k_dense": 0, "moe_layer_freq": 1}),
+        (
+            "--moe-expert-capacity-factor 1.25",
+            {"moe_capacity_factor": 1.25, "moe_drop_policy": "probability"},
+        ),
+        (
+            "--moe-token-drop-policy position --moe-expert-capacity-factor -1",
+            {"moe_capacity_factor": 0.0, "moe_drop_policy": "position"},
+        ),
+        (
+            "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-params-dtype fp32",
+            {"optimizer_state_dtype": "bf16"},
+        ),
+        ("--recompute-modules core_attn moe_act", {"moe_recompute": True}),
+        ("--use-torch-fsdp2", {"zero_stage": 3}),
+        ("--data-parallel-sharding-strategy optim", {"zero_stage": 1}),
+        ("--context-parallel-size 1 --expert-tensor-parallel-size 1", {}),
+        ("--eval-iters -1", {"eval_iters": 0}),
     ],
 )
 def test_what_later_megatrons_say_means_the_same_here(typed, wanted):

@@ -22,18 +22,23 @@ from mb_train.tokenizers import load_tokenizer
 from mb_train.toml_file import to_toml
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch_scripts import EARLIER, EXAMPLES, FORK_FLAGS, MEGABLOCKS, MIXTRAL
+from launch_scripts import CORE, CORE_FLAGS, EARLIER, EXAMPLES, FORK_FLAGS, MEGABLOCKS
 
 SCRIPTS = (
     [(f"exp/{name}", "gpt", words) for name, words in (MEGABLOCKS | EARLIER).items()]
     + [(f"examples/{name}", model, words) for name, (model, words) in EXAMPLES.items()]
-    + [("core/mixtral", "gpt", MIXTRAL.split())]
+    + [(f"core/{name}", model, words) for name, (model, words) in CORE.items()]
 )  # fmt: skip
-ONE_BY_ONE = [words.split() for words in FORK_FLAGS.replace("\n", "|").split("|") if words.strip()]
+ONE_BY_ONE = [
+    words.split()
+    for flags in (FORK_FLAGS, CORE_FLAGS)
+    for words in flags.replace("\n", "|").split("|")
+    if words.strip()
+]
 
 
 def test_there_are_as_many_as_people_have():
-    assert (len(MEGABLOCKS), len(EXAMPLES)) == (17, 11)
+    assert (len(MEGABLOCKS), len(EXAMPLES), len(CORE)) == (17, 11, 6)
 
 
 @pytest.mark.parametrize(("name", "model", "words"), SCRIPTS, ids=[name for name, *_ in SCRIPTS])
@@ -54,14 +59,22 @@ def test_a_script_is_accepted_verbatim(tmp_path, name, model, words):
 
 
 def test_a_mixtral_of_megatron_core_is_the_model_it_is():
-    config = resolve(parse(MIXTRAL.split()))
+    config = resolve(parse(CORE["train_mixtral_8x7b_distributed.sh"][1]))
     assert (config.activation_name, config.expert_ffn_size, config.kv_heads) == ("swiglu", 14336, 8)
     assert (config.moe_top_k, config.moe_renormalize, config.moe_loss_weight) == (2, True, 0.01)
     assert (config.position_embedding_type, config.moe_dispatcher) == ("rope", "all_to_all")
 
 
-@pytest.mark.parametrize("words", ONE_BY_ONE, ids=lambda words: words[0])
-def test_every_flag_of_the_fork_is_accepted(words):
+def test_a_qwen3_of_megatron_core_is_the_model_it_is():
+    config = resolve(parse(CORE["train_qwen3.sh"][1]))
+    assert (config.activation_name, config.expert_ffn_size, config.kv_heads) == ("swiglu", 768, 4)
+    assert (config.moe_num_experts, config.moe_top_k, config.moe_renormalize) == (128, 8, True)
+    assert (config.moe_loss_weight, config.qk_layernorm, config.head_size) == (1e-3, True, 128)
+    assert (config.mock_data, config.eval_iters, config.log_throughput) == (True, 0, True)
+
+
+@pytest.mark.parametrize("words", ONE_BY_ONE, ids=lambda words: " ".join(words[:2]))
+def test_every_flag_of_the_fork_and_of_megatron_core_is_accepted(words):
     command = parse(words)
     assert bool(command.values) != bool(command.notes)
 
@@ -149,23 +162,29 @@ FAMILIES = {
     "pretrain_t5.sh": "--kv-channels 16 --ffn-hidden-size 32 --decoder-seq-length 32 "
     + _BERT_SIZES.replace("--seq", "--encoder-seq"),
     "pretrain_ict.sh": _BERT_SIZES,
+    "train_qwen3.sh": "--seq-length 16 --max-position-embeddings 16 --num-experts 8 "
+    "--tokenizer-type NullTokenizer --vocab-size 500 --ffn-hidden-size 16 --kv-channels 16 "
+    "--moe-ffn-hidden-size 16 --num-query-groups 1 --expert-model-parallel-size 1",
+    "train_t5_220m_distributed.sh": "--decoder-num-layers 1 --kv-channels 16 --ffn-hidden-size 32 "
+    "--encoder-seq-length 64 --decoder-seq-length 32 --max-position-embeddings 64",
 }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_script_trains(tmp_path, files, name, capsys):
-    model, words = EXAMPLES.get(name) or ("gpt", MEGABLOCKS[name])
+    model, words = EXAMPLES.get(name) or CORE.get(name) or ("gpt", MEGABLOCKS[name])
     out = tmp_path / "out"
-    if model == "gpt":  # its own data is 29 files
+    if name in MEGABLOCKS:  # its own data is 29 files
         start, end = words.index("--data-path"), words.index("--vocab-file")
         words = words[:start] + words[end:]
-    if "--bert-load" in words:
-        start = words.index("--bert-load")
-        words = words[:start] + words[start + 2 :]
+    for apart in ("--bert-load", "--tensorboard-dir", "--tokenizer-model", "--data-cache-path"):
+        if apart in words:
+            start = words.index(apart)
+            words = words[:start] + words[start + 2 :]
     small = f"""{FAMILIES[name]} --model {model} --device cpu --num-layers 1 --hidden-size 16
         --num-attention-heads 1 --micro-batch-size 2 --global-batch-size 4 --train-iters 2
-        --lr-decay-iters 2 --eval-iters 1 --log-interval 1"""
-    paths = files | {"./out": str(out), "checkpoints": str(out)}
+        --lr-decay-iters 2 --lr-warmup-iters 0 --eval-iters 1 --log-interval 1 --save {out}"""
+    paths = files | {"checkpoints": str(out)}
     assert main([paths.get(word, word) for word in [*words, *small.split()]]) == 0
     said = capsys.readouterr().out
     if name.startswith("dmoe"):
@@ -204,5 +223,5 @@ def test_each_model_has_its_tokenizer():
 def test_the_table_in_the_docs_names_every_script():
     page = Path(mb_train.__file__).parents[2] / "docs" / "scripts.md"
     text = page.read_text()
-    for name in (*MEGABLOCKS, *EXAMPLES):
+    for name in (*MEGABLOCKS, *EXAMPLES, *CORE):
         assert f"`{Path(name).name}`" in text, name

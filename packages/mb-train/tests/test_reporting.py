@@ -37,6 +37,11 @@ def test_the_training_line_is_megatrons():
         losses={"lm loss": 7.643560, "load balancing loss": 0.0}, grad_norm=0.207,
         params_norm=None, nan_iterations=0,
     )  # fmt: skip
+    asked = train_line(
+        100, 2000, consumed_samples=51200, elapsed_ms=660.6, lr=5.978e-4, batch_size=512,
+        losses={}, grad_norm=0.207, tflops=98.76,
+    )  # fmt: skip
+    assert " (ms): 660.6 | throughput per GPU (TFLOP/s/GPU): 98.8 | learning rate: " in asked
     assert line == (
         " iteration      100/    2000 | consumed samples:        51200 | "
         "elapsed time per iteration (ms): 660.6 | learning rate: 5.978E-04 | "

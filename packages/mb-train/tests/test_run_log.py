@@ -80,12 +80,15 @@ def test_weights_and_biases(monkeypatch):
     module.init = lambda **settings: started.update(settings) or run
     module.Error = KeyError
     monkeypatch.setitem(sys.modules, "wandb", module)
-    config = TrainConfig(**RUN, wandb_project="moe", wandb_exp_name="a", save="runs/a")
+    config = TrainConfig(
+        **RUN, wandb_project="moe", wandb_exp_name="a", save="runs/a", wandb_entity="us"
+    )
     log = RunLog(None, open_boards(config), config)
     log.write("eval", iteration=5, place="iteration 5", losses={"lm loss": 2.5})
     log.close()
     assert points == [(5, {"lm loss validation": 2.5}), "end"]
     assert (started["project"], started["name"], started["dir"]) == ("moe", "a", "runs/a")
+    assert started["entity"] == "us"
     assert started["config"]["hidden_size"] == 16
     module.init = lambda **settings: {}["no API key"]
     with pytest.raises(ValueError, match="--wandb-project moe: 'no API key'"):

@@ -53,6 +53,43 @@ def test_decay(style, halfway, after):
     assert rates.lr(512 * 201) == pytest.approx(after)
 
 
+@pytest.mark.parametrize(
+    ("style", "halfway"),
+    [
+        ("linear", 0.5),
+        ("cosine", 0.5),
+        ("exponential", math.sqrt(2) - 1),
+        ("minus_sqrt", 1 - math.sqrt(0.5)),
+    ],
+)
+def test_a_stable_rate_decays_at_the_end(style, halfway):
+    rates = schedule(
+        lr_decay_style="WSD", lr_wsd_decay_style=style, lr_wsd_decay_iters=40, min_lr=1e-4,
+        lr_warmup_iters=10, lr_warmup_init=2e-4, lr_decay_iters=200,
+    )  # fmt: skip
+    course = {0: 2e-4, 5: 4e-4, 10: 6e-4, 100: 6e-4, 160: 6e-4, 180: 1e-4 + halfway * 5e-4}
+    course |= {200: 1e-4, 201: 1e-4}
+    assert [rates.lr(512 * i) for i in course] == pytest.approx(list(course.values()))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lr_decay_style": "WSD"}, "WSD and --lr-wsd-decay-iters together, got WSD and none"),
+        ({"lr_wsd_decay_iters": 4}, "together, got linear and 4"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_samples": 4}, "got --lr-wsd-decay-samples"),
+        ({"lr_warmup_init": 1.0}, "--lr-warmup-init of at most --lr 0.0006, got 1.0"),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 300, "lr_decay_iters": 200},
+            "--lr-wsd-decay-iters .* of at most the decay",
+        ),
+    ],
+)
+def test_a_decay_at_the_end_is_said_in_full(change, said):
+    with pytest.raises(ValueError, match=said):
+        schedule(**change)
+
+
 def test_sample_based_settings():
     rates = schedule(
         train_iters=None, train_samples=5120, lr_decay_samples=1000, lr_warmup_samples=100

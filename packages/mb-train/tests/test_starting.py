@@ -133,6 +133,20 @@ def test_going_on_with_another_is_refused(finished, capsys, words, says):
     assert sorted(folder.rglob("*")) == before
 
 
+def test_an_iteration_is_asked_for_by_its_number(finished, tmp_path):
+    folder = finished[0]
+    words = ["--load", str(folder), "--ckpt-step"]
+    assert plan(parse([*words, "2"])).checkpoint == folder / "iter_0000002"
+    with pytest.raises(ValueError, match=r"Expected a checkpoint in .*iter_0000003, found none"):
+        plan(parse([*words, "3"]))
+    with pytest.raises(ValueError, match="Expected --load with --ckpt-step 2, got none"):
+        plan(parse(["--ckpt-step", "2"]))
+    begins = ["--load", str(tmp_path), "--save", str(tmp_path)]
+    assert plan(parse(begins)).checkpoint is None
+    with pytest.raises(ValueError, match="found none"):
+        plan(parse([*begins, "--exit-on-missing-checkpoint"]))
+
+
 def test_a_vocabulary_that_ranks_cannot_share_is_said():
     """GPT-2 of Hugging Face's has 50,257 rows."""
     config = TrainConfig(**recipe("quickstart") | {"make_vocab_size_divisible_by": 128})

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 from mb_data import Tokenizer
+from mb_data.indexed_dataset import best_dtype
 from mb_parallel import ParallelMesh, rank, world_size
 
 from mb_train.config import TrainConfig
@@ -33,6 +34,7 @@ T = TypeVar("T")
 # 5 MB of source is 2.1 M tokens, of which nine tenths are trained on: about 3,800 steps of
 # `quickstart` see new samples only.
 _SAMPLE_BYTES = 5_000_000
+_MOCK_DOCUMENTS, _MOCK_LENGTH = 1000, 4096  # 2 M tokens
 # Samples whose tokens are looked at before a run begins; the others when they are read.
 _LOOKED_AT = 8
 # How the arrays of a batch that hold tokens are named; in some of them -1 is none, perhaps all.
@@ -86,7 +88,9 @@ def prepare_data(
         OSError: no such file.
     """
     parts = config.data_by_part()
-    paths = parts or config.data_words() or [_sample_corpus(tokenizer, task, folder, say)]
+    paths = parts or config.data_words()
+    if paths is None:
+        paths = [_sample_corpus(tokenizer, task, folder, say, mock=config.mock_data)]
     given = paths.values() if isinstance(paths, dict) else [paths]
     prefixes = [path for words in given for path in words or () if not _is_number(path)]
     suffixes = (".bin", ".idx") if config.task is None else ("",)
@@ -161,11 +165,16 @@ def _is_number(text: str) -> bool:
 
 
 def _sample_corpus(
-    tokenizer: Tokenizer, task: Task, folder: Path, say: Callable[[str], None]
+    tokenizer: Tokenizer,
+    task: Task,
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    mock: bool = False,
 ) -> str:
-    """Prefix of the sample corpus's token files, made if they are not there."""
+    """Prefix of the sample corpus's token files, or the mock one's, made if they are not there."""
     name = "".join(c if c.isalnum() else "-" for c in tokenizer.name)
-    output = folder / f"sample-{name}"
+    output = folder / f"{'mock' if mock else 'sample'}-{name}"
     prefix = f"{output}_text_{'sentence' if task.sentences else 'document'}"
 
     def there() -> bool:
@@ -180,7 +189,10 @@ def _sample_corpus(
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / LOCK_FILE):  # runs without a folder of their own share this one
             if not there():
-                tokens = _write_corpus(tokenizer, task.sentences, folder, output, say)
+                if mock:
+                    tokens = _write_mock_corpus(tokenizer, prefix)
+                else:
+                    tokens = _write_corpus(tokenizer, task.sentences, folder, output, say)
                 say(f"data: {tokens}: {prefix}.bin")
 
     try:
@@ -213,6 +225,16 @@ def _write_corpus(
             say(f"data: wrote {text}, the source of Python's own library")
         summary = mb_data.preprocess(text, output, append_eod=True, **common)
     return f"{summary.documents} documents, {summary.tokens} tokens in {summary.seconds:.1f} s"
+
+
+def _write_mock_corpus(tokenizer: Tokenizer, prefix: str) -> str:
+    """Documents as Megatron Core's mock data has them, 1, 2, 3, … and an end, fewer of them."""
+    lengths = np.random.default_rng(0).integers(1, _MOCK_LENGTH, _MOCK_DOCUMENTS)
+    with mb_data.IndexedDatasetBuilder(prefix, best_dtype(tokenizer.vocab_size)) as builder:
+        for length in lengths:
+            counted = np.arange(1, length) % tokenizer.vocab_size
+            builder.add_document(np.append(counted, tokenizer.eod))
+    return f"{len(lengths)} mock documents, {lengths.sum()} tokens"
 
 
 def _on_rank_zero_first(make: Callable[[], T]) -> T:

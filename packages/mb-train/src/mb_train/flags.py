@@ -21,8 +21,9 @@ from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import spec, value_types
 from mb_train.config.model import ModelFields
 from mb_train.config.training import RateFields
+from mb_train.core_flags import REFUSED, spelled_out, together
 from mb_train.recipes import RECIPES, recipe
-from mb_train.settled import SETTLED, TRANSLATED, note
+from mb_train.settled import DEFAULTS_BESIDE, SETTLED, TRANSLATED, note
 from mb_train.toml_file import UsageError, read_toml
 
 _TYPES = value_types(TrainConfig)
@@ -126,7 +127,8 @@ def build_parser(
         kind: dict[str, Any] = {"nargs": arguments} if arguments else {"action": "store_true"}
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **kind)
     for name, (valued, _) in TRANSLATED.items():
-        kind = {} if valued else {"action": "store_true"}
+        kind = {"nargs": valued} if isinstance(valued, str) else {}
+        kind |= {} if valued else {"action": "store_true"}
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **kind)
     return parser
 
@@ -169,12 +171,16 @@ def _add_field(group: Any, f: Field[Any]) -> None:
         (kind,) = typing.get_args(kind)
         extra |= {"nargs": about.count or "+"}
     if about.said_as:
-        kind = _spelled(about.said_as)
+        kind = _spelled(about.said_as, kind)
     group.add_argument(*names, type=kind, dest=f.name, help=text, **extra)
 
 
-def _spelled(said_as: Mapping[str, str]) -> Callable[[str], str]:
-    return lambda word: said_as.get(word, word)
+def _spelled(said_as: Mapping[str, str], kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(word: str) -> Any:
+        return kind(said_as.get(word, word))
+
+    read.__name__ = getattr(kind, "__name__", "value")  # as argparse names it
+    return read
 
 
 def parse(
@@ -186,8 +192,11 @@ def parse(
         UsageError: a flag that does not exist (the nearest is named) or a value of the wrong kind.
         SystemExit: for --help and --version, with code 0.
     """
+    for word in argv:
+        if (name := word.split("=")[0]) in REFUSED:
+            raise UsageError(f"{name} cannot be honoured: {REFUSED[name]}.")
     parser = build_parser(commands)
-    namespace, unknown = parser.parse_known_args(list(argv))
+    namespace, unknown = parser.parse_known_args(spelled_out(argv))
     if unknown:
         word = unknown[0].split("=")[0]
         kind, known = "argument", list(commands)
@@ -202,10 +211,11 @@ def parse(
         # Megatron Core's weights add up to 1, but for those of a softmax over all experts.
         sigmoid = values.get("moe_router_score_function") == "sigmoid"
         values.setdefault("moe_renormalize", sigmoid or _CORE_SOFTMAX not in values)
+    values |= together(values)
     for name, (_, meaning) in TRANSLATED.items():
         if name in values:
-            for key, value in meaning(values.pop(name)).items():
-                values.setdefault(key, value)
+            said = meaning(values.pop(name))
+            values = {**DEFAULTS_BESIDE.get(name, {}), **said, **values}
     named = values.pop("recipe", None)
     config_file = values.pop("config", None)
     print_config = values.pop("print_config", False)

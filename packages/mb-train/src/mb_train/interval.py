@@ -84,7 +84,12 @@ def report_interval(
     nan, elapsed_ms = stats.nan_iterations, 1000 * seconds
     lines = [
         train_line(
-            progress.iteration, run.iterations, elapsed_ms=elapsed_ms, nan_iterations=nan, **both
+            progress.iteration,
+            run.iterations,
+            elapsed_ms=elapsed_ms,
+            nan_iterations=nan,
+            tflops=pace.tflops if config.log_throughput else None,
+            **both,
         ),
         extra_line(pace, stats, run.model.steps_redone),
         timer_lines(timers, config.timing_log_option),

@@ -79,15 +79,21 @@ def train_line(
     params_norm: float | None = None,
     skipped_iterations: int = 0,
     nan_iterations: int = 0,
+    tflops: float | None = None,
 ) -> str:
-    """The progress line, as there: `lr` is that of the next step, losses of 0 are left out."""
+    """The progress line, as there: `lr` is that of the next step, losses of 0 are left out.
+
+    Args:
+        tflops: model TFLOP/s of a GPU, where they are asked for and known.
+    """
     fields = [
         f" iteration {iteration:8d}/{iterations:8d}",
         f"consumed samples: {consumed_samples:12d}",
         f"elapsed time per iteration (ms): {elapsed_ms:.1f}",
-        f"learning rate: {lr:.3E}",
-        f"global batch size: {batch_size:5d}",
     ]
+    if tflops is not None:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}")
+    fields += [f"learning rate: {lr:.3E}", f"global batch size: {batch_size:5d}"]
     fields += [f"{name}: {value:.6E}" for name, value in losses.items() if value > 0.0]
     fields += [f"loss scale: {loss_scale:.1f}", f"grad norm: {grad_norm:.3f}"]
     if zeros_in_grad is not None:

@@ -194,6 +194,7 @@ def open_boards(config: TrainConfig) -> list[Board]:
         try:
             run = wandb.init(
                 project=config.wandb_project,
+                entity=config.wandb_entity,
                 name=config.wandb_exp_name,
                 dir=config.wandb_save_dir or config.save,
                 config=vars(config),

@@ -4,37 +4,52 @@ A schedule keeps no state: step i of a run trains with the values at the samples
 so a resumed run, or one on another number of ranks, needs nothing but that count. Settings in
 iterations are turned into samples with the global batch. The rules are Megatron-LM's:
 
-    warm-up   lr = peak * n / warmup                          n <= warmup
+    warm-up   lr = start + (peak - start) * n / warmup        n <= warmup
     linear    lr = min + (1 - r) (peak - min)                 r = (n - warmup) / (decay - warmup)
     cosine    lr = min + (1 + cos(pi r)) / 2 (peak - min)
     inverse   lr = max(min, peak * sqrt(warmup) / sqrt(n))
+    WSD       lr = peak, and at the end of the decay min + share(r) (peak - min), with
+              r = (n - (decay - anneal)) / anneal                 n > decay - anneal
+              share = 1 - r; (1 + cos(pi r)) / 2; 2^(1-r) - 1 (exponential); 1 - sqrt(r)
     past the end of the decay  lr = min                           (but constant stays constant)
 
-The first step therefore trains at rate 0 when there is a warm-up. A step that is skipped (fp16, an
-overflow) does not move the rates on though its samples are consumed: they count the samples of the
-steps that were taken.
+The first step of a warm-up therefore trains at its start, --lr-warmup-init, which is 0. A step that
+is skipped (fp16, an overflow) does not move the rates on though its samples are consumed: they
+count the samples of the steps that were taken.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import mb_data
 
 from mb_train.config import TrainConfig
 
+# What is left of a decay, of 1, when `r` of it is over.
+_SHARES: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda r: 1 - r,
+    "cosine": lambda r: 0.5 * (math.cos(math.pi * r) + 1),
+    "exponential": lambda r: 2.0 ** (1 - r) - 1,
+    "minus_sqrt": lambda r: 1 - math.sqrt(r),
+}
+
 
 @dataclass(frozen=True)
 class Schedule:
     """Rates over a run; all lengths are samples."""
 
+    start: float
     peak: float
     minimum: float
     style: str
     warmup: float
     decay: int
     total: int
+    anneal: int
+    anneal_style: str
     weight_decay_start: float
     weight_decay_end: float
     weight_decay_style: str
@@ -42,7 +57,7 @@ class Schedule:
     def lr(self, samples: int) -> float:
         """Learning rate of the step that begins after `samples` samples of steps taken."""
         if self.warmup > 0 and samples <= self.warmup:
-            return self.peak * samples / self.warmup
+            return self.start + (self.peak - self.start) * samples / self.warmup
         if self.style == "constant":
             return self.peak
         if samples > self.decay:
@@ -50,9 +65,11 @@ class Schedule:
         if self.style == "inverse-square-root":
             root = math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1))
             return max(self.minimum, self.peak * root)
-        ratio = (samples - self.warmup) / (self.decay - self.warmup)
-        share = 1 - ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1)
-        return self.minimum + share * (self.peak - self.minimum)
+        begin, shape = self.warmup, self.style
+        if self.style == "WSD":
+            begin, shape = self.decay - self.anneal, self.anneal_style
+        ratio = max(samples - begin, 0.0) / (self.decay - begin)
+        return self.minimum + _SHARES[shape](ratio) * (self.peak - self.minimum)
 
     def weight_decay(self, samples: int) -> float:
         """Weight decay of the step that begins after `samples` samples of steps taken."""
@@ -70,7 +87,7 @@ def build_schedule(config: TrainConfig, batch_size: int) -> Schedule:
     """The schedule of a run with `batch_size` samples per step.
 
     Raises:
-        ValueError: a warm-up that is not shorter than the decay.
+        ValueError: a warm-up that is not shorter than the decay, or WSD's last part longer.
     """
     total = train_samples(config, batch_size)
     if config.by_samples:
@@ -86,15 +103,24 @@ def build_schedule(config: TrainConfig, batch_size: int) -> Schedule:
             f"Expected the warm-up to be shorter than the decay, got {warmup:.0f} and {decay} "
             "samples. Shorten the warm-up or lengthen --lr-decay-iters (or -samples)."
         )
+    anneal = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * batch_size
+    if anneal > decay:
+        raise ValueError(
+            f"Expected --lr-wsd-decay-iters (or -samples) of at most the decay's, got {anneal} and "
+            f"{decay} samples. Shorten it, or lengthen --lr-decay-iters (or -samples)."
+        )
     assert config.lr is not None
     constant = config.weight_decay_incr_style == "constant"
     return Schedule(
         peak=config.lr,
+        start=config.lr_warmup_init,
         minimum=config.min_lr,
         style=config.lr_decay_style,
         warmup=warmup,
         decay=decay,
         total=total,
+        anneal=anneal,
+        anneal_style=config.lr_wsd_decay_style,
         weight_decay_start=config.weight_decay if constant else config.start_weight_decay or 0.0,
         weight_decay_end=config.weight_decay if constant else config.end_weight_decay or 0.0,
         weight_decay_style=config.weight_decay_incr_style,

@@ -1,13 +1,15 @@
 """Flags of Megatron-LM that are no choice here, and those it spells in more than one way.
 
 A script that has them is accepted as it is. What a settled flag asks about is answered by one note
-at the start of the run; nothing is ignored in silence.
+at the start of the run; nothing is ignored in silence. `core_flags` has those of Megatron Core.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from mb_train import core_flags
 
 _FUSED = "fusion is the kernels' own matter"
 _RESTORED = "random numbers follow from the seed and the step, there is no state to keep"
@@ -81,22 +83,12 @@ SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--embedding-path": (1, _INDEX),
     "--indexer-batch-size": (1, _INDEX),
     "--indexer-log-interval": (1, _INDEX),
+    **core_flags.SETTLED,
 }
 
 
-def _core(flag: str, **fields: dict[str, Any]) -> tuple[bool, Callable[[str], dict[str, Any]]]:
-    """A flag of Megatron Core's, by the values that have a meaning here."""
-
-    def meaning(value: str) -> dict[str, Any]:
-        if value not in fields:
-            raise ValueError(f"Expected {flag} to be one of {', '.join(fields)}, got {value!r}.")
-        return fields[value]
-
-    return True, meaning
-
-
-# Flag -> whether a value follows, and the fields that it means.
-TRANSLATED: Mapping[str, tuple[bool, Callable[[str], dict[str, Any]]]] = {
+# Flag -> whether a value follows ("+": some), and the fields that it sets.
+TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] = {
     "--recompute-activations": (False, lambda _: {"recompute_granularity": "selective"}),
     "--checkpoint-activations": (False, lambda _: {"recompute_granularity": "full"}),
     "--activations-checkpoint-method": (
@@ -104,21 +96,17 @@ TRANSLATED: Mapping[str, tuple[bool, Callable[[str], dict[str, Any]]]] = {
         lambda method: {"recompute_granularity": "full", "recompute_method": method},
     ),
     "--use-rotary-position-embeddings": (False, lambda _: {"position_embedding_type": "rope"}),
-    # Scripts have it beside rotations, where it says nothing more.
-    "--no-position-embedding": (False, lambda _: {"position_embedding_type": "none"}),
-    "--moe-router-pre-softmax": (False, lambda _: {"moe_renormalize": False}),
-    # There the loss weighs nothing until --moe-aux-loss-coeff says how much.
-    "--moe-router-load-balancing-type": _core(
-        "--moe-router-load-balancing-type",
-        aux_loss={"moe_loss_weight": 0.0},
-        seq_aux_loss={"moe_loss_weight": 0.0, "moe_balance_over": "sequence"},
-        global_aux_loss={"moe_loss_weight": 0.0, "moe_balance_over": "global_batch"},
-    ),
-    "--moe-token-dispatcher-type": _core(
-        "--moe-token-dispatcher-type",
-        allgather={"moe_dispatcher": "all_gather"},
-        alltoall={"moe_dispatcher": "all_to_all"},
-    ),
+    "--no-position-embedding": (False, lambda _: {}),
+    "--moe-router-pre-softmax": (False, lambda _: {}),
+    **core_flags.TRANSLATED,
+}
+
+# Flag -> fields that have another default beside it. Scripts have the first beside rotations, where
+# it says nothing more, and the second beside sigmoid scores, whose weights add up to 1 anyhow.
+DEFAULTS_BESIDE: Mapping[str, Mapping[str, Any]] = {
+    "--no-position-embedding": {"position_embedding_type": "none"},
+    "--moe-router-pre-softmax": {"moe_renormalize": False},
+    **core_flags.DEFAULTS_BESIDE,
 }
 
 

@@ -12,7 +12,13 @@ from pathlib import Path
 from mb_train.config import TrainConfig, whole
 from mb_train.config.resume import check_changes
 from mb_train.flags import CommandLine, resolve
-from mb_train.run_folder import SavedRun, checkpoint_in, find_checkpoint, read_saved_run
+from mb_train.run_folder import (
+    SavedRun,
+    checkpoint_in,
+    find_checkpoint,
+    iteration_folder,
+    read_saved_run,
+)
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,17 @@ def plan(command: CommandLine) -> Plan:
         config = resolve(command)
         load = config.load
         if load is None:
+            if config.ckpt_step is not None:
+                raise ValueError(f"Expected --load with --ckpt-step {config.ckpt_step}, got none.")
             return Plan(config)
     # Scripts that restart themselves load from where they save, the first time as well.
     may_begin = save is not None and Path(save) == Path(load)
-    checkpoint = (find_checkpoint if may_begin else checkpoint_in)(Path(load))
+    may_begin = may_begin and not command.values.get("exit_on_missing_checkpoint")
+    step = command.values.get("ckpt_step")
+    if step is not None:
+        checkpoint = checkpoint_in(Path(load) / iteration_folder(step))
+    else:
+        checkpoint = (find_checkpoint if may_begin else checkpoint_in)(Path(load))
     if checkpoint is None:
         return Plan(dataclasses.replace(resolve(command), load=None))
     saved = read_saved_run(checkpoint)

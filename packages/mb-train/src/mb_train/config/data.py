@@ -18,16 +18,23 @@ class DataFields:
         "prefix of .bin and .idx, or weights and prefixes by turns; default: Python's own library",
         instead_of=(
             "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
+            "per_split_data_args_path", "mock_data",
+        ),
+    )  # fmt: skip
+    mock_data: bool = flag(
+        "documents that count from 1 to a random number, instead of data: for benchmarks", False,
+        instead_of=(
+            "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
             "per_split_data_args_path",
         ),
     )  # fmt: skip
     data_args_path: str | None = flag(
         "file with the words of --data-path",
-        instead_of=("data_path", "train_data_path", "per_split_data_args_path"),
+        instead_of=("data_path", "train_data_path", "per_split_data_args_path", "mock_data"),
     )
     per_split_data_args_path: str | None = flag(
         "JSON file with the data of train, valid and test, each as the words of --data-path",
-        instead_of=("data_path", "train_data_path", "data_args_path"),
+        instead_of=("data_path", "train_data_path", "data_args_path", "mock_data"),
     )
     split: str = flag(
         "shares of documents for training, validation and test", "969,30,1", on_load="fixed"
@@ -37,7 +44,8 @@ class DataFields:
         "shares", choices=("shares", "cumulative"), on_load="fixed",
     )  # fmt: skip
     train_data_path: list[str] | None = flag(  # noqa: RUF009
-        "training data of its own; of a classifier a TSV file", instead_of=("data_path",),
+        "training data of its own; of a classifier a TSV file",
+        instead_of=("data_path", "mock_data"),
         also=("--train-data",),
     )  # fmt: skip
     valid_data_path: list[str] | None = flag(  # noqa: RUF009
@@ -158,6 +166,7 @@ class DataFields:
             )
         ways = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
         given = [flag_name(name) for name in ways if getattr(self, name) is not None]
+        given += ["--mock-data"] * self.mock_data
         if len(given) > 1:
             raise ValueError(f"Expected one of the ways to name data, got {' and '.join(given)}.")
         if own and "train" not in own:

@@ -78,7 +78,7 @@ class MoEFields:
     )  # fmt: skip
     moe_weights_on_input: bool = flag(
         "scale the experts' input by the routing weights, not their output (ours)", False,
-        on_load="said", layer="weights_on_input",
+        on_load="said", layer="weights_on_input", also=("--moe-apply-probs-on-input",),
     )  # fmt: skip
     moe_num_zero_experts: int = flag(
         "experts more to choose from, which return their token (ours)", 0, bounds=AT_LEAST_0,
@@ -108,7 +108,7 @@ class MoEFields:
     )  # fmt: skip
     moe_jitter_eps: float = flag(
         "noise on the router's input in training, uniform in 1 +- eps", 0.0, bounds=FRACTION,
-        on_load="said", layer="jitter_eps",
+        on_load="said", layer="jitter_eps", also=("--moe-input-jitter-eps",),
     )  # fmt: skip
     moe_uniform_expert_assignment: bool = flag(
         "for benchmarks: deal the tokens out evenly, whatever the scores (ours)", False,

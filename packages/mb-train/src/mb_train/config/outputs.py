@@ -25,6 +25,13 @@ class CheckpointingFields:
     )
     async_save: bool = flag("write checkpoints beside the training", False)
     load: str | None = flag("run folder or iteration folder to go on from", on_load="own")
+    ckpt_step: int | None = flag(
+        "go on from this iteration of --load, not from its latest", bounds=AT_LEAST_0,
+        on_load="own",
+    )  # fmt: skip
+    exit_on_missing_checkpoint: bool = flag(
+        "do not begin anew where --load holds no checkpoint yet", False, on_load="own"
+    )
     finetune: bool = flag(
         "take only the weights of --load: a new run from step 0", False, on_load="own"
     )
@@ -42,7 +49,9 @@ class CheckpointingFields:
 class ValidationFields:
     """When and how long the model is evaluated."""
 
-    eval_iters: int = flag("global batches per evaluation", 100, bounds=AT_LEAST_0)
+    eval_iters: int = flag(
+        "global batches per evaluation; 0: none", 100, bounds=AT_LEAST_0, said_as={"-1": "0"}
+    )
     eval_interval: int | None = flag(
         "steps between evaluations; 0 evaluates only at the end", 1000, bounds=AT_LEAST_0
     )
@@ -53,6 +62,7 @@ class LoggingFields:
     """What a run says of itself, and where."""
 
     log_interval: int = flag("steps between progress lines", 100, bounds=POSITIVE)
+    log_throughput: bool = flag("say model TFLOP/s per GPU in the progress line as well", False)
     log_params_norm: bool = flag("log the norm of the weights", False)
     log_num_zeros_in_grad: bool = flag("log how many gradients are zero", False)
     timing_log_level: int = flag(
@@ -92,6 +102,7 @@ class LoggingFields:
     log_world_size_to_tensorboard: bool = flag("write the number of ranks", False)
     wandb_project: str | None = flag("log to this Weights & Biases project (needs wandb)")
     wandb_exp_name: str | None = flag("name of the run there")
+    wandb_entity: str | None = flag("who the project belongs to there")
     wandb_save_dir: str | None = flag("folder of its files")
 
     def check_logging(self) -> None:

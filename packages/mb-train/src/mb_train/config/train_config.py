@@ -152,8 +152,12 @@ class TrainConfig(
             raise ValueError("Expected --decoder-seq-length with --model t5, got none.")
 
     def _check_samples(self) -> None:
-        packed = {"--fim-data": self.fim_data, "--document-packing best_fit": self.packs_whole}
-        for words, given in packed.items():
+        of_a_gpt = {
+            "--fim-data": self.fim_data,
+            "--document-packing best_fit": self.packs_whole,
+            "--mock-data": self.mock_data,
+        }
+        for words, given in of_a_gpt.items():
             if given and self.model != "gpt":
                 raise ValueError(f"Expected --model gpt with {words}, got {self.model}.")
 

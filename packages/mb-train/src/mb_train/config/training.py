@@ -82,12 +82,18 @@ class TrainingFields:
     train_iters: int | None = flag(
         "steps to train; this or --train-samples",
         bounds=POSITIVE,
-        instead_of=("train_samples", "lr_decay_samples", "lr_warmup_samples", "rampup_batch_size"),
+        instead_of=(
+            "train_samples",
+            "lr_decay_samples",
+            "lr_warmup_samples",
+            "lr_wsd_decay_samples",
+            "rampup_batch_size",
+        ),
     )
     train_samples: int | None = flag(
         "sequences to train on; this or --train-iters",
         bounds=POSITIVE,
-        instead_of=("train_iters", "lr_decay_iters", "lr_warmup_iters"),
+        instead_of=("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
     )
     optimizer: str = flag(
         "optimizer", "adam", choices=("adam", "sgd", "adafactor", "muon"), on_load="fixed"
@@ -193,7 +199,7 @@ class RateFields:
     )  # fmt: skip
     lr_decay_style: str = flag(
         "shape of the decay", "linear",
-        choices=("constant", "linear", "cosine", "inverse-square-root"), on_load="said",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), on_load="said",
     )  # fmt: skip
     lr_decay_iters: int | None = flag(
         "steps until --min-lr; default the length of training", bounds=POSITIVE, on_load="said",
@@ -203,6 +209,19 @@ class RateFields:
         "sequences until --min-lr, with --train-samples", bounds=POSITIVE, on_load="said",
         in_force="decay_length",
     )  # fmt: skip
+    lr_wsd_decay_style: str = flag(
+        "shape of the decay at the end of WSD: warm-up, then --lr, then a decay", "exponential",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"), on_load="said",
+    )  # fmt: skip
+    lr_wsd_decay_iters: int | None = flag(
+        "steps of that decay, the last of --lr-decay-iters", bounds=POSITIVE, on_load="said"
+    )
+    lr_wsd_decay_samples: int | None = flag(
+        "sequences of that decay, with --train-samples", bounds=POSITIVE, on_load="said"
+    )
+    lr_warmup_init: float = flag(
+        "learning rate at which the warm-up begins", 0.0, bounds=AT_LEAST_0, on_load="said"
+    )
     lr_warmup_fraction: float | None = flag(
         "share of the decay spent in linear warm-up",
         bounds=FRACTION,
@@ -229,8 +248,18 @@ class RateFields:
         """Raise ValueError for settings of the schedule that contradict each other."""
         if self.min_lr > (self.lr or 0):
             raise ValueError(f"Expected --min-lr of at most --lr {self.lr}, got {self.min_lr}.")
+        if self.lr_warmup_init > (self.lr or 0):
+            raise ValueError(
+                f"Expected --lr-warmup-init of at most --lr {self.lr}, got {self.lr_warmup_init}."
+            )
         unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
-        for name in (f"lr_decay_{other}", f"lr_warmup_{other}"):
+        given = self.lr_wsd_decay_iters or self.lr_wsd_decay_samples
+        if (self.lr_decay_style == "WSD") != (given is not None):
+            raise ValueError(
+                f"Expected --lr-decay-style WSD and --lr-wsd-decay-{unit} together, got "
+                f"{self.lr_decay_style} and {given or 'none'}."
+            )
+        for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
             if getattr(self, name):
                 raise ValueError(
                     f"Expected the schedule in the unit of --train-{unit}, got {flag_name(name)}."

@@ -1,0 +1,339 @@
+"""Flags of Megatron Core's scripts that have no field of their own.
+
+Three kinds: those that are no choice here, as in `settled`; those that say in other words what a
+field says; and those that ask for what there is not, which are errors with a reason, not words
+unheard of: trained without what they ask for, a model would be another one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_FUSED = "fusion is the kernels' own matter"
+_FSDP = "data parallelism is FSDP2"
+_FORMAT = "checkpoints are torch's distributed format, each rank writes its own part"
+_OVERLAP = "when communication runs is the library's own matter"
+_DISPATCHER = "see --moe-dispatcher"
+_LOADED = "--load always takes over what the run was started with"
+_ATTENTION = "attention always takes the fastest kernel of torch"
+_ONE_LOGGER = "it is a service of NVIDIA's"
+_FAULTS = "a run is started again by who launched it: see --nan-limit for the rest"
+
+# Flag -> how many values follow ("?": one or none, "+": some), and the answer.
+SETTLED: Mapping[str, tuple[int | str, str]] = {
+    "--attention-backend": (1, _ATTENTION),
+    "--export-force-local-attention": (0, _ATTENTION),
+    "--apply-query-key-layer-scaling": (0, "scores are computed in fp32, where it changes nothing"),
+    "--no-create-attention-mask-in-dataloader": (0, "masks are never made as matrices"),
+    "--no-mmap-bin-files": (0, "data files are always memory-mapped"),
+    "--num-dataset-builder-threads": (1, "indices are built by rank 0, and kept"),
+    "--cross-entropy-loss-fusion": (0, "the loss is always fused with the head"),
+    "--cross-entropy-fusion-impl": (1, "the loss is always fused with the head"),
+    "--calculate-per-token-loss": (0, "a step's loss is always the mean over its tokens"),
+    "--no-rope-fusion": (0, _FUSED),
+    "--no-bias-swiglu-fusion": (0, _FUSED),
+    "--moe-permute-fusion": (0, _FUSED),
+    "--moe-router-fusion": (0, _FUSED),
+    "--moe-use-legacy-grouped-gemm": (0, "the experts are always computed together"),
+    "--moe-pad-expert-input-to-capacity": (0, "experts compute no empty slots"),
+    "--moe-per-layer-logging": (0, "loads are logged for every layer"),
+    "--moe-shared-expert-overlap": (0, _OVERLAP),
+    "--moe-enable-deepep": (0, _DISPATCHER),
+    "--moe-flex-dispatcher-backend": (1, _DISPATCHER),
+    "--moe-deepep-num-sms": (1, _DISPATCHER),
+    "--overlap-moe-expert-parallel-comm": (0, "see --moe-a2a-overlap-degree"),
+    "--delay-wgrad-compute": (0, _OVERLAP),
+    "--tp-comm-overlap": (0, _OVERLAP),
+    "--no-overlap-p2p-communication": (0, _OVERLAP),
+    "--overlap-p2p-communication-warmup-flush": (0, _OVERLAP),
+    "--overlap-param-gather-with-optimizer-step": (0, _OVERLAP),
+    "--no-align-grad-reduce": (0, _OVERLAP),
+    "--no-align-param-gather": (0, _OVERLAP),
+    "--defer-embedding-wgrad-compute": (0, _OVERLAP),
+    "--wgrad-deferral-limit": (1, _OVERLAP),
+    "--microbatch-group-size-per-virtual-pipeline-stage": (1, _OVERLAP),
+    "--high-priority-stream-groups": ("+", _OVERLAP),
+    "--nccl-ub": (0, _OVERLAP),
+    "--use-sharp": (0, _OVERLAP),
+    "--use-contiguous-parameters-in-local-ddp": (0, _FSDP),
+    "--use-megatron-fsdp": (0, _FSDP),
+    "--use-custom-fsdp": (0, _FSDP),
+    "--ddp-bucket-size": (1, _FSDP),
+    "--ddp-num-buckets": (1, _FSDP),
+    "--ddp-pad-buckets-for-high-nccl-busbw": (0, _FSDP),
+    "--ddp-average-in-collective": (0, _FSDP),
+    "--grad-reduce-in-bf16": (0, "gradients are always summed in fp32"),
+    "--main-grads-dtype": (1, "gradients are always summed in fp32"),
+    "--enable-gloo-process-groups": (0, "the device decides: NCCL on GPUs, gloo on CPUs"),
+    "--disable-gloo-process-groups": (0, "the device decides: NCCL on GPUs, gloo on CPUs"),
+    "--use-precision-aware-optimizer": (0, "see --optimizer-state-dtype"),
+    "--init-model-with-meta-device": (0, "how a model is built is the library's own matter"),
+    "--te-rng-tracker": (0, "random numbers follow from the seed and the step"),
+    "--inference-rng-tracker": (0, "random numbers follow from the seed and the step"),
+    "--manual-gc": (0, "garbage is collected when Python does"),
+    "--manual-gc-interval": (1, "garbage is collected when Python does"),
+    "--check-for-nan-in-loss-and-grad": (0, "see --nan-limit"),
+    "--no-check-for-nan-in-loss-and-grad": (0, "see --nan-limit"),
+    "--rerun-mode": (1, _FAULTS),
+    "--enable-ft-package": (0, _FAULTS),
+    "--exit-signal-handler-for-dataloader": (0, "SIGTERM always saves and exits"),
+    "--profile-ranks": ("+", "the profile is rank 0's"),
+    "--use-pytorch-profiler": (0, "--profile is torch's profiler"),
+    "--ckpt-format": (1, _FORMAT),
+    "--dist-ckpt-format": (1, _FORMAT),
+    "--use-dist-ckpt": (0, _FORMAT),
+    "--auto-detect-ckpt-format": (0, _FORMAT),
+    "--dist-ckpt-strictness": (1, "every tensor of a checkpoint has to fit, or it is an error"),
+    "--dist-ckpt-optim-fully-reshardable": (0, _FORMAT),
+    "--ckpt-fully-parallel-save": (0, _FORMAT),
+    "--ckpt-fully-parallel-load": (0, _FORMAT),
+    "--no-ckpt-fully-parallel-save": (0, _FORMAT),
+    "--ckpt-assume-constant-structure": (0, _FORMAT),
+    "--use-persistent-ckpt-worker": (0, "see --async-save"),
+    "--async-strategy": (1, "see --async-save"),
+    "--use-mp-args-from-checkpoint-args": (0, _LOADED),
+    "--no-use-tokenizer-model-from-checkpoint-args": (0, "a tokenizer that is named is taken"),
+    "--log-progress": (0, "what a run did is in its folder, log.jsonl"),
+    "--logging-level": (1, "there is one level"),
+    "--enable-one-logger": (0, _ONE_LOGGER),
+    "--no-one-logger": (0, _ONE_LOGGER),
+    "--one-logger-project": (1, _ONE_LOGGER),
+    "--one-logger-run-name": (1, _ONE_LOGGER),
+    "--app-tag-run-name": (1, _ONE_LOGGER),
+    "--app-tag-run-version": (1, _ONE_LOGGER),
+    "--enable-experimental": (0, "there is no such switch"),
+    "--disable-msc": (0, "there is no such switch"),
+    "--legacy-tokenizer": (0, "there is one kind of tokenizers"),
+    "--max-padding-length": (1, "samples of text are never padded"),
+}
+
+
+def _one_of(
+    flag: str, values: Mapping[str, Mapping[str, Any]], instead: str = ""
+) -> tuple[bool, Callable[[str], Mapping[str, Any]]]:
+    """A flag by those of its values that have a meaning here; `instead` is what else there is."""
+
+    def meaning(value: str) -> Mapping[str, Any]:
+        if value not in values:
+            known = f"one of {', '.join(values)}" if len(values) > 1 else next(iter(values))
+            raise ValueError(f"Expected {flag} to be {known}, got {value!r}.{instead}")
+        return values[value]
+
+    return True, meaning
+
+
+def _recomputed(modules: Sequence[str]) -> Mapping[str, Any]:
+    """--recompute-modules: attention is what selective recompute is of; experts have a switch."""
+    known = {"core_attn": {}, "moe": {"moe_recompute": True}, "moe_act": {"moe_recompute": True}}
+    found: dict[str, Any] = {}
+    for name in modules:
+        if name not in known:
+            raise ValueError(
+                f"Expected --recompute-modules of {', '.join(known)}, got {name!r}. "
+                "--recompute-granularity full recomputes whole layers."
+            )
+        found |= known[name]
+    return found
+
+
+_SHARDED: Mapping[str, Mapping[str, Any]] = {
+    "optim": {"zero_stage": 1}, "optim_grads": {"zero_stage": 2},
+    "optim_grads_params": {"zero_stage": 3},
+}  # fmt: skip
+_MOMENTS: Mapping[str, Mapping[str, Any]] = {
+    dtype: {"optimizer_state_dtype": dtype} for dtype in ("fp32", "bf16")
+}
+
+# Flag -> whether a value follows ("+": some), and the fields that it sets.
+TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] = {
+    "--moe-router-load-balancing-type": _one_of(
+        "--moe-router-load-balancing-type",
+        {
+            "aux_loss": {},
+            "seq_aux_loss": {"moe_balance_over": "sequence"},
+            "global_aux_loss": {"moe_balance_over": "global_batch"},
+            "none": {},
+        },
+    ),
+    "--moe-token-dispatcher-type": _one_of(
+        "--moe-token-dispatcher-type",
+        {
+            "allgather": {"moe_dispatcher": "all_gather"},
+            "alltoall": {"moe_dispatcher": "all_to_all"},
+            "flex": {"moe_dispatcher": "auto"},
+        },
+    ),
+    "--moe-router-dtype": _one_of("--moe-router-dtype", {"fp32": {"moe_router_fp32": True}}),
+    "--moe-router-force-load-balancing": (
+        False,
+        lambda _: {"moe_uniform_expert_assignment": True},
+    ),
+    "--moe-token-drop-policy": _one_of(
+        "--moe-token-drop-policy",
+        {
+            "probs": {"moe_drop_policy": "probability"},
+            "position": {"moe_drop_policy": "position"},
+        },
+    ),
+    # Behind the policy, which it has a default for.
+    "--moe-expert-capacity-factor": (True, lambda word: {"moe_capacity_factor": _factor(word)}),
+    "--moe-layer-recompute": (False, lambda _: {"moe_recompute": True}),
+    "--recompute-modules": ("+", _recomputed),
+    "--exp-avg-dtype": _one_of("--exp-avg-dtype", _MOMENTS),
+    "--exp-avg-sq-dtype": _one_of("--exp-avg-sq-dtype", _MOMENTS),
+    "--main-params-dtype": _one_of("--main-params-dtype", {"fp32": {}}),
+    "--use-torch-fsdp2": (False, lambda _: {"zero_stage": 3}),
+    "--data-parallel-sharding-strategy": _one_of("--data-parallel-sharding-strategy", _SHARDED),
+    "--context-parallel-size": _one_of(
+        "--context-parallel-size", {"1": {}}, " Long sequences: --sequence-parallel, recompute."
+    ),
+    "--expert-tensor-parallel-size": _one_of(
+        "--expert-tensor-parallel-size", {"1": {}},
+        " With more ranks than experts --expert-model-parallel-size cuts them.",
+    ),
+    "--softmax-type": _one_of("--softmax-type", {"vanilla": {}}),
+    "--enable-cuda-graph": (False, lambda _: {"cuda_graph": True}),
+    "--train-mode": _one_of("--train-mode", {"pretrain": {}}),
+}  # fmt: skip
+
+# Flag -> fields that have another default beside it, as there: the loss of a balancing type weighs
+# nothing until --moe-aux-loss-coeff says how much, and the least probable tokens are dropped.
+DEFAULTS_BESIDE: Mapping[str, Mapping[str, Any]] = {
+    "--moe-router-load-balancing-type": {"moe_loss_weight": 0.0},
+    "--moe-expert-capacity-factor": {"moe_drop_policy": "probability"},
+}
+
+_FP8 = "there is no FP8 here: --bf16 is what trains"
+_MLA = "there is no latent attention: --group-query-attention saves memory too"
+_UNEVEN = "stages get equally many layers, the first ones more where they do not divide"
+
+# Flag -> why it is refused, and what there is instead.
+REFUSED: Mapping[str, str] = {
+    "--fp8-format": _FP8,
+    "--fp8-recipe": _FP8,
+    "--fp8-margin": _FP8,
+    "--fp8-interval": _FP8,
+    "--fp8-amax-history-len": _FP8,
+    "--fp8-amax-compute-algo": _FP8,
+    "--fp8-param-gather": _FP8,
+    "--moe-router-padding-for-fp8": _FP8,
+    "--fp4-format": "there is no FP4 here: --bf16 is what trains",
+    "--multi-latent-attention": _MLA,
+    "--q-lora-rank": _MLA,
+    "--kv-lora-rank": _MLA,
+    "--qk-head-dim": _MLA,
+    "--qk-pos-emb-head-dim": _MLA,
+    "--v-head-dim": _MLA,
+    "--mtp-num-layers": "a model predicts the next token only",
+    "--mtp-loss-scaling-factor": "a model predicts the next token only",
+    "--apply-layernorm-1p": "norms multiply by their weight, not by one more than it",
+    "--decoupled-lr": "embeddings and head train at --lr",
+    "--decoupled-min-lr": "embeddings and head train at --lr",
+    "--window-size": "attention sees the whole sequence",
+    "--quick-geglu": "the same is --activation 'swiglu(alpha=1.702)'",
+    "--hybrid-override-pattern": "there are no Mamba layers",
+    "--hybrid-layer-pattern": "there are no Mamba layers",
+    "--num-virtual-stages-per-pipeline-rank": "say --num-layers-per-virtual-pipeline-stage",
+    "--pipeline-model-parallel-layout": _UNEVEN,
+    "--decoder-first-pipeline-num-layers": _UNEVEN,
+    "--decoder-last-pipeline-num-layers": _UNEVEN,
+    "--optimizer-cpu-offload": "the optimizer stays on the GPUs: see --zero-stage",
+    "--cpu-offloading": "activations stay on the GPUs: see --recompute-granularity",
+    "--moe-use-upcycling": "the upcycle command makes experts of a dense run",
+    "--pretrained-checkpoint": "--load RUN --finetune begins from weights",
+    "--ckpt-convert-format": "the convert command does that",
+    "--yaml-cfg": "--config reads a TOML file, which --print-config writes",
+    "--spec": "the layers are this library's",
+    "--deepspeed": "DeepSpeed's settings are flags here: see --zero-stage and --fp16",
+    "--deepspeed_config": "DeepSpeed's settings are flags here: see --zero-stage and --fp16",
+}
+
+
+def spelled_out(words: Sequence[str]) -> list[str]:
+    """A command line whose `--moe-layer-freq` is a number.
+
+    Megatron Core also takes a list, "([0]*3+[1]*24)", of which layers have experts.
+
+    Raises:
+        ValueError: a list that is no dense layers followed by experts in every n-th.
+    """
+    found = list(words)
+    for place, word in enumerate(found):
+        name, equals, value = word.partition("=")
+        if name != "--moe-layer-freq":
+            continue
+        if not equals and place + 1 < len(found):
+            value = found[place + 1]
+        if "[" in value:
+            dense, every = _pattern(value)
+            found[place : place + (1 if equals else 2)] = [
+                f"--moe-layer-freq={every}",
+                f"--moe-first-k-dense={dense}",
+            ]
+    return found
+
+
+def _pattern(text: str) -> tuple[int, int]:
+    """Dense layers at the start, and every how manieth of the others has experts."""
+    layers = _layers(text)
+    if 1 in layers:
+        first = layers.index(1)
+        for every in range(1, len(layers) + 1):
+            for dense in {first, 0}:
+                if layers == [int(i >= dense and i % every == 0) for i in range(len(layers))]:
+                    return dense, every
+    raise ValueError(
+        f"Expected --moe-layer-freq to be dense layers and then experts in every n-th, as "
+        f"([0]*3+[1]*24), got {text}. See --moe-first-k-dense."
+    )
+
+
+def _layers(text: str) -> list[int]:
+    """The list that sums and products of lists of 0 and 1 are."""
+    text = text.replace(" ", "")
+    if not re.fullmatch(r"[\[\]()01,+*\d]+", text):
+        return []
+    # Innermost parentheses first: a repeated group becomes the list it stands for.
+    group = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
+    while (match := group.search(text)) is not None:
+        inner = _sum(match[1]) * int(match[2] or 1)
+        text = text[: match.start()] + str(inner).replace(" ", "") + text[match.end() :]
+    return _sum(text)
+
+
+def _sum(text: str) -> list[int]:
+    layers: list[int] = []
+    for term in text.split("+"):
+        match = re.fullmatch(r"\[((?:[01],?)*)\](?:\*(\d+))?", term)
+        if match is None:
+            return []
+        layers += [int(digit) for digit in match[1].replace(",", "")] * int(match[2] or 1)
+    return layers
+
+
+def together(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields that flags, of those typed, mean in spite of others.
+
+    Raises:
+        ValueError: flags that mean something only if they agree, and do not.
+    """
+    dtypes = [values.get(name, "fp32") for name in ("--exp-avg-dtype", "--exp-avg-sq-dtype")]
+    if len(set(dtypes)) > 1:
+        raise ValueError(
+            "Expected one dtype of --exp-avg-dtype and --exp-avg-sq-dtype, got "
+            f"{' and '.join(dtypes)}. Give both, or --optimizer-state-dtype."
+        )
+    if values.get("--moe-router-load-balancing-type") == "none":  # whatever it is said to weigh
+        return {"moe_loss_weight": 0.0}
+    return {}
+
+
+def _factor(word: str) -> float:
+    try:
+        return max(float(word), 0.0)  # below 0 is none, there as here 0
+    except ValueError:
+        raise ValueError(
+            f"Expected --moe-expert-capacity-factor to be a number, got {word}."
+        ) from None

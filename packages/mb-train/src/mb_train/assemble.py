@@ -100,7 +100,10 @@ def assemble(
         executor = Sequential(parts[0], task.first_input, dp_size=mesh.dp_size)
     if config.moe_row_policy == "budget" and any_rank(bool(budgets_of(parts))):
         executor = WithinBudget(executor, parts, device)
-    return Assembled(parts, executor, total, copies, _of_all_stages(notes, mesh), working_copies)
+    said = _of_all_stages(notes, mesh)
+    if config.moe_rebalance_interval and mesh.ep_size == 1:
+        said.append("--moe-rebalance-interval: nothing to share out, all ranks hold all experts")
+    return Assembled(parts, executor, total, copies, said, working_copies)
 
 
 def _pipeline(

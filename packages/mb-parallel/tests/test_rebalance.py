@@ -180,6 +180,8 @@ def _left_alone(rank, world_size):
         rebalance_experts(model, {"moes.7": counts_E}, mesh)
     with pytest.raises(ValueError, match=r"got .moes\.1. with 4 counts"):
         rebalance_experts(model, {"moes.1": counts_E[:4]}, mesh)
+    with pytest.raises(ValueError, match=r"a tensor of a count .* got .moes\.1. with list"):
+        rebalance_experts(model, {"moes.1": counts_E.tolist()}, mesh)
     return untouched
 
 

@@ -116,6 +116,8 @@ def test_what_cannot_be_is_refused(model):
     with pytest.raises(ValueError, match="got none"):
         apply_recompute([nn.Linear(2, 2)], "moe")
     linear = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"several modules, got one Linear"):
+        apply_recompute(linear, "full")
     apply_recompute([linear], "selective")
     with pytest.raises(ValueError, match=r"scaled_dot_product_attention.*Linear"):
         linear(torch.ones(2))

@@ -41,10 +41,15 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) 
         How many modules recompute now.
 
     Raises:
-        ValueError: another mode, an `every` below 1, or nothing to apply "moe" to.
+        ValueError: another mode, an `every` below 1, one module, or nothing to apply "moe" to.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"Expected mode to be one of {', '.join(get_args(Mode))}, got {mode!r}.")
+    if isinstance(blocks, nn.Module) and not isinstance(blocks, Iterable):
+        raise ValueError(
+            f"Expected blocks to be several modules, got one {type(blocks).__name__}. Pass its "
+            "blocks, or [it]."
+        )
     if every < 1:
         raise ValueError(f"Expected every to be at least 1, got {every}.")
     chosen = list(blocks)[::every]

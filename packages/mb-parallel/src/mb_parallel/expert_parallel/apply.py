@@ -89,18 +89,24 @@ def parallelize_experts(
         "peer" falls back to another dispatcher, and this says so.
 
     Raises:
-        ValueError: an unknown dispatcher or policy, sizes that do not divide, a layer that
-            cannot be spread this way, or a model that DDP or FSDP has hold of already.
+        ValueError: an unknown dispatcher or policy, numbers out of range, sizes that do not divide,
+            a layer that cannot be spread this way, or a model that DDP or FSDP has hold of already.
     """
     if dispatcher not in get_args(DispatcherName):
         known = ", ".join(get_args(DispatcherName))
         raise ValueError(f"Expected dispatcher to be one of {known}, got {dispatcher!r}.")
+    for what, value in {"chunks": chunks, "max_tokens": max_tokens}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"Expected {what} to be at least 1, got {value}.")
+    if not timeout_s > 0:
+        raise ValueError(f"Expected timeout_s above 0, got {timeout_s}.")
+    rows = Rows(row_policy, row_budget)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
     if not layers:
         return "expert parallelism: no MoE layers"
     for name, layer in layers.items():
         _refuse(name, layer, mesh, sequence_parallel)
-    ep, rows = mesh.axis("ep"), Rows(row_policy, row_budget)
+    ep = mesh.axis("ep")
     told: Counter[str] = Counter()
     if ep is not None:
         _refuse_held(model, layers)

@@ -86,11 +86,13 @@ def rebalance_experts(
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | dMoE)}
     for name, counts_E in tokens_per_expert.items():
         experts = layers[name].config.num_experts if name in layers else 0
-        if not experts or counts_E.numel() < experts:
+        given = counts_E.numel() if isinstance(counts_E, Tensor) else -1
+        if not experts or given < experts:
             known = {n: layer.config.num_experts for n, layer in layers.items()}
+            got = type(counts_E).__name__ if given < 0 else f"{given} counts"
             raise ValueError(
-                "Expected tokens_per_expert by the names of layers, a count for each expert, of "
-                f"{known}, got {name!r} with {counts_E.numel()} counts."
+                "Expected tokens_per_expert by the names of layers, a tensor of a count for each "
+                f"expert, of {known}, got {name!r} with {got}."
             )
         for parameter in layers[name].experts.parameters():
             if parameter.shape[:1] != (experts,):

@@ -113,7 +113,14 @@ def within_budget(
 
     Returns:
         What `step` returned, and whether it ran twice.
+
+    Raises:
+        ValueError: one module instead of several.
     """
+    if isinstance(parts, nn.Module) and not isinstance(parts, Iterable):
+        raise ValueError(
+            f"Expected parts to be several modules, got one {type(parts).__name__}. Pass [model]."
+        )
     parts = list(parts)
     rows = budgets_of(parts)
     for one in rows:

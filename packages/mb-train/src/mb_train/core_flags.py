@@ -21,6 +21,8 @@ _ATTENTION = "attention always takes the fastest kernel of torch"
 _ONE_LOGGER = "it is a service of NVIDIA's"
 _FAULTS = "a run is started again by who launched it: see --nan-limit for the rest"
 
+TOPK = "--moe-router-topk"
+
 # Flag -> how many values follow ("?": one or none, "+": some), and the answer.
 SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--attention-backend": (1, _ATTENTION),
@@ -311,6 +313,22 @@ def _sum(text: str) -> list[int]:
             return []
         layers += [int(digit) for digit in match[1].replace(",", "")] * int(match[2] or 1)
     return layers
+
+
+def beside_topk(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of routing that have another default beside `TOPK`, Core's spelling of top-k.
+
+    A token's weights add up to 1, but for those of a softmax over all experts; a group of experts
+    counts as much as the best of it that a token could choose there.
+    """
+    top_k, groups = values["moe_top_k"], values.get("moe_router_group_topk")
+    found: dict[str, Any] = {}
+    if top_k > 1:
+        sigmoid = values.get("moe_router_score_function") == "sigmoid"
+        found["moe_renormalize"] = sigmoid or "--moe-router-pre-softmax" not in values
+    if groups:
+        found["moe_router_group_score_top"] = max(top_k // groups, 1)
+    return found
 
 
 def together(values: Mapping[str, Any]) -> Mapping[str, Any]:

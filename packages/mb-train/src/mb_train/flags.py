@@ -21,13 +21,12 @@ from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import spec, value_types
 from mb_train.config.model import ModelFields
 from mb_train.config.training import RateFields
-from mb_train.core_flags import REFUSED, spelled_out, together
+from mb_train.core_flags import REFUSED, TOPK, beside_topk, spelled_out, together
 from mb_train.recipes import RECIPES, recipe
 from mb_train.settled import DEFAULTS_BESIDE, SETTLED, TRANSLATED, note
 from mb_train.toml_file import UsageError, read_toml
 
 _TYPES = value_types(TrainConfig)
-_CORE_TOPK, _CORE_SOFTMAX = "--moe-router-topk", "--moe-router-pre-softmax"
 _DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 
 
@@ -207,10 +206,8 @@ def parse(
     settled = [name for name in SETTLED if name in values]
     for name in settled:
         del values[name]
-    if any(word.split("=")[0] == _CORE_TOPK for word in argv) and values["moe_top_k"] > 1:
-        # Megatron Core's weights add up to 1, but for those of a softmax over all experts.
-        sigmoid = values.get("moe_router_score_function") == "sigmoid"
-        values.setdefault("moe_renormalize", sigmoid or _CORE_SOFTMAX not in values)
+    if any(word.split("=")[0] == TOPK for word in argv):
+        values = {**beside_topk(values), **values}
     values |= together(values)
     for name, (_, meaning) in TRANSLATED.items():
         if name in values:

@@ -182,7 +182,13 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
         ("--moe-top-k 2 --moe-router-topk 4", {"moe_top_k": 4, "moe_renormalize": True}),
         (
             "--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",
-            {"moe_router_group_topk": 2, "moe_router_group_score_top": 3},
+            {
+                "moe_top_k": 6,
+                "moe_renormalize": True,
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 2,
+                "moe_router_group_score_top": 3,
+            },
         ),
         ("--moe-router-topk 2 --no-moe-renormalize", {"moe_top_k": 2, "moe_renormalize": False}),
         ("--moe-router-load-balancing-type aux_loss", {"moe_loss_weight": 0.0}),

@@ -116,7 +116,10 @@ def test_settled_flags_are_answered_in_one_note():
         ("--moe-layer-freq ()*9[0]", r"--moe-layer-freq to be dense layers and then experts"),
         ("--moe-expert-capacity-factor x", r"--moe-expert-capacity-factor to be a number, got x"),
         ("--exp-avg-dtype bf16", r"one dtype of --exp-avg-dtype and --exp-avg-sq-dtype"),
-        ("--recompute-modules mlp", r"--recompute-modules of core_attn, moe, moe_act, got 'mlp'"),
+        (
+            "--recompute-modules mlp",
+            r"--recompute-modules of core_attn, layernorm, moe, moe_act, got 'mlp'",
+        ),
         ("--num-experts 4 --eval-iters -2", r"--eval-iters of at least 0, got -2"),
     ],
 )
@@ -219,7 +222,7 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
             "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-params-dtype fp32",
             {"optimizer_state_dtype": "bf16"},
         ),
-        ("--recompute-modules core_attn moe_act", {"moe_recompute": True}),
+        ("--recompute-modules core_attn layernorm moe_act", {"moe_recompute": True}),
         ("--use-torch-fsdp2", {"zero_stage": 3}),
         ("--data-parallel-sharding-strategy optim", {"zero_stage": 1}),
         ("--context-parallel-size 1 --expert-tensor-parallel-size 1", {}),

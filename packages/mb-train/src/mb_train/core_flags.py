@@ -72,6 +72,11 @@ SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--disable-gloo-process-groups": (0, "the device decides: NCCL on GPUs, gloo on CPUs"),
     "--use-precision-aware-optimizer": (0, "see --optimizer-state-dtype"),
     "--init-model-with-meta-device": (0, "how a model is built is the library's own matter"),
+    "--enable-cuda-graph": (0, "see --cuda-graph, for one GPU"),
+    "--external-cuda-graph": (0, "see --cuda-graph, for one GPU"),
+    "--cuda-graph-scope": ("+", "see --cuda-graph, for one GPU"),
+    "--cuda-graph-impl": (1, "see --cuda-graph, for one GPU"),
+    "--cuda-graph-warmup-steps": (1, "see --cuda-graph, for one GPU"),
     "--te-rng-tracker": (0, "random numbers follow from the seed and the step"),
     "--inference-rng-tracker": (0, "random numbers follow from the seed and the step"),
     "--manual-gc": (0, "garbage is collected when Python does"),
@@ -128,7 +133,8 @@ def _one_of(
 
 def _recomputed(modules: Sequence[str]) -> Mapping[str, Any]:
     """--recompute-modules: attention is what selective recompute is of; experts have a switch."""
-    known = {"core_attn": {}, "moe": {"moe_recompute": True}, "moe_act": {"moe_recompute": True}}
+    experts = {"moe_recompute": True}
+    known = {"core_attn": {}, "layernorm": {}, "moe": experts, "moe_act": experts}
     found: dict[str, Any] = {}
     for name in modules:
         if name not in known:
@@ -196,7 +202,6 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
         " With more ranks than experts --expert-model-parallel-size cuts them.",
     ),
     "--softmax-type": _one_of("--softmax-type", {"vanilla": {}}),
-    "--enable-cuda-graph": (False, lambda _: {"cuda_graph": True}),
     "--train-mode": _one_of("--train-mode", {"pretrain": {}}),
 }  # fmt: skip
 

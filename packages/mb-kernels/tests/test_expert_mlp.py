@@ -349,6 +349,15 @@ def test_more_rows_than_max_rows_are_nan_and_an_error_to_debug(monkeypatch):
         expert_mlp(x, w1, w2, bins, weights, max_rows=5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_number_at_the_limit_to_the_bit_passes_its_gradient(dtype):
+    h = torch.tensor([[7.0, 8.0, 1.0, 7.0], [1.0, 7.0, -7.0, -8.0]], dtype=dtype)
+    a = activate(h.requires_grad_(), "swigluoai")
+    (d_h,) = torch.autograd.grad(a, h, torch.ones_like(a))
+    assert_close("d_h", d_h, activate_backward(torch.ones_like(a), h.detach(), "swigluoai"))
+    assert (d_h != 0).tolist() == [[True, False, True, True], [True, True, True, False]]
+
+
 def test_gpt_oss_s_gate_is_its_definition():
     h = torch.linspace(-20, 20, 4 * 6, dtype=torch.float64).view(4, 6)[torch.randperm(4)]
     h = h.flip(1).contiguous().requires_grad_()

@@ -77,6 +77,8 @@ class Shared:
         blocks = self.values.view(parts, rows, columns // 64, 64).permute(1, 2, 0, 3)
         return Shared(blocks.reshape(shape))
 
+    reinterpret = _reinterpret  # its name from Triton 3.9 on
+
     def slice(self, start, length):
         return Shared(self.values[start : start + length])
 

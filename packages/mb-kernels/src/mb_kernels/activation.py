@@ -160,17 +160,27 @@ def activate_backward(d_a: Tensor, h: Tensor, name: str) -> Tensor:
 
 def _factor(up: Tensor, activation: Activation) -> Tensor:
     """What act(gate) is multiplied by."""
-    if activation.limit < math.inf:
-        up = up.clamp(-activation.limit, activation.limit)
+    limit = activation.limit
+    if limit < math.inf:
+        up = torch.where(up < -limit, -limit, _at_most(up, limit))
     if activation.up_cap < math.inf:
         up = activation.up_cap * torch.tanh(up / activation.up_cap)
     return up + activation.offset if activation.offset else up
 
 
+def _at_most(z: Tensor, limit: float) -> Tensor:
+    """``z.clamp(max=limit)`` whose derivative is 1 at the limit, as the kernels have it.
+
+    Up to torch 2.13 that of ``clamp`` is 1 there too, in 2.15 it is 0; 16-bit numbers are often at
+    the limit to the bit.
+    """
+    return torch.where(z > limit, limit, z)
+
+
 def _plain(z: Tensor, activation: Activation) -> Tensor:
     function, alpha, cap = activation.function, activation.alpha, activation.gate_cap
     if activation.limit < math.inf:
-        z = z.clamp(max=activation.limit)
+        z = _at_most(z, activation.limit)
     if cap < math.inf:
         return cap * torch.tanh(z / cap) * torch.sigmoid(z)
     if alpha != 1:

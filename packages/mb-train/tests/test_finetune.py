@@ -121,7 +121,7 @@ def test_it_learns_to_choose(bert, tmp_path, capsys):
 def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatch, capsys):
     file = tmp_path / "pairs.tsv"
     write(file, "qqp", 4)
-    files = ["--task", "qqp", "--train-data", str(file), "--valid-data", str(file)]
+    files = ["--task", "QQP", "--train-data", str(file), "--valid-data", str(file)]  # as Megatron
     there = sorted(bert.parent.rglob("*"))
     monkeypatch.chdir(bert)
     for run in (".", "iter_0000000", str(bert)):

@@ -42,7 +42,9 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     Takes the flags of a run beside its own.
     """
     parser.add_argument("run", help="run folder of a BERT, or one of its iteration folders")
-    parser.add_argument("--task", required=True, choices=TASKS, help="what to learn")
+    parser.add_argument(
+        "--task", required=True, choices=TASKS, type=str.lower, help="what to learn"
+    )
     for part in ("train", "valid"):
         parser.add_argument(
             f"--{part}-data", required=True, nargs="+", metavar="FILE",

@@ -181,7 +181,7 @@ def test_questions_become_samples_of_four_texts(bert, tmp_path):
         "options": [["good", "bad", "well", "ill bad"], ["", "a", "b", "c"]],
     }  # fmt: skip
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep/1.txt").write_text(json.dumps(found) + "\n\n")
+    (tmp_path / "deep/1.txt").write_text(json.dumps(found) + "\r\n\n", "utf-8-sig")
     (tmp_path / "deep/readme.md").write_text("not read")
     first, second = read_questions(tmp_path)
     asked = ["w1 good w2 good", "w1 bad w2 bad", "w1 well w2 well", "w1 ill bad w2 ill bad"]

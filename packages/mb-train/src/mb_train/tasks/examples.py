@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,19 @@ class Example(NamedTuple):
 
     texts: tuple[tuple[str, str], ...]
     label: int
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a text file, without the mark that some editors begin files with.
+
+    Raises:
+        ValueError: it is not in UTF-8.
+        OSError: it cannot be read.
+    """
+    try:
+        return path.read_text("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Expected {path} to be text in UTF-8: {error}.") from None
 
 
 class ExampleDataset:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mb_train.tasks.examples import Example
+from mb_train.tasks.examples import Example, lines_of
 
 
 class Form(NamedTuple):
@@ -41,11 +41,7 @@ def read_pairs(path: Path, task: str) -> list[Example]:
         OSError: a file that cannot be read.
     """
     form, pairs = FORMS[task], []
-    try:
-        lines = path.read_text("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"Expected {path} to be text in UTF-8: {error}.") from None
-    for number, line in enumerate(lines[1:], start=2):
+    for number, line in enumerate(lines_of(path)[1:], start=2):
         if not line.strip():
             continue
         row = line.rstrip("\r").split("\t")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mb_train.tasks.examples import Example
+from mb_train.tasks.examples import Example, lines_of
 
 LETTERS = "ABCD"
 QUESTION_AT_MOST = 128  # tokens of a question with its option, Megatron-LM's --max-qa-length
@@ -29,11 +29,7 @@ def read_questions(path: Path) -> list[Example]:
     """
     questions: list[Example] = []
     for file in files_in(path):
-        try:
-            lines = file.read_text("utf-8").split("\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"Expected {file} to be text in UTF-8: {error}.") from None
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(lines_of(file), start=1):
             if not line.strip():
                 continue
             try:

@@ -1,13 +1,17 @@
 """Fine-tuning on a user's file: the columns, the samples, and that it learns."""
 
+import json
+
 import pytest
 import torch
 from mb_data import load_tokenizer
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
+from mb_train.tasks.examples import ExampleDataset
 from mb_train.tasks.make import whole_model
-from mb_train.tasks.pairs import PairDataset, read_pairs
+from mb_train.tasks.pairs import read_pairs
+from mb_train.tasks.race import read_questions
 
 WORDS = ["good", "bad", "well", "ill", *(f"w{i}" for i in range(23))]
 V = 7 + len(WORDS)  # with the two that a tokenizer appends
@@ -33,6 +37,24 @@ def write(path, task, count):
         second = ("well", "ill")[word if i % 2 else 1 - word]
         filler = WORDS[4 + int(torch.randint(23, (1,), generator=g))]
         lines.append(row(f"{('good', 'bad')[word]} {filler}", second, same if i % 2 else other))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def write_race(path, count):
+    """Articles of one word, two questions each; the option that is right begins with its twin."""
+    g, lines = torch.Generator().manual_seed(count), []
+    for _ in range(count):
+        word = int(torch.randint(2, (1,), generator=g))
+        right = torch.randint(4, (2,), generator=g).tolist()
+        twin, other = [("well", "ill"), ("ill", "well")][word]
+        options = [[twin if at == place else other for at in range(4)] for place in right]
+        lines.append(
+            json.dumps({
+                "article": ("good", "bad")[word], "questions": ["w1 _ w2", "w3"],
+                "options": options, "answers": ["ABCD"[place] for place in right], "id": "x",
+            })
+        )  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -76,10 +98,30 @@ def test_it_learns(bert, tmp_path, capsys):
     assert found["accuracy"] > 0.9
 
 
+def test_it_learns_to_choose(bert, tmp_path, capsys):
+    write_race(tmp_path / "train/high/1.txt", 60)
+    write_race(tmp_path / "train/middle/2.txt", 41)
+    for name in ("dev.txt", "test.txt"):
+        write_race(tmp_path / name, 30 + len(name))
+    arguments = [
+        "finetune", str(bert), "--task", "race", "--train-data", str(tmp_path / "train"),
+        "--valid-data", str(tmp_path / "dev.txt"), str(tmp_path / "test.txt"), "--epochs", "4",
+        "--micro-batch-size", "16", "--lr", "6e-3", "--save", str(tmp_path / "out"), "--device",
+        "cpu", "--hidden-dropout", "0", "--attention-dropout", "0",
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert sum("validation loss at iteration" in line for line in said) == 3
+    for name, count in (("dev.txt", 74), ("test.txt", 76)):
+        at = said.index(f" {count} questions of {tmp_path / name}:")
+        accuracy = float(said[at + 1].removeprefix("  accuracy: "))
+        assert accuracy > 0.9, said[at:]
+
+
 def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatch, capsys):
     file = tmp_path / "pairs.tsv"
     write(file, "qqp", 4)
-    files = ["--task", "qqp", "--train-data", str(file), "--valid-data", str(file)]
+    files = ["--task", "QQP", "--train-data", str(file), "--valid-data", str(file)]  # as Megatron
     there = sorted(bert.parent.rglob("*"))
     monkeypatch.chdir(bert)
     for run in (".", "iter_0000000", str(bert)):
@@ -116,21 +158,49 @@ def test_pairs_become_samples_of_two_segments(bert, tmp_path):
     path = tmp_path / "pairs.tsv"
     path.write_text("h\n" + mnli_row("good w1 w2", "bad", "contradiction") + "\r\n\n")
     pairs = read_pairs(path, "mnli")
-    assert pairs == [("good w1 w2", "bad", 0)]
+    assert pairs == [((("good w1 w2", "bad"),), 0)]
     (tmp_path / "qqp.tsv").write_text("h\n" + qqp_row("a", "b", "1"))
-    assert read_pairs(tmp_path / "qqp.tsv", "qqp") == [("a", "b", 1)]
+    assert read_pairs(tmp_path / "qqp.tsv", "qqp") == [((("a", "b"),), 1)]
     tokenizer = load_tokenizer(str(bert.parent / "vocab.txt"))
-    sample = PairDataset(pairs, tokenizer, seq_length=9)[0]
+    sample = ExampleDataset(pairs, tokenizer, seq_length=9)[0]
     good, bad, w1, w2 = (tokenizer.token_id(word) for word in ("good", "bad", "w1", "w2"))
-    assert sample["text"].tolist() == [2, good, w1, w2, 3, bad, 3, 0, 0]
-    assert sample["types"].tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0]
-    assert sample["padding_mask"].tolist() == [1] * 7 + [0] * 2
-    short = PairDataset(pairs, tokenizer, seq_length=5)[0]
-    assert short["text"].tolist() == [2, good, 3, bad, 3]
-    again = PairDataset(pairs * 5, tokenizer, seq_length=9, num_samples=12, seed=1)
+    assert sample["text"][0].tolist() == [2, good, w1, w2, 3, bad, 3, 0, 0]
+    assert sample["types"][0].tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0]
+    assert sample["padding_mask"][0].tolist() == [1] * 7 + [0] * 2
+    short = ExampleDataset(pairs, tokenizer, seq_length=5)[0]
+    assert short["text"][0].tolist() == [2, good, 3, bad, 3]
+    again = ExampleDataset(pairs * 5, tokenizer, seq_length=9, num_samples=12, seed=1)
     assert len(again) == 12
     with pytest.raises(ValueError, match=r"--seq-length of at least 3, .* got 2"):
-        PairDataset(pairs, tokenizer, seq_length=2)
+        ExampleDataset(pairs, tokenizer, seq_length=2)
+
+
+def test_questions_become_samples_of_four_texts(bert, tmp_path):
+    found = {
+        "article": "w4 w5 w6", "questions": ["w1 _ w2 __", "w3"], "answers": ["C", "A"],
+        "options": [["good", "bad", "well", "ill bad"], ["", "a", "b", "c"]],
+    }  # fmt: skip
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/1.txt").write_text(json.dumps(found) + "\r\n\n", "utf-8-sig")
+    (tmp_path / "deep/readme.md").write_text("not read")
+    first, second = read_questions(tmp_path)
+    asked = ["w1 good w2 good", "w1 bad w2 bad", "w1 well w2 well", "w1 ill bad w2 ill bad"]
+    assert first == (tuple((text, "w4 w5 w6") for text in asked), 2)
+    assert [text for text, _ in second.texts] == ["w3 ", "w3 a", "w3 b", "w3 c"]
+    assert second.label == 0
+    tokenizer = load_tokenizer(str(bert.parent / "vocab.txt"))
+
+    def texts(size, most):
+        how = {"seq_length": size, "first_at_most": most}
+        sample = ExampleDataset([first], tokenizer, **how)[0]
+        assert sample["text"].shape == sample["types"].shape == (4, size)
+        return [tokenizer.decode(row[row != tokenizer.pad]) for row in sample["text"]]
+
+    assert texts(11, 128)[2] == "[CLS] w1 well w2 well [SEP] w4 w5 w6 [SEP]"
+    assert texts(9, 128)[2:] == [
+        "[CLS] w1 well w2 well [SEP] w4 w5 [SEP]", "[CLS] w1 ill bad w2 ill bad [SEP] [SEP]",
+    ]  # fmt: skip
+    assert texts(8, 3)[0] == "[CLS] w1 good w2 [SEP] w4 w5 [SEP]"
 
 
 def test_what_is_no_data_is_refused_and_nothing_is_written(bert, tmp_path, capsys):
@@ -152,3 +222,27 @@ def test_what_is_no_data_is_refused_and_nothing_is_written(bert, tmp_path, capsy
     refused("below the first line", bad)
     refused("No such file", tmp_path / "none.tsv")
     refused("--epochs above 0", good, "--epochs", "0")
+
+
+def test_what_is_no_question_is_refused(tmp_path):
+    path = tmp_path / "1.txt"
+    write_race(path, 1)
+    line = path.read_text().strip()
+    for wrong, got in (
+        (line[:-5], repr(line[:60])),
+        ("[3]", "'[3]'"),
+        (line.replace('"article"', '"text"'), repr(line.replace('"article"', '"text"')[:60])),
+        (line.replace('"article": "', '"article": 3, "id": "'), "3 for a text"),
+        (line.replace('"w3"', '"\\ud800"'), "a half of a surrogate pair"),
+        (line.replace('"w3"', '"w3", "w4"'), "3 questions, 2 lists of options and 2 answers"),
+        (line.replace(', "ill"], [', "], ["), "3 options for 'w1 _ w2'"),
+        (line.replace('"answers": ["', '"answers": ["AB'), "the answer 'AB"),
+    ):
+        path.write_text(f"{line}\n{wrong}\n")
+        with pytest.raises(ValueError, match=r"1.txt, line 2: expected JSON with") as refused:
+            read_questions(path)
+        assert f"got {got}" in str(refused.value)
+    path.write_text("\n")
+    for where in (path, tmp_path):
+        with pytest.raises(ValueError, match=r"Expected questions of RACE in .* got none"):
+            read_questions(where)

@@ -9,12 +9,18 @@ import pytest
 import torch
 from mb_layers import Router
 from mb_parallel import ParallelDims
+from mb_parallel.pipeline_parallel import split_layers
 from mb_train.balance import LoadBalance
 from mb_train.config import TrainConfig
 from mb_train.models.transformer import DenseMLP
 from mb_train.tasks import GPTTask
 from mb_train.tasks.base import kept_places
-from mb_train.tasks.make import fill_in_the_middle, leaves_padding_out, whole_model
+from mb_train.tasks.make import (
+    fill_in_the_middle,
+    leaves_padding_out,
+    one_process_task,
+    whole_model,
+)
 
 EOD = 9
 SAMPLES = [[1, 2, EOD, 3, 4, EOD, EOD, 5], [EOD, 1, 2, 3, 4, 5, 6, EOD]]
@@ -191,6 +197,37 @@ def test_a_balancing_bias_moves_by_the_load_of_its_own_layer(kind):
     balance.see({"tokens_per_expert": 8.0 * torch.eye(4)[: len(routers)]})
     assert balance.update(1, torch.optim.SGD(model.parameters())) is None
     assert [int(router.balancing_bias.argmin()) for router in routers] == [*range(len(routers))]
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope", "relative"])
+@pytest.mark.parametrize("kind", ["gpt", "bert", "t5", "classifier"])
+def test_what_two_stages_have_is_to_stay_equal(kind, positions):
+    if kind == "gpt" and positions == "relative":
+        return
+    sizes = {
+        "num_layers": 3, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8,
+        "micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "model": kind,
+        "position_embedding_type": positions,
+        **({"decoder_seq_length": 5} if kind == "t5" else {}),
+        **({"task": "qqp", "train_data_path": ["x"]} if kind == "classifier" else {}),
+    }  # fmt: skip
+    for untied in (False, True) if kind in ("gpt", "t5") else (False,):
+        for change in ({}, {"post_layernorm": True}, {"normalization": "RMSNorm"}):
+            how = {"untie_embeddings_and_output_weights": untied, **change}
+            task = one_process_task(TrainConfig(**sizes, **how), None, vocab_size=32)
+            for stages in (2, 3):
+                runs, found = split_layers(task.layers, stages), {}
+                for stage, layers in enumerate(runs):
+                    part = task.build_model(compute_dtype=torch.float32)
+                    part.keep(layers, first=stage == 0, last=stage == stages - 1)
+                    for name, _ in part.named_parameters():
+                        found.setdefault(name, []).append(stage)
+                shared = {name: where for name, where in found.items() if len(where) > 1}
+                tied = {}
+                for name, copies in task.borders(runs).tied.items():
+                    others = (-1,) if isinstance(copies, str) else copies
+                    tied[name] = [0, *(stage % stages for stage in others)]
+                assert tied == shared
 
 
 def test_the_first_stage_speaks_of_experts_that_change_places_on_all():

@@ -84,7 +84,7 @@ def classifier_batch():
     shared = ("token_types_BS", "ends_BN", "valid_BS")
     kept = {name: batch[name] for name in shared}
     kept["kept_T"] = real(batch["valid_BS"])
-    return tokens, kept | {"labels_B": ints(3, B), "weights_B": torch.rand(B)}
+    return tokens, kept | {"labels_A": ints(3, B), "weights_A": torch.rand(B)}
 
 
 def ict_batch():

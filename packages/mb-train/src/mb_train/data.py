@@ -28,6 +28,7 @@ from mb_parallel import ParallelMesh, rank, world_size
 from mb_train.config import TrainConfig
 from mb_train.folder_lock import LOCK_FILE
 from mb_train.tasks import Batch, Dataset, Task
+from mb_train.tasks.race import files_in
 
 T = TypeVar("T")
 
@@ -107,10 +108,11 @@ def prepare_data(
     inner = train.dataset if isinstance(train, mb_data.FillInTheMiddle) else train
     sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
     trained_on = (paths["train"] if isinstance(paths, dict) else paths) or []
-    weights = [float(word) for word in trained_on[::2]] if len(trained_on) > 2 else []
+    blend = len(trained_on) > 2 and config.task is None
+    weights = [float(word) for word in trained_on[::2]] if blend else []
     identity = {
         "weights": [round(weight / sum(weights), 6) for weight in weights],
-        "bin_bytes": [Path(prefix + suffixes[0]).stat().st_size for prefix in prefixes],
+        "bin_bytes": [_size(Path(prefix + suffixes[0])) for prefix in prefixes],
         "epochs": [
             source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)
         ],
@@ -147,13 +149,19 @@ def _check_files(prefixes: list[str], suffixes: tuple[str, ...]) -> None:
         raise ValueError("Expected --data-path to name a data set, got a number alone.")
     for prefix in prefixes:
         for suffix in suffixes:
-            if not Path(prefix + suffix).is_file():
+            path = Path(prefix + suffix)
+            if not (path.is_file() if suffix else path.exists()):
                 way = "Give the path without .bin, and make the files with mb-data preprocess."
                 where = "" if Path(prefix).is_absolute() else f" in {Path.cwd()}"
                 raise ValueError(
                     f"Expected {prefix}{suffix} to be a file (from --data-path or --train-data), "
                     f"found none{where}.{f' {way}' if suffix else ''}"
                 )
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of those that are read of a folder."""
+    return sum(file.stat().st_size for file in files_in(path))
 
 
 def _is_number(text: str) -> bool:

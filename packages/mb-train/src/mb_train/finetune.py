@@ -1,8 +1,9 @@
 """`mb-train finetune RUN --task mnli`: a trained BERT learns to tell classes, on a user's files.
 
 It is a run like any other, of the model and the tokenizer of RUN, with a head of its own: whatever
-flag a run takes may follow. What is not said is Megatron-LM's: three passes over the data, a rate
-of 5e-5 that falls in a line, and RUN-TASK as its folder.
+flag a run takes may follow. What is not said is as in Megatron-LM's example of the task: three
+passes over the data, a rate of 5e-5 that falls in a line (RACE: 1e-5). All of the validation data
+is evaluated after each pass, and the folder is RUN-TASK.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig, whole
+from mb_train.config.data import TASKS
 from mb_train.flags import Parser, parse, resolve
 from mb_train.host import leads, prepare_host
 from mb_train.run_folder import checkpoint_in, read_saved_run
@@ -28,19 +30,26 @@ _KEPT = (
 _DEFAULTS: dict[str, Any] = {
     "model": "classifier", "micro_batch_size": 16, "lr": 5e-5, "lr_decay_style": "linear",
     "lr_warmup_fraction": 0.065, "weight_decay": 0.1, "clip_grad": 1.0, "log_interval": 10,
-    "eval_interval": 100,
 }  # fmt: skip
+_OF_TASK: dict[str, dict[str, Any]] = {
+    "race": {"micro_batch_size": 4, "lr": 1e-5, "lr_warmup_fraction": 0.06}
+}
 
 
 def finetune(parser: Parser, arguments: Sequence[str]) -> int:
-    """Fine-tune the BERT of a run on pairs of sentences.
+    """Fine-tune the BERT of a run on pairs of sentences, or on questions with four answers.
 
     Takes the flags of a run beside its own.
     """
     parser.add_argument("run", help="run folder of a BERT, or one of its iteration folders")
-    parser.add_argument("--task", required=True, choices=("mnli", "qqp"), help="whose columns")
-    parser.add_argument("--train-data", required=True, metavar="FILE", help="TSV")
-    parser.add_argument("--valid-data", required=True, metavar="FILE", help="TSV")
+    parser.add_argument(
+        "--task", required=True, choices=TASKS, type=str.lower, help="what to learn"
+    )
+    for part in ("train", "valid"):
+        parser.add_argument(
+            f"--{part}-data", required=True, nargs="+", metavar="FILE",
+            help="TSV; of race JSON Lines, or a folder with files *.txt of them",
+        )  # fmt: skip
     parser.add_argument("--epochs", type=float, default=3, help="passes over the data; default 3")
     options, rest = parser.parse_known_args(arguments)
     command = parse(rest)
@@ -54,35 +63,39 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     saved = run.inherited()
     if saved["model"] != "bert":
         raise ValueError(f"Expected a BERT in {options.run}, got {saved['model']}.")
-    from mb_train.tasks.pairs import read_pairs
+    from mb_train.tasks.classify import read_examples
 
-    pairs, valid = (
-        len(read_pairs(Path(file), options.task))
-        for file in (options.train_data, options.valid_data)
+    examples, valid = (
+        len(read_examples(files, options.task))
+        for files in (options.train_data, options.valid_data)
     )
     if not 0 < options.epochs < math.inf:
         raise ValueError(f"Expected a number of --epochs above 0, got {options.epochs:g}.")
     names = [f.name for group in ("model", "moe") for f in dataclasses.fields(GROUPS[group])]
     base = {name: saved[name] for name in (*names, *_KEPT) if name in saved}
-    base |= _DEFAULTS | {
+    base |= _DEFAULTS | _OF_TASK.get(options.task, {}) | {
         "task": options.task, "bert_load": options.run, "train_iters": 1,
-        "train_data_path": [options.train_data], "valid_data_path": [options.valid_data],
+        "train_data_path": options.train_data, "valid_data_path": options.valid_data,
         "make_vocab_size_divisible_by": run.identity["padded_vocab_size"],  # as many as it had
         "save": _beside(checkpoint.parent, options.task),
     }  # fmt: skip
     config = resolve(command, base)
     batch = _batch(config)
-    if not {"train_iters", "train_samples"} & command.values.keys():
-        iterations = math.ceil(options.epochs * pairs / batch)
-        config = dataclasses.replace(config, train_iters=iterations)
-    if "eval_iters" not in command.values:
-        config = dataclasses.replace(config, eval_iters=math.ceil(valid / batch))
+    lengths = {
+        "train_iters": math.ceil(options.epochs * examples / batch),
+        "eval_interval": math.ceil(examples / batch),
+        "eval_iters": math.ceil(valid / batch),
+    }
+    if "train_samples" in command.values:
+        del lengths["train_iters"]
+    said = command.values.keys()
+    config = dataclasses.replace(config, **{n: lengths[n] for n in lengths.keys() - said})
     if command.print_config:
         print(to_toml(config), end="")
         return 0
     for note in command.notes if leads() else ():
         print(f"note: {note}", flush=True)
-    return _run(config, valid)
+    return _run(config)
 
 
 def _beside(run: Path, task: str) -> str:
@@ -96,8 +109,8 @@ def _batch(config: TrainConfig) -> int:
     return config.global_batch_size or whole(config.micro_batch_size) * ranks
 
 
-def _run(config: TrainConfig, valid: int) -> int:
-    """Train, then measure on every pair of the validation file, in this process."""
+def _run(config: TrainConfig) -> int:
+    """Train, then measure on all of each validation file, in this process."""
     prepare_host()
     from mb_train.loading import load_trained
     from mb_train.tasks.make import one_process_task
@@ -110,12 +123,15 @@ def _run(config: TrainConfig, valid: int) -> int:
     trained = load_trained(result.checkpoint, config.device, kinds=("classifier",))
     vocab_size = trained.saved.identity["padded_vocab_size"]
     task = one_process_task(trained.config, trained.tokenizer, vocab_size=vocab_size)
-    _, dataset, _ = task.build_datasets(config.data_by_part() or {}, (0, valid, 0))
-    assert dataset is not None
-    found = task.evaluate_more(trained.model, dataset, valid)
-    print(f" {valid} pairs of {' '.join(config.valid_data_path or [])}:")
-    for name, value in found.items():
-        print(f"  {name}: {value:.4f}")
+    for path in config.valid_data_path or []:
+        _, dataset, _ = task.build_datasets(
+            {"train": None, "valid": [path], "test": None}, (0, 0, 0)
+        )
+        assert dataset is not None
+        found = task.evaluate_more(trained.model, dataset, len(dataset))
+        print(f" {len(dataset)} {'questions' if config.task == 'race' else 'pairs'} of {path}:")
+        for name, value in found.items():
+            print(f"  {name}: {value:.4f}")
     lost = ", the latest there is: the end of the run could not be saved"
     print(f" checkpoint: {result.checkpoint}{lost if result.unsaved(config) else ''}")
     return code

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from mb_parallel import world_size
 
-from mb_train.config import TrainConfig, whole
+from mb_train.config import TrainConfig
 from mb_train.flops import flops_per_token, peak_flops
 from mb_train.metrics import IntervalStats
 from mb_train.reporting import train_line
@@ -65,7 +65,7 @@ def report_interval(
     pace = speed(
         config,
         vocab_size=run.vocab_size,
-        tokens_per_s=samples * whole(config.seq_length) / (steps * seconds),
+        tokens_per_s=samples * run.task.sequence_length / (steps * seconds),
         ranks=ranks,
         device=device,
     )

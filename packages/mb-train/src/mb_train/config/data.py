@@ -9,6 +9,8 @@ from pathlib import Path
 
 from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, flag, flag_name
 
+TASKS = ("mnli", "qqp", "race")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataFields:
@@ -44,12 +46,11 @@ class DataFields:
         "shares", choices=("shares", "cumulative"), on_load="fixed",
     )  # fmt: skip
     train_data_path: list[str] | None = flag(  # noqa: RUF009
-        "training data of its own; of a classifier a TSV file",
-        instead_of=("data_path", "mock_data"),
-        also=("--train-data",),
+        "training data of its own; of a classifier TSV files, or RACE's folders",
+        instead_of=("data_path", "mock_data"), also=("--train-data",),
     )  # fmt: skip
     valid_data_path: list[str] | None = flag(  # noqa: RUF009
-        "validation data of its own; of a classifier a TSV file", also=("--valid-data",)
+        "validation data of its own; of a classifier as for training", also=("--valid-data",)
     )
     test_data_path: list[str] | None = flag("test data of its own")  # noqa: RUF009
     seq_length: int | None = flag(
@@ -179,6 +180,9 @@ class DataFields:
                 f"Expected --tokenizer or Megatron's tokenizer flags, got {self.tokenizer!r} and "
                 f"{files!r}."
             )
+
+    def check_blends(self) -> None:
+        """Raise ValueError where token files are not a prefix, or weights and prefixes by turns."""
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             _check_blend(name, getattr(self, name))
 
@@ -257,9 +261,7 @@ class MaskingFields:
     bert_load: str | None = flag(
         "run of a BERT that the towers, or a classifier, begin from", on_load="own"
     )
-    task: str | None = flag(
-        "what a classifier tells of two sentences", choices=("mnli", "qqp"), on_load="model"
-    )
+    task: str | None = flag("what a classifier learns to tell", choices=TASKS, on_load="model")
     retriever_report_topk_accuracies: list[int] | None = flag(  # noqa: RUF009
         "report how often the right context is among the first k",
         bounds=POSITIVE,

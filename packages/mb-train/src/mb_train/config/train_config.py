@@ -88,6 +88,8 @@ class TrainConfig(
         self.check_precision()
         self.check_parallel(whole(self.num_layers))
         self.check_data()
+        if self.task is None:  # a task's files are no token files
+            self.check_blends()
         self.check_logging()
         self._check_positions()
         self._check_decoder()
@@ -168,7 +170,7 @@ class TrainConfig(
                 f"{self.model} and {'no --task' if self.task is None else f'--task {self.task}'}."
             )
         if self.task is not None and self.train_data_path is None:
-            raise ValueError("Expected --train-data with --task, a TSV file, got none.")
+            raise ValueError("Expected --train-data with --task, its files, got none.")
 
     def _check_places(self) -> None:
         numbered = {

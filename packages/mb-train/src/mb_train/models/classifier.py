@@ -1,6 +1,9 @@
 """A BERT with a head that tells of which class a text, or a pair of texts, is.
 
-Letters: B texts, S tokens of a text, N its segments (text and padding), D hidden, C classes.
+Or which of a sample's texts is the right one, of which each then has one score.
+
+Letters: A samples, B their texts (A, or C A), S tokens of a text, N its segments (text and
+padding), D hidden, C classes, or texts to choose from.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ class Classifier(nn.Module):
 
     Args:
         config: of the BERT.
-        classes: C.
+        classes: C; 1 to choose among texts.
         compute_dtype: dtype of the activations; parameters are made in fp32.
     """
 
@@ -64,24 +67,26 @@ class Classifier(nn.Module):
         token_types_BS: Tensor,
         ends_BN: Tensor,
         valid_BS: Tensor,
-        labels_B: Tensor,
-        weights_B: Tensor,
+        labels_A: Tensor,
+        weights_A: Tensor,
         kept_T: Tensor | None = None,
     ) -> ModelOutput:
-        """The loss of telling each text's class.
+        """The loss of telling each sample's class.
 
         Args:
-            x, token_types_BS, ends_BN, valid_BS, kept_T: as `Bert.forward`'s.
-            labels_B: int64 in [0, C); weights_B: fp32 weight of each text's loss in the sum.
+            x, token_types_BS, ends_BN, valid_BS, kept_T: as `Bert.forward`'s, the texts of a sample
+                one behind the other.
+            labels_A: int64 in [0, C); weights_A: fp32 weight of each sample's loss in the sum.
         """
         x_BSD, reports = self.bert.encode(x, token_types_BS, ends_BN, valid_BS, kept_T)
         if self.head is None:
             return reports.output(x_BSD, {})
-        losses_B = F.cross_entropy(self.scores(x_BSD), labels_B, reduction="none")
-        return reports.output(None, {LOSS: (losses_B * weights_B).sum()})
+        losses_A = F.cross_entropy(self.scores(x_BSD, len(labels_A)), labels_A, reduction="none")
+        return reports.output(None, {LOSS: (losses_A * weights_A).sum()})
 
-    def scores(self, x_BSD: Tensor) -> Tensor:
-        """Scores of the classes from encoded texts, [B, C] fp32."""
+    def scores(self, x_BSD: Tensor, samples: int) -> Tensor:
+        """Scores of the classes from encoded texts, [A, C] fp32."""
         assert self.bert.pooler is not None
         assert self.head is not None
-        return self.head(self.dropout(self.bert.pooler(x_BSD[:, 0]))).float()
+        scores = self.head(self.dropout(self.bert.pooler(x_BSD[:, 0])))
+        return scores.float().view(samples, -1)

@@ -77,15 +77,19 @@ class T5Task:
         config, last = self.model_config, len(runs) - 1
         first = config.num_layers  # of the decoder
         begins = next(stage for stage, layers in enumerate(runs) if first in layers)
-        shared = {"embedding.tokens": {begins, last} if config.tie_embeddings else {begins}}
+        shared = {"embedding.tokens.weight": {begins, last} if config.tie_embeddings else {begins}}
         if config.positions == "learned":
-            shared["embedding.positions"] = {begins}
+            shared["embedding.positions.weight"] = {begins}
+        if config.post_norm:
+            shared["embedding.norm.weight"] = {begins}
+            if config.bias and config.norm == "layernorm":
+                shared["embedding.norm.bias"] = {begins}
         if config.positions == "relative":
-            shared["encoder_bias.table"] = {s for s, run in enumerate(runs) if run.start < first}
-            shared["decoder_bias.table"] = {s for s, run in enumerate(runs) if run.stop > first}
+            encoders = {stage for stage, run in enumerate(runs) if run.start < first}
+            decoders = {stage for stage, run in enumerate(runs) if run.stop > first}
+            shared |= {"encoder_bias.table.weight": encoders, "decoder_bias.table.weight": decoders}
         tied: dict[str, dict[int, str]] = {}
-        for module, stages in shared.items():
-            name = f"{module}.weight"
+        for name, stages in shared.items():
             if copies := {stage: name for stage in sorted(stages) if stage > 0}:
                 tied[name] = copies
         streams = [

@@ -230,11 +230,11 @@ def test_a_block_over_segments_is_one_graph(experts):
     traced = []
 
     def only_traced(graph, inputs):
-        traced.append(graph)
+        traced.append(graph.print_readable(print_output=False))  # 2.15 empties a graph that failed
         raise RuntimeError("traced to its end")
 
     compiled = torch.compile(block, fullgraph=True, backend=only_traced)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="traced to its end"):
         compiled(x, own, plain._replace(source_BSD=x))
-    assert ("relative_attention" in traced[0].code) == experts
-    assert "varlen_attn" in traced[0].code
+    assert ("relative_attention" in traced[0]) == experts
+    assert "varlen_attn" in traced[0]

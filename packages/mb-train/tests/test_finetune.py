@@ -127,6 +127,14 @@ def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatc
     for run in (".", "iter_0000000", str(bert)):
         assert main(["finetune", run, *files, "--print-config", "--use-flash-attn"]) == 0
         assert f'save = "{bert}-qqp"' in capsys.readouterr().out
+    # Ranks that share a model see the same samples: a step has those of two.
+    write(file, "qqp", 64)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = ["--tensor-model-parallel-size", "2", "--micro-batch-size", "8", "--print-config"]
+    assert main(["finetune", ".", *files, *words]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert {"train_iters = 12", "eval_interval = 4", "eval_iters = 4"} <= set(said)
+    monkeypatch.delenv("WORLD_SIZE")
     for words, says in ((["--epochs", "inf"], "--epochs above 0"), (["--load", "x"], "no --load")):
         assert main(["finetune", ".", *files, *words]) == 2
         assert says in capsys.readouterr().err

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mb_train.config import GROUPS, TrainConfig, whole
+from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.data import TASKS
 from mb_train.flags import Parser, parse, resolve
 from mb_train.host import leads, prepare_host
@@ -63,6 +63,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     saved = run.inherited()
     if saved["model"] != "bert":
         raise ValueError(f"Expected a BERT in {options.run}, got {saved['model']}.")
+    from mb_train.layout import parallel_dims
     from mb_train.tasks.classify import read_examples
 
     examples, valid = (
@@ -80,7 +81,8 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
         "save": _beside(checkpoint.parent, options.task),
     }  # fmt: skip
     config = resolve(command, base)
-    batch = _batch(config)
+    dims = parallel_dims(config, int(os.environ.get("WORLD_SIZE", "1")))
+    batch = config.batch_size(dims.dp)
     lengths = {
         "train_iters": math.ceil(options.epochs * examples / batch),
         "eval_interval": math.ceil(examples / batch),
@@ -102,11 +104,6 @@ def _beside(run: Path, task: str) -> str:
     """The folder of a run with a task behind its name."""
     named = run if run.name not in ("", "..") else run.resolve()
     return str(named.with_name(f"{named.name}-{task}"))
-
-
-def _batch(config: TrainConfig) -> int:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    return config.global_batch_size or whole(config.micro_batch_size) * ranks
 
 
 def _run(config: TrainConfig) -> int:

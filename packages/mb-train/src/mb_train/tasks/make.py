@@ -113,5 +113,5 @@ def one_process_task(config: TrainConfig, tokenizer: Any, *, vocab_size: int) ->
     """
     if config.model == "gpt" and tokenizer is None:
         return GPTTask(config, vocab_size=vocab_size, eod=-1)
-    mesh = ParallelDims().build("cpu")
+    mesh = ParallelMesh(ParallelDims(), None, None, None)  # though there be other ranks
     return make_task(config, tokenizer, vocab_size=vocab_size, mesh=mesh)

@@ -114,8 +114,8 @@ def test_arithmetic_is_what_the_operations_are_counted_to_take(kind):
     tokens_BS = torch.randint(0, 50, (config.micro_batch_size, config.seq_length))
     with FlopCounterMode(display=False) as counter:
         model(tokens_BS, labels_BS=tokens_BS).total().backward()
-    # Attention is six products over the square of positions. On a CPU torch counts none of them up
-    # to 2.14, and then also the one that the backward pass computes again.
+    # Attention is six products over the square of positions. On a CPU torch 2.13 counts none of
+    # them, 2.15 also the one that the backward pass computes again.
     missing = -1 if _counts_attention() else 6
     product = 2 * config.seq_length * config.hidden_size * config.num_layers
     counted = counter.get_total_flops() / tokens_BS.numel() + missing * product

@@ -335,3 +335,8 @@ def test_every_field_can_be_typed_and_written_to_a_file(tmp_path, f):
     file = tmp_path / "run.toml"
     file.write_text(f"{f.name} = {json.dumps(value)}\n")
     assert read_toml(str(file))[0] == {f.name: value}
+
+
+def test_a_path_that_is_not_in_utf8_is_refused_at_once():
+    with pytest.raises(UsageError, match="in UTF-8, got"):
+        parse(["--save", "runs/\udcff"])

@@ -192,6 +192,8 @@ def parse(
         SystemExit: for --help and --version, with code 0.
     """
     for word in argv:
+        if word != word.encode("utf-8", "replace").decode():
+            raise UsageError(f"Expected text in UTF-8, got {word!a}: no file could hold it.")
         if (name := word.split("=")[0]) in REFUSED:
             raise UsageError(f"{name} cannot be honoured: {REFUSED[name]}.")
     parser = build_parser(commands)

@@ -33,7 +33,8 @@ from torch import Tensor
 class Activation(NamedTuple):
     """What a name stands for; the kernels are compiled for it as it is.
 
-    A tuple, for Triton writes down as JSON what a kernel is compiled for once it has a hook.
+    A tuple, for Triton writes down as JSON what a kernel is compiled for once it has a hook. From
+    3.9 on it shows a kernel the fields of one and nothing else.
 
     function: the plain one, of the gate or of everything; gated: a GLU; the rest as above.
     """

@@ -79,7 +79,9 @@ def dact_bwd_kernel(
     GROUP_M: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
-    PARTS: tl.constexpr = ACTIVATION.parts  # ty: ignore[invalid-assignment]
+    PARTS: tl.constexpr = (  # ty: ignore[invalid-assignment]
+        2 if ACTIVATION.gated and not ACTIVATION.interleaved else 1
+    )
     W: tl.constexpr = BLOCK_N // PIECES
     total = tl.load(tiles_ptr + 3)
     items = total * COLUMNS

@@ -58,7 +58,9 @@ def up_fwd_kernel(
     GROUP_M: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
-    PARTS: tl.constexpr = ACTIVATION.parts  # ty: ignore[invalid-assignment]
+    PARTS: tl.constexpr = (  # ty: ignore[invalid-assignment]
+        2 if ACTIVATION.gated and not ACTIVATION.interleaved else 1
+    )
     WIDTH: tl.constexpr = BLOCK_N * (ACTIVATION.gated + 1)
     BLOCK_W: tl.constexpr = WIDTH // PARTS
     ROWS_W: tl.constexpr = F * WIDTH // BLOCK_N // PARTS

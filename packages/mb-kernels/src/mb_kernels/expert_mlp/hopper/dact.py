@@ -55,7 +55,7 @@ def _finish_piece(
     F: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: constexpr,
 ):  # fmt: skip
     """Rows r and columns cols of a tile into dh and a; their part of <q, act(h)>."""
-    PARTS: gl.constexpr = ACTIVATION.parts
+    PARTS: gl.constexpr = 2 if ACTIVATION.gated and not ACTIVATION.interleaved else 1
     kind: gl.constexpr = q.dtype
     q = q.to(gl.float32)
     live = (r < count)[:, None]
@@ -113,7 +113,7 @@ def _finish_dact(
     W: gl.constexpr = tile.shape[2]
     BLOCK_N: gl.constexpr = PIECES * W
     GLU: gl.constexpr = ACTIVATION.gated
-    PARTS: gl.constexpr = ACTIVATION.parts
+    PARTS: gl.constexpr = 2 if ACTIVATION.gated and not ACTIVATION.interleaved else 1
     BLOCK: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [EPILOGUE_WARPS, 1], [1, 0])
     top = gl.arange(0, HALF, gl.SliceLayout(1, BLOCK))
     bottom = top + HALF

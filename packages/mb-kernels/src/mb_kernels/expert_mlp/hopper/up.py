@@ -71,7 +71,7 @@ def _finish_up(
     W: gl.constexpr = tile.shape[2]
     GLU: gl.constexpr = ACTIVATION.gated
     COLUMNS_H: gl.constexpr = F * (GLU + 1)
-    PARTS: gl.constexpr = ACTIVATION.parts
+    PARTS: gl.constexpr = 2 if ACTIVATION.gated and not ACTIVATION.interleaved else 1
     BLOCK_F: gl.constexpr = PIECES * W // (GLU + 1)
     BLOCK: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [EPILOGUE_WARPS, 1], [1, 0])
     r = gl.arange(0, HALF, gl.SliceLayout(1, BLOCK))[:, None]

@@ -1,5 +1,6 @@
 """adamw_step on the CPU against torch.optim.AdamW, and what its border refuses."""
 
+import contextlib
 import os
 from functools import partial
 
@@ -128,6 +129,21 @@ def test_lists_of_unequal_length_are_refused():
         mb_kernels.adamw_step(
             [torch.zeros(2)], [], [], [], [], [],
             lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0,
+            grad_scale=torch.tensor(1.0), found_inf=torch.tensor(0.0),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", range(6), ids=["weight", "grad", "m", "v", "copy", "step"])
+def test_only_a_gradient_may_be_shared(shared):
+    # A step for all was counted up by each weight, and the correction for it wrong without a word.
+    lists = [[torch.ones(4), torch.ones(4)] for _ in range(4)]
+    lists += [[t.bfloat16() for t in lists[0]], [torch.zeros(()), torch.zeros(())]]
+    lists[shared][1] = lists[shared][0]
+    name = ("weights", None, "exp_avgs", "exp_avg_sqs", "copies", "steps")[shared]
+    says = rf"{name}\[1\]: expected a tensor of its own.* got that of {name}\[0\]"
+    with pytest.raises(ValueError, match=says) if name else contextlib.nullcontext():
+        mb_kernels.adamw_step(
+            *lists, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0,
             grad_scale=torch.tensor(1.0), found_inf=torch.tensor(0.0),
         )  # fmt: skip
 

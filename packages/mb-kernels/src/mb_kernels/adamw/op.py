@@ -53,7 +53,8 @@ def adamw_step(
 
     Raises:
         ValueError: lists of unequal length; a tensor of another shape, dtype, device or order of
-            elements in memory than its weight's; weights of several dtypes or devices.
+            elements in memory than its weight's; weights of several dtypes or devices; one tensor
+            several times among those that are written.
     """
     lists = (grads, exp_avgs, exp_avg_sqs, copies, steps)
     if any(len(other) != len(weights) for other in lists):
@@ -71,6 +72,9 @@ def adamw_step(
                 f"first; got {weight.dtype} on {weight.device}. Step each kind by itself."
             )
         _check_scalar("steps", steps[index], weight)
+    _check_apart(
+        weights=weights, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, copies=copies, steps=steps
+    )
     _check_scalar("grad_scale", grad_scale, weights[0])
     _check_scalar("found_inf", found_inf, weights[0])
     if registration.use_triton(weights[0]):
@@ -125,6 +129,19 @@ def _check(
                 f"{name}[{index}]: expected a dense tensor with its weight's strides "
                 f"{weight.stride()}; got {tensor.stride()}. Copy it into torch.empty_like(weight)."
             )
+
+
+def _check_apart(**written: Sequence[Tensor | None]) -> None:
+    """One step for all would count up once a weight; other tensors would be a race."""
+    seen: dict[int, str] = {}
+    for name, tensors in written.items():
+        for index, tensor in enumerate(tensors):
+            here = f"{name}[{index}]"
+            if tensor is not None and seen.setdefault(id(tensor), here) != here:
+                raise ValueError(
+                    f"{here}: expected a tensor of its own, for it is written; got that of "
+                    f"{seen[id(tensor)]}. Make one for each weight, and pass a tied weight once."
+                )
 
 
 def _check_scalar(name: str, x: Tensor, weight: Tensor) -> None:

@@ -1,4 +1,4 @@
-.PHONY: help sync lint type test oldest bench docs lock
+.PHONY: help sync lint type test oldest newest bench docs lock
 
 help:   ## list the targets
 	@grep -E '^[a-z]+: *##' $(MAKEFILE_LIST) | sed 's/: *## /\t/'
@@ -13,7 +13,9 @@ type:   ## static types
 test:   ## the whole suite on CPU
 	uv run pytest
 oldest: ## what stands on torch's internals, with the oldest torch that is taken
-	python3 tools/oldest.py
+	python3 tools/other_torch.py oldest
+newest: ## that, the kernels' tests and the gate, with the newest torch there is
+	python3 tools/other_torch.py newest
 bench:  ## every package's benchmarks (needs a GPU)
 	for b in packages/*/benchmarks/run.py; do [ -f $$b ] && uv run python $$b; done
 docs:   ## the documentation as pages in site/; a dead link is an error

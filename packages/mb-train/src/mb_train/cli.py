@@ -18,7 +18,6 @@ from mb_train import __version__
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig
 from mb_train.flags import parse, run_command
-from mb_train.folder_lock import locked
 from mb_train.host import leads, prepare_host
 from mb_train.run_folder import LOG_FILE, PICTURE, recover
 from mb_train.starting import Plan, command_line, plan
@@ -120,6 +119,8 @@ def _complete(started: Plan) -> None:
     print(f"{started.checkpoint} is at iteration {at}, the end of this run.")
     if started.config.save is None or Path(started.config.save) != folder:
         return
+    from mb_train.folder_lock import locked
+
     with contextlib.suppress(OSError), locked(folder):  # a folder that is another's to write
         for line in recover(folder):
             print(f" {line}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 _FUSED = "fusion is the kernels' own matter"
@@ -28,7 +29,7 @@ SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--attention-backend": (1, _ATTENTION),
     "--export-force-local-attention": (0, _ATTENTION),
     "--apply-query-key-layer-scaling": (0, "scores are computed in fp32, where it changes nothing"),
-    "--no-create-attention-mask-in-dataloader": (0, "masks are never made as matrices"),
+    "--no-create-attention-mask-in-dataloader": (0, "the data loader never makes one"),
     "--no-mmap-bin-files": (0, "data files are always memory-mapped"),
     "--num-dataset-builder-threads": (1, "indices are built by rank 0, and kept"),
     "--cross-entropy-loss-fusion": (0, "the loss is always fused with the head"),
@@ -117,20 +118,6 @@ SETTLED: Mapping[str, tuple[int | str, str]] = {
 }
 
 
-def _one_of(
-    flag: str, values: Mapping[str, Mapping[str, Any]], instead: str = ""
-) -> tuple[bool, Callable[[str], Mapping[str, Any]]]:
-    """A flag by those of its values that have a meaning here; `instead` is what else there is."""
-
-    def meaning(value: str) -> Mapping[str, Any]:
-        if value not in values:
-            known = f"one of {', '.join(values)}" if len(values) > 1 else next(iter(values))
-            raise ValueError(f"Expected {flag} to be {known}, got {value!r}.{instead}")
-        return values[value]
-
-    return True, meaning
-
-
 def _recomputed(modules: Sequence[str]) -> Mapping[str, Any]:
     """--recompute-modules: attention is what selective recompute is of; experts have a switch."""
     experts = {"moe_recompute": True}
@@ -146,70 +133,76 @@ def _recomputed(modules: Sequence[str]) -> Mapping[str, Any]:
     return found
 
 
-_SHARDED: Mapping[str, Mapping[str, Any]] = {
-    "optim": {"zero_stage": 1}, "optim_grads": {"zero_stage": 2},
-    "optim_grads_params": {"zero_stage": 3},
-}  # fmt: skip
 _MOMENTS: Mapping[str, Mapping[str, Any]] = {
     dtype: {"optimizer_state_dtype": dtype} for dtype in ("fp32", "bf16")
 }
+# Flag -> those of its values that have a meaning here, and the fields that they set.
+_VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "--moe-router-load-balancing-type": {
+        "aux_loss": {},
+        "seq_aux_loss": {"moe_balance_over": "sequence"},
+        "global_aux_loss": {"moe_balance_over": "global_batch"},
+        "none": {},  # see `together`
+    },
+    "--moe-token-dispatcher-type": {
+        "allgather": {"moe_dispatcher": "all_gather"},
+        "alltoall": {"moe_dispatcher": "all_to_all"},
+        "flex": {"moe_dispatcher": "auto"},
+    },
+    "--moe-token-drop-policy": {
+        "probs": {"moe_drop_policy": "probability"},
+        "position": {"moe_drop_policy": "position"},
+    },
+    "--moe-router-dtype": {"fp32": {"moe_router_fp32": True}},
+    "--exp-avg-dtype": _MOMENTS,
+    "--exp-avg-sq-dtype": _MOMENTS,
+    "--main-params-dtype": {"fp32": {}},
+    "--data-parallel-sharding-strategy": {
+        "optim": {"zero_stage": 1},
+        "optim_grads": {"zero_stage": 2},
+        "optim_grads_params": {"zero_stage": 3},
+    },
+    "--context-parallel-size": {"1": {}},
+    "--expert-tensor-parallel-size": {"1": {}},
+    "--softmax-type": {"vanilla": {}},
+    "--train-mode": {"pretrain": {}},
+}
+_INSTEAD: Mapping[str, str] = {
+    "--context-parallel-size": " Long sequences: --sequence-parallel, recompute.",
+    "--expert-tensor-parallel-size": " With more ranks than experts --expert-model-parallel-size "
+    "cuts them.",
+}
 
-# Flag -> whether a value follows ("+": some), and the fields that it sets.
+
+def _one_of(flag: str, value: str) -> Mapping[str, Any]:
+    values = _VALUES[flag]
+    if value not in values:
+        known = f"one of {', '.join(values)}" if len(values) > 1 else next(iter(values))
+        raise ValueError(f"Expected {flag} to be {known}, got {value!r}.{_INSTEAD.get(flag, '')}")
+    return values[value]
+
+
+# Flag -> whether a value follows ("+": some), and the fields that it sets. What has a default for a
+# field stands behind the flags that set it.
 TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] = {
-    "--moe-router-load-balancing-type": _one_of(
-        "--moe-router-load-balancing-type",
-        {
-            "aux_loss": {},
-            "seq_aux_loss": {"moe_balance_over": "sequence"},
-            "global_aux_loss": {"moe_balance_over": "global_batch"},
-            "none": {},
-        },
-    ),
-    "--moe-token-dispatcher-type": _one_of(
-        "--moe-token-dispatcher-type",
-        {
-            "allgather": {"moe_dispatcher": "all_gather"},
-            "alltoall": {"moe_dispatcher": "all_to_all"},
-            "flex": {"moe_dispatcher": "auto"},
-        },
-    ),
-    "--moe-router-dtype": _one_of("--moe-router-dtype", {"fp32": {"moe_router_fp32": True}}),
+    **{flag: (True, partial(_one_of, flag)) for flag in _VALUES},
+    "--moe-router-pre-softmax": (False, lambda _: {}),
     "--moe-router-force-load-balancing": (
         False,
         lambda _: {"moe_uniform_expert_assignment": True},
     ),
-    "--moe-token-drop-policy": _one_of(
-        "--moe-token-drop-policy",
-        {
-            "probs": {"moe_drop_policy": "probability"},
-            "position": {"moe_drop_policy": "position"},
-        },
-    ),
-    # Behind the policy, which it has a default for.
     "--moe-expert-capacity-factor": (True, lambda word: {"moe_capacity_factor": _factor(word)}),
     "--moe-layer-recompute": (False, lambda _: {"moe_recompute": True}),
     "--recompute-modules": ("+", _recomputed),
-    "--exp-avg-dtype": _one_of("--exp-avg-dtype", _MOMENTS),
-    "--exp-avg-sq-dtype": _one_of("--exp-avg-sq-dtype", _MOMENTS),
-    "--main-params-dtype": _one_of("--main-params-dtype", {"fp32": {}}),
     "--use-torch-fsdp2": (False, lambda _: {"zero_stage": 3}),
-    "--data-parallel-sharding-strategy": _one_of("--data-parallel-sharding-strategy", _SHARDED),
-    "--context-parallel-size": _one_of(
-        "--context-parallel-size", {"1": {}}, " Long sequences: --sequence-parallel, recompute."
-    ),
-    "--expert-tensor-parallel-size": _one_of(
-        "--expert-tensor-parallel-size", {"1": {}},
-        " With more ranks than experts --expert-model-parallel-size cuts them.",
-    ),
-    "--softmax-type": _one_of("--softmax-type", {"vanilla": {}}),
-    "--train-mode": _one_of("--train-mode", {"pretrain": {}}),
-}  # fmt: skip
+}
 
 # Flag -> fields that have another default beside it, as there: the loss of a balancing type weighs
 # nothing until --moe-aux-loss-coeff says how much, and the least probable tokens are dropped.
 DEFAULTS_BESIDE: Mapping[str, Mapping[str, Any]] = {
     "--moe-router-load-balancing-type": {"moe_loss_weight": 0.0},
     "--moe-expert-capacity-factor": {"moe_drop_policy": "probability"},
+    "--moe-router-pre-softmax": {"moe_renormalize": False},  # of sigmoid scores see `beside_topk`
 }
 
 _FP8 = "there is no FP8 here: --bf16 is what trains"

@@ -97,15 +97,13 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
     ),
     "--use-rotary-position-embeddings": (False, lambda _: {"position_embedding_type": "rope"}),
     "--no-position-embedding": (False, lambda _: {}),
-    "--moe-router-pre-softmax": (False, lambda _: {}),
     **core_flags.TRANSLATED,
 }
 
-# Flag -> fields that have another default beside it. Scripts have the first beside rotations, where
-# it says nothing more, and the second beside sigmoid scores, whose weights add up to 1 anyhow.
+# Flag -> fields that have another default beside it. Scripts have this one beside rotations too,
+# where it says nothing more.
 DEFAULTS_BESIDE: Mapping[str, Mapping[str, Any]] = {
     "--no-position-embedding": {"position_embedding_type": "none"},
-    "--moe-router-pre-softmax": {"moe_renormalize": False},
     **core_flags.DEFAULTS_BESIDE,
 }
 

@@ -283,6 +283,33 @@ def test_an_unknown_stage_is_named():
         apply_data_parallel(build(), ParallelDims().build("cpu"), blocks=[], zero_stage=4)
 
 
+def mixed_dtypes(rank, world_size):
+    """What is said of bf16 blocks with an fp32 norm; and what trains where that is named."""
+    half, mesh = torch.bfloat16, ParallelDims(dp_shard=world_size).build("cpu")
+    model, other = (build().to(half) for _ in range(2))
+    for block in (model[1], other[1]):
+        block.norm.float()
+    said = ""
+    try:
+        apply_data_parallel(model, mesh, blocks=list(model)[:2])
+    except ValueError as error:
+        said = str(error)
+    apply_data_parallel(
+        other, mesh, blocks=list(other)[:2], compute_dtype=half, keep_fp32=[other[1].norm]
+    )
+    other[1].norm.register_forward_hook(lambda module, args, y: y.to(half))
+    other[1].norm.register_forward_pre_hook(lambda module, args: args[0].float())
+    other(torch.ones(3, WIDTH)).sum().backward()
+    return said, {p.grad.dtype for p in other.parameters()}
+
+
+def test_weights_of_two_dtypes_in_a_unit_are_refused_by_name():
+    for said, grads in run_ranks(mixed_dtypes, 2):
+        assert "torch.bfloat16 and torch.float32 in Block" in said
+        assert "keep_fp32" in said
+        assert grads == {torch.float32, torch.bfloat16}
+
+
 def half_precision_experts(rank, world_size, ep):
     """Two steps of experts in bf16 on one copy of them (ep = world) or two: weights at the end."""
     model, mesh = build(), ParallelDims(dp_shard=world_size, ep=ep).build("cpu")

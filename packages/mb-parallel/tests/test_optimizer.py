@@ -474,6 +474,46 @@ def test_what_cannot_be_is_refused(make, says):
         make(_parameters())
 
 
+def test_a_group_added_later_trains_as_one_that_was_there():
+    for kind, later in ((SGD, {"momentum": 0.9}), (Muon, {"muon": True, "fused": (2, 2)})):
+        weights = []
+        for together in (True, False):
+            p, q = nn.Parameter(torch.ones(5, 7)), nn.Parameter(torch.ones(4, 6))
+            groups = [{"params": [p]}, {"params": [q], **later}]
+            optimizer = kind(groups if together else groups[:1], lr=0.1)
+            p.grad = torch.arange(35.0).view(5, 7).cos()
+            optimizer.step()
+            if not together:
+                optimizer.add_param_group(groups[1])
+            q.grad = torch.arange(24.0).view(4, 6).cos()
+            for _ in range(2):
+                optimizer.step()
+            weights.append(q.detach())
+        assert torch.equal(*weights)
+        assert not torch.equal(weights[0], torch.ones(4, 6))
+
+
+def test_a_group_that_is_refused_is_not_added():
+    double = {"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))]}
+    vector = {"params": [nn.Parameter(torch.zeros(2))], "muon": True}
+    for kind, group in ((AdamW, double), (Adafactor, double), (Muon, vector)):
+        optimizer = kind([nn.Parameter(torch.zeros(2))])
+        with pytest.raises(ValueError, match="Expected"):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1
+
+
+def test_momentum_set_between_steps_is_obeyed():
+    ours, theirs = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizers = SGD([ours], lr=0.1), torch.optim.SGD([theirs], lr=0.1)
+    for momentum in (0.0, 0.9, 0.5):
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.param_groups[0]["momentum"] = momentum
+            parameter.grad = torch.tensor([1.0, -2.0, momentum])
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()

@@ -82,7 +82,7 @@ def apply_data_parallel(
             a loss, tables of positions and a residual stream in fp32 stay what they are.
 
     Raises:
-        ValueError: another `zero_stage`.
+        ValueError: another `zero_stage`, or parameters of several dtypes that train in one unit.
     """
     if zero_stage not in (1, 2, 3):
         raise ValueError(f"Expected zero_stage 1, 2 or 3, got {zero_stage}.")
@@ -96,7 +96,7 @@ def apply_data_parallel(
     uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     if compute_dtype != torch.float32:
         for unit in _units(keep_fp32, reshard):
-            fully_shard(unit, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)
+            _shard(unit, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)
     alone: set[nn.Parameter] = set()
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     if mesh.dims.edp > 1:
@@ -106,9 +106,9 @@ def apply_data_parallel(
         alone = _parameters(experts)
     common: dict[str, Any] = {"mesh": dense, "mp_policy": policy, "ignored_params": alone}
     for unit in _units(blocks, reshard, alone):
-        fully_shard(unit, reshard_after_forward=reshard, **common)
+        _shard(unit, reshard_after_forward=reshard, **common)
     # What no block owns (embeddings, final norm, head) is needed at both ends of the step: keep it.
-    fully_shard(model, reshard_after_forward=False, **common)
+    _shard([model], reshard_after_forward=False, **common)
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # else by a product on the way, if by 1
@@ -177,6 +177,23 @@ def _parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
     return {parameter for module in modules for parameter in module.parameters()}
 
 
+def _shard(
+    unit: list[nn.Module], *, ignored_params: Set[nn.Parameter] = frozenset(), **options: Any
+) -> None:
+    """`fully_shard`, which says at the first forward pass what it does not take."""
+    inner = [m for one in unit for m in one.modules() if isinstance(m, FSDPModule)]
+    mine = _parameters(unit) - _parameters(inner) - ignored_params
+    dtypes = sorted({str(p.dtype) for p in mine if p.requires_grad})
+    if len(dtypes) > 1:
+        names = ", ".join(dict.fromkeys(type(module).__name__ for module in unit))
+        raise ValueError(
+            "Expected parameters of one dtype to train in the blocks, and of one in what no block "
+            f"owns, got {' and '.join(dtypes)} in {names}. Give all one dtype, or pass the modules "
+            "that are in fp32 as `keep_fp32`, with a `compute_dtype` of 16 bits."
+        )
+    fully_shard(unit, ignored_params=set(ignored_params), **options)
+
+
 def _sharding_mesh(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
     """Both axes for FSDP2's hybrid form, the second alone where there are no replicas."""
     return mesh[shard] if mesh[replicate].size() == 1 else mesh[replicate, shard]
@@ -198,7 +215,7 @@ def _shard_experts(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     expert_mesh = _sharding_mesh(mesh.expert, "edp_replicate", "edp_shard")
-    fully_shard(
+    _shard(
         experts,
         mesh=expert_mesh,
         mp_policy=policy,

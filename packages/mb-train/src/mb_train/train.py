@@ -35,7 +35,7 @@ from mb_train.signals import StopFlag, stop_signals
 from mb_train.step import Step, params_norm, train_step
 from mb_train.tasks import Batch
 from mb_train.timers import Clock
-from mb_train.validate import evaluate, evaluate_end
+from mb_train.validate import END, evaluate, evaluate_end, measure
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,8 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     elif run.saver is not None:
         run.saver.wait()
     if stopped_by is None:
+        if valid_losses:
+            measure(run, run.data.valid, END)
         evaluate(run, run.data.test, "the end of training for test data", stop)
     valid_loss = next(iter(valid_losses.values()), None)
     checkpoint = None if run.folder is None else run_folder.find_checkpoint(run.folder)

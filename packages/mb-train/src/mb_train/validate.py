@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from mb_parallel import any_rank, gather_rest
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from mb_train.checkpoint import tensors_of
 from mb_train.reporting import measured_line, perplexity, validation_lines
 from mb_train.run import Run
 from mb_train.signals import StopFlag
 from mb_train.tasks import Dataset
 
+END = "the end of training for val data"
 # Samples at most: enough to know a share to 2 %.
 _MEASURED = 2000
 
@@ -63,12 +69,19 @@ def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> d
 def measure(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
     """What the task tells beside its losses, over samples that `evaluate` takes too; printed.
 
-    Every rank measures all of them. {} where layers are cut (tensor parallelism) or apart (stages).
+    Every rank measures all of them; where layers are cut (tensor parallelism) or apart (stages), on
+    a copy of the whole model. {} where there is no more to tell, or no memory for the copy.
     """
-    if dataset is None or run.mesh.tp_size * run.mesh.pp_size > 1:
+    if dataset is None or run.config.model == "gpt":
         return {}
-    (model,) = run.model.parts
-    gather_rest(model)  # which tasks call past its forward
+    if run.mesh.tp_size * run.mesh.pp_size > 1:
+        model = _whole(run)
+        if model is None:
+            run.say(f" not measured at {place}: a rank has no memory for the whole model")
+            return {}
+    else:
+        (model,) = run.model.parts
+        gather_rest(model)  # which tasks call past its forward
     count = min(run.config.eval_iters * run.batch_size, len(dataset), _MEASURED)
     # Its batches have sizes of their own, in T5 a new one for each token that is written: compiled
     # blocks would be compiled for them, once, at the end of a run.
@@ -81,16 +94,35 @@ def measure(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
     return found
 
 
+@torch.no_grad()
+def _whole(run: Run) -> nn.Module | None:
+    """The model as one process has it, on every rank; None where one has no memory for it."""
+    model, mine, pp = None, tensors_of(run.model.parts, None), run.mesh.axis("pp")
+    with contextlib.suppress(torch.OutOfMemoryError), run.device:
+        model = run.task.build_model(compute_dtype=run.compute_dtype)
+    if any_rank(model is None):
+        return None
+    assert model is not None
+    held: list[Any] = [list(mine)]
+    if pp is not None:
+        held *= pp.size()
+        dist.all_gather_object(held, list(mine), group=pp.get_group())
+    for name, tensor in tensors_of(model, None).items():
+        found = mine.get(name)
+        if found is not None:
+            tensor.copy_(found.full_tensor() if isinstance(found, DTensor) else found)
+        if pp is not None:
+            owner = next(stage for stage, names in enumerate(held) if name in names)
+            dist.broadcast(tensor, group=pp.get_group(), group_src=owner)
+    return model
+
+
 def evaluate_end(run: Run, of_now: dict[str, float], stop: StopFlag) -> dict[str, float]:
-    """The validation losses of a run that has come to its end, and what its task measures.
+    """The validation losses of a run that has come to its end.
 
     `of_now` are those of the same weights on the same set, where they are known; else {}.
     """
-    place = "the end of training for val data"
-    if of_now:
-        run.say(validation_lines(place, of_now))
-    else:
-        of_now = evaluate(run, run.data.valid, place, stop)
-    if of_now:
-        measure(run, run.data.valid, place)
+    if not of_now:
+        return evaluate(run, run.data.valid, END, stop)
+    run.say(validation_lines(END, of_now))
     return of_now

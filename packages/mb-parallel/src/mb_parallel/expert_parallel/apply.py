@@ -103,7 +103,7 @@ def parallelize_experts(
     rows = Rows(row_policy, row_budget)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
     if not layers:
-        return "expert parallelism: no MoE layers"
+        return "expert parallelism: no MoE layers of mb_layers in the model, nothing to spread"
     for name, layer in layers.items():
         _refuse(name, layer, mesh, sequence_parallel)
     ep = mesh.axis("ep")

@@ -76,7 +76,9 @@ class Adafactor(ShardedOptimizer):
             "scale_parameter": scale_parameter,
         }
         super().__init__(params, defaults)
-        for parameter in (p for group in self.param_groups for p in group["params"]):
+
+    def check(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
             if parameter.dtype is not torch.float32:
                 raise ValueError(f"Expected parameters in fp32, got {parameter.dtype}.")
 

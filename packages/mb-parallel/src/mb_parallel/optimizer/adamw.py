@@ -10,6 +10,7 @@ kernel are `mb_kernels.adamw_step`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import mb_kernels
@@ -44,6 +45,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         divisor, skip: fp32 scalars on the device: of the gradients, and 1 to change nothing.
         """
         raise NotImplementedError
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a group with parameters that cannot be trained this way."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, before any step; a group that is refused is not added.
+
+        Raises:
+            ValueError: as the constructor's for parameters.
+        """
+        super().add_param_group(param_group)
+        try:
+            self.check(self.param_groups[-1])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -114,6 +131,9 @@ class AdamW(ShardedOptimizer):
         ValueError: a rate outside its range, or a dtype other than these.
     """
 
+    # Defaults of what groups of a subclass hold besides.
+    _more_of_groups: Mapping[str, Any] = MappingProxyType({})
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -124,7 +144,6 @@ class AdamW(ShardedOptimizer):
         *,
         state_dtype: torch.dtype = torch.float32,
         working_copies: WorkingCopies | None = None,
-        **defaults: Any,
     ) -> None:
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"Expected state_dtype torch.float32 or bfloat16, got {state_dtype}.")
@@ -138,8 +157,10 @@ class AdamW(ShardedOptimizer):
         self._copies = working_copies if working_copies is not None else WorkingCopies({})
         self._equal = Unwritten()  # 16-bit parameters, to their masters
         rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**rates, **defaults})
-        for parameter in (p for group in self.param_groups for p in group["params"]):
+        super().__init__(params, {**rates, **self._more_of_groups})
+
+    def check(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
             if parameter.dtype not in (torch.float32, *_HALVES):
                 raise ValueError(
                     f"Expected parameters in fp32, bf16 or fp16, got {parameter.dtype}."

@@ -71,6 +71,9 @@ class Muon(AdamW):
                 f"momentum={momentum}, ns_steps={ns_steps}."
             )
         self.ns_dtype = ns_dtype
+        self._more_of_groups = {"muon": False, "momentum": momentum, "ns_steps": ns_steps,
+                                "fused": ()}  # fmt: skip
+        self._matrices: set[Tensor] = set()
         super().__init__(
             params,
             lr,
@@ -79,25 +82,27 @@ class Muon(AdamW):
             weight_decay,
             state_dtype=state_dtype,
             working_copies=working_copies,
-            muon=False,
-            momentum=momentum,
-            ns_steps=ns_steps,
-            fused=(),
         )
-        self._matrices = set()
-        for group in self.param_groups:
-            for parameter in group["params"] if group["muon"] else ():
-                if parameter.ndim < 2 or parameter.dtype is not torch.float32:
-                    raise ValueError(
-                        "Expected matrices in fp32 in a group with muon=True, got "
-                        f"{tuple(parameter.shape)} in {parameter.dtype}. See muon_groups."
-                    )
-                if group["fused"] and parameter.shape[-2] % sum(group["fused"]):
-                    raise ValueError(
-                        f"Expected rows in multiples of {' + '.join(map(str, group['fused']))}, "
-                        f"by `fused` of their group, got {tuple(parameter.shape)}."
-                    )
-                self._matrices.add(parameter)
+
+    def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
+        for parameter in group["params"] if group["muon"] else ():
+            if parameter.ndim < 2 or parameter.dtype is not torch.float32:
+                raise ValueError(
+                    "Expected matrices in fp32 in a group with muon=True, got "
+                    f"{tuple(parameter.shape)} in {parameter.dtype}. See muon_groups."
+                )
+            if group["fused"] and parameter.shape[-2] % sum(group["fused"]):
+                raise ValueError(
+                    f"Expected rows in multiples of {' + '.join(map(str, group['fused']))}, "
+                    f"by `fused` of their group, got {tuple(parameter.shape)}."
+                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["muon"]:
+            self._matrices.update(group["params"])
 
     def planned_state(self, parameter: Tensor) -> dict[str, Tensor]:
         if parameter in self._matrices:

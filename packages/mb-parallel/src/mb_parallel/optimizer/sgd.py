@@ -30,10 +30,10 @@ class SGD(ShardedOptimizer):
     ) -> None:
         at_least_0(lr=lr, momentum=momentum, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self._with_momentum = any(group["momentum"] for group in self.param_groups)
 
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {"momentum_buffer": torch.zeros_like(parameter)} if self._with_momentum else {}
+        with_momentum = any(group["momentum"] for group in self.param_groups)
+        return {"momentum_buffer": torch.zeros_like(parameter)} if with_momentum else {}
 
     def update(
         self, group: dict[str, Any], parameters: list[Tensor], divisor: Tensor, skip: Tensor
@@ -43,7 +43,7 @@ class SGD(ShardedOptimizer):
             weight = local(parameter).detach()
             grad = torch.where(skip != 0, 0.0, local_grad(parameter) / divisor).to(weight.dtype)
             grad.add_(weight, alpha=group["weight_decay"])
-            if self._with_momentum:
+            if group["momentum"]:
                 buffer = local(self.state[parameter]["momentum_buffer"])
                 new = buffer * group["momentum"] + grad
                 grad = buffer.lerp_(new, keep.to(buffer.dtype))

@@ -40,7 +40,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from mb_parallel.mesh import ParallelMesh
+from mb_parallel.arguments import floating, several
+from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.shards import local
 
 _STAGE = "_mb_zero_stage"
@@ -82,8 +83,12 @@ def apply_data_parallel(
             a loss, tables of positions and a residual stream in fp32 stay what they are.
 
     Raises:
-        ValueError: another `zero_stage`, or parameters of several dtypes that train in one unit.
+        ValueError: another `zero_stage`, no floating-point `compute_dtype`, one module instead of
+            several, or parameters of several dtypes that train in one unit.
     """
+    check_mesh(mesh)
+    floating(compute_dtype=compute_dtype)
+    blocks, keep_fp32 = several(blocks, "blocks"), several(keep_fp32, "keep_fp32")
     if zero_stage not in (1, 2, 3):
         raise ValueError(f"Expected zero_stage 1, 2 or 3, got {zero_stage}.")
     if mesh.dense is None or mesh.expert is None or mesh.dims.dp * mesh.dims.tp == 1:

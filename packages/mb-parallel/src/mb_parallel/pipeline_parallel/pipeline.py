@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from mb_parallel.data_parallel import zero_stage_of
 from mb_parallel.expert_parallel.balance import step_counts
-from mb_parallel.mesh import ParallelMesh
+from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.pipeline_parallel.placement import (
     rank_of_stage,
     schedule_kind,
@@ -91,6 +91,7 @@ class Pipeline:
         streams: Sequence[Sequence[str]] | None = None,
         tied: Mapping[str, str | Mapping[int, str]] | None = None,
     ) -> None:
+        check_mesh(mesh)
         pp = mesh.axis("pp")
         if pp is None:
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from mb_parallel.mesh import ParallelMesh
+from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.tensor_parallel.styles import Region, Style
 
 Plan: TypeAlias = Mapping[str, Style | Callable[[nn.Module], Style]]
@@ -44,6 +44,7 @@ def parallelize_tensors(
         ValueError: heads, widths or a vocabulary that tp does not divide, or a parameter of which
             no style of the plan says what becomes of it; names the module.
     """
+    check_mesh(mesh)
     tp = mesh.axis("tp")
     if tp is None:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def at_least_0(**numbers: Any) -> None:
 def at_least_1(**counts: Any) -> None:
     """Integers, by the names of the arguments."""
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
             raise ValueError(f"Expected {name} to be an integer of at least 1, got {count!r}.")
 
 

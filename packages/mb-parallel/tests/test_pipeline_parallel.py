@@ -196,8 +196,9 @@ def _announced_otherwise(rank, world_size):
     options = Options(pp=2, steps=1)
     stage = tiny_gpt.build(options)
     stage.keep(split_layers(tiny_gpt.L, 2)[rank], first=rank == 0, last=rank == 1)
-    pipeline = Pipeline([stage], ParallelDims(pp=2).build("cpu"), schedule="gpipe",
-                        first_input="tokens", hidden_size=tiny_gpt.D, dtype=torch.bfloat16)  # fmt: skip
+    arguments = {"first_input": "tokens", "hidden_size": tiny_gpt.D, "dtype": torch.bfloat16}
+    mesh = ParallelDims(pp=2).build("cpu")
+    pipeline = Pipeline([stage], mesh, schedule="gpipe", **arguments)
     pipeline.step(next(tiny_gpt.data(options)))
 
 

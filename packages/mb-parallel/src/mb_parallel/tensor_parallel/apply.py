@@ -71,8 +71,8 @@ def parallelize_tensors(
     if loose:
         raise ValueError(
             f"Expected the plan to cover every parameter, got none for {', '.join(loose)}. Add a "
-            "style for each: SequenceParallel() for what works token by token, Replicated() for "
-            "what all ranks compute alike."
+            "style for each: SequenceParallel() for what works token by token, PartialGradients() "
+            "for what each rank computes a part with, Replicated() for what all compute alike."
         )
 
 

@@ -200,9 +200,13 @@ def parse(
         if word != word.encode("utf-8", "replace").decode():
             raise UsageError(f"Expected text in UTF-8, got {word!a}: no file could hold it.")
     typed = list(dict.fromkeys(word.split("=")[0] for word in argv))
-    refused = [f"{name} cannot be honoured: {REFUSED[name]}." for name in typed if name in REFUSED]
+    refused: dict[str, list[str]] = {}
+    for name in typed:
+        if name in REFUSED:
+            refused.setdefault(REFUSED[name], []).append(name)
     if refused:
-        raise UsageError(" ".join(refused))
+        said = (f"{', '.join(names)} cannot be honoured: {why}." for why, names in refused.items())
+        raise UsageError(" ".join(said))
     parser = build_parser(commands)
     namespace, unknown = parser.parse_known_args(spelled_out(argv))
     if unknown:

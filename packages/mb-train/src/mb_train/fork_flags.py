@@ -26,7 +26,8 @@ REFUSED: Mapping[str, str] = {
     "--train-tokens": _LENGTHS.format("train-samples"),
     "--lr-decay-tokens": _LENGTHS.format("lr-decay-samples"),
     "--lr-warmup-tokens": _LENGTHS.format("lr-warmup-samples"),
-    "--moe-expert-parallel-size": "say --expert-model-parallel-size",
+    "--moe-expert-parallel-size": "say --expert-model-parallel-size, and --moe-layer-freq 2, for "
+    "every second layer has experts there if nothing else is said",
     "--expert-interval": "say --moe-layer-freq: the first of every N layers has experts, not the "
     "last, and N is 1 where it is not given",
     "--moe-loss-coeff": "say --moe-aux-loss-coeff, which weighs every layer's loss too",

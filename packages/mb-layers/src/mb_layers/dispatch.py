@@ -122,8 +122,12 @@ def replaced(values: Values, **changes: Any) -> Values:
 def capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
     """Return C = ceil(factor K T / E), computed exactly: 1.1 means 11/10, not its binary neighbour.
 
-    `num_tokens` are the tokens of all ranks that share the experts, so that C does not depend on
-    how they are spread.
+    Args:
+        num_tokens: T, the tokens of all ranks that share the experts, so that C does not depend on
+            how they are spread.
+        top_k: K, experts a token visits.
+        num_experts: E.
+        capacity_factor: 1 is room for perfectly even routing.
     """
     return _capacity(num_tokens * top_k, num_experts, as_ratio(capacity_factor))
 

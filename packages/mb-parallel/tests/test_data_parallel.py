@@ -301,6 +301,10 @@ def test_what_ranks_would_refuse_one_process_refuses(given, says):
 def mixed_dtypes(rank, world_size):
     """What is said of bf16 blocks with an fp32 norm; and what trains where that is named."""
     half, mesh = torch.bfloat16, ParallelDims(dp_shard=world_size).build("cpu")
+    early = build()
+    hold_working_copies([early], half)
+    with pytest.raises(ValueError, match="hold_working_copies after apply_data_parallel"):
+        apply_data_parallel(early, mesh, blocks=list(early)[:2])
     model, other = (build().to(half) for _ in range(2))
     for block in (model[1], other[1]):
         block.norm.float()

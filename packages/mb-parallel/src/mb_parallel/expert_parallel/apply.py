@@ -199,6 +199,11 @@ def _refuse_held(model: nn.Module, layers: dict[str, Layer]) -> None:
                 f"Expected plain parameters in {name or 'the layer'}, got DTensors. Call "
                 "parallelize_experts before apply_data_parallel or fully_shard."
             )
+        if layer.experts.working_copies:
+            raise ValueError(
+                f"Expected the experts of {name or 'the layer'} without working copies, which "
+                "would stay behind. Call hold_working_copies last."
+            )
         if not others.isdisjoint(layer.experts.parameters()):
             raise ValueError(
                 f"Expected the experts of {name or 'the layer'} to share parameters with other "

@@ -193,8 +193,8 @@ def clip_and_step(
         scaler: whose scale the loss was multiplied by; it learns of the overflow.
 
     Raises:
-        ValueError: an optimizer that cannot skip a step on the device; `max_norm` is below 0 or no
-            number.
+        ValueError: an optimizer that cannot skip a step on the device, or of whose parameters none
+            has a gradient; `max_norm` is below 0 or no number.
     """
     at_least_0(max_norm=max_norm)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -203,6 +203,13 @@ def clip_and_step(
             f"{type(optimizer).__name__}, which cannot skip a step on the device."
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = [p for p in parameters if p.requires_grad]
+    if trained and all(p.grad is None for p in trained):
+        raise ValueError(
+            "Expected gradients, got none in any parameter of the optimizer. Call backward before, "
+            "and make the optimizer after what replaces parameters: parallelize_tensors, "
+            "parallelize_experts, apply_data_parallel."
+        )
     norm = grad_norm(parameters, mesh, uncounted=uncounted)
     scale = None if scaler is None else scaler.scale_on(norm.device)
     if scale is not None:

@@ -52,13 +52,16 @@ class Dispatched(NamedTuple):
 
 
 class TokenDispatcher(Protocol):
-    """Moves tokens to the experts and back. Both methods are differentiable."""
+    """Moves tokens to the experts and back. Both methods are differentiable.
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
+    They are called with positions alone, so that yours may name its arguments as it likes.
+    """
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, /) -> Dispatched:
         """Bring the tokens [T, D], routed by weights and ids [T, K], to their experts."""
         ...
 
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, y_RD: Tensor, dispatched: Dispatched, /) -> Tensor:
         """Bring the experts' result home: y_TD, each token's weighted sum over its experts."""
         ...
 

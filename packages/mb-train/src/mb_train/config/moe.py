@@ -172,7 +172,8 @@ class MoEFields:
     def moe_argument_names() -> dict[str, str]:
         """The field behind each argument of `mb_layers.MoEConfig`."""
         own = {spec(f).layer or "": f.name for f in fields(MoEFields) if spec(f).layer}
-        return own | {"capacity_factor": "moe_capacity_factor", "activation": "activation"}
+        shared = {"activation": "activation", "ffn_hidden_size": "moe_ffn_hidden_size"}
+        return own | shared | {"capacity_factor": "moe_capacity_factor"}
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, has experts."""

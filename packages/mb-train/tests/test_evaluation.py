@@ -202,10 +202,10 @@ def test_a_model_that_has_diverged_is_said(trained, tmp_path):
         task_of("lambada")(broken, lines(tmp_path / "a.jsonl", "a b"), EvalOptions())
 
 
-@pytest.mark.parametrize("task", ["hellaswag", "lm_eval:hellaswag", "lambada"])
+@pytest.mark.parametrize("task", ["hellaswag", "lm_eval:hellaswag", "lambada", "lambada no-file"])
 def test_a_task_is_judged_before_the_model_is_read(task, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
-    assert main(["eval", "no such run", "--task", task]) == 2
+    assert main(["eval", "no such run", "--task", *task.split()]) == 2
     assert "no such run" not in capsys.readouterr().err
 
 

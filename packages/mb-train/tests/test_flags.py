@@ -107,6 +107,8 @@ def test_settled_flags_are_answered_in_one_note():
     ("typed", "said"),
     [
         ("--fp8-format hybrid", r"--fp8-format cannot be honoured: there is no FP8 here"),
+        ("--deepspeed --topk 2", r"--deepspeed cannot be .* --topk cannot be .*--moe-router-topk"),
+        ("--moe-aux-loss-coeff x", r"--moe-aux-loss-coeff to be a number, got x"),
         ("--q-lora-rank=512", r"--q-lora-rank cannot be honoured: there is no latent attention"),
         ("--context-parallel-size 2", r"--context-parallel-size to be 1, got '2'.*--sequence-para"),
         ("--moe-router-dtype fp64", r"--moe-router-dtype to be fp32, got 'fp64'"),
@@ -233,6 +235,54 @@ def test_what_later_megatrons_say_means_the_same_here(typed, wanted):
     assert parse(typed.split()).values == wanted
     with pytest.raises(ValueError, match=r"to be one of aux_loss, .*, got 'sinkhorn'"):
         parse(["--moe-router-load-balancing-type", "sinkhorn"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "layers"),
+    [
+        ("--num-layers 5", 5),
+        ("--num-layers 5 --moe-layer-freq [0]+[1]*4", 4),
+        ("--num-layers 5 --moe-layer-freq 2", 3),
+        ("--num-layers 3 --model t5 --decoder-num-layers 2 --decoder-seq-length 8", 5),
+        ("--num-layers 3 --model ict", 6),
+    ],
+)
+def test_the_losses_of_megatron_core_weigh_in_every_layer(typed, layers):
+    # There each layer's loss is added as it is, here their mean: see `ExpertReports`.
+    run = [*RUN, *typed.split(), "--moe-num-experts", "4"]
+    line = parse([*run, "--moe-aux-loss-coeff", "0.25", "--moe-z-loss-coeff", "0.5"])
+    for loaded in None, {"moe_loss_weight": 3.0}:
+        config = resolve(line, loaded)
+        assert (config.moe_loss_weight, config.moe_z_loss_weight) == (0.25 * layers, 0.5 * layers)
+    config = resolve(parse([*run, "--moe-loss-weight", "0.25"]))
+    assert (config.moe_loss_weight, config.moe_layers) == (0.25, layers)
+
+
+@pytest.mark.parametrize(
+    ("typed", "top_k", "renormalized", "weight"),
+    [
+        ("--moe-num-experts 8", 1, False, 0.1),  # MegaBlocks' spelling
+        ("--num-experts 8", 1, False, 0.0),  # Megatron-LM's, a Switch without a loss
+        ("--num-experts 8 --moe-grouped-gemm", 2, True, 0.0),  # Core's, whose default is 2
+        ("--num-experts 8 --moe-aux-loss-coeff 0.5 --moe-router-pre-softmax", 2, False, 1.0),
+        ("--num-experts 8 --moe-grouped-gemm --moe-top-k 3 --moe-loss-weight 0.2", 3, False, 0.2),
+        ("--num-experts 8 --moe-router-topk 1 --moe-aux-loss-coeff 0.5", 1, False, 1.0),
+        ("--num-experts 8 --recipe dmoe-46m --moe-grouped-gemm", 1, False, 0.1),
+    ],
+)
+def test_experts_have_the_defaults_of_whose_spelling_it_is(typed, top_k, renormalized, weight):
+    line = parse([*RUN, "--num-layers", "2", *typed.split()])
+    config = resolve(line)
+    found = config.moe_top_k, config.moe_renormalize, config.moe_loss_weight
+    assert found == (top_k, renormalized, weight)
+    assert any("no load-balancing loss" in note for note in line.notes) == (weight == 0)
+
+
+def test_a_file_has_its_say_beside_megatrons_defaults(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("moe_loss_weight = 0.25\n")
+    typed = ["--num-layers", "2", "--num-experts", "8", "--config", str(path)]
+    assert resolve(parse([*RUN, *typed])).moe_loss_weight == 0.25
 
 
 def test_a_weight_decay_typed_alone_ends_the_schedule_of_another():

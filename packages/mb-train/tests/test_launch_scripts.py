@@ -61,7 +61,7 @@ def test_a_script_is_accepted_verbatim(tmp_path, name, model, words):
 def test_a_mixtral_of_megatron_core_is_the_model_it_is():
     config = resolve(parse(CORE["train_mixtral_8x7b_distributed.sh"][1]))
     assert (config.activation_name, config.expert_ffn_size, config.kv_heads) == ("swiglu", 14336, 8)
-    assert (config.moe_top_k, config.moe_renormalize, config.moe_loss_weight) == (2, True, 0.01)
+    assert (config.moe_top_k, config.moe_renormalize, config.moe_loss_weight) == (2, True, 0.32)
     assert (config.position_embedding_type, config.moe_dispatcher) == ("rope", "all_to_all")
 
 
@@ -69,7 +69,7 @@ def test_a_qwen3_of_megatron_core_is_the_model_it_is():
     config = resolve(parse(CORE["train_qwen3.sh"][1]))
     assert (config.activation_name, config.expert_ffn_size, config.kv_heads) == ("swiglu", 768, 4)
     assert (config.moe_num_experts, config.moe_top_k, config.moe_renormalize) == (128, 8, True)
-    assert (config.moe_loss_weight, config.qk_layernorm, config.head_size) == (1e-3, True, 128)
+    assert (config.moe_loss_weight, config.qk_layernorm, config.head_size) == (0.048, True, 128)
     assert (config.mock_data, config.eval_iters, config.log_throughput) == (True, 0, True)
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 from mb_train import run_folder
 from mb_train.folder_lock import locked
+from mb_train.run import only_writer
 from mb_train.run_folder import (
     find_checkpoint,
     recover,
@@ -237,3 +238,11 @@ def test_a_width_that_was_a_default_stays_what_it_was(tmp_path):
     }  # fmt: skip
     (tmp_path / run_folder.RUN_FILE).write_text(json.dumps(content))
     assert run_folder.read_saved_run(tmp_path).inherited()["ffn_hidden_size"] == 128
+
+
+def test_no_run_is_written_into_a_checkpoint(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    wanted = r"--save to be the folder of a run, got .* a checkpoint"
+    with pytest.raises(ValueError, match=wanted), only_writer(str(tmp_path)):
+        pytest.fail("got in")
+    assert os.listdir(tmp_path) == ["run.json"]

@@ -6,7 +6,9 @@ import types
 
 import pytest
 from mb_train.config import TrainConfig
+from mb_train.recipes import recipe
 from mb_train.run_log import RunLog, open_boards, read_log
+from mb_train.train import train
 
 RUN = {
     "num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "seq_length": 8,
@@ -102,6 +104,20 @@ def test_tensorboard_missing_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"pip install 'mb-train\[tensorboard\]'"):
         open_boards(TrainConfig(**RUN, tensorboard_dir="boards"))
+
+
+@pytest.mark.parametrize(("module", "flag"), [
+    ("torch.utils.tensorboard", "tensorboard_dir"), ("wandb", "wandb_project"),
+])  # fmt: skip
+def test_a_board_without_its_package_is_refused_before_there_is_a_model(
+    tmp_path, monkeypatch, module, flag
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr("mb_train.run.make_task", lambda *_, **__: pytest.fail("made a model"))
+    config = TrainConfig(**recipe("quickstart") | {"save": str(tmp_path / "run"), flag: "a"})
+    with pytest.raises(ValueError, match="pip install"):
+        train(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_board_that_fails_is_left_out_and_ends_no_run():

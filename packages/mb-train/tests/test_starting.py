@@ -233,6 +233,9 @@ def test_separate_data_for_each_part(finished, tmp_path, capsys):
         named.data_by_part()
     with pytest.raises(ValueError, match="one of the ways to name data, got --data-path and --dat"):
         TrainConfig(**recipe("quickstart"), data_path=["a"], data_args_path="b")
+    (tmp_path / "words").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="words to be text, got 'utf-8' codec can't decode"):
+        TrainConfig(**recipe("quickstart"), data_args_path=f"{tmp_path}/words").data_words()
 
 
 def test_whole_documents_with_their_middle_last(tmp_path, capsys):

@@ -198,6 +198,7 @@ def evaluate(parser: Parser, arguments: Sequence[str]) -> int:
             raise ValueError(
                 f"Expected a file to evaluate on with --task {options.task}, got none."
             )
+        Path(options.file).open("rb").close()  # before a model is loaded for it
         measure = partial(task, path=Path(options.file), options=how)
     trained = load_trained(Path(options.run), options.device)
     found = measure(trained)

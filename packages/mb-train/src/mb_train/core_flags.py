@@ -8,9 +8,11 @@ unheard of: trained without what they ask for, a model would be another one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
+
+from mb_train import fork_flags
 
 _FUSED = "fusion is the kernels' own matter"
 _FSDP = "data parallelism is FSDP2"
@@ -23,6 +25,16 @@ _ONE_LOGGER = "it is a service of NVIDIA's"
 _FAULTS = "a run is started again by who launched it: see --nan-limit for the rest"
 
 TOPK = "--moe-router-topk"
+# Flags by which a script that counts its experts, but not those of a token, is one of Core's.
+_CORES = (
+    "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-token-dispatcher-type",
+    "--moe-grouped-gemm",
+)  # fmt: skip
+# Flag -> the field that it sets. Core weighs the loss of every layer by it, the field their mean.
+OF_EVERY_LAYER: Mapping[str, str] = {
+    "--moe-aux-loss-coeff": "moe_loss_weight",
+    "--moe-z-loss-coeff": "moe_z_loss_weight",
+}
 
 # Flag -> how many values follow ("?": one or none, "+": some), and the answer.
 SETTLED: Mapping[str, tuple[int | str, str]] = {
@@ -182,16 +194,33 @@ def _one_of(flag: str, value: str) -> Mapping[str, Any]:
     return values[value]
 
 
+def _number(flag: str, word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"Expected {flag} to be a number, got {word}.") from None
+
+
+def _capacity_factor(word: str) -> Mapping[str, Any]:
+    factor = _number("--moe-expert-capacity-factor", word)
+    return {"moe_capacity_factor": max(factor, 0.0)}  # below 0 is none, there as here 0
+
+
+def _weight(flag: str, word: str) -> Mapping[str, Any]:
+    return {OF_EVERY_LAYER[flag]: _number(flag, word)}
+
+
 # Flag -> whether a value follows ("+": some), and the fields that it sets. What has a default for a
 # field stands behind the flags that set it.
 TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] = {
+    **{flag: (True, partial(_weight, flag)) for flag in OF_EVERY_LAYER},
     **{flag: (True, partial(_one_of, flag)) for flag in _VALUES},
     "--moe-router-pre-softmax": (False, lambda _: {}),
     "--moe-router-force-load-balancing": (
         False,
         lambda _: {"moe_uniform_expert_assignment": True},
     ),
-    "--moe-expert-capacity-factor": (True, lambda word: {"moe_capacity_factor": _factor(word)}),
+    "--moe-expert-capacity-factor": (True, _capacity_factor),
     "--moe-layer-recompute": (False, lambda _: {"moe_recompute": True}),
     "--recompute-modules": ("+", _recomputed),
     "--use-torch-fsdp2": (False, lambda _: {"zero_stage": 3}),
@@ -202,7 +231,6 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
 DEFAULTS_BESIDE: Mapping[str, Mapping[str, Any]] = {
     "--moe-router-load-balancing-type": {"moe_loss_weight": 0.0},
     "--moe-expert-capacity-factor": {"moe_drop_policy": "probability"},
-    "--moe-router-pre-softmax": {"moe_renormalize": False},  # of sigmoid scores see `beside_topk`
 }
 
 _FP8 = "there is no FP8 here: --bf16 is what trains"
@@ -246,8 +274,7 @@ REFUSED: Mapping[str, str] = {
     "--ckpt-convert-format": "the convert command does that",
     "--yaml-cfg": "--config reads a TOML file, which --print-config writes",
     "--spec": "the layers are this library's",
-    "--deepspeed": "DeepSpeed's settings are flags here: see --zero-stage and --fp16",
-    "--deepspeed_config": "DeepSpeed's settings are flags here: see --zero-stage and --fp16",
+    **fork_flags.REFUSED,
 }
 
 
@@ -313,18 +340,33 @@ def _sum(text: str) -> list[int]:
     return layers
 
 
-def beside_topk(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of routing that have another default beside `TOPK`, Core's spelling of top-k.
+def beside_experts(typed: Container[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of routing that have another default beside Megatron's own flags.
 
-    A token's weights add up to 1, but for those of a softmax over all experts; a group of experts
-    counts as much as the best of it that a token could choose there.
+    A script that counts its experts by `--num-experts` has no loss of theirs until it asks for one,
+    and one of Core's has 2 of them a token. With `TOPK`, Core's spelling, a token's weights add up
+    to 1, but for those of a softmax over all experts; a group of experts counts as much as the best
+    of it that a token could choose there.
+
+    Args:
+        typed: flags of the command line.
+        values: the fields that they say.
     """
-    top_k, groups = values["moe_top_k"], values.get("moe_router_group_topk")
     found: dict[str, Any] = {}
+    if "--moe-router-pre-softmax" in typed:
+        found["moe_renormalize"] = False
+    cores = TOPK in typed
+    if "--num-experts" in typed and "num_layers" in values and "recipe" not in values:
+        found["moe_loss_weight"] = 0.0
+        if "moe_top_k" not in values and any(flag in typed for flag in _CORES):
+            cores, found["moe_top_k"] = True, 2
+    if not cores:
+        return found
+    top_k: int = {**found, **values}["moe_top_k"]
     if top_k > 1:
         sigmoid = values.get("moe_router_score_function") == "sigmoid"
-        found["moe_renormalize"] = sigmoid or "--moe-router-pre-softmax" not in values
-    if groups:
+        found["moe_renormalize"] = sigmoid or "--moe-router-pre-softmax" not in typed
+    if groups := values.get("moe_router_group_topk"):
         found["moe_router_group_score_top"] = max(top_k // groups, 1)
     return found
 
@@ -344,12 +386,3 @@ def together(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if values.get("--moe-router-load-balancing-type") == "none":  # whatever it is said to weigh
         return {"moe_loss_weight": 0.0}
     return {}
-
-
-def _factor(word: str) -> float:
-    try:
-        return max(float(word), 0.0)  # below 0 is none, there as here 0
-    except ValueError:
-        raise ValueError(
-            f"Expected --moe-expert-capacity-factor to be a number, got {word}."
-        ) from None

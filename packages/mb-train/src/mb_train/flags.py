@@ -8,6 +8,7 @@ Flags, their types and their help come from the fields of `TrainConfig`; nothing
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import inspect
 import textwrap
@@ -21,7 +22,7 @@ from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import spec, value_types
 from mb_train.config.model import ModelFields
 from mb_train.config.training import RateFields
-from mb_train.core_flags import REFUSED, TOPK, beside_topk, spelled_out, together
+from mb_train.core_flags import OF_EVERY_LAYER, REFUSED, beside_experts, spelled_out, together
 from mb_train.recipes import RECIPES, recipe
 from mb_train.settled import DEFAULTS_BESIDE, SETTLED, TRANSLATED, note
 from mb_train.toml_file import UsageError, read_toml
@@ -32,12 +33,16 @@ _DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was typed or read from `--config`: fields by name, the recipe, remarks to print."""
+    """What was typed or read from `--config`: fields by name, the recipe, remarks to print.
+
+    `of_every_layer` names those weights of `values` that every layer's loss has, not their mean.
+    """
 
     values: dict[str, Any]
     recipe: str | None
     print_config: bool
     notes: tuple[str, ...]
+    of_every_layer: tuple[str, ...] = ()
 
 
 class Parser(argparse.ArgumentParser):
@@ -194,8 +199,14 @@ def parse(
     for word in argv:
         if word != word.encode("utf-8", "replace").decode():
             raise UsageError(f"Expected text in UTF-8, got {word!a}: no file could hold it.")
-        if (name := word.split("=")[0]) in REFUSED:
-            raise UsageError(f"{name} cannot be honoured: {REFUSED[name]}.")
+    typed = list(dict.fromkeys(word.split("=")[0] for word in argv))
+    refused: dict[str, list[str]] = {}
+    for name in typed:
+        if name in REFUSED:
+            refused.setdefault(REFUSED[name], []).append(name)
+    if refused:
+        said = (f"{', '.join(names)} cannot be honoured: {why}." for why, names in refused.items())
+        raise UsageError(" ".join(said))
     parser = build_parser(commands)
     namespace, unknown = parser.parse_known_args(spelled_out(argv))
     if unknown:
@@ -208,12 +219,14 @@ def parse(
     settled = [name for name in SETTLED if name in values]
     for name in settled:
         del values[name]
-    if any(word.split("=")[0] == TOPK for word in argv):
-        values = {**beside_topk(values), **values}
+    beside = beside_experts(typed, values)
     values |= together(values)
+    of_every_layer = []
     for name, (_, meaning) in TRANSLATED.items():
         if name in values:
             said = meaning(values.pop(name))
+            if (field := OF_EVERY_LAYER.get(name)) is not None and field not in values:
+                of_every_layer.append(field)
             values = {**DEFAULTS_BESIDE.get(name, {}), **said, **values}
     named = values.pop("recipe", None)
     config_file = values.pop("config", None)
@@ -221,7 +234,13 @@ def parse(
     if config_file is not None:
         from_file, file_recipe = read_toml(config_file)
         values, named = {**from_file, **values}, named or file_recipe
-    return CommandLine(values, named, print_config, (note(settled),) if settled else ())
+    notes = [note(settled)] if settled else []
+    if "moe_loss_weight" in beside and "moe_loss_weight" not in values:
+        notes.append(
+            "--num-experts without --moe-aux-loss-coeff: no load-balancing loss, as in Megatron"
+        )
+    values = {**beside, **values}
+    return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer))
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
@@ -260,4 +279,7 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
             values[f"lr_decay_{unit}"] = loaded.get(f"lr_decay_{unit}") or loaded.get(
                 f"train_{unit}"
             )
-    return TrainConfig(**values)
+    config = TrainConfig(**values)
+    layers = config.moe_layers
+    weights = {name: layers * getattr(config, name) for name in command.of_every_layer if layers}
+    return dataclasses.replace(config, **weights) if weights else config

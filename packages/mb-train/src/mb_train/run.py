@@ -42,7 +42,7 @@ from mb_train.reporting import (
     world_line,
 )
 from mb_train.run_folder import SavedRun
-from mb_train.run_log import RunLog, open_boards
+from mb_train.run_log import RunLog, check_boards, open_boards
 from mb_train.saver import Saver
 from mb_train.schedule import (
     BatchSizes,
@@ -149,6 +149,7 @@ class Run:
     def _lay_out(self, config: TrainConfig) -> None:
         """The ranks' meshes, and the batches and rates that follow from their number."""
         check_profiled(config, self.device)
+        check_boards(config)
         if world_size() > 1:
             check_same(program(), "the program")
         check_same(config, "the configuration")  # before groups: other sizes would make others
@@ -296,7 +297,7 @@ def only_writer(save: str | None) -> Generator[list[str]]:
     """Hold the lock of the run folder, on rank 0 for all; yield what had to be put right in it.
 
     Raises:
-        ValueError: on all ranks, if another run holds it.
+        ValueError: on all ranks, if another run holds it, or it is no run's.
         OSError: on all ranks, if it cannot be written.
     """
     with contextlib.ExitStack() as held:
@@ -304,6 +305,11 @@ def only_writer(save: str | None) -> Generator[list[str]]:
         failure: list[Exception | None] = [None]
         if save is not None and rank() == 0:
             try:
+                if (Path(save) / run_folder.RUN_FILE).is_file():
+                    raise ValueError(
+                        f"Expected --save to be the folder of a run, got {save}, which is a "
+                        "checkpoint. Give the folder around it, or a new one."
+                    )
                 held.enter_context(locked(Path(save)))
                 done = run_folder.recover(Path(save))
             except ValueError as error:

@@ -165,6 +165,14 @@ class _WandB:
         self._run.finish()
 
 
+def check_boards(config: TrainConfig) -> None:
+    """Raise ValueError if the package of a board that a run asks for is missing."""
+    if config.tensorboard_dir is not None:
+        _tensorboard()
+    if config.wandb_project is not None:
+        _wandb()
+
+
 def open_boards(config: TrainConfig) -> list[Board]:
     """The boards that a run asks for; none without their flags.
 
@@ -174,23 +182,10 @@ def open_boards(config: TrainConfig) -> list[Board]:
     """
     boards: list[Board] = []
     if config.tensorboard_dir is not None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ValueError(
-                "Expected the tensorboard package for --tensorboard-dir, found none. Install it "
-                "with pip install 'mb-train[tensorboard]', or leave the flag out."
-            ) from None
         queue = config.tensorboard_queue_size
-        boards.append(_TensorBoard(SummaryWriter(config.tensorboard_dir, max_queue=queue)))
+        boards.append(_TensorBoard(_tensorboard()(config.tensorboard_dir, max_queue=queue)))
     if config.wandb_project is not None:
-        try:
-            import wandb  # ty: ignore[import-not-found]  # only if it is asked for
-        except ImportError:
-            raise ValueError(
-                "Expected the wandb package for --wandb-project, found none. Install it with "
-                "pip install wandb, or leave the flag out."
-            ) from None
+        wandb = _wandb()
         try:
             run = wandb.init(
                 project=config.wandb_project,
@@ -203,6 +198,29 @@ def open_boards(config: TrainConfig) -> list[Board]:
             raise ValueError(f"--wandb-project {config.wandb_project}: {error}") from error
         boards.append(_WandB(run))
     return boards
+
+
+def _tensorboard() -> Any:
+    """What writes TensorBoard's files."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "Expected the tensorboard package for --tensorboard-dir, found none. Install it "
+            "with pip install 'mb-train[tensorboard]', or leave the flag out."
+        ) from None
+    return SummaryWriter
+
+
+def _wandb() -> Any:
+    try:
+        import wandb  # ty: ignore[import-not-found]  # only if it is asked for
+    except ImportError:
+        raise ValueError(
+            "Expected the wandb package for --wandb-project, found none. Install it with "
+            "pip install wandb, or leave the flag out."
+        ) from None
+    return wandb
 
 
 def _finite(value: Any) -> Any:

@@ -152,7 +152,10 @@ class DataFields:
         """
         if self.data_args_path is None:
             return self.data_path
-        words = Path(self.data_args_path).read_text("utf-8").split()
+        try:
+            words = Path(self.data_args_path).read_text("utf-8").split()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"Expected {self.data_args_path} to be text, got {error}.") from error
         if not words:
             raise ValueError(f"Expected data paths in {self.data_args_path}, got an empty file.")
         _check_blend("data_args_path", words)

@@ -48,8 +48,8 @@ class MoEFields:
         "the first k layers have none (ours)", 0, bounds=AT_LEAST_0, on_load="model"
     )
     moe_loss_weight: float = flag(
-        "weight of the load-balancing loss", 0.1, bounds=AT_LEAST_0, on_load="said",
-        layer="load_balancing_loss_weight", also=("--moe-aux-loss-coeff",),
+        "weight of the load-balancing loss, a mean over the layers", 0.1, bounds=AT_LEAST_0,
+        on_load="said", layer="load_balancing_loss_weight",
     )  # fmt: skip
     moe_balance_over: str = flag(
         "balance the load over each micro-batch, each sequence or the global batch: all ranks' "
@@ -58,8 +58,8 @@ class MoEFields:
         layer="balance_over",
     )  # fmt: skip
     moe_z_loss_weight: float = flag(
-        "weight of the router's z-loss (ours)", 0.0, bounds=AT_LEAST_0, on_load="said",
-        layer="z_loss_weight", also=("--moe-z-loss-coeff",),
+        "weight of the router's z-loss, a mean over the layers (ours)", 0.0, bounds=AT_LEAST_0,
+        on_load="said", layer="z_loss_weight",
     )  # fmt: skip
     moe_router_score_function: str = flag(
         "scores of the router", "softmax", choices=("softmax", "sigmoid"), on_load="said",
@@ -172,7 +172,8 @@ class MoEFields:
     def moe_argument_names() -> dict[str, str]:
         """The field behind each argument of `mb_layers.MoEConfig`."""
         own = {spec(f).layer or "": f.name for f in fields(MoEFields) if spec(f).layer}
-        return own | {"capacity_factor": "moe_capacity_factor", "activation": "activation"}
+        shared = {"activation": "activation", "ffn_hidden_size": "moe_ffn_hidden_size"}
+        return own | shared | {"capacity_factor": "moe_capacity_factor"}
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, has experts."""

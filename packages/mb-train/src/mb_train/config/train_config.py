@@ -117,6 +117,15 @@ class TrainConfig(
         return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
+    def moe_layers(self) -> int:
+        """Layers with experts, of T5's two stacks and of ICT's two towers."""
+        stacks = {
+            "t5": [whole(self.num_layers), self.decoder_layers],
+            "ict": [whole(self.num_layers)] * 2,
+        }.get(self.model, [whole(self.num_layers)])
+        return sum(self.has_experts(layer) for layers in stacks for layer in range(layers))
+
+    @property
     def decay_length(self) -> str:
         """Length of the learning rate's decay, with its unit."""
         if self.by_samples:

@@ -188,7 +188,8 @@ def _with_experts(config: Json, count: str) -> dict[str, Any]:
         "moe_ffn_hidden_size": config["intermediate_size"],
         "moe_num_experts": config[count],
         "moe_top_k": config["num_experts_per_tok"],
-        "moe_loss_weight": config["router_aux_loss_coef"],
+        # transformers' loss counts every choice of a token, and is top-k when balanced, ours 1.
+        "moe_loss_weight": config["num_experts_per_tok"] * (config["router_aux_loss_coef"] or 0.0),
     }
 
 
@@ -198,7 +199,7 @@ def _experts(config: TrainConfig, count: str) -> dict[str, Any]:
         "num_experts_per_tok": config.moe_top_k,
         "intermediate_size": config.expert_ffn_size,
         "norm_topk_prob": config.moe_renormalize,
-        "router_aux_loss_coef": config.moe_loss_weight,
+        "router_aux_loss_coef": config.moe_loss_weight / config.moe_top_k,
     }
 
 

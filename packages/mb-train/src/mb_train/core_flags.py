@@ -27,8 +27,7 @@ _FAULTS = "a run is started again by who launched it: see --nan-limit for the re
 TOPK = "--moe-router-topk"
 # Flags by which a script that counts its experts, but not those of a token, is one of Core's.
 _CORES = (
-    "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-token-dispatcher-type",
-    "--moe-grouped-gemm",
+    "--moe-router-load-balancing-type", "--moe-token-dispatcher-type", "--moe-grouped-gemm",
 )  # fmt: skip
 # Flag -> the field that it sets. Core weighs the loss of every layer by it, the field their mean.
 OF_EVERY_LAYER: Mapping[str, str] = {

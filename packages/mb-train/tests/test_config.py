@@ -67,6 +67,7 @@ def test_defaults_derive_from_sizes():
         ({"initial_loss_scale": 0.5}, "--initial-loss-scale of at least --min-loss-scale 1.0"),
         ({"end_weight_decay": 0.1}, "weight-decay-incr-style linear or cosine .* got constant"),
         ({"swiglu": True, "activation": "relu"}, "one activation, got --swiglu and --activation"),
+        ({"swiglu": True, "squared_relu": True}, r"got --swiglu and --squared-relu\.$"),
         ({"fp16": True, "bf16": True}, "one of --fp16 and --bf16, got both"),
         ({"loss_scale": 8.0}, "--fp16 with --loss-scale"),
         ({"rampup_batch_size": [2, 2]}, "3 values of --rampup-batch-size, got 2"),

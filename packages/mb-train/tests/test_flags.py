@@ -264,7 +264,8 @@ def test_the_losses_of_megatron_core_weigh_in_every_layer(typed, layers):
         ("--moe-num-experts 8", 1, False, 0.1),  # MegaBlocks' spelling
         ("--num-experts 8", 1, False, 0.0),  # Megatron-LM's, a Switch without a loss
         ("--num-experts 8 --moe-grouped-gemm", 2, True, 0.0),  # Core's, whose default is 2
-        ("--num-experts 8 --moe-aux-loss-coeff 0.5 --moe-router-pre-softmax", 2, False, 1.0),
+        ("--num-experts 8 --moe-aux-loss-coeff 0.5", 1, False, 1.0),
+        ("--num-experts 8 --moe-grouped-gemm --moe-router-pre-softmax", 2, False, 0.0),
         ("--num-experts 8 --moe-grouped-gemm --moe-top-k 3 --moe-loss-weight 0.2", 3, False, 0.2),
         ("--num-experts 8 --moe-router-topk 1 --moe-aux-loss-coeff 0.5", 1, False, 1.0),
         ("--num-experts 8 --recipe dmoe-46m --moe-grouped-gemm", 1, False, 0.1),

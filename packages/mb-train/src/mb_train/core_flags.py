@@ -1,8 +1,7 @@
 """Flags of Megatron Core's scripts that have no field of their own.
 
-Three kinds: those that are no choice here, as in `settled`; those that say in other words what a
-field says; and those that ask for what there is not, which are errors with a reason, not words
-unheard of: trained without what they ask for, a model would be another one.
+Two kinds: those that are no choice here, as in `settled`, and those that say in other words what a
+field says. What asks for something that there is not is in `refused_flags`.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
-
-from mb_train import fork_flags
 
 _FUSED = "fusion is the kernels' own matter"
 _FSDP = "data parallelism is FSDP2"
@@ -27,8 +24,7 @@ _FAULTS = "a run is started again by who launched it: see --nan-limit for the re
 TOPK = "--moe-router-topk"
 # Flags by which a script that counts its experts, but not those of a token, is one of Core's.
 _CORES = (
-    "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-token-dispatcher-type",
-    "--moe-grouped-gemm",
+    "--moe-router-load-balancing-type", "--moe-token-dispatcher-type", "--moe-grouped-gemm",
 )  # fmt: skip
 # Flag -> the field that it sets. Core weighs the loss of every layer by it, the field their mean.
 OF_EVERY_LAYER: Mapping[str, str] = {
@@ -231,50 +227,6 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
 DEFAULTS_BESIDE: Mapping[str, Mapping[str, Any]] = {
     "--moe-router-load-balancing-type": {"moe_loss_weight": 0.0},
     "--moe-expert-capacity-factor": {"moe_drop_policy": "probability"},
-}
-
-_FP8 = "there is no FP8 here: --bf16 is what trains"
-_MLA = "there is no latent attention: --group-query-attention saves memory too"
-_UNEVEN = "stages get equally many layers, the first ones more where they do not divide"
-
-# Flag -> why it is refused, and what there is instead.
-REFUSED: Mapping[str, str] = {
-    "--fp8-format": _FP8,
-    "--fp8-recipe": _FP8,
-    "--fp8-margin": _FP8,
-    "--fp8-interval": _FP8,
-    "--fp8-amax-history-len": _FP8,
-    "--fp8-amax-compute-algo": _FP8,
-    "--fp8-param-gather": _FP8,
-    "--moe-router-padding-for-fp8": _FP8,
-    "--fp4-format": "there is no FP4 here: --bf16 is what trains",
-    "--multi-latent-attention": _MLA,
-    "--q-lora-rank": _MLA,
-    "--kv-lora-rank": _MLA,
-    "--qk-head-dim": _MLA,
-    "--qk-pos-emb-head-dim": _MLA,
-    "--v-head-dim": _MLA,
-    "--mtp-num-layers": "a model predicts the next token only",
-    "--mtp-loss-scaling-factor": "a model predicts the next token only",
-    "--apply-layernorm-1p": "norms multiply by their weight, not by one more than it",
-    "--decoupled-lr": "embeddings and head train at --lr",
-    "--decoupled-min-lr": "embeddings and head train at --lr",
-    "--window-size": "attention sees the whole sequence",
-    "--quick-geglu": "the same is --activation 'swiglu(alpha=1.702)'",
-    "--hybrid-override-pattern": "there are no Mamba layers",
-    "--hybrid-layer-pattern": "there are no Mamba layers",
-    "--num-virtual-stages-per-pipeline-rank": "say --num-layers-per-virtual-pipeline-stage",
-    "--pipeline-model-parallel-layout": _UNEVEN,
-    "--decoder-first-pipeline-num-layers": _UNEVEN,
-    "--decoder-last-pipeline-num-layers": _UNEVEN,
-    "--optimizer-cpu-offload": "the optimizer stays on the GPUs: see --zero-stage",
-    "--cpu-offloading": "activations stay on the GPUs: see --recompute-granularity",
-    "--moe-use-upcycling": "the upcycle command makes experts of a dense run",
-    "--pretrained-checkpoint": "--load RUN --finetune begins from weights",
-    "--ckpt-convert-format": "the convert command does that",
-    "--yaml-cfg": "--config reads a TOML file, which --print-config writes",
-    "--spec": "the layers are this library's",
-    **fork_flags.REFUSED,
 }
 
 

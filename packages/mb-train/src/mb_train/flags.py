@@ -22,8 +22,9 @@ from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import spec, value_types
 from mb_train.config.model import ModelFields
 from mb_train.config.training import RateFields
-from mb_train.core_flags import OF_EVERY_LAYER, REFUSED, beside_experts, spelled_out, together
+from mb_train.core_flags import OF_EVERY_LAYER, beside_experts, spelled_out, together
 from mb_train.recipes import RECIPES, recipe
+from mb_train.refused_flags import REFUSED
 from mb_train.settled import DEFAULTS_BESIDE, SETTLED, TRANSLATED, note
 from mb_train.toml_file import UsageError, read_toml
 

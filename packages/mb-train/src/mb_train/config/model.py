@@ -8,6 +8,7 @@ from mb_train.config.field import (
     POSITIVE,
     SHARE,
     flag,
+    flag_name,
     whole,
 )
 
@@ -217,17 +218,13 @@ class ModelFields:
                 "Expected --position-embedding-type rope with slowed rotations, got "
                 f"{self.position_embedding_type}."
             )
-        named = [
-            name for name in ("glu", "swiglu", "squared_relu") if getattr(self, name)
-        ]  # "glu" beside "swiglu" or a gated --activation says the same once more
         if self.activation is not None and self.glu and not self.is_glu:
             raise ValueError(
                 f"Expected a gated --activation with --glu, got {self.activation!r}. "
                 f"Leave one of the two out, or take {', '.join(_GATED)}."
             )
-        others = [name for name in named if name != "glu"] + ["activation"] * bool(self.activation)
-        if len(others) > 1 or (self.squared_relu and self.glu):
-            raise ValueError(
-                f"Expected one activation, got "
-                f"{' and '.join('--' + name.replace('_', '-') for name in (*named, *others[-1:]))}."
-            )
+        names = ("glu", "swiglu", "squared_relu", "activation")
+        named = [flag_name(name) for name in names if getattr(self, name)]
+        # "glu" beside "swiglu" or a gated --activation says the same once more.
+        if len(set(named) - {"--glu"}) > 1 or (self.squared_relu and self.glu):
+            raise ValueError(f"Expected one activation, got {' and '.join(named)}.")

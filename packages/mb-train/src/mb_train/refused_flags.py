@@ -1,13 +1,17 @@
-"""Flags of other forks of Megatron that ask for what there is not, or what here is said otherwise.
+"""Flags of Megatron and its forks that ask for what there is not, or what here is said otherwise.
 
-DeepSpeed's (Megatron-DeepSpeed, examples_deepspeed/MoE) and Alibaba's (Pai-Megatron-Patch). None is
-translated: a script of theirs is another program's, whose defaults differ where it says nothing.
+They are errors with a reason, not words unheard of: trained without what they ask for, a model
+would be another one. Megatron Core's come first, then DeepSpeed's (Megatron-DeepSpeed) and
+Alibaba's (Pai-Megatron-Patch), of which none is translated: where a script of theirs says nothing,
+its defaults are others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+_FP8 = "there is no FP8 here: --bf16 is what trains"
+_UNEVEN = "stages get equally many layers, the first ones more where they do not divide"
 _DEEPSPEED = "DeepSpeed's settings are flags here: see --zero-stage, --fp16 and --bf16"
 _LENGTHS = "lengths are in steps or in samples of --seq-length tokens: say --{}"
 _OFFLOAD = "the optimizer stays on the GPUs: see --zero-stage"
@@ -19,6 +23,41 @@ _CONTEXT = "there is no context parallelism. Long sequences: --sequence-parallel
 
 # Flag -> why it is refused, and what there is instead.
 REFUSED: Mapping[str, str] = {
+    "--fp8-format": _FP8,
+    "--fp8-recipe": _FP8,
+    "--fp8-margin": _FP8,
+    "--fp8-interval": _FP8,
+    "--fp8-amax-history-len": _FP8,
+    "--fp8-amax-compute-algo": _FP8,
+    "--fp8-param-gather": _FP8,
+    "--moe-router-padding-for-fp8": _FP8,
+    "--fp4-format": "there is no FP4 here: --bf16 is what trains",
+    "--multi-latent-attention": _MLA,
+    "--q-lora-rank": _MLA,
+    "--kv-lora-rank": _MLA,
+    "--qk-head-dim": _MLA,
+    "--qk-pos-emb-head-dim": _MLA,
+    "--v-head-dim": _MLA,
+    "--mtp-num-layers": _MTP,
+    "--mtp-loss-scaling-factor": _MTP,
+    "--apply-layernorm-1p": "norms multiply by their weight, not by one more than it",
+    "--decoupled-lr": "embeddings and head train at --lr",
+    "--decoupled-min-lr": "embeddings and head train at --lr",
+    "--window-size": "attention sees the whole sequence",
+    "--quick-geglu": "the same is --activation 'swiglu(alpha=1.702)'",
+    "--hybrid-override-pattern": "there are no Mamba layers",
+    "--hybrid-layer-pattern": "there are no Mamba layers",
+    "--num-virtual-stages-per-pipeline-rank": "say --num-layers-per-virtual-pipeline-stage",
+    "--pipeline-model-parallel-layout": _UNEVEN,
+    "--decoder-first-pipeline-num-layers": _UNEVEN,
+    "--decoder-last-pipeline-num-layers": _UNEVEN,
+    "--optimizer-cpu-offload": _OFFLOAD,
+    "--cpu-offloading": "activations stay on the GPUs: see --recompute-granularity",
+    "--moe-use-upcycling": "the upcycle command makes experts of a dense run",
+    "--pretrained-checkpoint": "--load RUN --finetune begins from weights",
+    "--ckpt-convert-format": "the convert command does that",
+    "--yaml-cfg": "--config reads a TOML file, which --print-config writes",
+    "--spec": "the layers are this library's",
     "--deepspeed": _DEEPSPEED,
     "--deepspeed_config": _DEEPSPEED,
     "--deepspeed-activation-checkpointing": "say --recompute-granularity",
@@ -43,7 +82,7 @@ REFUSED: Mapping[str, str] = {
     "--optimizer-offload-policy": _OFFLOAD,
     "--optimizer-offload-fraction": _OFFLOAD,
     "--cpu-offloading-num-layers": "activations stay on the GPUs: see --recompute-granularity",
-    "--fp8-hybrid": "there is no FP8 here: --bf16 is what trains",
+    "--fp8-hybrid": _FP8,
     "--qk-nope-head-dim": _MLA,
     "--qk-rope-head-dim": _MLA,
     "--mscale": _YARN,

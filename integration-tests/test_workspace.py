@@ -94,6 +94,16 @@ def test_version_is_said_once_in_metadata_and_once_in_code(member: str) -> None:
     assert f"[v{version}]" in (package / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.parametrize("member", MEMBERS)
+def test_help_of_a_package_names_what_it_exports(member: str) -> None:
+    """`help(package)` lists modules alone: what was imported into a package it leaves out."""
+    name = member.replace("-", "_")
+    module = ast.parse((ROOT / "packages" / member / "src" / name / "__init__.py").read_text())
+    imports = [s for s in module.body if isinstance(s, ast.ImportFrom)]
+    exported = {alias.asname for statement in imports for alias in statement.names}
+    assert set(re.findall(r"`(\w+)`", ast.get_docstring(module) or "")) >= exported
+
+
 def test_readme_example_runs() -> None:
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert example is not None

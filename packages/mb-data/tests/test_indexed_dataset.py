@@ -66,7 +66,7 @@ def test_reads_back(tmp_path, dtype):
     dataset = IndexedDataset(tmp_path / "a")
     sentences = [s for d in DOCUMENTS for s in d]
     assert len(dataset) == len(sentences)
-    assert [list(x) for x in dataset[:]] == sentences
+    assert [list(x) for x in dataset[:]] == [list(x) for x in dataset] == sentences
     assert dataset.sizes.tolist() == [len(s) for s in sentences]
     assert dataset.sizes.dtype == np.int32
     assert dataset.document_indices.tolist() == [0, 1, 2, 5, 5, 6]

@@ -171,3 +171,5 @@ def test_update_balancing_bias_is_one_step_of_its_rate() -> None:
         update_balancing_bias(router, torch.zeros(3), rate=0.1)
     with pytest.raises(ValueError, match="balancing_bias=True"):
         update_balancing_bias(build(), torch.zeros(6), rate=0.1)
+    with pytest.raises(ValueError, match="balancing_bias=True"):
+        update_balancing_bias(torch.nn.Linear(4, 4), torch.zeros(4), rate=0.1)  # one's own router

@@ -283,9 +283,28 @@ def test_an_unknown_stage_is_named():
         apply_data_parallel(build(), ParallelDims().build("cpu"), blocks=[], zero_stage=4)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"blocks": nn.ModuleDict({"0": nn.Linear(1, 1)})}, "got '0' among them"),
+        ({"keep_fp32": nn.Linear(1, 1)}, "keep_fp32 to be several modules, got one Linear"),
+        ({"compute_dtype": "bf16"}, "compute_dtype to be a floating-point dtype"),
+        ({"mesh": ParallelDims()}, "a ParallelMesh, got ParallelDims"),
+    ],
+    ids=["blocks", "keep", "dtype", "mesh"],
+)
+def test_what_ranks_would_refuse_one_process_refuses(given, says):
+    with pytest.raises(ValueError, match=says):
+        apply_data_parallel(build(), **{"mesh": ParallelDims().build("cpu"), "blocks": [], **given})
+
+
 def mixed_dtypes(rank, world_size):
     """What is said of bf16 blocks with an fp32 norm; and what trains where that is named."""
     half, mesh = torch.bfloat16, ParallelDims(dp_shard=world_size).build("cpu")
+    early = build()
+    hold_working_copies([early], half)
+    with pytest.raises(ValueError, match="hold_working_copies after apply_data_parallel"):
+        apply_data_parallel(early, mesh, blocks=list(early)[:2])
     model, other = (build().to(half) for _ in range(2))
     for block in (model[1], other[1]):
         block.norm.float()

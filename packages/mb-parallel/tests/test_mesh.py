@@ -75,6 +75,15 @@ def test_experts_are_replicated_as_dense_layers_are(sizes, edp):
     assert dims.edp == edp[0] * edp[1]
 
 
+@pytest.mark.parametrize("given", ["gpu", "cuda:0", torch.device("cpu"), None], ids=str)
+def test_another_device_type_is_not_taken_for_the_cpu(given):
+    expected = re.escape(f'device_type "cpu" or "cuda" (ROCm\'s name too), got {given!r}')
+    with pytest.raises(ValueError, match=expected), distributed(given):
+        pass
+    with pytest.raises(ValueError, match=expected):
+        ParallelDims().build(given)
+
+
 def test_unknown_axis_is_named():
     with pytest.raises(ValueError, match=r"axis of pp, dp_replicate, .*, ep, got 'cp'"):
         ParallelDims().build("cpu").axis("cp")

@@ -6,6 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from mb_layers import MoEConfig, dMoE
+from mb_parallel import ParallelDims
 from mb_parallel.optimizer import (
     SGD,
     Adafactor,
@@ -18,6 +19,7 @@ from mb_parallel.optimizer import (
     decay_groups,
     describe,
     grad_norm,
+    hold_working_copies,
     muon_groups,
 )
 from mb_parallel.optimizer.muon import newton_schulz
@@ -374,6 +376,9 @@ def test_clip_without_a_step():
     torch.testing.assert_close(grad_norm(parameters), torch.tensor(0.5), rtol=1e-5, atol=0)
     torch.testing.assert_close(norm, torch.cat([g.flatten() for g in before]).norm())
     assert clip_grad_norm([], 1.0) == 0
+    one = parameters[0]  # itself, as with torch, and not its rows
+    torch.testing.assert_close(clip_grad_norm(one, 0.0), one.grad.norm())
+    assert grad_norm(parameters[:1], uncounted=one) == 0
 
 
 def test_scale_falls_from_2_to_the_32_to_15_in_18_skips_as_megatrons_does():
@@ -445,8 +450,16 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: SGD(p, lr=-1.0), "got lr=-1.0"),
         (lambda p: AdamW(p, betas=(0.9,)), "two betas"),
         (lambda p: Muon(p, ns_steps=0), "ns_steps=0"),
+        (lambda p: Muon(p, ns_dtype="bfloat16"), "ns_dtype to be a floating-point dtype"),
+        (lambda p: Adafactor(p, decay_rate=0.8), "decay_rate=0.8"),
+        (lambda p: Adafactor(p, eps=1e-8), "eps of two numbers"),
+        (lambda p: decay_groups(nn.Linear(2, 2), float("nan")), "weight_decay=nan"),
+        (lambda p: hold_working_copies([nn.Linear(2, 2)], "bfloat16"), "dtype to be a floating"),
+        (lambda p: clip_grad_norm(p, max_norm=None), "max_norm=None"),
+        (lambda p: clip_grad_norm(p, 1.0, ParallelDims()), "a ParallelMesh, got ParallelDims"),
         (lambda p: clip_grad_norm(p, max_norm=float("nan")), "max_norm.*nan"),
         (lambda p: clip_and_step(SGD(p), max_norm=-1.0), "max_norm.*-1"),
+        (lambda p: clip_and_step(SGD(p)), "Expected gradients, got none"),
         (lambda p: GradScaler(growth_factor=float("nan")), "growth_factor of at least 1"),
         (lambda p: clip_and_step(torch.optim.AdamW(p)), "cannot skip a step"),
         (lambda p: GradScaler(0.5), "init_scale of at least min_scale"),
@@ -462,8 +475,16 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         "sgd",
         "one-beta",
         "muon-steps",
+        "muon-dtype",
+        "adafactor-rate",
+        "adafactor-eps",
+        "group-nan",
+        "copies",
+        "clip-none",
+        "clip-mesh",
         "clip-nan",
         "clip-negative",
+        "no-gradient",
         "scaler-nan",
         "torchs",
         "scaler",
@@ -494,12 +515,19 @@ def test_a_group_added_later_trains_as_one_that_was_there():
 
 
 def test_a_group_that_is_refused_is_not_added():
-    double = {"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))]}
-    vector = {"params": [nn.Parameter(torch.zeros(2))], "muon": True}
-    for kind, group in ((AdamW, double), (Adafactor, double), (Muon, vector)):
+    cases = (
+        (AdamW, torch.float64, {}, "float64"),
+        (Adafactor, torch.float64, {}, "float64"),
+        (Muon, torch.float32, {"muon": True}, "matrices in fp32"),
+        (SGD, torch.float32, {"lr": -1.0}, "lr=-1.0"),
+        (AdamW, torch.float32, {"betas": 0.9}, "two betas"),
+    )
+    for kind, dtype, more, says in cases:
         optimizer = kind([nn.Parameter(torch.zeros(2))])
-        with pytest.raises(ValueError, match="Expected"):
-            optimizer.add_param_group(group)
+        with pytest.raises(ValueError, match=says):
+            optimizer.add_param_group(
+                {"params": [nn.Parameter(torch.zeros(2, dtype=dtype))], **more}
+            )
         assert len(optimizer.param_groups) == 1
 
 

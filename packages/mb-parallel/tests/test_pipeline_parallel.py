@@ -112,6 +112,8 @@ def test_bad_places_are_named():
         stage_indices("1f1b", pp_size=2, pp_rank=0, stages_per_rank=2)
     with pytest.raises(ValueError, match="2 stages per rank with zbv-zero-bubble, got 1"):
         stage_indices("zbv-zero-bubble", pp_size=2, pp_rank=0)
+    with pytest.raises(ValueError, match="pp_rank from 0 up to but not 2, got 2"):
+        stage_indices("1f1b", pp_size=2, pp_rank=2)
     with pytest.raises(ValueError, match="mesh with pp > 1"):
         Pipeline([torch.nn.Linear(1, 1)], ParallelDims().build("cpu"), schedule="1f1b",
                  first_input="tokens", hidden_size=4)  # fmt: skip
@@ -135,15 +137,26 @@ def _pieces(rank, world_size):
     pipeline.step(batches, before=seen.append)
     once = parameter.grad.clone()
     pipeline.step(batches)  # gradients add up over steps
-    for bad in ([batches[0], {k: v[:1] for k, v in batches[1].items()}], []):
+    without = {name: value for name, value in batches[0].items() if name != "tokens"}
+    for bad in (
+        [batches[0], {k: v[:1] for k, v in batches[1].items()}],
+        [],
+        [without],
+        batches[0],
+    ):
         try:
             pipeline.step(bad)
         except ValueError as error:
             said.append(str(error))
-    try:
-        Pipeline([stage], mesh, tied={"embedding.words": "head.words"}, **arguments)
-    except ValueError as error:
-        said.append(str(error))
+    for bad in (
+        {"embedding.words": "head.words"},
+        {"embedding.tokens.weight": "stack.norm.weight"},
+        {"embedding.tokens.weight": {2: "head.weight"}},
+    ):
+        try:
+            Pipeline([stage], mesh, tied=bad, **arguments)
+        except ValueError as error:
+            said.append(str(error))
     copies = [parameter is copy for copy in pipeline.copies]
     sharded = [tiny_gpt.build(options) for _ in range(2)]
     for one in sharded:
@@ -166,10 +179,35 @@ def test_tied_parameters_hooks_and_errors():
         assert "micro-batches of one shape" in said[0]
         assert "(1, 8), (2, 8)" in said[0]
         assert "got none" in said[1]
-        assert f"tied parameter '{name}' in the stage, which has" in said[2]
-        assert "zero_stage 1 or 2 with zbv-zero-bubble" in said[3]
+        for bad in said[2:4]:
+            assert "Expected micro-batches with the entries tokens, by first_input" in bad
+        assert f"tied parameter '{name}' in the stage, which has" in said[4]
+        assert (
+            "one parameter on stages 0, 1, got parts of [16] in torch.float32 and [32, 16]"
+            in said[5]
+        )
+        assert "on stages up to 1, got 2" in said[6]
+        assert "zero_stage 1 or 2 with zbv-zero-bubble" in said[7]
     assert first[5] == []
     assert last[5] == [True]
+
+
+def _announced_otherwise(rank, world_size):
+    options = Options(pp=2, steps=1)
+    stage = tiny_gpt.build(options)
+    stage.keep(split_layers(tiny_gpt.L, 2)[rank], first=rank == 0, last=rank == 1)
+    arguments = {"first_input": "tokens", "hidden_size": tiny_gpt.D, "dtype": torch.bfloat16}
+    mesh = ParallelDims(pp=2).build("cpu")
+    pipeline = Pipeline([stage], mesh, schedule="gpipe", **arguments)
+    pipeline.step(next(tiny_gpt.data(options)))
+
+
+def test_states_of_another_dtype_are_not_sent():
+    expected = (
+        r"stage 0 to return x \[2, 8, 16\] in torch.bfloat16.* got \[2, 8, 16\] in torch.float32"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        run_ranks(_announced_otherwise, 2)
 
 
 class Seq2Seq(torch.nn.Module):

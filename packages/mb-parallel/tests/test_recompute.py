@@ -111,7 +111,7 @@ class Attention(nn.Module):
 def test_what_cannot_be_is_refused(model):
     with pytest.raises(ValueError, match="one of full, moe, selective, got 'some'"):
         apply_recompute(model, "some")
-    with pytest.raises(ValueError, match="every to be at least 1, got 0"):
+    with pytest.raises(ValueError, match="every to be an integer of at least 1, got 0"):
         apply_recompute(model, "full", every=0)
     with pytest.raises(ValueError, match="got none"):
         apply_recompute([nn.Linear(2, 2)], "moe")

@@ -14,6 +14,8 @@ from mb_parallel.tensor_parallel import (
     ColumnParallel,
     DistinctRandom,
     ExpertLayer,
+    JoinOutput,
+    ParallelInput,
     RowParallel,
     SequenceParallel,
     VocabParallelEmbedding,
@@ -98,6 +100,11 @@ def test_ranks_drop_alike_what_they_hold_alike(sequence_parallel):
     assert all(torch.equal(again[name], first[name]) for name in first)
 
 
+def _with_gain(module):
+    module.gain = torch.nn.Parameter(torch.ones(1))
+    return module
+
+
 REFUSED = {
     "key-value heads": (lambda: tiny_gpt.build(Options(kv_heads=1)), {"kv_heads": 1},
         r"stack.blocks.0.attention.qkv: Expected tp = 2 to divide the 1 key-value heads"),
@@ -115,6 +122,11 @@ REFUSED = {
     "uncovered": (lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)),
         {"0": ColumnParallel(), "norm": SequenceParallel()},
         r"cover every parameter, got none for 1.weight, 1.bias"),
+    "beside a map": (lambda: _with_gain(torch.nn.Linear(4, 4)), {"": ColumnParallel()},
+        r"the model: Expected no parameters but weight, bias in Linear, got gain"),
+    "beside parallel maps": (lambda: _with_gain(torch.nn.Sequential(torch.nn.Linear(4, 4))),
+        {"": ParallelInput(), "0": ColumnParallel(enter=False)},
+        r"cover every parameter, got none for gain\. .* PartialGradients\(\)"),
 }  # fmt: skip
 
 
@@ -154,11 +166,29 @@ def _routed(rank, mesh):
     assert torch.equal(got.metrics["tokens_per_expert"], want.metrics["tokens_per_expert"])
 
 
+def _joined(rank, mesh):
+    """A norm before what needs whole sequences has the gradient of all tokens."""
+    torch.manual_seed(0)
+    want, model = torch.nn.LayerNorm(4), torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4)})
+    parallelize_tensors(model, mesh, {"norm": JoinOutput()}, sequence_parallel=True)
+    x_BSD, scale_BSD = torch.randn(2, 6, 4), torch.randn(2, 6, 4)
+    got = model["norm"](x_BSD[:, 3 * rank : 3 * rank + 3])
+    torch.testing.assert_close(got, want(x_BSD))
+    for output, norm in ((got, model["norm"]), (want(x_BSD), want)):
+        (output * scale_BSD).sum().backward()
+        if norm is not want:
+            grads = [p.grad for p in norm.parameters()]
+    torch.testing.assert_close(grads, [p.grad for p in want.parameters()])
+
+
 def _odd_sequence(rank, world_size):
     mesh = ParallelDims(tp=world_size).build("cpu")
     _routed(rank, mesh)
+    _joined(rank, mesh)
     model = tiny_gpt.build(Options())
     parallelize_tensors(model, mesh, tiny_gpt.plan(Options()))
+    with pytest.raises(ValueError, match=r"not shared out yet, got .* Call"):
+        parallelize_tensors(model, mesh, tiny_gpt.plan(Options()))
     tokens = torch.zeros(1, 7, dtype=torch.int64)
     try:
         model(tokens, labels=tokens, weights=tokens.float())

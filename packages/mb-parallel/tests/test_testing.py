@@ -51,3 +51,11 @@ def test_a_hanging_rank_is_ended_and_says_where_it_was():
         run_ranks(_sleep, 2, timeout_s=5.0)
     for of_rank in str(caught.value).split("rank 0 was at")[1].split("rank 1 was at"):
         assert re.search(r'File ".*test_testing.py", line \d+ in _sleep', of_rank)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"world_size": 0}, {"timeout_s": float("nan")}, {"device_type": "gpu"}], ids=str
+)
+def test_nothing_to_run_is_no_success(wrong):
+    with pytest.raises(ValueError, match=f"Expected {next(iter(wrong))}"):
+        run_ranks(_die, **{"world_size": 1, **wrong})

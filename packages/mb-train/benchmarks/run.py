@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from mb_parallel import ParallelDims, ParallelMesh, distributed, rank, world_size
 from mb_train.assemble import assemble
-from mb_train.balance import BalancingBias
+from mb_train.balance import LoadBalance
 from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig, whole
 from mb_train.layout import parallel_dims
@@ -55,6 +55,7 @@ from mb_train.timers import Timers
 from torch import Tensor, nn
 
 V, S, WARM_UP, STEPS, HOST_STEPS = 50304, 1024, 5, 30, 3
+DEVICE = "cuda"  # a test takes "cpu"
 
 
 def time_steps(step: Callable[[], None], sequences: int) -> dict[str, float]:
@@ -90,8 +91,8 @@ def time_steps(step: Callable[[], None], sequences: int) -> dict[str, float]:
 
 
 def random_batches(sequences: int) -> itertools.cycle[dict[str, Tensor]]:
-    made = [torch.randint(50257, (sequences, S + 1), device="cuda") for _ in range(4)]
-    ones = torch.ones(sequences, S, device="cuda")
+    made = [torch.randint(50257, (sequences, S + 1), device=DEVICE) for _ in range(4)]
+    ones = torch.ones(sequences, S, device=DEVICE)
     return itertools.cycle(
         {
             "tokens_BS": b[:, :-1].contiguous(),
@@ -114,17 +115,17 @@ def ours(
     same = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "compile": compiled}
     batch = {"micro_batch_size": sequences, "global_batch_size": sequences * ranks}
     config = TrainConfig(**(recipe(name) | same | batch | change))
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.empty(0, device=DEVICE).device  # with the number of the current GPU
     mesh = ParallelMesh(ParallelDims(), None, None, None)  # alone, in whatever world
     if ranks > 1:
-        mesh = parallel_dims(config, ranks).build("cuda")
+        mesh = parallel_dims(config, ranks).build(DEVICE)
     task = GPTTask(config, vocab_size=V, eod=50256)
     model = assemble(task, config, mesh, device, torch.bfloat16)
     run = SimpleNamespace(
         config=config, device=device, mesh=mesh, task=task, model=model,
         micro_batch_size=whole(config.micro_batch_size),
         optimizer=build_optimizer(model, config), scaler=None, skipped_samples=0,
-        balancing_bias=BalancingBias(model.parts, config, mesh),
+        load_balance=LoadBalance(model.parts, config, mesh),
         schedule=build_schedule(config, sequences * ranks),
         batch_sizes=BatchSizes(config, sequences * ranks),
         timers=Timers(device, level=0, option="minmax"),

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from mb_data.tokenizer.readable_bpe import byte_to_letter
+from mb_layers import dMoE
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert import architectures, export_model, import_model, read_model
@@ -86,6 +87,23 @@ def test_logits_are_theirs(tmp_path, kind):
     model = theirs(kind)
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_the_balancing_loss_is_theirs(tmp_path, kind):
+    model = theirs(kind, num_hidden_layers=1, router_aux_loss_coef=0.3)
+    model.save_pretrained(tmp_path)
+    found, converted = [], ours(tmp_path).train()
+    (layer,) = (module for module in converted.modules() if isinstance(module, dMoE))
+    layer.register_forward_hook(lambda module, inputs, out: found.append(out.aux_loss))
+    logits_of(converted)
+    tokens_BS = torch.randint(0, 77, (3, 19), generator=torch.Generator().manual_seed(1))
+    expected = 0.3 * model(tokens_BS, output_router_logits=True).aux_loss
+    torch.testing.assert_close(found, [expected], rtol=1e-5, atol=0)
+    import_model(tmp_path, tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert back["router_aux_loss_coef"] == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(
@@ -258,23 +276,6 @@ def test_tokenizer_files_have_the_names_that_theirs_know(tmp_path, tokenizer, ke
     export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
     here = sorted(path.name for path in (tmp_path / "back").iterdir())
     assert here == sorted([*kept, "config.json", "model.safetensors"])
-
-
-def test_the_balancing_loss_is_theirs(tmp_path):
-    """Of one layer: with several they count the choices of all layers together."""
-    also = {"router_aux_loss_coef": 0.25, "output_router_logits": True}
-    model = theirs("mixtral", num_hidden_layers=1, **also)
-    model.save_pretrained(tmp_path / "hf")
-    tokens_BS = torch.randint(0, 77, (3, 19), generator=torch.Generator().manual_seed(1))
-    there = 0.25 * model(tokens_BS).aux_loss
-    mine = ours(tmp_path / "hf")  # without dropout
-    found = mine.train()(tokens_BS, labels_BS=tokens_BS).aux_loss
-    torch.testing.assert_close(found, there, rtol=1e-4, atol=1e-6)
-    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
-    export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
-    assert (
-        json.loads((tmp_path / "back" / "config.json").read_text())["router_aux_loss_coef"] == 0.25
-    )
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])

@@ -276,9 +276,18 @@ def test_the_losses_of_megatron_core_weigh_in_every_layer(typed, layers):
     ],
 )
 def test_experts_have_the_defaults_of_whose_spelling_it_is(typed, top_k, renormalized, weight):
-    config = resolve(parse([*RUN, "--num-layers", "2", *typed.split()]))
+    line = parse([*RUN, "--num-layers", "2", *typed.split()])
+    config = resolve(line)
     found = config.moe_top_k, config.moe_renormalize, config.moe_loss_weight
     assert found == (top_k, renormalized, weight)
+    assert any("no load-balancing loss" in note for note in line.notes) == (weight == 0)
+
+
+def test_a_file_has_its_say_beside_megatrons_defaults(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("moe_loss_weight = 0.25\n")
+    typed = ["--num-layers", "2", "--num-experts", "8", "--config", str(path)]
+    assert resolve(parse([*RUN, *typed])).moe_loss_weight == 0.25
 
 
 def test_a_weight_decay_typed_alone_ends_the_schedule_of_another():

@@ -279,7 +279,8 @@ def test_a_measurement_compiles_nothing():
     model = Model()
     model.compile(backend=backend)
     run = SimpleNamespace(
-        config=SimpleNamespace(eval_iters=1, compile=True), batch_size=3, say=lambda line: None,
+        config=SimpleNamespace(model="bert", eval_iters=1, compile=True), batch_size=3,
+        say=lambda line: None,
         mesh=SimpleNamespace(tp_size=1, pp_size=1),
         model=SimpleNamespace(parts=[model]), progress=SimpleNamespace(iteration=1),
         log=SimpleNamespace(write=lambda event, **found: None),

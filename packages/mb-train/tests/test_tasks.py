@@ -2,13 +2,14 @@
 
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import mb_data
 import numpy as np
 import pytest
 import torch
 from mb_layers import Router
-from mb_parallel import ParallelDims
+from mb_parallel import ParallelDims, ParallelMesh
 from mb_parallel.pipeline_parallel import split_layers
 from mb_train.balance import LoadBalance
 from mb_train.config import TrainConfig
@@ -242,7 +243,7 @@ def test_the_first_stage_speaks_of_experts_that_change_places_on_all():
         assert axis == "pp"
         return tensor + 2 if tensor.ndim == 0 else tensor.maximum(torch.tensor([1.5, 1.25]))
 
-    mesh = SimpleNamespace(pp_size=2, ep_size=1, all_reduce=all_reduce)
+    mesh = Mock(spec=ParallelMesh, pp_size=2, ep_size=1, all_reduce=all_reduce)
     balance = LoadBalance([model], config, mesh)
     balance.see({"tokens_per_expert": torch.ones(2, 4)})
     said = balance.update(1, torch.optim.SGD(model.parameters()))

@@ -1,4 +1,15 @@
-"""Text to tokens to training samples, in Megatron's file formats, without torch."""
+"""Text to tokens to training samples, in Megatron's file formats, without torch.
+
+- Text to files: `preprocess`, `Summary`, `Progress`, `write_sample_corpus`,
+  `write_documentation_corpus`.
+- Tokenizers: `load_tokenizer`, `megatron_tokenizer`, `Tokenizer`, `padded_vocab_size`.
+- Files: `IndexedDataset`, `IndexedDatasetBuilder`; `mb_data.maintenance` joins and checks them.
+- Samples: `build_gpt_datasets`, `GPTDataset`, `build_bert_datasets`, `BertDataset`,
+  `build_t5_datasets`, `T5Dataset`, `build_ict_datasets`, `ICTDataset`, `build_packed_datasets`,
+  `PackedDataset`, `BlendedDataset`, `parse_split`.
+- Documents in a sample: `document_layout`, `DocumentLayout`, `FillInTheMiddle`, `MiddleTokens`.
+- Order: `SequentialSampler`, `CyclicSampler`, `BatchRampup`.
+"""
 
 # The public API.
 from mb_data.bert_dataset import BertDataset as BertDataset

@@ -37,6 +37,8 @@ def document_layout(tokens_BS: npt.NDArray[np.integer], eod: int) -> DocumentLay
 
     The token ends its document, the next one starts another; a row of the batch starts and ends
     one in any case. Pass inputs (the first S of a sample's S + 1 tokens).
+
+    Raises ValueError for tokens of another number of dimensions.
     """
     tokens = np.asarray(tokens_BS)
     if tokens.ndim not in (1, 2) or tokens.size == 0:

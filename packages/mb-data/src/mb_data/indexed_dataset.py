@@ -28,7 +28,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, overload
 
@@ -132,6 +132,9 @@ class IndexedDataset:
         if isinstance(index, slice):
             return [self.get(i) for i in range(*index.indices(len(self)))]
         return self.get(index)
+
+    def __iter__(self) -> Iterator[npt.NDArray]:
+        return (self.get(i) for i in range(len(self)))
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray:
         """``length`` tokens of one sequence from ``offset`` on, to its end if ``length`` is None.

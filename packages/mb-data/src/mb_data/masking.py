@@ -29,9 +29,10 @@ T5_MEAN_SPAN = 5.0  # words, before clipping: SpanBERT's geometric distribution 
 class MaskingTokenizer(Protocol):
     """What is needed of a tokenizer; those of ``load_tokenizer`` have it."""
 
-    vocab_size: int
-    extra_ids: tuple[int, ...]
-
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def extra_ids(self) -> tuple[int, ...]: ...
     @property
     def cls(self) -> int: ...
     @property

@@ -1,4 +1,20 @@
-"""Mixture-of-Experts kernels in Triton, with a reference in plain PyTorch."""
+"""Mixture-of-Experts kernels in Triton, with a reference in plain PyTorch.
+
+    weights, expert_ids, probs = topk_softmax(logits_TE, top_k)
+    bins = bin_tokens(expert_ids, num_experts)
+    y = expert_mlp(x_TD, w1, w2, bins, weights, activation="swiglu")
+
+- Routing: `topk_softmax`, `bin_tokens`, `Bins`, `router_losses`, `RouterLosses`.
+- Tokens to rows and back: `gather`, `combine`.
+- Experts: `expert_mlp`, `grouped_experts`, `grouped_gemm`, `gmm`, `is_glu`, `warm_up`.
+- Block-sparse: `sdd`, `dsd`, `dds`, `topology`, `pad_bins`, `sparse_expert_mlp`.
+- Activations in few bits: `quantize`, `dequantize`, `Quantized`.
+- The rest of a step: `relative_attention`, `linear_cross_entropy`, `VocabularyShard`, `adamw_step`,
+  `muon_momentum`, `muon_step`.
+- `reference`: all of these in plain PyTorch, as they run on a CPU.
+
+`help(mb_kernels.expert_mlp)` says what one takes, returns and raises.
+"""
 
 from mb_kernels import reference as reference
 from mb_kernels.activation import is_glu as is_glu

@@ -1,4 +1,21 @@
-"""MoE and dMoE layers for any PyTorch model."""
+"""MoE and dMoE layers for any PyTorch model.
+
+    layer = dMoE(MoEConfig(hidden_size=64, ffn_hidden_size=128, num_experts=8, top_k=2))
+    y, aux_loss, metrics = layer(x)    # x: [..., 64]; add aux_loss to the loss
+
+- Layers: `MoEConfig`, `dMoE`, `MoE`, `MoEOutput`; their parts `Router`, `RouterOutput`, `Experts`.
+- Other routers: `ExpertChoiceRouter`, `SinkhornRouter`, `NoisyTopKRouter`.
+- Losses: `load_balancing_loss`, `sequence_load_balancing_loss`, `z_loss`, `attach_aux_loss`.
+- Balancing by bias: `update_balancing_bias`, `update_balancing_biases`.
+- A whole model: `collect`, `Collected`, `AsMLP`.
+- Routing again: `record_routing`, `replay_routing`, `RecordedRouting`.
+- Adapters: `add_lora`, `merge_lora`, `freeze_in_bits`, `FrozenWeight`.
+- For libraries of parallelism: `TokenDispatcher`, `LocalDispatcher`, `Dispatched`, `capacity`.
+- Compiling ahead: `warm_up`.
+
+`mb_layers.compat` is for people who come from MegaBlocks, `mb_layers.transformers` for models of
+Hugging Face. `help(mb_layers.MoEConfig)` has every setting.
+"""
 
 from mb_layers.config import MoEConfig as MoEConfig
 from mb_layers.dispatch import Dispatched as Dispatched

@@ -52,13 +52,16 @@ class Dispatched(NamedTuple):
 
 
 class TokenDispatcher(Protocol):
-    """Moves tokens to the experts and back. Both methods are differentiable."""
+    """Moves tokens to the experts and back. Both methods are differentiable.
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
+    They are called with positions alone, so that yours may name its arguments as it likes.
+    """
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, /) -> Dispatched:
         """Bring the tokens [T, D], routed by weights and ids [T, K], to their experts."""
         ...
 
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, y_RD: Tensor, dispatched: Dispatched, /) -> Tensor:
         """Bring the experts' result home: y_TD, each token's weighted sum over its experts."""
         ...
 
@@ -122,8 +125,12 @@ def replaced(values: Values, **changes: Any) -> Values:
 def capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
     """Return C = ceil(factor K T / E), computed exactly: 1.1 means 11/10, not its binary neighbour.
 
-    `num_tokens` are the tokens of all ranks that share the experts, so that C does not depend on
-    how they are spread.
+    Args:
+        num_tokens: T, the tokens of all ranks that share the experts, so that C does not depend on
+            how they are spread.
+        top_k: K, experts a token visits.
+        num_experts: E.
+        capacity_factor: 1 is room for perfectly even routing.
     """
     return _capacity(num_tokens * top_k, num_experts, as_ratio(capacity_factor))
 

@@ -46,9 +46,12 @@ def load_balancing_loss(
         probs_TE: the router's probabilities [T, E], with gradient. Rows sum to 1.
         tokens_per_expert_E: routed slots per expert, before capacity drops any. They may count
             more tokens than `probs_TE` has (the global batch): only their proportions matter.
-        mask_T, num_tokens: see `mean_over_tokens`.
+        mask_T, num_tokens: see `mb_layers.losses.mean_over_tokens`.
 
     Zero tokens give 0.
+
+    Raises:
+        ValueError: `tokens_per_expert_E` does not have E counts.
     """
     num_experts = probs_TE.shape[1]
     if tokens_per_expert_E.shape != (num_experts,):
@@ -103,7 +106,7 @@ def z_loss(
     """Return the unweighted router z-loss, mean_t logsumexp_e(logits)^2, an fp32 scalar.
 
     It keeps logits small, which keeps a low-precision router stable. Zero tokens give 0; for
-    `mask_T` and `num_tokens` see `mean_over_tokens`.
+    `mask_T` and `num_tokens` see `mb_layers.losses.mean_over_tokens`.
     """
     lse_T = torch.logsumexp(at_least_fp32(logits_TE), dim=-1)
     return mean_over_tokens(lse_T.square(), mask_T, num_tokens)
@@ -168,6 +171,9 @@ def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) ->
         y: any tensor whose gradient will be asked for. Returned unchanged.
         aux_loss: a scalar with gradient, as in `MoEOutput.aux_loss`.
         scale: a number, or a scalar tensor read in the backward pass.
+
+    Raises:
+        ValueError: `aux_loss` is not a scalar.
     """
     if aux_loss.numel() != 1:
         raise ValueError(f"expected a scalar aux_loss, got shape {tuple(aux_loss.shape)}")

@@ -122,6 +122,9 @@ def update_balancing_biases(
         rate: the step of `update_balancing_bias`.
         reduce_counts: sums counts [L, E] over the ranks that hold copies of these routers, for
             instance by an all-reduce; one call for all layers.
+
+    Raises:
+        ValueError: no pass, or none through a layer with a balancing bias.
     """
     passes = list(passes)
     routers = {

@@ -147,6 +147,10 @@ class MoELayer(nn.Module):
             routing: integer expert ids [..., K] chosen elsewhere, -1 for none, to which the router
                 gives the weights (replaying a rollout's routing, hashing). Or a whole
                 `RouterOutput`: then the router does not run.
+
+        Raises:
+            ValueError: x of another width or dtype, a mask or routing of another shape or dtype,
+                `valid_tokens` below 0, a router that returns something else.
         """
         if x.dim() == 0 or x.shape[-1] != self.config.hidden_size or not x.is_floating_point():
             raise ValueError(

@@ -49,7 +49,15 @@ class RecordedRouting:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
-    """Record the experts that each MoE layer of the model chooses while the context is open."""
+    """Record the experts that each MoE layer of the model chooses while the context is open.
+
+    Yields:
+        A `RecordedRouting`; its `expert_ids()` are what `replay_routing` takes.
+
+    Raises:
+        ValueError: a layer's router chooses tokens for experts, or does not run because the call
+            brings a `RouterOutput`.
+    """
     recorded = RecordedRouting()
     chosen: dict[str, Tensor] = {}
     hooks = []

@@ -211,7 +211,7 @@ class Router(nn.Module):
 
 
 @torch.no_grad()
-def update_balancing_bias(router: Router, tokens_per_expert_E: Tensor, *, rate: float) -> None:
+def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rate: float) -> None:
     """Move the balancing bias one step: overloaded experts down by `rate`, the others up.
 
     Call it once per optimizer step, with `metrics["tokens_per_expert"]` summed over the step's
@@ -219,23 +219,27 @@ def update_balancing_bias(router: Router, tokens_per_expert_E: Tensor, *, rate: 
     The step is recentred to mean zero, which changes no choice and keeps the bias from drifting.
 
     Args:
-        router: a router whose config has `balancing_bias=True`; changed in place.
+        router: a layer's `.router`, its config with `balancing_bias=True`; changed in place.
         tokens_per_expert_E: counts [E], any dtype.
         rate: the step, 1e-3 in the paper.
+
+    Raises:
+        ValueError: a router without a balancing bias, or counts of another shape.
     """
-    if router.balancing_bias is None:
+    bias_E = getattr(router, "balancing_bias", None)
+    if bias_E is None:
         raise ValueError(
             "expected a router with a balancing bias, got one without; "
             "build the layer with MoEConfig(balancing_bias=True)"
         )
-    if tokens_per_expert_E.shape != router.balancing_bias.shape:
+    if tokens_per_expert_E.shape != bias_E.shape:
         raise ValueError(
-            f"expected tokens_per_expert_E of shape {tuple(router.balancing_bias.shape)}, "
+            f"expected tokens_per_expert_E of shape {tuple(bias_E.shape)}, "
             f"got {tuple(tokens_per_expert_E.shape)}"
         )
-    counts_E = tokens_per_expert_E.to(router.balancing_bias.device, torch.float32)
+    counts_E = tokens_per_expert_E.to(bias_E.device, torch.float32)
     step_E = rate * torch.sign(counts_E.mean() - counts_E)
-    router.balancing_bias += step_E - step_E.mean()
+    bias_E += step_E - step_E.mean()
 
 
 def _not_zero(sums_T1: Tensor) -> Tensor:

@@ -1,4 +1,14 @@
-"""Parallelism for Mixture-of-Experts models, applied from outside on torch's own engines."""
+"""Parallelism for Mixture-of-Experts models, applied from outside on torch's own engines.
+
+- Ranks: `distributed`, `world_size`, `rank`, `any_rank`, `check_same`.
+- Groups: `ParallelDims`, `ParallelMesh`.
+- Experts: `parallelize_experts`, `rebalance_experts`, `set_micro_batch`, `within_budget`.
+- Data parallelism and ZeRO: `apply_data_parallel`, `gather_rest`, `set_gradient_sync`.
+- Gradients: `clip_grad_norm`.
+
+More lies in `mb_parallel.optimizer`, `.tensor_parallel`, `.pipeline_parallel`, `.recompute`,
+`.random` and `.testing`.
+"""
 
 # Public API
 from mb_parallel.data_parallel import apply_data_parallel as apply_data_parallel

@@ -40,7 +40,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from mb_parallel.mesh import ParallelMesh
+from mb_parallel.arguments import floating, several
+from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.shards import local
 
 _STAGE = "_mb_zero_stage"
@@ -82,8 +83,13 @@ def apply_data_parallel(
             a loss, tables of positions and a residual stream in fp32 stay what they are.
 
     Raises:
-        ValueError: another `zero_stage`, or parameters of several dtypes that train in one unit.
+        ValueError: another `zero_stage`, no floating-point `compute_dtype`, one module instead of
+            several, parameters of several dtypes that train in one unit, or experts with working
+            copies.
     """
+    check_mesh(mesh)
+    floating(compute_dtype=compute_dtype)
+    blocks, keep_fp32 = several(blocks, "blocks"), several(keep_fp32, "keep_fp32")
     if zero_stage not in (1, 2, 3):
         raise ValueError(f"Expected zero_stage 1, 2 or 3, got {zero_stage}.")
     if mesh.dense is None or mesh.expert is None or mesh.dims.dp * mesh.dims.tp == 1:
@@ -97,8 +103,13 @@ def apply_data_parallel(
     if compute_dtype != torch.float32:
         for unit in _units(keep_fp32, reshard):
             _shard(unit, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)
+    if mesh.dims.edp > 1 and any(experts.working_copies for experts in _experts(model)):
+        raise ValueError(
+            "Expected experts without working copies, which would stay behind the weights that "
+            "replace theirs. Call hold_working_copies after apply_data_parallel."
+        )
     alone: set[nn.Parameter] = set()
-    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    experts = _experts(model)
     if mesh.dims.edp > 1:
         for sharing in _sharing(experts):
             _shard_experts(sharing, mesh, compute_dtype, reshard)
@@ -171,6 +182,10 @@ def _sharing(
         groups = [group for group in groups if group not in tied]
         groups.append([*(m for group in tied for m in group), module])
     return groups
+
+
+def _experts(model: nn.Module) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 def _parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:

@@ -30,11 +30,13 @@ import math
 import os
 import warnings
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mb_parallel.arguments import at_least_1, device_type_name
 from mb_parallel.world import rank, world_size
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -63,10 +65,7 @@ class ParallelDims:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self)):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"Expected {name} to be an integer of at least 1, got {size!r}.")
+        at_least_1(**{f.name: getattr(self, f.name) for f in fields(self)})
         if (self.dp * self.tp) % self.ep:
             raise ValueError(
                 "Expected ep to divide dp_replicate * dp_shard * tp, the ranks of a pipeline "
@@ -124,9 +123,13 @@ class ParallelDims:
     def build(self, device_type: str) -> ParallelMesh:
         """Make the process groups; every rank calls it.
 
+        Args:
+            device_type: "cpu" or "cuda", as for `distributed`.
+
         Raises:
             ValueError: the product of the sizes is not the number of ranks.
         """
+        device_type_name(device_type)
         ranks = world_size()
         if ranks != self.world_size:
             raise ValueError(
@@ -236,3 +239,12 @@ class ParallelMesh:
     @property
     def ep_rank(self) -> int:
         return self._rank("ep")
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise ValueError for what `ParallelDims.build` did not make."""
+    if not isinstance(mesh, ParallelMesh):
+        raise ValueError(
+            f"Expected a ParallelMesh, got {type(mesh).__name__}. Make one with "
+            "ParallelDims.for_world(world_size(), ...).build(device_type)."
+        )

@@ -26,6 +26,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from mb_parallel.arguments import at_least_1, several
+
 Mode = Literal["full", "moe", "selective"]
 
 
@@ -45,14 +47,8 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) 
     """
     if mode not in get_args(Mode):
         raise ValueError(f"Expected mode to be one of {', '.join(get_args(Mode))}, got {mode!r}.")
-    if isinstance(blocks, nn.Module) and not isinstance(blocks, Iterable):
-        raise ValueError(
-            f"Expected blocks to be several modules, got one {type(blocks).__name__}. Pass its "
-            "blocks, or [it]."
-        )
-    if every < 1:
-        raise ValueError(f"Expected every to be at least 1, got {every}.")
-    chosen = list(blocks)[::every]
+    at_least_1(every=every)
+    chosen = several(blocks, "blocks")[::every]
     if mode == "moe":
         chosen = [m for block in chosen for m in block.modules() if isinstance(m, MoE | dMoE)]
         if not chosen:

@@ -31,6 +31,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from mb_parallel.arguments import above_0, at_least_1, device_type_name
+
 _PRELOAD = [
     "pytest",  # which test files import: a third of a second on every rank
     "torch._dynamo",  # which the first optimizer step imports
@@ -62,7 +64,11 @@ def run_ranks(
 
     Raises:
         RuntimeError: a rank raised (its traceback is in the message), died or timed out.
+        ValueError: no rank to start, another device type or no time.
     """
+    at_least_1(world_size=world_size)
+    above_0(timeout_s=timeout_s)
+    device_type_name(device_type)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     if not isinstance(function, FunctionType):

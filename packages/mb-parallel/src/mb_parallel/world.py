@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mb_parallel.arguments import above_0, device_type_name
+
 _WHERE = ("MASTER_ADDR", "MASTER_PORT")
 
 
@@ -29,9 +31,12 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
         timeout_s: a collective that takes longer ends the rank, for instance since another died.
 
     Raises:
-        ValueError: more ranks on this host than devices, or an environment that names no rank.
+        ValueError: another device type, more ranks on this host than devices, or an environment
+            that names no rank.
         ConnectionError: the other ranks were not reached.
     """
+    device_type_name(device_type)
+    above_0(timeout_s=timeout_s)
     joined = dist.is_initialized()
     ranks, here, local_rank = (
         (world_size(), rank(), _number("LOCAL_RANK")) if joined else _launched()

@@ -234,15 +234,19 @@ def parse(
             if (field := OF_EVERY_LAYER.get(name)) is not None and field not in values:
                 of_every_layer.append(field)
             values = {**DEFAULTS_BESIDE.get(name, {}), **said, **values}
-    values = {**beside, **values}
     named = values.pop("recipe", None)
     config_file = values.pop("config", None)
     print_config = values.pop("print_config", False)
     if config_file is not None:
         from_file, file_recipe = read_toml(config_file)
         values, named = {**from_file, **values}, named or file_recipe
-    notes = (note(settled),) if settled else ()
-    return CommandLine(values, named, print_config, notes, tuple(of_every_layer))
+    notes = [note(settled)] if settled else []
+    if "moe_loss_weight" in beside and "moe_loss_weight" not in values:
+        notes.append(
+            "--num-experts without --moe-aux-loss-coeff: no load-balancing loss, as in Megatron"
+        )
+    values = {**beside, **values}
+    return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer))
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

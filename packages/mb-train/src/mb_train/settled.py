@@ -55,7 +55,10 @@ SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--transformer-impl": (1, _ONE),
     "--inference-batch-times-seqlen-threshold": (1, _SERVER),
     "--max-tokens-to-oom": (1, _SERVER),
-    "--init-method-xavier-uniform": (0, "Megatron heeds it in vision models only"),
+    "--init-method-xavier-uniform": (
+        0,
+        "weights are drawn normal, by --init-method-std, as in the fork, whose ViT alone heeds it",
+    ),
     "--data-parallel-random-init": (0, "all ranks begin from one initialization"),
     "--use-cpu-initialization": (0, "initialization does not depend on the number of ranks"),
     "--fim-pad-token": (1, "rearranged samples are never short"),

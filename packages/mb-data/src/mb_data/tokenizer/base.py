@@ -144,7 +144,8 @@ class Tokenizer(ABC):
 def padded_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel: int = 1) -> int:
     """Megatron's rule: round up to a multiple of ``divisible_by`` × ``tensor_parallel``.
 
-    50,257 becomes 50,304 by default, 51,200 with ``divisible_by=1024``.
+    50,257 becomes 50,304 by default, 51,200 with ``divisible_by=1024``. Raises ValueError for sizes
+    below 1.
     """
     for value in (vocab_size, divisible_by, tensor_parallel):
         if value < 1:

@@ -108,7 +108,8 @@ def wait_kernel(
     P: tl.constexpr,
     COUNTS: tl.constexpr,
 ):
-    error_ptr = error.to(tl.pointer_type(tl.int32))
+    # An address that fits in 32 bits comes as an int32, which the interpreter makes no pointer of.
+    error_ptr = error.to(tl.int64).to(tl.pointer_type(tl.int32))
     failed = tl.load(error_ptr)
     # After one failure nobody is waited for any more: the host is about to find out.
     limit = tl.where(failed == 0, polls, 0)

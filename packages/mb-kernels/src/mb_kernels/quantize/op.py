@@ -61,7 +61,15 @@ def quantize(x: Tensor, bits: int) -> Quantized:
 
 
 def dequantize(codes: Tensor, scales: Tensor, *, bits: int, dtype: torch.dtype) -> Tensor:
-    """What ``quantize(x, bits)`` stands for, [..., C] in ``dtype``. Not differentiable.
+    """What ``quantize`` stands for: ``dequantize(*quantize(x, 8), bits=8, dtype=x.dtype)``.
+
+    Args:
+        codes, scales: what ``quantize`` returned.
+        bits: what it was called with.
+        dtype: of the result: fp32, bf16, fp16 or fp64.
+
+    Returns:
+        [..., C], as x was. Not differentiable.
 
     Raises:
         ValueError: ``bits`` or shapes are not those of one ``quantize`` call.

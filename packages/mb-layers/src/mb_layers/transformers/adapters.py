@@ -68,9 +68,10 @@ def save_adapters(
     *,
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> None:
-    """Write the experts' adapters as a PEFT adapter, `adapters_by_expert` in a folder.
+    """Write the experts' adapters into a folder as a PEFT adapter, expert by expert.
 
-    Adapters that PEFT has on other modules of the model are not the experts': they are not in it.
+    Adapters that PEFT has on other modules of the model are not in it. `model`, `projections` and
+    errors are those of `adapters_by_expert`.
     """
     from safetensors.torch import save_file
 

@@ -51,7 +51,10 @@ def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
 
 
 def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
-    """Return the `MoEConfig` of a transformers MoE block; see `moe_from_block`."""
+    """Return the `MoEConfig` of a transformers MoE block.
+
+    Arguments and errors are `moe_from_block`'s.
+    """
     kind = type(block).__name__
     if kind not in FORMS:
         raise ValueError(

@@ -126,6 +126,9 @@ def restore_blocks(model: nn.Module) -> list[str]:
 
     Returns:
         The names of the blocks.
+
+    Raises:
+        ValueError: the model holds no swapped block.
     """
     adapters = {name: m for name, m in model.named_modules() if isinstance(m, BlockAdapter)}
     if not adapters:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from mb_parallel.arguments import above_0, at_least_1
 from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
 from mb_parallel.expert_parallel.collectives import Place
@@ -31,7 +32,7 @@ from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.shard import is_spread, shard_experts
 from mb_parallel.expert_parallel.surround import Layer, surround
-from mb_parallel.mesh import ParallelMesh
+from mb_parallel.mesh import ParallelMesh, check_mesh
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer"]
 
@@ -95,11 +96,9 @@ def parallelize_experts(
     if dispatcher not in get_args(DispatcherName):
         known = ", ".join(get_args(DispatcherName))
         raise ValueError(f"Expected dispatcher to be one of {known}, got {dispatcher!r}.")
-    for what, value in {"chunks": chunks, "max_tokens": max_tokens}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"Expected {what} to be at least 1, got {value}.")
-    if not timeout_s > 0:
-        raise ValueError(f"Expected timeout_s above 0, got {timeout_s}.")
+    check_mesh(mesh)
+    at_least_1(chunks=chunks, max_tokens=1 if max_tokens is None else max_tokens)
+    above_0(timeout_s=timeout_s)
     rows = Rows(row_policy, row_budget)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
     if not layers:
@@ -199,6 +198,11 @@ def _refuse_held(model: nn.Module, layers: dict[str, Layer]) -> None:
             raise ValueError(
                 f"Expected plain parameters in {name or 'the layer'}, got DTensors. Call "
                 "parallelize_experts before apply_data_parallel or fully_shard."
+            )
+        if layer.experts.working_copies:
+            raise ValueError(
+                f"Expected the experts of {name or 'the layer'} without working copies, which "
+                "would stay behind. Call hold_working_copies last."
             )
         if not others.isdisjoint(layer.experts.parameters()):
             raise ValueError(

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from mb_parallel.mesh import ParallelMesh
+from mb_parallel.arguments import at_least_0
+from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.shards import local
 
 # Of a tensor that is gathered to be put in order: 1 GiB in fp32.
@@ -80,8 +81,8 @@ def rebalance_experts(
         The layers that changed, in the model's order; the same on all ranks.
 
     Raises:
-        ValueError: a name of no layer with experts, too few counts, or a parameter of the experts
-            that has no axis of experts.
+        ValueError: a name of no layer with experts, too few counts, a parameter of the experts that
+            has no axis of experts, or a `least_gain` below 0.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | dMoE)}
     for name, counts_E in tokens_per_expert.items():
@@ -101,6 +102,8 @@ def rebalance_experts(
                     f"{tuple(parameter.shape)} in {name or 'the layer'}. Leave this layer out of "
                     "tokens_per_expert."
                 )
+    check_mesh(mesh)
+    at_least_0(least_gain=least_gain)
     ranks, done = mesh.ep_size, []
     owners = Counter(p for layer in layers.values() for p in set(layer.parameters()))
     for name, layer in layers.items():
@@ -129,11 +132,16 @@ def balanced_order(tokens_per_expert_E: Tensor, ranks: int) -> Tensor:
         tokens_per_expert_E: loads, not negative, [E].
         ranks: a divisor of E.
 
+    Raises:
+        ValueError: it is none.
+
     Returns:
         On the loads' device: of n = E / ranks each, the experts of rank 0, of rank 1, ...; within a
         rank by number.
     """
     loads = tokens_per_expert_E.tolist()
+    if len(loads) % ranks:
+        raise ValueError(f"Expected ranks to divide the {len(loads)} experts, got {ranks}.")
     room = len(loads) // ranks
     held: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0.0] * ranks

@@ -25,6 +25,7 @@ from mb_kernels import Bins
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from mb_parallel.arguments import several
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.random import rng_state, set_rng_state
 
@@ -117,11 +118,7 @@ def within_budget(
     Raises:
         ValueError: one module instead of several.
     """
-    if isinstance(parts, nn.Module) and not isinstance(parts, Iterable):
-        raise ValueError(
-            f"Expected parts to be several modules, got one {type(parts).__name__}. Pass [model]."
-        )
-    parts = list(parts)
+    parts = several(parts, "parts")
     rows = budgets_of(parts)
     for one in rows:
         one.take_overflow()  # of forward passes that were no part of a step

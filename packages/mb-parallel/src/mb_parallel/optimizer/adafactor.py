@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from mb_parallel.optimizer.adamw import ShardedOptimizer, at_least_0
+from mb_parallel.arguments import above_0, is_pair
+from mb_parallel.optimizer.adamw import ShardedOptimizer
 from mb_parallel.optimizer.shards import (
     all_reduce_together,
     local,
@@ -64,9 +65,6 @@ class Adafactor(ShardedOptimizer):
         decay_rate: float = -0.8,
         scale_parameter: bool = True,
     ) -> None:
-        at_least_0(lr=lr, weight_decay=weight_decay, clip_threshold=clip_threshold)
-        if len(eps) != 2:
-            raise ValueError(f"Expected eps of two numbers, got {eps}.")
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -78,6 +76,14 @@ class Adafactor(ShardedOptimizer):
         super().__init__(params, defaults)
 
     def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
+        above_0(clip_threshold=group["clip_threshold"])
+        eps, decay_rate = group["eps"], group["decay_rate"]
+        if not (is_pair(eps) and eps[0] > 0 and eps[1] >= 0 and decay_rate <= 0):
+            raise ValueError(
+                "Expected eps of two numbers, the first above 0, and a decay_rate of at most 0, "
+                f"got eps={eps}, decay_rate={decay_rate}."
+            )
         for parameter in group["params"]:
             if parameter.dtype is not torch.float32:
                 raise ValueError(f"Expected parameters in fp32, got {parameter.dtype}.")

@@ -17,6 +17,7 @@ import mb_kernels
 import torch
 from torch import Tensor
 
+from mb_parallel.arguments import above_0, at_least_0, is_pair
 from mb_parallel.optimizer.shards import Unwritten, local, local_grad
 from mb_parallel.optimizer.working_copies import WorkingCopies
 
@@ -47,13 +48,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def check(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for a group with parameters that cannot be trained this way."""
+        """Raise ValueError for a group whose parameters or rates are nothing to train with."""
+        at_least_0(lr=group["lr"], weight_decay=group["weight_decay"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, before any step; a group that is refused is not added.
 
         Raises:
-            ValueError: as the constructor's for parameters.
+            ValueError: as the constructor's.
         """
         super().add_param_group(param_group)
         try:
@@ -147,12 +149,6 @@ class AdamW(ShardedOptimizer):
     ) -> None:
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"Expected state_dtype torch.float32 or bfloat16, got {state_dtype}.")
-        at_least_0(lr=lr, weight_decay=weight_decay)
-        if not (eps > 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-            raise ValueError(
-                "Expected eps > 0 and two betas from 0 up to but not 1, got "
-                f"eps={eps}, betas={betas}."
-            )
         self.state_dtype = state_dtype
         self._copies = working_copies if working_copies is not None else WorkingCopies({})
         self._equal = Unwritten()  # 16-bit parameters, to their masters
@@ -160,6 +156,11 @@ class AdamW(ShardedOptimizer):
         super().__init__(params, {**rates, **self._more_of_groups})
 
     def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
+        eps, betas = group["eps"], group["betas"]
+        above_0(eps=eps)
+        if not (is_pair(betas) and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(f"Expected two betas from 0 up to but not 1, got betas={betas}.")
         for parameter in group["params"]:
             if parameter.dtype not in (torch.float32, *_HALVES):
                 raise ValueError(
@@ -211,13 +212,6 @@ class AdamW(ShardedOptimizer):
         )
         self._copies.written(parameters)
         self._equal.note(p for p in parameters if p.dtype in _HALVES)
-
-
-def at_least_0(**numbers: float) -> None:
-    """Raise ValueError for those below 0, or not a number."""
-    wrong = [f"{name}={number}" for name, number in numbers.items() if not number >= 0]
-    if wrong:
-        raise ValueError(f"Expected {', '.join(numbers)} of at least 0, got {', '.join(wrong)}.")
 
 
 def _follow(master: Tensor, weight: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from mb_layers.experts import Experts, SharedExpert
 from torch import Tensor, nn
 
+from mb_parallel.arguments import at_least_0
 from mb_parallel.optimizer.adamw import ShardedOptimizer
 from mb_parallel.optimizer.shards import local
 
@@ -20,7 +21,11 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     Returns:
         Two groups with `params`, `weight_decay` and `decays`, by which a schedule of the decay
         knows them; only parameters that require a gradient.
+
+    Raises:
+        ValueError: `weight_decay` is below 0 or no number.
     """
+    at_least_0(weight_decay=weight_decay)
     matrices, vectors = [], []
     for _, parameter, axes in _with_axes(model):
         (matrices if axes > 1 else vectors).append(parameter)

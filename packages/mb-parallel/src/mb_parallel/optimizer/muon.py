@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from mb_parallel.arguments import floating
 from mb_parallel.optimizer.adamw import AdamW
 from mb_parallel.optimizer.shards import local, local_grad, shaped_like
 from mb_parallel.optimizer.working_copies import WorkingCopies
@@ -65,11 +66,7 @@ class Muon(AdamW):
         state_dtype: torch.dtype = torch.float32,
         working_copies: WorkingCopies | None = None,
     ) -> None:
-        if not (0 <= momentum < 1 and ns_steps >= 1):
-            raise ValueError(
-                "Expected momentum from 0 up to but not 1 and ns_steps of at least 1, got "
-                f"momentum={momentum}, ns_steps={ns_steps}."
-            )
+        floating(ns_dtype=ns_dtype)
         self.ns_dtype = ns_dtype
         self._more_of_groups = {"muon": False, "momentum": momentum, "ns_steps": ns_steps,
                                 "fused": ()}  # fmt: skip
@@ -86,6 +83,12 @@ class Muon(AdamW):
 
     def check(self, group: dict[str, Any]) -> None:
         super().check(group)
+        momentum, ns_steps = group["momentum"], group["ns_steps"]
+        if not (0 <= momentum < 1 and ns_steps >= 1):
+            raise ValueError(
+                "Expected momentum from 0 up to but not 1 and ns_steps of at least 1, got "
+                f"momentum={momentum}, ns_steps={ns_steps}."
+            )
         for parameter in group["params"] if group["muon"] else ():
             if parameter.ndim < 2 or parameter.dtype is not torch.float32:
                 raise ValueError(

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mb_parallel.mesh import ParallelMesh
-from mb_parallel.optimizer.adamw import at_least_0
+from mb_parallel.arguments import at_least_0, tensors
+from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.scaler import GradScaler
 from mb_parallel.optimizer.shards import (
     all_reduce_together,
@@ -124,7 +124,9 @@ def _joint_sum(
     uncounted: Iterable[Tensor],
 ) -> Tensor:
     """What `measure` finds in the shards, summed over the ranks of this stage."""
-    parameters, left_out = list(parameters), {id(p) for p in uncounted}
+    if mesh is not None:
+        check_mesh(mesh)
+    parameters, left_out = tensors(parameters), {id(p) for p in tensors(uncounted)}
     device = parameters[0].device if parameters else torch.device("cpu")
     parameters = [p for p in parameters if p.requires_grad]
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
@@ -161,7 +163,7 @@ def clip_grad_norm(
         ValueError: `max_norm` is below 0 or no number.
     """
     at_least_0(max_norm=max_norm)
-    parameters = list(parameters)
+    parameters = tensors(parameters)
     norm = grad_norm(parameters, mesh, uncounted=uncounted)
     grads = [local_grad(p) for p in parameters if p.grad is not None]
     if max_norm > 0 and grads:
@@ -191,8 +193,8 @@ def clip_and_step(
         scaler: whose scale the loss was multiplied by; it learns of the overflow.
 
     Raises:
-        ValueError: an optimizer that cannot skip a step on the device; `max_norm` is below 0 or no
-            number.
+        ValueError: an optimizer that cannot skip a step on the device, or of whose parameters none
+            has a gradient; `max_norm` is below 0 or no number.
     """
     at_least_0(max_norm=max_norm)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -201,6 +203,13 @@ def clip_and_step(
             f"{type(optimizer).__name__}, which cannot skip a step on the device."
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = [p for p in parameters if p.requires_grad]
+    if trained and all(p.grad is None for p in trained):
+        raise ValueError(
+            "Expected gradients, got none in any parameter of the optimizer. Call backward before, "
+            "and make the optimizer after what replaces parameters: parallelize_tensors, "
+            "parallelize_experts, apply_data_parallel."
+        )
     norm = grad_norm(parameters, mesh, uncounted=uncounted)
     scale = None if scaler is None else scaler.scale_on(norm.device)
     if scale is not None:

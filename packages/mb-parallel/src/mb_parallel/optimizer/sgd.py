@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mb_parallel.optimizer.adamw import ShardedOptimizer, at_least_0
+from mb_parallel.arguments import at_least_0
+from mb_parallel.optimizer.adamw import ShardedOptimizer
 from mb_parallel.optimizer.shards import local, local_grad
 
 
@@ -28,8 +29,11 @@ class SGD(ShardedOptimizer):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
     ) -> None:
-        at_least_0(lr=lr, momentum=momentum, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
+        at_least_0(momentum=group["momentum"])
 
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
         with_momentum = any(group["momentum"] for group in self.param_groups)

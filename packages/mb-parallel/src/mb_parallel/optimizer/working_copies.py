@@ -23,6 +23,7 @@ from mb_layers import Experts
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from mb_parallel.arguments import floating, several
 from mb_parallel.optimizer.shards import Unwritten, local, shaped_like
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -103,8 +104,12 @@ def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> Work
     Args:
         models: called as they are; experts on their device and sharded as they are to stay.
         dtype: with fp32, or where nothing is left to do, the result is empty.
+
+    Raises:
+        ValueError: one module instead of several, or no floating-point dtype.
     """
-    models = list(models)
+    floating(dtype=dtype)
+    models = several(models, "models")
     pairs: dict[Tensor, Tensor] = {}
     for module in (module for model in models for module in model.modules()):
         if not isinstance(module, Experts) or isinstance(module, FSDPModule):

@@ -28,6 +28,7 @@ class Stage(PipelineStage):
     passing: Pass
     number: int
     in_halves: bool
+    leaving: tuple[Tensor, ...]  # as large as the streams that go on; none from the last stage
     counts: list[StepCounts]
     # By micro-batch, between the halves of its backward pass. Torch keeps the nodes where the other
     # half begins, but Python has no share in that of an `autograd.Function`: it goes with its graph
@@ -57,15 +58,29 @@ class Stage(PipelineStage):
             total = self._total(output)
             self._hold([total])
             return total
-        assert output.x is not None
+        first, *others = self._checked(output.x)
         if not torch.is_grad_enabled():
             return output.x
-        first, *others = output.x if isinstance(output.x, tuple) else (output.x,)
         if output.aux_loss is not None:
             first = attach_aux_loss(first, output.aux_loss, passing.loss_scale / passing.passes)
         streams = tuple(self._own(stream) for stream in (first, *others))
         self._hold(streams)
         return streams[0] if len(streams) == 1 else streams
+
+    def _checked(self, x: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        """The streams that go on; others than the next stage awaits would be read as such."""
+        streams = x if isinstance(x, tuple) else () if x is None else (x,)
+        awaited, got = ([(x.shape, x.dtype) for x in of] for of in (self.leaving, streams))
+        if awaited != got:
+            wanted, found = (
+                ", ".join(f"{list(shape)} in {dtype}" for shape, dtype in of)
+                for of in (awaited, got)
+            )
+            raise ValueError(
+                f"Expected stage {self.stage_index} to return x {wanted}, by the pipeline's "
+                f"hidden_size, dtype and streams, got {found or 'none'}."
+            )
+        return streams
 
     def _hold(self, outputs: Iterable[Tensor]) -> None:
         if self.in_halves and torch.is_grad_enabled():
@@ -121,6 +136,8 @@ class Stage(PipelineStage):
 
     def _total(self, output: StageOutput) -> Tensor:
         """What to call backward on, [1]."""
+        if not output.losses:
+            raise ValueError("Expected the last stage to return losses by name, got none.")
         total = torch.stack([loss.reshape(()) for loss in output.losses.values()]).sum()
         if output.aux_loss is not None:
             total = total + output.aux_loss / self.passing.passes

@@ -32,15 +32,17 @@ Letters: M micro-batches, B sequences, S tokens of a sequence, D hidden, L MoE l
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mb_parallel.arguments import at_least_1, floating, several
 from mb_parallel.data_parallel import zero_stage_of
 from mb_parallel.expert_parallel.balance import step_counts
-from mb_parallel.mesh import ParallelMesh
+from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.pipeline_parallel.placement import (
     rank_of_stage,
     schedule_kind,
@@ -74,8 +76,8 @@ class Pipeline:
 
     Raises:
         ValueError: a mesh without stages, an unknown schedule, as many stages as it does not run,
-            ZeRO stage 3 or two streams with a zero-bubble one, or streams for another number of
-            borders.
+            ZeRO stage 3 or two streams with a zero-bubble one, streams for another number of
+            borders, or tied parameters that are not there or not of one size.
     """
 
     def __init__(
@@ -91,6 +93,10 @@ class Pipeline:
         streams: Sequence[Sequence[str]] | None = None,
         tied: Mapping[str, str | Mapping[int, str]] | None = None,
     ) -> None:
+        check_mesh(mesh)
+        stages = several(stages, "stages")
+        at_least_1(hidden_size=hidden_size)
+        floating(dtype=dtype)
         pp = mesh.axis("pp")
         if pp is None:
             raise ValueError(
@@ -108,7 +114,7 @@ class Pipeline:
                 f"Expected zero_stage 1 or 2 with {schedule}, which computes the gradients of "
                 "weights apart and needs the weights whole from forward to backward, got 3."
             )
-        self.stages, self.group = list(stages), pp.get_group()
+        self.stages, self.group = stages, pp.get_group()
         self.dp_size = mesh.dp_size
         self.num_stages = mesh.pp_size * len(stages)
         self.first_input, self.hidden_size, self.dtype = first_input, hidden_size, dtype
@@ -164,7 +170,7 @@ class Pipeline:
         Returns:
             The losses by name, summed over the micro-batches, on every rank, detached.
         """
-        self._shape(batches)  # refuses them before a gradient is touched
+        batches = self._checked(batches)  # before a gradient is touched
         waiting = [tied.set_aside() for tied in self.tied]
         passing = self._run(batches, loss_scale, before, train=True)
         for tied, earlier in zip(self.tied, waiting, strict=True):
@@ -174,7 +180,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, *batches: Batch) -> Losses:
         """The losses of these batches by name, summed over them, on every rank."""
-        passing = self._run(batches, 1.0, lambda index: None, train=False)
+        passing = self._run(self._checked(batches), 1.0, lambda index: None, train=False)
         return self._report(passing, lambda metrics: None, train=False)
 
     def _run(
@@ -199,6 +205,20 @@ class Pipeline:
         target = numbers if train and self._stage(-1) is not None else None
         schedule.step(*inputs, target=target, return_outputs=False)
         return passing
+
+    def _checked(self, batches: Iterable[Batch]) -> list[Batch]:
+        """`batches`, which have what travels here and are of one shape."""
+        batches, names = list(batches), {self.first_input, *itertools.chain(*self.streams)}
+        for batch in batches:
+            entries = batch.keys() if isinstance(batch, Mapping) else ()
+            if not names.issubset(entries):
+                raise ValueError(
+                    f"Expected micro-batches with the entries {', '.join(sorted(names))}, by "
+                    f"first_input and streams, got {type(batch).__name__} of "
+                    f"{', '.join(entries) or 'no entries'}."
+                )
+        self._shape(batches)
+        return batches
 
     def _shape(self, batches: Sequence[Batch]) -> tuple[tuple[int, ...], ...]:
         """Of the entries that streams are as long as; the same in every batch."""
@@ -252,6 +272,8 @@ class Pipeline:
         ]
         for stage in stages:
             stage.in_halves = self.kind.in_halves
+            last = stage.stage_index == self.num_stages - 1
+            stage.leaving = () if last else crossing(stage.stage_index)
             stage.counts, stage.graphs = step_counts(stage.submod), {}
         # The losses are scaled already: the schedule is not to divide gradients.
         loss_fn = (lambda total, number: total) if train else None
@@ -277,6 +299,12 @@ class Pipeline:
     def _by_stage(self, name: str, copies: str | Mapping[int, str]) -> dict[int, str]:
         """The names of a tied parameter by stage, in their order."""
         others = {-1: copies} if isinstance(copies, str) else copies
+        for stage in others:
+            if not -self.num_stages <= stage < self.num_stages:
+                raise ValueError(
+                    f"Expected copies of {name!r} on stages up to {self.num_stages - 1}, got "
+                    f"{stage}."
+                )
         by_stage = {stage % self.num_stages: other for stage, other in others.items()}
         return dict(sorted({0: name, **by_stage}.items()))
 

@@ -68,9 +68,11 @@ def stage_indices(
     """The stages of a rank, out of pp_size * stages_per_rank.
 
     Raises:
-        ValueError: more or fewer stages than the schedule runs on a rank.
+        ValueError: more or fewer stages than the schedule runs on a rank, or no such rank.
     """
     kind = schedule_kind(schedule)
+    if not 0 <= pp_rank < pp_size:
+        raise ValueError(f"Expected pp_rank from 0 up to but not {pp_size}, got {pp_rank}.")
     if stages_per_rank < 1 or (stages_per_rank > 1 and not kind.many):
         raise ValueError(
             f"Expected one stage per rank with {schedule}, got {stages_per_rank}. For several take "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ class TiedParameter:
         rank_of: the rank, in the group, of a stage.
 
     Raises:
-        ValueError: a module has no parameter of that name.
+        ValueError: a module has no parameter of that name, or they are not of one size.
     """
 
     def __init__(
@@ -40,8 +41,29 @@ class TiedParameter:
         self._owns = owner == group.rank()
         to = others if self._owns else [owner]
         self._peers = [dist.get_global_rank(group, rank) for rank in to] if self._places else []
+        self._check(names)
         with torch.no_grad():
             self._hand_round([plain(parameter) for parameter in self._parameters()])
+
+    def _check(self, names: Mapping[int, str]) -> None:
+        """Raise on all ranks what is wrong on one."""
+        found: list[str] = []
+        problem = None
+        try:
+            found = [f"{list(plain(p).shape)} in {p.dtype}" for p in self._parameters()]
+        except ValueError as error:
+            problem = str(error)
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, (found, problem), group=self._group)
+        if problems := {told for _, told in everyone if told is not None}:
+            raise ValueError("\n".join(sorted(problems)))
+        sizes = {size for sizes, _ in everyone for size in sizes}
+        if len(sizes) > 1:
+            told = " and ".join(sorted(sizes))
+            raise ValueError(
+                f"Expected {', '.join(dict.fromkeys(names.values()))} to be one parameter on "
+                f"stages {', '.join(map(str, names))}, got parts of {told}."
+            )
 
     def _parameters(self) -> list[nn.Parameter]:
         """Those of this rank; looked up anew, for sharding replaces parameters."""

@@ -54,6 +54,11 @@ def adapt(
     module.__class__ = type(parent.__name__, (parent,), body)
 
 
+def is_adapted(module: nn.Module) -> bool:
+    """Whether `adapt` has changed it."""
+    return hasattr(type(module), "inside_forward")
+
+
 def _viewed(name: str, view: View) -> property:
     def read(module: Any) -> Tensor:
         parameter = module._parameters[name]

@@ -12,8 +12,10 @@ from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from mb_parallel.mesh import ParallelMesh
+from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.tensor_parallel.adapt import is_adapted
 from mb_parallel.tensor_parallel.styles import Region, Style
 
 Plan: TypeAlias = Mapping[str, Style | Callable[[nn.Module], Style]]
@@ -41,12 +43,20 @@ def parallelize_tensors(
             same bytes travel, and dropout must be seeded differently on every tp rank.
 
     Raises:
-        ValueError: heads, widths or a vocabulary that tp does not divide, or a parameter of which
-            no style of the plan says what becomes of it; names the module.
+        ValueError: heads, widths or a vocabulary that tp does not divide, a parameter of which no
+            style of the plan says what becomes of it, or a model that is shared out already; names
+            the module.
     """
+    check_mesh(mesh)
     tp = mesh.axis("tp")
     if tp is None:
         return
+    for name, module in model.named_modules():
+        if is_adapted(module) or isinstance(module, FSDPModule):
+            raise ValueError(
+                f"Expected a model that is not shared out yet, got {name or 'one'} that is. Call "
+                "parallelize_tensors once, before apply_data_parallel."
+            )
     region = Region(tp, sequence_parallel)
     names = {module: name for name, module in model.named_modules()}
     shared = _shared_parameters(model)
@@ -70,8 +80,8 @@ def parallelize_tensors(
     if loose:
         raise ValueError(
             f"Expected the plan to cover every parameter, got none for {', '.join(loose)}. Add a "
-            "style for each: SequenceParallel() for what works token by token, Replicated() for "
-            "what all ranks compute alike."
+            "style for each: SequenceParallel() for what works token by token, PartialGradients() "
+            "for what each rank computes a part with, Replicated() for what all compute alike."
         )
 
 

@@ -98,7 +98,7 @@ class ColumnParallel(Style):
                 f"Expected tp = {region.size} to divide the {self.units} {self.unit}, for each "
                 f"rank computes whole ones. Choose a tp that divides {self.units}."
             )
-        names = _own(module, "weight", "bias")
+        names = own(module, "weight", "bias")
         for name in names:
             shard(module, name, 0, region.mesh, what=f"{self.unit} of a column-parallel map")
 
@@ -114,18 +114,22 @@ class RowParallel(Style):
     """A linear map whose inputs are shared out: weight [out, in] by columns, bias replicated."""
 
     def apply(self, module: nn.Module, region: Region) -> None:
+        names = own(module, "weight", "bias")
         shard(module, "weight", 1, region.mesh, what="inputs of a row-parallel map")
 
         def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return region.leave(original(*args, **kwargs))
 
-        views = {"weight": local} | dict.fromkeys(_own(module, "bias"), once(region.group))
+        views = dict.fromkeys(names, once(region.group)) | {"weight": local}
         adapt(module, views=views, forward=forward)
 
 
 @dataclass(frozen=True)
 class ParallelInput(Style):
     """A module whose children are column parallel with `enter=False`: the stream is taken in once.
+
+    Parameters of its own are for another style to see to: `PartialGradients` if it computes with
+    them what its children do, each rank a part.
 
     Args:
         count: how many leading arguments are streams (2 for a decoder's states and an encoder's).
@@ -140,6 +144,9 @@ class ParallelInput(Style):
 
         adapt(module, forward=forward)
 
+    def covers(self, module: nn.Module) -> list[nn.Module]:
+        return []
+
 
 @dataclass(frozen=True)
 class SequenceParallel(Style):
@@ -151,7 +158,7 @@ class SequenceParallel(Style):
 
     def apply(self, module: nn.Module, region: Region) -> None:
         if region.sequence_parallel:
-            adapt(module, views=dict.fromkeys(_own(module), summed(region.group)))
+            adapt(module, views=dict.fromkeys(own(module), summed(region.group)))
 
 
 @dataclass(frozen=True)
@@ -162,7 +169,7 @@ class PartialGradients(Style):
     """
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        adapt(module, views=dict.fromkeys(_own(module), summed(region.group)))
+        adapt(module, views=dict.fromkeys(own(module), summed(region.group)))
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,8 @@ class SplitSequence(Style):
 class JoinOutput(Style):
     """A module at the end of the stream, before what needs whole sequences: a pooler, a gather.
 
-    Its output, or the first of several, is joined; all ranks go on alike with it.
+    Its output, or the first of several, is joined; all ranks go on alike with it. Parameters of its
+    own are taken to work token by token, as a last norm's do.
     """
 
     def apply(self, module: nn.Module, region: Region) -> None:
@@ -197,7 +205,8 @@ class JoinOutput(Style):
             x, *rest = output
             return collectives.join(x, region.group, SEQUENCE), *rest
 
-        adapt(module, forward=forward)
+        views = dict.fromkeys(own(module), summed(region.group))
+        adapt(module, views=views, forward=forward)
 
 
 @dataclass(frozen=True)
@@ -212,9 +221,10 @@ class Sharded(Style):
     dims: Mapping[str, int]
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        for name in _own(module, *self.dims):
+        names = own(module, *self.dims)
+        for name in names:
             shard(module, name, self.dims[name], region.mesh, what=f"dimension of {name}")
-        adapt(module, views=dict.fromkeys(_own(module, *self.dims), local))
+        adapt(module, views=dict.fromkeys(names, local))
 
 
 @dataclass(frozen=True)
@@ -252,10 +262,16 @@ class Replicated(Style):
         return list(module.modules())
 
 
-def _own(module: nn.Module, *names: str) -> list[str]:
-    """The module's own parameters, or those of these names, that are there."""
-    return [
-        name
-        for name, parameter in module._parameters.items()
-        if parameter is not None and (not names or name in names)
-    ]
+def own(module: nn.Module, *names: str) -> list[str]:
+    """The module's own parameters that are there, which are of these names, if any are given.
+
+    Raises:
+        ValueError: there are others.
+    """
+    found = [name for name, parameter in module._parameters.items() if parameter is not None]
+    if more := [name for name in found if names and name not in names]:
+        raise ValueError(
+            f"Expected no parameters but {', '.join(names)} in {type(module).__name__}, got "
+            f"{', '.join(more)}. Put them into a module of their own, which has a style of its own."
+        )
+    return found

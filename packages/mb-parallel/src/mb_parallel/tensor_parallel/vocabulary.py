@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mb_parallel.tensor_parallel import collectives
 from mb_parallel.tensor_parallel.adapt import adapt, local, shard
-from mb_parallel.tensor_parallel.styles import Region, Style
+from mb_parallel.tensor_parallel.styles import Region, Style, own
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class VocabParallelEmbedding(Style):
                 f"Expected an embedding with padding_idx=None, got {module.padding_idx}. Its row "
                 "is one rank's alone: mask padded tokens in the loss instead."
             )
+        own(module, "weight")
         shard(module, "weight", 0, region.mesh, what="vocabulary")
         rows = module.get_parameter("weight").shape[0] // region.size
         start = rows * region.rank
@@ -78,7 +79,7 @@ class VocabParallelLoss(Style):
         setattr(module, self.attribute, loss)
 
     def covers(self, module: nn.Module) -> list[nn.Module]:
-        return [module] if self.bias is not None else []
+        return [module] if own(module) == [self.bias] else []
 
 
 def vocab_parallel_cross_entropy(

@@ -188,7 +188,7 @@ def _with_experts(config: Json, count: str) -> dict[str, Any]:
         "moe_ffn_hidden_size": config["intermediate_size"],
         "moe_num_experts": config[count],
         "moe_top_k": config["num_experts_per_tok"],
-        # transformers' loss counts every choice of a token, and is top-k when balanced, ours 1.
+        # Their loss counts every choice of a token: it is top-k when balanced, ours 1.
         "moe_loss_weight": config["num_experts_per_tok"] * (config["router_aux_loss_coef"] or 0.0),
     }
 

@@ -1,0 +1,82 @@
+"""What several functions ask of their arguments; ValueError for what they do not take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def at_least_0(**numbers: Any) -> None:
+    """Numbers, by the names of the arguments."""
+    wrong = [
+        f"{name}={number!r}"
+        for name, number in numbers.items()
+        if not (isinstance(number, Real | Tensor) and number >= 0)
+    ]
+    if wrong:
+        raise ValueError(f"Expected {', '.join(numbers)} of at least 0, got {', '.join(wrong)}.")
+
+
+def at_least_1(**counts: Any) -> None:
+    """Integers, by the names of the arguments."""
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+            raise ValueError(f"Expected {name} to be an integer of at least 1, got {count!r}.")
+
+
+def above_0(**numbers: Any) -> None:
+    """Numbers, by the names of the arguments."""
+    for name, number in numbers.items():
+        if not (isinstance(number, Real) and number > 0):
+            raise ValueError(f"Expected {name} above 0, got {number!r}.")
+
+
+def several(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
+    """Modules as a list."""
+    if isinstance(modules, nn.Module) and not isinstance(modules, Iterable):
+        raise ValueError(
+            f"Expected {what} to be several modules, got one {type(modules).__name__}. Pass its "
+            "blocks, or [it]."
+        )
+    found = list(modules)
+    for module in found:
+        if not isinstance(module, nn.Module):
+            raise ValueError(
+                f"Expected {what} to be several modules, got {module!r} among them. Of a "
+                "ModuleDict pass its values()."
+            )
+    return found
+
+
+def tensors(given: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Tensors as a list; one stands for itself, as with torch, and not for its rows."""
+    return [given] if isinstance(given, Tensor) else list(given)
+
+
+def floating(**dtypes: Any) -> None:
+    """Floating-point dtypes, by the names of the arguments."""
+    for name, dtype in dtypes.items():
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"Expected {name} to be a floating-point dtype such as torch.bfloat16, got "
+                f"{dtype!r}."
+            )
+
+
+def device_type_name(device_type: Any) -> None:
+    """The name of a kind of device that there is support for here."""
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(
+            f'Expected device_type "cpu" or "cuda" (ROCm\'s name too), got {device_type!r}. Of a '
+            "torch.device pass its type."
+        )
+
+
+def is_pair(given: Any) -> bool:
+    """Whether these are two numbers."""
+    pair = isinstance(given, tuple | list) and len(given) == 2
+    return pair and all(isinstance(number, Real | Tensor) for number in given)

@@ -64,6 +64,10 @@ def test_the_other_length_of_training_overrules_a_recipe():
         (["--config", "none.toml"], "Cannot read --config none.toml: No such file"),
         (["--tokenizer-type", "Bert"], "--tokenizer-type: invalid choice: 'Bert'"),
         (["--no-bf17"], "Unknown flag --no-bf17. The nearest is --no-bf16"),
+        (
+            ["--hiden-size", "-8", "--seed=1", "--trian-iters=2"],
+            "--hidden-size. Unknown flag --trian-iters. The nearest is --train-iters",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

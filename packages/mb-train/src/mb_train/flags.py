@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import re
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -210,12 +211,16 @@ def parse(
         raise UsageError(" ".join(said))
     parser = build_parser(commands)
     namespace, unknown = parser.parse_known_args(spelled_out(argv))
-    if unknown:
-        word = unknown[0].split("=")[0]
-        kind, known = "argument", list(commands)
-        if word.startswith("-"):
-            kind, known = "flag", [o for a in parser._actions for o in a.option_strings]
-        raise UsageError(f"Unknown {kind} {word}.{_nearest(word, known)}")
+    if unknown and not unknown[0].startswith("-"):
+        raise UsageError(f"Unknown argument {unknown[0]}.{_nearest(unknown[0], commands)}")
+    if unknown:  # the values of unknown flags are among them
+        known = [option for action in parser._actions for option in action.option_strings]
+        flags = dict.fromkeys(
+            word.split("=")[0] for word in unknown if re.match("--?[a-zA-Z]", word)
+        )
+        raise UsageError(
+            " ".join(f"Unknown flag {name}.{_nearest(name, known)}" for name in flags or unknown)
+        )
     values = vars(namespace)
     settled = [name for name in SETTLED if name in values]
     for name in settled:

@@ -10,7 +10,7 @@
 #   --sequences N   in a step (256), in micro-batches of 128 if those divide it
 #   --length N      tokens of a sequence (1024)
 #   --minutes M     stop after so many: the point under way saves, and the same line goes on with it
-#   --keep          keep the checkpoints of finished points; a dmoe-125m is 44 GB
+#   --keep          keep the checkpoints of finished points; a dmoe-125m is 27 GB
 #   --dry-run       say what would be run, and what mb-train plan says of it
 #   --gpu NAME      the GPU to plan for (H200, ...), if it is not the one here
 #   POINT           FAMILY-SIZE, of families dense, moe1, moe1.5, moe2, dmoe, fine and the recipes' sizes

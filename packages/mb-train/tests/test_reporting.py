@@ -279,12 +279,11 @@ def test_a_measurement_compiles_nothing():
     model = Model()
     model.compile(backend=backend)
     run = SimpleNamespace(
-        config=SimpleNamespace(model="bert", eval_iters=1, compile=True), batch_size=3,
-        say=lambda line: None,
+        config=SimpleNamespace(eval_iters=1, compile=True), batch_size=3, say=lambda line: None,
         mesh=SimpleNamespace(tp_size=1, pp_size=1),
         model=SimpleNamespace(parts=[model]), progress=SimpleNamespace(iteration=1),
         log=SimpleNamespace(write=lambda event, **found: None),
-        task=SimpleNamespace(evaluate_more=evaluate_more),
+        task=SimpleNamespace(tells_more=True, evaluate_more=evaluate_more),
     )  # fmt: skip
     assert measure(run, range(9), "the end") == {"sum": 6.0}
     assert not compiled

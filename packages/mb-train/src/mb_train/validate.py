@@ -72,7 +72,7 @@ def measure(run: Run, dataset: Dataset | None, place: str) -> dict[str, float]:
     Every rank measures all of them; where layers are cut (tensor parallelism) or apart (stages), on
     a copy of the whole model. {} where there is no more to tell, or no memory for the copy.
     """
-    if dataset is None or run.config.model == "gpt":
+    if dataset is None or not run.task.tells_more:
         return {}
     if run.mesh.tp_size * run.mesh.pp_size > 1:
         model = _whole(run)

@@ -53,6 +53,7 @@ class Task(Protocol):
         loss_weights: for each loss by name, the entry of a batch with the weights of its terms.
         sequence_length: tokens per sample that count for throughput.
         sentences: whether it reads files that were split into sentences.
+        tells_more: whether `evaluate_more` finds anything.
         layers: blocks of the model, those of a decoder behind its encoder's.
     """
 
@@ -60,6 +61,7 @@ class Task(Protocol):
     loss_weights: dict[str, str]
     sequence_length: int
     sentences: bool
+    tells_more: bool
     layers: int
 
     def borders(self, runs: Sequence[range]) -> Borders:

@@ -46,6 +46,7 @@ class BertTask:
 
     first_input = "tokens_BS"
     sentences = True
+    tells_more = True
 
     def __init__(
         self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, leave_out: bool = False

@@ -60,6 +60,7 @@ class ClassifyTask:
 
     first_input = "tokens_BS"
     sentences = True
+    tells_more = True
 
     def __init__(
         self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, leave_out: bool = False

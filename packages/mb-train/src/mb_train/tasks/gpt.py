@@ -32,6 +32,7 @@ class GPTTask:
 
     first_input = "tokens_BS"
     sentences = False
+    tells_more = False
 
     def __init__(
         self,

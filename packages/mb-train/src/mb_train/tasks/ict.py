@@ -48,6 +48,7 @@ class ICTTask:
 
     first_input = "tokens_BS"
     sentences = True
+    tells_more = True
 
     def __init__(
         self,

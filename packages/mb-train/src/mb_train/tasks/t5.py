@@ -48,6 +48,7 @@ class T5Task:
 
     first_input = "tokens_BS"
     sentences = True
+    tells_more = True
 
     def __init__(
         self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, leave_out: bool = False

@@ -165,6 +165,11 @@ def make_op(
             lambda x: reference.dequantize(*reference.quantize(x, 4), bits=4, dtype=x.dtype),
         )
         return Op(call, {"x": normal(tokens, hidden)}, (), twin)
+    if name == "sum_of_squares":
+        call, twin = (
+            lambda a, b, m=m: m.sum_of_squares([a, b, a]) for m in (mb_kernels, reference)
+        )
+        return Op(call, {"a": normal(tokens, hidden), "b": normal(experts, 5)}, (), twin)
     if name == "dequantize":
         codes, scales = reference.quantize(normal(tokens, hidden), 8)
         call, twin = (
@@ -248,7 +253,7 @@ OPS = (
     *("grouped_gemm", "grouped_gemm_EKM", "gmm", "gmm_trans_b", "gmm_trans_a"),
     *("grouped_experts", "grouped_experts_w3", "grouped_experts_plain"),
     *("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit", "expert_mlp_bias"),
-    *("quantize", "dequantize", "linear_cross_entropy", "relative_attention"),
+    *("quantize", "dequantize", "sum_of_squares", "linear_cross_entropy", "relative_attention"),
     *(("sdd", "dsd", "dds") if importlib.util.find_spec("stk") else ()),  # the extra block-sparse
     "sparse_expert_mlp",
 )

@@ -17,6 +17,7 @@ from mb_kernels import (
     muon_step,
     reference,
     router_losses,
+    sum_of_squares,
     topk_softmax,
     warm_up,
 )
@@ -409,6 +410,59 @@ def test_debug_refuses_ids_of_no_expert_but_not_in_a_capture(monkeypatch):
 def test_any_width(case, dtype):
     errors = expert_mlp_errors(case, dtype=dtype, device="cuda")
     assert max(errors.values()) <= TOLERANCES[dtype], errors
+
+
+_MANY = [(7,), (0, 3), (33, 1000), (64, 4096), (), *[(96,)] * 150]
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "anywhere"])
+@pytest.mark.parametrize(
+    ("grad", "moment", "copy"),
+    [
+        (torch.float32, torch.float32, None),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32, torch.float16),
+    ],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_adamw(grad, moment, copy, shift):
+    def tensors(dtype):
+        made = (torch.randn(torch.Size(shape).numel() + shift, device="cuda") for shape in _MANY)
+        return [x.to(dtype)[shift:].view(shape) for x, shape in zip(made, _MANY, strict=True)]
+
+    lists = [tensors(torch.float32), tensors(grad), *(tensors(moment) for _ in range(2))]
+    lists[3] = [v.square_() for v in lists[3]]
+    lists.append([None] * len(_MANY) if copy is None else tensors(copy))
+    lists.append([torch.tensor(float(n), device="cuda") for n in range(len(_MANY))])
+    on_cpu = [[x if x is None else x.cpu() for x in given] for given in lists]
+    rates = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    for device, given in (("cuda", lists), ("cpu", on_cpu)):
+        scalars = {"grad_scale": torch.ones((), device=device) * 4}
+        scalars["found_inf"] = torch.zeros((), device=device)
+        adamw_step(*given, **rates, **scalars)
+    for got, want in zip(lists, on_cpu, strict=True):
+        for a, b in zip(got, want, strict=True):
+            if a is not None:  # a number in 16 bits may fall to the other side
+                tolerance = 1e-5 if a.dtype is torch.float32 else 2 * torch.finfo(a.dtype).eps
+                torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_sum_of_squares(dtype):
+    tensors = [torch.randn(shape, device="cuda").to(dtype) for shape in _MANY]
+    tensors += [tensors[2].mT, tensors[3][1:, ::3], torch.ones(3, 1, device="cuda").expand(3, 7)]
+    want = sum(float(x.double().square().sum()) for x in tensors)
+    got = sum_of_squares(tensors)
+    assert torch.equal(got, sum_of_squares(tensors))
+    assert float(got) == pytest.approx(want, rel=1e-6)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sum_of_squares(tensors)
+    for x in tensors[3:5]:
+        x.mul_(2)
+    graph.replay()
+    assert float(captured) == pytest.approx(float(sum_of_squares(tensors)), rel=1e-6)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

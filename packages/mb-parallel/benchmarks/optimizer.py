@@ -10,7 +10,9 @@ line.
 """
 
 import argparse
+import gc
 import json
+import math
 import random
 import statistics
 from collections.abc import Callable
@@ -18,10 +20,15 @@ from functools import partial
 
 import torch
 import triton
-from mb_parallel.optimizer import AdamW, Muon, WorkingCopies, clip_and_step, describe
+from mb_parallel.optimizer import AdamW, Muon, WorkingCopies, clip_and_step
 from torch import nn
 
 HIDDEN, FFN, EXPERTS, VOCABULARY = 768, 2048, 64, 50304
+DEVICE = "cuda"
+RATES = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+Steps = dict[str, tuple[Callable[[], object], int]]
+"""What is timed, with the bytes of a parameter that it has to move."""
 
 
 def shapes(layers: int) -> list[tuple[int, ...]]:
@@ -40,11 +47,12 @@ def shapes(layers: int) -> list[tuple[int, ...]]:
 def make(layers: int, dtype: torch.dtype) -> list[nn.Parameter]:
     made = []
     for shape in shapes(layers):
-        made.append(nn.Parameter(torch.randn(shape, device="cuda", dtype=dtype) * 0.02))
-        made[-1].grad = torch.randn(shape, device="cuda", dtype=dtype)
+        made.append(nn.Parameter(torch.randn(shape, device=DEVICE, dtype=dtype) * 0.02))
+        made[-1].grad = torch.randn(shape, device=DEVICE, dtype=dtype)
     return made
 
 
+@torch.no_grad()
 def torchs(optimizer: torch.optim.Optimizer, copies: list[torch.Tensor] | None) -> None:
     """What a trainer calls: norm and clip, fused step, the cast of the next forward."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -52,25 +60,61 @@ def torchs(optimizer: torch.optim.Optimizer, copies: list[torch.Tensor] | None) 
     torch._foreach_mul_([p.grad for p in parameters], (1.0 / (norm + 1e-6)).clamp(max=1.0))
     optimizer.step()
     if copies is not None:
-        torch._foreach_copy_(copies, [p.detach() for p in parameters])
+        torch._foreach_copy_(copies, parameters)
 
 
-def muons(parameters: list[nn.Parameter]) -> dict[str, tuple[Callable[[], object], int]]:
+def muons(layers: int) -> Steps:
     """Muon's step for the blocks' matrices, AdamW's for the rest; and without its iteration."""
+    parameters = make(layers, torch.float32)
     matrices = [p for p in parameters[2:] if p.ndim > 1 and p.shape != (EXPERTS, HIDDEN)]
     taken = set(matrices)
     rest = [p for p in parameters if p not in taken]
-    calls: dict[str, tuple[Callable[[], object], int]] = {}
-    state = None
-    for name, steps in {"Muon": 5, "Muon without its iteration": 0}.items():
-        groups = [{"params": matrices, "muon": True}, {"params": rest}]
-        muon = Muon(groups, lr=1e-4, weight_decay=0.1, ns_steps=steps)
-        if state is None:
-            muon.step()
-            state = muon.state
-        muon.state = state
-        calls[name] = (partial(clip_and_step, muon, max_norm=1.0), 28)
-    return calls
+    whole, without = (
+        Muon([{"params": matrices, "muon": True}, {"params": rest}], lr=1e-4, weight_decay=0.1)
+        for _ in range(2)
+    )
+    without.param_groups[0]["ns_steps"] = 0  # which the constructor refuses: it does not train
+    whole.step()
+    without.state = whole.state
+    clip = partial(clip_and_step, max_norm=1.0)
+    return {"Muon": (partial(clip, whole), 28),
+            "Muon without its iteration": (partial(clip, without), 28)}  # fmt: skip
+
+
+def with_fp32_moments(layers: int) -> Steps:
+    parameters = make(layers, torch.float32)
+    pairs = copied(parameters)
+    fused = torch.optim.AdamW(parameters, **RATES, fused=True)
+    ours, copying = AdamW(parameters, **RATES), AdamW(parameters, **RATES, working_copies=pairs)
+    fused.step()
+    # One set of fp32 moments serves all: their values do not matter here.
+    ours.state = copying.state = fused.state
+    clip = partial(clip_and_step, max_norm=1.0)
+    return {
+        "torch: norm, clip, fused AdamW": (partial(torchs, fused, None), 32),
+        "torch: norm, clip, fused AdamW, cast to bf16": (
+            partial(torchs, fused, list(pairs.values())), 34),
+        "ours": (partial(clip, ours), 32),
+        "ours, with the bf16 copy": (partial(clip, copying), 34),
+    }  # fmt: skip
+
+
+def with_bf16_moments(layers: int) -> Steps:
+    parameters = make(layers, torch.float32)
+    half = AdamW(parameters, **RATES, state_dtype=torch.bfloat16, working_copies=copied(parameters))
+    half.step()
+    return {"ours, bf16 moments and copy": (partial(clip_and_step, half, max_norm=1.0), 26)}
+
+
+def all_but_masters_in_bf16(layers: int) -> Steps:
+    half = AdamW(make(layers, torch.bfloat16), **RATES, state_dtype=torch.bfloat16)
+    half.step()
+    name = "ours, bf16 weights over fp32 masters, bf16 gradients and moments"
+    return {name: (partial(clip_and_step, half, max_norm=1.0), 22)}
+
+
+def copied(parameters: list[nn.Parameter]) -> WorkingCopies:
+    return WorkingCopies({p: p.detach().bfloat16() for p in parameters})
 
 
 def in_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -100,9 +144,12 @@ def main() -> None:
         "triton": triton.__version__,
     }
     print(*machine.values(), sep=", ")
+    numbers = sum(math.prod(shape) for shape in shapes(arguments.layers))
+    print(f"{numbers / 1e9:.2f} B parameters in {len(shapes(arguments.layers))} tensors")
     rows: list[dict[str, object]] = []
-
-    def measure(calls: dict[str, tuple[Callable[[], object], int]], numbers: int) -> None:
+    adamw = (with_fp32_moments, with_bf16_moments, all_but_masters_in_bf16)
+    for make_steps in (muons,) if arguments.muon else adamw:
+        calls = make_steps(arguments.layers)
         times = in_turns({name: call for name, (call, _) in calls.items()}, arguments.rounds)
         for name, (_, bytes_each) in calls.items():
             ms = statistics.median(times[name])
@@ -112,44 +159,8 @@ def main() -> None:
             print(f"{name:52} {ms:8.2f} ms  (min {min(times[name]):.2f})  "
                   f"{bytes_each} B a parameter, {rate:.0f} GB/s", flush=True)  # fmt: skip
 
-    parameters = make(arguments.layers, torch.float32)
-    numbers = sum(p.numel() for p in parameters)
-    print(f"{numbers / 1e9:.2f} B parameters in {len(parameters)} tensors")
-    if arguments.muon:
-        measure(muons(parameters), numbers)
-        print(json.dumps({"machine": machine, "parameters": numbers, "rows": rows}))
-        return
-    copies = [p.detach().bfloat16() for p in parameters]
-    pairs = WorkingCopies(dict(zip(parameters, copies, strict=True)))
-    rates = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    fused = torch.optim.AdamW(parameters, **rates, fused=True)
-    ours, copying = AdamW(parameters, **rates), AdamW(parameters, **rates, working_copies=pairs)
-    fused.step()
-    # One set of fp32 moments serves all: their values do not matter here.
-    ours.state = copying.state = fused.state
-    clip = partial(clip_and_step, max_norm=1.0)
-    measure(
-        {
-            "torch: norm, clip, fused AdamW": (partial(torchs, fused, None), 32),
-            "torch: norm, clip, fused AdamW, cast to bf16": (partial(torchs, fused, copies), 34),
-            "ours": (partial(clip, ours), 32),
-            "ours, with the bf16 copy": (partial(clip, copying), 34),
-        },
-        numbers,
-    )
-    del fused, ours, copying
-    half = AdamW(parameters, **rates, state_dtype=torch.bfloat16, working_copies=pairs)
-    half.step()
-    print(describe(half))
-    measure({"ours, bf16 moments and copy": (partial(clip, half), 26)}, numbers)
-    del half, pairs, copies, parameters
-    torch.cuda.empty_cache()
-    parameters = make(arguments.layers, torch.bfloat16)
-    half = AdamW(parameters, **rates, state_dtype=torch.bfloat16)
-    half.step()
-    print(describe(half))
-    name = "ours, bf16 weights over fp32 masters, bf16 gradients and moments"
-    measure({name: (partial(clip, half), 22)}, numbers)
+        del calls  # and its weights, before the next are made
+        gc.collect()
     print(json.dumps({"machine": machine, "parameters": numbers, "rows": rows}))
 
 

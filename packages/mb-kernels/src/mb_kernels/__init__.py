@@ -9,8 +9,8 @@
 - Experts: `expert_mlp`, `grouped_experts`, `grouped_gemm`, `gmm`, `is_glu`, `warm_up`.
 - Block-sparse: `sdd`, `dsd`, `dds`, `topology`, `pad_bins`, `sparse_expert_mlp`.
 - Activations in few bits: `quantize`, `dequantize`, `Quantized`.
-- The rest of a step: `relative_attention`, `linear_cross_entropy`, `VocabularyShard`, `adamw_step`,
-  `muon_momentum`, `muon_step`.
+- The rest of a step: `relative_attention`, `linear_cross_entropy`, `VocabularyShard`,
+  `sum_of_squares`, `adamw_step`, `muon_momentum`, `muon_step`.
 - `reference`: all of these in plain PyTorch, as they run on a CPU.
 
 `help(mb_kernels.expert_mlp)` says what one takes, returns and raises.
@@ -44,6 +44,7 @@ from mb_kernels.router_losses import router_losses as router_losses
 from mb_kernels.routing import Bins as Bins
 from mb_kernels.routing import bin_tokens as bin_tokens
 from mb_kernels.routing import topk_softmax as topk_softmax
+from mb_kernels.sum_of_squares import sum_of_squares as sum_of_squares
 from mb_kernels.warm_up import warm_up as warm_up
 
 __version__ = "0.1.0"

@@ -12,6 +12,7 @@ from mb_kernels.quantize.reference import dequantize, quantize
 from mb_kernels.relative_attention.reference import relative_attention
 from mb_kernels.router_losses.reference import router_losses
 from mb_kernels.routing.reference import bin_tokens, topk_softmax
+from mb_kernels.sum_of_squares.reference import sum_of_squares
 
 __all__ = [
     "adamw_step",
@@ -34,6 +35,7 @@ __all__ = [
     "router_losses",
     "sdd",
     "sparse_expert_mlp",
+    "sum_of_squares",
     "topk_softmax",
     "topology",
 ]

@@ -1,4 +1,4 @@
-"""The optimizers' kernels in Triton's interpreter against their twins."""
+"""The optimizers' kernels, and that of their norm, in Triton's interpreter against their twins."""
 
 import contextlib
 
@@ -8,9 +8,10 @@ import torch
 from mb_kernels import reference
 from mb_kernels.adamw import kernels
 from mb_kernels.muon import op as muon
+from mb_kernels.sum_of_squares import kernels as squares
 
 HYPER = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-# Odd, empty, of several runs of 32,768 elements, beyond one block, a scalar.
+# Odd, empty, of several blocks, a scalar.
 SHAPES = [(7,), (0, 3), (33, 1000), (65_600,), (5, 16), ()]
 
 
@@ -79,9 +80,29 @@ def test_an_infinity_changes_nothing(reachable):
 
 
 def test_more_tensors_than_one_launch_takes(reachable, monkeypatch):
-    monkeypatch.setattr(kernels, "_TENSORS", 4)
+    monkeypatch.setattr(kernels, "TENSORS", 4)
     got, want = _both(reachable, shapes=[(3,)] * 9)
     torch.testing.assert_close(torch.stack(got[0]), torch.stack(want[0]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "anywhere"])
+def test_sum_of_squares(reachable, monkeypatch, shift, dtype):
+    monkeypatch.setattr(squares, "TENSORS", 4)
+    generator = torch.Generator().manual_seed(3)
+    tensors = []
+    for shape in (*SHAPES, (16_384,), (40_000,)):
+        numbers = torch.randn(torch.Size(shape).numel() + shift, generator=generator).to(dtype)
+        tensors.append(numbers[shift:].view(shape))
+    tensors += [tensors[2].mT, torch.randn(9, dtype=torch.float64, generator=generator)]
+    want = sum(float(x.double().square().sum()) for x in tensors)
+    reachable[:] = tensors
+    assert float(mb_kernels.sum_of_squares(tensors)) == pytest.approx(want, rel=1e-6)
+    for bad in (torch.nan, torch.inf):
+        tensors[3][-1] = bad
+        got = float(mb_kernels.sum_of_squares(tensors))
+        assert got == pytest.approx(bad, nan_ok=True)
+    assert float(mb_kernels.sum_of_squares([tensors[1]])) == 0.0
 
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])

@@ -89,7 +89,8 @@ def register(
     """Define op ``mb::<schema>``.
 
     Args:
-        schema: "name(Tensor x, ...) -> Tensor"; the first tensor decides who computes; no defaults.
+        schema: "name(Tensor x, ...) -> Tensor", or a list of tensors first; the first tensor
+            decides who computes; no defaults.
         reference: the op in plain PyTorch, any device, called without autograd.
         fake: shapes and dtypes only.
         kernels: the module whose function ``name`` launches the Triton kernels; None runs the
@@ -111,14 +112,14 @@ def register(
 
     def implementation(*args: Any) -> Any:
         if _any_autocast():  # of the steps of an op it would cast only some
-            with torch.autocast(args[0].device.type, enabled=False):
+            with torch.autocast(_first(args).device.type, enabled=False):
                 return compute(*args)
         return compute(*args)
 
     def compute(*args: Any) -> Any:
         if not strided:
             args = tuple(a.contiguous() if isinstance(a, Tensor) else a for a in args)
-        x = args[0]
+        x = _first(args)
         if debug_check is not None and debugging(x):
             debug_check(*args)
         if not use_triton(x):
@@ -142,6 +143,10 @@ def register(
         from torch.utils.flop_counter import register_flop_formula
 
         register_flop_formula(getattr(torch.ops.mb, name))(flops)
+
+
+def _first(args: tuple[Any, ...]) -> Tensor:
+    return args[0] if isinstance(args[0], Tensor) else args[0][0]
 
 
 def _contiguous(outputs: Any) -> Any:

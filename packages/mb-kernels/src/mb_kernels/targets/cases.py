@@ -28,6 +28,7 @@ from mb_kernels.linear_cross_entropy import kernels as cross_entropy
 from mb_kernels.muon import kernels as muon
 from mb_kernels.permute import kernels as permute
 from mb_kernels.quantize import kernels as quantize
+from mb_kernels.sum_of_squares import kernels as squares
 from mb_kernels.targets.cover import cover
 from mb_kernels.targets.record import record
 from mb_kernels.targets.table import NEIGHBOURS, GateCase, Target
@@ -243,6 +244,9 @@ def _small_ops() -> dict[str, Callable[[], object]]:
         lists = (tensors(_FP32), tensors(grad), tensors(moment), tensors(moment), copies)
         adamw.adamw_step(*lists, [one] * 200, **rates, grad_scale=one, found_inf=one)
 
+    def squared(numbers: int) -> None:
+        squares.sum_of_squares([_empty(numbers, dtype=d) for d in (_FP32, _BF16, _FP16)] * 60)
+
     def orthogonal(grad: torch.dtype, numbers: int) -> None:
         weight, one = _empty(numbers, dtype=_FP32), _empty(dtype=_FP32)
         update = muon.muon_momentum(
@@ -271,6 +275,8 @@ def _small_ops() -> dict[str, Callable[[], object]]:
         memory.sum_home(memory.rows("home"), slots.view(-1, 8), slots, _int32(9))
 
     return {
+        "sum of squares": partial(squared, 4096),
+        "sum of squares, anywhere": partial(squared, 4001),
         "AdamW, anywhere": partial(stepped, _FP32, _FP32, _BF16, 4001),
         "AdamW, fp32": partial(stepped, _FP32, _FP32, None, 4096),
         "AdamW, fp32, copy": partial(stepped, _FP32, _FP32, _BF16, 4096),

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import mb_kernels
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -237,17 +238,8 @@ def _divisor(norm: Tensor, max_norm: float) -> Tensor:
     return ((norm + 1.0e-6) / max_norm).clamp(min=1.0)
 
 
-def _sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
-    """fp32 scalar. Reads each gradient once, many in a launch."""
-    norms = []
-    for double in (False, True):
-        some = [g for g in grads if (g.dtype is torch.float64) == double and g.numel()]
-        if some:
-            # A CPU adds up in sequence: in fp32 the norm of a million numbers is off by up to 1e-4.
-            wide = double or device.type == "cpu"
-            dtype = torch.float64 if wide else torch.float32
-            norms += [norm.float() for norm in torch._foreach_norm(some, 2, dtype=dtype)]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+def _sum_of_squares(shards: list[Tensor], device: torch.device) -> Tensor:
+    return mb_kernels.sum_of_squares(shards) if shards else torch.zeros((), device=device)
 
 
 def _count_zeros(grads: list[Tensor], device: torch.device) -> Tensor:

@@ -1,0 +1,35 @@
+"""Tables for kernels that take hundreds of tensors in one launch.
+
+A column for each list of tensors with their addresses, columns of whatever else a kernel looks up,
+and last the programs up to and with each tensor's: ``language.tables.find`` reads that one.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mb_kernels.runtime.launch import power_of_two
+
+TENSORS = 512  # of a launch
+
+
+def table(rows: Sequence[Sequence[int]], programs: Sequence[int], device: torch.device) -> Tensor:
+    """[columns + 1, N] int64 on the device, N a power of two; rows beyond the last are never found.
+
+    Args:
+        rows: a tensor's entries in all columns, one row for each of at most ``TENSORS`` tensors.
+        programs: how many each tensor takes.
+    """
+    filled = [[*row, end] for row, end in zip(rows, itertools.accumulate(programs), strict=True)]
+    filled += [[0] * (len(filled[0]) - 1) + [2**62]] * (power_of_two(len(rows)) - len(rows))
+    columns = list(zip(*filled, strict=True))
+    # From pinned memory the copy takes its turn in the stream, and the host goes on.
+    host = torch.tensor(columns, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def aligned(numbers: Sequence[int]) -> bool:
+    """Whether 16 divides all addresses and sizes, so that threads may move 16 bytes at a time."""
+    return not any(number % 16 for number in numbers)

@@ -1,0 +1,82 @@
+"""Triton kernel of ``mb_kernels.sum_of_squares``: a program adds up a run of one tensor."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mb_kernels.language import tables as language
+from mb_kernels.runtime.launch import cdiv, launch
+from mb_kernels.runtime.tables import TENSORS, aligned, table
+from mb_kernels.sum_of_squares import reference
+
+# One H200, 3.7 B numbers in fp32 and bf16: 3.2 and 1.63 ms, 4.5 TB/s; torch's foreach_norm takes
+# 4.35 and 3.18. Blocks of 4096 are equal in 8 warps and slower in 4 (1.79); runs of 32,768 equal.
+_BLOCK = 2048
+_RUN = 8 * _BLOCK
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def sum_of_squares_kernel(
+    table_ptr,  # [3, N]: address, numbers, programs up to and with this tensor's
+    sums_ptr,  # [programs] fp32
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    N: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tensor, place = language.find(table_ptr + 2 * N, N)
+    start = place * RUN
+    todo = tl.minimum(tl.load(table_ptr + N + tensor) - start, RUN)
+    if ALIGNED:
+        todo = (todo >> 4) * 16
+    numbers = language.pointer(table_ptr, tensor, TYPE, ALIGNED) + start
+    total = tl.zeros([BLOCK], tl.float32)
+    for at in range(0, todo.to(tl.int32), BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        x = tl.load(numbers + i, mask=i < todo, other=0.0).to(tl.float32)
+        total += x * x
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
+
+
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    """Launch for tensors that the op has checked, all on one device."""
+    device = tensors[0].device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # A replay would read the table of addresses from memory of the host that is free by then.
+        return reference.sum_of_squares(tensors)
+    tensors = [_dense(x) for x in tensors if x.numel()]
+    sums = [torch.zeros(1, device=device)]
+    alike: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
+    for x in tensors:
+        if x.dtype in _TYPES:
+            row = [x.data_ptr(), x.numel()]
+            alike.setdefault((x.dtype, aligned(row)), []).append(row)
+        else:
+            sums.append(reference.sum_of_squares([x])[None])
+    for (dtype, is_aligned), rows in alike.items():
+        for begin in range(0, len(rows), TENSORS):
+            sums.append(_launch(dtype, is_aligned, rows[begin : begin + TENSORS], device))
+    return torch.cat(sums).sum()
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Without gaps or repetitions: elements may lie in any order."""
+    return x if torch.ops.aten.is_non_overlapping_and_dense(x) else x.contiguous()
+
+
+def _launch(
+    dtype: torch.dtype, is_aligned: bool, rows: list[list[int]], device: torch.device
+) -> Tensor:
+    """[programs] fp32 on the device."""
+    programs = [cdiv(row[1], _RUN) for row in rows]
+    sums = torch.empty(sum(programs), device=device)
+    found = table(rows, programs, device)
+    constants: dict[str, Any] = {"TYPE": _TYPES[dtype], "ALIGNED": is_aligned, "N": found.shape[1]}
+    launch(sum_of_squares_kernel, (len(sums),), found, sums, **constants, RUN=_RUN, BLOCK=_BLOCK)
+    return sums

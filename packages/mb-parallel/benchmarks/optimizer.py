@@ -124,6 +124,7 @@ def in_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, l
     for _ in range(rounds):
         for name in random.sample(list(calls), len(calls)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(20_000_000)  # cycles, some 10 ms: in training, too, the host is ahead
             start.record()
             calls[name]()
             end.record()

@@ -108,6 +108,22 @@ def test_sigmoids_that_all_underflow_give_zero_and_not_nan() -> None:
     routed = router(torch.full((3, 48), 10.0))
     assert torch.equal(routed.weights_TK, torch.zeros(3, 2))
     assert torch.equal(routed.probs_TE, torch.zeros_like(routed.probs_TE))
+    (routed.weights_TK.sum() * 100 + routed.probs_TE.sum() * 100).backward()
+    assert torch.equal(router.weight.grad, torch.zeros_like(router.weight))
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("score_function", ["sigmoid", "softmax"])
+def test_a_token_that_visits_no_expert_leaves_the_gradient_as_it_is(score_function, p) -> None:
+    router = build(score_function=score_function, renormalize=True, renormalize_p=p)
+    x, ids = torch.randn(4, 48), torch.tensor([[0, 3], [-1, 6], [2, 1], [7, -1]])
+    gradients = []
+    for tokens in (x, x[[0, 2]]):
+        routed = router(tokens, expert_ids_TK=ids if tokens is x else ids[[0, 2]])
+        score = (routed.weights_TK * torch.tensor([90.0, -50.0])).sum()
+        gradients += torch.autograd.grad(score, router.weight)
+    assert gradients[1].count_nonzero()
+    assert_close("gradient", *gradients)
 
 
 def test_jitter_moves_the_router_in_training_alone() -> None:

@@ -1,10 +1,12 @@
 """Every op with arguments drawn at random, outputs and gradients against the float64 reference.
 
     TRITON_INTERPRET=1 python packages/mb-kernels/tests/interpreter/test_fuzz.py FIRST COUNT
+    python packages/mb-kernels/tests/interpreter/test_fuzz.py FIRST COUNT cuda
 
 runs that many seeds and prints those that fail; CI runs a few dozen. A draw is all a user may
 choose: sizes (none and one among them), dropped slots, capacity, dtypes, activation, biases, the
 bound on rows, what is kept, which inputs have gradients, where tensors lie in memory, and in whose.
+On a GPU sizes are larger, as its tiles are, and bf16 is among the dtypes.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows, V vocabulary.
 """
@@ -28,6 +30,7 @@ from mb_kernels.testing import NUMBERED, ROUTINGS, TOLERANCES, error, make_exper
 ACTIVATIONS = (*GLU_ACTIVATIONS, *NUMBERED, *PLAIN_ACTIVATIONS)
 GATE_OVER_UP = tuple(name for name in ACTIVATIONS if "interleaved" not in name)
 SEEDS = range(28)
+_ON_A_GPU = (torch.float32, torch.float16, torch.bfloat16, torch.bfloat16)
 
 
 class Draw(NamedTuple):
@@ -43,8 +46,9 @@ class Draw(NamedTuple):
 class Dice:
     """Random choices, all from one seed."""
 
-    def __init__(self, seed: int, reachable: list[torch.Tensor]) -> None:
+    def __init__(self, seed: int, reachable: list[torch.Tensor], device: str = "cpu") -> None:
         self.reachable = reachable  # what kernels may find through a table of addresses
+        self.device = device
         self.choice = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         pick = self.choice.choice
@@ -55,6 +59,14 @@ class Dice:
         self.experts = self.choice.randrange(1, 9)
         self.top_k = pick((self.choice.randrange(1, min(self.experts, 4) + 1), self.experts))
         self.dtype = pick((torch.float32, torch.float16))
+        if device != "cpu":
+            self.tokens *= pick((1, 1, 5, 20))
+            self.hidden, self.ffn = self.hidden * pick((1, 3, 8)), self.ffn * pick((1, 3, 8))
+            self.experts, self.dtype = self.experts * pick((1, 1, 9)), pick(_ON_A_GPU)
+
+    @property
+    def half(self) -> torch.dtype:
+        return torch.float16 if self.dtype is torch.float32 else self.dtype
 
     def sometimes(self, share: float = 0.5) -> bool:
         return self.choice.random() < share
@@ -152,7 +164,9 @@ class Homes:
         self.memory = x.new_full((ranks, self.rows + 1, x.shape[1]), 7)  # a row that nobody writes
         self.received()
         self.order = list(reversed(range(ranks)))
-        self.addresses = torch.tensor([self.memory[i].data_ptr() for i in self.order])
+        self.addresses = torch.tensor(
+            [self.memory[i].data_ptr() for i in self.order], device=x.device
+        )
 
     def received(self) -> torch.Tensor:
         """Rows by token, zeros if nothing came; and all are zeros again."""
@@ -417,7 +431,7 @@ def travelling(dice: Dice) -> Draw:
         packed = pack_routing(weights, ids, num_experts=experts, ranks=ranks)
         words = packed.words_TW
         if came is not None:  # what did not come holds anything
-            absent = torch.arange(dice.tokens) >= came[:, None]
+            absent = torch.arange(dice.tokens, device=came.device) >= came[:, None]
             words = words.repeat(ranks, 1).masked_fill(absent.view(-1, 1), torch.nan)
         sizes = {"num_experts": experts, "ranks": ranks, "counts_P": came}
         got = [t for rank in range(ranks) for t in unpack_routing(words, rank=rank, **sizes)]
@@ -429,7 +443,7 @@ def travelling(dice: Dice) -> Draw:
 def muon(dice: Dice) -> Draw:
     shape = dice.choice.choice(((), (0, 4), (7,), (3, 11, 17), (2049,)))
     kinds = {"grad": dice.dtype, "buffer": torch.float32, "weight": torch.float32}
-    kinds |= {"update": dice.dtype} | ({"copy": torch.float16} if dice.sometimes() else {})
+    kinds |= {"update": dice.dtype} | ({"copy": dice.half} if dice.sometimes() else {})
     tensors = {
         n: dice.normal(*(shape or (1,)), dtype=kind).view(shape) for n, kind in kinds.items()
     }
@@ -442,8 +456,10 @@ def muon(dice: Dice) -> Draw:
     def call(m, grad, buffer, weight, update, copy=None):
         buffer, weight = (t.float().clone() for t in (buffer, weight))  # the twin takes no float64
         copy = None if copy is None else copy.clone()
-        direction = m.muon_momentum(grad, buffer, **rates, **flags)
-        m.muon_step(weight, update, copy, size=size, decay=decay, **flags)
+        skip = {"found_inf": flags["found_inf"].to(grad.device)}
+        scale = rates | {"grad_scale": rates["grad_scale"].to(grad.device)}
+        direction = m.muon_momentum(grad, buffer, **scale, **skip)
+        m.muon_step(weight, update, copy, size=size, decay=decay, **skip)
         return direction, buffer, weight, *(() if copy is None else (copy,))
 
     return Draw(call, tensors, anywhere=False)
@@ -486,7 +502,7 @@ def block_sparse(dice: Dice) -> Draw:
 
     def call(m, a=None, b=None, data=None, **indices):
         if what == "sdd":
-            data = torch.zeros(1, 1, 1, dtype=a.dtype).expand(indices["rows"].numel(), BLOCK, BLOCK)
+            data = a.new_zeros(1, 1, 1).expand(indices["rows"].numel(), BLOCK, BLOCK)
         topology = Topology(*indices.values())
         matrix = make_matrix(size, data, topology)
         matrix = matrix.t() if transposed else matrix
@@ -522,9 +538,9 @@ def sparse_expert_mlp(dice: Dice) -> Draw:
 def adamw(dice: Dice) -> Draw:
     pick = dice.choice.choice
     shapes = [pick(((), (0, 3), (7,), (33, 20), (1025,))) for _ in range(pick((1, 2, 5)))]
-    kinds = {"weight": torch.float32, "grad": pick((torch.float32, torch.float16))}
+    kinds = {"weight": torch.float32, "grad": pick((torch.float32, dice.half))}
     kinds |= dict.fromkeys(("m", "v"), pick((torch.float32, torch.bfloat16)))
-    kinds["copy"] = pick((None, torch.float16))
+    kinds["copy"] = pick((None, dice.half))
     tensors = {
         f"{name} {i}": dice.normal(*shape, dtype=kind) if shape else dice.normal(1)[0].to(kind)
         for name, kind in kinds.items()
@@ -544,10 +560,26 @@ def adamw(dice: Dice) -> Draw:
             [given[f"{name} {i}"].clone() if kind else None for i in range(len(shapes))]
             for name, kind in kinds.items()
         ]
-        lists.append([torch.tensor(first + i) for i in range(len(shapes))])
+        here = lists[0][0].device
+        lists.append([torch.tensor(first + i, device=here) for i in range(len(shapes))])
         dice.reachable[:] = [t for tensors in lists for t in tensors if t is not None]
-        m.adamw_step(*lists, **hyper, **{n: torch.tensor(f) for n, f in flags.items()})
+        m.adamw_step(*lists, **hyper, **{n: torch.tensor(f, device=here) for n, f in flags.items()})
         return tuple(dice.reachable)
+
+    return Draw(call, tensors, anywhere=False)
+
+
+def squares(dice: Dice) -> Draw:
+    shapes = [dice.choice.choice(((), (0, 3), (7,), (33, 20), (17, 1024))) for _ in range(5)]
+    kinds = (dice.dtype, dice.dtype, torch.float32, torch.float64)
+    tensors = {
+        f"x{i}": dice.normal(*(shape or (1,))).view(shape).to(dice.choice.choice(kinds))
+        for i, shape in enumerate(shapes)
+    }
+
+    def call(m, **given):
+        dice.reachable[:] = given.values()
+        return m.sum_of_squares(list(given.values()))
 
     return Draw(call, tensors, anywhere=False)
 
@@ -555,7 +587,7 @@ def adamw(dice: Dice) -> Draw:
 OPS = (
     *((expert_mlp,) * 7),
     *(grouped, gmm, grouped_experts, permuted, permuted, routing, binning, losses, quantized),
-    *(cross_entropy, block_sparse, block_sparse, sparse_expert_mlp, adamw, muon),
+    *(cross_entropy, block_sparse, block_sparse, sparse_expert_mlp, adamw, muon, squares),
     *(attention, travelling),
 )
 
@@ -568,7 +600,9 @@ def results(draw: Draw, module: Any, tensors: dict[str, torch.Tensor]) -> dict[s
     out = {f"output {i}": t for i, t in enumerate(found)}
     if draw.leaves:
         score = sum(
-            (t * torch.linspace(0.5, 1, t.numel(), dtype=_wide(t)).view(t.shape)).sum()
+            (
+                t * torch.linspace(0.5, 1, t.numel(), dtype=_wide(t), device=t.device).view(t.shape)
+            ).sum()
             for t in found
             if t.requires_grad
         )
@@ -577,21 +611,21 @@ def results(draw: Draw, module: Any, tensors: dict[str, torch.Tensor]) -> dict[s
     return out
 
 
-def check(seed: int, reachable: list[torch.Tensor]) -> None:
-    """Raise if the op of this seed is not what its reference is."""
-    dice = Dice(seed, reachable)
+def check(seed: int, reachable: list[torch.Tensor], device: str = "cpu") -> None:
+    """Raise if the op of this seed is not what its reference is, on a CPU."""
+    dice = Dice(seed, reachable, device)
     op = dice.choice.choice(OPS)
     draw = op(dice)
     if draw.anywhere and op is not attention:  # among equal keys or values its gradients are zero
         draw = draw._replace(tensors={n: dice.expanded(t) for n, t in draw.tensors.items()})
-    scattered = draw.tensors
+    scattered = {n: t.to(device) for n, t in draw.tensors.items()}
     if draw.anywhere:
-        scattered = {n: dice.somewhere(t) for n, t in draw.tensors.items()}
+        scattered = {n: dice.somewhere(t) for n, t in scattered.items()}
     got = results(draw, mb_kernels, scattered)
     exact = {n: t.double() if t.is_floating_point() else t for n, t in draw.tensors.items()}
     rounded: dict[str, torch.Tensor] = {}
     for name, want in results(draw, reference, exact).items():
-        value, what = got[name], f"{op.__name__}: {name}"
+        value, what = got[name].cpu(), f"{op.__name__}: {name}"
         assert value.shape == want.shape, f"{what} {value.shape}, not {want.shape}"
         if not value.is_floating_point():
             assert torch.equal(value, want.to(value.dtype)), what
@@ -611,13 +645,13 @@ def test_any_arguments(seed, reachable):
 
 
 def main() -> None:
-    first, count = (int(a) for a in sys.argv[1:])
+    first, count = (int(a) for a in sys.argv[1:3])
     failed = 0
     for seed in range(first, first + count):
         if seed > first and (seed - first) % 100 == 0:
             print(f"{seed - first} seeds, {failed} failed", flush=True)
         try:
-            check(seed, [])
+            check(seed, [], *sys.argv[3:])
         except Exception:
             failed += 1
             print(f"seed {seed}: {traceback.format_exc().strip().splitlines()[-1]}", flush=True)

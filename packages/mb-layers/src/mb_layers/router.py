@@ -243,8 +243,11 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
 
 
 def _not_zero(sums_T1: Tensor) -> Tensor:
-    """What to divide scores by: a token's sigmoids can all underflow to 0."""
-    return sums_T1.clamp(min=torch.finfo(torch.float32).tiny)
+    """What to divide scores by: a token's can all underflow to 0, or belong to no expert.
+
+    Anything tiny in place of 0 would make the gradient infinite, and NaN times such a score.
+    """
+    return sums_T1.masked_fill(sums_T1 < torch.finfo(torch.float32).tiny, 1.0)
 
 
 def _top_ids(scores_TE: Tensor, k: int) -> Tensor:

@@ -245,9 +245,10 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
 def _not_zero(sums_T1: Tensor) -> Tensor:
     """What to divide scores by: a token's can all underflow to 0, or belong to no expert.
 
-    Anything tiny in place of 0 would make the gradient infinite, and NaN times such a score.
+    1e-20 is nothing beside a sum that counts, as in DeepSeek-V3, and a gradient divided by it is
+    still a number, which what it came from takes back to 0.
     """
-    return sums_T1.masked_fill(sums_T1 < torch.finfo(torch.float32).tiny, 1.0)
+    return sums_T1.clamp(min=1e-20)
 
 
 def _top_ids(scores_TE: Tensor, k: int) -> Tensor:

@@ -188,6 +188,14 @@ def test_topk_softmax(tokens, experts, k, renormalize):
     assert torch.equal(results[0][3], results[1][3])
 
 
+def test_one_renormalized_weight_is_one_and_its_gradient_zero():
+    logits = torch.randn(3000, 9, device="cuda", requires_grad=True)
+    weights, _, _ = topk_softmax(logits, 1, renormalize=True)
+    assert torch.equal(weights, torch.ones_like(weights))
+    (gradient,) = torch.autograd.grad((weights * torch.randn_like(weights)).sum(), logits)
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
 @pytest.mark.parametrize("capacity", [None, 0, 300], ids=lambda c: f"C{c}")
 @pytest.mark.parametrize(
     ("tokens", "experts", "k"), [(5000, 64, 8), (1, 1, 1), (70000, 512, 4), (1023, 15, 3)]

@@ -70,7 +70,9 @@ def topk_softmax_fwd_kernel(
         ids = tl.where(k == choice, chosen, ids)
         weights = tl.where(k == choice, weight, weights)
     if RENORMALIZE:
-        weights = weights / tl.sum(weights, 1)[:, None]
+        # Correctly rounded, so that of one expert a token it is 1, and equal weights stay equal.
+        sums = tl.sum(weights, 1)[:, None]
+        weights = tl.div_rn(weights, tl.broadcast_to(sums, weights.shape))
     store = (t < tokens)[:, None] & (k < K)
     tl.store(weights_ptr + row * K + k, weights, mask=store)
     tl.store(ids_ptr + row * K + k, ids, mask=store)

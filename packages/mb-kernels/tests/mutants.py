@@ -44,6 +44,7 @@ ROOMS = {
     "exchange/routing_kernels.py": ("interpreter/test_exchange_kernels.py", "routing"),
     "exchange/kernels.py": ("interpreter/test_exchange_kernels.py", "not routing"),
     "adamw/kernels.py": ("interpreter/test_adamw_kernels.py", "not muon"),
+    "language/tables.py": ("interpreter/test_adamw_kernels.py", "not muon"),
     "sum_of_squares/kernels.py": ("interpreter/test_adamw_kernels.py", "squares"),
     "muon/kernels.py": ("interpreter/test_adamw_kernels.py", "muon"),
     "relative_attention/kernels.py": ("interpreter/test_relative_attention_kernels.py", ""),

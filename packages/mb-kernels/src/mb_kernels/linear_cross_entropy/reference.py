@@ -38,9 +38,12 @@ def linear_cross_entropy(
 
 
 def divisor(weights_T: Tensor) -> Tensor:
-    """What a mean divides by: the sum of the weights, or of no token something that is not 0."""
+    """What a mean divides by: the sum of the weights, or of no token 1.
+
+    Not a tiny number: with a loss scale its inverse is infinite, and NaN times a gradient of 0.
+    """
     total = weights_T.sum()
-    return torch.where(total == 0, torch.finfo(torch.float32).tiny, total)
+    return torch.where(total == 0, 1, total)
 
 
 def row_statistics(logits_RV: Tensor, labels_R: Tensor, start: int) -> Tensor:

@@ -464,13 +464,29 @@ def test_sum_of_squares(dtype):
     assert torch.equal(got, sum_of_squares(tensors))
     assert float(got) == pytest.approx(want, rel=1e-6)
 
+
+def test_tables_of_a_captured_step_stay_as_they_are():
+    weights = [torch.randn(4096, device="cuda") for _ in range(3)]
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    options |= {"grad_scale": weights[0].new_ones(()), "found_inf": weights[0].new_zeros(())}
+
+    def state():
+        moments = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+        steps = [w.new_zeros(()) for w in weights]
+        return [[w.clone() for w in weights], weights, *moments, [None] * 3, steps]
+
+    want, captured = state(), state()
+    adamw_step(*want, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = sum_of_squares(tensors)
-    for x in tensors[3:5]:
-        x.mul_(2)
+        adamw_step(*captured, **options)
+        norm = sum_of_squares(captured[0])
+    # As large as the tables that went to the device: they would lie where those were, if free.
+    others = [torch.full((rows, 4), 7, pin_memory=True) for rows in (3, 8) for _ in range(100)]
     graph.replay()
-    assert float(captured) == pytest.approx(float(sum_of_squares(tensors)), rel=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(captured[0], want[0], strict=True))
+    assert torch.equal(norm, sum_of_squares(want[0]))
+    assert len(others) == 200
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -25,7 +25,8 @@ def table(rows: Sequence[Sequence[int]], programs: Sequence[int], device: torch.
     filled = [[*row, end] for row, end in zip(rows, itertools.accumulate(programs), strict=True)]
     filled += [[0] * (len(filled[0]) - 1) + [2**62]] * (power_of_two(len(rows)) - len(rows))
     columns = list(zip(*filled, strict=True))
-    # From pinned memory the copy takes its turn in the stream, and the host goes on.
+    # From pinned memory the copy takes its turn in the stream, and the host goes on. What a graph's
+    # capture copies from stays the graph's: torch gives it to nobody else.
     host = torch.tensor(columns, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 

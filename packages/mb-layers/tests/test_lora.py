@@ -133,6 +133,23 @@ def test_bf16_and_autocast() -> None:
     assert (y.float() - expected).norm() < 0.02 * expected.norm()
 
 
+@pytest.mark.parametrize(("x_scale", "grad_scale"), [(0.003, 1e-3), (10, 1e3)])
+def test_fp16_gradients_of_the_router_hold_what_products_cannot(
+    x_scale: float, grad_scale: float
+) -> None:
+    layer = with_adapters(build(torch.float16, activation="gelu", mlp_bias=True))
+    x = (x_scale * torch.randn(9, 32)).half()
+    dy = grad_scale * torch.randn(9, 32)
+    routed: list[Tensor] = []
+    layer.router.register_forward_hook(lambda *ran: routed.append(ran[2].weights_TK))
+    grads = []
+    for module in (layer, copy.deepcopy(layer).double()):
+        dtype = module.experts.w1.dtype
+        y = module(x.to(dtype)).y
+        grads += torch.autograd.grad(y, routed.pop(), dy.to(dtype))
+    assert (grads[0] - grads[1]).norm() < 2e-3 * grads[1].norm()
+
+
 def test_what_needs_the_fused_op_is_refused() -> None:
     with pytest.raises(ValueError, match="saved_activation_bits=None for adapters"):
         add_lora(build(saved_activation_bits=8).experts, rank=2, alpha=1.0)

@@ -30,6 +30,7 @@ from mb_layers.factored import (
     unflatten,
     weight_gradients,
 )
+from mb_layers.losses import at_least_fp32
 
 Activate = Callable[[Tensor], Tensor]
 
@@ -154,9 +155,9 @@ class _ToTokens(torch.autograd.Function):
                 do_ND, weight, bins.offsets_E1, transpose_weight=not ctx.transpose_weight
             )
             if wants_weights:
-                dots_N = (da_NF * a_NF.detach()).sum(dim=1, dtype=weights_TK.dtype)
+                dots_N = _dots(da_NF, a_NF.detach(), weights_TK.dtype)
                 if bias is not None:
-                    dots_N += (do_ND * _bias_rows(bias, bins)).sum(dim=1, dtype=weights_TK.dtype)
+                    dots_N += _dots(do_ND, _bias_rows(bias, bins), weights_TK.dtype)
                 rows_N = bins.inverse_N.long()
                 d_weights_TK = torch.where(rows_N < 0, 0, dots_N[rows_N]).view_as(weights_TK)
             if wants_h:
@@ -169,6 +170,11 @@ class _ToTokens(torch.autograd.Function):
             dy_ND, a_NF.detach(), weight, bins.offsets_E1, wanted, ctx.transpose_weight
         )
         return dh_NM, d_weights_TK, None, None, None, None, d_bias, *d_tensors
+
+
+def _dots(x_NC: Tensor, y_NC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each row's inner product, in fp32 at least: fp16 holds no product of two small numbers."""
+    return (at_least_fp32(x_NC) * y_NC).sum(dim=1, dtype=dtype)
 
 
 def _linear(

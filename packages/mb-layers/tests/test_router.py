@@ -102,14 +102,20 @@ def test_renormalize_is_softmax_after_top_k() -> None:
     assert_close("weights", routed.weights_TK, torch.softmax(chosen, dim=-1))
 
 
-def test_sigmoids_that_all_underflow_give_zero_and_not_nan() -> None:
+def test_sigmoids_that_all_underflow_have_no_weights_but_probabilities() -> None:
     router = build(score_function="sigmoid", renormalize=True)
-    torch.nn.init.constant_(router.weight, -10)
-    routed = router(torch.full((3, 48), 10.0))
+    torch.nn.init.normal_(router.weight, mean=-10)
+    routed = router(torch.ones(3, 48))  # logits around -480, whose sigmoid is exp(logit)
     assert torch.equal(routed.weights_TK, torch.zeros(3, 2))
-    assert torch.equal(routed.probs_TE, torch.zeros_like(routed.probs_TE))
-    (routed.weights_TK.sum() * 100 + routed.probs_TE.sum() * 100).backward()
-    assert torch.equal(router.weight.grad, torch.zeros_like(router.weight))
+    assert_close("probabilities", routed.probs_TE, torch.softmax(routed.logits_TE, dim=-1))
+    of_weights, of_probs = (
+        torch.autograd.grad((part * 100).sum(0)[0], router.weight, retain_graph=True)[0]
+        for part in (routed.weights_TK, routed.probs_TE)
+    )
+    assert torch.equal(of_weights, torch.zeros_like(of_weights))
+    expected = torch.softmax(routed.logits_TE, dim=-1)
+    (expected,) = torch.autograd.grad((expected * 100).sum(0)[0], router.weight)
+    assert_close("gradient", of_probs, expected)
 
 
 @pytest.mark.parametrize("p", [1, 2])

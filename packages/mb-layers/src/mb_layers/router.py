@@ -169,8 +169,8 @@ class Router(nn.Module):
         if self.config.score_function == "softmax":
             probs_TE = torch.softmax(logits_TE, dim=-1)
             return probs_TE, probs_TE
-        scores_TE = torch.sigmoid(logits_TE)
-        return scores_TE, scores_TE / _not_zero(scores_TE.sum(dim=-1, keepdim=True))
+        # Sigmoids over their sum, where they all underflow too.
+        return torch.sigmoid(logits_TE), torch.softmax(F.logsigmoid(logits_TE), dim=-1)
 
     def choice(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
         """Return what the best K are chosen by, [T, E]: the scores, the bias added."""

@@ -43,13 +43,13 @@ class Muon(AdamW):
             serve both.
         momentum: Nesterov's.
         ns_steps: iterations of Newton-Schulz.
-        ns_dtype: that they run in.
+        ns_dtype: that they run in; not fp16, of too small a range for gradients.
 
     State of a matrix: `momentum_buffer`, fp32.
 
     Raises:
-        ValueError: a number outside its range; a vector, or a 16-bit parameter, in a group of
-            Muon's; rows that `fused` does not divide.
+        ValueError: a number or dtype outside its range; a vector, or a 16-bit parameter, in a group
+            of Muon's; rows that `fused` does not divide.
     """
 
     def __init__(
@@ -67,6 +67,11 @@ class Muon(AdamW):
         working_copies: WorkingCopies | None = None,
     ) -> None:
         floating(ns_dtype=ns_dtype)
+        if ns_dtype is torch.float16:
+            raise ValueError(
+                "Expected ns_dtype to be torch.bfloat16 or wider, got torch.float16, in which "
+                "gradients of 1e-7 are 0."
+            )
         self.ns_dtype = ns_dtype
         self._more_of_groups = {"muon": False, "momentum": momentum, "ns_steps": ns_steps,
                                 "fused": ()}  # fmt: skip

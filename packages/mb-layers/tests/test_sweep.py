@@ -1,11 +1,13 @@
 """Random layers against a loop over tokens: the combinations that no list of cases has.
 
 Each seed draws a config, an input of some shape and memory order, and perhaps a mask, forced
-experts or a number of valid tokens. Outputs and all gradients are compared in fp64.
+experts or a number of valid tokens. Outputs and all gradients are compared in fp64, and those of
+the same layer in fp32 with them: fp64 alone hides what underflows.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -129,6 +131,16 @@ def compare(seed: int) -> None:
     assert_close(what + "aux_loss", aux, expected_aux)
     for name, a, b in zip(("x", *leaves), got, wanted, strict=True):
         assert_close(f"{what}d {name}", a.reshape(b.shape), b)
+
+    narrow, x = copy.deepcopy(layer).float(), x.detach().float().requires_grad_()
+    y32, aux32, _ = narrow(x, **arguments)
+    got32 = torch.autograd.grad(
+        (y32 * grad_y).sum() + 3 * aux32, (x, *narrow.parameters()), materialize_grads=True
+    )
+    names = ("y", "aux_loss", "d x", *(f"d {name}" for name in leaves))
+    for name, a, b in zip(names, (y32, aux32, *got32), (y, aux, *got), strict=True):
+        error, scale = (a - b).norm(), b.norm()
+        assert error <= 1e-4 * scale + 1e-3, f"{what}{name} in fp32: {error:.1e} of {scale:.1e}"
 
 
 @pytest.mark.filterwarnings("ignore:top_k=1 with renormalize")

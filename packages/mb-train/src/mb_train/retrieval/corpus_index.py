@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from mb_train.config import TrainConfig, whole
+from mb_train.data import check_tokens
 from mb_train.loading import Trained, load_trained
 from mb_train.run_folder import replaceable, replaced_folder
 from mb_train.tasks.base import EVALUATED_AT_ONCE, kept_places
@@ -80,7 +81,8 @@ def build_index(
 
     Raises:
         ValueError: no faiss, no retriever, no corpus, no queries, a kind that faiss does not know,
-            or a folder that holds something else. Nothing has been written.
+            a corpus of another tokenizer, or a folder that holds something else. Nothing has been
+            written.
     """
     faiss = faiss_library()
     output = replaceable(output)
@@ -250,8 +252,10 @@ def _embedded(
     """Embeddings of the blocks, [B, D] at a time."""
     for start in range(0, len(rows_AX), EVALUATED_AT_ONCE):
         rows = rows_AX[start : start + EVALUATED_AT_ONCE, :3].tolist()
-        tokens, valid = zip(*(dataset.get_block(*row) for row in rows), strict=True)
-        yield _embed(trained, "block", np.stack(tokens), np.stack(valid))
+        blocks = zip(*(dataset.get_block(*row) for row in rows), strict=True)
+        tokens_BS, valid_BS = map(np.stack, blocks)
+        check_tokens({"block_BS": tokens_BS}, trained.saved.identity["padded_vocab_size"])
+        yield _embed(trained, "block", tokens_BS, valid_BS)
 
 
 @torch.no_grad()

@@ -85,8 +85,9 @@ def prepare_data(
         vocab_size: of the model.
 
     Raises:
-        ValueError: no training documents, a damaged file, or tokens of another vocabulary.
-        OSError: no such file.
+        ValueError: no training documents, a file that is missing or damaged, or tokens of another
+            vocabulary.
+        OSError: a file that cannot be read.
     """
     parts = config.data_by_part()
     if config.model == "ict" and config.titles_data_path is not None:

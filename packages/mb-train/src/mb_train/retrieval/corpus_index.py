@@ -153,7 +153,7 @@ class Retriever:
         index: the index's folder.
 
     Raises:
-        ValueError: no faiss, no index, or one of another checkpoint or corpus.
+        ValueError: no faiss, no index, or one that is damaged or of another checkpoint or corpus.
     """
 
     def __init__(self, run: Path, index: Path, *, device: str = "auto") -> None:
@@ -172,8 +172,14 @@ class Retriever:
             raise ValueError(f"{file}, which {index} was made of, is gone or has changed.")
         self._tokenizer = self._trained.tokenizer
         self._dataset = _every_block(self._trained.config, self._tokenizer, corpus, about["titles"])
-        self._vectors = faiss.read_index(str(index / VECTORS))
-        self._rows_AX = np.load(index / BLOCKS)
+        try:
+            self._vectors = faiss.read_index(str(index / VECTORS))
+            self._rows_AX = np.load(index / BLOCKS)
+        except (RuntimeError, EOFError, ValueError, OSError) as error:
+            why = str(error).rpartition("failed: ")[2]  # faiss tells of its sources before
+            raise ValueError(
+                f"{index} is damaged: {why}. Make it again with mb-train index."
+            ) from None
 
     def ask(self, query: str, count: int) -> list[Answer]:
         """The nearest blocks, the nearest first.

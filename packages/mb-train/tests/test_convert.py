@@ -406,6 +406,14 @@ def test_a_download_that_is_not_whole_is_one_line(tmp_path):
         TensorFolder(tmp_path)
 
 
+@pytest.mark.parametrize("about", ["{", "[]"])
+def test_a_damaged_word_on_a_tokenizer_is_named(tmp_path, about):
+    (tmp_path / "vocab.txt").write_text("[UNK]\n")
+    (tmp_path / "tokenizer_config.json").write_text(about)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is damaged"):
+        import_model(tmp_path, tmp_path / "run", say=lambda line: None)
+
+
 def test_noise_on_the_experts_too_is_said(tmp_path):
     said = []
     theirs("mixtral", router_jitter_noise=0.1).save_pretrained(tmp_path)

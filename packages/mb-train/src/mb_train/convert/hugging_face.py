@@ -216,9 +216,13 @@ def write_run(
 def _tokenizer_fields(file: Path) -> dict[str, str]:
     """How a run names a tokenizer; a bare list of words does not say whether it is cased."""
     about = file.with_name("tokenizer_config.json")
-    words = file.name == "vocab.txt" and about.is_file()
-    if words and not json.loads(about.read_bytes()).get("do_lower_case", True):
-        return {"tokenizer_type": _CASED, "vocab_file": str(file)}
+    if file.name == "vocab.txt" and about.is_file():
+        try:
+            cased = not json.loads(about.read_bytes()).get("do_lower_case", True)
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{about} is damaged: {error}.") from None
+        if cased:
+            return {"tokenizer_type": _CASED, "vocab_file": str(file)}
     return {"tokenizer": str(file)}
 
 

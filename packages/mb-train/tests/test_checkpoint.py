@@ -143,6 +143,18 @@ def _on_a_full_disk(rank, world_size, folder):
     return said
 
 
+def test_a_ctrl_c_in_a_save_is_no_failed_save(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saver_module, "sum_of", interrupted)
+    said = []
+    with pytest.raises(KeyboardInterrupt):
+        begin(Saver(tmp_path, say=said.append), *make())
+    assert [line for line in said if "could not save" in line] == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_that_is_full_for_good(tmp_path):
     """The kernel's own refusal to write on, in a process with a limit on the size of files."""
     (said,) = run_ranks(_on_a_full_disk, 1, tmp_path)

@@ -13,6 +13,7 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert import architectures, export_model, import_model, read_model
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
+from mb_train.folder_lock import locked
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.models.rotary import rotary_tables
@@ -370,6 +371,7 @@ def test_every_setting_is_read_and_has_their_default(kind):
         ([], "to hold a JSON object"),
         ({"model_type": "gpt2", "n_embd": 8}, "lacks 'vocab_size'"),
         ({"model_type": "gpt2", "vocab_size": 9, "n_embd": 8}, "lacks 'n_layer'"),
+        ({"model_type": "gpt2", "vocab_size": -1}, "a vocab_size above 0, got -1"),
         ("{", "Cannot read"),
     ],
     ids=str,
@@ -388,6 +390,44 @@ def test_a_damaged_index_is_one_line(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match=r"index\.json (is damaged|points outside)"):
         TensorFolder(tmp_path)
+
+
+def test_a_download_that_is_not_whole_is_one_line(tmp_path):
+    index = json.dumps({"weight_map": {"a": "1.safetensors"}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"1\.safetensors, found none\. Is it downloaded"):
+        TensorFolder(tmp_path)
+    (tmp_path / "1.bin").touch()
+    with pytest.raises(ValueError, match="Pickled weights"):
+        TensorFolder(tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (tmp_path / "1.safetensors").write_text(pointer)
+    with pytest.raises(ValueError, match="git lfs pull"):
+        TensorFolder(tmp_path)
+
+
+@pytest.mark.parametrize("about", ["{", "[]"])
+def test_a_damaged_word_on_a_tokenizer_is_named(tmp_path, about):
+    (tmp_path / "vocab.txt").write_text("[UNK]\n")
+    (tmp_path / "tokenizer_config.json").write_text(about)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is damaged"):
+        import_model(tmp_path, tmp_path / "run", say=lambda line: None)
+
+
+def test_noise_on_the_experts_too_is_said(tmp_path):
+    said = []
+    theirs("mixtral", router_jitter_noise=0.1).save_pretrained(tmp_path)
+    config, _ = read_model(tmp_path, say=said.append)
+    assert config.moe_jitter_eps == 0
+    assert [line for line in said if "router_jitter_noise of 0.1 is left out" in line]
+
+
+def test_a_folder_that_another_writes_is_refused(tmp_path):
+    theirs("gpt2").save_pretrained(tmp_path / "hf")
+    how = {"tokenizer": "null:76", "say": lambda line: None}
+    with locked(tmp_path / "run"), pytest.raises(ValueError, match="is writing it"):
+        import_model(tmp_path / "hf", tmp_path / "run", **how)
+    import_model(tmp_path / "hf", tmp_path / "run", **how)
 
 
 def test_no_tensor_is_read_twice(tmp_path):
@@ -529,6 +569,9 @@ def test_the_command_line(tmp_path, capsys):
         assert main(["convert", source, str(tmp_path / "other"), *flag]) == 2
         assert f"Expected no {flag[0]}: {source} is a" in capsys.readouterr().err
         assert not (tmp_path / "other").exists()
+    rows = ["--make-vocab-size-divisible-by", "0", "--tokenizer", "null:76"]
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "other"), *rows]) == 2
+    assert f"Expected {rows[0]} of at least 1, got 0" in capsys.readouterr().err
     assert main(["convert", run, back]) == 2
     assert "Expected an empty or new folder" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 2

@@ -89,6 +89,13 @@ def test_data_that_is_not_there_is_said(tmp_path, monkeypatch, capsys):
     assert "Cannot write the sample corpus into runs/data: Not a dir" in capsys.readouterr().err
 
 
+def test_titles_that_are_not_there_are_said_before_the_corpus_is_made(tmp_path, capsys):
+    words = ["--recipe=ict-quickstart", "--titles-data-path=no", f"--save={tmp_path / 'run'}"]
+    assert main([*words, "--num-layers=1", "--hidden-size=16", "--num-attention-heads=2"]) == 2
+    assert "Expected no.bin to be a file (from --titles-data-path)" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_runs_at_once_without_a_folder_make_the_sample_corpus_once(tmp_path, monkeypatch):
     """Each wrote it under the others' hands, and all of them ended."""
     made = []

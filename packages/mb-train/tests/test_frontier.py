@@ -195,8 +195,10 @@ def test_nothing_to_draw(tmp_path, capsys):
     (tmp_path / "no").mkdir()
     write(tmp_path / "short", start(), train(10, 9.0))
     write(tmp_path / "going", start(), train(10, 9.0), evaluation(10, 5.0))
+    write(tmp_path / "other", start(), {"event": "train", "iteration": 10})
     for name, problem in (
-        ("no", "found none"), ("short", "found none"), ("going", "end of its schedule")
+        ("no", "found none"), ("short", "found none"), ("going", "end of its schedule"),
+        ("other", "log.jsonl is not a log that this mb-train can read: KeyError"),
     ):  # fmt: skip
         output = ["--output", str(tmp_path / "out")]
         assert main(["report", "--frontier", str(tmp_path / name), *output]) == 2

@@ -216,7 +216,7 @@ def test_sums_over_passes_steps_and_ranks():
     assert (unasked.zeros_in_grad, alone.zeros_in_grad) == (None, 2**24 + 1)
     assert unasked.params_norm == alone.params_norm
     assert alone.lm_losses == [1.0, 2.0]
-    assert (alone.lm_loss, alone.grad_norm, alone.params_norm) == (1.5, 0.25, 9.0)
+    assert (alone.loss("lm loss"), alone.grad_norm, alone.params_norm) == (1.5, 0.25, 9.0)
     assert alone.tokens_per_expert == [[6, 18], [24, 0]]
     assert alone.load_imbalance == [1.5, 2.0]
     assert alone.layer_means["dropped_fraction"] == pytest.approx([0.1, 0.3])

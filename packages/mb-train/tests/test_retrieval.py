@@ -99,6 +99,10 @@ def test_what_is_no_index_is_refused_and_nothing_is_written(corpus, tmp_path, ca
     refused("'Nonsense'", "index", run, *flags, "--kind", "Nonsense")
     refused("vectors of 8", "index", run, *flags, "--kind", "IVF99,Flat")
     refused("--queries of at least 1", "index", run, *flags, "--queries", 0)
+    other = mb_data.load_tokenizer("bert-base-uncased")
+    text, y = folder / "text.jsonl", folder / "y"
+    mb_data.preprocess(text, y, tokenizer=other, split_sentences=True, workers=1)
+    refused("another tokenizer", "index", run, "--corpus", f"{y}_text_sentence", "--output", index)
     refused("mb-train index", "retrieve", run, "w1", "--index", index)
     refused(f"an index in {run}/index", "retrieve", find_checkpoint(folder / "run"), "w1")
     assert not list(tmp_path.iterdir())
@@ -110,6 +114,12 @@ def test_what_is_no_index_is_refused_and_nothing_is_written(corpus, tmp_path, ca
     assert (tmp_path / "mine" / "file").is_file()
     assert main(["index", run, *map(str, flags)]) == 0
     refused("at least one word", "retrieve", run, " ", "--index", index)
+    for file in ("vectors.faiss", "blocks.npy"):
+        whole = (index / file).read_bytes()
+        for kept in (0, len(whole) // 2):
+            (index / file).write_bytes(whole[:kept])
+            refused(f"{index} is damaged: ", "retrieve", run, "w1", "--index", index)
+        (index / file).write_bytes(whole)
     about = json.loads((index / "index.json").read_text())
     for change, says in (({"iteration": 7}, "iteration 7"), ({"corpus_bytes": 1}, "has changed")):
         (index / "index.json").write_text(json.dumps(about | change))

@@ -159,6 +159,13 @@ def test_what_a_kill_left_half_written_is_removed_or_put_back(tmp_path):
     assert len(done) == 2
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"target": "previous-1"}'])
+def test_a_damaged_note_of_a_move_is_named(tmp_path, content):
+    (tmp_path / ".moving.json").write_text(content)
+    with pytest.raises(ValueError, match=r"\.moving\.json, .* is damaged"):
+        recover(tmp_path)
+
+
 def test_a_latest_that_is_gone_offers_another(tmp_path):
     fill(tmp_path, [10, 20])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("30")

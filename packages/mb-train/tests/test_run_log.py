@@ -138,10 +138,16 @@ def test_a_board_that_fails_is_left_out_and_ends_no_run():
     ]
 
 
+def test_a_line_that_no_parser_takes_is_torn(tmp_path):
+    (tmp_path / "log.jsonl").write_text("[" * 50_000 + "\n")
+    assert read_log(tmp_path / "log.jsonl") == [{"event": "torn", "line": 1}]
+
+
 def test_a_line_cut_short_by_a_kill_spoils_no_other(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"event": "start"}\n{"event": "tr')
     assert read_log(path) == [{"event": "start"}, {"event": "torn", "line": 2}]
+
     log = RunLog(path)
     log.write("start", iteration=1)
     log.close()

@@ -62,7 +62,6 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     parser.add_argument("--gpus", type=int, help="ranks; default as many GPUs as there are, or 1")
     parser.add_argument("--gpu", help="name of the GPU (H200, MI300X, ...); default the one here")
     options, rest = parser.parse_known_args(arguments)
-    from mb_train.flags import parse
     from mb_train.starting import plan
 
     config = plan(parse(rest)).config

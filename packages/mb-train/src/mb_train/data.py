@@ -85,10 +85,13 @@ def prepare_data(
         vocab_size: of the model.
 
     Raises:
-        ValueError: no training documents, a damaged file, or tokens of another vocabulary.
-        OSError: no such file.
+        ValueError: no training documents, a file that is missing or damaged, or tokens of another
+            vocabulary.
+        OSError: a file that cannot be read.
     """
     parts = config.data_by_part()
+    if config.model == "ict" and config.titles_data_path is not None:
+        _check_files([config.titles_data_path], (".bin", ".idx"), "--titles-data-path")
     paths = parts or config.data_words()
     if paths is None:
         paths = [_sample_corpus(tokenizer, task, folder, say, mock=config.mock_data)]
@@ -144,7 +147,11 @@ def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
             )
 
 
-def _check_files(prefixes: list[str], suffixes: tuple[str, ...]) -> None:
+def _check_files(
+    prefixes: list[str],
+    suffixes: tuple[str, ...],
+    flags: str = "--data-path or --train-data",
+) -> None:
     if not prefixes:
         raise ValueError("Expected --data-path to name a data set, got a number alone.")
     for prefix in prefixes:
@@ -154,7 +161,7 @@ def _check_files(prefixes: list[str], suffixes: tuple[str, ...]) -> None:
                 way = "Give the path without .bin, and make the files with mb-data preprocess."
                 where = "" if Path(prefix).is_absolute() else f" in {Path.cwd()}"
                 raise ValueError(
-                    f"Expected {prefix}{suffix} to be a file (from --data-path or --train-data), "
+                    f"Expected {prefix}{suffix} to be a file (from {flags}), "
                     f"found none{where}.{f' {way}' if suffix else ''}"
                 )
 

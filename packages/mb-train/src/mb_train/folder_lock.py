@@ -25,7 +25,7 @@ def locked(folder: Path) -> Generator[None]:
     """Hold the lock of a run folder, which is made if need be.
 
     Raises:
-        ValueError: another run holds it; says which.
+        ValueError: another process holds it; says which.
         OSError: the folder cannot be written.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -36,7 +36,7 @@ def locked(folder: Path) -> Generator[None]:
     except Timeout:
         raise ValueError(
             f"Expected {folder} to be free, but {_holder(folder)} is writing it. "
-            "Wait for it to end, or give another --save folder."
+            "Wait for it to end, or give another folder."
         ) from None
     note = folder / HOLDER_FILE
     try:

@@ -106,11 +106,18 @@ def read_run(folder: Path) -> FrontierRun:
     """A run's losses and seconds from RUN/log.jsonl.
 
     Raises:
-        ValueError: no log, no training step, or no evaluation.
+        ValueError: no log, no training step, no evaluation, or events of another program.
     """
     path = folder / LOG_FILE
     if not path.is_file():
         raise ValueError(f"Expected {folder} to be a run folder with a {LOG_FILE}, found none.")
+    try:
+        return _run_of(path)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a log that this mb-train can read: {error!r}.") from error
+
+
+def _run_of(path: Path) -> FrontierRun:
     start: dict[str, Any] = {}
     intervals: dict[int, tuple[int, float, bool]] = {}  # by last step: steps, seconds each, cold
     valid: dict[int, float] = {}
@@ -135,7 +142,7 @@ def read_run(folder: Path) -> FrontierRun:
     at = sorted(valid)
     per_step = config["global_batch_size"] * config["seq_length"]
     return FrontierRun(
-        name=folder.resolve().name,
+        name=path.parent.resolve().name,
         family=family_of(config),
         shape=(config["num_layers"], config["hidden_size"]),
         seed=config["seed"],

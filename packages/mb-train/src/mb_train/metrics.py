@@ -44,11 +44,6 @@ class IntervalStats:
         return sum(kept) / max(len(kept), 1)
 
     @property
-    def lm_loss(self) -> float:
-        """Mean of the main loss."""
-        return self.loss(next(iter(self.losses)))
-
-    @property
     def nan_iterations(self) -> int:
         """Iterations whose main loss was not a number."""
         return sum(math.isnan(loss) for loss in self.lm_losses)

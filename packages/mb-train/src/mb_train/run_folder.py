@@ -200,13 +200,21 @@ def recover(folder: Path) -> list[str]:
 
     Returns:
         What was done, a line each.
+
+    Raises:
+        ValueError: what was written of a move is damaged.
     """
     done = []
     journal = folder / _MOVING
     if journal.is_file():
-        move = json.loads(journal.read_text())
-        _finish_move(folder, move)
-        done.append(f"finished moving an earlier run to {folder / move['target']}")
+        try:
+            target = _finish_move(folder, json.loads(journal.read_text()))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{journal}, which says what of an earlier run was on its way into a previous-N, "
+                f"is damaged: {error!r}. Move that by hand, and remove the file."
+            ) from None
+        done.append(f"finished moving an earlier run to {target}")
     for old in sorted(folder.glob("iter_*.old")):
         final = old.with_suffix("")
         if final.exists():

@@ -242,7 +242,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         try:
             event = json.loads(line)
             whole = isinstance(event, dict) and isinstance(event.get("event"), str)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             whole = False
         events.append(event if whole else {"event": "torn", "line": number})
     return events

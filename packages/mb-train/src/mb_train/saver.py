@@ -144,7 +144,12 @@ class Saver:
         if any_rank(problem is not None):
             return self._failed(iteration, problem or "another rank failed")
         if self._thread is None:
-            return self._finish(iteration, _attempt(lambda: self._write(run, tensors)))
+            try:
+                problem = _attempt(lambda: self._write(run, tensors))
+            except KeyboardInterrupt:
+                self._discard(iteration)
+                raise
+            return self._finish(iteration, problem)
         copy = self._snapshot(tensors)
         self._pending = iteration, self._thread.submit(self._write, run, copy)
         return True
@@ -175,6 +180,10 @@ class Saver:
         draft = self._draft(iteration)
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
+
+    def _discard(self, iteration: int) -> None:
+        if rank() == 0:
+            shutil.rmtree(self._draft(iteration), ignore_errors=True)
 
     def _snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A copy that the training cannot change, on the device if there is room."""
@@ -219,8 +228,7 @@ class Saver:
         free = shutil.disk_usage(self._folder).free
         if free < self._bytes:  # torch's writer tells of positions in its file instead
             problem = f"{free / 1e9:.3g} GB are free for {self._bytes / 1e9:.3g} GB; {problem}"
-        if rank() == 0:
-            shutil.rmtree(self._draft(iteration), ignore_errors=True)
+        self._discard(iteration)
         self._say(f" could not save iteration {iteration}: {problem}. {self.in_force()}")
         return False
 
@@ -286,10 +294,16 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _attempt(action: Callable[[], Any]) -> str | None:
-    """None, or in words what kept the action from ending well."""
+    """None, or in words what kept the action from ending well.
+
+    Raises:
+        KeyboardInterrupt: a Ctrl-C, which torch takes for a failure of its own.
+    """
     try:
         action()
     except CheckpointException as error:
+        if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
+            raise KeyboardInterrupt from error
         return cause_of(error)
     except OSError as error:
         return f"{type(error).__name__}: {error}"

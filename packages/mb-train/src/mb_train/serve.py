@@ -92,7 +92,8 @@ def serve(generator: Generator, name: str, *, host: str, port: int) -> None:
         listening = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"Cannot listen at --host {host} --port {port}: {reason}.") from None
+        said = f"Cannot listen at --host {host} --port {port}: {str(reason).rstrip('.')}."
+        raise ValueError(said) from None
     # uvicorn raises Ctrl-C again once it has answered what it was asked.
     with listening, contextlib.suppress(KeyboardInterrupt):
         place = f"[{host}]" if ":" in host else host

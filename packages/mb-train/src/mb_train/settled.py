@@ -57,7 +57,8 @@ SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--max-tokens-to-oom": (1, _SERVER),
     "--init-method-xavier-uniform": (
         0,
-        "weights are drawn normal, by --init-method-std, as in the fork, whose ViT alone heeds it",
+        "weights are drawn normal, by --init-method-std, as in the fork, whose ViT alone heeds it; "
+        "Megatron Core would draw them uniform",
     ),
     "--data-parallel-random-init": (0, "all ranks begin from one initialization"),
     "--use-cpu-initialization": (0, "initialization does not depend on the number of ranks"),

@@ -26,6 +26,7 @@ from mb_train.convert.architectures import (
 )
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
 from mb_train.convert.vocabulary import rows_of, with_rows
+from mb_train.folder_lock import locked
 from mb_train.loading import load_trained
 from mb_train.run_folder import checkpoints, replaceable, replaced_folder, write_text
 from mb_train.saver import Saver
@@ -67,6 +68,8 @@ def read_model(
     found = architecture_of(theirs)
     try:
         vocab_size = theirs["vocab_size"]
+        if vocab_size < 1:
+            raise ValueError(f"Expected {path} to have a vocab_size above 0, got {vocab_size}.")
         config = imported_config(found.read(theirs), vocab_size, **fields)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}.") from None
@@ -76,6 +79,11 @@ def read_model(
     window = settings.get("sliding_window")
     if window == config.positions < settings.get("max_position_embeddings", 0):
         say(f"its attention has a window: taken for texts of {window:,} tokens, which fit into it")
+    if noise := settings.get("router_jitter_noise"):
+        say(
+            f"its router_jitter_noise of {noise} is left out: in training its experts saw that "
+            "noise too, that of --moe-jitter-eps is seen by the router alone"
+        )
     source = _tensors(folder, found)
     rules_of = found.rules
     if found.stacked is not None and any(map(_STACKED.search, source)):
@@ -138,6 +146,10 @@ def import_model(
         OSError: files that cannot be read or written.
     """
     refuse_run(target)
+    if divisible_by < 1:
+        raise ValueError(
+            f"Expected --make-vocab-size-divisible-by of at least 1, got {divisible_by}."
+        )
     fields, kept = {"tokenizer": tokenizer}, []
     if tokenizer is None:
         kept = [name for name in TOKENIZER_FILES if (source / name).is_file()]
@@ -175,7 +187,8 @@ def write_run(
         run: folder of the run that they are from, if any, with copies of its tokenizer.
 
     Raises:
-        ValueError: a tokenizer that the model's vocabulary has no room for.
+        ValueError: a tokenizer that the model's vocabulary has no room for; a target that holds a
+            run, or that another process is writing.
     """
     vocab_size, tokenizer = rows_of(weights), load_tokenizer(config, run)
     if tokenizer.vocab_size > vocab_size:
@@ -191,21 +204,25 @@ def write_run(
         "padded_vocab_size": vocab_size,
         "tokenizer": tokenizer.fingerprint,
     }
-    target.mkdir(parents=True, exist_ok=True)
-    saver = Saver(target, say=say)
-    if not saver.save(
-        model, None, Progress(0, 0), config=dataclasses.asdict(config), identity=identity, data={}
-    ):
-        raise OSError(f"Cannot write {target}.")
-    keep_tokenizer(config, target, run)
+    fields = dataclasses.asdict(config)
+    with locked(target):
+        refuse_run(target)  # of another, while the weights were read
+        saver = Saver(target, say=say)
+        if not saver.save(model, None, Progress(0, 0), config=fields, identity=identity, data={}):
+            raise OSError(f"Cannot write {target}.")
+        keep_tokenizer(config, target, run)
 
 
 def _tokenizer_fields(file: Path) -> dict[str, str]:
     """How a run names a tokenizer; a bare list of words does not say whether it is cased."""
     about = file.with_name("tokenizer_config.json")
-    words = file.name == "vocab.txt" and about.is_file()
-    if words and not json.loads(about.read_bytes()).get("do_lower_case", True):
-        return {"tokenizer_type": _CASED, "vocab_file": str(file)}
+    if file.name == "vocab.txt" and about.is_file():
+        try:
+            cased = not json.loads(about.read_bytes()).get("do_lower_case", True)
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{about} is damaged: {error}.") from None
+        if cased:
+            return {"tokenizer_type": _CASED, "vocab_file": str(file)}
     return {"tokenizer": str(file)}
 
 

@@ -14,6 +14,8 @@ from mb_train.run_folder import write_text
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SHARD_BYTES = 5_000_000_000
+# How the text begins that git-lfs leaves in a file's place until it is fetched.
+_POINTER = b"version https://git-lfs"
 
 
 class TensorFolder(Mapping[str, Tensor]):
@@ -42,15 +44,18 @@ class TensorFolder(Mapping[str, Tensor]):
         self._where: dict[str, tuple[Path, str]] = {}
         for path in files:
             if not path.is_file():
-                raise ValueError(
-                    f"Expected {path}, found none. Pickled weights (pytorch_model.bin) are not "
-                    "read: save the model as safetensors."
-                )
+                why = " Pickled weights (*.bin) are not read: save the model as safetensors."
+                if not any(folder.glob("*.bin")):
+                    why = " Is it downloaded to its end?"
+                raise ValueError(f"Expected {path}, found none.{why}")
             try:
                 with safe_open(path, "pt") as file:
                     names = list(file.keys())
             except Exception as error:  # the library has an exception of its own
-                raise ValueError(f"{path} is damaged: {error}.") from None
+                with path.open("rb") as file:
+                    pointer = file.read(len(_POINTER)) == _POINTER
+                why = "git-lfs has not fetched it: git lfs pull" if pointer else error
+                raise ValueError(f"{path} is damaged: {why}.") from None
             found = {name.removeprefix(prefix): (path, name) for name in names}
             if twice := found.keys() & self._where.keys():
                 raise ValueError(f"{path} holds {min(twice)}, which another file holds too.")

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from mb_train.config import TrainConfig, whole
+from mb_train.data import check_tokens
 from mb_train.loading import Trained, load_trained
 from mb_train.run_folder import replaceable, replaced_folder
 from mb_train.tasks.base import EVALUATED_AT_ONCE, kept_places
@@ -80,7 +81,8 @@ def build_index(
 
     Raises:
         ValueError: no faiss, no retriever, no corpus, no queries, a kind that faiss does not know,
-            or a folder that holds something else. Nothing has been written.
+            a corpus of another tokenizer, or a folder that holds something else. Nothing has been
+            written.
     """
     faiss = faiss_library()
     output = replaceable(output)
@@ -151,7 +153,7 @@ class Retriever:
         index: the index's folder.
 
     Raises:
-        ValueError: no faiss, no index, or one of another checkpoint or corpus.
+        ValueError: no faiss, no index, or one that is damaged or of another checkpoint or corpus.
     """
 
     def __init__(self, run: Path, index: Path, *, device: str = "auto") -> None:
@@ -170,8 +172,14 @@ class Retriever:
             raise ValueError(f"{file}, which {index} was made of, is gone or has changed.")
         self._tokenizer = self._trained.tokenizer
         self._dataset = _every_block(self._trained.config, self._tokenizer, corpus, about["titles"])
-        self._vectors = faiss.read_index(str(index / VECTORS))
-        self._rows_AX = np.load(index / BLOCKS)
+        try:
+            self._vectors = faiss.read_index(str(index / VECTORS))
+            self._rows_AX = np.load(index / BLOCKS)
+        except (RuntimeError, EOFError, ValueError, OSError) as error:
+            why = str(error).rpartition("failed: ")[2]  # faiss tells of its sources before
+            raise ValueError(
+                f"{index} is damaged: {why}. Make it again with mb-train index."
+            ) from None
 
     def ask(self, query: str, count: int) -> list[Answer]:
         """The nearest blocks, the nearest first.
@@ -250,8 +258,10 @@ def _embedded(
     """Embeddings of the blocks, [B, D] at a time."""
     for start in range(0, len(rows_AX), EVALUATED_AT_ONCE):
         rows = rows_AX[start : start + EVALUATED_AT_ONCE, :3].tolist()
-        tokens, valid = zip(*(dataset.get_block(*row) for row in rows), strict=True)
-        yield _embed(trained, "block", np.stack(tokens), np.stack(valid))
+        blocks = zip(*(dataset.get_block(*row) for row in rows), strict=True)
+        tokens_BS, valid_BS = map(np.stack, blocks)
+        check_tokens({"block_BS": tokens_BS}, trained.saved.identity["padded_vocab_size"])
+        yield _embed(trained, "block", tokens_BS, valid_BS)
 
 
 @torch.no_grad()

@@ -81,9 +81,7 @@ def find_sources(
         elif item == STDIN or (os.path.exists(item) and not os.path.isdir(item)):
             paths.append(item)
         elif os.path.isdir(item):
-            inside = sorted(str(Path(p)) for p in _files_inside(item))
-            found = [p for p in inside if p.endswith(RECORDS)]
-            found = found or [p for p in inside if p.endswith(TEXTS)]
+            found = _readable(sorted(str(Path(p)) for p in _files_inside(item)))
             if not found:
                 kinds = ", ".join((*JSON_KINDS, *TEXT_KINDS, PARQUET))
                 raise FileNotFoundError(f"{item}: no {kinds} file inside")
@@ -106,6 +104,12 @@ def find_sources(
     if paths.count(STDIN) > 1:
         raise ValueError("standard input (-) can be read only once")
     return [_describe(path, text_unit) for path in paths]
+
+
+def _readable(inside: list[str]) -> list[str]:
+    """What a directory of these files stands for."""
+    records = [p for p in inside if p.endswith(RECORDS)]
+    return records or [p for p in inside if p.endswith(TEXTS)]
 
 
 def _files_inside(directory: str) -> list[str]:
@@ -200,11 +204,12 @@ def _find_remote(url: str) -> list[str]:
             raise FileNotFoundError(f"{url}: no such file")
         if not filesystem.isdir(path):
             return [url]
-        path = f"{path.rstrip('/')}/**"
-    matches = [p for p in filesystem.glob(path) if str(p).endswith((*RECORDS, *TEXTS))]
+        matches = _readable([str(p) for p in filesystem.glob(f"{path.rstrip('/')}/**")])
+    else:
+        matches = [str(p) for p in filesystem.glob(path) if str(p).endswith((*RECORDS, *TEXTS))]
     if not matches:
         raise FileNotFoundError(f"{url}: no file matches")
-    return [f"{protocol}://{str(match).lstrip('/')}" for match in sorted(matches)]
+    return [f"{protocol}://{match.lstrip('/')}" for match in sorted(matches)]
 
 
 def _filesystem(url: str) -> tuple[Any, str]:

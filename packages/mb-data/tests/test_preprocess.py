@@ -774,6 +774,7 @@ def test_an_object_store(tmp_path):
     for name, data in (("a.jsonl", lines[:30]), ("b.jsonl.gz", lines[30:])):
         raw = b"".join(data)
         store.pipe(f"/data/{name}", gzip.compress(raw) if name.endswith("gz") else raw)
+    store.pipe("/data/LICENSE.txt", b"no document, as in a directory of this machine\n")
     for given in ("memory://data", "memory://data/*.jsonl*"):
         preprocess(given, tmp_path / "out", workers=1, block_bytes=2000)
         assert output_bytes(tmp_path / "out_text_document") == output_bytes(

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import random
 import sys
 
@@ -134,6 +135,38 @@ def test_standard_input(monkeypatch, pack):
     assert lines_of(["-"], 4) == [b"one", b"two", b"three"]
 
 
+def test_links_to_directories_are_read_as_directories(tmp_path):
+    corpus, disk = tmp_path / "corpus", tmp_path / "disk"
+    (disk / "deep").mkdir(parents=True)
+    (corpus / "real").mkdir(parents=True)
+    for path in (disk / "a.jsonl", disk / "deep" / "b.jsonl", corpus / "real" / "c.jsonl"):
+        path.write_bytes(b"{}\n")
+    (disk / "back").symlink_to(corpus)
+    (corpus / "first").symlink_to(corpus / "real")
+    (corpus / "more").symlink_to(disk)
+    (corpus / "more2").symlink_to(disk)
+    found = [s.path.removeprefix(f"{corpus}/") for s in find_sources([corpus])]
+    assert found == ["more/a.jsonl", "more/deep/b.jsonl", "real/c.jsonl"]
+    (corpus / "gone.jsonl").symlink_to(disk / "gone.jsonl")
+    with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
+        find_sources([corpus])
+
+
+def test_a_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.jsonl").write_bytes(b"{}\n")
+    scandir = os.scandir
+
+    def closed(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(PermissionError, match="closed"):
+        find_sources([tmp_path])
+
+
 def test_directories_and_patterns(tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("b.jsonl", "a.json.gz", "sub/c.ndjson", "notes.txt", "d.jsonl.xz"):
@@ -149,6 +182,8 @@ def test_directories_and_patterns(tmp_path):
     (tmp_path / "sub" / "again.ndjson").symlink_to("c.ndjson")
     assert names(f"{tmp_path}/**/*.ndjson") == ["sub/again.ndjson", "sub/c.ndjson"]
     assert names(f"{tmp_path}/sub/loop/*.jsonl") == ["sub/loop/b.jsonl"]
+    everything = ["a.json.gz", "b.jsonl", "d.jsonl.xz", "sub/again.ndjson", "sub/c.ndjson"]
+    assert names(tmp_path) == everything
     for name in ("loop", "again.ndjson"):
         (tmp_path / "sub" / name).unlink()
     with pytest.raises(FileNotFoundError, match="no file matches"):

@@ -84,7 +84,7 @@ class BertDataset:
         return len(self.mapping)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """[samples, 1]: tokens, special ones included; no sample is read."""
+        """[samples, 1]: tokens, special ones included, at most; no sample is read."""
         first, end, target = np.asarray(self.mapping, np.int64).T
         before = np.concatenate([[0], np.cumsum(self.indexed.sizes, dtype=np.int64)])
         special = 2 + self.binary_head  # [CLS], and [SEP] behind each segment

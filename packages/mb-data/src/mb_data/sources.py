@@ -64,10 +64,13 @@ def find_sources(
     """Files, patterns, directories, pipes, URLs and "-" as sources, each group in sorted order.
 
     A directory stands for its ``.jsonl``, ``.json``, ``.ndjson`` (compressed or not) and
-    ``.parquet`` files, at any depth; where it has none of them, for its ``.txt`` files.
+    ``.parquet`` files, at any depth and behind symbolic links to directories, each of which is read
+    once; where it has none of them, for its ``.txt`` files.
 
     Raises:
-        FileNotFoundError: for what matches nothing.
+        FileNotFoundError: for what matches nothing, and for a link inside a directory to a file
+            that is gone.
+        PermissionError: a directory in it cannot be read.
         ValueError: "-" twice, or a file of a format that is not read here.
     """
     paths: list[str] = []
@@ -78,9 +81,7 @@ def find_sources(
         elif item == STDIN or (os.path.exists(item) and not os.path.isdir(item)):
             paths.append(item)
         elif os.path.isdir(item):
-            inside = sorted(str(p) for p in Path(item).rglob("*") if p.is_file())
-            found = [p for p in inside if p.endswith(RECORDS)]
-            found = found or [p for p in inside if p.endswith(TEXTS)]
+            found = _readable(sorted(str(Path(p)) for p in _files_inside(item)))
             if not found:
                 kinds = ", ".join((*JSON_KINDS, *TEXT_KINDS, PARQUET))
                 raise FileNotFoundError(f"{item}: no {kinds} file inside")
@@ -103,6 +104,35 @@ def find_sources(
     if paths.count(STDIN) > 1:
         raise ValueError("standard input (-) can be read only once")
     return [_describe(path, text_unit) for path in paths]
+
+
+def _readable(inside: list[str]) -> list[str]:
+    """What a directory of these files stands for."""
+    records = [p for p in inside if p.endswith(RECORDS)]
+    return records or [p for p in inside if p.endswith(TEXTS)]
+
+
+def _files_inside(directory: str) -> list[str]:
+    """Files at any depth. Links to directories are followed behind the real ones around them, and
+    not where they lead back: each directory is there once, and the order is always the same."""
+
+    def stop(error: OSError) -> None:  # or what cannot be read would be left out without a word
+        raise error
+
+    waiting, seen, found = [directory], set(), []
+    for start in waiting:  # which grows
+        for folder, folders, names in os.walk(start, onerror=stop):
+            real = os.path.realpath(folder)
+            if real in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            folders.sort()
+            inside = [os.path.join(folder, name) for name in names]
+            found += [p for p in inside if os.path.isfile(p) or not os.path.exists(p)]
+            links = [os.path.join(folder, name) for name in folders]
+            waiting += [p for p in links if os.path.islink(p)]
+    return found
 
 
 def open_remote(url: str) -> io.BufferedReader:
@@ -174,11 +204,12 @@ def _find_remote(url: str) -> list[str]:
             raise FileNotFoundError(f"{url}: no such file")
         if not filesystem.isdir(path):
             return [url]
-        path = f"{path.rstrip('/')}/**"
-    matches = [p for p in filesystem.glob(path) if str(p).endswith((*RECORDS, *TEXTS))]
+        matches = _readable([str(p) for p in filesystem.glob(f"{path.rstrip('/')}/**")])
+    else:
+        matches = [str(p) for p in filesystem.glob(path) if str(p).endswith((*RECORDS, *TEXTS))]
     if not matches:
         raise FileNotFoundError(f"{url}: no file matches")
-    return [f"{protocol}://{str(match).lstrip('/')}" for match in sorted(matches)]
+    return [f"{protocol}://{match.lstrip('/')}" for match in sorted(matches)]
 
 
 def _filesystem(url: str) -> tuple[Any, str]:

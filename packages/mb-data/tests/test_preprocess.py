@@ -467,6 +467,12 @@ SLOW_RUN = """
         return encode(job, block)
     mb_data.pipeline.encode_block = slow
     mb_data.books.SAVE_INTERVAL = 0.02
+    tick = mb_data.books.Books.tick
+    def wait_to_be_killed(self):  # or on a loaded machine it would end before
+        tick(self)
+        if self.saved.blocks > 10:
+            time.sleep(60)
+    mb_data.books.Books.tick = wait_to_be_killed
     preprocess(sys.argv[1], sys.argv[2], workers=2, block_bytes=5000, on_error="skip")
 """
 

@@ -27,6 +27,13 @@ def _die(rank: int, world_size: int) -> None:
     os._exit(3)
 
 
+def _die_among_others(rank: int, world_size: int) -> None:
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
 def _sleep(rank: int, world_size: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a trainer's own, to save before a job ends
     time.sleep(60)
@@ -44,6 +51,11 @@ def test_a_failing_rank_names_itself_and_its_error():
 def test_a_dead_rank_is_noticed():
     with pytest.raises(RuntimeError, match="died with exit code 3"):
         run_ranks(_die, 1)
+
+
+def test_a_killed_rank_is_named_before_the_peers_that_lost_it():
+    with pytest.raises(RuntimeError, match=r"(?s)\Arank 1 of 3 died with exit code -9"):
+        run_ranks(_die_among_others, 3)
 
 
 def test_a_hanging_rank_is_ended_and_says_where_it_was():

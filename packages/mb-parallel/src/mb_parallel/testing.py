@@ -118,14 +118,20 @@ def _stacks(late: dict[int, Any], folder: Path) -> str:
 
 
 def _raise_if_failed(ranks: list[Any], folder: Path) -> None:
-    failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
+    if not any(process.exitcode for process in ranks) and not any(folder.glob("*.error")):
+        return
+    # An exit code comes by way of the fork server, later than peers see the connection closed.
+    time.sleep(0.3)
+    codes = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
     reports = {int(path.stem): path.read_text() for path in folder.glob("*.error")}
+    told = []
+    if died := [rank for rank in codes if rank not in reports]:
+        told.append(f"rank {died[0]} of {len(ranks)} died with exit code {codes[died[0]]}")
     if reports:
         # Peers of the rank that failed see a closed connection: the earliest report is the cause.
         rank = min(reports, key=lambda r: (folder / f"{r}.error").stat().st_mtime_ns)
-        raise RuntimeError(f"rank {rank} of {len(ranks)} failed:\n{reports[rank]}")
-    if failed:
-        raise RuntimeError(f"rank {failed[0]} died with exit code {ranks[failed[0]].exitcode}")
+        told.append(f"rank {rank} of {len(ranks)} failed:\n{reports[rank]}")
+    raise RuntimeError("\n".join(told))
 
 
 def _rank_main(

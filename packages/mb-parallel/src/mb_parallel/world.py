@@ -23,8 +23,9 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
     """Join the process group that `torchrun` describes; yield this rank's device; leave at the end.
 
     Without `torchrun` (no WORLD_SIZE, or 1) no group is made; one that is there already is used,
-    and not left. On GPUs the group carries NCCL (RCCL on ROCm) for device tensors and gloo for host
-    tensors, so that flags and checkpoint plans are exchanged without touching the device.
+    and not left: it has to carry host tensors too ("cpu:gloo,cuda:nccl"). On GPUs the group carries
+    NCCL (RCCL on ROCm) for device tensors and gloo for host tensors, so that flags and checkpoint
+    plans are exchanged without touching the device.
 
     Args:
         device_type: "cpu" or "cuda" (ROCm answers to "cuda" as well).

@@ -65,6 +65,16 @@ def test_sigmoids_are_divided_by_their_sum(tokens, experts, share):
     assert_close("d_logits", d_got, d_want)
 
 
+def test_sigmoids_that_all_underflow_have_shares():
+    logits, _, counts, kept = make(9, 6, 1)
+    options = {"score_function": "sigmoid"} | WEIGHTS
+    low = (logits.detach() - 800).float().requires_grad_()  # sigmoid is exp there, shares softmax
+    got = router_losses(low, None, counts, kept, **options)
+    want = router_losses(low.detach(), low.detach().softmax(dim=1), counts, kept, **WEIGHTS)
+    for name, a, b in zip(got._fields, got, want, strict=True):
+        assert_close(name, a, b, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("kept_share", [0.5, 0.0])
 @pytest.mark.parametrize("divide", [None, 7, 0.75, 0])
 def test_padding_counts_nowhere(kept_share, divide):

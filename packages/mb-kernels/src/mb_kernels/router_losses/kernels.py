@@ -19,9 +19,12 @@ _BLOCK = 4096  # logits a program holds at once: 32 per thread of 4 warps
 
 
 @triton.jit
-def _shares(scores):
-    # The smallest normal number: a token's sigmoids can all underflow.
-    return scores / tl.maximum(tl.sum(scores, 1), 1.1754944e-38)[:, None]
+def _log_shares(x, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Log of sigmoids over their sum, rows of E: a token's sigmoids can all underflow."""
+    log_s = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+    log_s = tl.where((tl.arange(0, BLOCK_E) < E)[None, :], log_s, float("-inf"))
+    log_s -= tl.max(log_s, 1)[:, None]
+    return log_s - tl.log(tl.sum(tl.exp(log_s), 1))[:, None]
 
 
 @triton.jit
@@ -58,9 +61,8 @@ def router_sums_fwd_kernel(
             live = live & (tl.load(mask_ptr + t, mask=live, other=0) != 0)
         counted += live.to(tl.float32)
         if SIGMOID:
-            scores = tl.where((e < E)[None, :], tl.sigmoid(x), 0.0)
-            p = tl.where(live[:, None], _shares(scores), 0.0)
-            log_p = tl.log(tl.where(p > 0, p, 1.0))
+            log_p = _log_shares(x, E, BLOCK_E)
+            p = tl.where(live[:, None], tl.exp(log_p), 0.0)
         else:
             p = tl.where(live[:, None], exps / total[:, None], 0.0)
             log_p = x - lse[:, None]
@@ -156,9 +158,8 @@ def router_losses_bwd_kernel(
     kept = tl.load(kept_ptr + at, mask=inside, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + t, mask=t < tokens, other=0.0)[:, None]
     if SIGMOID:
-        scores = tl.where(inside, tl.sigmoid(kept), 0.0)
-        p = _shares(scores)
-        slope = p * (1.0 - scores) * (c[None, :] - tl.sum(p * c[None, :], 1)[:, None])
+        p = tl.exp(_log_shares(kept, E, BLOCK_E))
+        slope = p * tl.sigmoid(-kept) * (c[None, :] - tl.sum(p * c[None, :], 1)[:, None])
         slope += z_scale * lse * tl.exp(kept - lse)
     else:
         slope = kept * (c[None, :] - tl.sum(kept * c[None, :], 1)[:, None] + z_scale * lse)

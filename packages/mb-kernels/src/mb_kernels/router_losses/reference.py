@@ -13,6 +13,7 @@ Letters: T tokens, E experts.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -56,7 +57,7 @@ def router_losses(
     load_E = load_E / load_E.sum().clamp(min=1)
     lse_T = torch.logsumexp(logits_TE, dim=-1)
     if score_function == "sigmoid":
-        probs_TE = _shares(torch.sigmoid(logits_TE))
+        probs_TE = _shares(logits_TE)
     else:
         probs_TE = torch.softmax(logits_TE, dim=-1)
     if mask_T is not None:
@@ -78,11 +79,9 @@ def _weighted(weight: float, loss: Tensor) -> Tensor:
     return weight * loss if weight else torch.zeros_like(loss)
 
 
-def _shares(scores_TE: Tensor) -> Tensor:
-    """Each row divided by its sum; zeros where all of it underflowed."""
-    return scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(
-        min=torch.finfo(torch.float32).tiny
-    )
+def _shares(logits_TE: Tensor) -> Tensor:
+    """Sigmoids over their sum, also where all of a token's underflow."""
+    return torch.softmax(F.logsigmoid(logits_TE), dim=-1)
 
 
 def divisor(logits_TE: Tensor, mask_T: Tensor | None, num_tokens: Tensor | float | None) -> Tensor:
@@ -120,8 +119,8 @@ def router_losses_backward(
     falling_TE: Tensor | float = 1.0
     if sigmoid:
         kept_TE = kept_TE.to(lse_T.dtype)
-        softmax_TE, scores_TE = torch.exp(kept_TE - lse_T[:, None]), torch.sigmoid(kept_TE)
-        probs_TE, falling_TE = _shares(scores_TE), 1 - scores_TE
+        softmax_TE = torch.exp(kept_TE - lse_T[:, None])
+        probs_TE, falling_TE = _shares(kept_TE), torch.sigmoid(-kept_TE)
     slope_TE = falling_TE * (c_E - (probs_TE @ c_E)[:, None])
     z_TE = (2 * z_weight / tokens) * lse_T[:, None] * softmax_TE
     d_logits_TE = d_aux * (probs_TE * slope_TE + z_TE)

@@ -98,7 +98,10 @@ def read_model(
             config = dataclasses.replace(config, untie_embeddings_and_output_weights=True)
             rules = rules_of(config, transformer_config(config, vocab_size))
     shapes = shapes_of(config, vocab_size)
-    weights = translate(source, rules, shapes)
+    try:
+        weights = translate(source, rules, shapes)
+    except RuntimeError as error:  # parts that cannot be laid together
+        raise ValueError(f"{folder} has tensors of other sizes than {path}: {error}.") from None
     check_shapes(weights, shapes, folder)
     return config, {name: tensor.float().contiguous() for name, tensor in weights.items()}
 

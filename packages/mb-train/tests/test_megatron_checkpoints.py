@@ -19,10 +19,10 @@ from mb_train.tasks.architecture import transformer_config
 LAYERS, HIDDEN, HEADS, VOCAB, EXPERTS = 4, 32, 4, 96, 4
 
 
-def our_model(experts):
+def our_model(experts, glu=False):
     config = TrainConfig(
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=48,
-        seq_length=16, micro_batch_size=1, train_iters=1, lr=1.0, moe_num_experts=experts,
+        seq_length=16, micro_batch_size=1, train_iters=1, lr=1.0, moe_num_experts=experts, glu=glu,
         moe_output_bias=experts is not None, attention_dropout=0.0, hidden_dropout=0.0,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -72,9 +72,12 @@ def their_share(state, tensor, data, stage, *, tp, dp, pp, old):
             part, mine = divmod(data, among)
             w1 = state[f"{ours}mlp.experts.w1"].chunk(among)[mine]  # [E, F, D] as [E F, D]
             w2 = state[f"{ours}mlp.experts.w2"].chunk(among)[mine].transpose(1, 2)
-            w1, w2 = (w.chunk(dp // among, dim=1)[part] for w in (w1, w2))
-            layers[f"{moe}experts.mlp.w1"] = w1.flatten(0, 1).clone()
-            layers[f"{moe}experts.mlp.w2"] = w2.flatten(0, 1).clone()
+            gated = w1.shape[1] > w2.shape[1]  # then w1 and v1, one above the other
+            parts = {"w2": w2, **dict(zip(("w1", "v1"), w1.chunk(1 + gated, dim=1), strict=False))}
+            for name, w in parts.items():
+                layers[f"{moe}experts.mlp.{name}"] = (
+                    w.chunk(dp // among, dim=1)[part].flatten(0, 1).clone()
+                )
     model = {"language_model": {"transformer" if old else "encoder": layers}}
     if stage == 0:
         model["language_model"]["embedding"] = embedding
@@ -136,12 +139,13 @@ def _enum():
         (EXPERTS, {}),
         (EXPERTS, {"dp": 2}),
         (EXPERTS, {"dp": 8, "tp": 2}),
+        (EXPERTS, {"dp": 8, "glu": True}),
         (EXPERTS, {"dp": 2, "pp": 2, "tp": 2, "distributed": True}),
     ],
     ids=str,
 )
 def test_ranks_are_joined(tmp_path, experts, ranks):
-    model = our_model(experts)
+    model = our_model(experts, glu=ranks.get("glu", False))
     folder = write(tmp_path / "checkpoints", model, **ranks)
     del sys.modules["megatron_enums_of_long_ago"]
     assert is_megatron(folder)

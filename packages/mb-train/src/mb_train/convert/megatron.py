@@ -32,7 +32,6 @@ _GPT2 = "GPT2BPETokenizer"
 _EXPERTS = ".mlp.moe."
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = {
-    "glu": "for its dense layers ignore it",
     "moe_use_megatron_switch": "whose experts are not MegaBlocks'",
     "swiglu": "whose gates are cut by tensor-parallel ranks",
     "squared_relu": "which the fork has not",
@@ -172,8 +171,16 @@ def _fields(args: Namespace) -> dict[str, Any]:
     positions = getattr(args, "position_embedding_type", "learned_absolute")
     if positions not in ("learned_absolute", "absolute"):
         raise ValueError(f"Expected a model with learned positions, got {positions}.")
-    tanh = getattr(args, "bias_gelu_fusion", True) or getattr(args, "openai_gelu", False)
     experts = getattr(args, "moe_num_experts", None)
+    capacity = float(getattr(args, "moe_capacity_factor", None) or 0)
+    gated = bool(getattr(args, "glu", False))
+    if gated and (experts is None or capacity):
+        raise ValueError(
+            "Expected a model without --glu, which dense layers and experts with a capacity ignore."
+        )
+    tanh = getattr(args, "bias_gelu_fusion", True) or getattr(args, "openai_gelu", False)
+    # MegaBlocks' experts have the tanh form whatever the dense layers are told.
+    plain = "gelu_tanh" if experts is not None or tanh else "gelu"
     return {
         "num_layers": args.num_layers,
         "hidden_size": args.hidden_size,
@@ -182,8 +189,7 @@ def _fields(args: Namespace) -> dict[str, Any]:
         "ffn_hidden_size": args.ffn_hidden_size,
         "max_position_embeddings": args.max_position_embeddings,
         "layernorm_epsilon": args.layernorm_epsilon,
-        # MegaBlocks' experts have the tanh form whatever the dense layers are told.
-        "activation": "gelu_tanh" if experts is not None or tanh else "gelu",
+        "activation": "geglu_tanh" if gated else plain,
         "attention_dropout": args.attention_dropout,
         "hidden_dropout": args.hidden_dropout,
         "apply_residual_connection_post_layernorm": getattr(
@@ -191,7 +197,7 @@ def _fields(args: Namespace) -> dict[str, Any]:
         ),
         "moe_num_experts": experts,
         "moe_top_k": getattr(args, "moe_top_k", None) or 1,
-        "moe_capacity_factor": float(getattr(args, "moe_capacity_factor", None) or 0),
+        "moe_capacity_factor": capacity,
         "moe_loss_weight": getattr(args, "moe_loss_weight", None) or 0.0,
         "moe_jitter_eps": getattr(args, "moe_jitter_eps", None) or 0.0,
         "moe_output_bias": experts is not None,

@@ -106,7 +106,7 @@ def test_a_length_in_samples_and_a_limit_in_time(tokens, tmp_path, capsys):
         ("--hiden-size 3", "Unknown flag --hiden-size. The nearest is --hidden-size."),
         (
             "--data-path none",
-            "Expected none.bin to be a file (from --data-path or --train-data), found none in",
+            "Expected none.bin to be a file (from --data-path), found none in",
         ),
         ("--hidden-size 33", "Expected --hidden-size to be divisible by --num-attention-heads"),
         ("--moe-top-k 5", "Expected --moe-top-k of at most --moe-num-experts, got 5 and 4"),

@@ -462,6 +462,10 @@ def test_no_tensor_is_read_twice(tmp_path):
         ("llama", {"rope_parameters": [1]}, "should not have"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers of"),
         ("llama", {"attention_bias": True}, "attention_bias of"),
+        ("llama", {"is_causal": False}, "is_causal of"),  # a model that embeds texts
+        ("gpt2", {"is_causal": False}, "is_causal of"),
+        ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config of"),
+        ("qwen2", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config of"),
         ("mistral", {"sliding_window": "wide"}, "should not have"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step of"),
     ],
@@ -472,6 +476,16 @@ def test_what_we_have_not_is_refused_by_name(tmp_path, kind, change, says):
     config = json.loads(model.config.to_json_string(use_diff=False)) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=says):
+        read_model(tmp_path)
+
+
+def test_tensors_of_other_sizes_are_one_line(tmp_path):
+    theirs("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"num_attention_heads": 5, "num_key_value_heads": 5})
+    )
+    with pytest.raises(ValueError, match=r"tensors of other sizes than .*config\.json: "):
         read_model(tmp_path)
 
 

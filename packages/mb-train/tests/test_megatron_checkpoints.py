@@ -3,6 +3,7 @@
 import argparse
 import os
 import pickle
+import shutil
 import sys
 import types
 import zipfile
@@ -10,7 +11,7 @@ import zipfile
 import pytest
 import torch
 from mb_train.config import TrainConfig
-from mb_train.convert import is_megatron, read_megatron, safe_pickle
+from mb_train.convert import import_megatron, is_megatron, read_megatron, safe_pickle
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
@@ -18,10 +19,10 @@ from mb_train.tasks.architecture import transformer_config
 LAYERS, HIDDEN, HEADS, VOCAB, EXPERTS = 4, 32, 4, 96, 4
 
 
-def our_model(experts):
+def our_model(experts, glu=False):
     config = TrainConfig(
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=48,
-        seq_length=16, micro_batch_size=1, train_iters=1, lr=1.0, moe_num_experts=experts,
+        seq_length=16, micro_batch_size=1, train_iters=1, lr=1.0, moe_num_experts=experts, glu=glu,
         moe_output_bias=experts is not None, attention_dropout=0.0, hidden_dropout=0.0,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -71,9 +72,12 @@ def their_share(state, tensor, data, stage, *, tp, dp, pp, old):
             part, mine = divmod(data, among)
             w1 = state[f"{ours}mlp.experts.w1"].chunk(among)[mine]  # [E, F, D] as [E F, D]
             w2 = state[f"{ours}mlp.experts.w2"].chunk(among)[mine].transpose(1, 2)
-            w1, w2 = (w.chunk(dp // among, dim=1)[part] for w in (w1, w2))
-            layers[f"{moe}experts.mlp.w1"] = w1.flatten(0, 1).clone()
-            layers[f"{moe}experts.mlp.w2"] = w2.flatten(0, 1).clone()
+            gated = w1.shape[1] > w2.shape[1]  # then w1 and v1, one above the other
+            parts = {"w2": w2, **dict(zip(("w1", "v1"), w1.chunk(1 + gated, dim=1), strict=False))}
+            for name, w in parts.items():
+                layers[f"{moe}experts.mlp.{name}"] = (
+                    w.chunk(dp // among, dim=1)[part].flatten(0, 1).clone()
+                )
     model = {"language_model": {"transformer" if old else "encoder": layers}}
     if stage == 0:
         model["language_model"]["embedding"] = embedding
@@ -135,12 +139,13 @@ def _enum():
         (EXPERTS, {}),
         (EXPERTS, {"dp": 2}),
         (EXPERTS, {"dp": 8, "tp": 2}),
+        (EXPERTS, {"dp": 8, "glu": True}),
         (EXPERTS, {"dp": 2, "pp": 2, "tp": 2, "distributed": True}),
     ],
     ids=str,
 )
 def test_ranks_are_joined(tmp_path, experts, ranks):
-    model = our_model(experts)
+    model = our_model(experts, glu=ranks.get("glu", False))
     folder = write(tmp_path / "checkpoints", model, **ranks)
     del sys.modules["megatron_enums_of_long_ago"]
     assert is_megatron(folder)
@@ -184,6 +189,8 @@ def test_a_tokenizer_that_is_not_there_is_asked_for(tmp_path):
 
 def test_a_missing_rank_is_named(tmp_path):
     folder = write(tmp_path / "checkpoints", our_model(None), tp=2)
+    shutil.copytree(folder / "iter_0000050" / "mp_rank_01", folder / "iter_0000050" / "mp_rank_old")
+    assert read_megatron(folder)  # a copy that somebody keeps is not one of the ranks
     (folder / "iter_0000050" / "mp_rank_01" / "model_optim_rng.pt").unlink()
     with pytest.raises(ValueError, match=r"rank \(1, 0, 0\) is missing"):
         read_megatron(folder)
@@ -192,12 +199,53 @@ def test_a_missing_rank_is_named(tmp_path):
 def test_tensors_are_accounted_for(tmp_path):
     model = our_model(None)
     folder = write(tmp_path / "checkpoints", model)
-    file = folder / "iter_0000050" / "mp_rank_00" / "model_optim_rng.pt"
-    content = torch.load(file, weights_only=False)
-    content["model"]["language_model"]["encoder"]["layers.1.wings.weight"] = torch.ones(2)
-    torch.save(content, file)
+    wings = {"layers.1.wings.weight": torch.ones(2)}
+    change_first(folder, lambda c: c["model"]["language_model"]["encoder"].update(wings))
     with pytest.raises(ValueError, match=r"that nothing uses: layers\.1\.wings\.weight"):
         read_megatron(folder)
+
+
+def change_first(folder, change):
+    """Change the content of the first rank's file."""
+    file = folder / "iter_0000050" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("kv_channels", ..., "arguments in .* lack kv_channels"),
+        ("hidden_size", 64, r"to be \[96, 64\], got \[96, 32\]"),
+        ("padded_vocab_size", 3, r"to be \[3, 32\], got \[96, 32\]"),
+        ("hidden_dropout", None, "a value that it should not have"),
+        ("virtual_pipeline_model_parallel_size", 2, "lacks 'model0'"),
+    ],
+)
+def test_wrong_arguments_are_one_line(tmp_path, name, value, says):
+    folder = write(tmp_path / "checkpoints", our_model(None))
+    arguments = {name: value} if value is not ... else {}
+    change_first(folder, lambda c: (delattr(c["args"], name), c["args"].__dict__.update(arguments)))
+    with pytest.raises(ValueError, match=says):
+        read_megatron(folder)
+
+
+def test_tensor_ranks_have_the_same_tensors(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model(None), tp=2)
+    name = "layers.2.input_layernorm.bias"
+    change_first(folder, lambda c: c["model"]["language_model"]["encoder"].pop(name))
+    with pytest.raises(ValueError, match=f"ranks 0 and 1 .* but {name} is of one of them alone"):
+        read_megatron(folder)
+
+
+def test_weights_that_are_no_numbers_are_named(tmp_path):
+    model = our_model(None)
+    model.get_parameter("stack.blocks.1.norm_2.bias").data[3] = float("nan")
+    folder = write(tmp_path / "checkpoints", model)
+    with pytest.raises(ValueError, match=r"numbers in stack\.blocks\.1\.norm_2\.bias, got NaN"):
+        import_megatron(folder, tmp_path / "run", tokenizer="null:90")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -205,6 +253,7 @@ def test_tensors_are_accounted_for(tmp_path):
     [
         ("glu", True), ("moe_use_megatron_switch", True), ("squared_relu", True),
         ("apply_layernorm_1p", True), ("position_embedding_type", "rope"),
+        ("use_rotary_position_embeddings", True),
     ],
 )  # fmt: skip
 def test_what_we_have_not_is_refused(tmp_path, name, value):

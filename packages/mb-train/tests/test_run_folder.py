@@ -146,7 +146,8 @@ def test_what_a_kill_left_half_written_is_removed_or_put_back(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(name)
     for name in ("latest_checkpointed_iteration.txt", "loss.png", "report.html", "config.toml"):
-        (tmp_path / f"{name}.partial").write_text("hal")
+        for draft in (f"{name}.partial", f"{name}.0123abcd.partial"):  # an earlier release's, ours
+            (tmp_path / draft).write_text("hal")
     fill(tmp_path, [5])
     assert run_folder.withdraw(tmp_path / "iter_0000005").is_dir()  # not deleted yet
     assert not (tmp_path / "iter_0000005").exists()
@@ -157,6 +158,16 @@ def test_what_a_kill_left_half_written_is_removed_or_put_back(tmp_path):
     assert (tmp_path / "iter_0000010" / "run.json").read_text() == "old"
     assert not [p for p in tmp_path.iterdir() if p.suffix in (".partial", ".old", ".surplus")]
     assert len(done) == 2
+
+
+def test_two_may_write_one_file_at_once(tmp_path):
+    page = tmp_path / "report.html"
+    with run_folder.replaced(page) as first:
+        first.write_text("first")
+        run_folder.write_text(page, "second")
+        assert page.read_text() == "second"
+    assert page.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [page]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"target": "previous-1"}'])

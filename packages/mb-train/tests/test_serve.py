@@ -166,7 +166,9 @@ def test_the_model_is_named(client):
         ({"prompt": 3}, "prompt to be a text"),
         ({"prompt": [[97], [True]]}, "prompt to be a text, tokens"),
         ({"prompt": [128]}, "tokens in [0, 128), got 128"),
-        ({"prompt": "a" * 17, "echo": True, "logprobs": 0}, "at most 16 tokens"),
+        ({"prompt": "a" * 17, "echo": True, "max_tokens": 0}, "at most 16 tokens"),
+        ({"prompt": ["a", "aaa"], "max_tokens": 14}, "at most 16 tokens together"),
+        ({"max_tokens": 10**9}, "got 1 and 1000000000"),
         ({"prompt": ["a"] * 129}, "1 to 128 completions, got 129"),
         ({"prompt": []}, "1 to 128"),
         ({"max_tokens": 0}, "at least 1"),
@@ -243,7 +245,8 @@ def test_a_request_waits_for_the_last_step_of_a_client_that_went_away(generator)
 
     async def clients():
         service = Service(slow, "run")
-        first, second = [await service.understand({"prompt": "a"}) for _ in range(2)]
+        body = {"prompt": "a", "max_tokens": 8}
+        first, second = [await service.understand(body) for _ in range(2)]
         gone = asyncio.ensure_future(anext(service.events(first)))
         await asyncio.to_thread(slow.model.entered.wait)
         gone.cancel()
@@ -264,7 +267,7 @@ def test_what_serving_needs_is_named(monkeypatch, capsys):
 
 
 def test_a_model_that_has_diverged(client):
-    response = client.post("/v1/completions", json={"prompt": "!"})
+    response = client.post("/v1/completions", json={"prompt": "!", "max_tokens": 1})
     assert response.status_code == 500
     assert "not numbers" in response.json()["error"]["message"]
 

@@ -215,7 +215,7 @@ def test_separate_data_for_each_part(finished, tmp_path, capsys):
     assert saved["data"]["bin_bytes"] == sizes
     missing = ["--train-data-path", whole, "--test-data-path", "nowhere"]
     assert main([*TINY, *missing, "--train-iters", "2"]) == 2
-    assert "Expected nowhere.bin to be a file" in capsys.readouterr().err
+    assert "nowhere.bin to be a file (from --test-data-path), found" in capsys.readouterr().err
     # The same from a file, as Megatron Core has it.
     parts = {"train": [1, whole, "2", str(other)], "valid": [str(other)], "test": []}
     (tmp_path / "parts.json").write_text(json.dumps(parts))
@@ -228,6 +228,11 @@ def test_separate_data_for_each_part(finished, tmp_path, capsys):
     assert main([*TINY, *words, "--save", str(tmp_path / "other")]) == 0
     saved = json.loads((tmp_path / "other" / "iter_0000002" / "run.json").read_text())
     assert saved["data"]["bin_bytes"] == sizes[:2]
+    gone = {"train": [whole], "valid": ["nowhere"], "test": []}
+    (tmp_path / "parts.json").write_text(json.dumps(gone))
+    words = ["--per-split-data-args-path", f"{tmp_path}/parts.json", "--train-iters", "2"]
+    assert main([*TINY, *words]) == 2
+    assert f"nowhere.bin to be a file (from {tmp_path}/parts.json), f" in capsys.readouterr().err
     (tmp_path / "parts.json").write_text('{"train": []}')
     with pytest.raises(ValueError, match="Expected lists of train, valid and test in"):
         named.data_by_part()

@@ -115,6 +115,14 @@ def test_a_dense_feed_forward_is_its_formula(activation):
     assert config.is_glu == (mlp.gate is not None)  # which FLOPs and sizes are counted by
 
 
+def test_without_biases_in_the_maps_a_layer_norm_keeps_its_own():
+    """As in Megatron: --disable-bias-linear is of linear maps."""
+    biases = {name for name, _ in make(bias=False).named_parameters() if name.endswith("bias")}
+    norms = {f"stack.blocks.{layer}.norm_{half}.bias" for layer in range(3) for half in (1, 2)}
+    assert biases == norms | {"stack.norm.bias"}
+    assert not [n for n, _ in make("qwen3").named_parameters() if n.endswith("bias")]
+
+
 def test_grouped_queries_are_repeated_keys_and_values():
     grouped, full = make(num_kv_heads=2), make()
     full.load_state_dict({n: t for n, t in grouped.state_dict().items() if "qkv" not in n}, False)

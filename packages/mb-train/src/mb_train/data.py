@@ -95,10 +95,13 @@ def prepare_data(
     paths = parts or config.data_words()
     if paths is None:
         paths = [_sample_corpus(tokenizer, task, folder, say, mock=config.mock_data)]
-    given = paths.values() if isinstance(paths, dict) else [paths]
-    prefixes = [path for words in given for path in words or () if not _is_number(path)]
     suffixes = (".bin", ".idx") if config.task is None else ("",)
-    _check_files(prefixes, suffixes)
+    prefixes: list[str] = []
+    for part, words in paths.items() if isinstance(paths, dict) else [("", paths)]:
+        if words is not None:
+            named = [word for word in words if not _is_number(word)]
+            _check_files(named, suffixes, _named_by(config, part))
+            prefixes += named
     evaluated = config.eval_iters * batch_size
     train, valid, test = _on_rank_zero_first(
         lambda: task.build_datasets(paths, (samples, evaluated, evaluated))
@@ -147,13 +150,15 @@ def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
             )
 
 
-def _check_files(
-    prefixes: list[str],
-    suffixes: tuple[str, ...],
-    flags: str = "--data-path or --train-data",
-) -> None:
+def _named_by(config: TrainConfig, part: str) -> str:
+    """The flag, or the file, that names the data of a part; "" is of what is split into parts."""
+    file = config.per_split_data_args_path or config.data_args_path
+    return file or (f"--{part}-data-path" if part else "--data-path")
+
+
+def _check_files(prefixes: list[str], suffixes: tuple[str, ...], source: str) -> None:
     if not prefixes:
-        raise ValueError("Expected --data-path to name a data set, got a number alone.")
+        raise ValueError(f"Expected {source} to name a data set, got a number alone.")
     for prefix in prefixes:
         for suffix in suffixes:
             path = Path(prefix + suffix)
@@ -161,7 +166,7 @@ def _check_files(
                 way = "Give the path without .bin, and make the files with mb-data preprocess."
                 where = "" if Path(prefix).is_absolute() else f" in {Path.cwd()}"
                 raise ValueError(
-                    f"Expected {prefix}{suffix} to be a file (from {flags}), "
+                    f"Expected {prefix}{suffix} to be a file (from {source}), "
                     f"found none{where}.{f' {way}' if suffix else ''}"
                 )
 

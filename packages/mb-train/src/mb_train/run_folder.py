@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
 import tempfile
@@ -228,7 +229,8 @@ def recover(folder: Path) -> list[str]:
     for surplus in folder.glob("iter_*.surplus"):
         shutil.rmtree(surplus)
     for name in (_MOVING, CONFIG_FILE, PICTURE, PAGE, LATEST):
-        _draft_of(folder / name).unlink(missing_ok=True)
+        for draft in folder.glob(f"{name}*.partial"):
+            draft.unlink(missing_ok=True)
     return done
 
 
@@ -298,14 +300,13 @@ def write_text(path: Path, text: str) -> None:
         draft.write_text(text, encoding="utf-8")
 
 
-def _draft_of(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
 @contextlib.contextmanager
 def replaced(path: Path) -> Generator[Path]:
-    """Where to write what takes the place of `path` once it is whole and on the disk, if it is."""
-    draft = _draft_of(path)
+    """Where to write what takes the place of `path` once it is whole and on the disk, if it is.
+
+    Who writes the same file meanwhile has a draft of his own; the last to end stays.
+    """
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield draft
         with draft.open("rb+") as file:

@@ -5,8 +5,9 @@
 
 POST /v1/completions takes prompt (a text, its tokens, or several), max_tokens, temperature, top_p,
 n, stop, logprobs, stream with stream_options, echo and seed, and top_k beside them; GET /v1/models
-lists the model and GET /v1/models/NAME is its entry; GET /health answers. What is wrong gets
-status 400, 404 or 405 and JSON that says what was expected. One request is computed at a time.
+lists the model and GET /v1/models/NAME is its entry; GET /health answers. Prompt and max_tokens
+have to fit into the model's context together. What is wrong gets status 400, 404 or 405 and JSON
+that says what was expected. One request is computed at a time.
 starlette and uvicorn come with `pip install 'mb-train[serve]'`.
 """
 

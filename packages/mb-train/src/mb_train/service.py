@@ -46,6 +46,12 @@ class Service:
         """
         request = Request.of_json(content)
         prompts = [self._generator.tokens_of(prompt) for prompt in request.prompts]
+        context, longest = self._generator.context, max(map(len, prompts))
+        if longest + request.max_tokens > context:
+            raise ValueError(
+                f"Expected a prompt and max_tokens of at most {context} tokens together, the "
+                f"model's context, got {longest} and {request.max_tokens}."
+            )
         async with self._one_at_a_time:
             echoes = [await self._echo(request, index) for index in range(len(prompts))]
         answer = Answer(request, self._name, self._generator.tokenizer)

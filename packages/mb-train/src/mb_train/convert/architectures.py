@@ -18,7 +18,7 @@ from mb_train.config.field import flag_name, spec
 from mb_train.config.model import ModelFields
 from mb_train.config.moe import MoEFields
 from mb_train.convert import llama_configs as llama
-from mb_train.convert.config_json import Json
+from mb_train.convert.config_json import Json, refuse
 from mb_train.convert.gpt2_config import GPT2_ALIASES, GPT2_DEFAULTS, gpt2_config, gpt2_fields
 from mb_train.convert.sentence_configs import (
     BERT_DEFAULTS,
@@ -91,6 +91,7 @@ class Architecture:
             ValueError: something that our models have not.
             KeyError: a size that is not there.
         """
+        refuse(config, quantization_config=(None,), per_layer_config=(None,))
         renamed = {self.aliases[n]: value for n, value in config.items() if n in self.aliases}
         return self.fields({**self.defaults, **config, **renamed})
 

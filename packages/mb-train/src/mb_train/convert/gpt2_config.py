@@ -30,6 +30,7 @@ def gpt2_fields(config: Json) -> dict[str, Any]:
         scale_attn_weights=(True,),
         scale_attn_by_inverse_layer_idx=(False,),
         add_cross_attention=(False,),
+        is_causal=(True, None),
     )
     hidden = config["n_embd"]
     return {

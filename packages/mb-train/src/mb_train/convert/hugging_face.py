@@ -97,13 +97,12 @@ def read_model(
         else:  # a head of its own: T5 1.1 is written like this, as if it were tied
             config = dataclasses.replace(config, untie_embeddings_and_output_weights=True)
             rules = rules_of(config, transformer_config(config, vocab_size))
-    shapes = _shapes(config, vocab_size)
-    weights = translate(source, rules, shapes)
-    for name, shape in shapes.items():
-        if weights[name].shape != shape:
-            raise ValueError(
-                f"Expected {name} of {folder} to be {list(shape)}, got {list(weights[name].shape)}."
-            )
+    shapes = shapes_of(config, vocab_size)
+    try:
+        weights = translate(source, rules, shapes)
+    except RuntimeError as error:  # parts that cannot be laid together
+        raise ValueError(f"{folder} has tensors of other sizes than {path}: {error}.") from None
+    check_shapes(weights, shapes, folder)
     return config, {name: tensor.float().contiguous() for name, tensor in weights.items()}
 
 
@@ -187,8 +186,8 @@ def write_run(
         run: folder of the run that they are from, if any, with copies of its tokenizer.
 
     Raises:
-        ValueError: a tokenizer that the model's vocabulary has no room for; a target that holds a
-            run, or that another process is writing.
+        ValueError: a tokenizer that the model's vocabulary has no room for; weights that are not
+            numbers; a target that holds a run, or that another process is writing.
     """
     vocab_size, tokenizer = rows_of(weights), load_tokenizer(config, run)
     if tokenizer.vocab_size > vocab_size:
@@ -196,6 +195,9 @@ def write_run(
             f"Expected a tokenizer of at most {vocab_size} tokens, the rows of the model's "
             f"vocabulary, got one of {tokenizer.vocab_size}. Give --tokenizer the model's own."
         )
+    wrong = next((name for name, t in weights.items() if not bool(t.isfinite().all())), None)
+    if wrong is not None:
+        raise ValueError(f"Expected numbers in {wrong}, got NaN or infinity: the model is damaged.")
     with torch.device("meta"):
         model = whole_model(config, vocab_size=vocab_size)
     model.load_state_dict(dict(weights), strict=True, assign=True)
@@ -277,6 +279,24 @@ def export_model(
         say(f"its tokenizer is {config.tokenizer or config.tokenizer_type or 'gpt2'}")
 
 
+def shapes_of(config: TrainConfig, vocab_size: int) -> dict[str, torch.Size]:
+    """The shapes of a model's weights, by our names."""
+    with torch.device("meta"):
+        model = whole_model(config, vocab_size=vocab_size)
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def check_shapes(
+    weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], folder: Path
+) -> None:
+    """Raise ValueError for a weight, read from `folder`, of another shape than the model's."""
+    for name, shape in shapes.items():
+        if weights[name].shape != shape:
+            raise ValueError(
+                f"Expected {name} of {folder} to be {list(shape)}, got {list(weights[name].shape)}."
+            )
+
+
 def refuse_run(target: Path) -> None:
     """Raise ValueError if a folder holds checkpoints already."""
     if checkpoints(target):
@@ -307,9 +327,3 @@ def _copy_tokenizer(config: TrainConfig, run: Path, target: Path) -> bool:
         about = {"tokenizer_class": "BertTokenizer", "do_lower_case": lower}
         write_text(target / "tokenizer_config.json", json.dumps(about) + "\n")
     return bool(files)
-
-
-def _shapes(config: TrainConfig, vocab_size: int) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        model = whole_model(config, vocab_size=vocab_size)
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -49,7 +49,7 @@ LLAMA_DEFAULTS: dict[str, dict[str, Any]] = {
 def llama_fields(config: Json) -> dict[str, Any]:
     """Of the dense ones; `qwen2_fields` and `qwen3_fields` for those."""
     refuse(config, hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
-           clip_qkv=(None,))  # fmt: skip
+           clip_qkv=(None,), is_causal=(True, None))  # fmt: skip
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads

@@ -24,7 +24,7 @@ from torch import Tensor
 from mb_train.config import TrainConfig
 from mb_train.convert import safe_pickle
 from mb_train.convert.architectures import imported_config
-from mb_train.convert.hugging_face import refuse_run, write_run
+from mb_train.convert.hugging_face import check_shapes, refuse_run, shapes_of, write_run
 from mb_train.run_folder import LATEST
 from mb_train.tasks.architecture import transformer_config
 
@@ -32,10 +32,10 @@ _GPT2 = "GPT2BPETokenizer"
 _EXPERTS = ".mlp.moe."
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = {
-    "glu": "for its dense layers ignore it",
     "moe_use_megatron_switch": "whose experts are not MegaBlocks'",
     "swiglu": "whose gates are cut by tensor-parallel ranks",
     "squared_relu": "which the fork has not",
+    "use_rotary_position_embeddings": "whose queries and keys turn",
     "apply_layernorm_1p": "whose norms multiply by 1 more than their weights",
     "untie_embeddings_and_output_weights": "whose head is its own",
 }
@@ -73,6 +73,17 @@ def read_megatron(
             are missing, a damaged file, tensors left over or missing.
     """
     folder = _iteration(folder)
+    try:
+        return _read(folder, tokenizer)
+    except AttributeError as error:
+        raise ValueError(f"The arguments in {folder} lack {error.name}.") from None
+    except KeyError as error:
+        raise ValueError(f"{folder} lacks {error}, in a rank at least.") from None
+    except (TypeError, IndexError, RuntimeError) as error:
+        raise ValueError(f"{folder} has a value that it should not have: {error}.") from None
+
+
+def _read(folder: Path, tokenizer: str | None) -> tuple[TrainConfig, dict[str, Tensor]]:
     ranks = _read_ranks(folder)
     first = next(iter(ranks.values()))
     args, version = first["args"], first.get("checkpoint_version", 0)
@@ -89,7 +100,9 @@ def read_megatron(
     layers = {name.split(".")[1] for name in wholes[0] if name.startswith("layers.")}
     if len(layers) != args.num_layers:
         raise ValueError(f"Expected {args.num_layers} layers in {folder}, got {len(layers)}.")
-    return config, _renamed(wholes, config, args.padded_vocab_size)
+    weights = _renamed(wholes, config, args.padded_vocab_size)
+    check_shapes(weights, shapes_of(config, args.padded_vocab_size), folder)
+    return config, weights
 
 
 def import_megatron(
@@ -120,6 +133,8 @@ def _read_ranks(folder: Path) -> dict[tuple[int, int, int], Any]:
     """Contents by (tensor, data, pipeline) rank."""
     contents, parallel = {}, None
     for path in sorted(folder.glob("mp_rank_*")):
+        if not re.fullmatch(r"mp_rank(_\d+){1,3}", path.name):  # a copy that somebody keeps
+            continue
         file = next((path / name for name in _FILES if (path / name).is_file()), None)
         if file is None:  # a data-parallel rank's share of a distributed optimizer
             continue
@@ -156,8 +171,16 @@ def _fields(args: Namespace) -> dict[str, Any]:
     positions = getattr(args, "position_embedding_type", "learned_absolute")
     if positions not in ("learned_absolute", "absolute"):
         raise ValueError(f"Expected a model with learned positions, got {positions}.")
-    tanh = getattr(args, "bias_gelu_fusion", True) or getattr(args, "openai_gelu", False)
     experts = getattr(args, "moe_num_experts", None)
+    capacity = float(getattr(args, "moe_capacity_factor", None) or 0)
+    gated = bool(getattr(args, "glu", False))
+    if gated and (experts is None or capacity):
+        raise ValueError(
+            "Expected a model without --glu, which dense layers and experts with a capacity ignore."
+        )
+    tanh = getattr(args, "bias_gelu_fusion", True) or getattr(args, "openai_gelu", False)
+    # MegaBlocks' experts have the tanh form whatever the dense layers are told.
+    plain = "gelu_tanh" if experts is not None or tanh else "gelu"
     return {
         "num_layers": args.num_layers,
         "hidden_size": args.hidden_size,
@@ -166,8 +189,7 @@ def _fields(args: Namespace) -> dict[str, Any]:
         "ffn_hidden_size": args.ffn_hidden_size,
         "max_position_embeddings": args.max_position_embeddings,
         "layernorm_epsilon": args.layernorm_epsilon,
-        # MegaBlocks' experts have the tanh form whatever the dense layers are told.
-        "activation": "gelu_tanh" if experts is not None or tanh else "gelu",
+        "activation": "geglu_tanh" if gated else plain,
         "attention_dropout": args.attention_dropout,
         "hidden_dropout": args.hidden_dropout,
         "apply_residual_connection_post_layernorm": getattr(
@@ -175,7 +197,7 @@ def _fields(args: Namespace) -> dict[str, Any]:
         ),
         "moe_num_experts": experts,
         "moe_top_k": getattr(args, "moe_top_k", None) or 1,
-        "moe_capacity_factor": float(getattr(args, "moe_capacity_factor", None) or 0),
+        "moe_capacity_factor": capacity,
         "moe_loss_weight": getattr(args, "moe_loss_weight", None) or 0.0,
         "moe_jitter_eps": getattr(args, "moe_jitter_eps", None) or 0.0,
         "moe_output_bias": experts is not None,
@@ -199,6 +221,12 @@ def _whole_models(
             first_layer = (chunk * len(stages) + stage) * per_chunk
             for data, whole in zip(datas, wholes, strict=True):
                 shares = [_flat(ranks[tensor, data, stage][key], folder) for tensor in tensors]
+                for tensor, share in enumerate(shares):
+                    if differing := share.keys() ^ shares[0].keys():
+                        raise ValueError(
+                            f"Expected the same tensors of tensor ranks 0 and {tensor} in {folder}"
+                            f", but {min(differing)} is of one of them alone."
+                        )
                 for name in shares[0]:
                     if data == 0 or _EXPERTS in name:
                         whole[_numbered(name, first_layer)] = _join(name, shares)

@@ -52,7 +52,7 @@ class TransformerConfig:
         rope_base, rope_fraction: base of the rotary frequencies; share of a head that is rotated.
         rope_scaling: how rotations are slowed; None: not at all.
         attention_scale: scores are multiplied by it; None means 1 / sqrt(head_size).
-        bias: biases in linear maps and layer norms; qkv_bias: in the fused projection (None: bias).
+        bias: biases in linear maps; qkv_bias: in the fused projection (None: bias).
         tie_embeddings: the head's weight is the token embedding's.
         init_std, output_init_std: normal init; the latter for what adds to the residual.
 

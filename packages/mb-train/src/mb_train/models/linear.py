@@ -47,7 +47,7 @@ class Norm(nn.Module):
     """Layer norm or RMS norm over the last dimension, by the configuration.
 
     Args:
-        config: gives the kind, epsilon, and whether a layer norm has a bias.
+        config: gives the kind and epsilon; a layer norm has a bias, an RMS norm none.
         size: width; None means the hidden size.
     """
 
@@ -59,8 +59,8 @@ class Norm(nn.Module):
         self.eps = config.norm_eps
         self.rms = config.norm == "rmsnorm"
         self.weight = nn.Parameter(torch.ones(self.size))
-        has_bias = config.bias and not self.rms
-        self.register_parameter("bias", nn.Parameter(torch.zeros(self.size)) if has_bias else None)
+        bias = None if self.rms else nn.Parameter(torch.zeros(self.size))
+        self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)

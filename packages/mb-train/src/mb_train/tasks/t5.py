@@ -83,7 +83,7 @@ class T5Task:
             shared["embedding.positions.weight"] = {begins}
         if config.post_norm:
             shared["embedding.norm.weight"] = {begins}
-            if config.bias and config.norm == "layernorm":
+            if config.norm == "layernorm":
                 shared["embedding.norm.bias"] = {begins}
         if config.positions == "relative":
             encoders = {stage for stage, run in enumerate(runs) if run.start < first}

@@ -295,6 +295,8 @@ def test_chosen_dtype(tmp_path):
     preprocess(source, tmp_path / "out", dtype="int64", workers=1)
     assert IndexedDataset(tmp_path / "out_text_document").dtype == np.int64
     assert documents(tmp_path / "out_text_document") == [[64, 275]]
+    with pytest.raises(ValueError, match="int32 holds ids up to 2,147,483,647; give a wider"):
+        preprocess(source, tmp_path / "out", tokenizer="null:3000000000", workers=1)
 
 
 def test_text_that_the_tokenizer_refuses_is_a_bad_line(tmp_path):
@@ -771,6 +773,32 @@ def test_parquet(tmp_path):
         preprocess(tmp_path / "a.parquet", tmp_path / "out", workers=1)
 
 
+def test_bad_rows_of_parquet(tmp_path):
+    """Rows have the file's numbers in a shard too, and a damaged row group is one bad line."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = [None if i == 70 else f"{i} {random.Random(i).getrandbits(99)}" for i in range(80)]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pyarrow.table({"text": texts}), path, row_group_size=20, use_dictionary=False
+    )
+    with pytest.raises(ValueError, match=r"a\.parquet, row 71: the value of 'text' is null"):
+        preprocess(path, tmp_path / "out", workers=1, shard=(1, 2))
+    chunk = parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    data = bytearray(path.read_bytes())
+    start = chunk.data_page_offset
+    data[start : start + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"row 21: damaged Parquet data: .*the 20 rows of its row"):
+        preprocess(path, tmp_path / "out", workers=1)
+    summary = preprocess(path, tmp_path / "out", workers=1, on_error="skip")
+    assert (summary.documents, summary.bad_lines) == (59, 2)
+    report = (tmp_path / "out_skipped.txt").read_text().splitlines()
+    assert report[0].startswith(f"{path}, row 21: damaged")
+    assert report[1] == f"{path}, row 71: the value of 'text' is null"
+
+
 def test_an_object_store(tmp_path):
     fsspec = pytest.importorskip("fsspec")
     source = write(tmp_path / "in.jsonl", random_records(3, 60))
@@ -781,7 +809,11 @@ def test_an_object_store(tmp_path):
         raw = b"".join(data)
         store.pipe(f"/data/{name}", gzip.compress(raw) if name.endswith("gz") else raw)
     store.pipe("/data/LICENSE.txt", b"no document, as in a directory of this machine\n")
-    for given in ("memory://data", "memory://data/*.jsonl*"):
+    store.pipe("/elsewhere/a.jsonl", b"PAR1")
+    with pytest.raises(ValueError, match="copy it here first"):
+        preprocess("memory://elsewhere/a.jsonl", tmp_path / "out")
+    local = f"file://{tmp_path.as_posix()}"
+    for given in ("memory://data", "memory://data/*.jsonl*", f"{local}/*.jsonl", local):
         preprocess(given, tmp_path / "out", workers=1, block_bytes=2000)
         assert output_bytes(tmp_path / "out_text_document") == output_bytes(
             tmp_path / "once_text_document"

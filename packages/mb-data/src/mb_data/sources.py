@@ -153,10 +153,11 @@ def _describe(path: str, text_unit: str) -> Source:
     if "://" in path:
         filesystem, inner = _filesystem(path)
         found = filesystem.info(inner)
-        if path.endswith(PARQUET):
-            raise ValueError(f"{path}: Parquet is read from several places; copy it here first")
         with open_remote(path) as file:
-            _refuse_other_formats(path, file.peek(START)[:START])
+            start = file.peek(START)[:START]
+        if path.endswith(PARQUET) or start.startswith(b"PAR1"):
+            raise ValueError(f"{path}: Parquet is read from several places; copy it here first")
+        _refuse_other_formats(path, start)
         version = (
             found.get("ETag") or found.get("etag") or found.get("mtime") or found.get("created")
         )
@@ -198,18 +199,23 @@ def _wide_encoding(start: bytes) -> str | None:
 
 def _find_remote(url: str) -> list[str]:
     filesystem, path = _filesystem(url)
-    protocol = url.partition("://")[0]
-    if not glob.has_magic(url):
+    # The web has no directories, and what looks like a pattern there is a query.
+    web = url.startswith(("http://", "https://"))
+    if web or not glob.has_magic(url):
         if not filesystem.exists(path):
             raise FileNotFoundError(f"{url}: no such file")
-        if not filesystem.isdir(path):
+        if web or not filesystem.isdir(path):
             return [url]
         matches = _readable([str(p) for p in filesystem.glob(f"{path.rstrip('/')}/**")])
     else:
         matches = [str(p) for p in filesystem.glob(path) if str(p).endswith((*RECORDS, *TEXTS))]
     if not matches:
         raise FileNotFoundError(f"{url}: no file matches")
-    return [f"{protocol}://{match.lstrip('/')}" for match in sorted(matches)]
+    # What stands before the path: a protocol, a host, another file system that this one caches.
+    before, found, _ = url.rpartition(path.rstrip("/"))
+    if found:
+        return [before + match for match in sorted(matches)]
+    return [filesystem.unstrip_protocol(match) for match in sorted(matches)]
 
 
 def _filesystem(url: str) -> tuple[Any, str]:

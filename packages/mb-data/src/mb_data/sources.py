@@ -211,10 +211,11 @@ def _find_remote(url: str) -> list[str]:
         matches = [str(p) for p in filesystem.glob(path) if str(p).endswith((*RECORDS, *TEXTS))]
     if not matches:
         raise FileNotFoundError(f"{url}: no file matches")
-    # What stands before the path: a protocol, a host, another file system that this one caches.
-    before, found, _ = url.rpartition(path.rstrip("/"))
-    if found:
-        return [before + match for match in sorted(matches)]
+    # What stands around the path: a protocol, a host, another file system that this one caches.
+    inner = path.rstrip("/")
+    if inner and inner in url:
+        before, _, behind = url.rstrip("/").rpartition(inner)
+        return [before + match + behind for match in sorted(matches)]
     return [filesystem.unstrip_protocol(match) for match in sorted(matches)]
 
 

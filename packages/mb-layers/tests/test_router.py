@@ -167,6 +167,9 @@ def test_balancing_bias_stays_fp32_whatever_the_model_is_cast_to(cast: str) -> N
     update_balancing_bias(router, torch.tensor([9, 0, 0, 0, 0, 0]), rate=1e-3)
     assert (router.balancing_bias - before).abs().min() > 1e-4
     assert torch.equal(dict(router.named_buffers())["balancing_bias"], router.balancing_bias)
+    state = {name: tensor.bfloat16() for name, tensor in router.state_dict().items()}
+    router.load_state_dict(state, assign=True)
+    assert (router.weight.dtype, router.balancing_bias.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_balancing_bias_evens_out_a_skewed_load() -> None:

@@ -95,6 +95,12 @@ class Router(nn.Module):
             self.balancing_bias = before.to(after.device)
         return self
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load as `nn.Module` does; what `assign=True` puts in the bias's place is fp32 too."""
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.balancing_bias is not None:
+            self.balancing_bias = self.balancing_bias.float()
+
     def forward(
         self,
         x_TD: Tensor,

@@ -157,6 +157,10 @@ def test_what_needs_the_fused_op_is_refused() -> None:
         add_lora(build().experts, rank=0, alpha=1.0)
     with pytest.raises(ValueError, match=r"`layer.experts` with w1, w2, got dMoE; for"):
         add_lora(build(), rank=2, alpha=1.0)
+    with pytest.raises(ValueError, match=r"names of weights, 'w1' and 'w2', got \('b1',\)"):
+        add_lora(build(mlp_bias=True).experts, rank=2, alpha=1.0, names=("b1",))
+    with pytest.raises(ValueError, match=r"`layer.experts` with w1, w2, got Router; for"):
+        merge_lora(build().router)
 
 
 def test_odd_widths_merge() -> None:

@@ -172,6 +172,14 @@ def test_balancing_bias_stays_fp32_whatever_the_model_is_cast_to(cast: str) -> N
     assert (router.weight.dtype, router.balancing_bias.dtype) == (torch.bfloat16, torch.float32)
 
 
+def test_tokens_of_another_shape_are_named() -> None:
+    """With a balancing bias a router of [B, S, D] used to choose among the tokens of a sequence."""
+    router = build(balancing_bias=True)
+    for shape in ((2, 3, router.config.hidden_size), (3, router.config.hidden_size + 1)):
+        with pytest.raises(ValueError, match=r"expected x_TD of shape \[T, "):
+            router(torch.zeros(shape))
+
+
 def test_balancing_bias_evens_out_a_skewed_load() -> None:
     router = build(balancing_bias=True, score_function="sigmoid", num_experts=4, top_k=1)
     with torch.no_grad():

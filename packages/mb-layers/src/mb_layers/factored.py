@@ -79,16 +79,12 @@ def add_lora(
         names: which weights.
 
     Raises:
-        ValueError: rank < 1, no experts of a `dMoE` or `MoE`, some whose options need the fused op,
-            or weights that are spread over ranks already.
+        ValueError: rank < 1, no experts of a `dMoE` or `MoE`, other names, some whose options need
+            the fused op, or weights that are spread over ranks already.
     """
-    missing = [name for name in names if not hasattr(experts, name)]
-    config: Any = getattr(experts, "config", None)
-    if missing or not hasattr(config, "mlp_impl"):
-        raise ValueError(
-            f"expected `layer.experts` with {', '.join(names)}, got {type(experts).__name__}; for "
-            "the experts of a transformers model give PEFT their names as target_parameters"
-        )
+    config = _config_of(experts)
+    if not {*names} <= {"w1", "w2"}:
+        raise ValueError(f"expected names of weights, 'w1' and 'w2', got {names!r}")
     if rank < 1:
         raise ValueError(f"expected rank >= 1, got {rank}")
     if config.mlp_impl != "grouped" or config.saved_activation_bits is not None:
@@ -112,8 +108,10 @@ def add_lora(
 def merge_lora(experts: nn.Module) -> None:
     """Add the adapters to the weights, which are plain parameters again and trainable.
 
-    Weights frozen in bits are decoded for it, adapters or not.
+    Weights frozen in bits are decoded for it, adapters or not. Raises ValueError for no experts of
+    a `dMoE` or `MoE`.
     """
+    _config_of(experts)
     for name in ("w1", "w2"):
         with torch.no_grad():
             merged = getattr(experts, name).detach()
@@ -122,6 +120,16 @@ def merge_lora(experts: nn.Module) -> None:
         if isinstance(merged, FrozenWeight):
             merged = merged.decoded()
         experts.register_parameter(name, nn.Parameter(merged))
+
+
+def _config_of(experts: nn.Module) -> Any:
+    config: Any = getattr(experts, "config", None)
+    if not (hasattr(config, "mlp_impl") and hasattr(experts, "w1")):
+        raise ValueError(
+            f"expected `layer.experts` with w1, w2, got {type(experts).__name__}; for the experts "
+            "of a transformers model give PEFT their names as target_parameters"
+        )
+    return config
 
 
 def weight_of(module: nn.Module, name: str) -> Tensor | Factored:

@@ -11,7 +11,15 @@ import mb_kernels
 import pytest
 import torch
 from layers_oracle import assert_close
-from mb_layers import FrozenWeight, MoEConfig, add_lora, dMoE, freeze_in_bits, merge_lora
+from mb_layers import (
+    Experts,
+    FrozenWeight,
+    MoEConfig,
+    add_lora,
+    dMoE,
+    freeze_in_bits,
+    merge_lora,
+)
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -161,6 +169,17 @@ def test_what_needs_the_fused_op_is_refused() -> None:
         add_lora(build(mlp_bias=True).experts, rank=2, alpha=1.0, names=("b1",))
     with pytest.raises(ValueError, match=r"`layer.experts` with w1, w2, got Router; for"):
         merge_lora(build().router)
+
+
+def test_a_copy_is_merged_by_itself() -> None:
+    layer = with_adapters(build())
+    x = torch.randn(5, 32, dtype=torch.float64)
+    expected = layer(x).y
+    twin = copy.deepcopy(layer)
+    for merged in (twin, layer):
+        merge_lora(merged.experts)
+        assert_close("y", merged(x).y, expected)
+        assert type(merged.experts) is Experts
 
 
 def test_odd_widths_merge() -> None:

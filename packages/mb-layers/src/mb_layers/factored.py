@@ -116,6 +116,9 @@ def merge_lora(experts: nn.Module) -> None:
         with torch.no_grad():
             merged = getattr(experts, name).detach()
         if parametrize.is_parametrized(experts, name):
+            # torch takes the weight's property off the class, which deep copies share.
+            kind = type(experts)
+            experts.__class__ = type(kind.__name__, kind.__bases__, dict(kind.__dict__))
             parametrize.remove_parametrizations(experts, name, leave_parametrized=False)
         if isinstance(merged, FrozenWeight):
             merged = merged.decoded()
@@ -124,7 +127,9 @@ def merge_lora(experts: nn.Module) -> None:
 
 def _config_of(experts: nn.Module) -> Any:
     config: Any = getattr(experts, "config", None)
-    if not (hasattr(config, "mlp_impl") and hasattr(experts, "w1")):
+    # Not hasattr, which would add the adapters to the weight.
+    has_weights = "w1" in experts._parameters or parametrize.is_parametrized(experts, "w1")
+    if not (hasattr(config, "mlp_impl") and has_weights):
         raise ValueError(
             f"expected `layer.experts` with w1, w2, got {type(experts).__name__}; for the experts "
             "of a transformers model give PEFT their names as target_parameters"

@@ -182,6 +182,27 @@ def test_a_copy_is_merged_by_itself() -> None:
         assert type(merged.experts) is Experts
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+def test_adapters_built_on_the_meta_device_are_reset(bits: int | None) -> None:
+    with torch.device("meta"):
+        layer = build(torch.float32, ffn_hidden_size=512)
+        if bits:
+            freeze_in_bits(layer.experts, bits)
+        add_lora(layer.experts, rank=4, alpha=1.0)
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        if not isinstance(parameter, FrozenWeight):
+            parameter.data.fill_(7.0)
+    layer.reset_parameters()
+    state = layer.experts.state_dict()
+    for name in ("w1", "w2"):
+        weight = state[f"parametrizations.{name}.original"]
+        assert abs(weight.std().item() - 0.3) < 0.02
+        a, b = (state[f"parametrizations.{name}.0.{part}"] for part in "ab")
+        assert b.abs().max() == 0
+        assert 0.5 < a.abs().max().item() * a.shape[2] ** 0.5 <= 1
+
+
 def test_odd_widths_merge() -> None:
     layer = with_adapters(build(ffn_hidden_size=20))
     x = torch.randn(5, 32, dtype=torch.float64)

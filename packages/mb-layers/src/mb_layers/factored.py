@@ -50,9 +50,15 @@ class LoRA(nn.Module):
         num_experts, rows, columns = weight.shape
         options: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.a = nn.Parameter(torch.empty(num_experts, rank, columns, **options))
-        self.b = nn.Parameter(torch.zeros(num_experts, rows, rank, **options))
+        self.b = nn.Parameter(torch.empty(num_experts, rows, rank, **options))
         self.scaling = alpha / rank
-        nn.init.uniform_(self.a, -1 / math.sqrt(columns), 1 / math.sqrt(columns))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw `a` from U(-1 / sqrt(C), 1 / sqrt(C)) and zero `b`: nothing is added at first."""
+        width = 1 / math.sqrt(self.a.shape[2])
+        nn.init.uniform_(self.a, -width, width)
+        nn.init.zeros_(self.b)
 
     @property
     def lhs(self) -> Tensor:
@@ -137,15 +143,19 @@ def _config_of(experts: nn.Module) -> Any:
     return config
 
 
+def base_of(module: nn.Module, name: str) -> tuple[Any, list[Any]]:
+    """A module's weight without what is put on it, and the parametrizations that are. None for the
+    first, if that is several tensors: weight_norm's are original0, original1."""
+    if not parametrize.is_parametrized(module, name):
+        return module._parameters.get(name), []
+    parametrizations: Any = module.parametrizations
+    made = parametrizations[name]
+    return getattr(made, "original", None), list(made)
+
+
 def weight_of(module: nn.Module, name: str) -> Tensor | Factored:
     """Return a module's weight, its parts unmerged where it is made of parts known here."""
-    adapters: list[Any] = []
-    base: Any = module._parameters.get(name)
-    if base is None and parametrize.is_parametrized(module, name):
-        parametrizations: Any = module.parametrizations
-        made = parametrizations[name]
-        # What is made of several tensors has no original: weight_norm's are original0, original1.
-        base, adapters = getattr(made, "original", None), list(made)
+    base, adapters = base_of(module, name)
     if base is None or not all(hasattr(a, "lhs") and hasattr(a, "rhs") for a in adapters):
         return getattr(module, name)
     if isinstance(base, FrozenWeight):

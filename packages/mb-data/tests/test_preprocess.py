@@ -26,6 +26,7 @@ import pytest
 from mb_data import IndexedDataset, load_tokenizer
 from mb_data.pipeline import WorkerDiedError
 from mb_data.shelf import Shelf
+from mb_data.sources import find_sources
 
 
 @pytest.fixture(autouse=True)
@@ -523,6 +524,17 @@ def kept(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"line 201: .*\n[1-9]\d* documents are kept in .*partial"):
         preprocess(source, tmp_path / "out", workers=1, block_bytes=5000)
     return source
+
+
+def test_output_in_the_directory_of_the_input_is_no_input(tmp_path, kept):
+    """What a run keeps there is JSON too."""
+    with pytest.raises(ValueError, match=r"in\.jsonl, line 201: "):
+        preprocess(tmp_path, tmp_path / "new", workers=1, block_bytes=5000)
+    for given in (tmp_path, f"{tmp_path}/**/*.json*"):
+        assert [source.path for source in find_sources([given])] == [str(kept)]
+    summary = preprocess(tmp_path, tmp_path / "new", workers=1, block_bytes=5000, on_error="skip")
+    assert summary.bad_lines == 1
+    assert summary.resumed_text_bytes > 0
 
 
 def test_one_bad_last_line_costs_nothing_but_itself(tmp_path, kept):

@@ -65,7 +65,7 @@ def find_sources(
 
     A directory stands for its ``.jsonl``, ``.json``, ``.ndjson`` (compressed or not) and
     ``.parquet`` files, at any depth and behind symbolic links to directories, each of which is read
-    once; where it has none of them, for its ``.txt`` files.
+    once; where it has none of them, for its ``.txt`` files. Unfinished output of runs is left out.
 
     Raises:
         FileNotFoundError: for what matches nothing, and for a link inside a directory to a file
@@ -92,7 +92,7 @@ def find_sources(
                 {
                     (os.path.realpath(os.path.dirname(p)), os.path.basename(p)): p
                     for p in sorted(glob.glob(item, recursive=True), key=len, reverse=True)
-                    if os.path.isfile(p)
+                    if os.path.isfile(p) and not _is_unfinished(os.path.dirname(p))
                 }.values()
             )
             if not matches:
@@ -127,12 +127,18 @@ def _files_inside(directory: str) -> list[str]:
                 folders.clear()
                 continue
             seen.add(real)
-            folders.sort()
+            whole = (n for n in folders if not _is_unfinished(os.path.join(folder, n)))
+            folders[:] = sorted(whole)
             inside = [os.path.join(folder, name) for name in names]
             found += [p for p in inside if os.path.isfile(p) or not os.path.exists(p)]
             links = [os.path.join(folder, name) for name in folders]
             waiting += [p for p in links if os.path.islink(p)]
     return found
+
+
+def _is_unfinished(folder: str) -> bool:
+    """Whether `mb_data.partial` keeps a run's state there: output may lie beside the input."""
+    return folder.endswith(".partial") and os.path.isfile(os.path.join(folder, "lock"))
 
 
 def open_remote(url: str) -> io.BufferedReader:

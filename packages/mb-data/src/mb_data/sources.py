@@ -92,7 +92,7 @@ def find_sources(
                 {
                     (os.path.realpath(os.path.dirname(p)), os.path.basename(p)): p
                     for p in sorted(glob.glob(item, recursive=True), key=len, reverse=True)
-                    if os.path.isfile(p) and not _is_unfinished(os.path.dirname(p))
+                    if os.path.isfile(p) and not is_unfinished(os.path.dirname(p))
                 }.values()
             )
             if not matches:
@@ -127,7 +127,7 @@ def _files_inside(directory: str) -> list[str]:
                 folders.clear()
                 continue
             seen.add(real)
-            whole = (n for n in folders if not _is_unfinished(os.path.join(folder, n)))
+            whole = (n for n in folders if not is_unfinished(os.path.join(folder, n)))
             folders[:] = sorted(whole)
             inside = [os.path.join(folder, name) for name in names]
             found += [p for p in inside if os.path.isfile(p) or not os.path.exists(p)]
@@ -136,7 +136,7 @@ def _files_inside(directory: str) -> list[str]:
     return found
 
 
-def _is_unfinished(folder: str) -> bool:
+def is_unfinished(folder: str) -> bool:
     """Whether `mb_data.partial` keeps a run's state there: output may lie beside the input."""
     return folder.endswith(".partial") and os.path.isfile(os.path.join(folder, "lock"))
 

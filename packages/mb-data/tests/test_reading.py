@@ -204,6 +204,10 @@ def test_directories_and_patterns(tmp_path):
         (tmp_path / "only").mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
     assert names(tmp_path / "only") == ["only/a.txt", "only/b.txt.gz"]
+    (tmp_path / "only" / "C.JSONL.GZ").write_bytes(b"")
+    assert names(tmp_path / "only") == ["only/C.JSONL.GZ"]
+    (tmp_path / "D.TXT").write_bytes(b"")
+    assert find_sources([tmp_path / "D.TXT"])[0].unit == "line"
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ def find_sources(
 
 def _readable(inside: list[str]) -> list[str]:
     """What a directory of these files stands for."""
-    records = [p for p in inside if p.endswith(RECORDS)]
-    return records or [p for p in inside if p.endswith(TEXTS)]
+    records = [p for p in inside if p.lower().endswith(RECORDS)]
+    return records or [p for p in inside if p.lower().endswith(TEXTS)]
 
 
 def _files_inside(directory: str) -> list[str]:
@@ -148,10 +148,7 @@ def open_remote(url: str) -> io.BufferedReader:
 
 
 def _describe(path: str, text_unit: str) -> Source:
-    name = path
-    for packing in PACKINGS:
-        name = name.removesuffix(packing) if packing else name
-    unit = text_unit if name.endswith(TEXT_KINDS) else "json"
+    unit = text_unit if path.lower().endswith(TEXTS) else "json"
     if path == STDIN:
         if sys.stdin is None:
             raise ValueError("standard input (-) is closed; give files, or pipe text into it")

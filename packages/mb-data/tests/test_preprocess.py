@@ -821,6 +821,14 @@ def test_an_object_store(tmp_path):
         raw = b"".join(data)
         store.pipe(f"/data/{name}", gzip.compress(raw) if name.endswith("gz") else raw)
     store.pipe("/data/LICENSE.txt", b"no document, as in a directory of this machine\n")
+    # A pattern takes whatever it matches, but for directories.
+    for i, start in enumerate((0, 20, 40)):
+        store.pipe(f"/spark/part-{i:05}", b"".join(lines[start : start + 20]))
+    store.pipe("/spark/part-logs/a", b"no document")
+    preprocess("memory://spark/part-*", tmp_path / "out", workers=1)
+    assert output_bytes(tmp_path / "out_text_document") == output_bytes(
+        tmp_path / "once_text_document"
+    )
     store.pipe("/elsewhere/a.jsonl", b"PAR1")
     with pytest.raises(ValueError, match="copy it here first"):
         preprocess("memory://elsewhere/a.jsonl", tmp_path / "out")

@@ -211,7 +211,8 @@ def _find_remote(url: str) -> list[str]:
             return [url]
         matches = _readable([str(p) for p in filesystem.glob(f"{path.rstrip('/')}/**")])
     else:
-        matches = [str(p) for p in filesystem.glob(path) if str(p).endswith((*RECORDS, *TEXTS))]
+        found = filesystem.glob(path, detail=True)
+        matches = [str(p) for p, about in found.items() if about["type"] == "file"]
     if not matches:
         raise FileNotFoundError(f"{url}: no file matches")
     # What stands around the path: a protocol, a host, another file system that this one caches.

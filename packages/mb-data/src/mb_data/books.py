@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mb_data.partial import PartialOutput, Place, State
-from mb_data.reading import Block, count_lines
+from mb_data.reading import Block, count_lines, count_rows
 from mb_data.sources import Source
 
 if TYPE_CHECKING:
@@ -111,8 +111,9 @@ class Books(AbstractContextManager):
     def _where(self, block: Block, lines: int, line: int, last: int) -> str:
         """The place of some lines of a block that comes after ``lines`` of its file."""
         first = self.first
-        if first and first.path == block.path and first.start and first.unit != "parquet":
-            lines += count_lines(block.path, first.start)
+        if first and first.path == block.path and first.start:
+            count = count_rows if first.unit == "parquet" else count_lines
+            lines += count(block.path, first.start)
         noun = "row" if block.unit == "parquet" else "line"
         if last > line:
             return f"{block.path}, {noun}s {lines + line + 1} to {lines + last + 1}"

@@ -112,15 +112,14 @@ def symmetric_matmul(
 ) -> Tensor:
     count, size, depth = a.shape
     plan = plan_of(a)
-    if not a.numel() or not plan.has("symmetric"):
+    if not (a.numel() and plan.has("symmetric") and _fits(plan, size, depth)):
         return reference.symmetric_matmul(a, b, add, alpha=alpha, beta=beta, diagonal=diagonal)
     tile = plan.tile("symmetric")
     out = a.new_empty((count, size, size))
     add = None if add is None else operand(add)
     (a, a_columns), (b, b_columns) = _rows_or_columns(a), _rows_or_columns(b)
     args = (a, b, add, out, None)
-    descriptors = _describable(plan, size, depth)
-    if descriptors:
+    if plan.descriptors:
         box, lying = (1, tile.block_m, tile.block_k), (1, tile.block_k, tile.block_m)
         part = (1, tile.block_m, tile.block_m // _PIECES)
         args = (
@@ -144,7 +143,7 @@ def symmetric_matmul(
         K=depth,
         A_COLUMNS=a_columns,
         B_COLUMNS=b_columns,
-        DESCRIPTORS=descriptors,
+        DESCRIPTORS=plan.descriptors,
         XCDS=plan.xcds,
         FLATTEN=tile.flatten,
         BLOCK=tile.block_m,
@@ -162,6 +161,6 @@ def _rows_or_columns(x: Tensor) -> tuple[Tensor, bool]:
     return operand(x.mT if columns else x), columns
 
 
-def _describable(plan: Plan, size: int, depth: int) -> bool:
-    """Whether descriptors have the matrices: their rows begin at multiples of 16 bytes."""
-    return plan.descriptors and size % 8 == 0 and depth % 8 == 0
+def _fits(plan: Plan, size: int, depth: int) -> bool:
+    """Whether descriptors, if there are to be some, have such matrices: rows of whole 16 bytes."""
+    return not plan.descriptors or (size % 8 == 0 and depth % 8 == 0)

@@ -260,6 +260,7 @@ TILES: dict[str, dict[str, Tile]] = {
         (128, 128, 64),
         sm80=(128, 128, 32),
         sm90=Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2, flatten=False),
+        gfx90a=Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
         gfx1100=(64, 64, 32),
     ),
     # Attention with a bias by distance: block_m queries ("_dkv": keys) of a program, block_n of the

@@ -283,6 +283,21 @@ def test_experts_have_the_defaults_of_whose_spelling_it_is(typed, top_k, renorma
     assert any("no load-balancing loss" in note for note in line.notes) == (weight == 0)
 
 
+@pytest.mark.parametrize(
+    ("typed", "biases"),
+    [
+        ("--moe-num-experts 8", False),
+        ("--num-experts 8", True),
+        ("--num-experts 8 --disable-bias-linear", False),
+        ("--num-experts 8 --no-moe-mlp-bias", False),
+        ("--num-experts 8 --recipe dmoe-46m", False),
+    ],
+)
+def test_megatrons_experts_have_biases_like_its_other_maps(typed, biases):
+    config = resolve(parse([*RUN, "--num-layers", "2", *typed.split()]))
+    assert config.moe_mlp_bias == biases
+
+
 def test_a_file_has_its_say_beside_megatrons_defaults(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("moe_loss_weight = 0.25\n")

@@ -296,9 +296,9 @@ def beside_experts(typed: Container[str], values: Mapping[str, Any]) -> Mapping[
     """Fields of routing that have another default beside Megatron's own flags.
 
     A script that counts its experts by `--num-experts` has no loss of theirs until it asks for one,
-    and one of Core's has 2 of them a token. With `TOPK`, Core's spelling, a token's weights add up
-    to 1, but for those of a softmax over all experts; a group of experts counts as much as the best
-    of it that a token could choose there.
+    biases inside them where its linear maps have some, and one of Core's has 2 of them a token.
+    With `TOPK`, Core's spelling, a token's weights add up to 1, but for those of a softmax over all
+    experts; a group of experts counts as much as the best of it that a token could choose there.
 
     Args:
         typed: flags of the command line.
@@ -310,6 +310,7 @@ def beside_experts(typed: Container[str], values: Mapping[str, Any]) -> Mapping[
     cores = TOPK in typed
     if "--num-experts" in typed and "num_layers" in values and "recipe" not in values:
         found["moe_loss_weight"] = 0.0
+        found["moe_mlp_bias"] = values.get("add_bias_linear", True)
         if "moe_top_k" not in values and any(flag in typed for flag in _CORES):
             cores, found["moe_top_k"] = True, 2
     if not cores:

@@ -10,7 +10,7 @@ import pytest
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig, flag_name
 from mb_train.config.field import spec, value_types
-from mb_train.flags import build_parser, parse, resolve
+from mb_train.flags import build_parser, parse, resolve, without_effect
 from mb_train.recipes import recipe
 from mb_train.schedule import build_schedule
 from mb_train.settled import SETTLED
@@ -132,6 +132,31 @@ def test_settled_flags_are_answered_in_one_note():
 def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):
     with pytest.raises(ValueError, match=said):
         resolve(parse([*RUN, *typed.split()]))
+
+
+def test_what_has_no_effect_is_said():
+    words = (
+        "--num-query-groups 2 --rotary-base 500 --moe-top-k 2 --mask-prob 0.5 --hysteresis 2 "
+        "--rope-scaling-factor 32 --moe-renormalize --sequence-parallel"
+    )
+    command = parse([*RUN, "--num-layers", "2", *words.split()])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --group-query-attention: --num-query-groups",
+        "no effect without --position-embedding-type rope: --rotary-base",
+        "no effect without --use-rope-scaling: --rope-scaling-factor",
+        "no effect without --moe-num-experts: --moe-top-k, --moe-renormalize",
+        "no effect without --model bert or t5: --mask-prob",
+    ]
+    base = {"group_query_attention": True, "position_embedding_type": "rope", "model": "bert"}
+    found = without_effect(command, resolve(command, {**base, "moe_num_experts": 4}))
+    assert found == ["no effect without --use-rope-scaling: --rope-scaling-factor"]
+
+
+def test_what_a_field_needs_is_there():
+    named = {f.name: f for f in fields(TrainConfig)}
+    for name, *values in (spec(f).needs for f in named.values() if spec(f).needs):
+        assert set(values) <= set(spec(named[name]).choices)
+        assert values or type(named[name].default) is bool
 
 
 def test_older_spellings_mean_what_they_meant():

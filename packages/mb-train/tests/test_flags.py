@@ -126,6 +126,10 @@ def test_settled_flags_are_answered_in_one_note():
             "--recompute-modules mlp",
             r"--recompute-modules of core_attn, layernorm, moe, moe_act, got 'mlp'",
         ),
+        (
+            "--num-layers 5 --moe-layer-freq [0]+[1]*5",
+            r"--moe-layer-freq to be of --num-layers 5, got \[0\]\+\[1\]\*5, which is of 6",
+        ),
         ("--num-experts 4 --eval-iters -2", r"--eval-iters of at least 0, got -2"),
     ],
 )

@@ -253,7 +253,8 @@ def test_weights_that_are_no_numbers_are_named(tmp_path):
     [
         ("glu", True), ("moe_use_megatron_switch", True), ("squared_relu", True),
         ("apply_layernorm_1p", True), ("position_embedding_type", "rope"),
-        ("use_rotary_position_embeddings", True),
+        ("use_rotary_position_embeddings", True), ("num_experts", 4),
+        ("group_query_attention", True),
     ],
 )  # fmt: skip
 def test_what_we_have_not_is_refused(tmp_path, name, value):

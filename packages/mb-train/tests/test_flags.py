@@ -10,7 +10,7 @@ import pytest
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig, flag_name
 from mb_train.config.field import spec, value_types
-from mb_train.flags import build_parser, parse, resolve
+from mb_train.flags import build_parser, parse, resolve, without_effect
 from mb_train.recipes import recipe
 from mb_train.schedule import build_schedule
 from mb_train.settled import SETTLED
@@ -126,12 +126,41 @@ def test_settled_flags_are_answered_in_one_note():
             "--recompute-modules mlp",
             r"--recompute-modules of core_attn, layernorm, moe, moe_act, got 'mlp'",
         ),
+        (
+            "--num-layers 5 --moe-layer-freq [0]+[1]*5",
+            r"--moe-layer-freq to be of --num-layers 5, got \[0\]\+\[1\]\*5, which is of 6",
+        ),
         ("--num-experts 4 --eval-iters -2", r"--eval-iters of at least 0, got -2"),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):
     with pytest.raises(ValueError, match=said):
         resolve(parse([*RUN, *typed.split()]))
+
+
+def test_what_has_no_effect_is_said():
+    words = (
+        "--num-query-groups 2 --rotary-base 500 --moe-top-k 2 --mask-prob 0.5 --hysteresis 2 "
+        "--rope-scaling-factor 32 --moe-renormalize --sequence-parallel"
+    )
+    command = parse([*RUN, "--num-layers", "2", *words.split()])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --group-query-attention: --num-query-groups",
+        "no effect without --position-embedding-type rope: --rotary-base",
+        "no effect without --use-rope-scaling: --rope-scaling-factor",
+        "no effect without --moe-num-experts: --moe-top-k, --moe-renormalize",
+        "no effect without --model bert or t5: --mask-prob",
+    ]
+    base = {"group_query_attention": True, "position_embedding_type": "rope", "model": "bert"}
+    found = without_effect(command, resolve(command, {**base, "moe_num_experts": 4}))
+    assert found == ["no effect without --use-rope-scaling: --rope-scaling-factor"]
+
+
+def test_what_a_field_needs_is_there():
+    named = {f.name: f for f in fields(TrainConfig)}
+    for name, *values in (spec(f).needs for f in named.values() if spec(f).needs):
+        assert set(values) <= set(spec(named[name]).choices)
+        assert values or type(named[name].default) is bool
 
 
 def test_older_spellings_mean_what_they_meant():
@@ -281,6 +310,21 @@ def test_experts_have_the_defaults_of_whose_spelling_it_is(typed, top_k, renorma
     found = config.moe_top_k, config.moe_renormalize, config.moe_loss_weight
     assert found == (top_k, renormalized, weight)
     assert any("no load-balancing loss" in note for note in line.notes) == (weight == 0)
+
+
+@pytest.mark.parametrize(
+    ("typed", "biases"),
+    [
+        ("--moe-num-experts 8", False),
+        ("--num-experts 8", True),
+        ("--num-experts 8 --disable-bias-linear", False),
+        ("--num-experts 8 --no-moe-mlp-bias", False),
+        ("--num-experts 8 --recipe dmoe-46m", False),
+    ],
+)
+def test_megatrons_experts_have_biases_like_its_other_maps(typed, biases):
+    config = resolve(parse([*RUN, "--num-layers", "2", *typed.split()]))
+    assert config.moe_mlp_bias == biases
 
 
 def test_a_file_has_its_say_beside_megatrons_defaults(tmp_path):

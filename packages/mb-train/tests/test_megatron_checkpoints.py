@@ -253,7 +253,8 @@ def test_weights_that_are_no_numbers_are_named(tmp_path):
     [
         ("glu", True), ("moe_use_megatron_switch", True), ("squared_relu", True),
         ("apply_layernorm_1p", True), ("position_embedding_type", "rope"),
-        ("use_rotary_position_embeddings", True),
+        ("use_rotary_position_embeddings", True), ("num_experts", 4),
+        ("group_query_attention", True),
     ],
 )  # fmt: skip
 def test_what_we_have_not_is_refused(tmp_path, name, value):
@@ -286,7 +287,7 @@ def test_a_pickle_runs_nothing(tmp_path):
         assert not proof.exists()
 
 
-@pytest.mark.parametrize("damage", ["text", "empty", "cut", "no-pickle"])
+@pytest.mark.parametrize("damage", ["text", "empty", "cut", "spans", "no-pickle"])
 def test_other_files_are_refused(tmp_path, damage):
     path = tmp_path / "model_optim_rng.pt"
     torch.save({"x": torch.ones(300)}, path)
@@ -295,6 +296,9 @@ def test_other_files_are_refused(tmp_path, damage):
             file.writestr("a/b", "c")
     else:
         content = path.read_bytes()
-        path.write_bytes({"text": b"hello", "empty": b"", "cut": content[:400]}[damage])
+        disk = content.index(b"PK\x06\x07") + 4  # the number of the archive's last one
+        spans = content[:disk] + b"\x01" + content[disk + 1 :]
+        damaged = {"text": b"hello", "empty": b"", "cut": content[:400], "spans": spans}
+        path.write_bytes(damaged[damage])
     with pytest.raises(ValueError, match="Cannot read"):
         safe_pickle.load(path)

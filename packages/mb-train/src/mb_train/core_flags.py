@@ -236,7 +236,8 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     Megatron Core also takes a list, "([0]*3+[1]*24)", of which layers have experts.
 
     Raises:
-        ValueError: a list that is no dense layers followed by experts in every n-th.
+        ValueError: a list that is no dense layers followed by experts in every n-th, or is not of
+            as many layers as `--num-layers` says beside it.
     """
     found = list(words)
     for place, word in enumerate(found):
@@ -246,7 +247,13 @@ def spelled_out(words: Sequence[str]) -> list[str]:
         if not equals and place + 1 < len(found):
             value = found[place + 1]
         if "[" in value:
-            dense, every = _pattern(value)
+            dense, every, layers = _pattern(value)
+            said = re.findall(r"(?<!\S)--num-layers[= ](\d+)", " ".join(words))[-1:]
+            if said not in ([], [str(layers)]):
+                raise ValueError(
+                    f"Expected --moe-layer-freq to be of --num-layers {said[0]}, got {value}, "
+                    f"which is of {layers}."
+                )
             found[place : place + (1 if equals else 2)] = [
                 f"--moe-layer-freq={every}",
                 f"--moe-first-k-dense={dense}",
@@ -254,15 +261,15 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _pattern(text: str) -> tuple[int, int]:
-    """Dense layers at the start, and every how manieth of the others has experts."""
+def _pattern(text: str) -> tuple[int, int, int]:
+    """Dense layers at the start, every how manieth of the others has experts, layers in all."""
     layers = _layers(text)
     if 1 in layers:
         first = layers.index(1)
         for every in range(1, len(layers) + 1):
             for dense in {first, 0}:
                 if layers == [int(i >= dense and i % every == 0) for i in range(len(layers))]:
-                    return dense, every
+                    return dense, every, len(layers)
     raise ValueError(
         f"Expected --moe-layer-freq to be dense layers and then experts in every n-th, as "
         f"([0]*3+[1]*24), got {text}. See --moe-first-k-dense."
@@ -296,9 +303,9 @@ def beside_experts(typed: Container[str], values: Mapping[str, Any]) -> Mapping[
     """Fields of routing that have another default beside Megatron's own flags.
 
     A script that counts its experts by `--num-experts` has no loss of theirs until it asks for one,
-    and one of Core's has 2 of them a token. With `TOPK`, Core's spelling, a token's weights add up
-    to 1, but for those of a softmax over all experts; a group of experts counts as much as the best
-    of it that a token could choose there.
+    biases inside them where its linear maps have some, and one of Core's has 2 of them a token.
+    With `TOPK`, Core's spelling, a token's weights add up to 1, but for those of a softmax over all
+    experts; a group of experts counts as much as the best of it that a token could choose there.
 
     Args:
         typed: flags of the command line.
@@ -310,6 +317,7 @@ def beside_experts(typed: Container[str], values: Mapping[str, Any]) -> Mapping[
     cores = TOPK in typed
     if "--num-experts" in typed and "num_layers" in values and "recipe" not in values:
         found["moe_loss_weight"] = 0.0
+        found["moe_mlp_bias"] = values.get("add_bias_linear", True)
         if "moe_top_k" not in values and any(flag in typed for flag in _CORES):
             cores, found["moe_top_k"] = True, 2
     if not cores:

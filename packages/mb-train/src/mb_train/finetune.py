@@ -17,7 +17,7 @@ from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.data import TASKS
-from mb_train.flags import Parser, parse, resolve
+from mb_train.flags import Parser, parse, resolve, without_effect
 from mb_train.host import leads, prepare_host
 from mb_train.run_folder import checkpoint_in, read_saved_run
 from mb_train.toml_file import to_toml
@@ -95,7 +95,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     if command.print_config:
         print(to_toml(config), end="")
         return 0
-    for note in command.notes if leads() else ():
+    for note in (*command.notes, *without_effect(command, config)) if leads() else ():
         print(f"note: {note}", flush=True)
     return _run(config)
 

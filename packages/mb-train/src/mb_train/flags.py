@@ -249,6 +249,28 @@ def parse(
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer))
 
 
+def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
+    """A remark on each group of settings that were said and do nothing in this run.
+
+    Args:
+        config: what the command line was resolved to.
+    """
+    of_experts = {f.name for f in fields(GROUPS["moe"])} - {"moe_num_experts"}
+    idle: dict[str, list[str]] = {}
+    for f in (f for members in GROUPS.values() for f in fields(members)):
+        needs = spec(f).needs
+        if f.name in of_experts and config.moe_num_experts is None:
+            needs = ("moe_num_experts",)
+        if not needs or command.values.get(f.name, f.default) == f.default:
+            continue
+        name, *wanted = needs
+        there = getattr(config, name)
+        if there not in wanted if wanted else not there:
+            way = f"{flag_name(name)} {' or '.join(wanted)}".rstrip()
+            idle.setdefault(way, []).append(flag_name(f.name))
+    return [f"no effect without {way}: {', '.join(names)}" for way, names in idle.items()]
+
+
 def _nearest(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" The nearest is {near[0]}." if near else " See --help."

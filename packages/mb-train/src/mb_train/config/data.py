@@ -58,17 +58,27 @@ class DataFields:
         on_load="fixed", also=("--encoder-seq-length",), required=True
     )  # fmt: skip
     decoder_seq_length: int | None = flag(
-        "tokens per sample of T5's decoder", bounds=POSITIVE, on_load="fixed"
+        "tokens per sample of T5's decoder",
+        bounds=POSITIVE,
+        on_load="fixed",
+        needs=("model", "t5"),
     )
     dataloader_type: str = flag(
         "order of samples: single passes once, cyclic shuffles every pass anew", "single",
         choices=("single", "cyclic"), on_load="fixed",
     )  # fmt: skip
     reset_position_ids: bool = flag(
-        "count positions anew after every end of a document", False, on_load="said"
+        "count positions anew after every end of a document",
+        False,
+        on_load="said",
+        needs=("model", "gpt"),
     )
-    reset_attention_mask: bool = flag("attend within a document only", False, on_load="said")
-    eod_mask_loss: bool = flag("leave the end of a document out of the loss", False, on_load="said")
+    reset_attention_mask: bool = flag(
+        "attend within a document only", False, on_load="said", needs=("model", "gpt")
+    )
+    eod_mask_loss: bool = flag(
+        "leave the end of a document out of the loss", False, on_load="said", needs=("model", "gpt")
+    )
     document_packing: str = flag(
         "end_to_end cuts documents at the end of a sample, best_fit keeps whole what fits",
         "end_to_end", choices=("end_to_end", "best_fit"), on_load="fixed",
@@ -76,21 +86,41 @@ class DataFields:
     fim_data: bool = flag(
         "rearrange documents so that their middle comes last", False, on_load="said"
     )
-    fim_rate: float = flag("share of documents so rearranged", 0.5, bounds=SHARE, on_load="said")
-    fim_spm_rate: float = flag(
-        "share of those that begin with their suffix", 0.5, bounds=SHARE, on_load="said"
+    fim_rate: float = flag(
+        "share of documents so rearranged", 0.5, bounds=SHARE, on_load="said", needs=("fim_data",)
     )
-    fim_prefix_token: str = flag("what marks a document's prefix", "<fim_prefix>", on_load="said")
-    fim_middle_token: str = flag("what marks its middle", "<fim_middle>", on_load="said")
-    fim_suffix_token: str = flag("what marks its suffix", "<fim_suffix>", on_load="said")
+    fim_spm_rate: float = flag(
+        "share of those that begin with their suffix",
+        0.5,
+        bounds=SHARE,
+        on_load="said",
+        needs=("fim_data",),
+    )
+    fim_prefix_token: str = flag(
+        "what marks a document's prefix", "<fim_prefix>", on_load="said", needs=("fim_data",)
+    )
+    fim_middle_token: str = flag(
+        "what marks its middle", "<fim_middle>", on_load="said", needs=("fim_data",)
+    )
+    fim_suffix_token: str = flag(
+        "what marks its suffix", "<fim_suffix>", on_load="said", needs=("fim_data",)
+    )
     fim_split_sample: str | None = flag(
-        "token between the fragments of a document, each rearranged by itself", on_load="said"
+        "token between the fragments of a document, each rearranged by itself",
+        on_load="said",
+        needs=("fim_data",),
     )
     fim_fragment_rate: float = flag(
-        "share of the fragments so rearranged", 0.5, bounds=SHARE, on_load="said"
+        "share of the fragments so rearranged",
+        0.5,
+        bounds=SHARE,
+        on_load="said",
+        needs=("fim_data",),
     )
     fim_no_prefix: str | None = flag(
-        "leave documents and fragments that begin so as they are", on_load="said"
+        "leave documents and fragments that begin so as they are",
+        on_load="said",
+        needs=("fim_data",),
     )
     num_workers: int = flag("threads that prepare batches ahead", 2, bounds=AT_LEAST_0)
     data_cache_path: str | None = flag("folder for sample indices; default beside the data")
@@ -115,11 +145,20 @@ class DataFields:
     vocab_size: int | None = flag(
         "ids of the NullTokenizer or the TikTokenizer, before padding", bounds=POSITIVE
     )
-    tiktoken_pattern: str | None = flag("how the TikTokenizer cuts words", choices=("v1", "v2"))
-    tiktoken_num_special_tokens: int = flag(
-        "special tokens of the TikTokenizer", 1000, bounds=AT_LEAST_0
+    tiktoken_pattern: str | None = flag(
+        "how the TikTokenizer cuts words",
+        choices=("v1", "v2"),
+        needs=("tokenizer_type", "TikTokenizer"),
     )
-    tiktoken_special_tokens: list[str] | None = flag("their names")  # noqa: RUF009
+    tiktoken_num_special_tokens: int = flag(
+        "special tokens of the TikTokenizer",
+        1000,
+        bounds=AT_LEAST_0,
+        needs=("tokenizer_type", "TikTokenizer"),
+    )
+    tiktoken_special_tokens: list[str] | None = flag(  # noqa: RUF009
+        "their names", needs=("tokenizer_type", "TikTokenizer")
+    )
     vocab_extra_ids: int = flag(
         "sentinel tokens to append, as T5 needs them", 0, bounds=AT_LEAST_0, on_load="fixed"
     )
@@ -233,33 +272,49 @@ def _number(word: str) -> float | None:
 class MaskingFields:
     """How samples of BERT, T5 and the retriever (ICT) are made, and its two towers."""
 
-    mask_prob: float = flag("share of tokens that are masked", 0.15, bounds=SHARE, on_load="fixed")
+    mask_prob: float = flag(
+        "share of tokens that are masked",
+        0.15,
+        bounds=SHARE,
+        on_load="fixed",
+        needs=("model", "bert", "t5"),
+    )
     mean_noise_span_length: float = flag(
         "words of a span that is taken out for a T5, in the mean, before spans of more than 10 are "
-        "cut to 10 (ours)", 5.0, bounds=AT_LEAST_1, on_load="fixed",
+        "cut to 10 (ours)", 5.0, bounds=AT_LEAST_1, on_load="fixed", needs=("model", "t5"),
     )  # fmt: skip
     short_seq_prob: float = flag(
         "share of samples that are shorter than the sequence length", 0.1, bounds=SHARE,
-        on_load="fixed",
+        on_load="fixed", needs=("model", "bert", "t5"),
     )  # fmt: skip
     samples_per_sequence: int = flag(
         "lay up to so many short samples of a BERT or a T5 into one sequence, each of which sees "
-        "itself alone (ours)", 1, bounds=AT_LEAST_1, on_load="fixed",
+        "itself alone (ours)", 1, bounds=AT_LEAST_1, on_load="fixed", needs=("model", "bert", "t5"),
     )  # fmt: skip
     titles_data_path: str | None = flag(
         "titles of the documents, for the retriever; default PREFIX_title_document beside "
-        "PREFIX_text_sentence, if it is there"
+        "PREFIX_text_sentence, if it is there",
+        needs=("model", "ict"),
     )
     query_in_block_prob: float = flag(
-        "how often a query stays in its block", 0.1, bounds=SHARE, on_load="fixed"
+        "how often a query stays in its block",
+        0.1,
+        bounds=SHARE,
+        on_load="fixed",
+        needs=("model", "ict"),
     )
-    use_one_sent_docs: bool = flag("take documents of one sentence as well", False, on_load="fixed")
+    use_one_sent_docs: bool = flag(
+        "take documents of one sentence as well", False, on_load="fixed", needs=("model", "ict")
+    )
     biencoder_projection_dim: int = flag(
         "width of the embeddings; 0 takes the hidden size", 0, bounds=AT_LEAST_0, on_load="model",
-        also=("--ict-head-size",),
+        also=("--ict-head-size",), needs=("model", "ict"),
     )  # fmt: skip
     biencoder_shared_query_context_model: bool = flag(
-        "one tower for queries and contexts", False, on_load="model"
+        "one tower for queries and contexts",
+        False,
+        on_load="model",
+        needs=("model", "ict"),
     )
     bert_load: str | None = flag(
         "run of a BERT that the towers, or a classifier, begin from", on_load="own"
@@ -269,7 +324,11 @@ class MaskingFields:
         "report how often the right context is among the first k",
         bounds=POSITIVE,
         also=("--report-topk-accuracies",),
+        needs=("model", "ict"),
     )
     retriever_score_scaling: bool = flag(
-        "divide scores by the root of the hidden size", False, on_load="said"
+        "divide scores by the root of the hidden size",
+        False,
+        on_load="said",
+        needs=("model", "ict"),
     )

@@ -61,6 +61,8 @@ class Spec:
         required: a run must say it; there is no default.
         instead_of: fields that say the same another way: said later than them, it takes their
             place.
+        needs: the field without which it does nothing, and behind it the values of that field with
+            which it does something, if not all.
     """
 
     help: str
@@ -75,6 +77,7 @@ class Spec:
     layer: str | None = None
     required: bool = False
     instead_of: tuple[str, ...] = ()
+    needs: tuple[Any, ...] = ()
 
 
 def flag(text: str, default: Any = None, **about: Any) -> Any:

@@ -29,7 +29,7 @@ class ModelFields:
     )  # fmt: skip
     decoder_num_layers: int | None = flag(
         "layers of T5's decoder; default as many as the encoder's", bounds=POSITIVE,
-        on_load="model", in_force="decoder_layers",
+        on_load="model", in_force="decoder_layers", needs=("model", "t5"),
     )  # fmt: skip
     hidden_size: int | None = flag(
         "width of the residual stream", bounds=POSITIVE, on_load="model", required=True
@@ -51,7 +51,7 @@ class ModelFields:
     )  # fmt: skip
     num_query_groups: int = flag(
         "key and value heads, with --group-query-attention", 1, bounds=POSITIVE, on_load="model",
-        in_force="kv_heads",
+        in_force="kv_heads", needs=("group_query_attention",),
     )  # fmt: skip
     max_position_embeddings: int | None = flag(
         "longest sequence, rows of learned positions; default the sequence length",
@@ -63,11 +63,13 @@ class ModelFields:
         on_load="model", said_as={"learned_absolute": "learned"},
     )  # fmt: skip
     rotary_base: float = flag(
-        "base of the rotary frequencies", 10_000.0, bounds=POSITIVE, on_load="said"
-    )
+        "base of the rotary frequencies", 10_000.0, bounds=POSITIVE, on_load="said",
+        needs=("position_embedding_type", "rope"),
+    )  # fmt: skip
     rotary_percent: float = flag(
-        "share of a head's width that is rotated", 1.0, bounds=SHARE, on_load="said"
-    )
+        "share of a head's width that is rotated", 1.0, bounds=SHARE, on_load="said",
+        needs=("position_embedding_type", "rope"),
+    )  # fmt: skip
     rotary_seq_len_interpolation_factor: float | None = flag(
         "slow all rotary frequencies by this, for sequences so many times longer", bounds=POSITIVE,
         on_load="said", in_force="rope_scaling",
@@ -78,7 +80,7 @@ class ModelFields:
     )  # fmt: skip
     rope_scaling_factor: float = flag(
         "by how much, with --use-rope-scaling: 8 in Llama 3.1, 32 in 3.2", 8.0, bounds=POSITIVE,
-        on_load="said", in_force="rope_scaling",
+        on_load="said", in_force="rope_scaling", needs=("use_rope_scaling",),
     )  # fmt: skip
     make_vocab_size_divisible_by: int = flag(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, bounds=POSITIVE,
@@ -96,7 +98,7 @@ class ModelFields:
     qk_layernorm: bool = flag("normalise queries and keys", False, on_load="model")
     qk_layernorm_over: str = flag(
         "normalise them over each head, or over their whole width as OLMoE (ours)", "head",
-        choices=("head", "width"), on_load="model",
+        choices=("head", "width"), on_load="model", needs=("qk_layernorm",),
     )  # fmt: skip
     add_bias_linear: bool = flag(
         "biases in the linear maps", True, on_load="model", off=("--disable-bias-linear",)
@@ -141,11 +143,11 @@ class ModelFields:
     )  # fmt: skip
     scale_head: bool = flag(
         "multiply hidden states by 1 / sqrt(hidden size) before T5's head, as T5 1.0 (ours)",
-        False, on_load="model",
+        False, on_load="model", needs=("model", "t5"),
     )  # fmt: skip
     bert_binary_head: bool = flag(
         "BERT's second head, for the order of sentences", True, on_load="model",
-        off=("--bert-no-binary-head",),
+        off=("--bert-no-binary-head",), needs=("model", "bert"),
     )  # fmt: skip
 
     @property

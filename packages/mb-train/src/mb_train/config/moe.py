@@ -70,8 +70,9 @@ class MoEFields:
         layer="renormalize",
     )  # fmt: skip
     moe_renormalize_p: float = flag(
-        "p of that norm (ours)", 1.0, choices=(1.0, 2.0), on_load="said", layer="renormalize_p"
-    )
+        "p of that norm (ours)", 1.0, choices=(1.0, 2.0), on_load="said", layer="renormalize_p",
+        needs=("moe_renormalize",),
+    )  # fmt: skip
     moe_router_topk_scaling_factor: float = flag(
         "multiply the routing weights by this", 1.0, bounds=POSITIVE, on_load="said",
         layer="routed_scaling_factor",
@@ -100,8 +101,9 @@ class MoEFields:
         on_load="model", layer="balancing_bias",
     )  # fmt: skip
     moe_router_bias_update_rate: float = flag(
-        "how far a step moves that bias", 1e-3, bounds=AT_LEAST_0, on_load="said"
-    )
+        "how far a step moves that bias", 1e-3, bounds=AT_LEAST_0, on_load="said",
+        needs=("moe_router_enable_expert_bias",),
+    )  # fmt: skip
     moe_router_lr_mult: float = flag(
         "learning rate of the routers, in units of --lr; below 1 for Muon at high rates (ours)",
         1.0, bounds=POSITIVE, on_load="said",

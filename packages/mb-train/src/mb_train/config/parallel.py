@@ -56,7 +56,7 @@ class ParallelFields:
     )  # fmt: skip
     moe_row_budget: float = flag(
         "rows of an expert-parallel rank over the even share, for the policy of that name (ours)",
-        2.0, bounds=AT_LEAST_1,
+        2.0, bounds=AT_LEAST_1, needs=("moe_row_policy", "budget"),
     )  # fmt: skip
     moe_a2a_overlap_degree: int = flag(
         "for all_to_all: chunks of a rank's tokens, of which one is exchanged while the experts "

@@ -41,7 +41,9 @@ class RegularizationFields:
         "decay of Adam's second moment", 0.999, bounds=FRACTION, on_load="said"
     )
     adam_eps: float = flag("epsilon in Adam's denominator", 1e-8, bounds=POSITIVE, on_load="said")
-    sgd_momentum: float = flag("momentum of SGD", 0.9, bounds=FRACTION, on_load="said")
+    sgd_momentum: float = flag(
+        "momentum of SGD", 0.9, bounds=FRACTION, on_load="said", needs=("optimizer", "sgd")
+    )
 
     def check_regularization(self) -> None:
         """Raise ValueError for a schedule of the weight decay without its ends, or ends of none."""
@@ -212,6 +214,7 @@ class RateFields:
     lr_wsd_decay_style: str = flag(
         "shape of the decay at the end of WSD: warm-up, then --lr, then a decay", "exponential",
         choices=("exponential", "linear", "cosine", "minus_sqrt"), on_load="said",
+        needs=("lr_decay_style", "WSD"),
     )  # fmt: skip
     lr_wsd_decay_iters: int | None = flag(
         "steps of that decay, the last of --lr-decay-iters", bounds=POSITIVE, on_load="said"
@@ -290,12 +293,17 @@ class PrecisionFields:
     loss_scale: float | None = flag(
         "a constant loss scale for fp16; default one that adapts", bounds=POSITIVE, on_load="said"
     )
-    initial_loss_scale: float = flag("where the loss scale begins", 2.0**32, bounds=POSITIVE)
-    min_loss_scale: float = flag("the least loss scale", 1.0, bounds=POSITIVE)
-    loss_scale_window: int = flag(
-        "steps without an overflow until the loss scale doubles", 1000, bounds=POSITIVE
+    initial_loss_scale: float = flag(
+        "where the loss scale begins", 2.0**32, bounds=POSITIVE, needs=("fp16",)
     )
-    hysteresis: int = flag("overflows until the loss scale halves", 2, bounds=POSITIVE)
+    min_loss_scale: float = flag("the least loss scale", 1.0, bounds=POSITIVE, needs=("fp16",))
+    loss_scale_window: int = flag(
+        "steps without an overflow until the loss scale doubles", 1000, bounds=POSITIVE,
+        needs=("fp16",),
+    )  # fmt: skip
+    hysteresis: int = flag(
+        "overflows until the loss scale halves", 2, bounds=POSITIVE, needs=("fp16",)
+    )
     fp32_residual_connection: bool = flag("keep the residual stream in fp32", False, on_load="said")
 
     def check_precision(self) -> None:

@@ -40,6 +40,7 @@ from mb_train.tokenizers import (
 )
 
 _STACKED = re.compile(r"\.experts\.gate_up_proj$")
+_ORDER_HEAD = "cls.seq_relationship.weight"
 _CASED = "BertWordPieceCase"
 # Of them, those that a tokenizer is made of, the first that is there.
 _MAIN_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -85,6 +86,9 @@ def read_model(
             "noise too, that of --moe-jitter-eps is seen by the router alone"
         )
     source = _tensors(folder, found)
+    if config.model == "bert" and _ORDER_HEAD in source:
+        # The first BERTs' files have it, though their config.json names a class that has not.
+        config = dataclasses.replace(config, bert_binary_head=True)
     rules_of = found.rules
     if found.stacked is not None and any(map(_STACKED.search, source)):
         rules_of = found.stacked

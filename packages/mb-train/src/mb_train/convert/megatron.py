@@ -33,6 +33,8 @@ _EXPERTS = ".mlp.moe."
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = {
     "moe_use_megatron_switch": "whose experts are not MegaBlocks'",
+    "num_experts": "whose experts are not MegaBlocks'",
+    "group_query_attention": "which the fork has not",
     "swiglu": "whose gates are cut by tensor-parallel ranks",
     "squared_relu": "which the fork has not",
     "use_rotary_position_embeddings": "whose queries and keys turn",

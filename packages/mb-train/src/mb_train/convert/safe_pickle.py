@@ -78,5 +78,6 @@ def load(path: Path) -> Any:
             path, map_location="cpu", pickle_module=_module, weights_only=False, mmap=True
         )
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, EOFError,
-            IndexError, pickle.UnpicklingError, AssertionError) as error:  # fmt: skip
+            IndexError, pickle.UnpicklingError, AssertionError,
+            zipfile.BadZipFile) as error:  # fmt: skip
         raise ValueError(f"Cannot read {path}: {error}.") from None

@@ -82,7 +82,8 @@ def t5_fields(config: Json) -> dict[str, Any]:
     feed = (config.get("dense_act_fn", function), config.get("is_gated_act", gated == "gated"))
     refuse({"dense_act_fn": feed[0]}, dense_act_fn=tuple(name for name, _ in _ACTIVATIONS))
     refuse(config, relative_attention_num_buckets=(NUM_BUCKETS,),
-           relative_attention_max_distance=(MAX_DISTANCE,), is_encoder_decoder=(True,))  # fmt: skip
+           relative_attention_max_distance=(MAX_DISTANCE,), is_encoder_decoder=(True,),
+           is_causal=(True, None))  # fmt: skip
     tied = config["tie_word_embeddings"]
     length = config.get("n_positions", 512)
     return {

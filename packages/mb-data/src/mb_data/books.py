@@ -120,7 +120,7 @@ class Books(AbstractContextManager):
 
     @cached_property
     def _lines_before(self) -> int:
-        """Lines or rows of a shard's first file that lie before it, which have to be read for that."""
+        """Lines or rows of a shard's first file that lie before it: they are read for that."""
         first = self.first
         if not (first and first.start):
             return 0

@@ -148,6 +148,10 @@ def test_a_page_is_the_text_it_shows():
         "",
     ]
     assert text_of_markup("") == text_of_markup("<p> </p>") == "\n"
+    assert text_of_markup("<pre>a<PRE class='b'>c</pre >d<pre>e") == "ac\n\nde\n"
+    # Each of these would be followed to the page's end, for half an hour in all.
+    for sign, shown in (("<select x>", ""), ("<!-- ", "<!-- "), ("<pre>", ""), ("<a", "<a")):
+        assert text_of_markup(f"a{sign * 100_000}") == f"a{shown * 100_000}".strip() + "\n"
 
 
 def test_pages_of_paragraphs_are_taken_and_indices_are_not(tmp_path, folder):

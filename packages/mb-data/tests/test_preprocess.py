@@ -725,12 +725,19 @@ def test_shards_merge_to_the_bytes_of_one_run(tmp_path, packing, count):
     assert output_bytes(tmp_path / "merged") == output_bytes(tmp_path / "once_text_document")
 
 
-def test_a_shard_names_the_line_of_the_file(tmp_path):
+def test_a_shard_names_the_line_of_the_file(tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", random_records(1, 100))
     with open(source, "ab") as file:
-        file.write(b"bad\n")
+        file.write(b"bad\n" * 3)
+    options = {"shard": (3, 4), "workers": 1, "block_bytes": 3000}
     with pytest.raises(ValueError, match=r"in\.jsonl, line 101: "):
-        preprocess(source, tmp_path / "out", shard=(3, 4), workers=1, block_bytes=3000)
+        preprocess(source, tmp_path / "out", **options)
+    calls = []
+    count = mb_data.books.count_lines
+    monkeypatch.setattr(mb_data.books, "count_lines", lambda *a: calls.append(a) or count(*a))
+    preprocess(source, tmp_path / "out", **options, on_error="skip")
+    assert (tmp_path / "out_skipped.txt").read_text().count("line 10") == 3
+    assert len(calls) == 1  # all before the shard is read for it
     with pytest.raises(ValueError, match="i from 0 to n - 1"):
         preprocess(source, tmp_path / "x", shard=(4, 4))
 

@@ -203,6 +203,19 @@ def test_adapters_built_on_the_meta_device_are_reset(bits: int | None) -> None:
         assert 0.5 < a.abs().max().item() * a.shape[2] ** 0.5 <= 1
 
 
+@pytest.mark.parametrize("overrides", [{}, {"mlp_impl": "sparse", "ffn_hidden_size": 128}], ids=str)
+def test_frozen_weights_in_inference_mode(overrides: dict) -> None:
+    layer = build(torch.float32, **overrides)
+    freeze_in_bits(layer.experts, 8)
+    x = torch.randn(5, 32)
+    expected = layer(x).y
+    with torch.inference_mode():
+        assert torch.equal(layer(x).y, expected)
+        assert torch.equal(copy.deepcopy(layer)(x).y, expected)
+        assert layer.experts.w1[0].shape == layer.experts.w1.shape[1:]
+    assert torch.equal(layer(x).y, expected)
+
+
 def test_odd_widths_merge() -> None:
     layer = with_adapters(build(ffn_hidden_size=20))
     x = torch.randn(5, 32, dtype=torch.float64)

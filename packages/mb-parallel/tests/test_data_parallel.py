@@ -23,6 +23,7 @@ from mb_parallel.optimizer import (
     clip_and_step,
     decay_groups,
     hold_working_copies,
+    muon,
     muon_groups,
 )
 from mb_parallel.recompute import apply_recompute
@@ -126,6 +127,7 @@ CASES = [
     (2, {"dp_shard": 2}, 3, "adamw", "full"),
     (2, {"dp_shard": 2, "ep": 2}, 1, "adamw", "moe"),
     (2, {"dp_shard": 2}, 2, "sgd"),
+    (2, {"dp_shard": 2}, 3, "muon"),
     (2, {"dp_shard": 2}, 3, "tied"),
     (4, {"dp_shard": 4}, 3, "adamw"),
     (4, {"dp_replicate": 2, "dp_shard": 2}, 1, "adamw"),
@@ -176,6 +178,24 @@ def train_on_gpus(rank, world_size):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_match_one():
     run_ranks(train_on_gpus, 2, device_type="cuda", timeout_s=280.0)
+
+
+def turned(rank, world_size):
+    """Stacks of matrices that Muon orthogonalises here, of five linear layers and one."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 2))
+    mesh = ParallelDims(dp_shard=world_size).build("cpu")
+    apply_data_parallel(model, mesh, blocks=list(model))
+    optimizer = Muon(muon_groups(model, 0.1))
+    model(torch.ones(3, 8)).sum().backward()
+    with mock.patch.object(muon, "newton_schulz", wraps=muon.newton_schulz) as iteration:
+        optimizer.step()
+    return [tuple(call.args[0].shape) for call in iteration.call_args_list]
+
+
+def test_muon_deals_layers_out_among_the_ranks_that_share_their_weights():
+    first, second = run_ranks(turned, 2)
+    assert first == [(3, 8, 8), (1, 2, 8)]
+    assert second == [(2, 8, 8), (1, 2, 8)]  # what is alone is everyone's
 
 
 class Probe(nn.Linear):

@@ -176,8 +176,10 @@ def _parts(
             state += numbers * _state_bytes(config, muon=muon)
             if muon:
                 turning += orthogonalising(own, group["fused"])
-        # A dense matrix is turned whole by all that have a part of it, an expert by its owner.
-        turned_by = ranks * shards if owned else dims.pp
+        # An expert is turned by its owner; dense matrices are dealt out among those that have parts
+        # of them, but where data and tensor parallelism cut them both: there all turn all of them.
+        dealt = max(dims.dp_shard, dims.tp) if min(dims.dp_shard, dims.tp) == 1 else 1
+        turned_by = ranks * shards if owned else dims.pp * dealt
         found.append(
             _Part(
                 total=total,

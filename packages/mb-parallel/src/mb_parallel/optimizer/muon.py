@@ -7,10 +7,12 @@ batched Newton-Schulz iteration. A weight may hold several matrices among its ro
 projection of queries, keys and values does: each is orthogonalised for itself.
 
 Communication: the iteration needs whole matrices. Experts that lie whole on their rank (sharded by
-expert: expert parallelism, FSDP over dimension 0) need none. A matrix in parts is gathered from its
-shards in `ns_dtype`, 2 bytes a parameter in bf16, and every rank that holds a part iterates on all
-of it. Around the iteration each number is read and written once before it and once after it
-(`mb_kernels.muon_momentum`, `muon_step`).
+expert: expert parallelism, FSDP over dimension 0) need none. Matrices in parts, alike in several
+layers, are dealt out among the ranks that hold the parts: each gets some whole ones, iterates on
+them and sends the parts back, two exchanges in `ns_dtype`. One alone, or one that two axes of the
+mesh cut, comes together on all of these ranks, and each iterates on it. Around the iteration each
+number is read and written once before it and once after it (`mb_kernels.muon_momentum`,
+`muon_step`).
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from typing import Any
 import mb_kernels
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from mb_parallel.arguments import floating
 from mb_parallel.optimizer.adamw import AdamW
-from mb_parallel.optimizer.shards import local, local_grad, shaped_like
+from mb_parallel.optimizer.shards import local, local_grad
 from mb_parallel.optimizer.working_copies import WorkingCopies
 
 # Jordan's quintic: singular values go to about 1 in five iterations, from 0.7 to 1.2.
@@ -161,7 +163,7 @@ class Muon(AdamW):
 
 
 def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters of one shape and one layout together, up to _TOGETHER numbers of their shards.
+    """Parameters of one shape and one layout together, up to _TOGETHER numbers a rank.
 
     Alike on all ranks: the collectives of `_updates` are in this order.
     """
@@ -171,7 +173,10 @@ def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
         layout = (parameter.device_mesh, parameter.placements) if whole else parameter.device
         alike[parameter.shape, layout].append(parameter)
     for (shape, _), those in alike.items():
-        count = max(_TOGETHER // max(math.prod(shape), 1), 1)
+        one = those[0]
+        dealt = isinstance(one, DTensor) and _dealt_over(one) is not None
+        ranks = one.device_mesh.size(_dealt_over(one)) if dealt else 1
+        count = max(_TOGETHER * ranks // max(math.prod(shape), 1), 1)
         for first in range(0, len(those), count):
             yield those[first : first + count]
 
@@ -180,42 +185,45 @@ def _updates(
     shards: list[Tensor], parameters: list[Tensor], steps: int, fused: tuple[int, ...]
 ) -> Iterable[Tensor]:
     """This rank's shards of the updates whose directions' shards on this rank are `shards`."""
-    wholes = [shaped_like(*pair) for pair in zip(shards, parameters, strict=True)]
-    matrices = [_matrices(whole) for whole in wholes]
-    together = matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
-    done = _matrix_by_matrix(together, steps, fused).unbind()
-    return [_shard(*pair) for pair in zip(done, wholes, strict=True)]
-
-
-def _kept(whole: DTensor) -> list[Placement]:
-    """Shards of leading dimensions are whole matrices and stay, others come together."""
-    lead = whole.ndim - 2
-    return [
-        placement if getattr(placement, "dim", lead) < lead else Replicate()
-        for placement in whole.placements
+    one, *others = parameters
+    stacked = torch.stack(shards) if others else shards[0][None]
+    if not isinstance(one, DTensor):
+        return _matrix_by_matrix(stacked, steps, fused).unbind()
+    placements = [_moved(placement) for placement in one.placements]
+    size = (len(shards), *one.shape)
+    about: dict[str, Any] = {"shape": size, "stride": torch.empty(size, device="meta").stride()}
+    whole = DTensor.from_local(stacked, one.device_mesh, placements, run_check=False, **about)
+    # Matrices in parts come together: each on one rank, or, where that cannot be, on all.
+    axis = _dealt_over(one) if others else None
+    turned = [
+        (Shard(0) if index == axis else Replicate()) if _cuts(one, placement) else placements[index]
+        for index, placement in enumerate(one.placements)
     ]
+    matrices = whole.redistribute(placements=turned)
+    done = _matrix_by_matrix(local(matrices).contiguous(), steps, fused)
+    done = DTensor.from_local(done, one.device_mesh, turned, run_check=False, **about)
+    return local(done.redistribute(placements=placements)).contiguous().unbind()
 
 
-def _matrices(whole: Tensor) -> Tensor:
-    """The matrices of which this rank has a part."""
-    if not isinstance(whole, DTensor):
-        return whole
-    return local(whole.redistribute(placements=_kept(whole)))
+def _dealt_over(parameter: DTensor) -> int | None:
+    """The axis of the mesh over which alike matrices are dealt out: the only one that cuts them."""
+    cutting = [axis for axis, p in enumerate(parameter.placements) if _cuts(parameter, p)]
+    alone = len(cutting) == 1 and isinstance(parameter.placements[cutting[0]], Shard)
+    return cutting[0] if alone else None
 
 
-def _shard(done: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of what has become of ``_matrices(whole)``."""
-    if not isinstance(whole, DTensor):
-        return done
-    matrices = DTensor.from_local(
-        done,
-        whole.device_mesh,
-        _kept(whole),
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
-    return local(matrices.redistribute(placements=whole.placements))
+def _cuts(parameter: DTensor, placement: Placement) -> bool:
+    """Whether ranks have parts of matrices, other than whole ones of a stack."""
+    return getattr(placement, "dim", -1) >= parameter.ndim - 2
+
+
+def _moved(placement: Any) -> Placement:
+    """What a shard's placement is in a stack, which has a dimension more in front."""
+    if placement.is_replicate():
+        return placement
+    if isinstance(placement, Shard):
+        return Shard(placement.dim + 1)
+    return type(placement)(placement.dim + 1, split_factor=placement.split_factor)
 
 
 def _matrix_by_matrix(x: Tensor, steps: int, fused: tuple[int, ...]) -> Tensor:

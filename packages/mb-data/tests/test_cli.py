@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -125,6 +126,9 @@ def test_interrupt(command, capsys, monkeypatch):
     monkeypatch.setattr(sys.modules["mb_data.preprocess"], "preprocess", interrupt)
     assert main(command) == 130
     assert "goes on from here when the same command is given again" in capsys.readouterr().err
+    monkeypatch.setattr("mb_data.maintenance.inspect", interrupt)
+    assert main(["inspect", "a"]) == 130
+    assert capsys.readouterr().err == "\nmb-data inspect: interrupted\n"
 
 
 @pytest.mark.parametrize(
@@ -253,13 +257,15 @@ def test_megatrons_flags_and_the_pair_of_gpt2(tmp_path, capsys):
     gpt2 = mb_data.load_tokenizer("gpt2", engine="python")
     letters = gpt2.readable.letters
     vocabulary = {"".join(letters[b] for b in t): i for i, t in gpt2.byte_strings.items()}
-    (tmp_path / "gpt2-vocab.json").write_text(json.dumps(vocabulary))
+    files = tmp_path / f"12{os.pathsep}30"  # a folder's name may have the sign between two paths
+    files.mkdir()
+    (files / "gpt2-vocab.json").write_text(json.dumps(vocabulary))
     merges = "#version: 0.2\r\n" + "\r\n".join(gpt2.readable.merges) + "\r\n"
-    (tmp_path / "gpt2-merges.txt").write_bytes(merges.encode())
+    (files / "gpt2-merges.txt").write_bytes(merges.encode())
     (tmp_path / "a.jsonl").write_text('{"text": "Hello world"}\n')
     arguments = ["preprocess", "--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o"]
-    arguments += ["--vocab-file", tmp_path / "gpt2-vocab.json"]
-    arguments += ["--merge-file", tmp_path / "gpt2-merges.txt", "--append-eod", "--workers", "1"]
+    arguments += ["--vocab-file", files / "gpt2-vocab.json"]
+    arguments += ["--merge-file", files / "gpt2-merges.txt", "--append-eod", "--workers", "1"]
     for extra in ([], ["--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap"]):
         flags = ["--chunk-size", "32", "--log-interval", "1000", "--partitions", "1"]
         flags += ["--keep-sequential-samples", *extra]
@@ -267,6 +273,10 @@ def test_megatrons_flags_and_the_pair_of_gpt2(tmp_path, capsys):
         assert "--chunk-size has no effect here" in capsys.readouterr().err
         dataset = mb_data.IndexedDataset(tmp_path / "o_text_document")
         assert dataset[0].tolist() == [15496, 995, 50256]
+    (files / "vocab.json").write_text(json.dumps(vocabulary))
+    (files / "merges.txt").write_bytes(merges.encode())
+    for path in (files, files / "vocab.json"):
+        assert mb_data.load_tokenizer(path).encode("Hello world") == [15496, 995]
 
 
 def test_shards_by_slurm(tmp_path, monkeypatch, capsys):

@@ -96,7 +96,7 @@ def test_modes_of_a_multimodal_dataset(tmp_path):
     build(tmp_path / "plain", "i4")
     assert IndexedDataset(tmp_path / "plain").modes is None
     with (
-        pytest.raises(ValueError, match="expected 1 modes, one a sequence, got 2"),
+        pytest.raises(ValueError, match=r"expected 1 modes, one a sequence, got \(2,\)"),
         IndexedDatasetBuilder(tmp_path / "b", "i4") as builder,
     ):
         builder.add_document([1], modes=[0, 1])
@@ -233,6 +233,13 @@ def test_wrong_arguments(tmp_path):
             builder.add_document([1, 2], [3, -1])
         with pytest.raises(ValueError, match="one-dimensional"):
             builder.add_document([[1, 2]])
+        with pytest.raises(ValueError, match="one-dimensional"):
+            builder.add_documents(np.zeros((2, 3), "u2"), [1, 1])
+        with pytest.raises(ValueError, match="whole numbers from -128 to 127"):
+            builder.add_documents([1, 2], [1, 1], modes=[0, 128])
+        with pytest.raises(ValueError, match=r"expected 2 modes.*got \(1,\)"):
+            builder.add_documents([1, 2], [1, 1], modes=[0])
+        builder.add_document([], [], modes=[])
         with pytest.raises(ValueError, match="sum to 2, got 1 sequences"):
             builder.add_documents(np.array([1], "u2"), [1], [2])
         builder.finalize()

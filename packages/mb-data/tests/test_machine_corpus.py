@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import random
+import sys
 import zlib
 
 import pytest
@@ -45,6 +47,13 @@ def test_the_order_is_a_shuffle_by_the_seed_alone(tmp_path, folder):
     prefix = list(texts(tmp_path / "d"))
     assert 1 <= len(prefix) < 5
     assert prefix == outputs[0][: len(prefix)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names elsewhere are Unicode")
+def test_a_name_that_is_no_text(tmp_path, folder):
+    (folder / os.fsdecode(b"\xff.py")).write_text(prose(99))
+    write_machine_corpus(tmp_path / "a", folders={"m": folder})
+    assert texts(tmp_path / "a")["m/\\udcff.py"] == prose(99)
 
 
 def test_copies_and_near_copies_are_left_out(tmp_path, folder):
@@ -139,6 +148,10 @@ def test_a_page_is_the_text_it_shows():
         "",
     ]
     assert text_of_markup("") == text_of_markup("<p> </p>") == "\n"
+    assert text_of_markup("<pre>a<PRE class='b'>c</pre >d<pre>e") == "ac\n\nde\n"
+    # Each of these would be followed to the page's end, for half an hour in all.
+    for sign, shown in (("<select x>", ""), ("<!-- ", "<!-- "), ("<pre>", ""), ("<a", "<a")):
+        assert text_of_markup(f"a{sign * 100_000}") == f"a{shown * 100_000}".strip() + "\n"
 
 
 def test_pages_of_paragraphs_are_taken_and_indices_are_not(tmp_path, folder):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import struct
 
 import numpy as np
@@ -92,6 +93,17 @@ def test_merge(prefix, tmp_path, capsys, by):
     assert [x.tolist() for x in joined[:]] == [[15496, 995], [50256], [], [64, 275], [7, 8, 9]]
     assert joined.document_indices.tolist() == [0, 2, 3, 4, 5]
     assert validate(out) == []
+
+
+def test_merge_of_a_directory_wants_finished_parts(prefix, tmp_path):
+    """A part that failed was left out without a word."""
+    for end in (".bin", ".idx"):  # of a builder that was killed before it gave them their names
+        shutil.copy(f"{prefix}{end}", tmp_path / f"b.7-0a.partial{end}")
+    (tmp_path / "c.partial").mkdir()  # a folder of somebody else's
+    assert merge([tmp_path], tmp_path / "one") == 1
+    (tmp_path / "c.partial" / "lock").touch()
+    with pytest.raises(ValueError, match=r"c\.partial keeps the work of .*nothing was joined"):
+        merge([tmp_path], tmp_path / "two")
 
 
 def test_merge_with_modes(prefix, tmp_path):

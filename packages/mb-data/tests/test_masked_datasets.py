@@ -629,3 +629,8 @@ class TestBuilders:
                 mask_prob=mask_prob,
                 **BUILD_SETTINGS,
             )
+
+
+def test_tokens_of_another_tokenizer_are_named():
+    with pytest.raises(ValueError, match=r"token 60: the vocabulary has ids 0 to 59; was the"):
+        VOCABULARY.words([21, 60, 22])

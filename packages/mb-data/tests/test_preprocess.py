@@ -26,6 +26,7 @@ import pytest
 from mb_data import IndexedDataset, load_tokenizer
 from mb_data.pipeline import WorkerDiedError
 from mb_data.shelf import Shelf
+from mb_data.sources import find_sources
 
 
 @pytest.fixture(autouse=True)
@@ -295,6 +296,8 @@ def test_chosen_dtype(tmp_path):
     preprocess(source, tmp_path / "out", dtype="int64", workers=1)
     assert IndexedDataset(tmp_path / "out_text_document").dtype == np.int64
     assert documents(tmp_path / "out_text_document") == [[64, 275]]
+    with pytest.raises(ValueError, match="int32 holds ids up to 2,147,483,647; give a wider"):
+        preprocess(source, tmp_path / "out", tokenizer="null:3000000000", workers=1)
 
 
 def test_text_that_the_tokenizer_refuses_is_a_bad_line(tmp_path):
@@ -523,6 +526,17 @@ def kept(tmp_path, monkeypatch):
     return source
 
 
+def test_output_in_the_directory_of_the_input_is_no_input(tmp_path, kept):
+    """What a run keeps there is JSON too."""
+    with pytest.raises(ValueError, match=r"in\.jsonl, line 201: "):
+        preprocess(tmp_path, tmp_path / "new", workers=1, block_bytes=5000)
+    for given in (tmp_path, f"{tmp_path}/**/*.json*"):
+        assert [source.path for source in find_sources([given])] == [str(kept)]
+    summary = preprocess(tmp_path, tmp_path / "new", workers=1, block_bytes=5000, on_error="skip")
+    assert summary.bad_lines == 1
+    assert summary.resumed_text_bytes > 0
+
+
 def test_one_bad_last_line_costs_nothing_but_itself(tmp_path, kept):
     options = {"workers": 2, "block_bytes": 5000, "on_error": "skip"}
     summary = interrupted_run_goes_on(tmp_path, kept, **options)
@@ -711,12 +725,19 @@ def test_shards_merge_to_the_bytes_of_one_run(tmp_path, packing, count):
     assert output_bytes(tmp_path / "merged") == output_bytes(tmp_path / "once_text_document")
 
 
-def test_a_shard_names_the_line_of_the_file(tmp_path):
+def test_a_shard_names_the_line_of_the_file(tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", random_records(1, 100))
     with open(source, "ab") as file:
-        file.write(b"bad\n")
+        file.write(b"bad\n" * 3)
+    options = {"shard": (3, 4), "workers": 1, "block_bytes": 3000}
     with pytest.raises(ValueError, match=r"in\.jsonl, line 101: "):
-        preprocess(source, tmp_path / "out", shard=(3, 4), workers=1, block_bytes=3000)
+        preprocess(source, tmp_path / "out", **options)
+    calls = []
+    count = mb_data.books.count_lines
+    monkeypatch.setattr(mb_data.books, "count_lines", lambda *a: calls.append(a) or count(*a))
+    preprocess(source, tmp_path / "out", **options, on_error="skip")
+    assert (tmp_path / "out_skipped.txt").read_text().count("line 10") == 3
+    assert len(calls) == 1  # all before the shard is read for it
     with pytest.raises(ValueError, match="i from 0 to n - 1"):
         preprocess(source, tmp_path / "x", shard=(4, 4))
 
@@ -771,6 +792,32 @@ def test_parquet(tmp_path):
         preprocess(tmp_path / "a.parquet", tmp_path / "out", workers=1)
 
 
+def test_bad_rows_of_parquet(tmp_path):
+    """Rows have the file's numbers in a shard too, and a damaged row group is one bad line."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = [None if i == 70 else f"{i} {random.Random(i).getrandbits(99)}" for i in range(80)]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pyarrow.table({"text": texts}), path, row_group_size=20, use_dictionary=False
+    )
+    with pytest.raises(ValueError, match=r"a\.parquet, row 71: the value of 'text' is null"):
+        preprocess(path, tmp_path / "out", workers=1, shard=(1, 2))
+    chunk = parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    data = bytearray(path.read_bytes())
+    start = chunk.data_page_offset
+    data[start : start + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"row 21: damaged Parquet data: .*the 20 rows of its row"):
+        preprocess(path, tmp_path / "out", workers=1)
+    summary = preprocess(path, tmp_path / "out", workers=1, on_error="skip")
+    assert (summary.documents, summary.bad_lines) == (59, 2)
+    report = (tmp_path / "out_skipped.txt").read_text().splitlines()
+    assert report[0].startswith(f"{path}, row 21: damaged")
+    assert report[1] == f"{path}, row 71: the value of 'text' is null"
+
+
 def test_an_object_store(tmp_path):
     fsspec = pytest.importorskip("fsspec")
     source = write(tmp_path / "in.jsonl", random_records(3, 60))
@@ -781,7 +828,19 @@ def test_an_object_store(tmp_path):
         raw = b"".join(data)
         store.pipe(f"/data/{name}", gzip.compress(raw) if name.endswith("gz") else raw)
     store.pipe("/data/LICENSE.txt", b"no document, as in a directory of this machine\n")
-    for given in ("memory://data", "memory://data/*.jsonl*"):
+    # A pattern takes whatever it matches, but for directories.
+    for i, start in enumerate((0, 20, 40)):
+        store.pipe(f"/spark/part-{i:05}", b"".join(lines[start : start + 20]))
+    store.pipe("/spark/part-logs/a", b"no document")
+    preprocess("memory://spark/part-*", tmp_path / "out", workers=1)
+    assert output_bytes(tmp_path / "out_text_document") == output_bytes(
+        tmp_path / "once_text_document"
+    )
+    store.pipe("/elsewhere/a.jsonl", b"PAR1")
+    with pytest.raises(ValueError, match="copy it here first"):
+        preprocess("memory://elsewhere/a.jsonl", tmp_path / "out")
+    local = f"file://{tmp_path.as_posix()}"
+    for given in ("memory://data", "memory://data/*.jsonl*", f"{local}/*.jsonl", local):
         preprocess(given, tmp_path / "out", workers=1, block_bytes=2000)
         assert output_bytes(tmp_path / "out_text_document") == output_bytes(
             tmp_path / "once_text_document"

@@ -78,6 +78,10 @@ def test_compressed_files_read_alike(tmp_path):
         if name == "zst":  # as seekable and parallel writers begin
             path.write_bytes(b"\x5e\x2a\x4d\x18\x04\0\0\0abcd" + path.read_bytes())
             assert lines_of([path], 777) == data.splitlines()
+            window = {zstd.CompressionParameter.window_log: 28}  # zstd --long=28 of a stream
+            stream = zstd.ZstdCompressor(options=window)
+            path.write_bytes(stream.compress(data) + stream.flush())
+            assert lines_of([path], 777) == data.splitlines()
         path.write_bytes(path.read_bytes()[:-20])
         with pytest.raises(ValueError, match=rf"a\.jsonl\.{name}: damaged {name} data"):
             lines_of([path], 777)
@@ -200,6 +204,10 @@ def test_directories_and_patterns(tmp_path):
         (tmp_path / "only").mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
     assert names(tmp_path / "only") == ["only/a.txt", "only/b.txt.gz"]
+    (tmp_path / "only" / "C.JSONL.GZ").write_bytes(b"")
+    assert names(tmp_path / "only") == ["only/C.JSONL.GZ"]
+    (tmp_path / "D.TXT").write_bytes(b"")
+    assert find_sources([tmp_path / "D.TXT"])[0].unit == "line"
 
 
 @pytest.mark.parametrize(

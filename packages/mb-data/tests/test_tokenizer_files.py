@@ -224,6 +224,12 @@ def test_cased_wordpiece_from_a_file(tmp_path, engine):
         "BertWordPieceLowerCase", vocab_file=tmp_path / "vocab.txt", engine=engine
     )
     assert uncased.encode("Ab abc é") == [6, 6, 7, 9]
+    # A special token keeps the id that the file gives it, wherever that is.
+    many = [*pieces, "[EOS]", *(f"w{i}" for i in range(2000))]
+    (tmp_path / "vocab.txt").write_text("\n".join(many) + "\n")
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt", num_extra_ids=1, engine=engine)
+    assert (tokenizer.eos, tokenizer.bos, tokenizer.extra_ids) == (10, 2011, (2012,))
+    assert (tokenizer.vocab_size, tokenizer.token_id("<extra_id_0>")) == (2013, 2012)
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n")
     with pytest.raises(ValueError, match=r"vocab\.txt: \[CLS\] is not in the vocabulary"):
         load_tokenizer(tmp_path / "vocab.txt")
@@ -291,7 +297,7 @@ def test_null_tokenizer():
     for text in ("100", "-1", "a", "1.0", "²"):
         with pytest.raises(ValueError, match="is not an id: a number from 0 to 99"):
             tokenizer.encode(text)
-    for name in ("null:", "null:x", "null:0"):
+    for name in ("null:", "null:x", "null:0", "null:4294967296"):
         with pytest.raises(ValueError, match=name):
             load_tokenizer(name)
 

@@ -47,6 +47,7 @@ ROOMS = {
     "language/tables.py": ("interpreter/test_adamw_kernels.py", "not muon"),
     "sum_of_squares/kernels.py": ("interpreter/test_adamw_kernels.py", "squares"),
     "muon/kernels.py": ("interpreter/test_adamw_kernels.py", "muon"),
+    "symmetric_matmul/kernels.py": ("interpreter/test_symmetric_matmul_kernels.py", ""),
     "relative_attention/kernels.py": ("interpreter/test_relative_attention_kernels.py", ""),
     **dict.fromkeys(
         (

@@ -170,6 +170,13 @@ def make_op(
             lambda a, b, m=m: m.sum_of_squares([a, b, a]) for m in (mb_kernels, reference)
         )
         return Op(call, {"a": normal(tokens, hidden), "b": normal(experts, 5)}, (), twin)
+    if name == "symmetric_matmul":
+        call, twin = (
+            lambda a, add, m=m: m.symmetric_matmul(a, a, add, alpha=2.0, beta=-0.5, diagonal=3.0)
+            for m in (mb_kernels, reference)
+        )
+        a, add = normal(experts, tokens, hidden), normal(experts, tokens, tokens)
+        return Op(call, {"a": a, "add": add + add.mT}, (), twin)
     if name == "dequantize":
         codes, scales = reference.quantize(normal(tokens, hidden), 8)
         call, twin = (
@@ -253,7 +260,8 @@ OPS = (
     *("grouped_gemm", "grouped_gemm_EKM", "gmm", "gmm_trans_b", "gmm_trans_a"),
     *("grouped_experts", "grouped_experts_w3", "grouped_experts_plain"),
     *("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit", "expert_mlp_bias"),
-    *("quantize", "dequantize", "sum_of_squares", "linear_cross_entropy", "relative_attention"),
+    *("quantize", "dequantize", "sum_of_squares", "symmetric_matmul"),
+    *("linear_cross_entropy", "relative_attention"),
     *(("sdd", "dsd", "dds") if importlib.util.find_spec("stk") else ()),  # the extra block-sparse
     "sparse_expert_mlp",
 )

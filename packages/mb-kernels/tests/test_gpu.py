@@ -18,6 +18,7 @@ from mb_kernels import (
     reference,
     router_losses,
     sum_of_squares,
+    symmetric_matmul,
     topk_softmax,
     warm_up,
 )
@@ -463,6 +464,23 @@ def test_sum_of_squares(dtype):
     got = sum_of_squares(tensors)
     assert torch.equal(got, sum_of_squares(tensors))
     assert float(got) == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("shape", [(3, 768, 1024), (2, 129, 77), (40, 256, 64), (1, 1000, 24)])
+def test_symmetric_matmul(shape, columns, dtype):
+    x = torch.randn(shape, device="cuda").to(dtype)
+    x = x.mT.contiguous().mT if columns else x
+    gram = symmetric_matmul(x, x)
+    assert_close("gram", gram, x.double() @ x.double().mT)
+    gram = gram / gram.amax()
+    rates = {"alpha": 0.5, "beta": -2.0, "diagonal": 3.0}
+    got = symmetric_matmul(gram, gram, gram, **rates)
+    assert_close("polynomial", got, reference.symmetric_matmul(*[gram.double()] * 3, **rates))
+    other = symmetric_matmul(got, gram)
+    assert_close("product", other, got.double() @ gram.double())
+    assert torch.equal(other, symmetric_matmul(got, gram))
 
 
 def test_tables_of_a_captured_step_stay_as_they_are():

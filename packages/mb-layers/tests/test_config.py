@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 
 import pytest
-from mb_layers import MoE, MoEConfig, dMoE
+from mb_layers import MoE, MoEConfig, Router, dMoE
 
 GOOD = {"hidden_size": 16, "ffn_hidden_size": 32, "num_experts": 8, "top_k": 2}
 
@@ -113,6 +113,8 @@ def test_dmoe_refuses_a_capacity_and_moe_needs_one() -> None:
         MoE(MoEConfig(**GOOD))
     with pytest.raises(ValueError, match=r"a MoEConfig, got dict; MegaBlocks' Arguments are for"):
         dMoE(GOOD)
+    with pytest.raises(ValueError, match="a router that is a module, got a type"):
+        dMoE(MoEConfig(**GOOD), router=Router)
 
 
 def test_top1_renormalized_warns_at_the_callers_line() -> None:

@@ -11,7 +11,15 @@ import mb_kernels
 import pytest
 import torch
 from layers_oracle import assert_close
-from mb_layers import FrozenWeight, MoEConfig, add_lora, dMoE, freeze_in_bits, merge_lora
+from mb_layers import (
+    Experts,
+    FrozenWeight,
+    MoEConfig,
+    add_lora,
+    dMoE,
+    freeze_in_bits,
+    merge_lora,
+)
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -157,6 +165,55 @@ def test_what_needs_the_fused_op_is_refused() -> None:
         add_lora(build().experts, rank=0, alpha=1.0)
     with pytest.raises(ValueError, match=r"`layer.experts` with w1, w2, got dMoE; for"):
         add_lora(build(), rank=2, alpha=1.0)
+    with pytest.raises(ValueError, match=r"names of weights, 'w1' and 'w2', got \('b1',\)"):
+        add_lora(build(mlp_bias=True).experts, rank=2, alpha=1.0, names=("b1",))
+    with pytest.raises(ValueError, match=r"`layer.experts` with w1, w2, got Router; for"):
+        merge_lora(build().router)
+
+
+def test_a_copy_is_merged_by_itself() -> None:
+    layer = with_adapters(build())
+    x = torch.randn(5, 32, dtype=torch.float64)
+    expected = layer(x).y
+    twin = copy.deepcopy(layer)
+    for merged in (twin, layer):
+        merge_lora(merged.experts)
+        assert_close("y", merged(x).y, expected)
+        assert type(merged.experts) is Experts
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_adapters_built_on_the_meta_device_are_reset(bits: int | None) -> None:
+    with torch.device("meta"):
+        layer = build(torch.float32, ffn_hidden_size=512)
+        if bits:
+            freeze_in_bits(layer.experts, bits)
+        add_lora(layer.experts, rank=4, alpha=1.0)
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        if not isinstance(parameter, FrozenWeight):
+            parameter.data.fill_(7.0)
+    layer.reset_parameters()
+    state = layer.experts.state_dict()
+    for name in ("w1", "w2"):
+        weight = state[f"parametrizations.{name}.original"]
+        assert abs(weight.std().item() - 0.3) < 0.02
+        a, b = (state[f"parametrizations.{name}.0.{part}"] for part in "ab")
+        assert b.abs().max() == 0
+        assert 0.5 < a.abs().max().item() * a.shape[2] ** 0.5 <= 1
+
+
+@pytest.mark.parametrize("overrides", [{}, {"mlp_impl": "sparse", "ffn_hidden_size": 128}], ids=str)
+def test_frozen_weights_in_inference_mode(overrides: dict) -> None:
+    layer = build(torch.float32, **overrides)
+    freeze_in_bits(layer.experts, 8)
+    x = torch.randn(5, 32)
+    expected = layer(x).y
+    with torch.inference_mode():
+        assert torch.equal(layer(x).y, expected)
+        assert torch.equal(copy.deepcopy(layer)(x).y, expected)
+        assert layer.experts.w1[0].shape == layer.experts.w1.shape[1:]
+    assert torch.equal(layer(x).y, expected)
 
 
 def test_odd_widths_merge() -> None:

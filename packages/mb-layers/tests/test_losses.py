@@ -181,6 +181,19 @@ def test_counts_of_the_wrong_length_are_named() -> None:
         load_balancing_loss(torch.zeros(2, 4), torch.zeros(3))
 
 
+def test_tokens_of_other_dimensions_are_named() -> None:
+    """Sequences whose length is the number of experts used to pass, and mean nothing."""
+    with pytest.raises(ValueError, match=r"probs_TE of 2 dimensions, got \(2, 4, 4\)"):
+        load_balancing_loss(torch.zeros(2, 4, 4), torch.zeros(4))
+    with pytest.raises(ValueError, match=r"logits_TE of 2 dimensions, got \(2, 4, 4\)"):
+        z_loss(torch.zeros(2, 4, 4))
+    ids = torch.zeros(4, 2, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"probs_BSE of 3 dimensions, got \(4, 4\)"):
+        sequence_load_balancing_loss(torch.zeros(4, 4), ids)
+    with pytest.raises(ValueError, match=r"shape \(2, 4, 'K'\), one row per row.*\(4, 2, 2\)"):
+        sequence_load_balancing_loss(torch.zeros(2, 4, 4), ids)
+
+
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_attach_aux_loss_equals_adding_it(as_tensor: bool) -> None:
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)

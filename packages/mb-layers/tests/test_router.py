@@ -167,6 +167,17 @@ def test_balancing_bias_stays_fp32_whatever_the_model_is_cast_to(cast: str) -> N
     update_balancing_bias(router, torch.tensor([9, 0, 0, 0, 0, 0]), rate=1e-3)
     assert (router.balancing_bias - before).abs().min() > 1e-4
     assert torch.equal(dict(router.named_buffers())["balancing_bias"], router.balancing_bias)
+    state = {name: tensor.bfloat16() for name, tensor in router.state_dict().items()}
+    router.load_state_dict(state, assign=True)
+    assert (router.weight.dtype, router.balancing_bias.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_tokens_of_another_shape_are_named() -> None:
+    """With a balancing bias a router of [B, S, D] used to choose among the tokens of a sequence."""
+    router = build(balancing_bias=True)
+    for shape in ((2, 3, router.config.hidden_size), (3, router.config.hidden_size + 1)):
+        with pytest.raises(ValueError, match=r"expected x_TD of shape \[T, "):
+            router(torch.zeros(shape))
 
 
 def test_balancing_bias_evens_out_a_skewed_load() -> None:

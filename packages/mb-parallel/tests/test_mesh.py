@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from mb_parallel import ParallelDims, any_rank, check_same, distributed
+from mb_parallel import ParallelDims, any_rank, check_same, distributed, world
 from mb_parallel.mesh import DENSE_AXES, EXPERT_AXES
 from mb_parallel.testing import run_ranks
 
@@ -24,6 +24,26 @@ def test_one_process_needs_no_mesh():
     assert any_rank(True)
     assert not any_rank(False)
     check_same({"seed": 1}, "the config")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_flag_in_a_group_of_nccl_alone():
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert any_rank(True)
+        assert not any_rank(False)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("backends", "device"), [("cuda:nccl", "cuda:1"), ("cpu:gloo", "cpu"),
+                                                  ("cpu:gloo,cuda:nccl", "cpu")])  # fmt: skip
+def test_flags_lie_where_the_group_carries_them(monkeypatch, backends, device):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert world._carried() == torch.device(device)
 
 
 @pytest.mark.parametrize(

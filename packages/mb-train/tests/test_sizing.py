@@ -210,16 +210,17 @@ def test_what_was_measured_on_h200s(case):
 
 
 FIRST_DENSE = {"moe_first_k_dense": 1}
-HALVES = {"moe_num_experts": 128, "moe_top_k": 2, "moe_renormalize": True} | FIRST_DENSE
-# Of runs of the frontier with Muon, 256 sequences a step: recipe, ms, fields beside.
+FINE = {"moe_num_experts": 256, "moe_top_k": 4, "moe_renormalize": True} | FIRST_DENSE
+# Of the frontier's points with Muon, 256 sequences a step: recipe, ms, fields beside
+# (benchmarks/results/2026-11-23-h200.md). 17M, where the host is slower than the GPU, was 94.6
+# before Muon had more to launch.
 FRONTIER = {
-    "dense-17m": ("dense-17m", 90.4, {}),
-    "dense-46m": ("dense-46m", 191.7, {}),
-    "dense-125m": ("dense-125m", 490.7, {}),
-    "dmoe-17m": ("dmoe-17m", 94.6, FIRST_DENSE),
-    "dmoe-46m": ("dmoe-46m", 236.5, {}),
-    "halves-17m": ("dmoe-17m", 99.4, HALVES | {"moe_ffn_hidden_size": 512}),
-    "halves-46m": ("dmoe-46m", 240.9, HALVES | {"moe_ffn_hidden_size": 1024}),
+    "dense-46m": ("dense-46m", 182.5, {}),
+    "dense-125m": ("dense-125m", 464.7, {}),
+    "dmoe-17m": ("dmoe-17m", 100.7, FIRST_DENSE),
+    "dmoe-46m": ("dmoe-46m", 211.6, FIRST_DENSE),
+    "fine-46m": ("dmoe-46m", 248.5, FINE | {"moe_ffn_hidden_size": 512}),
+    "dmoe-125m": ("dmoe-125m", 593.9, FIRST_DENSE),
 }
 
 
@@ -229,7 +230,7 @@ def test_the_time_of_narrow_models_and_of_muon(case):
     batch = {"micro_batch_size": 128, "global_batch_size": 256, "hidden_dropout": 0.0}
     config = TrainConfig(**recipe(name) | batch | {"optimizer": "muon"} | also)
     found = sizes(config, 51200, 1, "NVIDIA H200")
-    assert 1000 * found.step_s == pytest.approx(milliseconds, rel=0.08)
+    assert 1000 * found.step_s == pytest.approx(milliseconds, rel=0.1)
 
 
 @pytest.mark.parametrize("fused", [(), (2, 1, 1)])

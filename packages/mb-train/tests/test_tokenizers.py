@@ -1,6 +1,7 @@
 """The tokenizer's files in the run folder: it is of use where nothing else is left of its start."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -78,6 +79,15 @@ def test_a_folder_is_kept_and_a_known_name_is_none(tmp_path, monkeypatch):
         load_tokenizer(of_folder)
     keep_tokenizer(TrainConfig(**fields, tokenizer="gpt2"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+    # A folder's name may have the sign that stands between two files.
+    shutil.move("gpt2", f"12{os.pathsep}30")
+    of_file = TrainConfig(**fields, tokenizer=f"12{os.pathsep}30/vocab.json")
+    (tmp_path / "new").mkdir()
+    keep_tokenizer(of_file, tmp_path / "new")
+    kept = tmp_path / "new" / "tokenizer"
+    assert sorted(p.name for p in kept.iterdir()) == ["merges.txt", "vocab.json"]
+    shutil.move(f"12{os.pathsep}30", "gone")
+    assert load_tokenizer(of_file, tmp_path / "new").fingerprint == before
 
 
 def test_a_tokenizer_goes_aside_with_its_run(tmp_path):

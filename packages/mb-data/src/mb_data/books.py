@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mb_data.partial import PartialOutput, Place, State
-from mb_data.reading import Block, count_lines
+from mb_data.reading import Block, count_lines, count_rows
 from mb_data.sources import Source
 
 if TYPE_CHECKING:
@@ -110,13 +111,21 @@ class Books(AbstractContextManager):
 
     def _where(self, block: Block, lines: int, line: int, last: int) -> str:
         """The place of some lines of a block that comes after ``lines`` of its file."""
-        first = self.first
-        if first and first.path == block.path and first.start and first.unit != "parquet":
-            lines += count_lines(block.path, first.start)
+        if self.first and self.first.path == block.path:
+            lines += self._lines_before
         noun = "row" if block.unit == "parquet" else "line"
         if last > line:
             return f"{block.path}, {noun}s {lines + line + 1} to {lines + last + 1}"
         return f"{block.path}, {noun} {lines + line + 1}"
+
+    @cached_property
+    def _lines_before(self) -> int:
+        """Lines or rows of a shard's first file that lie before it: they are read for that."""
+        first = self.first
+        if not (first and first.start):
+            return 0
+        count = count_rows if first.unit == "parquet" else count_lines
+        return count(first.path, first.start)
 
     def written(self, number: int) -> None:
         """A block's data is in the files."""

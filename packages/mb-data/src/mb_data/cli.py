@@ -38,9 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options) or 0
     except KeyboardInterrupt:
+        again = "; it goes on from here when the same command is given again"
         print(
-            f"\nmb-data {options.command}: interrupted; preprocessing goes on from here when the "
-            "same command is given again",
+            f"\nmb-data {options.command}: interrupted"
+            + (again if options.command == "preprocess" else ""),
             file=sys.stderr,
         )
         return INTERRUPTED

@@ -49,7 +49,10 @@ def decompress(raw: io.BufferedReader, path: str) -> tuple[str | None, io.Buffer
             new = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ)
             return kind, io.BufferedReader(_Streams(raw, new))
         case "zst":
-            return kind, _zstd(path).ZstdFile(raw)
+            library = _zstd(path)
+            # As far back as `zstd --long=31` looks, where a file says so: 2 GB of memory.
+            window = {library.DecompressionParameter.window_log_max: 31}
+            return kind, library.ZstdFile(raw, options=window)
     return kind, cast(io.BufferedIOBase, raw)
 
 

@@ -80,14 +80,12 @@ class IndexedDatasetBuilder:
         Without lengths the document is one sequence.
         """
         values = np.asarray(tokens)
-        if values.ndim != 1:
-            raise ValueError(f"tokens of a document must be one-dimensional, got {values.shape}")
-        lengths = [len(values)] if sequence_lengths is None else sequence_lengths
+        lengths = [values.size] if sequence_lengths is None else sequence_lengths
         self.add_documents(values, lengths, [len(lengths)], modes)
 
     def add_documents(
         self,
-        tokens: npt.NDArray,
+        tokens: npt.ArrayLike,
         sequence_lengths: npt.ArrayLike,
         sequences_per_document: npt.ArrayLike | None = None,
         modes: npt.ArrayLike | None = None,
@@ -97,14 +95,17 @@ class IndexedDatasetBuilder:
         Without ``sequences_per_document`` every sequence is a document. ``modes``, one int8 for
         each sequence, are for multimodal datasets: given for all sequences or for none.
         """
+        values = np.asarray(tokens)
+        if values.ndim != 1:
+            raise ValueError(f"tokens of documents must be one-dimensional, got {values.shape}")
         lengths = np.asarray(sequence_lengths, dtype=np.int64)
         if lengths.size and (lengths.min() < 0 or lengths.max() > np.iinfo(np.int32).max):
             raise ValueError(
                 "sequence lengths must lie between 0 and 2**31 - 1, the format's limit, got "
                 f"{lengths.min()} to {lengths.max()}"
             )
-        if lengths.sum() != len(tokens):
-            raise ValueError(f"sequence lengths sum to {lengths.sum()}, got {len(tokens)} tokens")
+        if lengths.sum() != len(values):
+            raise ValueError(f"sequence lengths sum to {lengths.sum()}, got {len(values)} tokens")
         if sequences_per_document is None:
             counts = np.ones(len(lengths), dtype=np.int64)
         else:
@@ -113,14 +114,15 @@ class IndexedDatasetBuilder:
             raise ValueError(
                 f"sequences per document sum to {counts.sum()}, got {len(lengths)} sequences"
             )
-        kinds = np.zeros(0, np.int8) if modes is None else np.asarray(modes)
-        if len(kinds) != (0 if modes is None else len(lengths)) or not np.can_cast(
-            kinds.dtype, np.int64
-        ):
-            raise ValueError(f"expected {len(lengths)} modes, one a sequence, got {len(kinds)}")
+        kinds = np.asarray(() if modes is None else modes)
+        if kinds.shape != (0 if modes is None else len(lengths),):
+            raise ValueError(f"expected {len(lengths)} modes, one a sequence, got {kinds.shape}")
+        whole = kinds.dtype.kind in "biu"
+        if kinds.size and not (whole and kinds.min() >= -128 and kinds.max() <= 127):
+            raise ValueError(f"modes must be whole numbers from -128 to 127, got {kinds}")
         if len(lengths) and len(self._sizes) and (modes is None) == bool(self._modes):
             raise ValueError(f"{self.prefix}: give modes with all sequences or with none")
-        self._file.write(self._cast(tokens).data)
+        self._file.write(self._cast(values).data)
         self._modes.extend(kinds.tolist())
         self._counts.frombytes(counts.astype(np.int32).tobytes())
         self._sizes.frombytes(lengths.astype(np.int32).tobytes())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.reading import Block, parquet_columns, read_lines
+from mb_data.reading import Block, DamagedParquetError, parquet_columns, read_lines
 from mb_data.sentences import SentenceSplitter
 from mb_data.tokenizer import Tokenizer
 
@@ -122,7 +122,12 @@ def _read(
 def _rows(
     job: Job, block: Block, problems: Problems
 ) -> tuple[list[list[bytes]], Sequence[int], int]:
-    rows = list(zip(*parquet_columns(block, job.keys), strict=True))
+    try:
+        columns = parquet_columns(block, job.keys)
+    except DamagedParquetError as error:
+        problems.add(0, str(error))
+        return [[] for _ in job.keys], [], error.rows
+    rows = list(zip(*columns, strict=True))
     good: list[int] = []
     for number, row in enumerate(rows):
         missing = [key for key, value in zip(job.keys, row, strict=True) if value is None]
@@ -133,8 +138,8 @@ def _rows(
             problems.add(number, _too_long(job))
         else:
             good.append(number)
-    columns = [[rows[number][key].encode() for number in good] for key in range(len(job.keys))]
-    return columns, good, len(rows)
+    texts = [[rows[number][key].encode() for number in good] for key in range(len(job.keys))]
+    return texts, good, len(rows)
 
 
 class Problems:

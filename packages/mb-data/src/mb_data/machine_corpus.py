@@ -130,7 +130,8 @@ def write_machine_corpus(
                 continue
             encoded = text.encode()
             seen |= sketch
-            file.write(json.dumps({"text": text, "path": name}, ensure_ascii=False).encode())
+            shown = name.encode(errors="backslashreplace").decode()  # a name may be any bytes
+            file.write(json.dumps({"text": text, "path": shown}, ensure_ascii=False).encode())
             file.write(b"\n")
             facts.gzip_bytes += len(compressor.compress(encoded))
             facts.documents += 1
@@ -175,10 +176,8 @@ def _text_files(folder: Path, others: Iterable[Path]) -> Iterator[Path]:
         for name in files:
             source = Path(place, name)
             stem = source.with_suffix("") if source.suffix == ".gz" else source
-            wanted = stem.suffix in SUFFIXES or stem.name.startswith(
-                ("changelog", "README", "NEWS")
-            )
-            if wanted and source.is_file() and not source.is_symlink():
+            wanted = stem.suffix in SUFFIXES or stem.name.startswith(NAMES)
+            if wanted and os.path.isfile(source) and not source.is_symlink():
                 yield source
 
 

@@ -19,6 +19,7 @@ from mb_data.indexed_dataset import (
     bin_path,
     idx_path,
 )
+from mb_data.sources import is_unfinished
 from mb_data.tokenizer import Tokenizer
 
 CHUNK = 1 << 22  # elements looked at in one go: bounds the memory of `validate`
@@ -119,14 +120,23 @@ def merge(inputs: Sequence[str | os.PathLike[str]], output_prefix: str | os.Path
     All of them are validated before anything is written.
 
     Raises:
-        ValueError: no dataset, one that is not whole, or different kinds of them.
+        ValueError: no dataset, one that is not whole, different kinds of them, or a directory with
+            the unfinished work of ``preprocess``.
     """
     prefixes: list[str] = []
     for item in inputs:
         path = Path(item)
         if path.is_dir():
+            unfinished = [p for p in sorted(path.iterdir()) if is_unfinished(str(p))]
+            if unfinished:
+                raise ValueError(
+                    f"{unfinished[0]} keeps the work of a preprocessing run that has not ended; "
+                    "let it end or delete that, or name the datasets to join; nothing was joined"
+                )
             found = sorted(p.with_suffix("") for p in path.glob("*.idx"))
-            prefixes += [str(p) for p in found if bin_path(p).is_file()]
+            # A killed builder may leave whole files under its temporary name.
+            whole = [p for p in found if bin_path(p).is_file() and p.suffix != ".partial"]
+            prefixes += map(str, whole)
         else:
             prefixes.append(str(path))
     if not prefixes:

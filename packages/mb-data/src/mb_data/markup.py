@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Iterator
 
-_UNREAD = re.compile(
-    r"<(script|style|head|nav|header|footer|svg|button|select)\b.*?</\1\s*>|<!--.*?-->",
-    re.DOTALL | re.IGNORECASE,
-)
-_PREFORMATTED = re.compile(r"<(pre|screen|programlisting)\b[^>]*>(.*?)</\1\s*>", re.DOTALL | re.I)
+_UNREAD = re.compile(r"<(script|style|head|nav|header|footer|svg|button|select)\b|<!--", re.I)
+_PREFORMATTED = re.compile(r"<(pre|screen|programlisting)\b", re.I)
 _BLOCK = re.compile(
     r"</?(?:p|div|h[1-6]|li|[uod]l|d[td]|t[rh]|table|br|hr|blockquote|section|article|main|body"
     r"|title|para|item|note|steps?|example|listitem|term|media)\b[^>]*>",
@@ -28,19 +26,45 @@ _LINES = re.compile(r"\s*\n\s*\n\s*")
 
 def text_of_markup(page: str) -> str:
     """Lines of text: a paragraph each, blank lines where blocks end, preformatted text as it is."""
-    page = _UNREAD.sub(" ", page)
-    parts = _PREFORMATTED.split(page)
-    # Of three: what flows, the name of the tag, what is preformatted.
-    flowing = [_flow(part) for part in parts[::3]]
-    kept = [html.unescape(_TAG.sub("", part)).strip("\n") for part in parts[2::3]]
-    blocks = [flowing[0]]
-    for code, text in zip(kept, flowing[1:], strict=True):
-        blocks += [code, text]
+    page = " ".join(part for part, _ in _parts(page, _UNREAD))
+    blocks = []
+    for flowing, kept in _parts(page, _PREFORMATTED):
+        text = kept.partition(">")[2]  # behind the rest of its tag
+        blocks += [_flow(flowing), html.unescape(_replaced(_TAG, "", text)).strip("\n")]
     return "\n\n".join(block for block in blocks if block.strip()) + "\n"
+
+
+def _parts(page: str, opening: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+    """What stands before each element, and in it with the rest of its tag; at last what is behind
+    them all.
+
+    An end that is not there is looked for once: a page that closes nothing would take a time of
+    its square, a quarter of an hour for a MB.
+    """
+    unclosed: set[str] = set()
+    done, head = 0, page[: page.rfind(">") + 1]
+    for start in opening.finditer(head):
+        name = (start[1] or "").lower()
+        if start.start() < done or name in unclosed:
+            continue
+        stop = re.compile(rf"</{name}\s*>" if name else "-->", re.I).search(head, start.end())
+        if stop is None:
+            unclosed.add(name)
+            continue
+        yield page[done : start.start()], page[start.end() : stop.start()]
+        done = stop.end()
+    yield page[done:], ""
+
+
+def _replaced(pattern: re.Pattern[str], by: str, text: str) -> str:
+    """`pattern.sub`, for patterns that end in ``>``: not tried behind the last of these, where each
+    start of a tag would be followed to the end of the text."""
+    last = text.rfind(">") + 1
+    return pattern.sub(by, text[:last]) + text[last:]
 
 
 def _flow(part: str) -> str:
     one_line = _SPACE.sub(" ", part)
-    with_lines = _CELL.sub("  ", _BLOCK.sub("\n", one_line))
-    lines = html.unescape(_TAG.sub("", with_lines)).split("\n")
+    with_lines = _replaced(_CELL, "  ", _replaced(_BLOCK, "\n", one_line))
+    lines = html.unescape(_replaced(_TAG, "", with_lines)).split("\n")
     return "\n".join(line for raw in lines if (line := raw.replace("\xa0", " ").strip()))

@@ -102,7 +102,13 @@ class Vocabulary:
         A token that continues a word belongs to the word before, even across [SEP]: as in
         Megatron, where trimming may cut a segment in the middle of a word.
         """
-        starts = self.word_starts[np.asarray(tokens, dtype=np.int64)].tolist()
+        try:
+            starts = self.word_starts[np.asarray(tokens, dtype=np.int64)].tolist()
+        except IndexError:
+            raise ValueError(
+                f"token {max(tokens)}: the vocabulary has ids 0 to {len(self.word_starts) - 1:,}; "
+                "was the dataset made with another tokenizer?"
+            ) from None
         words: list[list[int]] = []
         for position, (token, start) in enumerate(zip(tokens, starts, strict=True)):
             if token in (self.cls, self.sep):

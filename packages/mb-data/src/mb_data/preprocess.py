@@ -309,16 +309,16 @@ def _count_blocks(sources: Sequence[Source], block_bytes: int) -> int:
 
 
 def _dtype(tokenizer: Tokenizer, name: str | None) -> np.dtype:
-    if name is None:
-        return best_dtype(tokenizer.vocab_size)
     integers: dict[str, np.dtype] = {str(d.name): d for d in DTYPE_CODES if d.kind in "iu"}
+    if name is None:
+        name = best_dtype(tokenizer.vocab_size).name
     if name not in integers:
         raise ValueError(f"dtype {name!r}: expected one of {', '.join(integers)}")
     limit = int(np.iinfo(integers[name].str).max)
     if tokenizer.vocab_size - 1 > limit:
         raise ValueError(
             f"tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} entries, {name} holds ids up "
-            f"to {limit:,}; leave --dtype out or take int32"
+            f"to {limit:,}; give a wider --dtype"
         )
     return integers[name]
 

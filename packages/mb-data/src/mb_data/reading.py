@@ -134,10 +134,24 @@ def count_lines(path: str, stop: int) -> int:
     return count
 
 
+def count_rows(path: str, groups: int) -> int:
+    """Rows in the first row groups of a Parquet file."""
+    with _parquet(path) as file:
+        return sum(file.metadata.row_group(group).num_rows for group in range(groups))
+
+
+class DamagedParquetError(ValueError):
+    """Row groups that cannot be read; ``rows`` is how many rows they have."""
+
+    def __init__(self, message: str, rows: int) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
 def parquet_columns(block: Block, keys: Sequence[str]) -> list[list[Any]]:
     """The values of some columns in a block's row groups.
 
-    Raises ValueError for a column that is not there, or not of text.
+    Raises ValueError for a column that is not there, or not of text; DamagedParquetError.
     """
     with _parquet(block.path) as file:
         schema = file.schema_arrow
@@ -150,8 +164,18 @@ def parquet_columns(block: Block, keys: Sequence[str]) -> list[list[Any]]:
             if not kind.removeprefix("dictionary<values=").startswith(("string", "large_string")):
                 raise ValueError(f"{block.path}: column {key!r} must hold text, got {kind}")
         groups = list(range(block.start, block.stop))
-        table = file.read_row_groups(groups, columns=list(keys), use_threads=False)
-        return [table.column(key).to_pylist() for key in keys]
+        try:
+            table = file.read_row_groups(groups, columns=list(keys), use_threads=False)
+            return [table.column(key).to_pylist() for key in keys]
+        except (ValueError, OSError) as error:  # Arrow's, and text that is no UTF-8
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            rows = sum(file.metadata.row_group(group).num_rows for group in groups)
+            raise DamagedParquetError(
+                f"damaged Parquet data: {' '.join(str(error).split())}; the {rows:,} rows of its "
+                "row group are left out",
+                rows,
+            ) from error
 
 
 def _row_groups(path: str) -> int:

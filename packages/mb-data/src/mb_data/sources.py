@@ -65,7 +65,7 @@ def find_sources(
 
     A directory stands for its ``.jsonl``, ``.json``, ``.ndjson`` (compressed or not) and
     ``.parquet`` files, at any depth and behind symbolic links to directories, each of which is read
-    once; where it has none of them, for its ``.txt`` files.
+    once; where it has none of them, for its ``.txt`` files. Unfinished output of runs is left out.
 
     Raises:
         FileNotFoundError: for what matches nothing, and for a link inside a directory to a file
@@ -92,7 +92,7 @@ def find_sources(
                 {
                     (os.path.realpath(os.path.dirname(p)), os.path.basename(p)): p
                     for p in sorted(glob.glob(item, recursive=True), key=len, reverse=True)
-                    if os.path.isfile(p)
+                    if os.path.isfile(p) and not is_unfinished(os.path.dirname(p))
                 }.values()
             )
             if not matches:
@@ -108,8 +108,8 @@ def find_sources(
 
 def _readable(inside: list[str]) -> list[str]:
     """What a directory of these files stands for."""
-    records = [p for p in inside if p.endswith(RECORDS)]
-    return records or [p for p in inside if p.endswith(TEXTS)]
+    records = [p for p in inside if p.lower().endswith(RECORDS)]
+    return records or [p for p in inside if p.lower().endswith(TEXTS)]
 
 
 def _files_inside(directory: str) -> list[str]:
@@ -127,12 +127,18 @@ def _files_inside(directory: str) -> list[str]:
                 folders.clear()
                 continue
             seen.add(real)
-            folders.sort()
+            whole = (n for n in folders if not is_unfinished(os.path.join(folder, n)))
+            folders[:] = sorted(whole)
             inside = [os.path.join(folder, name) for name in names]
             found += [p for p in inside if os.path.isfile(p) or not os.path.exists(p)]
             links = [os.path.join(folder, name) for name in folders]
             waiting += [p for p in links if os.path.islink(p)]
     return found
+
+
+def is_unfinished(folder: str) -> bool:
+    """Whether `mb_data.partial` keeps a run's state there: output may lie beside the input."""
+    return folder.endswith(".partial") and os.path.isfile(os.path.join(folder, "lock"))
 
 
 def open_remote(url: str) -> io.BufferedReader:
@@ -142,10 +148,7 @@ def open_remote(url: str) -> io.BufferedReader:
 
 
 def _describe(path: str, text_unit: str) -> Source:
-    name = path
-    for packing in PACKINGS:
-        name = name.removesuffix(packing) if packing else name
-    unit = text_unit if name.endswith(TEXT_KINDS) else "json"
+    unit = text_unit if path.lower().endswith(TEXTS) else "json"
     if path == STDIN:
         if sys.stdin is None:
             raise ValueError("standard input (-) is closed; give files, or pipe text into it")
@@ -153,10 +156,11 @@ def _describe(path: str, text_unit: str) -> Source:
     if "://" in path:
         filesystem, inner = _filesystem(path)
         found = filesystem.info(inner)
-        if path.endswith(PARQUET):
-            raise ValueError(f"{path}: Parquet is read from several places; copy it here first")
         with open_remote(path) as file:
-            _refuse_other_formats(path, file.peek(START)[:START])
+            start = file.peek(START)[:START]
+        if path.endswith(PARQUET) or start.startswith(b"PAR1"):
+            raise ValueError(f"{path}: Parquet is read from several places; copy it here first")
+        _refuse_other_formats(path, start)
         version = (
             found.get("ETag") or found.get("etag") or found.get("mtime") or found.get("created")
         )
@@ -198,18 +202,25 @@ def _wide_encoding(start: bytes) -> str | None:
 
 def _find_remote(url: str) -> list[str]:
     filesystem, path = _filesystem(url)
-    protocol = url.partition("://")[0]
-    if not glob.has_magic(url):
+    # The web has no directories, and what looks like a pattern there is a query.
+    web = url.startswith(("http://", "https://"))
+    if web or not glob.has_magic(url):
         if not filesystem.exists(path):
             raise FileNotFoundError(f"{url}: no such file")
-        if not filesystem.isdir(path):
+        if web or not filesystem.isdir(path):
             return [url]
         matches = _readable([str(p) for p in filesystem.glob(f"{path.rstrip('/')}/**")])
     else:
-        matches = [str(p) for p in filesystem.glob(path) if str(p).endswith((*RECORDS, *TEXTS))]
+        found = filesystem.glob(path, detail=True)
+        matches = [str(p) for p, about in found.items() if about["type"] == "file"]
     if not matches:
         raise FileNotFoundError(f"{url}: no file matches")
-    return [f"{protocol}://{match.lstrip('/')}" for match in sorted(matches)]
+    # What stands around the path: a protocol, a host, another file system that this one caches.
+    inner = path.rstrip("/")
+    if inner and inner in url:
+        before, _, behind = url.rstrip("/").rpartition(inner)
+        return [before + match + behind for match in sorted(matches)]
+    return [filesystem.unstrip_protocol(match) for match in sorted(matches)]
 
 
 def _filesystem(url: str) -> tuple[Any, str]:

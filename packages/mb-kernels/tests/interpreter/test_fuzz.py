@@ -584,11 +584,23 @@ def squares(dice: Dice) -> Draw:
     return Draw(call, tensors, anywhere=False)
 
 
+def symmetric(dice: Dice) -> Draw:
+    shape = (dice.choice.randrange(4), dice.tokens, dice.hidden)
+    a = dice.normal(*shape) if dice.sometimes() else dice.normal(*shape).mT.contiguous().mT
+    tensors = {"a": a}
+    if dice.sometimes():
+        add = dice.normal(shape[0], shape[1], shape[1])
+        tensors["add"] = add + add.mT
+    alpha, beta, diagonal = (dice.choice.uniform(-2, 2) for _ in range(3))
+    own = {"alpha": alpha / max(shape[2], 1) ** 0.5, "beta": beta, "diagonal": diagonal}
+    return Draw(lambda m, a, add=None: m.symmetric_matmul(a, a, add, **own), tensors)
+
+
 OPS = (
     *((expert_mlp,) * 7),
     *(grouped, gmm, grouped_experts, permuted, permuted, routing, binning, losses, quantized),
     *(cross_entropy, block_sparse, block_sparse, sparse_expert_mlp, adamw, muon, squares),
-    *(attention, travelling),
+    *(attention, travelling, symmetric),
 )
 
 

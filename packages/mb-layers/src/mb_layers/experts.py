@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched
-from mb_layers.factored import map_weight, weight_of
+from mb_layers.factored import LoRA, base_of, map_weight, weight_of
 from mb_layers.frozen import FrozenWeight
 from mb_layers.losses import at_least_fp32
 from mb_layers.steps import expert_mlp_in_steps
@@ -65,11 +65,19 @@ class _StackedMLP(nn.Module):
         self.register_parameter("b2", parameter(num_experts, hidden) if bias else None)
 
     def reset_parameters(self) -> None:
-        """Draw w1 from N(0, init_method_std), w2 from N(0, output_init_std); zero the biases."""
+        """Draw w1 from N(0, init_method_std), w2 from N(0, output_init_std); zero the biases.
+
+        Adapters of `add_lora` are as they were at first.
+        """
         config = self.config
         output_std = config.output_init_std
-        nn.init.normal_(self.w1, std=config.init_method_std)
-        nn.init.normal_(self.w2, std=config.init_method_std if output_std is None else output_std)
+        for name, std in (("w1", config.init_method_std), ("w2", output_std)):
+            base, adapters = base_of(self, name)
+            weight = getattr(self, name) if base is None else base
+            nn.init.normal_(weight, std=config.init_method_std if std is None else std)
+            for adapter in adapters:
+                if isinstance(adapter, LoRA):
+                    adapter.reset_parameters()
         for bias in (self.b1, self.b2):
             if bias is not None:
                 nn.init.zeros_(bias)

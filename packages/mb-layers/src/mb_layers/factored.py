@@ -50,9 +50,15 @@ class LoRA(nn.Module):
         num_experts, rows, columns = weight.shape
         options: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.a = nn.Parameter(torch.empty(num_experts, rank, columns, **options))
-        self.b = nn.Parameter(torch.zeros(num_experts, rows, rank, **options))
+        self.b = nn.Parameter(torch.empty(num_experts, rows, rank, **options))
         self.scaling = alpha / rank
-        nn.init.uniform_(self.a, -1 / math.sqrt(columns), 1 / math.sqrt(columns))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw `a` from U(-1 / sqrt(C), 1 / sqrt(C)) and zero `b`: nothing is added at first."""
+        width = 1 / math.sqrt(self.a.shape[2])
+        nn.init.uniform_(self.a, -width, width)
+        nn.init.zeros_(self.b)
 
     @property
     def lhs(self) -> Tensor:
@@ -79,16 +85,12 @@ def add_lora(
         names: which weights.
 
     Raises:
-        ValueError: rank < 1, no experts of a `dMoE` or `MoE`, some whose options need the fused op,
-            or weights that are spread over ranks already.
+        ValueError: rank < 1, no experts of a `dMoE` or `MoE`, other names, some whose options need
+            the fused op, or weights that are spread over ranks already.
     """
-    missing = [name for name in names if not hasattr(experts, name)]
-    config: Any = getattr(experts, "config", None)
-    if missing or not hasattr(config, "mlp_impl"):
-        raise ValueError(
-            f"expected `layer.experts` with {', '.join(names)}, got {type(experts).__name__}; for "
-            "the experts of a transformers model give PEFT their names as target_parameters"
-        )
+    config = _config_of(experts)
+    if not {*names} <= {"w1", "w2"}:
+        raise ValueError(f"expected names of weights, 'w1' and 'w2', got {names!r}")
     if rank < 1:
         raise ValueError(f"expected rank >= 1, got {rank}")
     if config.mlp_impl != "grouped" or config.saved_activation_bits is not None:
@@ -112,27 +114,48 @@ def add_lora(
 def merge_lora(experts: nn.Module) -> None:
     """Add the adapters to the weights, which are plain parameters again and trainable.
 
-    Weights frozen in bits are decoded for it, adapters or not.
+    Weights frozen in bits are decoded for it, adapters or not. Raises ValueError for no experts of
+    a `dMoE` or `MoE`.
     """
+    _config_of(experts)
     for name in ("w1", "w2"):
         with torch.no_grad():
             merged = getattr(experts, name).detach()
         if parametrize.is_parametrized(experts, name):
+            # torch takes the weight's property off the class, which deep copies share.
+            kind = type(experts)
+            experts.__class__ = type(kind.__name__, kind.__bases__, dict(kind.__dict__))
             parametrize.remove_parametrizations(experts, name, leave_parametrized=False)
         if isinstance(merged, FrozenWeight):
             merged = merged.decoded()
         experts.register_parameter(name, nn.Parameter(merged))
 
 
+def _config_of(experts: nn.Module) -> Any:
+    config: Any = getattr(experts, "config", None)
+    # Not hasattr, which would add the adapters to the weight.
+    has_weights = "w1" in experts._parameters or parametrize.is_parametrized(experts, "w1")
+    if not (hasattr(config, "mlp_impl") and has_weights):
+        raise ValueError(
+            f"expected `layer.experts` with w1, w2, got {type(experts).__name__}; for the experts "
+            "of a transformers model give PEFT their names as target_parameters"
+        )
+    return config
+
+
+def base_of(module: nn.Module, name: str) -> tuple[Any, list[Any]]:
+    """A module's weight without what is put on it, and the parametrizations that are. None for the
+    first, if that is several tensors: weight_norm's are original0, original1."""
+    if not parametrize.is_parametrized(module, name):
+        return module._parameters.get(name), []
+    parametrizations: Any = module.parametrizations
+    made = parametrizations[name]
+    return getattr(made, "original", None), list(made)
+
+
 def weight_of(module: nn.Module, name: str) -> Tensor | Factored:
     """Return a module's weight, its parts unmerged where it is made of parts known here."""
-    adapters: list[Any] = []
-    base: Any = module._parameters.get(name)
-    if base is None and parametrize.is_parametrized(module, name):
-        parametrizations: Any = module.parametrizations
-        made = parametrizations[name]
-        # What is made of several tensors has no original: weight_norm's are original0, original1.
-        base, adapters = getattr(made, "original", None), list(made)
+    base, adapters = base_of(module, name)
     if base is None or not all(hasattr(a, "lhs") and hasattr(a, "rhs") for a in adapters):
         return getattr(module, name)
     if isinstance(base, FrozenWeight):

@@ -62,6 +62,10 @@ class FrozenWeight(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+            # Torch wants views of a tensor that is none of inference mode to be none either.
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         weight = args[0]
         if func in _ON_PARTS and isinstance(weight, cls):
             dtype = kwargs.pop("dtype", None) or weight.dtype

@@ -51,8 +51,9 @@ def load_balancing_loss(
     Zero tokens give 0.
 
     Raises:
-        ValueError: `tokens_per_expert_E` does not have E counts.
+        ValueError: `probs_TE` is no matrix, or `tokens_per_expert_E` does not have E counts.
     """
+    _check_dims("probs_TE", probs_TE, 2)
     num_experts = probs_TE.shape[1]
     if tokens_per_expert_E.shape != (num_experts,):
         raise ValueError(
@@ -84,7 +85,16 @@ def sequence_load_balancing_loss(
         expert_ids_BSK: the chosen experts [B, S, K], any integer dtype; an id that is no expert's
             counts nowhere.
         mask_BS, num_tokens: see `mean_over_tokens`.
+
+    Raises:
+        ValueError: `probs_BSE` or `expert_ids_BSK` of another shape.
     """
+    _check_dims("probs_BSE", probs_BSE, 3)
+    if expert_ids_BSK.shape[:-1] != probs_BSE.shape[:-1]:
+        raise ValueError(
+            f"expected expert_ids_BSK of shape {(*probs_BSE.shape[:-1], 'K')}, one row per row of "
+            f"probs_BSE, got {tuple(expert_ids_BSK.shape)}"
+        )
     num_sequences, length, num_experts = probs_BSE.shape
     probs_BSE = at_least_fp32(probs_BSE)
     ids_BN = expert_ids_BSK.reshape(num_sequences, length * expert_ids_BSK.shape[-1]).long()
@@ -107,7 +117,11 @@ def z_loss(
 
     It keeps logits small, which keeps a low-precision router stable. Zero tokens give 0; for
     `mask_T` and `num_tokens` see `mb_layers.losses.mean_over_tokens`.
+
+    Raises:
+        ValueError: `logits_TE` is no matrix.
     """
+    _check_dims("logits_TE", logits_TE, 2)
     lse_T = torch.logsumexp(at_least_fp32(logits_TE), dim=-1)
     return mean_over_tokens(lse_T.square(), mask_T, num_tokens)
 
@@ -117,6 +131,11 @@ def entropy(
 ) -> Tensor:
     """Return the mean entropy of the rows in nats, a scalar. Zero tokens give 0."""
     return mean_over_tokens(torch.special.entr(probs_TE).sum(dim=-1), mask_T, num_tokens)
+
+
+def _check_dims(name: str, values: Tensor, dims: int) -> None:
+    if values.dim() != dims:
+        raise ValueError(f"expected {name} of {dims} dimensions, got {tuple(values.shape)}")
 
 
 def mean_over_tokens(

@@ -75,6 +75,8 @@ class MoELayer(nn.Module):
         self._check(config)
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"expected a floating-point dtype of 16 bits or more, got {dtype}")
+        if not (router is None or isinstance(router, nn.Module)):
+            raise ValueError(f"expected a router that is a module, got {_described(router)}")
         if reduce_counts is not None and config.balance_over != "global_batch":
             raise ValueError(
                 f"expected reduce_counts=None with balance_over={config.balance_over!r}; "

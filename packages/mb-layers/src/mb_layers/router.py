@@ -95,6 +95,12 @@ class Router(nn.Module):
             self.balancing_bias = before.to(after.device)
         return self
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load as `nn.Module` does; what `assign=True` puts in the bias's place is fp32 too."""
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.balancing_bias is not None:
+            self.balancing_bias = self.balancing_bias.float()
+
     def forward(
         self,
         x_TD: Tensor,
@@ -108,6 +114,9 @@ class Router(nn.Module):
             mask_T: bool [T], False for padding; the layer sees to it that padding visits no expert.
             expert_ids_TK: the experts to visit, chosen elsewhere (replay, hashing): this router
                 gives the weights. An id of no expert has weight 0.
+
+        Raises:
+            ValueError: tokens of another shape.
         """
         config = self.config
         # Autocast would take the product back to low precision.
@@ -153,8 +162,12 @@ class Router(nn.Module):
         return x_TD * torch.empty_like(x_TD).uniform_(1 - eps, 1 + eps)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Return the logits [T, E] of x_TD, at least fp32."""
+        """Return the logits [T, E] of x_TD, at least fp32; ValueError for another shape."""
         choices = self.config.num_choices
+        if x_TD.dim() != 2 or x_TD.shape[1] != self.config.hidden_size:
+            raise ValueError(
+                f"expected x_TD of shape [T, {self.config.hidden_size}], got {tuple(x_TD.shape)}"
+            )
         weight_ED = to_plain(self.weight, choices)
         if self.config.router_fp32:
             logits_TE = linear_fp32(x_TD, weight_ED)

@@ -23,9 +23,9 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
     """Join the process group that `torchrun` describes; yield this rank's device; leave at the end.
 
     Without `torchrun` (no WORLD_SIZE, or 1) no group is made; one that is there already is used,
-    and not left: it has to carry host tensors too ("cpu:gloo,cuda:nccl"). On GPUs the group carries
-    NCCL (RCCL on ROCm) for device tensors and gloo for host tensors, so that flags and checkpoint
-    plans are exchanged without touching the device.
+    and not left. On GPUs the group that is made carries NCCL (RCCL on ROCm) for device tensors and
+    gloo for host tensors, so that flags and checkpoint plans are exchanged without touching the
+    device.
 
     Args:
         device_type: "cpu" or "cuda" (ROCm answers to "cuda" as well).
@@ -117,10 +117,13 @@ def rank() -> int:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on any rank: a small host-side all-reduce, free for one process."""
+    """Whether `flag` is true on any rank: a small host-side all-reduce, free for one process.
+
+    Of a group without host tensors ("nccl" alone) the device does it, and the host waits.
+    """
     if not dist.is_initialized():
         return flag
-    vote = torch.tensor(int(flag), dtype=torch.int32)
+    vote = torch.tensor(int(flag), dtype=torch.int32, device=_carried())
     dist.all_reduce(vote, op=dist.ReduceOp.MAX)
     return bool(vote.item())
 
@@ -141,7 +144,7 @@ def check_same(value: Any, what: str) -> None:
         return
     lines = _lines(value)
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_carried())
     everyone = [torch.empty_like(mine) for _ in range(world_size())]
     dist.all_gather(everyone, mine)
     if all(torch.equal(other, everyone[0]) for other in everyone):
@@ -158,6 +161,13 @@ def check_same(value: Any, what: str) -> None:
         + "\n  ".join(told)
         + "\nStart every rank with the same arguments and files."
     )
+
+
+def _carried() -> torch.device:
+    """Where tensors are that the world's group carries: on the host, unless NCCL is all it has."""
+    backends = dist.get_backend_config()
+    alone = "nccl" in backends and "cpu" not in backends
+    return torch.device("cuda", torch.cuda.current_device()) if alone else torch.device("cpu")
 
 
 def _lines(value: Any) -> list[str]:

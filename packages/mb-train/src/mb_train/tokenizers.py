@@ -61,7 +61,7 @@ def tokenizer_files(config: TrainConfig, run: Path | None = None) -> list[Path]:
     """
     files = []
     for field, named in _found(config, run).items():
-        for path in map(Path, named.split(os.pathsep)):
+        for path in map(Path, _paths(named, run)):
             if path.is_file() and field == "tokenizer":
                 # Words of another name are the tokenizer, whatever words lie beside them.
                 beside = TOKENIZER_FILES if path.name in _WORDS else _ABOUT
@@ -86,17 +86,23 @@ def keep_tokenizer(config: TrainConfig, folder: Path, run: Path | None = None) -
 
 def _found(config: TrainConfig, run: Path | None) -> dict[str, str]:
     """By field, the files and folders that it names, or their copies where they are gone."""
+    named = {field: getattr(config, field) for field in _FIELDS}
+    return {
+        field: os.pathsep.join(_paths(value, run))
+        for field, value in named.items()
+        if value and value.partition(":")[0] not in _NAMES
+    }
+
+
+def _paths(value: str, run: Path | None) -> list[str]:
+    """One path, or two with ``:`` between them where the first is there: folders have ``:`` too."""
 
     def there(part: str) -> str:
         copy = None if run is None else run / TOKENIZER / Path(part).name
         return part if copy is None or Path(part).exists() or not copy.exists() else str(copy)
 
-    named = {field: getattr(config, field) for field in _FIELDS}
-    return {
-        field: os.pathsep.join(map(there, value.split(os.pathsep)))
-        for field, value in named.items()
-        if value and value.partition(":")[0] not in _NAMES
-    }
+    parts = [there(part) for part in value.split(os.pathsep)]
+    return parts if Path(parts[0]).is_file() else [there(value)]
 
 
 def _load(config: TrainConfig) -> Tokenizer:

@@ -153,7 +153,7 @@ def _build(
     form: Form | None = None,
     scheme: str | None = None,
 ) -> ByteLevelBPE:
-    size = max([*ids.values(), *added.values()]) + 1
+    size = max([*ids.values(), *added.values()], default=-1) + 1
     extra_ids = range(size, size + num_extra_ids)
     texts = {i: text for text, i in added.items()}
     texts |= {i: f"<extra_id_{n}>" for n, i in enumerate(extra_ids)}

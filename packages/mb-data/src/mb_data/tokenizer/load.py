@@ -182,8 +182,8 @@ def megatron_tokenizer(
             return load_tokenizer("gpt2", **options)
         if vocab_file is None or merge_file is None:
             raise ValueError(f"{kind} needs both --vocab-file and --merge-file, or neither")
-        files = (os.fspath(vocab_file), os.fspath(merge_file))
-        return load_tokenizer(os.pathsep.join(files), **options)
+        files = (_there(vocab_file), _there(merge_file))
+        return load_tokenizer(os.pathsep.join(map(str, files)), **options)
     if kind.startswith("BertWordPiece"):
         if vocab_file is None:
             if kind == "BertWordPieceLowerCase":
@@ -238,7 +238,7 @@ def megatron_tokenizer(
 
 def _find(name: str) -> list[Path]:
     """The vocabulary's file or files."""
-    paths = [Path(part) for part in name.split(os.pathsep)]
+    paths = _pair(name)
     if len(paths) == 1 and paths[0].is_dir():
         found = [paths[0] / file for file in IN_DIRECTORY if (paths[0] / file).is_file()]
         if not found:
@@ -249,13 +249,26 @@ def _find(name: str) -> list[Path]:
     for path in paths:
         if not path.is_file():
             if path.parent != Path() or path.suffix or len(paths) > 1:
-                _read(path)
+                _there(path)
             near = difflib.get_close_matches(name, NAMES, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(
                 f"unknown tokenizer {name!r}{hint} Known names: {', '.join(NAMES)}; or give a file"
             )
     return paths
+
+
+def _pair(name: str) -> list[Path]:
+    """The one path that a name is, or the two with ``:`` between them: folders may have ``:`` in
+    their names, so what is there decides."""
+    pairs = [
+        [Path(name[: sign.start()]), Path(name[sign.end() :])]
+        for sign in re.finditer(re.escape(os.pathsep), name)
+    ]
+    there = [sum(path.is_file() for path in pair) for pair in pairs]
+    if not any(there) or os.path.exists(name):
+        return [Path(name)]
+    return pairs[there.index(max(there))]
 
 
 def _from_file(
@@ -296,10 +309,14 @@ def _from_file(
     raise ValueError(f"tokenizer {path}: expected a .json, .model, .tiktoken or .txt file")
 
 
+def _there(path: str | os.PathLike[str]) -> Path:
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"tokenizer {os.fspath(path)}: no such file")
+    return Path(path)
+
+
 def _read(path: Path) -> bytes:
-    if not path.is_file():
-        raise FileNotFoundError(f"tokenizer {path}: no such file")
-    return path.read_bytes()
+    return _there(path).read_bytes()
 
 
 def _embedded(file: str) -> str:

@@ -229,12 +229,12 @@ class SentencePieceTokenizer(LibraryTokenizer):
 class NullTokenizer(Tokenizer):
     """Text that is token ids already, separated by white space; ``eod`` is one more id.
 
-    Raises ValueError for a size below 1, and in ``encode`` for what is no id.
+    Raises ValueError for a size below 1 or of 2**32, and in ``encode`` for what is no id.
     """
 
     def __init__(self, name: str, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"{name}: the vocabulary must have at least one id, got {size}")
+        if not 1 <= size < 2**32:  # tokens are 32 bits wide on their way to the disk
+            raise ValueError(f"{name}: the vocabulary must have 1 to 2**32 - 1 ids, got {size}")
         self.name = name
         self.fingerprint = name
         self.special = {"eod": size}

@@ -121,6 +121,7 @@ class WordPiece(Tokenizer):
         self.fingerprint = f"{fingerprint}, {'uncased' if lower_case else 'cased'}"
         self.readable = ReadableWordPiece(ids, lower_case=lower_case)
         self.pieces = list(pieces)
+        self._ids = dict(ids)  # those appended as well
         self.special = {role: ids[piece] for role, piece in ROLES.items()}
         for role, piece in ADDED_ROLES.items():
             self.special[role] = self._add(piece)
@@ -178,7 +179,7 @@ class WordPiece(Tokenizer):
         return self.readable.encode(start)
 
     def token_id(self, text: str) -> int | None:
-        return self.pieces.index(text) if text in self.pieces else None
+        return self._ids.get(text)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         words: list[str] = []
@@ -197,9 +198,10 @@ class WordPiece(Tokenizer):
 
     def _add(self, piece: str) -> int:
         """The id of a piece that may have to be appended."""
-        if piece not in self.pieces[-1000:]:
+        if piece not in self._ids:
+            self._ids[piece] = len(self.pieces)
             self.pieces.append(piece)
-        return len(self.pieces) - 1 - self.pieces[::-1].index(piece)
+        return self._ids[piece]
 
     @staticmethod
     def load_engine(ids: Mapping[str, int], lower_case: bool) -> Any:

@@ -29,6 +29,7 @@ from mb_kernels.muon import kernels as muon
 from mb_kernels.permute import kernels as permute
 from mb_kernels.quantize import kernels as quantize
 from mb_kernels.sum_of_squares import kernels as squares
+from mb_kernels.symmetric_matmul import kernels as symmetric
 from mb_kernels.targets.cover import cover
 from mb_kernels.targets.record import record
 from mb_kernels.targets.table import NEIGHBOURS, GateCase, Target
@@ -196,7 +197,17 @@ def _products() -> dict[str, Callable[[], object]]:
         block_sparse.dsd(data, x, *topology, True, experts, False)
         block_sparse.dsd(data, dy, *topology, True, experts, True)
 
-    calls: dict[str, Callable[[], object]] = {"grouped": grouped}
+    def gram(dtype: torch.dtype, size: int, depth: int) -> None:
+        x, tall = _empty(64, size, depth, dtype=dtype), _empty(64, depth, size, dtype=dtype)
+        for rows in (x, tall.mT):
+            small = symmetric.symmetric_matmul(rows, rows, None, 1.0, 0.0, 0.0)
+        symmetric.symmetric_matmul(small, small, small, 0.1, 0.1, 0.1)
+
+    calls: dict[str, Callable[[], object]] = {
+        "grouped": grouped,
+        "symmetric bf16": partial(gram, _BF16, 768, 3072),
+        "symmetric fp16, anywhere": partial(gram, _FP16, 180, 721),
+    }
     for dtype, hidden in ((_BF16, 2048), (_BF16, 720), (_FP32, 720)):
         label = f"{str(dtype).removeprefix('torch.')} D{hidden}"
         calls[f"sparse {label}"] = partial(sparse, dtype, hidden)

@@ -252,6 +252,17 @@ TILES: dict[str, dict[str, Tile]] = {
         gfx950=(128, 128, 64),
         gfx1100=(128, 128, 32),
     ),
+    # Symmetric products, in squares. sm90: Gram matrices of 64 of 768 x 3072 in 0.207 ms, of 256 of
+    # 768 x 768 in 0.240 and, with what is added, in 0.391 (bmm: 0.300, 0.326, 0.521). Not flattened
+    # 0.211, 0.261 and 0.278, in 8 warps 0.213, 0.263 and 0.282; with two stages 0.283, 0.317 and
+    # 0.336. One program per SM: 0.222 at the first.
+    "symmetric": _by_chip(
+        (128, 128, 64),
+        sm80=(128, 128, 32),
+        sm90=Tile(128, 128, 64, num_warps=4, num_stages=3, programs_per_unit=2, flatten=False),
+        gfx90a=Tile(128, 128, 64, num_warps=8, num_stages=2, options=_MFMA),
+        gfx1100=(64, 64, 32),
+    ),
     # Attention with a bias by distance: block_m queries ("_dkv": keys) of a program, block_n of the
     # others at a step, a head whole. "_dbias" wants squares. Not measured beside others: the
     # largest of 64 x 64, 64 x 32, 32 x 32 and 16 x 16 that do not spill; "_wide", heads of 65 to

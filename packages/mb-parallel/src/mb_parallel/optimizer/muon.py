@@ -15,13 +15,16 @@ of it. Around the iteration each number is read and written once before it and o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import mb_kernels
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from mb_parallel.arguments import floating
 from mb_parallel.optimizer.adamw import AdamW
@@ -30,6 +33,8 @@ from mb_parallel.optimizer.working_copies import WorkingCopies
 
 # Jordan's quintic: singular values go to about 1 in five iterations, from 0.7 to 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# Numbers of parameters of one shape that are orthogonalised in one batch, of 0.5 GB.
+_TOGETHER = 2**26
 
 
 class Muon(AdamW):
@@ -129,49 +134,88 @@ class Muon(AdamW):
             super().update(group, parameters, divisor, skip)
             return
         lr = float(group["lr"])
-        steps, fused = group["ns_steps"], group["fused"]
-        for parameter in parameters:
-            direction = mb_kernels.muon_momentum(
-                local_grad(parameter),
-                local(self.state[parameter]["momentum_buffer"]),
-                momentum=group["momentum"],
-                grad_scale=divisor,
-                found_inf=skip,
-                dtype=self.ns_dtype,
-            )
-            copy = self._copies.get(parameter)
-            mb_kernels.muon_step(
-                local(parameter).detach(),
-                _update(direction, parameter, steps, fused),
-                None if copy is None else local(copy).detach(),
-                size=lr,
-                decay=lr * group["weight_decay"],
-                found_inf=skip,
-            )
+        for alike in _batches(parameters):
+            directions = [
+                mb_kernels.muon_momentum(
+                    local_grad(parameter),
+                    local(self.state[parameter]["momentum_buffer"]),
+                    momentum=group["momentum"],
+                    grad_scale=divisor,
+                    found_inf=skip,
+                    dtype=self.ns_dtype,
+                )
+                for parameter in alike
+            ]
+            updates = _updates(directions, alike, group["ns_steps"], group["fused"])
+            for parameter, update in zip(alike, updates, strict=True):
+                copy = self._copies.get(parameter)
+                mb_kernels.muon_step(
+                    local(parameter).detach(),
+                    update,
+                    None if copy is None else local(copy).detach(),
+                    size=lr,
+                    decay=lr * group["weight_decay"],
+                    found_inf=skip,
+                )
         self._copies.written(parameters)
 
 
-def _update(shard: Tensor, parameter: Tensor, steps: int, fused: tuple[int, ...]) -> Tensor:
-    """This rank's shard of the update whose direction's shard on this rank is `shard`."""
-    whole = shaped_like(shard, parameter)
-    if not isinstance(whole, DTensor):
-        return _matrix_by_matrix(whole, steps, fused)
-    # Shards of leading dimensions are whole matrices and stay; shards of matrices come together.
-    lead = parameter.ndim - 2
-    kept = [
+def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters of one shape and one layout together, up to _TOGETHER numbers of their shards.
+
+    Alike on all ranks: the collectives of `_updates` are in this order.
+    """
+    alike: dict[tuple[torch.Size, Hashable], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        whole = isinstance(parameter, DTensor)
+        layout = (parameter.device_mesh, parameter.placements) if whole else parameter.device
+        alike[parameter.shape, layout].append(parameter)
+    for (shape, _), those in alike.items():
+        count = max(_TOGETHER // max(math.prod(shape), 1), 1)
+        for first in range(0, len(those), count):
+            yield those[first : first + count]
+
+
+def _updates(
+    shards: list[Tensor], parameters: list[Tensor], steps: int, fused: tuple[int, ...]
+) -> Iterable[Tensor]:
+    """This rank's shards of the updates whose directions' shards on this rank are `shards`."""
+    wholes = [shaped_like(*pair) for pair in zip(shards, parameters, strict=True)]
+    matrices = [_matrices(whole) for whole in wholes]
+    together = matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
+    done = _matrix_by_matrix(together, steps, fused).unbind()
+    return [_shard(*pair) for pair in zip(done, wholes, strict=True)]
+
+
+def _kept(whole: DTensor) -> list[Placement]:
+    """Shards of leading dimensions are whole matrices and stay, others come together."""
+    lead = whole.ndim - 2
+    return [
         placement if getattr(placement, "dim", lead) < lead else Replicate()
         for placement in whole.placements
     ]
-    matrices = whole.redistribute(placements=kept)
-    done = DTensor.from_local(
-        _matrix_by_matrix(local(matrices), steps, fused),
+
+
+def _matrices(whole: Tensor) -> Tensor:
+    """The matrices of which this rank has a part."""
+    if not isinstance(whole, DTensor):
+        return whole
+    return local(whole.redistribute(placements=_kept(whole)))
+
+
+def _shard(done: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of what has become of ``_matrices(whole)``."""
+    if not isinstance(whole, DTensor):
+        return done
+    matrices = DTensor.from_local(
+        done,
         whole.device_mesh,
-        kept,
+        _kept(whole),
         run_check=False,
         shape=whole.shape,
         stride=whole.stride(),
     )
-    return local(done.redistribute(placements=whole.placements))
+    return local(matrices.redistribute(placements=whole.placements))
 
 
 def _matrix_by_matrix(x: Tensor, steps: int, fused: tuple[int, ...]) -> Tensor:
@@ -184,16 +228,37 @@ def _matrix_by_matrix(x: Tensor, steps: int, fused: tuple[int, ...]) -> Tensor:
 
 
 def newton_schulz(x: Tensor, steps: int, *, size: float = 1.0) -> Tensor:
-    """The orthogonal matrices near [..., rows, columns] times `size`, by batched products."""
+    """The orthogonal matrices near [..., rows, columns] times `size`, by batched products.
+
+    A step takes x to p(G) x, with p(G) = a + b G + c G^2 of the Gram matrix G = x x^T (x^T x of a
+    tall x). The next step's Gram matrix is p(G) G p(G): two steps are one product with x, and what
+    is between them is small and symmetric. A third from the same G would not do: in 16 bits small
+    eigenvalues of G may be negative, and each step has them grow.
+    """
     if not x.numel():
         return x
-    a, b, c = _COEFFICIENTS
     shape, tall = x.shape, x.shape[-2] > x.shape[-1]
     x = x.reshape(-1, *shape[-2:])
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for step in range(1, steps + 1):
-        scale = size if step == steps else 1.0
-        gram = x.mT @ x if tall else x @ x.mT
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, *((x, factor) if tall else (factor, x)), beta=a * scale, alpha=scale)
+    for step in range(0, steps, 2):
+        rows = x.mT if tall else x
+        gram = mb_kernels.symmetric_matmul(rows, rows)
+        if step == 0:  # of x over its norm, whose square is the trace
+            norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float32)
+            norm = norm.clamp(min=1e-14)[:, None, None].to(x.dtype)
+            gram = gram / norm
+        factor = _polynomial(gram)
+        if step + 1 < steps:
+            gram = mb_kernels.symmetric_matmul(mb_kernels.symmetric_matmul(factor, gram), factor)
+            factor = mb_kernels.symmetric_matmul(_polynomial(gram), factor)
+        if step == 0:
+            factor = factor * norm.rsqrt()
+        last = step + 2 >= steps
+        x = torch.baddbmm(
+            x, *((x, factor) if tall else (factor, x)), beta=0, alpha=size if last else 1.0
+        )
     return x.reshape(shape)
+
+
+def _polynomial(gram: Tensor) -> Tensor:
+    a, b, c = _COEFFICIENTS
+    return mb_kernels.symmetric_matmul(gram, gram, gram, alpha=c, beta=b, diagonal=a)

@@ -1,0 +1,37 @@
+"""The kernel of symmetric products against its reference, in fp16: fp32 has no kernel."""
+
+import pytest
+import torch
+from mb_kernels import reference, symmetric_matmul
+from mb_kernels.testing import assert_close
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("shape", [(2, 70, 40), (3, 33, 65), (1, 100, 8), (4, 1, 1), (2, 64, 32)])
+def test_symmetric_products(shape, columns):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator).half()
+    x = x.mT.contiguous().mT if columns else x
+    gram = symmetric_matmul(x, x)
+    assert_close("gram", gram, reference.symmetric_matmul(x.double(), x.double()))
+    assert torch.equal(gram, gram.mT)
+
+    # Two polynomials of one matrix: neither is the other, their product is symmetric.
+    gram = gram / gram.amax()
+    rates = {"alpha": 0.5, "beta": -2.0, "diagonal": 3.0}
+    other = symmetric_matmul(gram, gram, gram, **rates)
+    assert_close("polynomial", other, reference.symmetric_matmul(*[gram.double()] * 3, **rates))
+    for a, b in ((gram, other), (other.mT, gram)):
+        got = symmetric_matmul(a, b)
+        assert_close("product", got, reference.symmetric_matmul(a.double(), b.double()))
+
+
+def test_what_is_above_the_diagonal_comes_from_below():
+    a = torch.zeros(1, 96, 16).half()
+    a[:, 40:] = 1
+    b = torch.ones_like(a)
+    got = symmetric_matmul(a, b)  # of 32 x 32 tiles: rows of zeros, and of 16 from the 40th on
+    assert torch.equal(got[:, :32, 64:], got[:, 64:, :32].mT)
+    assert got[0, 5, 90] == 16
+    assert got[0, 45, 35] == 16
+    assert got[0, 35, 45] == 0  # within a tile on the diagonal each number is its own

@@ -422,6 +422,15 @@ def test_noise_on_the_experts_too_is_said(tmp_path):
     assert [line for line in said if "router_jitter_noise of 0.1 is left out" in line]
 
 
+def test_another_dropout_of_embeddings_is_said(tmp_path):
+    said = []
+    for dropout in (0.2, 0.3):
+        theirs("gpt2", embd_pdrop=dropout, resid_pdrop=0.2).save_pretrained(tmp_path)
+        assert read_model(tmp_path, say=said.append)[0].hidden_dropout == 0.2
+    (line,) = said
+    assert line.startswith("its embd_pdrop of 0.3 is left out")
+
+
 def test_a_folder_that_another_writes_is_refused(tmp_path):
     theirs("gpt2").save_pretrained(tmp_path / "hf")
     model = {"type": "BPE", "vocab": {chr(33 + i): i for i in range(70)}, "merges": []}

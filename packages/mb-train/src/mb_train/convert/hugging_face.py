@@ -85,6 +85,12 @@ def read_model(
             f"its router_jitter_noise of {noise} is left out: in training its experts saw that "
             "noise too, that of --moe-jitter-eps is seen by the router alone"
         )
+    of_embeddings = settings.get("embd_pdrop", config.hidden_dropout)
+    if of_embeddings != config.hidden_dropout:
+        say(
+            f"its embd_pdrop of {of_embeddings} is left out: --hidden-dropout is of embeddings "
+            f"too, {config.hidden_dropout}"
+        )
     source = _tensors(folder, found)
     if config.model == "bert" and _ORDER_HEAD in source:
         # The first BERTs' files have it, though their config.json names a class that has not.

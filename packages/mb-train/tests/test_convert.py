@@ -422,12 +422,37 @@ def test_noise_on_the_experts_too_is_said(tmp_path):
     assert [line for line in said if "router_jitter_noise of 0.1 is left out" in line]
 
 
+def test_another_dropout_of_embeddings_is_said(tmp_path):
+    said = []
+    for dropout in (0.2, 0.3):
+        theirs("gpt2", embd_pdrop=dropout, resid_pdrop=0.2).save_pretrained(tmp_path)
+        assert read_model(tmp_path, say=said.append)[0].hidden_dropout == 0.2
+    (line,) = said
+    assert line.startswith("its embd_pdrop of 0.3 is left out")
+
+
 def test_a_folder_that_another_writes_is_refused(tmp_path):
     theirs("gpt2").save_pretrained(tmp_path / "hf")
-    how = {"tokenizer": "null:76", "say": lambda line: None}
-    with locked(tmp_path / "run"), pytest.raises(ValueError, match="is writing it"):
-        import_model(tmp_path / "hf", tmp_path / "run", **how)
-    import_model(tmp_path / "hf", tmp_path / "run", **how)
+    model = {"type": "BPE", "vocab": {chr(33 + i): i for i in range(70)}, "merges": []}
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps({"model": model}))
+    with locked(tmp_path / "run"):
+        with pytest.raises(ValueError, match="is writing it"):
+            import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
+        assert not (tmp_path / "run" / "tokenizer").exists()  # of which the other has its own
+    import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
+    named = load_trained(tmp_path / "run").config.tokenizer
+    assert named == str(tmp_path / "run" / "tokenizer" / "tokenizer.json")
+
+
+def test_a_model_that_is_refused_leaves_nothing(tmp_path):
+    model = theirs("gpt2")
+    model.transformer.ln_f.bias.data[1] = float("nan")
+    model.save_pretrained(tmp_path / "hf")
+    words = {"type": "BPE", "vocab": {chr(33 + i): i for i in range(70)}, "merges": []}
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps({"model": words}))
+    with pytest.raises(ValueError, match=r"Expected numbers in stack\.norm\.bias, got NaN"):
+        import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_tensor_is_read_twice(tmp_path):

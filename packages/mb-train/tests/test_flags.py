@@ -141,14 +141,15 @@ def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):
 def test_what_has_no_effect_is_said():
     words = (
         "--num-query-groups 2 --rotary-base 500 --moe-top-k 2 --mask-prob 0.5 --hysteresis 2 "
-        "--rope-scaling-factor 32 --moe-renormalize --sequence-parallel"
+        "--rope-scaling-factor 32 --moe-renormalize --expert-model-parallel-size 2"
     )
     command = parse([*RUN, "--num-layers", "2", *words.split()])
     assert without_effect(command, resolve(command)) == [
         "no effect without --group-query-attention: --num-query-groups",
         "no effect without --position-embedding-type rope: --rotary-base",
         "no effect without --use-rope-scaling: --rope-scaling-factor",
-        "no effect without --moe-num-experts: --moe-top-k, --moe-renormalize",
+        "no effect without --moe-num-experts: --moe-top-k, --moe-renormalize, "
+        "--expert-model-parallel-size",
         "no effect without --model bert or t5: --mask-prob",
     ]
     base = {"group_query_attention": True, "position_embedding_type": "rope", "model": "bert"}

@@ -255,11 +255,10 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
     Args:
         config: what the command line was resolved to.
     """
-    of_experts = {f.name for f in fields(GROUPS["moe"])} - {"moe_num_experts"}
     idle: dict[str, list[str]] = {}
     for f in (f for members in GROUPS.values() for f in fields(members)):
         needs = spec(f).needs
-        if f.name in of_experts and config.moe_num_experts is None:
+        if config.moe_num_experts is None and f.name.startswith(("moe_", "expert_")):
             needs = ("moe_num_experts",)
         if not needs or command.values.get(f.name, f.default) == f.default:
             continue

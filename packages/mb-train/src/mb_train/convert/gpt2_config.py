@@ -9,7 +9,7 @@ from mb_train.convert.config_json import Json, refuse
 
 GPT2_DEFAULTS = {
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
-    "attn_pdrop": 0.1, "resid_pdrop": 0.1,
+    "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1,
 }  # fmt: skip
 GPT2_ALIASES = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions",

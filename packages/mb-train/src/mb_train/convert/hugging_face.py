@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from mb_train.convert.safetensors_files import TensorFolder, write_tensors
 from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.folder_lock import locked
 from mb_train.loading import load_trained
-from mb_train.run_folder import checkpoints, replaceable, replaced_folder, write_text
+from mb_train.run_folder import TOKENIZER, checkpoints, replaceable, replaced_folder, write_text
 from mb_train.saver import Saver
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import whole_model
@@ -84,6 +84,12 @@ def read_model(
         say(
             f"its router_jitter_noise of {noise} is left out: in training its experts saw that "
             "noise too, that of --moe-jitter-eps is seen by the router alone"
+        )
+    of_embeddings = settings.get("embd_pdrop", config.hidden_dropout)
+    if of_embeddings != config.hidden_dropout:
+        say(
+            f"its embd_pdrop of {of_embeddings} is left out: --hidden-dropout is of embeddings "
+            f"too, {config.hidden_dropout}"
         )
     source = _tensors(folder, found)
     if config.model == "bert" and _ORDER_HEAD in source:
@@ -153,13 +159,13 @@ def import_model(
         raise ValueError(
             f"Expected --make-vocab-size-divisible-by of at least 1, got {divisible_by}."
         )
-    fields, kept = {"tokenizer": tokenizer}, []
+    fields, own = {"tokenizer": tokenizer}, []
     if tokenizer is None:
-        kept = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-        main = next((name for name in _MAIN_FILES if name in kept), None)
+        own = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+        main = next((source / name for name in _MAIN_FILES if source / name in own), None)
         if main is None:
             raise ValueError(f"Expected a tokenizer in {source}, found none. Give --tokenizer.")
-        fields = _tokenizer_fields(source / main)
+        fields = _tokenizer_fields(main)
     config, weights = read_model(source, say=say, **fields)
     rows, tokens = rows_of(weights), load_tokenizer(config).vocab_size
     wanted = mb_data.padded_vocab_size(max(rows, tokens), divisible_by=divisible_by)
@@ -167,13 +173,7 @@ def import_model(
         say(f"vocabulary: {rows:,} rows, {tokens:,} tokens; {wanted - rows:,} new rows, their mean")
         weights = with_rows(weights, wanted)
         config = dataclasses.replace(config, make_vocab_size_divisible_by=wanted)
-    if kept:
-        folder = target / "tokenizer"
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in kept:
-            shutil.copyfile(source / name, folder / name)
-        config = dataclasses.replace(config, **_tokenizer_fields((folder / main).absolute()))
-    write_run(target, config, weights, say=say)
+    write_run(target, config, weights, own=own, say=say)
 
 
 def write_run(
@@ -182,12 +182,14 @@ def write_run(
     weights: Mapping[str, Tensor],
     *,
     run: Path | None = None,
+    own: Sequence[Path] = (),
     say: Callable[[str], None],
 ) -> None:
     """Write weights by our names as the checkpoint of a run at iteration 0.
 
     Args:
         run: folder of the run that they are from, if any, with copies of its tokenizer.
+        own: the tokenizer's files, where the new run is to name its copies and no longer these.
 
     Raises:
         ValueError: a tokenizer that the model's vocabulary has no room for; weights that are not
@@ -210,13 +212,20 @@ def write_run(
         "padded_vocab_size": vocab_size,
         "tokenizer": tokenizer.fingerprint,
     }
-    fields = dataclasses.asdict(config)
+    copies = {path: target / TOKENIZER / path.name for path in own}
+    named = {str(path): str(copy.absolute()) for path, copy in copies.items()}
+    fields = {
+        name: named.get(value, value) if isinstance(value, str) else value
+        for name, value in dataclasses.asdict(config).items()
+    }
     with locked(target):
         refuse_run(target)  # of another, while the weights were read
         saver = Saver(target, say=say)
         if not saver.save(model, None, Progress(0, 0), config=fields, identity=identity, data={}):
             raise OSError(f"Cannot write {target}.")
         keep_tokenizer(config, target, run)
+        for path, copy in copies.items():
+            shutil.copyfile(path, copy)
 
 
 def _tokenizer_fields(file: Path) -> dict[str, str]:

@@ -237,7 +237,7 @@ def _stream_blocks(
                 if not source.remote:
                     raise
                 raise OSError(f"{source.path}: {type(error).__name__}: {error}") from error
-            if not data and not problem:
+            if len(data) < limit and not problem:  # the end
                 _check_all_came(source, raw)
             position = before if not source.size else before + min(raw.tell(), source.size)
             path, unit = source.path, source.unit

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 from mb_data.compression import decoding_errors, decompress
-from mb_data.sources import STDIN, Source, open_remote
+from mb_data.sources import STDIN, Source, open_remote, reached
 
 PIECE = 1 << 18  # bytes read at a time
 # Workers unpack whole compressed files by themselves where none is more than this share of all.
@@ -212,8 +212,9 @@ def _stream_blocks(
     whole_file = source.unit == "file"
     limit = max_line_bytes + 1 if whole_file else block_bytes
     with contextlib.ExitStack() as stack:
-        raw = _open(source, stack)
-        kind, file = decompress(raw, source.path)
+        with reached(source.path):
+            raw = _open(source, stack)
+            kind, file = decompress(raw, source.path)
         damage = (EOFError, *decoding_errors(kind))
         offset = 0
         while True:

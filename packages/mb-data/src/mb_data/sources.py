@@ -77,7 +77,7 @@ def find_sources(
     for path in inputs:
         item = os.fspath(path)
         if "://" in item:
-            with _reached(item):
+            with reached(item):
                 paths += _find_remote(item)
         elif item == STDIN or (os.path.exists(item) and not os.path.isdir(item)):
             paths.append(item)
@@ -155,7 +155,7 @@ def _describe(path: str, text_unit: str) -> Source:
             raise ValueError("standard input (-) is closed; give files, or pipe text into it")
         return Source(path, 0, 0, False, "json")
     if "://" in path:
-        with _reached(path):
+        with reached(path):
             filesystem, inner = _filesystem(path)
             found = filesystem.info(inner)
             with open_remote(path) as file:
@@ -226,7 +226,7 @@ def _find_remote(url: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _reached(url: str) -> Generator[None]:
+def reached(url: str) -> Generator[None]:
     """What the library of a store raises for want of a network or of rights, as an OSError."""
     try:
         yield

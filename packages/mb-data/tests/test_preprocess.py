@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import io
 import json
 import os
 import random
@@ -847,6 +848,34 @@ def test_an_object_store(tmp_path):
         )
     with pytest.raises(FileNotFoundError, match="memory://nothing: no such file"):
         preprocess("memory://nothing", tmp_path / "out")
+
+
+@pytest.mark.parametrize("packing", [bytes, gzip.compress], ids=["plain", "gz"])
+@pytest.mark.parametrize("error", [TimeoutError, RuntimeError, None], ids=str)
+def test_a_broken_connection_is_no_damage(tmp_path, monkeypatch, packing, error):
+    """It used to leave out the rest of the file with --on-error skip, as of a damaged archive."""
+    fsspec = pytest.importorskip("fsspec")
+    lines = b"".join(b'{"text": "%d"}\n' % random.Random(i).getrandbits(99) for i in range(9000))
+    data = packing(lines)
+    fsspec.filesystem("memory").pipe("/far/a.jsonl", data)
+
+    class Connection(io.BytesIO):
+        def readinto(self, buffer):
+            if error and self.tell() > 60_000:
+                raise error("gone")
+            return super().readinto(memoryview(buffer)[:10_000])
+
+    def connect(url):
+        return io.BufferedReader(Connection(data if error else data[:-10]), 1 << 16)
+
+    monkeypatch.setattr(mb_data.reading, "open_remote", connect)
+    options = {"workers": 1, "block_bytes": 1000, "on_error": "skip"}
+    wanted = f"{error.__name__}: gone" if error else "the connection ended after"
+    with pytest.raises(OSError, match=rf"^memory://far/a\.jsonl: {wanted}"):
+        preprocess("memory://far/a.jsonl", tmp_path / "out", **options)
+    monkeypatch.undo()
+    preprocess("memory://far/a.jsonl", tmp_path / "out", **options)
+    assert len(IndexedDataset(tmp_path / "out_text_document")) == 9000
 
 
 @pytest.mark.parametrize(

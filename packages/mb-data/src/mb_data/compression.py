@@ -87,18 +87,22 @@ class _Streams(io.RawIOBase):
                 packed = self._raw.read1()
                 if not packed:
                     raise EOFError("the file ends in the middle of its compressed data")
-            text = self._stream.decompress(packed, len(buffer))
+            try:
+                text = self._stream.decompress(packed, len(buffer))
+            except OSError as error:  # bz2's word for damage: those of the disk have a number
+                raise ValueError(str(error)) from error
         buffer[: len(text)] = text
         return len(text)
 
 
 def decoding_errors(kind: str | None) -> tuple[type[Exception], ...]:
-    """What reading damaged data raises, besides EOFError and an OSError without a number."""
+    """What reading damaged data raises, besides EOFError: nothing that a disk or a store does."""
     match kind:
         case "gz":
+            import gzip
             import zlib
 
-            return (zlib.error,)
+            return (zlib.error, gzip.BadGzipFile)
         case "xz":
             import lzma
 

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 from mb_data.compression import decoding_errors, decompress
-from mb_data.sources import STDIN, Source, open_remote
+from mb_data.sources import STDIN, Source, open_remote, reached
 
 PIECE = 1 << 18  # bytes read at a time
 # Workers unpack whole compressed files by themselves where none is more than this share of all.
@@ -212,9 +212,10 @@ def _stream_blocks(
     whole_file = source.unit == "file"
     limit = max_line_bytes + 1 if whole_file else block_bytes
     with contextlib.ExitStack() as stack:
-        raw = _open(source, stack)
-        kind, file = decompress(raw, source.path)
-        errors = (EOFError, *decoding_errors(kind))
+        with reached(source.path):
+            raw = _open(source, stack)
+            kind, file = decompress(raw, source.path)
+        damage = (EOFError, *decoding_errors(kind))
         offset = 0
         while True:
             data, problem = bytearray(), None
@@ -224,15 +225,21 @@ def _stream_blocks(
                     data += piece
                 if data and not whole_file and not data.endswith(b"\n"):
                     data += _rest_of_line(file, max_line_bytes)
-            except (*errors, OSError) as error:
-                if isinstance(error, OSError) and error.errno is not None:
-                    raise
+            except damage as error:
+                if isinstance(error, EOFError):
+                    _check_all_came(source, raw)
                 end = 0 if whole_file else data.rfind(b"\n") + 1
                 del data[end:]
                 problem = (
                     f"damaged {kind} data after {offset + end:,} bytes of text: {error}; "
                     "the rest of the file is left out"
                 )
+            except Exception as error:  # a connection that broke: what follows is no bad line
+                if not source.remote:
+                    raise
+                raise OSError(f"{source.path}: {type(error).__name__}: {error}") from error
+            if len(data) < limit and not problem:  # the end
+                _check_all_came(source, raw)
             position = before if not source.size else before + min(raw.tell(), source.size)
             path, unit = source.path, source.unit
             if data:
@@ -242,6 +249,13 @@ def _stream_blocks(
                 yield Block(path, offset, offset, b"", position, unit, problem)
             if problem or not data or whole_file:
                 return
+
+
+def _check_all_came(source: Source, raw: io.BufferedReader) -> None:
+    """Raise OSError where a store's file ended early."""
+    if source.remote and raw.tell() < source.size:
+        have = f"{raw.tell():,} of {source.size:,} bytes"
+        raise OSError(f"{source.path}: the connection ended after {have}")
 
 
 def _open(source: Source, stack: contextlib.ExitStack) -> io.BufferedReader:

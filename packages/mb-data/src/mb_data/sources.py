@@ -8,7 +8,7 @@ import io
 import os
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -77,7 +77,8 @@ def find_sources(
     for path in inputs:
         item = os.fspath(path)
         if "://" in item:
-            paths += _find_remote(item)
+            with reached(item):
+                paths += _find_remote(item)
         elif item == STDIN or (os.path.exists(item) and not os.path.isdir(item)):
             paths.append(item)
         elif os.path.isdir(item):
@@ -154,10 +155,11 @@ def _describe(path: str, text_unit: str) -> Source:
             raise ValueError("standard input (-) is closed; give files, or pipe text into it")
         return Source(path, 0, 0, False, "json")
     if "://" in path:
-        filesystem, inner = _filesystem(path)
-        found = filesystem.info(inner)
-        with open_remote(path) as file:
-            start = file.peek(START)[:START]
+        with reached(path):
+            filesystem, inner = _filesystem(path)
+            found = filesystem.info(inner)
+            with open_remote(path) as file:
+                start = file.peek(START)[:START]
         if path.endswith(PARQUET) or start.startswith(b"PAR1"):
             raise ValueError(f"{path}: Parquet is read from several places; copy it here first")
         _refuse_other_formats(path, start)
@@ -221,6 +223,17 @@ def _find_remote(url: str) -> list[str]:
         before, _, behind = url.rstrip("/").rpartition(inner)
         return [before + match + behind for match in sorted(matches)]
     return [filesystem.unstrip_protocol(match) for match in sorted(matches)]
+
+
+@contextlib.contextmanager
+def reached(url: str) -> Generator[None]:
+    """What the library of a store raises for want of a network or of rights, as an OSError."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError):
+        raise
+    except Exception as error:
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
 
 
 def _filesystem(url: str) -> tuple[Any, str]:

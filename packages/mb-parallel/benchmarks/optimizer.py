@@ -63,6 +63,25 @@ def torchs(optimizer: torch.optim.Optimizer, copies: list[torch.Tensor] | None) 
         torch._foreach_copy_(copies, parameters)
 
 
+def one_by_one(stacks: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Each matrix of stacks a parameter in their memory: torch's Muon takes no stack."""
+    matrices = []
+    for stack in stacks:
+        size = (-1, *stack.shape[-2:])
+        for weight, grad in zip(stack.detach().view(size), stack.grad.view(size), strict=True):
+            matrices.append(nn.Parameter(weight))
+            matrices[-1].grad = grad
+    return matrices
+
+
+@torch.no_grad()
+def torchs_muon(optimizers: list[torch.optim.Optimizer], parameters: list[nn.Parameter]) -> None:
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    torch._foreach_mul_([p.grad for p in parameters], (1.0 / (norm + 1e-6)).clamp(max=1.0))
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def muons(layers: int) -> Steps:
     """Muon's step for the blocks' matrices, AdamW's for the rest; and without its iteration."""
     parameters = make(layers, torch.float32)
@@ -76,8 +95,16 @@ def muons(layers: int) -> Steps:
     without.param_groups[0]["ns_steps"] = 0  # which the constructor refuses: it does not train
     whole.step()
     without.state = whole.state
+    torchs = [
+        torch.optim.Muon(
+            one_by_one(matrices), lr=1e-4, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(rest, **RATES, fused=True),
+    ]
     clip = partial(clip_and_step, max_norm=1.0)
-    return {"Muon": (partial(clip, whole), 28),
+    return {"torch: norm, clip, Muon matrix by matrix, fused AdamW": (
+                partial(torchs_muon, torchs, parameters), 28),
+            "Muon": (partial(clip, whole), 28),
             "Muon without its iteration": (partial(clip, without), 28)}  # fmt: skip
 
 

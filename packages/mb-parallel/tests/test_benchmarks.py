@@ -1,6 +1,7 @@
 """What benchmarks call is called once, on small tensors: a GPU is too dear to find it broken."""
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,30 @@ import torch
 HERE = Path(__file__).parents[1] / "benchmarks"
 
 
+def load(monkeypatch, name, **constants):
+    monkeypatch.syspath_prepend(str(HERE))
+    module = importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+    for constant, value in {"DEVICE": "cpu", **constants}.items():
+        monkeypatch.setattr(module, constant, value)
+    return module
+
+
 @pytest.fixture
 def optimizer(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
-    module = importlib.import_module("optimizer")
-    monkeypatch.delitem(importlib.sys.modules, "optimizer")
-    for name, value in {"HIDDEN": 8, "FFN": 4, "EXPERTS": 2, "VOCABULARY": 12}.items():
-        monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "DEVICE", "cpu")
-    return module
+    return load(monkeypatch, "optimizer", HIDDEN=8, FFN=4, EXPERTS=2, VOCABULARY=12)
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 8), (3, 8, 16)])
+def test_both_iterations_are_near_the_exact_one(monkeypatch, shape):
+    module = load(monkeypatch, "newton_schulz")
+    torch.manual_seed(0)
+    calls = module.calls_of(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    torch.testing.assert_close(calls["symmetric"](), calls["bmm"]())
+    torch.testing.assert_close(calls["ours"](), calls["plain"](), rtol=1e-3, atol=1e-4)
+    for _, _, error, largest in module.deviations(12, 40):
+        assert error < 0.3
+        assert 0.6 < largest < 1.3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""Muon's orthogonalisation: ours against the same five steps by torch's products.
+
+    python packages/mb-parallel/benchmarks/newton_schulz.py [--rounds 12]
+
+For stacks of bf16 matrices: the Gram matrix by `mb_kernels.symmetric_matmul` and by `torch.bmm`,
+and the whole iteration; medians of calls in turns. Then how far each iteration is from the same one
+in fp64, for matrices of random numbers and for some of low rank under noise.
+"""
+
+import argparse
+import random
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import triton
+from mb_kernels import symmetric_matmul
+from mb_parallel.optimizer.muon import _COEFFICIENTS, newton_schulz
+from torch import Tensor
+
+DEVICE = "cuda"
+# 64 experts of GPT-2 125M, OLMoE's, fine ones; a dense layer; a few large ones.
+SHAPES = (
+    *((64, 3072, 768), (64, 768, 3072), (64, 2048, 1024), (256, 768, 768)),
+    *((1, 768, 768), (1, 2304, 768), (12, 2304, 768), (8, 8192, 4096)),
+)
+
+
+def plain(x: Tensor, steps: int) -> Tensor:
+    """The iteration as it is written down, each step a product of x with its polynomial."""
+    a, b, c = _COEFFICIENTS
+    tall = x.shape[-2] > x.shape[-1]
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x.mT @ x if tall else x @ x.mT
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, *((x, factor) if tall else (factor, x)), beta=a)
+    return x
+
+
+def exact(x: Tensor, steps: int) -> Tensor:
+    """What the iteration does to singular values, in fp64."""
+    a, b, c = _COEFFICIENTS
+    u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
+    s = s / s.norm(dim=-1, keepdim=True)
+    for _ in range(steps):
+        s = a * s + b * s**3 + c * s**5
+    return (u * s[..., None, :]) @ v
+
+
+def milliseconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Medians of calls in turns, the host ahead of the GPU."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 2):
+        for name in random.sample(list(calls), len(calls)):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(4_000_000)
+            start.record()
+            calls[name]()
+            end.record()
+            torch.cuda.synchronize()
+            if turn >= 2:  # the first compile
+                times[name].append(start.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def calls_of(x: Tensor) -> dict[str, Callable[[], object]]:
+    rows = x.mT if x.shape[-2] > x.shape[-1] else x
+    return {
+        "bmm": partial(torch.bmm, rows, rows.mT),
+        "symmetric": partial(symmetric_matmul, rows, rows),
+        "plain": partial(plain, x, 5),
+        "ours": partial(newton_schulz, x, 5),
+    }
+
+
+def deviations(rows: int, columns: int) -> list[tuple[str, str, float, float]]:
+    """Kind of matrix, iteration, its relative error and the largest singular value it leaves."""
+    noise = torch.randn(2, rows, columns, device=DEVICE)
+    few = max(rows // 13, 1)
+    strengths = torch.rand(few, device=DEVICE) ** 4
+    low = torch.randn(2, rows, few, device=DEVICE) * strengths
+    low = low @ torch.randn(2, few, columns, device=DEVICE) + 0.02 * noise
+    found = []
+    for kind, x in (("random", noise), ("low rank under noise", low)):
+        want = exact(x, 5)
+        for name, iteration in (("plain", plain), ("ours", newton_schulz)):
+            got = iteration(x.bfloat16(), 5).double()
+            error = float((got - want).norm() / want.norm())
+            found.append((kind, name, error, float(torch.linalg.svdvals(got).max())))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=12)
+    rounds = parser.parse_args().rounds
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, sep=", ")
+    print(f"{'ms':20}{'bmm':>10}{'symmetric':>10}{'plain':>10}{'ours':>10}")
+    for shape in SHAPES:
+        ms = milliseconds(calls_of(torch.randn(shape, device=DEVICE).bfloat16()), rounds)
+        print(f"{shape!s:20}" + "".join(f"{value:10.3f}" for value in ms.values()), flush=True)
+    for kind, name, error, largest in deviations(768, 3072):
+        print(f"{kind}, {name}: relative error {error:.4f}, largest singular value {largest:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,13 @@
 """The kernel of symmetric products against its reference, in fp16: fp32 has no kernel."""
 
+from functools import partial
+
 import pytest
 import torch
 from mb_kernels import reference, symmetric_matmul
+from mb_kernels.runtime.launch import record
+from mb_kernels.runtime.plan import assume, plan_on
+from mb_kernels.symmetric_matmul import kernels
 from mb_kernels.testing import assert_close
 
 
@@ -35,3 +40,14 @@ def test_what_is_above_the_diagonal_comes_from_below():
     assert got[0, 5, 90] == 16
     assert got[0, 45, 35] == 16
     assert got[0, 35, 45] == 0  # within a tile on the diagonal each number is its own
+
+
+def test_a_product_whose_offsets_take_more_than_32_bits_is_torchs():
+    def launches(size):
+        x = torch.empty(1, size, 8, dtype=torch.float16, device="meta")
+        with assume(partial(plan_on, torch.device("cpu"))), record() as listed:
+            assert kernels.symmetric_matmul(x, x, None, 1.0, 0.0, 0.0).shape == (1, size, size)
+        return len(listed)
+
+    assert launches(46_336) == 1
+    assert launches(46_344) == 0

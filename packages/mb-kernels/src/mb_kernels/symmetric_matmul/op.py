@@ -56,7 +56,6 @@ def symmetric_matmul(
         )
     others = {"b_BMK": b_BMK} if add_BMM is None else {"b_BMK": b_BMK, "add_BMM": add_BMM}
     checks.require_same("a_BMK", a_BMK, **others)
-    checks.require_addressable("a_BMK", a_BMK)
     return torch.ops.mb.symmetric_matmul(
         a_BMK, b_BMK, add_BMM, float(alpha), float(beta), float(diagonal)
     )

@@ -252,10 +252,10 @@ TILES: dict[str, dict[str, Tile]] = {
         gfx950=(128, 128, 64),
         gfx1100=(128, 128, 32),
     ),
-    # Symmetric products, in squares. sm90: Gram matrices of 64 of 768 x 3072 in 0.207 ms, of 256 of
-    # 768 x 768 in 0.240 and, with what is added, in 0.391 (bmm: 0.300, 0.326, 0.521). Not flattened
-    # 0.211, 0.261 and 0.278, in 8 warps 0.213, 0.263 and 0.282; with two stages 0.283, 0.317 and
-    # 0.336. One program per SM: 0.222 at the first.
+    # Symmetric products, in squares. sm90: Gram matrices of 64 of 768 x 3072 in 0.211 ms, of 256 of
+    # 768 x 768 in 0.261 and, with what is added, in 0.278 (bmm: 0.300, 0.326, 0.521). Flattened
+    # 0.207, 0.240 and 0.391, in 8 warps 0.213, 0.263 and 0.282; flattened with two stages 0.283,
+    # 0.317 and 0.336, one program per SM 0.222 at the first.
     "symmetric": _by_chip(
         (128, 128, 64),
         sm80=(128, 128, 32),

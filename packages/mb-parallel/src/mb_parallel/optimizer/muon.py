@@ -173,9 +173,9 @@ def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
         layout = (parameter.device_mesh, parameter.placements) if whole else parameter.device
         alike[parameter.shape, layout].append(parameter)
     for (shape, _), those in alike.items():
-        one = those[0]
-        dealt = isinstance(one, DTensor) and _dealt_over(one) is not None
-        ranks = one.device_mesh.size(_dealt_over(one)) if dealt else 1
+        one, ranks = those[0], 1
+        if isinstance(one, DTensor) and (axis := _dealt_over(one)) is not None:
+            ranks = one.device_mesh.size(axis)
         count = max(_TOGETHER * ranks // max(math.prod(shape), 1), 1)
         for first in range(0, len(those), count):
             yield those[first : first + count]

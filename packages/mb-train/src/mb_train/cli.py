@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from mb_train import __version__
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig
-from mb_train.flags import parse, run_command
+from mb_train.flags import parse, run_command, without_effect
 from mb_train.host import leads, prepare_host
 from mb_train.run_folder import LOG_FILE, PICTURE, recover
 from mb_train.starting import Plan, command_line, plan
@@ -84,7 +84,8 @@ def _train(arguments: list[str]) -> int:
         return 0
     leader = leads()
     if leader:
-        for note in (*command.notes, *started.notes):
+        idle = without_effect(command, config)
+        for note in (*command.notes, *idle, *started.notes):
             print(f"note: {note}", flush=True)
     if started.finished:
         if leader:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mb_train.config import TrainConfig, whole
 from mb_train.config.resume import check_changes
-from mb_train.flags import CommandLine, resolve, without_effect
+from mb_train.flags import CommandLine, resolve
 from mb_train.run_folder import (
     SavedRun,
     checkpoint_in,
@@ -23,11 +23,7 @@ from mb_train.run_folder import (
 
 @dataclass(frozen=True)
 class Plan:
-    """A run to start.
-
-    `notes` are remarks on what was said without effect, and on what differs from the run that it
-    goes on from.
-    """
+    """A run to start. `notes` are remarks on what differs from the run that it goes on from."""
 
     config: TrainConfig
     checkpoint: Path | None = None
@@ -58,7 +54,7 @@ def plan(command: CommandLine) -> Plan:
         if load is None:
             if config.ckpt_step is not None:
                 raise ValueError(f"Expected --load with --ckpt-step {config.ckpt_step}, got none.")
-            return Plan(config, notes=tuple(without_effect(command, config)))
+            return Plan(config)
     # Scripts that restart themselves load from where they save, the first time as well.
     may_begin = save is not None and Path(save) == Path(load)
     may_begin = may_begin and not command.values.get("exit_on_missing_checkpoint")
@@ -68,8 +64,7 @@ def plan(command: CommandLine) -> Plan:
     else:
         checkpoint = (find_checkpoint if may_begin else checkpoint_in)(Path(load))
     if checkpoint is None:
-        config = dataclasses.replace(resolve(command), load=None)
-        return Plan(config, notes=tuple(without_effect(command, config)))
+        return Plan(dataclasses.replace(resolve(command), load=None))
     saved = read_saved_run(checkpoint)
     config = resolve(command, saved.inherited())
     if "save" not in command.values and not config.finetune:
@@ -77,8 +72,7 @@ def plan(command: CommandLine) -> Plan:
     asked = {"train_iters", "train_samples"} & command.values.keys()
     if not asked and not config.finetune and _is_finished(config, saved):
         config = _prolong(config, saved)
-    notes = (*without_effect(command, config), *check_changes(saved.config, config))
-    return Plan(config, checkpoint, saved, notes)
+    return Plan(config, checkpoint, saved, tuple(check_changes(saved.config, config)))
 
 
 def _is_finished(config: TrainConfig, saved: SavedRun) -> bool:

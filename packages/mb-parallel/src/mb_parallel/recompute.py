@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from mb_layers import MoE, dMoE
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -99,4 +99,6 @@ class _RecomputedAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self._seen.append(True)
             return checkpoint(func, *args, use_reentrant=False, **kwargs)
+        if func is Tensor.unflatten:  # in Python, by super(), which the compiler does not follow
+            func = torch.unflatten
         return func(*args, **kwargs)

@@ -23,6 +23,7 @@ from torch import nn
 from mb_train.config import TrainConfig, whole
 from mb_train.execute import Executor, Piped, Sequential, WithinBudget
 from mb_train.graphs import Graphed, check_capturable
+from mb_train.models.attention import CoreAttention
 from mb_train.models.transformer import Block
 from mb_train.tasks import Task
 from mb_train.tasks.base import Borders
@@ -229,7 +230,8 @@ def _compile(blocks: list[Block], config: TrainConfig, tp_size: int) -> None:
 def _recompute(blocks: list[Block], config: TrainConfig) -> None:
     """Megatron's choices; of "uniform" chunks each layer keeps its own input."""
     if config.recompute_granularity == "selective":
-        apply_recompute(blocks, "selective")
+        cores = [m for block in blocks for m in block.modules() if isinstance(m, CoreAttention)]
+        apply_recompute(cores, "full")
     elif config.recompute_granularity == "full":
         first = config.recompute_num_layers if config.recompute_method == "block" else len(blocks)
         apply_recompute(blocks[:first], "full")

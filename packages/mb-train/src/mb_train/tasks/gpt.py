@@ -98,9 +98,7 @@ class GPTTask:
             weights_BS[ends_BS] = 0
         batch = {"tokens_BS": tokens_BS, "labels_BS": labels_BS, "weights_BS": weights_BS}
         if config.reset_attention_mask:
-            # A pipeline sends arrays of one size; selective recompute knows attention by a mask.
-            stages, recompute = config.pipeline_model_parallel_size, config.recompute_granularity
-            if stages > 1 or recompute == "selective":
+            if config.pipeline_model_parallel_size > 1:  # which sends arrays of one size
                 batch["segments_BS"] = np.cumsum(ends_BS, axis=1) - ends_BS
             else:
                 batch["ends_BN"] = ends_of(ends_BS)

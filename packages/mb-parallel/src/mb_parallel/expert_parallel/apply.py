@@ -33,6 +33,7 @@ from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.shard import is_spread, shard_experts
 from mb_parallel.expert_parallel.surround import Layer, surround
 from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.tensor_parallel.experts import sequence_parallel_of
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer"]
 
@@ -67,7 +68,8 @@ def parallelize_experts(
         mesh: from `ParallelDims.build`.
         dispatcher: what moves rows between ranks; "auto" chooses, see `choose_dispatcher`.
         sequence_parallel: whether each tensor-parallel rank brings its own part of the sequence.
-            False: they all bring the same tokens, and share them out. Unused where tp is 1.
+            False: they all bring the same tokens, and share them out. As `parallelize_tensors` was
+            told. Unused where tp is 1.
         equal_tokens: every rank always brings as many tokens to a layer: nobody has to ask, and
             with "all_gather" the host never waits for the device.
         max_tokens: for "peer": the most tokens a rank ever brings to a layer. None: the most that
@@ -91,7 +93,8 @@ def parallelize_experts(
 
     Raises:
         ValueError: an unknown dispatcher or policy, numbers out of range, sizes that do not divide,
-            a layer that cannot be spread this way, or a model that DDP or FSDP has hold of already.
+            another `sequence_parallel` than that of `parallelize_tensors`, a layer that cannot be
+            spread this way, or a model that DDP or FSDP has hold of already.
     """
     if dispatcher not in get_args(DispatcherName):
         known = ", ".join(get_args(DispatcherName))
@@ -171,6 +174,12 @@ def _refuse(name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool
         raise ValueError(
             f"Expected a LocalDispatcher {where}, got {type(layer.dispatcher).__name__}. "
             "Call parallelize_experts once, on a model whose experts are not spread yet."
+        )
+    told = sequence_parallel_of(layer)
+    if told is not None and told != sequence_parallel:
+        raise ValueError(
+            f"Expected sequence_parallel={told} {where}, as parallelize_tensors was told, got "
+            f"{sequence_parallel}: experts would see tokens twice, or parts as wholes."
         )
     parts = mesh.tp_size > 1 and sequence_parallel
     if parts and layer.config.balance_over == "sequence":

@@ -146,6 +146,8 @@ class ParallelDims:
         dp = dense["dp_replicate", "dp_shard"]._flatten("dp")
         expert_sizes = (self.pp, self.edp_replicate, self.edp_shard, self.ep)
         expert = init_device_mesh(device_type, expert_sizes, mesh_dim_names=EXPERT_AXES)
+        for mesh in (dense, dp, expert):
+            keep_timeout(mesh)
         return ParallelMesh(self, dense, expert, dp)
 
     def _warn_of_spread_nodes(self) -> None:
@@ -239,6 +241,17 @@ class ParallelMesh:
     @property
     def ep_rank(self) -> int:
         return self._rank("ep")
+
+
+def keep_timeout(mesh: DeviceMesh) -> None:
+    """Let the groups of `mesh` wait as long as the world's does; torch gives them its default."""
+    world = dist.group.WORLD
+    assert world is not None
+    for group in mesh.get_all_groups():
+        for device in group._device_types:
+            options = world._get_backend(device).options
+            if options is not None:  # a fake group has none
+                group._get_backend(device)._set_default_timeout(options._timeout)
 
 
 def check_mesh(mesh: Any) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.width import WidthShardedExperts
+from mb_parallel.mesh import keep_timeout
 
 
 def is_spread(experts: Experts) -> bool:
@@ -71,7 +72,9 @@ def shard_experts(
 def _grid(ep: DeviceMesh, placement: Placement) -> DeviceMesh:
     """The ep axis as a grid of experts and widths."""
     sizes = (placement.num_experts, placement.width_shards)
-    return ep._unflatten(0, sizes, ("ep_expert", "ep_width"))
+    grid = ep._unflatten(0, sizes, ("ep_expert", "ep_width"))
+    keep_timeout(grid)
+    return grid
 
 
 def _replace(

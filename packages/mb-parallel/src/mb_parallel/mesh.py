@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mb_parallel.arguments import at_least_1, device_type_name
-from mb_parallel.world import rank, world_size
+from mb_parallel.world import check_same, rank, world_size
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
@@ -127,7 +127,7 @@ class ParallelDims:
             device_type: "cpu" or "cuda", as for `distributed`.
 
         Raises:
-            ValueError: the product of the sizes is not the number of ranks.
+            ValueError: the product of the sizes is not the number of ranks, or ranks have others.
         """
         device_type_name(device_type)
         ranks = world_size()
@@ -140,6 +140,8 @@ class ParallelDims:
             )
         if ranks == 1:
             return ParallelMesh(self, None, None, None)
+        # Also for a rank that is gone: for groups torch waits half an hour.
+        check_same(self, "ParallelDims")
         self._warn_of_spread_nodes()
         dense_sizes = (self.pp, self.dp_replicate, self.dp_shard, self.tp)
         dense = init_device_mesh(device_type, dense_sizes, mesh_dim_names=DENSE_AXES)

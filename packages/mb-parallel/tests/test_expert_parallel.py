@@ -350,3 +350,20 @@ def test_models_that_cannot_be_spread_are_named():
     assert "got DistributedDataParallel" in wrapped
     assert "plain parameters in layers.1.moe, got DTensors" in sharded
     assert "experts of layers.0.moe to share parameters with other experts alone" in elsewhere
+
+
+def _unequal_stages(rank, world_size):
+    """A group made later, and how many were made before: two by a grid of ranks for all layers."""
+    mesh = ParallelDims(pp=2, dp_shard=2, ep=2).build("cpu")
+    config = MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=1, top_k=1)
+    layers = [nn.ModuleList(dMoE(config) for _ in range(count)) for count in (3, 0)]
+    before = len(dist.distributed_c10d._world.pg_map)
+    parallelize_experts(layers[mesh.pp_rank], mesh)
+    made = len(dist.distributed_c10d._world.pg_map) - before
+    total = torch.ones(())
+    dist.all_reduce(total, group=dist.new_group())
+    return made, total.item()
+
+
+def test_stages_may_have_other_numbers_of_layers_whose_experts_ranks_share():
+    assert run_ranks(_unequal_stages, 4, timeout_s=60.0) == [(2, 4.0)] * 4

@@ -3,11 +3,20 @@
 import re
 import socket
 from dataclasses import dataclass
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from mb_parallel import ParallelDims, any_rank, check_same, distributed, world
+from mb_layers import MoEConfig, dMoE
+from mb_parallel import (
+    ParallelDims,
+    any_rank,
+    check_same,
+    distributed,
+    parallelize_experts,
+    world,
+)
 from mb_parallel.mesh import DENSE_AXES, EXPERT_AXES
 from mb_parallel.testing import run_ranks
 
@@ -215,6 +224,25 @@ def test_sums_over_the_groups_of_four_ranks():
     first, *_, last = run_ranks(_sums, 4)
     assert first == {"dp": 2, "tp": 1, "ep": 1, "pp": 0, "most": 2, "last": True, "none": False}
     assert last == {"dp": 4, "tp": 5, "ep": 5, "pp": 3, "most": 3, "last": True, "none": False}
+
+
+def _timeouts(rank, world_size):
+    def backend(group):
+        return group._get_backend(torch.device("cpu"))
+
+    backend(dist.group.WORLD)._set_default_timeout(timedelta(seconds=41))
+    mesh = ParallelDims(dp_shard=2, tp=2, ep=4).build("cpu")
+    groups = [
+        group for part in (mesh.dense, mesh.dp, mesh.expert) for group in part.get_all_groups()
+    ]
+    layer = dMoE(MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=2, top_k=1))
+    parallelize_experts(layer, mesh)
+    groups.append(layer.experts.width.group)
+    return {backend(group).options._timeout.total_seconds() for group in groups}
+
+
+def test_groups_wait_as_long_as_the_world():
+    assert run_ranks(_timeouts, 4) == [{41.0}] * 4
 
 
 @dataclass

@@ -127,6 +127,14 @@ REFUSED = {
     "beside parallel maps": (lambda: _with_gain(torch.nn.Sequential(torch.nn.Linear(4, 4))),
         {"": ParallelInput(), "0": ColumnParallel(enter=False)},
         r"cover every parameter, got none for gain\. .* PartialGradients\(\)"),
+    "two patterns": (lambda: torch.nn.ModuleDict({"out": torch.nn.Linear(4, 4)}),
+        {"out": RowParallel(), "ou?": RowParallel()},
+        r"out: Expected one pattern of the plan to fit, got RowParallel and then RowParallel"),
+    "two styles": (lambda: torch.nn.ModuleDict({"out": torch.nn.Linear(4, 4)}),
+        {"*": ColumnParallel(), "out": JoinOutput()},
+        r"out: Expected one pattern .* got ColumnParallel and then JoinOutput"),
+    "a class": (lambda: torch.nn.Linear(4, 4), {"": ColumnParallel},
+        r"the model: Expected a style for '', such as .* got <class .*ColumnParallel"),
 }  # fmt: skip
 
 
@@ -159,6 +167,8 @@ def _routed(rank, mesh):
     x_BSD, ids_BSK = torch.randn(3, 6, 8), torch.randint(4, (3, 6, 2))
     want = whole["moe"](x_BSD, routing=ids_BSK)
     parallelize_tensors(whole, mesh, {"moe": ExpertLayer()}, sequence_parallel=True)
+    with pytest.raises(ValueError, match="sequence_parallel=True in moe, as parallelize_tensors"):
+        parallelize_experts(whole, mesh, sequence_parallel=False)
     parallelize_experts(whole, mesh)
     run = slice(3 * rank, 3 * rank + 3)
     got = whole["moe"](x_BSD[:, run], routing=ids_BSK)

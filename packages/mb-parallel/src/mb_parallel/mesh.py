@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mb_parallel.arguments import at_least_1, device_type_name
-from mb_parallel.world import rank, world_size
+from mb_parallel.world import check_same, rank, world_size
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
@@ -127,7 +127,7 @@ class ParallelDims:
             device_type: "cpu" or "cuda", as for `distributed`.
 
         Raises:
-            ValueError: the product of the sizes is not the number of ranks.
+            ValueError: the product of the sizes is not the number of ranks, or ranks have others.
         """
         device_type_name(device_type)
         ranks = world_size()
@@ -140,12 +140,16 @@ class ParallelDims:
             )
         if ranks == 1:
             return ParallelMesh(self, None, None, None)
+        # Also for a rank that is gone: for groups torch waits half an hour.
+        check_same(self, "ParallelDims")
         self._warn_of_spread_nodes()
         dense_sizes = (self.pp, self.dp_replicate, self.dp_shard, self.tp)
         dense = init_device_mesh(device_type, dense_sizes, mesh_dim_names=DENSE_AXES)
         dp = dense["dp_replicate", "dp_shard"]._flatten("dp")
         expert_sizes = (self.pp, self.edp_replicate, self.edp_shard, self.ep)
         expert = init_device_mesh(device_type, expert_sizes, mesh_dim_names=EXPERT_AXES)
+        for mesh in (dense, dp, expert):
+            keep_timeout(mesh)
         return ParallelMesh(self, dense, expert, dp)
 
     def _warn_of_spread_nodes(self) -> None:
@@ -239,6 +243,17 @@ class ParallelMesh:
     @property
     def ep_rank(self) -> int:
         return self._rank("ep")
+
+
+def keep_timeout(mesh: DeviceMesh) -> None:
+    """Let the groups of `mesh` wait as long as the world's does; torch gives them its default."""
+    world = dist.group.WORLD
+    assert world is not None
+    for group in mesh.get_all_groups():
+        for device in group._device_types:
+            options = world._get_backend(device).options
+            if options is not None:  # a fake group has none
+                group._get_backend(device)._set_default_timeout(options._timeout)
 
 
 def check_mesh(mesh: Any) -> None:

@@ -11,6 +11,7 @@ Letters: E experts, F expert ffn width, D hidden, K top-k.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -30,9 +31,10 @@ from mb_parallel.expert_parallel.peer import PeerDispatcher
 from mb_parallel.expert_parallel.peer_memory import PeerBuffers, peer_problem
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
-from mb_parallel.expert_parallel.shard import is_spread, shard_experts
+from mb_parallel.expert_parallel.shard import experts_meshes, is_spread, shard_experts
 from mb_parallel.expert_parallel.surround import Layer, surround
 from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.tensor_parallel.experts import sequence_parallel_of
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer"]
 
@@ -57,17 +59,18 @@ def parallelize_experts(
 ) -> str:
     """Spread the experts of every `MoE` and `dMoE` in `model` over the ep axis, in place.
 
-    Call it on every rank, with equal parameters (same seed, or the meta device), after
-    `parallelize_tensors` and before `apply_data_parallel`: an expert's gradient here is the sum
-    over the ranks of its ep group, which the latter sums over the copies of the expert. Experts
-    that layers share, whole or some of their parameters, stay shared.
+    Call it on every rank, on pipeline stages without such layers too, with equal parameters (same
+    seed, or the meta device), after `parallelize_tensors` and before `apply_data_parallel`: an
+    expert's gradient here is the sum over the ranks of its ep group, which the latter sums over the
+    copies of the expert. Experts that layers share, whole or some of their parameters, stay shared.
 
     Args:
         model: any module that holds layers of mb_layers.
         mesh: from `ParallelDims.build`.
         dispatcher: what moves rows between ranks; "auto" chooses, see `choose_dispatcher`.
         sequence_parallel: whether each tensor-parallel rank brings its own part of the sequence.
-            False: they all bring the same tokens, and share them out. Unused where tp is 1.
+            False: they all bring the same tokens, and share them out. As `parallelize_tensors` was
+            told. Unused where tp is 1.
         equal_tokens: every rank always brings as many tokens to a layer: nobody has to ask, and
             with "all_gather" the host never waits for the device.
         max_tokens: for "peer": the most tokens a rank ever brings to a layer. None: the most that
@@ -91,7 +94,8 @@ def parallelize_experts(
 
     Raises:
         ValueError: an unknown dispatcher or policy, numbers out of range, sizes that do not divide,
-            a layer that cannot be spread this way, or a model that DDP or FSDP has hold of already.
+            another `sequence_parallel` than that of `parallelize_tensors`, a layer that cannot be
+            spread this way, or a model that DDP or FSDP has hold of already.
     """
     if dispatcher not in get_args(DispatcherName):
         known = ", ".join(get_args(DispatcherName))
@@ -101,11 +105,14 @@ def parallelize_experts(
     above_0(timeout_s=timeout_s)
     rows = Rows(row_policy, row_budget)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
-    if not layers:
-        return "expert parallelism: no MoE layers of mb_layers in the model, nothing to spread"
     for name, layer in layers.items():
         _refuse(name, layer, mesh, sequence_parallel)
     ep = mesh.axis("ep")
+    meshes: Mapping[int, DeviceMesh] = {}
+    if ep is not None:  # also for a stage without layers
+        meshes = experts_meshes(mesh, {layer.config.num_experts for layer in layers.values()})
+    if not layers:
+        return "expert parallelism: no MoE layers of mb_layers in the model, nothing to spread"
     told: Counter[str] = Counter()
     if ep is not None:
         _refuse_held(model, layers)
@@ -116,7 +123,7 @@ def parallelize_experts(
             found = [peer_problem(everywhere, ep.device_type, width) for width in sorted(widths)]
             problem = next((text for text in found if text), None)
         buffers = PeerBuffers(everywhere, max_tokens=max_tokens, timeout_s=timeout_s)
-        spreading = _Spreading(ep, buffers, rows, keep_rows, equal_tokens, chunks)
+        spreading = _Spreading(ep, meshes, buffers, rows, keep_rows, equal_tokens, chunks)
         bounded = row_policy != "worst"
         for name, layer in layers.items():
             top_k = layer.config.top_k
@@ -172,6 +179,12 @@ def _refuse(name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool
             f"Expected a LocalDispatcher {where}, got {type(layer.dispatcher).__name__}. "
             "Call parallelize_experts once, on a model whose experts are not spread yet."
         )
+    told = sequence_parallel_of(layer)
+    if told is not None and told != sequence_parallel:
+        raise ValueError(
+            f"Expected sequence_parallel={told} {where}, as parallelize_tensors was told, got "
+            f"{sequence_parallel}: experts would see tokens twice, or parts as wholes."
+        )
     parts = mesh.tp_size > 1 and sequence_parallel
     if parts and layer.config.balance_over == "sequence":
         raise ValueError(
@@ -215,10 +228,12 @@ def _refuse_held(model: nn.Module, layers: dict[str, Layer]) -> None:
 class _Spreading:
     """How the layers of a model are spread: `parallelize_experts`' arguments, and what they share.
 
+    meshes: what layers are spread over, by their number of experts.
     shared: what became of parameters, by what they were, for those that several layers have.
     """
 
     ep: DeviceMesh
+    meshes: Mapping[int, DeviceMesh]
     buffers: PeerBuffers
     rows: Rows
     keep_rows: bool | None
@@ -232,7 +247,7 @@ class _Spreading:
         place = Place(self.ep.get_group(), name)
         placement = Placement(experts, place.size, place.rank)
         if not is_spread(layer.experts):  # else they are an earlier layer's too
-            shard_experts(layer.experts, self.ep, placement, name, self.shared)
+            shard_experts(layer.experts, self.meshes[experts], placement, name, self.shared)
             if dispatcher == "all_to_all" and self.chunks > 1:
                 compute_in_chunks(layer.experts)
         layer.dispatcher = self._dispatcher(layer, place, placement, dispatcher)

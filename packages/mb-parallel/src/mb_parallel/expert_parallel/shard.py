@@ -7,6 +7,10 @@ Letters: E experts, F expert ffn width, D hidden, s ranks per expert.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
 from mb_layers.experts import Experts
 from mb_layers.frozen import FrozenWeight
 from torch import nn
@@ -16,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.width import WidthShardedExperts
+from mb_parallel.mesh import ParallelMesh, keep_timeout
 
 
 def is_spread(experts: Experts) -> bool:
@@ -23,18 +28,43 @@ def is_spread(experts: Experts) -> bool:
     return any(isinstance(weight, DTensor) for weight in experts.parameters())
 
 
+def experts_meshes(mesh: ParallelMesh, numbers: Iterable[int]) -> dict[int, DeviceMesh]:
+    """What layers of so many experts are spread over, by their numbers; every rank calls it.
+
+    That is the ep axis, or, where ranks outnumber experts, a grid of experts and widths. It takes
+    new groups, which all ranks make alike: stages tell each other what their layers need.
+
+    Raises:
+        ValueError: a number that neither divides ep nor is a multiple of it, on any stage.
+    """
+    ep, pp = mesh.axis("ep"), mesh.axis("pp")
+    assert ep is not None
+    by_stage: list[Any] = [set(numbers)]
+    if pp is not None:
+        by_stage *= pp.size()
+        dist.all_gather_object(by_stage, by_stage[0], group=pp.get_group())
+    found = {}
+    for number in sorted(set().union(*by_stage)):
+        found[number] = ep
+        shards = Placement(number, ep.size(), ep.get_local_rank()).width_shards
+        if shards > 1:
+            found[number] = ep._unflatten(0, (number, shards), ("ep_expert", "ep_width"))
+            keep_timeout(found[number])
+    return found
+
+
 def shard_experts(
     experts: Experts,
-    ep: DeviceMesh,
+    mesh: DeviceMesh,
     placement: Placement,
     name: str,
     spread: dict[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Keep this rank's part of each parameter, as a DTensor of the global shape over `ep`.
+    """Keep this rank's part of each parameter, as a DTensor of the global shape over `mesh`.
 
     Experts are split along E, their adapters with them; where ranks outnumber them, along E and F
-    (b2: along E and D). `spread` maps parameters to what became of them, for those that several
-    modules share, and is added to.
+    (b2: along E and D). `mesh` is of `experts_meshes`. `spread` maps parameters to what
+    became of them, for those that several modules share, and is added to.
 
     Raises:
         ValueError: s does not divide F (or D, with biases); weights of a form that is not split.
@@ -50,7 +80,7 @@ def shard_experts(
     if shards == 1:
         for module in list(experts.modules()):
             for weight_name, weight in list(module.named_parameters(recurse=False)):
-                _replace(module, weight_name, weight, ep, (0,), spread)
+                _replace(module, weight_name, weight, mesh, (0,), spread)
         return
     config = experts.config
     if config.ffn_hidden_size % shards or (config.mlp_bias and config.hidden_size % shards):
@@ -59,19 +89,12 @@ def shard_experts(
             f"ffn_hidden_size = {config.ffn_hidden_size}, hidden_size = {config.hidden_size}. "
             "Lower ep or change the width."
         )
-    grid = _grid(ep, placement)
     experts.__class__ = WidthShardedExperts  # as FSDP2 does: same parameters, other `forward`
     assert isinstance(experts, WidthShardedExperts)
-    experts.width = Place(grid["ep_width"].get_group(), name)
+    experts.width = Place(mesh["ep_width"].get_group(), name)
     for weight_name, weight in list(experts.named_parameters(recurse=False)):
         width_dim = 2 if weight_name == "w2" else 1
-        _replace(experts, weight_name, weight, grid, (0, width_dim), spread)
-
-
-def _grid(ep: DeviceMesh, placement: Placement) -> DeviceMesh:
-    """The ep axis as a grid of experts and widths."""
-    sizes = (placement.num_experts, placement.width_shards)
-    return ep._unflatten(0, sizes, ("ep_expert", "ep_width"))
+        _replace(experts, weight_name, weight, mesh, (0, width_dim), spread)
 
 
 def _replace(

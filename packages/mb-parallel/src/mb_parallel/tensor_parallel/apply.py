@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -44,8 +44,8 @@ def parallelize_tensors(
 
     Raises:
         ValueError: heads, widths or a vocabulary that tp does not divide, a parameter of which no
-            style of the plan says what becomes of it, or a model that is shared out already; names
-            the module.
+            style of the plan says what becomes of it, a module that two styles claim, or a model
+            that is shared out already; names the module.
     """
     check_mesh(mesh)
     tp = mesh.axis("tp")
@@ -61,13 +61,16 @@ def parallelize_tensors(
     names = {module: name for name, module in model.named_modules()}
     shared = _shared_parameters(model)
     covered: set[nn.Module] = set()
+    styles: dict[nn.Module, list[Style]] = {}
     for pattern, entry in plan.items():
         for module in [module for module, name in names.items() if _matches(name, pattern)]:
-            style = entry if isinstance(entry, Style) else entry(module)
             try:
+                style = _style(entry, module, pattern)
+                _refuse_second(module, styles.setdefault(module, []), style)
                 style.apply(module, region)
             except ValueError as error:
                 raise ValueError(f"{names[module] or 'the model'}: {error}") from error
+            styles[module].append(style)
             covered.update(style.covers(module))
     _share_again(shared)
     loose = [
@@ -89,6 +92,29 @@ def _matches(name: str, pattern: str) -> bool:
     """Whether a module's name fits, part by part."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _style(entry: Any, module: nn.Module, pattern: str) -> Style:
+    style = entry
+    if callable(entry) and not isinstance(entry, type):
+        style = entry(module)
+    if not isinstance(style, Style):
+        raise ValueError(
+            f"Expected a style for {pattern!r}, such as RowParallel(), or a function of the module "
+            f"that returns one, got {style!r}."
+        )
+    return style
+
+
+def _refuse_second(module: nn.Module, earlier: list[Style], style: Style) -> None:
+    """Two styles of a module would enter, or leave, the region twice: sums of sums."""
+    for other in earlier:
+        both = all(module in one.covers(module) for one in (other, style))
+        if both or type(other) is type(style):
+            raise ValueError(
+                f"Expected one pattern of the plan to fit, got {type(other).__name__} and then "
+                f"{type(style).__name__}. Make the patterns narrower, or leave one out."
+            )
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

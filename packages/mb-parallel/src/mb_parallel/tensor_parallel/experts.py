@@ -25,6 +25,8 @@ from mb_parallel.tensor_parallel import collectives
 from mb_parallel.tensor_parallel.adapt import adapt, summed
 from mb_parallel.tensor_parallel.styles import Region, Style
 
+_SEQUENCE_PARALLEL = "_mb_sequence_parallel"
+
 
 @dataclass(frozen=True)
 class ExpertLayer(Style):
@@ -45,6 +47,7 @@ class ExpertLayer(Style):
                 f"Expected mb_layers.MoE or dMoE, got {type(module).__name__}, whose router and "
                 "losses are not known here."
             )
+        setattr(module, _SEQUENCE_PARALLEL, region.sequence_parallel)
         if not region.sequence_parallel:
             return
 
@@ -76,6 +79,11 @@ class ExpertLayer(Style):
 
     def covers(self, module: nn.Module) -> list[nn.Module]:
         return list(module.modules())
+
+
+def sequence_parallel_of(layer: nn.Module) -> bool | None:
+    """What `parallelize_tensors` was told, None where it did not come by."""
+    return getattr(layer, _SEQUENCE_PARALLEL, None)
 
 
 def _over_ranks(metrics: dict[str, Tensor], region: Region) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ def _run(steps, *, moment=torch.float32, beta2=0.999, scale=1.0, found_inf=(), s
         grads = [torch.randn(shape, generator=generator) for shape in SHAPES]
         flags = {
             "grad_scale": torch.tensor(scale),
-            "found_inf": torch.tensor(float(step in found_inf)),
+            "found_inf": torch.tensor(2.0 if step in found_inf else 0.0),  # a sum over ranks
         }
         scaled = [g * scale for g in grads]
         mb_kernels.adamw_step(ours, scaled, m, v, copies, t, lr=lr, **options, **flags)
@@ -201,6 +201,7 @@ def test_kernel_matches_reference_on_a_gpu(moment, grad, shift):
     [
         ({"grad": torch.zeros(6, 4)}, r"buffer: expected.*\(6, 4\)"),
         ({"grad": torch.zeros(4, 6).double()}, "grad: expected torch.float32 or"),
+        ({"grad": torch.zeros(4, 6).to_sparse()}, "grad: expected a dense tensor"),
         ({"grad": torch.zeros(4, 6), "dtype": torch.int8}, "dtype: expected torch.float32 or"),
         ({"buffer": torch.zeros(4, 6).bfloat16()}, "buffer: expected torch.float32"),
         ({"grad_scale": torch.ones(1)}, "grad_scale: expected a float32 scalar"),
@@ -218,3 +219,15 @@ def test_muons_passes_refuse(change, says):
         run = partial(mb_kernels.muon_momentum, **(before | change), momentum=0.9, found_inf=one)
     with pytest.raises(ValueError, match=says):
         run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_muons_direction_is_contiguous(dtype):
+    flags = {"grad_scale": torch.ones(()), "found_inf": torch.zeros(())}
+    grad, buffer = torch.randn(6, 4).T, torch.zeros(4, 6)
+    got = mb_kernels.muon_momentum(grad, buffer, momentum=0.9, **flags, dtype=dtype)
+    assert got.is_contiguous()
+    assert torch.equal(
+        got,
+        mb_kernels.muon_momentum(grad.contiguous(), buffer * 0, momentum=0.9, **flags, dtype=dtype),
+    )

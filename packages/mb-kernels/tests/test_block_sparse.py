@@ -189,6 +189,14 @@ def small_matrix():
             "b: expected 384, the columns of the topology; got 256",
         ),
         (
+            lambda s: sdd(torch.ones(384, 8), torch.ones(8, 256), s.t()),
+            "b: expected 512, the columns of the topology; got 256",
+        ),
+        (
+            lambda s: sdd(torch.ones(384, 8), torch.ones(9, 512), s.t()),
+            "b: expected 8, the columns of a; got 9",
+        ),
+        (
             lambda s: sdd(torch.ones(512, 8), torch.ones(9, 384), s),
             "b: expected 8, the columns of a; got 9",
         ),

@@ -18,6 +18,7 @@ from mb_kernels import reference
 from mb_kernels.block_sparse.reference import BLOCK, Topology, make_matrix
 from mb_kernels.runtime.registration import interpret
 from mb_kernels.testing import assert_close, make_expert_ids
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 T, D, F, E, K = 9, 16, 16, 3, 2
@@ -334,6 +335,42 @@ def test_any_memory_order_on_a_gpu(name, argument, sizes):
     want = results(op, op.tensors, call=op.twin, double=True)
     for what, value in want.items():
         assert_close(f"{name}, {argument} with strides: {what}", got[what].float(), value.float())
+
+
+class _Long(TorchDispatchMode):
+    """By name, the arguments of 64 bits that ops get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "mb":
+            for argument, value in zip(function._schema.arguments, args, strict=False):
+                if isinstance(value, torch.Tensor) and value.dtype is torch.int64:
+                    self.seen.add(argument.name)
+        return function(*args, **(kwargs or {}))
+
+
+# Those that count rows or blocks by tensor descriptors on some GPUs.
+COUNTING = [
+    n for n in OPS if "grouped" in n or "gmm" in n or "mlp" in n or n in ("dsd", "dds", "sdd")
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", COUNTING)
+def test_indices_of_64_bits_are_as_good(name, device):
+    # Coordinates of a descriptor have 32 bits: with others no kernel compiled on Hopper.
+    op = make_op(name)
+    tensors = {n: t.to(device) for n, t in op.tensors.items()}
+    want = results(op, tensors)
+    longer = {n: t.long() for n, t in tensors.items() if t.dtype is torch.int32}
+    with _Long() as long:
+        got = results(op, tensors | longer)
+    assert long.seen <= {"row_indices", "column_indices", "column_indices_t"}, long.seen
+    for what, value in want.items():
+        assert torch.equal(got[what], value), what
 
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)

@@ -99,10 +99,16 @@ def test_gmm_compiles_with_sizes_on_the_cpu():
     [
         ({"trans_a": True, "trans_b": True}, [4], "expected one of them at most"),
         ({"trans_a": True}, [4], r"b: expected \[N, M\]"),
-        ({}, [2, 3], r"at most 4 rows together, those of a; got \[2, 3\]"),
+        ({}, [5], r"at most 4 rows together, those of a; got \[5\]"),
         ({}, [0.5], "batch_sizes: expected int32 or int64"),
+        ({}, [2, 2], r"batch_sizes: expected \[1\], a size for each matrix of b; got \(2,\)"),
+        ({"a": torch.zeros(4, 8)}, [4], r"b: expected \[E, K, M\] .* got a \(4, 8\) and b \(1, 16"),
+        ({"a": torch.zeros(4, 8), "trans_b": True}, [4], r"b: expected \[E, M, K\]"),
+        ({"a": torch.zeros(4, 16).half()}, [4], "b: expected torch.float16, the dtype of a"),
+        ({"b": torch.zeros(3, 16), "trans_a": True}, [4], r"b: expected \[N, M\]"),
     ],
 )
 def test_gmm_refuses(options, sizes, message):
+    given = {"a": torch.zeros(4, 16), "b": torch.zeros(1, 16, 16)} | options
     with pytest.raises(ValueError, match=message):
-        gmm(torch.zeros(4, 16), torch.zeros(1, 16, 16), torch.tensor(sizes), **options)
+        gmm(batch_sizes=torch.tensor(sizes), **given)

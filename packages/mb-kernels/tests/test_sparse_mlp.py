@@ -124,8 +124,8 @@ def test_compiles_without_a_graph_break(activation):
 @pytest.mark.parametrize(
     ("ffn", "w1_shape", "message"),
     [
-        (96, (2, 96, 16), "F of w2_EDF: expected a multiple of 128.*got 96"),
-        (128, (2, 128, 16), r"w1_EFD: expected \(2, 256, 16\) for 'swiglu'"),
+        (96, (2, 192, 16), "F of w2_EDF: expected a multiple of 128.*got 96"),
+        (128, (2, 128, 16), r"w1_EFD: expected \(2, 256, 16\) for swiglu"),
     ],
 )
 def test_errors_say_what_was_expected(ffn, w1_shape, message):
@@ -154,13 +154,44 @@ def test_activations_with_numbers(activation):
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "message"),
-    [(5, 2, "expected \\[4, K\\].*got \\(4, 1\\) and 5 slots"), (4, 3, "of 2 experts.*got 3")],
+    [(5, 2, "expected 4 slots and 2 experts; got 5 and 2"), (4, 3, "2 experts; got 4 and 3")],
 )
 def test_bins_of_another_routing_are_refused(tokens, experts, message):
     bins = make_bins("uniform", tokens, experts, 1)
     x, w1, w2 = torch.ones(4, 16), torch.ones(2, 128, 16), torch.ones(2, 16, 128)
     with pytest.raises(ValueError, match=message):
         sparse_expert_mlp(x, w1, w2, bins, torch.ones(4, 1), activation="gelu")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("w2", torch.ones(2, 32, 128), r"w2_EDF: expected \[E, D, F\] with the D of x_TD"),
+        ("x", torch.ones(4, 1, 16), r"w2_EDF: expected .*with the D of x_TD \[T, D\] \(4, 1, 16\)"),
+        ("weights", torch.ones(4), r"weights_TK: expected \[4, top_k\].*got \(4,\)"),
+        ("weights", torch.ones(4, 1, 1), r"weights_TK: expected \[4, top_k\].*got \(4, 1, 1\)"),
+    ],
+)
+def test_what_expert_mlp_refuses_is_refused(name, given, message):
+    tensors = {"x": torch.ones(4, 16), "w1": torch.ones(2, 256, 16), "w2": torch.ones(2, 16, 128)}
+    tensors |= {"bins": make_bins("uniform", 4, 2, 1), "weights": torch.ones(4, 1), name: given}
+    for op in (sparse_expert_mlp, expert_mlp):
+        with pytest.raises(ValueError, match=message):
+            op(*tensors.values())
+
+
+def test_experts_without_features_give_zeros():
+    x = torch.ones(4, 16, requires_grad=True)
+    bins, w1, w2 = make_bins("uniform", 4, 2, 1), torch.ones(2, 0, 16), torch.ones(2, 16, 0)
+    y = sparse_expert_mlp(x, w1, w2, bins, torch.ones(4, 1))
+    assert not y.any()
+    assert not torch.autograd.grad(y.sum(), x)[0].any()
+
+
+def test_bins_are_padded_once():
+    bins = pad_bins(make_bins("uniform", 4, 2, 1))
+    with pytest.raises(ValueError, match=r"a row for each of 4 slots.*got 384 rows.*not padded"):
+        pad_bins(bins)
 
 
 def test_topology_wants_padded_bins():

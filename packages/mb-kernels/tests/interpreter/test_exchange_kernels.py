@@ -272,6 +272,15 @@ def test_routing_packed_and_unpacked(tokens, top_k, experts, ranks):
     assert torch.equal(grad, ((ids >= 0) & (ids < experts)).float())
 
 
+def test_an_infinite_weight_stays_with_its_expert():
+    words = torch.tensor([[torch.inf, 0.5, 0.25, 1, 0, 7]])  # weights beside ids
+    for weights, *_ in (
+        unpack_routing(words, num_experts=8, ranks=4, rank=0),
+        reference.unpack_routing(words, None, 0, 2),
+    ):
+        assert weights.tolist() == [[0.5, torch.inf]]
+
+
 def test_routing_that_cannot_be_packed_is_refused():
     weights, ids = torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.int32)
     sizes = {"num_experts": 4, "ranks": 2}

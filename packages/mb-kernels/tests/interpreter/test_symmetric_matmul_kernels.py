@@ -42,6 +42,13 @@ def test_what_is_above_the_diagonal_comes_from_below():
     assert got[0, 35, 45] == 0  # within a tile on the diagonal each number is its own
 
 
+def test_what_counts_nothing_is_not_read():
+    x = torch.ones(1, 40, 16).half()
+    nothing = torch.full((1, 40, 40), torch.nan).half()
+    for op in (symmetric_matmul, reference.symmetric_matmul):
+        assert torch.equal(op(x, x, nothing, beta=0.0), op(x, x))
+
+
 def test_a_product_whose_offsets_take_more_than_32_bits_is_torchs():
     def launches(size):
         x = torch.empty(1, size, 8, dtype=torch.float16, device="meta")

@@ -19,7 +19,7 @@ def advance(
     if not steps:
         return torch.empty(0, 3)
     # One tensor for all would be read back by the host.
-    torch._foreach_add_(list(steps), [1.0 - found_inf] * len(steps))
+    torch._foreach_add_(list(steps), [(found_inf == 0).float()] * len(steps))
     t = torch.stack(list(steps)).double()
     first, second = (1.0 - beta**t for beta in betas)
     started = t > 0

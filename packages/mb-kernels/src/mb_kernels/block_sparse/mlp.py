@@ -28,6 +28,7 @@ from mb_kernels.block_sparse.mlp_reference import (
 )
 from mb_kernels.block_sparse.reference import BLOCK, Topology
 from mb_kernels.elementwise import op as elementwise  # noqa: F401  (registers the activation)
+from mb_kernels.expert_mlp.arguments import check_experts
 from mb_kernels.runtime import checks, registration
 
 if TYPE_CHECKING:
@@ -43,12 +44,20 @@ def pad_bins(bins: Bins) -> Bins:
     Returns:
         Bins whose order has R = ``padded_rows(N, E)`` entries, -1 for padding; inverse and offsets
         count padded rows. As ever, rows from offsets[-1] on hold the dropped slots.
+
+    Raises:
+        ValueError: bins that are padded already, or on several devices, or of no integers.
     """
     checks.require_bins("bins.order_N", bins.order_N, bins)
-    rows = padded_rows(bins.order_N.numel(), bins.tokens_per_expert_E.numel())
-    order, inverse, offsets = torch.ops.mb.pad_indices(
-        bins.order_N, bins.inverse_N, bins.offsets_E1, rows
-    )
+    slots = bins.inverse_N.numel()
+    if bins.order_N.numel() != slots:
+        raise ValueError(
+            f"bins: expected a row for each of {slots} slots, as bin_tokens returns them; got "
+            f"{bins.order_N.numel()} rows. Pass bins that are not padded."
+        )
+    rows = padded_rows(slots, bins.offsets_E1.numel() - 1)
+    indices = checks.int32(bins.order_N, bins.inverse_N, bins.offsets_E1)
+    order, inverse, offsets = torch.ops.mb.pad_indices(*indices, rows)
     return Bins(order, inverse, bins.tokens_per_expert_E, offsets)
 
 
@@ -68,13 +77,15 @@ def topology(padded_bins: Bins, ffn_hidden_size: int, *, dtype: torch.dtype) -> 
         ValueError: F is not a multiple of 128, or the bins are not padded.
     """
     _check_width("ffn_hidden_size", ffn_hidden_size)
+    checks.require_bins("padded_bins.order_N", padded_bins.order_N, padded_bins)
     if padded_bins.order_N.numel() % BLOCK:
         raise ValueError(
             f"padded_bins: expected a multiple of {BLOCK} rows; got {padded_bins.order_N.numel()}. "
             "Pass pad_bins(bins)."
         )
     block_rows, width = padded_bins.order_N.numel() // BLOCK, ffn_hidden_size // BLOCK
-    indices = Topology(*torch.ops.mb.topology_indices(padded_bins.offsets_E1, block_rows, width))
+    (offsets,) = checks.int32(padded_bins.offsets_E1)
+    indices = Topology(*torch.ops.mb.topology_indices(offsets, block_rows, width))
     return make_pattern(padded_bins, ffn_hidden_size, indices, dtype)
 
 
@@ -106,33 +117,13 @@ def sparse_expert_mlp(
         ValueError: unknown or interleaved activation; F not a multiple of 128; sizes, dtypes or
             devices that do not match.
     """
-    kind = parse(activation)
-    if kind.interleaved:  # the gate and up of an output would lie in one block
+    if parse(activation).interleaved:  # the gate and up of an output would lie in one block
         raise ValueError(
             f"activation: expected one whose gate lies over up in w1_EFD; got {activation!r}. "
             "expert_mlp takes interleaved rows."
         )
-    _check_width("F of w2_EDF", w2_EDF.shape[-1])
-    columns = w2_EDF.shape[-1] * (2 if kind.gated else 1)
-    if w1_EFD.shape != (w2_EDF.shape[0], columns, x_TD.shape[-1]):
-        raise ValueError(
-            f"w1_EFD: expected {(w2_EDF.shape[0], columns, x_TD.shape[-1])} for {activation!r} and "
-            f"w2_EDF {tuple(w2_EDF.shape)}; got {tuple(w1_EFD.shape)}."
-        )
-    checks.require_same("x_TD", x_TD, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
-    checks.require_floating("weights_TK", weights_TK)
-    checks.require_device("x_TD", x_TD, weights_TK=weights_TK)
-    checks.require_bins("x_TD", x_TD, bins)
-    slots, experts = bins.order_N.numel(), bins.offsets_E1.numel() - 1
-    if slots != weights_TK.numel() or weights_TK.shape[0] != x_TD.shape[0]:
-        raise ValueError(
-            f"weights_TK: expected [{x_TD.shape[0]}, K], and bins of as many slots; got "
-            f"{tuple(weights_TK.shape)} and {slots} slots. Build the bins from ids [T, K]."
-        )
-    if experts != w2_EDF.shape[0]:
-        raise ValueError(
-            f"bins: expected those of {w2_EDF.shape[0]} experts, as in w2_EDF; got {experts}."
-        )
+    check_experts(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
+    _check_width("F of w2_EDF", w2_EDF.shape[2])
     arguments = (x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
     if recompute:
         return checkpoint(_sparse_expert_mlp, *arguments, use_reentrant=False)

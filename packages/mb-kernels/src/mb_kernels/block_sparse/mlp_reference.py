@@ -27,7 +27,7 @@ def padded_rows(rows: int, num_experts: int) -> int:
 
 def pad_bins(bins: Bins) -> Bins:
     """Twin of ``mb_kernels.pad_bins``."""
-    rows = padded_rows(bins.order_N.numel(), bins.tokens_per_expert_E.numel())
+    rows = padded_rows(bins.order_N.numel(), bins.offsets_E1.numel() - 1)
     order, inverse, offsets = pad_indices(bins.order_N, bins.inverse_N, bins.offsets_E1, rows)
     return Bins(order, inverse, bins.tokens_per_expert_E, offsets)
 
@@ -44,7 +44,8 @@ def make_pattern(
 ) -> "stk.Matrix":
     """A Matrix [R, E·F] whose data is one element, repeated: it has no storage to speak of."""
     element = torch.zeros((1, 1, 1), dtype=dtype, device=padded_bins.order_N.device)
-    size = (padded_bins.order_N.numel(), padded_bins.tokens_per_expert_E.numel() * ffn_hidden_size)
+    experts = padded_bins.offsets_E1.numel() - 1
+    size = (padded_bins.order_N.numel(), experts * ffn_hidden_size)
     return make_matrix(size, element.expand(indices.row_indices.numel(), BLOCK, BLOCK), indices)
 
 
@@ -85,7 +86,9 @@ def topology_indices(padded_offsets_E1: Tensor, block_rows: int, width: int) -> 
 
     blocks = torch.arange(block_rows * width, device=device)
     # Column order: by column, then by row. Unused blocks sort behind and stay where they are.
-    key = torch.where(used[:, None], columns * block_rows + row[:, None], blocks.view(-1, width))
+    key = torch.where(
+        used[:, None], columns * block_rows + row[:, None], blocks.view(block_rows, width)
+    )
     key = torch.where(used[:, None], key, key + experts * width * block_rows)
     permutation = key.flatten().argsort()
     tensors = (

@@ -29,7 +29,6 @@ from mb_kernels.block_sparse.reference import (
     Topology,
     dsd_blocks,
     sdd_blocks,
-    stored_size,
     topology_of,
     with_data,
 )
@@ -57,15 +56,15 @@ def sdd(a: Tensor, b: Tensor, topology: "stk.Matrix") -> "stk.Matrix":
     """
     _check_matrix("topology", topology)
     a_GMK, b_GKN = _stack("a", a), _stack("b", b)
-    if not topology.is_contiguous():  # (a @ b)^T = b^T @ a^T has the blocks of the stored matrix
-        a_GMK, b_GKN = b_GKN.transpose(1, 2), a_GMK.transpose(1, 2)
-    size = stored_size(topology)
+    size = topology.size()
     _check_size("a", a_GMK.shape[0] * a_GMK.shape[1], size[0], "rows of the topology", a_GMK, 1)
     _check_size("b", b_GKN.shape[0] * b_GKN.shape[2], size[1], "columns of the topology", b_GKN, 2)
     _check_size("b", b_GKN.shape[1], a_GMK.shape[2], "columns of a")
     checks.require_same("a", a, b=b)
-    _check_indices("topology", topology, "a", a)
-    data = torch.ops.mb.sdd(a_GMK, b_GKN, *topology_of(topology))
+    indices = _indices("topology", topology, "a", a)
+    if not topology.is_contiguous():  # (a @ b)^T = b^T @ a^T has the blocks of the stored matrix
+        a_GMK, b_GKN = b_GKN.transpose(1, 2), a_GMK.transpose(1, 2)
+    data = torch.ops.mb.sdd(a_GMK, b_GKN, *indices)
     return with_data(topology, data)
 
 
@@ -87,9 +86,9 @@ def dsd(a: "stk.Matrix", b: Tensor) -> Tensor:
     b_GKN = _stack("b", b)
     _check_size("b", b_GKN.shape[0] * b_GKN.shape[1], a.size()[1], "columns of a", b_GKN, 1)
     checks.require_same("a", a.data, b=b)
-    _check_indices("a", a, "a.data", a.data)
+    indices = _indices("a", a, "a.data", a.data)
     transposed = not a.is_contiguous()
-    return torch.ops.mb.dsd(a.data, b_GKN, *topology_of(a), transposed, 1, False)[0]
+    return torch.ops.mb.dsd(a.data, b_GKN, *indices, transposed, 1, False)[0]
 
 
 def dds(a: Tensor, b: "stk.Matrix") -> Tensor:
@@ -110,10 +109,10 @@ def dds(a: Tensor, b: "stk.Matrix") -> Tensor:
         raise ValueError(f"a: expected [M, K]; got {tuple(a.shape)}. A stack has no use here.")
     _check_size("a", a.shape[1], b.size()[0], "rows of b")
     checks.require_same("b", b.data, a=a)
-    _check_indices("b", b, "b.data", b.data)
+    indices = _indices("b", b, "b.data", b.data)
     # a @ b = (b^T @ a^T)^T, computed into memory that is row-major after the last transpose.
     transposed = b.is_contiguous()
-    out = torch.ops.mb.dsd(b.data, a.t()[None], *topology_of(b), transposed, 1, True)
+    out = torch.ops.mb.dsd(b.data, a.t()[None], *indices, transposed, 1, True)
     return out[0].t()
 
 
@@ -146,13 +145,17 @@ def _check_size(
         )
 
 
-def _check_indices(name: str, matrix: "stk.Matrix", what: str, x: Tensor) -> None:
-    indices = topology_of(matrix)._asdict()
-    named = {f"{name}.{field}": t for field, t in indices.items()}
+def _indices(name: str, matrix: "stk.Matrix", what: str, x: Tensor) -> Topology:
+    """Where the blocks are; what kernels count blocks by in int32, whatever it is given in."""
+    indices = topology_of(matrix)
+    named = {f"{name}.{field}": t for field, t in indices._asdict().items()}
     checks.require_device(what, x, **named)
     for field, t in named.items():
         if t.dtype not in (torch.int16, torch.int32, torch.int64):  # stk's are of 16 bits
             raise ValueError(f"{field}: expected int16, int32 or int64; got {t.dtype}.")
+    counts = ("offsets", "offsets_t", "block_offsets_t")
+    counted = checks.int32(*(getattr(indices, field) for field in counts))
+    return indices._replace(**dict(zip(counts, counted, strict=True)))
 
 
 def _column_major(x_GMN: Tensor) -> bool:

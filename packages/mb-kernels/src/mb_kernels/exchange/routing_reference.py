@@ -61,7 +61,7 @@ def unpack_routing(
     if top_k <= per_rank:
         return weights_RK, ids_RK, torch.where(mine_RK, column_J, -1)
     chosen_RKJ = ids_RK[:, :, None] == column_J
-    weights_RJ = (weights_RK[:, :, None] * chosen_RKJ).sum(dim=1)
+    weights_RJ = torch.where(chosen_RKJ, weights_RK[:, :, None], 0).sum(dim=1)
     return weights_RJ, torch.where(chosen_RKJ.any(dim=1), column_J, -1), ids_RK
 
 

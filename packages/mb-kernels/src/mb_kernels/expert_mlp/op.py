@@ -112,7 +112,7 @@ def expert_mlp(
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x_TD, w1_EFD, w2_EDF, weights_TK, b1_EF, b2_ED)
     )
-    indices = (bins.order_N, bins.inverse_N, bins.offsets_E1)
+    indices = checks.int32(bins.order_N, bins.inverse_N, bins.offsets_E1)
     saved_bits = (saved_activation_bits or _WHOLE) if differentiable and not recompute else 0
     keep_rows = saved_bits > 0 and weights_TK.shape[1] == 1 and registration.use_triton(x_TD)
     if differentiable and not (x_stays or keep_rows):

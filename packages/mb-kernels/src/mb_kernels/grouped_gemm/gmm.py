@@ -9,7 +9,7 @@ Letters: N rows, K contraction, M output columns, E experts.
 import torch
 from torch import Tensor
 
-from mb_kernels.grouped_gemm.op import grouped_gemm
+from mb_kernels.grouped_gemm.op import product
 from mb_kernels.runtime import checks
 from mb_kernels.runtime.widths import cut, lacking, widened
 
@@ -37,16 +37,23 @@ def gmm(
     """
     if trans_a and trans_b:
         raise ValueError("trans_a, trans_b: expected one of them at most; got both.")
-    if a.ndim != 2 or b.ndim != (2 if trans_a else 3):
+    layout, shared = ("[E, M, K]", 2) if trans_b else ("[E, K, M]", 1)
+    if trans_a:
+        layout, shared = "[N, M]", 0
+    if a.ndim != 2 or b.ndim != (2 if trans_a else 3) or b.shape[shared] != a.shape[min(shared, 1)]:
         raise ValueError(
-            f"b: expected {'[N, M]' if trans_a else '[E, K, M], or [E, M, K] with trans_b'} beside "
-            f"a [N, K]; got a {tuple(a.shape)} and b {tuple(b.shape)}."
+            f"b: expected {layout} beside a [N, K]; got a {tuple(a.shape)} and b {tuple(b.shape)}."
         )
     checks.require_dense("batch_sizes", batch_sizes)
     if batch_sizes.ndim != 1 or batch_sizes.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             "batch_sizes: expected int32 or int64 [E], the rows of each expert; got "
             f"{batch_sizes.dtype} {tuple(batch_sizes.shape)}."
+        )
+    if not trans_a and batch_sizes.shape[0] != b.shape[0]:
+        raise ValueError(
+            f"batch_sizes: expected [{b.shape[0]}], a size for each matrix of b; got "
+            f"{tuple(batch_sizes.shape)}."
         )
     if batch_sizes.device.type == "cpu":
         # Compiled, or a tensor without memory, they are looked at by what runs in the end, if rows
@@ -59,12 +66,10 @@ def gmm(
             )
         batch_sizes = batch_sizes.to(a.device, non_blocking=True)
     checks.require_device("a", a, batch_sizes=batch_sizes)
+    checks.require_same("a", a, b=b)
     offsets_E1 = offsets_of(batch_sizes)
     if not trans_a:
-        return grouped_gemm(a, b, offsets_E1, transpose_weight=trans_b)
-    if a.shape[0] != b.shape[0]:
-        raise ValueError(f"b: expected {a.shape[0]} rows, those of a; got {b.shape[0]}.")
-    checks.require_same("a", a, b=b)
+        return product("b", a, b, offsets_E1, transpose_weight=trans_b)
     wider = (widened(t, lacking(t, t.shape[1])) for t in (a, b))
     out_EKM = torch.ops.mb.grouped_outer(*wider, offsets_E1)
     return cut(out_EKM, b.shape[1], a.shape[1])

@@ -27,7 +27,7 @@ def grouped_gemm(
         x_NK: [N, K]; fp32, bf16 or fp16. On a GPU a K or M that is no multiple of 16 costs a wider
             copy of the weights.
         w_EMK: [E, M, K], or [E, K, M] with ``transpose_weight=False``; dtype of x_NK.
-        offsets_E1: [E + 1] int32; expert e owns rows offsets[e] to offsets[e + 1].
+        offsets_E1: [E + 1] int32 or int64; expert e owns rows offsets[e] to offsets[e + 1].
         transpose_weight: row r of expert e becomes ``x_r @ w_e^T`` (True) or ``x_r @ w_e``.
 
     Returns:
@@ -51,11 +51,19 @@ def grouped_gemm(
         )
     checks.require_same("x_NK", x_NK, w=w_EMK)
     checks.require_indices("x_NK", x_NK, offsets_E1=offsets_E1)
-    columns = w_EMK.shape[3 - contraction]
+    return product("w", x_NK, w_EMK, offsets_E1, transpose_weight=transpose_weight)
+
+
+def product(
+    name: str, x_NK: Tensor, w_EMK: Tensor, offsets_E1: Tensor, *, transpose_weight: bool
+) -> Tensor:
+    """``grouped_gemm`` of what fits together; ``name`` is what the caller calls the weights."""
+    columns = w_EMK.shape[1 if transpose_weight else 2]
     more_K, more_M = lacking(x_NK, x_NK.shape[1]), lacking(x_NK, columns)
     w = widened(w_EMK, *((more_K, more_M) if transpose_weight else (more_M, more_K)))
-    checks.require_addressable("w", w)
-    y_NM = torch.ops.mb.grouped_gemm(widened(x_NK, more_K), w, offsets_E1, transpose_weight)
+    checks.require_addressable(name, w)
+    (offsets,) = checks.int32(offsets_E1)
+    y_NM = torch.ops.mb.grouped_gemm(widened(x_NK, more_K), w, offsets, transpose_weight)
     return cut(y_NM, columns)
 
 

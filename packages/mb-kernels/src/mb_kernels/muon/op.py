@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mb_kernels.muon import reference
-from mb_kernels.runtime import registration
+from mb_kernels.runtime import checks, registration
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -101,6 +101,7 @@ def _implementation(name: str, *tensors: Tensor) -> Any:
 
 
 def _check(name: str, x: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    checks.require_dense(name, x)
     if x.shape != like.shape or x.device != like.device or x.dtype not in dtypes:
         raise ValueError(
             f"{name}: expected {' or '.join(map(str, dtypes))} {tuple(like.shape)} on "

@@ -77,8 +77,8 @@ def _check_slots(bins: Bins, tokens: int, top_k: int, what: str) -> None:
         )
 
 
-def _indices(bins: Bins) -> tuple[Tensor, Tensor, Tensor]:
-    return bins.order_N, bins.inverse_N, bins.offsets_E1
+def _indices(bins: Bins) -> tuple[Tensor, ...]:
+    return checks.int32(bins.order_N, bins.inverse_N, bins.offsets_E1)
 
 
 def bins_of(order: Tensor, inverse: Tensor, offsets: Tensor) -> Bins:

@@ -66,6 +66,11 @@ def require_indices(what: str, first: Tensor, **indices: Tensor) -> None:
             )
 
 
+def int32(*indices: Tensor) -> tuple[Tensor, ...]:
+    """The same numbers as ops take them: the coordinates of a tensor descriptor have 32 bits."""
+    return tuple(index.int() for index in indices)
+
+
 def require_bins(what: str, first: Tensor, bins: Bins) -> None:
     """``require_indices`` of the arrays of ``bins`` that ops read."""
     require_indices(

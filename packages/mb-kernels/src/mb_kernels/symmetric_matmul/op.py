@@ -36,7 +36,7 @@ def symmetric_matmul(
             (``x.mT`` of a contiguous x), lie one behind the other; else copied.
         b_BMK: as a.
         add_BMM: [B, M, M] of their dtype, or None.
-        alpha, beta: of the product and of ``add_BMM``.
+        alpha, beta: of the product and of ``add_BMM``, which is not read where beta is 0.
         diagonal: added to the diagonal.
 
     Returns:
@@ -57,7 +57,7 @@ def symmetric_matmul(
     others = {"b_BMK": b_BMK} if add_BMM is None else {"b_BMK": b_BMK, "add_BMM": add_BMM}
     checks.require_same("a_BMK", a_BMK, **others)
     return torch.ops.mb.symmetric_matmul(
-        a_BMK, b_BMK, add_BMM, float(alpha), float(beta), float(diagonal)
+        a_BMK, b_BMK, add_BMM if beta else None, float(alpha), float(beta), float(diagonal)
     )
 
 

@@ -1,13 +1,31 @@
-"""The README's example runs as printed."""
+"""The README's example runs as printed, and its recipes are those there are."""
 
 import re
 from pathlib import Path
 
+from mb_train.recipes import RECIPES
+
+README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+
 
 def test_readme_example(capsys, tmp_path, monkeypatch):
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "README.md", "exec"), {})
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"loss 10\.\d\d -> \d+\.\d\d, kept in runs/quickstart/iter_0000004", last)
+
+
+def test_recipes_are_named():
+    (row,) = re.findall(r"^\| `recipe\(name\)` \|(.*)$", README, flags=re.MULTILINE)
+    named = set(re.findall(r"`([\w-]+)`", row))
+    named |= {f"{kind}-17m" for kind in ("dense", "dmoe", "moe")} | {
+        f"{model}-quickstart" for model in ("bert", "t5", "ict")
+    }
+    for kind, smallest, largest in re.findall(r"`(\w+)-(\w+)` to `\1-(\w+)`", row):
+        sizes = [name.split("-")[1] for name in RECIPES if re.fullmatch(f"{kind}-[0-9]+m", name)]
+        assert sizes[-1] == largest
+        named |= {f"{kind}-{size}" for size in sizes[sizes.index(smallest) :]}
+    named |= {f"{name}-1gpu" for name in named if name.startswith("dense-")}
+    named -= {"-1gpu", "17m", "bert-", "t5-", "ict-"}
+    assert named == set(RECIPES)

@@ -85,23 +85,14 @@ def prepare_data(
         vocab_size: of the model.
 
     Raises:
-        ValueError: no training documents, a file that is missing or damaged, or tokens of another
-            vocabulary.
+        ValueError: no training documents, a damaged file, or tokens of another vocabulary.
         OSError: a file that cannot be read.
     """
     parts = config.data_by_part()
-    if config.model == "ict" and config.titles_data_path is not None:
-        _check_files([config.titles_data_path], (".bin", ".idx"), "--titles-data-path")
     paths = parts or config.data_words()
     if paths is None:
         paths = [_sample_corpus(tokenizer, task, folder, say, mock=config.mock_data)]
-    suffixes = (".bin", ".idx") if config.task is None else ("",)
-    prefixes: list[str] = []
-    for part, words in paths.items() if isinstance(paths, dict) else [("", paths)]:
-        if words is not None:
-            named = [word for word in words if not _is_number(word)]
-            _check_files(named, suffixes, _named_by(config, part))
-            prefixes += named
+    prefixes = [prefix for named in _prefixes(paths).values() for prefix in named]
     evaluated = config.eval_iters * batch_size
     train, valid, test = _on_rank_zero_first(
         lambda: task.build_datasets(paths, (samples, evaluated, evaluated))
@@ -118,7 +109,7 @@ def prepare_data(
     weights = [float(word) for word in trained_on[::2]] if blend else []
     identity = {
         "weights": [round(weight / sum(weights), 6) for weight in weights],
-        "bin_bytes": [_size(Path(prefix + suffixes[0])) for prefix in prefixes],
+        "bin_bytes": [_size(Path(prefix + _suffixes(config)[0])) for prefix in prefixes],
         "epochs": [
             source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)
         ],
@@ -128,6 +119,18 @@ def prepare_data(
     if not config.eval_iters:
         valid = test = None
     return Data(train, valid, test, identity)
+
+
+def check_files(config: TrainConfig) -> None:
+    """Raise ValueError if a file of the data that the flags name is missing.
+
+    Apart from `prepare_data`, since it can be asked before a model is built, which takes minutes.
+    """
+    if config.model == "ict" and config.titles_data_path is not None:
+        _check_files([config.titles_data_path], (".bin", ".idx"), "--titles-data-path")
+    paths = config.data_by_part() or config.data_words()
+    for part, named in _prefixes(paths or {}).items():
+        _check_files(named, _suffixes(config), _named_by(config, part))
 
 
 def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
@@ -148,6 +151,21 @@ def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
                 "the data was made with another tokenizer, or is damaged. Give the --tokenizer "
                 "that it was made with (or --vocab-file and --merge-file)."
             )
+
+
+def _prefixes(paths: list[str] | Mapping[str, list[str] | None]) -> dict[str, list[str]]:
+    """The data sets of each part, without their weights; "" is of what is split into parts."""
+    parts = paths if isinstance(paths, Mapping) else {"": paths}
+    return {
+        part: [word for word in words if not _is_number(word)]
+        for part, words in parts.items()
+        if words is not None
+    }
+
+
+def _suffixes(config: TrainConfig) -> tuple[str, ...]:
+    """Of the files of a data set; a task's are named whole."""
+    return (".bin", ".idx") if config.task is None else ("",)
 
 
 def _named_by(config: TrainConfig, part: str) -> str:

@@ -11,6 +11,9 @@ E experts, K experts per token, V padded vocabulary.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 from mb_train.config import TrainConfig, whole
 
 # Dense bf16 peak in TFLOP/s by a part of the device's name, the more particular first: the makers'
@@ -56,7 +59,16 @@ def head_flops(config: TrainConfig, vocab_size: int) -> float:
 
 def peak_flops(device: str) -> float | None:
     """FLOP/s that a device of this name can do at most in bf16; None if it is not known."""
-    for part, tflops in _PEAK_TFLOPS.items():
-        if part.lower() in device.lower():
-            return 1e12 * tflops
-    return None
+    tflops = of_device(_PEAK_TFLOPS, device)
+    return None if tflops is None else 1e12 * tflops
+
+
+def of_device(table: Mapping[str, float], device: str) -> float | None:
+    """The first entry whose name is a part of this device's; numbers whole: no A100 is in A1000."""
+    named = (part for part in table if re.search(rf"{part}(?!\d)", device, re.IGNORECASE))
+    return next((table[part] for part in named), None)
+
+
+def known_devices() -> list[str]:
+    """Parts of the names of the devices whose peaks are known."""
+    return list(_PEAK_TFLOPS)

@@ -28,7 +28,7 @@ from mb_train.checkpoint import Progress, load_checkpoint
 from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
 from mb_train.console import Console
-from mb_train.data import Data, batches, prepare_data
+from mb_train.data import Data, batches, check_files, prepare_data
 from mb_train.folder_lock import locked
 from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.profiling import check_profiled
@@ -97,6 +97,7 @@ class Run:
         config = self.config
         self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
         self.say(argument_lines(config))
+        check_files(config)
         tokenizer = load_tokenizer(config, None if start is None else start.run)
         saved = 0 if start is None else start.saved.identity.get("padded_vocab_size", 0)
         self.vocab_size = vocabulary_rows(

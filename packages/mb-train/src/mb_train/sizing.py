@@ -18,7 +18,7 @@ from mb_parallel import ParallelDims
 from torch import nn
 
 from mb_train.config import TrainConfig, whole
-from mb_train.flops import attention_flops, flops_per_token, head_flops
+from mb_train.flops import attention_flops, flops_per_token, head_flops, known_devices
 from mb_train.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
 from mb_train.layout import parallel_dims
 from mb_train.models.gpt import GPT
@@ -239,7 +239,11 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
         f"checkpoint    {found.checkpoint / GIB:.1f} GiB",
         f"step          {tokens:,} tokens, {found.step_flops / 1e12:,.1f} TFLOP on {ranks} ranks",
     ]
-    if found.step_s is not None:
+    if found.step_s is None:
+        lines.append(
+            f"time          not known on {device}; --gpu takes {', '.join(known_devices())}"
+        )
+    else:
         lines.append(
             f"time          {1000 * found.step_s:,.0f} ms a step on {device}, "
             f"{tokens / found.step_s:,.0f} tokens/s, communication not counted"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mb_train.flops import peak_flops
+from mb_train.flops import of_device, peak_flops
 
 # Of a dense GPT-2 125M on an H200, by --profile: products 703 and 723 TFLOP/s, attention 490 of
 # the whole square of positions (benchmarks/results/2026-11-22-h200.md).
@@ -60,9 +60,7 @@ class Work:
 
     def seconds(self, device: str) -> float | None:
         """Seconds on a GPU of this name; None if its data sheet is not known."""
-        peak = peak_flops(device)
-        terabytes = (tb for part, tb in _BANDWIDTH_TB.items() if part.lower() in device.lower())
-        bandwidth = next(terabytes, None)
+        peak, bandwidth = peak_flops(device), of_device(_BANDWIDTH_TB, device)
         if peak is None or bandwidth is None:
             return None
         moved = _KEPT_PASSES * self.kept + _LOGIT_PASSES * self.logits + self.weights

@@ -101,6 +101,44 @@ def test_a_compiled_block_recomputes(model):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("wrapped", ["blocks", "inside", "selective"])
+def test_blocks_alike_are_compiled_once(wrapped):
+    """Of a deep model the compiler takes eight and leaves the others as they are."""
+
+    class Unflattened(Attention):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x_BSD):
+            q, k, v = self.qkv(x_BSD).unflatten(2, (3, 2, -1)).transpose(1, 3).unbind(2)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return x_BSD + y.transpose(1, 2).flatten(2)
+
+    blocks = [nn.Sequential(Unflattened()) for _ in range(4)]
+    expected = run_all(copy.deepcopy(blocks))
+    inside = [block[0] for block in blocks]
+    apply_recompute(inside if wrapped == "inside" else blocks,
+                    "selective" if wrapped == "selective" else "full")  # fmt: skip
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for got, wanted in zip(run_all(blocks), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def run_all(blocks):
+    """The output of one block after the other, and all gradients."""
+    torch.manual_seed(0)
+    y = x = torch.randn(2, 6, WIDTH, requires_grad=True)
+    for block in blocks:
+        y = block(y)
+    parameters = [p for block in blocks for p in block.parameters()]
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *parameters])]
+
+
 class Attention(nn.Module):
     def forward(self, x_BSD):
         q, k, v = self.qkv(x_BSD).view(*x_BSD.shape[:2], 2, 3, WIDTH // 2).transpose(1, 2).unbind(3)

@@ -228,6 +228,21 @@ def _saved(rank, world_size):
     return sorted(name for name, p in model.named_parameters() if isinstance(p, DTensor))
 
 
+def _classes(rank, world_size):
+    """How many kinds of module the compiler sees in one block, and in all of them."""
+    mesh = ParallelDims(tp=world_size).build("cpu")
+    model = tiny_gpt.build(Options(gated=True))
+    parallelize_tensors(model, mesh, tiny_gpt.plan(Options()))
+    blocks = list(model.stack.blocks.values())
+    assert len(blocks) > 1
+    return [len({type(m) for b in some for m in b.modules()}) for some in (blocks[:1], blocks)]
+
+
+def test_layers_alike_are_compiled_once():
+    for one, all_of_them in run_ranks(_classes, 2):
+        assert one == all_of_them
+
+
 def test_parameters_keep_names_shapes_and_ties():
     sharded, other = run_ranks(_saved, 2)
     assert sharded == other

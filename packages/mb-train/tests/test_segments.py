@@ -5,6 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig
+from mb_train import assemble
+from mb_train.config import TrainConfig
 from mb_train.models import gpt, segments
 from mb_train.models.attention import BlockContext, CoreAttention
 from mb_train.models.config import TransformerConfig
@@ -125,12 +127,31 @@ def test_a_model_says_the_same_every_way(monkeypatch, positions):
     by_ids = model(x, **batch, segments_BS=segments_of(ends_BS)).losses["lm loss"]
     masked = model(x, **batch, ends_BN=ends_BN).losses["lm loss"]
     assert torch.equal(masked, by_ids)
-    monkeypatch.setattr(segments, "flash_kernel", lambda: by_document)
+    calls = []
+    monkeypatch.setattr(segments, "flash_kernel", lambda: counted)
+
+    def counted(*tensors, **how):
+        calls.append(tensors)
+        return by_document(*tensors, **how)
+
     monkeypatch.setattr(gpt, "flash_takes", lambda *about, **more: True)
     packed = model(x, **batch, ends_BN=ends_BN).losses["lm loss"]
     torch.testing.assert_close(packed, masked)
     other = model(x, **batch, ends_BN=torch.full((3, 1), 12))
     assert (other.losses["lm loss"] - masked).abs() > 1e-4
+    recompute = TrainConfig(
+        seq_length=12, lr=1e-3, micro_batch_size=1, num_layers=2, hidden_size=32,
+        num_attention_heads=4, recompute_granularity="selective",
+    )  # fmt: skip
+    assemble._recompute(list(model.stack.blocks.values()), recompute)
+    grads = [torch.autograd.grad(packed, list(model.parameters()))]
+    calls.clear()
+    again = model(x, **batch, ends_BN=ends_BN).losses["lm loss"]
+    assert torch.equal(again, packed)
+    assert len(calls) == 2
+    grads += [torch.autograd.grad(again, list(model.parameters()))]
+    assert len(calls) == 4
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("flash", [False, True], ids=["mask", "kernel"])

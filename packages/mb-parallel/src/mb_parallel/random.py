@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mb_parallel.forwards import wrap_forward
+
 _MASK = (1 << 64) - 1
 
 
@@ -79,18 +81,20 @@ def make_distinct(modules: Iterable[nn.Module], rank: int) -> None:
     In eval mode, where nothing is drawn, they are called as they are.
     """
     for module in modules:
-        module.forward = functools.partial(_call_distinct, module, module.forward, rank)
+        wrap_forward(module, _drawing(rank))
 
 
-def _call_distinct(
-    module: nn.Module, forward: Callable[..., Any], rank: int, *args: Any, **kwargs: Any
-) -> Any:
-    if not module.training:
-        return forward(*args, **kwargs)
-    tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-    first = next(tensors, None)
-    with distinct(rank, None if first is None else first.device):
-        return forward(*args, **kwargs)
+@functools.cache
+def _drawing(rank: int) -> Callable[..., Any]:
+    def call(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not module.training:
+            return forward(*args, **kwargs)
+        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        first = next(tensors, None)
+        with distinct(rank, None if first is None else first.device):
+            return forward(*args, **kwargs)
+
+    return call
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ exchange of a dispatcher happens again as well.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
@@ -27,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from mb_parallel.arguments import at_least_1, several
+from mb_parallel.forwards import wrap_forward
 
 Mode = Literal["full", "moe", "selective"]
 
@@ -56,10 +56,8 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) 
                 "Expected blocks with an MoE or dMoE layer for mode 'moe', got none. Use 'full' or "
                 "'selective' for a dense model."
             )
-    call = _call_selective if mode == "selective" else _call_checkpointed
     for module in chosen:
-        # On the instance: names in the state dict stay, and hooks (FSDP2's) are called around it.
-        module.forward = functools.partial(call, module, module.forward)
+        wrap_forward(module, _call_selective if mode == "selective" else _call_checkpointed)
     return len(chosen)
 
 

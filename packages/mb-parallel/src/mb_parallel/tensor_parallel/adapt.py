@@ -10,7 +10,7 @@ plain tensors, and an op costs the host what it costs without tensor parallelism
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -23,10 +23,13 @@ from torch.distributed.tensor import DTensor, Shard
 from mb_parallel.tensor_parallel import collectives
 
 View = Callable[[Tensor], Tensor]
+Adapted = dict[Hashable, type[nn.Module]]
 
 
 def adapt(
     module: nn.Module,
+    adapted: Adapted,
+    how: Hashable,
     *,
     views: Mapping[str, View] | None = None,
     forward: Callable[..., Any] | None = None,
@@ -34,12 +37,24 @@ def adapt(
     """Give one module views of its own parameters, by name, and another forward.
 
     Args:
+        adapted: the classes that there are already. Modules alike get one class: the compiler tells
+            modules apart by their classes, and would compile each of a model's layers anew.
+        how: what `views` and `forward` are made of, but for the names of the former.
         views: what reading a parameter within the module's forward returns.
         forward: called as `forward(original, *args, **kwargs)`, `original` being the module's own.
     """
-    parent = type(module)
+    key = (type(module), how, tuple(views or ()))
+    if key not in adapted:
+        adapted[key] = _subclass(type(module), views or {}, forward)
+    module.__class__ = adapted[key]
+    vars(module)["inside_forward"] = False
 
-    def adapted(self: Any, *args: Any, **kwargs: Any) -> Any:
+
+def _subclass(
+    parent: type[nn.Module], views: Mapping[str, View], forward: Callable[..., Any] | None
+) -> type[nn.Module]:
+
+    def viewing(self: Any, *args: Any, **kwargs: Any) -> Any:
         outer = self.inside_forward
         self.inside_forward = True
         try:
@@ -49,14 +64,14 @@ def adapt(
         finally:
             self.inside_forward = outer
 
-    body: dict[str, Any] = {name: _viewed(name, view) for name, view in (views or {}).items()}
-    body |= {"__module__": parent.__module__, "forward": adapted, "inside_forward": False}
-    module.__class__ = type(parent.__name__, (parent,), body)
+    body: dict[str, Any] = {name: _viewed(name, view) for name, view in views.items()}
+    body |= {"__module__": parent.__module__, "forward": viewing}
+    return type(parent.__name__, (parent,), body)
 
 
 def is_adapted(module: nn.Module) -> bool:
     """Whether `adapt` has changed it."""
-    return hasattr(type(module), "inside_forward")
+    return hasattr(module, "inside_forward")
 
 
 def _viewed(name: str, view: View) -> property:

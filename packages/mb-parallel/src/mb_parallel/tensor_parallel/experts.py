@@ -72,8 +72,9 @@ class ExpertLayer(Style):
         for child in self.covers(module):
             names = [name for name, p in child._parameters.items() if p is not None]
             if names and not isinstance(child, Experts):
-                adapt(child, views=dict.fromkeys(names, summed(region.group)))
-        adapt(module, forward=forward)
+                views = dict.fromkeys(names, summed(region.group))
+                adapt(child, region.adapted, self, views=views)
+        adapt(module, region.adapted, self, forward=forward)
         if module.config.jitter_eps:
             make_distinct([module.router], region.rank)
 

@@ -14,7 +14,7 @@ Letters: B sequences, S tokens of a sequence, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mb_parallel.random import make_distinct
 from mb_parallel.tensor_parallel import collectives
-from mb_parallel.tensor_parallel.adapt import adapt, local, once, shard, summed
+from mb_parallel.tensor_parallel.adapt import Adapted, adapt, local, once, shard, summed
 
 SEQUENCE = -2  # dimension of x [..., S, D]
 
@@ -34,6 +34,7 @@ class Region:
 
     mesh: DeviceMesh
     sequence_parallel: bool
+    adapted: Adapted = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -106,7 +107,7 @@ class ColumnParallel(Style):
             return original(region.enter(x), *args, **kwargs)
 
         views = dict.fromkeys(names, local)
-        adapt(module, views=views, forward=forward if self.enter else None)
+        adapt(module, region.adapted, self, views=views, forward=forward if self.enter else None)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class RowParallel(Style):
             return region.leave(original(*args, **kwargs))
 
         views = dict.fromkeys(names, once(region.group)) | {"weight": local}
-        adapt(module, views=views, forward=forward)
+        adapt(module, region.adapted, self, views=views, forward=forward)
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class ParallelInput(Style):
             entered = [region.enter(x) for x in args[: self.count]]
             return original(*entered, *args[self.count :], **kwargs)
 
-        adapt(module, forward=forward)
+        adapt(module, region.adapted, self, forward=forward)
 
     def covers(self, module: nn.Module) -> list[nn.Module]:
         return []
@@ -158,7 +159,9 @@ class SequenceParallel(Style):
 
     def apply(self, module: nn.Module, region: Region) -> None:
         if region.sequence_parallel:
-            adapt(module, views=dict.fromkeys(own(module), summed(region.group)))
+            adapt(
+                module, region.adapted, self, views=dict.fromkeys(own(module), summed(region.group))
+            )
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ class PartialGradients(Style):
     """
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        adapt(module, views=dict.fromkeys(own(module), summed(region.group)))
+        adapt(module, region.adapted, self, views=dict.fromkeys(own(module), summed(region.group)))
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ class SplitSequence(Style):
         def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return collectives.split(original(*args, **kwargs), region.group, SEQUENCE)
 
-        adapt(module, forward=forward)
+        adapt(module, region.adapted, self, forward=forward)
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ class JoinOutput(Style):
             return collectives.join(x, region.group, SEQUENCE), *rest
 
         views = dict.fromkeys(own(module), summed(region.group))
-        adapt(module, views=views, forward=forward)
+        adapt(module, region.adapted, self, views=views, forward=forward)
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ class Sharded(Style):
         names = own(module, *self.dims)
         for name in names:
             shard(module, name, self.dims[name], region.mesh, what=f"dimension of {name}")
-        adapt(module, views=dict.fromkeys(names, local))
+        adapt(module, region.adapted, type(self), views=dict.fromkeys(names, local))
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ class VocabParallelEmbedding(Style):
             x_BSD = original(places_BS.masked_fill(foreign_BS, 0))
             return region.leave(x_BSD.masked_fill(foreign_BS[..., None], 0))
 
-        adapt(module, views={"weight": local}, forward=forward)
+        how = (self, rows)
+        adapt(module, region.adapted, how, views={"weight": local}, forward=forward)
 
 
 @dataclass(frozen=True)

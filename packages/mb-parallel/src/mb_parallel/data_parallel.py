@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from mb_parallel.arguments import floating, several
+from mb_parallel.arguments import floating, one_module, several
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.shards import local
 
@@ -83,15 +83,16 @@ def apply_data_parallel(
             a loss, tables of positions and a residual stream in fp32 stay what they are.
 
     Raises:
-        ValueError: another `zero_stage`, no floating-point `compute_dtype`, one module instead of
-            several, parameters of several dtypes that train in one unit, or experts with working
-            copies.
+        ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
+            or one for several, parameters of several dtypes that train in one unit, or experts with
+            working copies.
     """
+    one_module(model)
     check_mesh(mesh)
     floating(compute_dtype=compute_dtype)
     blocks, keep_fp32 = several(blocks, "blocks"), several(keep_fp32, "keep_fp32")
     if zero_stage not in (1, 2, 3):
-        raise ValueError(f"Expected zero_stage 1, 2 or 3, got {zero_stage}.")
+        raise ValueError(f"Expected zero_stage 1, 2 or 3, got {zero_stage!r}.")
     if mesh.dense is None or mesh.expert is None or mesh.dims.dp * mesh.dims.tp == 1:
         return
     dense = _sharding_mesh(mesh.dense, "dp_replicate", "dp_shard")
@@ -133,9 +134,10 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     micro-batches stage 1 and 2 keep the gathered weights, stage 1 also whole gradients; replicas
     are summed at the last. A model that `apply_data_parallel` left alone is left alone.
     """
-    if not isinstance(model, FSDPModule):
+    one_module(model)
+    stage = zero_stage_of(model)
+    if stage is None or not isinstance(model, FSDPModule):
         return
-    stage = getattr(model, _STAGE)
     model.set_requires_gradient_sync(enabled or stage > 1)
     model.set_requires_all_reduce(enabled)
     model.set_reshard_after_backward(enabled or stage == 3)
@@ -147,6 +149,7 @@ def gather_rest(model: nn.Module) -> None:
     Its forward does so by itself, and its blocks in any case; all ranks of a group call this, and
     the same blocks after it. A model that `apply_data_parallel` left alone is left alone.
     """
+    one_module(model)
     if isinstance(model, FSDPModule):
         model.unshard()
 

@@ -82,6 +82,7 @@ class ParallelDims:
         Raises:
             ValueError: `dp_replicate * tp * pp` does not divide `world_size`, or a bad size.
         """
+        at_least_1(world_size=world_size)
         sizes = cls(dp_replicate=dp_replicate, tp=tp, pp=pp)
         dp_shard, rest = divmod(world_size, sizes.world_size)
         if rest or not dp_shard:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from mb_parallel.arguments import above_0, at_least_1
+from mb_parallel.arguments import above_0, at_least_1, one_module
 from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
 from mb_parallel.expert_parallel.collectives import Place
@@ -100,6 +100,7 @@ def parallelize_experts(
     if dispatcher not in get_args(DispatcherName):
         known = ", ".join(get_args(DispatcherName))
         raise ValueError(f"Expected dispatcher to be one of {known}, got {dispatcher!r}.")
+    one_module(model)
     check_mesh(mesh)
     at_least_1(chunks=chunks, max_tokens=1 if max_tokens is None else max_tokens)
     above_0(timeout_s=timeout_s)

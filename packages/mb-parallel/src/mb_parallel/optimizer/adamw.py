@@ -149,6 +149,11 @@ class AdamW(ShardedOptimizer):
     ) -> None:
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"Expected state_dtype torch.float32 or bfloat16, got {state_dtype}.")
+        if not isinstance(working_copies, WorkingCopies | None):
+            raise ValueError(
+                "Expected working_copies to be what hold_working_copies returned, got "
+                f"{type(working_copies).__name__}."
+            )
         self.state_dtype = state_dtype
         self._copies = working_copies if working_copies is not None else WorkingCopies({})
         self._equal = Unwritten()  # 16-bit parameters, to their masters

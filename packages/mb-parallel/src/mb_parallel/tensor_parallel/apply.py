@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from mb_parallel.arguments import one_module
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.tensor_parallel.adapt import is_adapted
 from mb_parallel.tensor_parallel.styles import Region, Style
@@ -47,6 +48,7 @@ def parallelize_tensors(
             style of the plan says what becomes of it, a module that two styles claim, or a model
             that is shared out already; names the module.
     """
+    one_module(model)
     check_mesh(mesh)
     tp = mesh.axis("tp")
     if tp is None:

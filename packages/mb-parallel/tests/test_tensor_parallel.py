@@ -191,10 +191,38 @@ def _joined(rank, mesh):
     torch.testing.assert_close(grads, [p.grad for p in want.parameters()])
 
 
+class _Named(torch.nn.Module):
+    """Takes its stream by name, as the layers of transformers give it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
+
+    def forward(self, states, scale):
+        return self.down(self.up(states) * scale)
+
+
+def _by_name(mesh):
+    grads = []
+    for spread in (False, True):
+        model = _Named()
+        if spread:
+            plan = {"": ParallelInput(), "up": ColumnParallel(enter=False), "down": RowParallel()}
+            parallelize_tensors(model, mesh, plan, sequence_parallel=False)
+            with pytest.raises(ValueError, match="1 streams in _Named, .* states, got 0"):
+                model(scale=2.0)
+        x_BSD = torch.linspace(-1, 1, 32).view(2, 4, 4).requires_grad_()
+        model(scale=2.0, states=x_BSD).square().sum().backward()
+        grads.append(x_BSD.grad)
+    torch.testing.assert_close(*grads)
+
+
 def _odd_sequence(rank, world_size):
     mesh = ParallelDims(tp=world_size).build("cpu")
     _routed(rank, mesh)
     _joined(rank, mesh)
+    _by_name(mesh)
     model = tiny_gpt.build(Options())
     parallelize_tensors(model, mesh, tiny_gpt.plan(Options()))
     with pytest.raises(ValueError, match=r"not shared out yet, got .* Call"):

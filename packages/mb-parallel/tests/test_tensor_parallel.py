@@ -210,7 +210,7 @@ def _by_name(mesh):
         if spread:
             plan = {"": ParallelInput(), "up": ColumnParallel(enter=False), "down": RowParallel()}
             parallelize_tensors(model, mesh, plan, sequence_parallel=False)
-            with pytest.raises(ValueError, match="1 streams in _Named, .* states, got 0"):
+            with pytest.raises(ValueError, match=r"1 streams in _Named, .* states, got 0"):
                 model(scale=2.0)
         x_BSD = torch.linspace(-1, 1, 32).view(2, 4, 4).requires_grad_()
         model(scale=2.0, states=x_BSD).square().sum().backward()

@@ -359,6 +359,8 @@ def mixed_dtypes(rank, world_size):
     apply_data_parallel(
         other, mesh, blocks=list(other)[:2], compute_dtype=half, keep_fp32=[other[1].norm]
     )
+    with pytest.raises(ValueError, match="sharded yet, got FSDPSequential"):
+        apply_data_parallel(other, mesh, blocks=list(other)[:2], compute_dtype=half)
     other[1].norm.register_forward_hook(lambda module, args, y: y.to(half))
     other[1].norm.register_forward_pre_hook(lambda module, args: args[0].float())
     other(torch.ones(3, WIDTH)).sum().backward()

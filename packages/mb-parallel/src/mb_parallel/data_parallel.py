@@ -84,8 +84,8 @@ def apply_data_parallel(
 
     Raises:
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
-            or one for several, parameters of several dtypes that train in one unit, or experts with
-            working copies.
+            or one for several, a model that is sharded already, parameters of several dtypes that
+            train in one unit, or experts with working copies.
     """
     one_module(model)
     check_mesh(mesh)
@@ -95,6 +95,11 @@ def apply_data_parallel(
         raise ValueError(f"Expected zero_stage 1, 2 or 3, got {zero_stage!r}.")
     if mesh.dense is None or mesh.expert is None or mesh.dims.dp * mesh.dims.tp == 1:
         return
+    if isinstance(model, FSDPModule):
+        raise ValueError(
+            f"Expected a model that is not sharded yet, got {type(model).__name__}. Call "
+            "apply_data_parallel once, and not after fully_shard."
+        )
     dense = _sharding_mesh(mesh.dense, "dp_replicate", "dp_shard")
     reshard = zero_stage == 3
     policy = MixedPrecisionPolicy(

@@ -16,6 +16,7 @@ from mb_parallel.tensor_parallel import (
     ExpertLayer,
     JoinOutput,
     ParallelInput,
+    Replicated,
     RowParallel,
     SequenceParallel,
     VocabParallelEmbedding,
@@ -127,6 +128,8 @@ REFUSED = {
     "beside parallel maps": (lambda: _with_gain(torch.nn.Sequential(torch.nn.Linear(4, 4))),
         {"": ParallelInput(), "0": ColumnParallel(enter=False)},
         r"cover every parameter, got none for gain\. .* PartialGradients\(\)"),
+    "a container": (lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)), {"": RowParallel()},
+        r"the model: Expected a parameter weight in Sequential, got none"),
     "two patterns": (lambda: torch.nn.ModuleDict({"out": torch.nn.Linear(4, 4)}),
         {"out": RowParallel(), "ou?": RowParallel()},
         r"out: Expected one pattern of the plan to fit, got RowParallel and then RowParallel"),
@@ -218,11 +221,33 @@ def _by_name(mesh):
     torch.testing.assert_close(*grads)
 
 
+def _whole_head(mesh):
+    """A head that no style shares out has more rows than a rank's; tied to one, it has not."""
+    said = []
+    for embedding, head in (
+        (VocabParallelEmbedding(), Replicated()),
+        (Replicated(), Replicated()),
+        (Replicated(), ColumnParallel(enter=False)),
+    ):
+        model = tiny_gpt.build(Options())
+        plan = tiny_gpt.plan(Options()) | {"embedding.tokens": embedding, "head": head}
+        parallelize_tensors(model, mesh, plan, sequence_parallel=False)
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        try:
+            model(tokens, labels=tokens, weights=tokens + 1.0)
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    whole, mixed = said
+    assert "shared out by rows, got all 32 of them. Give the head ColumnParallel" in whole
+    assert "mixed torch.Tensor and DTensor" in mixed
+
+
 def _odd_sequence(rank, world_size):
     mesh = ParallelDims(tp=world_size).build("cpu")
     _routed(rank, mesh)
     _joined(rank, mesh)
     _by_name(mesh)
+    _whole_head(mesh)
     model = tiny_gpt.build(Options())
     parallelize_tensors(model, mesh, tiny_gpt.plan(Options()))
     with pytest.raises(ValueError, match=r"not shared out yet, got .* Call"):

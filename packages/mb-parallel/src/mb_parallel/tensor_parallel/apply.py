@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from mb_parallel.arguments import one_module
 from mb_parallel.mesh import ParallelMesh, check_mesh
@@ -131,6 +132,7 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def _share_again(shared: list[list[tuple[nn.Module, str]]]) -> None:
     for group in shared:
-        module, name = group[0]
-        for other, other_name in group[1:]:
-            other._parameters[other_name] = module._parameters[name]
+        made = [module._parameters[name] for module, name in group]
+        one = next((parameter for parameter in made if isinstance(parameter, DTensor)), made[0])
+        for module, name in group:
+            module._parameters[name] = one

@@ -252,7 +252,7 @@ def keep_timeout(mesh: DeviceMesh) -> None:
     assert world is not None
     for group in mesh.get_all_groups():
         for device in group._device_types:
-            options = world._get_backend(device).options
+            options = getattr(world._get_backend(device), "options", None)
             if options is not None:  # a fake group has none
                 group._get_backend(device)._set_default_timeout(options._timeout)
 

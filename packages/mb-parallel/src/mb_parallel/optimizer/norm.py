@@ -190,7 +190,8 @@ def clip_and_step(
     """Clip and update in one pass over the gradients after that of the norm.
 
     Gradients that are not finite on any rank change nothing on all ranks: no parameter, no moment,
-    no step count. Gradients themselves stay as they are.
+    no step count. Gradients themselves stay as they are, but with torch's fused optimizers, which
+    write them clipped and without the scale.
 
     Args:
         optimizer: of this package, or torch's with `fused=True`.

@@ -41,7 +41,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from mb_parallel.arguments import floating, one_module, several
-from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 from mb_parallel.optimizer.shards import local
 
 _STAGE = "_mb_zero_stage"
@@ -84,11 +84,12 @@ def apply_data_parallel(
 
     Raises:
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
-            or one for several, a model that is sharded already, parameters of several dtypes that
-            train in one unit, or experts with working copies.
+            or one for several, a mesh of other sizes than in an earlier call for the model, a model
+            that is sharded already, parameters of several dtypes that train in one unit, or experts
+            with working copies.
     """
     one_module(model)
-    check_mesh(mesh)
+    check_mesh(mesh, model)
     floating(compute_dtype=compute_dtype)
     blocks, keep_fp32 = several(blocks, "blocks"), several(keep_fp32, "keep_fp32")
     if zero_stage not in (1, 2, 3):
@@ -130,6 +131,7 @@ def apply_data_parallel(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # else by a product on the way, if by 1
     setattr(model, _STAGE, zero_stage)
+    keep_sizes(mesh, model)
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:

@@ -103,7 +103,7 @@ def rebalance_experts(
                     f"{tuple(parameter.shape)} in {name or 'the layer'}. Leave this layer out of "
                     "tokens_per_expert."
                 )
-    check_mesh(mesh)
+    check_mesh(mesh, model)
     at_least_0(least_gain=least_gain)
     ranks, done = mesh.ep_size, []
     owners = Counter(p for layer in layers.values() for p in set(layer.parameters()))

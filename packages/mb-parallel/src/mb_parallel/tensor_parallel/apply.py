@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mb_parallel.arguments import one_module
-from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 from mb_parallel.tensor_parallel.adapt import is_adapted
 from mb_parallel.tensor_parallel.styles import Region, Style
 
@@ -50,7 +50,7 @@ def parallelize_tensors(
             that is shared out already; names the module.
     """
     one_module(model)
-    check_mesh(mesh)
+    check_mesh(mesh, model)
     tp = mesh.axis("tp")
     if tp is None:
         return
@@ -89,6 +89,7 @@ def parallelize_tensors(
             "style for each: SequenceParallel() for what works token by token, PartialGradients() "
             "for what each rank computes a part with, Replicated() for what all compute alike."
         )
+    keep_sizes(mesh, model)
 
 
 def _matches(name: str, pattern: str) -> bool:

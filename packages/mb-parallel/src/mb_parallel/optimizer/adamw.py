@@ -3,8 +3,10 @@
 A parameter in fp32 is its own master weight. One in bf16 or fp16 gets an fp32 master in the state,
 of which the parameter is the copy to compute with: a 16-bit weight that is updated in place loses
 every update below its last bit. Whoever writes the parameter later (`load_state_dict`, a hand) is
-followed: where it is not its master rounded, the master becomes what it is. Arithmetic and the
-kernel are `mb_kernels.adamw_step`.
+followed: where it is not its master rounded, the master becomes what it is. Autograd does not count
+what `torch.distributed.checkpoint` writes into the DTensors of a model's state dict: after loading
+the model without the optimizer's state hand that to `load_state_dict`. Arithmetic and the kernel
+are `mb_kernels.adamw_step`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from mb_parallel.tensor_parallel import (
     ExpertLayer,
     JoinOutput,
     ParallelInput,
+    PartialGradients,
     Replicated,
     RowParallel,
     SequenceParallel,
@@ -201,23 +202,30 @@ class _Named(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.up, self.down = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
+        self.gain = torch.nn.Parameter(torch.ones(1))
 
     def forward(self, states, scale):
-        return self.down(self.up(states) * scale)
+        return self.down(self.up(states) * self.gain * scale)
 
 
 def _by_name(mesh):
     grads = []
+    plan = {
+        "part": PartialGradients(),
+        "par?": ParallelInput(),
+        "part.up": ColumnParallel(enter=False),
+        "part.down": RowParallel(),
+    }
     for spread in (False, True):
-        model = _Named()
+        part = _Named()
         if spread:
-            plan = {"": ParallelInput(), "up": ColumnParallel(enter=False), "down": RowParallel()}
-            parallelize_tensors(model, mesh, plan, sequence_parallel=False)
+            whole = torch.nn.ModuleDict({"part": part})
+            parallelize_tensors(whole, mesh, plan, sequence_parallel=False)
             with pytest.raises(ValueError, match=r"1 streams in _Named, .* states, got 0"):
-                model(scale=2.0)
+                part(scale=2.0)
         x_BSD = torch.linspace(-1, 1, 32).view(2, 4, 4).requires_grad_()
-        model(scale=2.0, states=x_BSD).square().sum().backward()
-        grads.append(x_BSD.grad)
+        part(scale=2.0, states=x_BSD).square().sum().backward()
+        grads.append((x_BSD.grad, part.gain.grad))
     torch.testing.assert_close(*grads)
 
 

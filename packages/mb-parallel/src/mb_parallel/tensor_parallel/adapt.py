@@ -39,6 +39,7 @@ def adapt(
     """
     parent = type(module)
 
+    @functools.wraps(parent.forward)  # whose signature others read
     def adapted(self: Any, *args: Any, **kwargs: Any) -> Any:
         outer = self.inside_forward
         self.inside_forward = True

@@ -339,6 +339,29 @@ def test_several_modules_for_one_are_refused():
             call()
 
 
+def past_forward(rank, world_size):
+    """Gradients of what calls the modules one by one, before any forward pass of the model."""
+    found = []
+    for dims in ({}, {"dp_shard": world_size}):
+        mesh = (
+            ParallelDims(**dims).build("cpu") if dims else ParallelMesh(ParallelDims(), *[None] * 3)
+        )
+        model = build()
+        apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=2)
+        gather_rest(model)
+        x = tokens().chunk(world_size)[rank] if dims else tokens()
+        for module in list(model):
+            x = module(x)
+        x.square().sum().backward()
+        found.append([full(p.grad) for p in model.parameters()])
+    return found
+
+
+def test_gradients_of_another_method_than_forward():
+    for alone, spread in run_ranks(past_forward, 2):
+        torch.testing.assert_close(spread, alone)
+
+
 def mixed_dtypes(rank, world_size):
     """What is said of bf16 blocks with an fp32 norm; and what trains where that is named."""
     half, mesh = torch.bfloat16, ParallelDims(dp_shard=world_size).build("cpu")

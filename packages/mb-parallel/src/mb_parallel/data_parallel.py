@@ -158,6 +158,8 @@ def gather_rest(model: nn.Module) -> None:
     """
     one_module(model)
     if isinstance(model, FSDPModule):
+        # Else the first block to run would be the root, and these gradients would not be summed.
+        model._get_fsdp_state()._lazy_init()
         model.unshard()
 
 

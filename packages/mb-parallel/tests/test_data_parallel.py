@@ -12,8 +12,11 @@ from mb_parallel import (
     ParallelDims,
     ParallelMesh,
     apply_data_parallel,
+    gather_rest,
     parallelize_experts,
+    rebalance_experts,
     set_gradient_sync,
+    set_micro_batch,
 )
 from mb_parallel.optimizer import (
     SGD,
@@ -27,13 +30,14 @@ from mb_parallel.optimizer import (
     muon_groups,
 )
 from mb_parallel.recompute import apply_recompute
+from mb_parallel.tensor_parallel import parallelize_tensors
 from mb_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.tensor import DTensor
 
@@ -307,15 +311,55 @@ def test_an_unknown_stage_is_named():
     ("given", "says"),
     [
         ({"blocks": nn.ModuleDict({"0": nn.Linear(1, 1)})}, "got '0' among them"),
+        ({"blocks": None}, "blocks to be several modules, got one NoneType"),
         ({"keep_fp32": nn.Linear(1, 1)}, "keep_fp32 to be several modules, got one Linear"),
         ({"compute_dtype": "bf16"}, "compute_dtype to be a floating-point dtype"),
         ({"mesh": ParallelDims()}, "a ParallelMesh, got ParallelDims"),
     ],
-    ids=["blocks", "keep", "dtype", "mesh"],
+    ids=["blocks", "none", "keep", "dtype", "mesh"],
 )
 def test_what_ranks_would_refuse_one_process_refuses(given, says):
     with pytest.raises(ValueError, match=says):
         apply_data_parallel(build(), **{"mesh": ParallelDims().build("cpu"), "blocks": [], **given})
+
+
+def test_several_modules_for_one_are_refused():
+    parts, mesh = [build()], ParallelDims().build("cpu")
+    calls = [
+        lambda: apply_data_parallel(parts, mesh, blocks=[]),
+        lambda: set_gradient_sync(parts, False),
+        lambda: gather_rest(parts),
+        lambda: set_micro_batch(parts, 0),
+        lambda: parallelize_experts(parts, mesh),
+        lambda: parallelize_tensors(parts, mesh, {}),
+        lambda: rebalance_experts(parts, {}, mesh),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="Expected one module, got list"):
+            call()
+
+
+def past_forward(rank, world_size):
+    """Gradients of what calls the modules one by one, before any forward pass of the model."""
+    found = []
+    for dims in ({}, {"dp_shard": world_size}):
+        mesh = (
+            ParallelDims(**dims).build("cpu") if dims else ParallelMesh(ParallelDims(), *[None] * 3)
+        )
+        model = build()
+        apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=2)
+        gather_rest(model)
+        x = tokens().chunk(world_size)[rank] if dims else tokens()
+        for module in list(model):
+            x = module(x)
+        x.square().sum().backward()
+        found.append([full(p.grad) for p in model.parameters()])
+    return found
+
+
+def test_gradients_of_another_method_than_forward():
+    for alone, spread in run_ranks(past_forward, 2):
+        torch.testing.assert_close(spread, alone)
 
 
 def mixed_dtypes(rank, world_size):
@@ -325,6 +369,8 @@ def mixed_dtypes(rank, world_size):
     hold_working_copies([early], half)
     with pytest.raises(ValueError, match="hold_working_copies after apply_data_parallel"):
         apply_data_parallel(early, mesh, blocks=list(early)[:2])
+    fully_shard(early[1].norm)  # by hand: how its gradients are summed is the caller's
+    set_gradient_sync(early[1].norm, False)
     model, other = (build().to(half) for _ in range(2))
     for block in (model[1], other[1]):
         block.norm.float()
@@ -336,6 +382,8 @@ def mixed_dtypes(rank, world_size):
     apply_data_parallel(
         other, mesh, blocks=list(other)[:2], compute_dtype=half, keep_fp32=[other[1].norm]
     )
+    with pytest.raises(ValueError, match="sharded yet, got FSDPSequential"):
+        apply_data_parallel(other, mesh, blocks=list(other)[:2], compute_dtype=half)
     other[1].norm.register_forward_hook(lambda module, args, y: y.to(half))
     other[1].norm.register_forward_pre_hook(lambda module, args: args[0].float())
     other(torch.ones(3, WIDTH)).sum().backward()

@@ -20,6 +20,7 @@ from mb_parallel import (
     ParallelMesh,
     apply_data_parallel,
     parallelize_experts,
+    rebalance_experts,
     set_micro_batch,
 )
 from mb_parallel.testing import run_ranks
@@ -334,6 +335,13 @@ def _refusals(rank, ranks):
     fully_shard(held[2].layers[1]["moe"])
     elsewhere = _build({})
     elsewhere.w1 = elsewhere.layers[0]["moe"].experts.w1
+    begun = _build({})
+    parallelize_experts(begun, ParallelDims(dp_shard=2).build("cpu"))
+    other = r"a mesh of .*dp_shard=2, tp=1, .* in an earlier call for this model, got one of .*tp=2"
+    with pytest.raises(ValueError, match=other):
+        apply_data_parallel(begun, mesh, blocks=[])
+    with pytest.raises(ValueError, match=other):
+        rebalance_experts(begun, {}, mesh)
     for model in (*held, elsewhere):
         try:
             parallelize_experts(model, mesh, sequence_parallel=model is held[0])

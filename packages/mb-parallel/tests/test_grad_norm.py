@@ -1,8 +1,10 @@
 """One norm over every way a parameter can lie on ranks, against that of the whole gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from mb_parallel import ParallelDims, apply_data_parallel
+from mb_parallel import ParallelDims, ParallelMesh, apply_data_parallel
 from mb_parallel.optimizer import (
     Adafactor,
     AdamW,
@@ -146,6 +148,12 @@ def muon(parameters):
 def test_nan_on_one_rank_skips_the_step_on_all():
     for results in run_ranks(skips, 4):
         assert results == [(1.0, 0.0, True, True, True)] * 6
+
+
+def test_a_rank_without_parameters_sums_where_the_others_do():
+    """On its host the sum would wait for theirs, which are on devices."""
+    mesh = ParallelMesh(ParallelDims(dp_shard=2), SimpleNamespace(device_type="meta"), None, None)
+    assert zeros_in_grad([], mesh).device.type == "meta"
 
 
 def on_a_second_mesh(rank, world_size):

@@ -76,6 +76,11 @@ def test_product_must_be_the_number_of_ranks():
         ParallelDims(dp_replicate=2, pp=3).build("cpu")
 
 
+def test_the_number_of_ranks_is_a_number():
+    with pytest.raises(ValueError, match="world_size to be an integer of at least 1, got '4'"):
+        ParallelDims.for_world("4")
+
+
 def test_for_world_gives_the_rest_to_shards():
     expected = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, pp=3, ep=4)
     assert ParallelDims.for_world(24, tp=2, pp=3, ep=4, dp_replicate=2) == expected

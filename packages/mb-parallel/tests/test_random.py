@@ -1,5 +1,6 @@
 """Random streams: equal where ranks share an activation, different where they hold parts of it."""
 
+import numpy as np
 import pytest
 import torch
 from mb_parallel.random import (
@@ -22,6 +23,15 @@ def test_seeds_differ_in_each_number_and_its_place():
     }
     assert len(seeds) == 7
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_integers_of_numpy_and_torch_seed_as_pythons_do():
+    draws = []
+    for kind in (int, np.int64, np.uint8, torch.tensor):
+        seed_micro_batch(kind(5), step=kind(3), place=kind(1))
+        with distinct(kind(2), "cpu"):
+            draws.append(torch.rand(4))
+    assert all(torch.equal(draw, draws[0]) for draw in draws)
 
 
 def test_a_micro_batch_draws_the_same_whatever_came_before():

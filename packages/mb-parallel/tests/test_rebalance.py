@@ -206,3 +206,5 @@ def test_the_order_shares_loads_out(experts, ranks):
         # Graham's bound: nobody is more than one expert above an even share.
         assert placed * loads_E.sum() / ranks <= loads_E.sum() / ranks + loads_E.max()
     assert fullest_rank(torch.zeros(experts), ranks) == 1.0
+    with pytest.raises(ValueError, match="ranks to be an integer of at least 1, got 0"):
+        balanced_order(loads_E, 0)

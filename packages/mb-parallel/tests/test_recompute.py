@@ -146,6 +146,15 @@ class Attention(nn.Module):
         return x_BSD + y.transpose(1, 2).reshape(x_BSD.shape)
 
 
+def test_a_layer_that_blocks_share_is_computed_twice_and_not_thrice(model):
+    model[1].moe = model[0].moe
+    assert apply_recompute([*model, model[2]], "moe") == 2
+    calls, experts = [], model[0].moe.experts
+    experts.register_forward_hook(lambda *_: calls.append(1))
+    run(model)
+    assert len(calls) == 4  # in two blocks, forward and backward
+
+
 def test_what_cannot_be_is_refused(model):
     with pytest.raises(ValueError, match="one of full, moe, selective, got 'some'"):
         apply_recompute(model, "some")

@@ -16,6 +16,8 @@ from mb_parallel.tensor_parallel import (
     ExpertLayer,
     JoinOutput,
     ParallelInput,
+    PartialGradients,
+    Replicated,
     RowParallel,
     SequenceParallel,
     VocabParallelEmbedding,
@@ -127,6 +129,8 @@ REFUSED = {
     "beside parallel maps": (lambda: _with_gain(torch.nn.Sequential(torch.nn.Linear(4, 4))),
         {"": ParallelInput(), "0": ColumnParallel(enter=False)},
         r"cover every parameter, got none for gain\. .* PartialGradients\(\)"),
+    "a container": (lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)), {"": RowParallel()},
+        r"the model: Expected a parameter weight in Sequential, got none"),
     "two patterns": (lambda: torch.nn.ModuleDict({"out": torch.nn.Linear(4, 4)}),
         {"out": RowParallel(), "ou?": RowParallel()},
         r"out: Expected one pattern of the plan to fit, got RowParallel and then RowParallel"),
@@ -191,10 +195,67 @@ def _joined(rank, mesh):
     torch.testing.assert_close(grads, [p.grad for p in want.parameters()])
 
 
+class _Named(torch.nn.Module):
+    """Takes its stream by name, as the layers of transformers give it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
+        self.gain = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, states, scale):
+        return self.down(self.up(states) * self.gain * scale)
+
+
+def _by_name(mesh):
+    grads = []
+    plan = {
+        "part": PartialGradients(),
+        "par?": ParallelInput(),
+        "part.up": ColumnParallel(enter=False),
+        "part.down": RowParallel(),
+    }
+    for spread in (False, True):
+        part = _Named()
+        if spread:
+            whole = torch.nn.ModuleDict({"part": part})
+            parallelize_tensors(whole, mesh, plan, sequence_parallel=False)
+            with pytest.raises(ValueError, match=r"1 streams in _Named, .* states, got 0"):
+                part(scale=2.0)
+        x_BSD = torch.linspace(-1, 1, 32).view(2, 4, 4).requires_grad_()
+        part(scale=2.0, states=x_BSD).square().sum().backward()
+        grads.append((x_BSD.grad, part.gain.grad))
+    torch.testing.assert_close(*grads)
+
+
+def _whole_head(mesh):
+    """A head that no style shares out has more rows than a rank's; tied to one, it has not."""
+    said = []
+    for embedding, head in (
+        (VocabParallelEmbedding(), Replicated()),
+        (Replicated(), Replicated()),
+        (Replicated(), ColumnParallel(enter=False)),
+    ):
+        model = tiny_gpt.build(Options())
+        plan = tiny_gpt.plan(Options()) | {"embedding.tokens": embedding, "head": head}
+        parallelize_tensors(model, mesh, plan, sequence_parallel=False)
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        try:
+            model(tokens, labels=tokens, weights=tokens + 1.0)
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    whole, mixed = said
+    assert "shared out by rows, got all 32 of them. Give the head ColumnParallel" in whole
+    assert "mixed torch.Tensor and DTensor" in mixed
+
+
 def _odd_sequence(rank, world_size):
     mesh = ParallelDims(tp=world_size).build("cpu")
     _routed(rank, mesh)
     _joined(rank, mesh)
+    _by_name(mesh)
+    _whole_head(mesh)
     model = tiny_gpt.build(Options())
     parallelize_tensors(model, mesh, tiny_gpt.plan(Options()))
     with pytest.raises(ValueError, match=r"not shared out yet, got .* Call"):

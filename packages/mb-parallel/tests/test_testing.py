@@ -65,6 +65,12 @@ def test_a_hanging_rank_is_ended_and_says_where_it_was():
         assert re.search(r'File ".*test_testing.py", line \d+ in _sleep', of_rank)
 
 
+def test_a_function_that_ranks_cannot_find_is_refused():
+    for function in (lambda rank, world_size: None, print, time):
+        with pytest.raises(ValueError, match="defined at the top level of a file, got"):
+            run_ranks(function, 1)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"world_size": 0}, {"timeout_s": float("nan")}, {"device_type": "gpu"}], ids=str
 )

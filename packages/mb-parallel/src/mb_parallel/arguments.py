@@ -35,9 +35,17 @@ def above_0(**numbers: Any) -> None:
             raise ValueError(f"Expected {name} above 0, got {number!r}.")
 
 
+def one_module(model: nn.Module) -> None:
+    """A model, or one part of it."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"Expected one module, got {type(model).__name__}. Call this for each part of a model."
+        )
+
+
 def several(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
     """Modules as a list."""
-    if isinstance(modules, nn.Module) and not isinstance(modules, Iterable):
+    if not isinstance(modules, Iterable):
         raise ValueError(
             f"Expected {what} to be several modules, got one {type(modules).__name__}. Pass its "
             "blocks, or [it]."
@@ -54,7 +62,14 @@ def several(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
 
 def tensors(given: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Tensors as a list; one stands for itself, as with torch, and not for its rows."""
-    return [given] if isinstance(given, Tensor) else list(given)
+    one = isinstance(given, Tensor) or not isinstance(given, Iterable)
+    found = [given] if one else list(given)
+    for tensor in found:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"Expected tensors, such as model.parameters(), got {type(tensor).__name__}."
+            )
+    return found
 
 
 def floating(**dtypes: Any) -> None:

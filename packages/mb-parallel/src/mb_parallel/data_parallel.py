@@ -40,8 +40,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from mb_parallel.arguments import floating, several
-from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.arguments import floating, one_module, several
+from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 from mb_parallel.optimizer.shards import local
 
 _STAGE = "_mb_zero_stage"
@@ -83,17 +83,24 @@ def apply_data_parallel(
             a loss, tables of positions and a residual stream in fp32 stay what they are.
 
     Raises:
-        ValueError: another `zero_stage`, no floating-point `compute_dtype`, one module instead of
-            several, parameters of several dtypes that train in one unit, or experts with working
-            copies.
+        ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
+            or one for several, a mesh of other sizes than in an earlier call for the model, a model
+            that is sharded already, parameters of several dtypes that train in one unit, or experts
+            with working copies.
     """
-    check_mesh(mesh)
+    one_module(model)
+    check_mesh(mesh, model)
     floating(compute_dtype=compute_dtype)
     blocks, keep_fp32 = several(blocks, "blocks"), several(keep_fp32, "keep_fp32")
     if zero_stage not in (1, 2, 3):
-        raise ValueError(f"Expected zero_stage 1, 2 or 3, got {zero_stage}.")
+        raise ValueError(f"Expected zero_stage 1, 2 or 3, got {zero_stage!r}.")
     if mesh.dense is None or mesh.expert is None or mesh.dims.dp * mesh.dims.tp == 1:
         return
+    if isinstance(model, FSDPModule):
+        raise ValueError(
+            f"Expected a model that is not sharded yet, got {type(model).__name__}. Call "
+            "apply_data_parallel once, and not after fully_shard."
+        )
     dense = _sharding_mesh(mesh.dense, "dp_replicate", "dp_shard")
     reshard = zero_stage == 3
     policy = MixedPrecisionPolicy(
@@ -124,6 +131,7 @@ def apply_data_parallel(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # else by a product on the way, if by 1
     setattr(model, _STAGE, zero_stage)
+    keep_sizes(mesh, model)
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
@@ -133,9 +141,10 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     micro-batches stage 1 and 2 keep the gathered weights, stage 1 also whole gradients; replicas
     are summed at the last. A model that `apply_data_parallel` left alone is left alone.
     """
-    if not isinstance(model, FSDPModule):
+    one_module(model)
+    stage = zero_stage_of(model)
+    if stage is None or not isinstance(model, FSDPModule):
         return
-    stage = getattr(model, _STAGE)
     model.set_requires_gradient_sync(enabled or stage > 1)
     model.set_requires_all_reduce(enabled)
     model.set_reshard_after_backward(enabled or stage == 3)
@@ -147,7 +156,10 @@ def gather_rest(model: nn.Module) -> None:
     Its forward does so by itself, and its blocks in any case; all ranks of a group call this, and
     the same blocks after it. A model that `apply_data_parallel` left alone is left alone.
     """
+    one_module(model)
     if isinstance(model, FSDPModule):
+        # Else the first block to run would be the root, and these gradients would not be summed.
+        model._get_fsdp_state()._lazy_init()
         model.unshard()
 
 

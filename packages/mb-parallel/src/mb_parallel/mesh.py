@@ -33,7 +33,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mb_parallel.arguments import at_least_1, device_type_name
@@ -41,6 +41,7 @@ from mb_parallel.world import check_same, rank, world_size
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
+_SIZES = "_mb_sizes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,7 @@ class ParallelDims:
         Raises:
             ValueError: `dp_replicate * tp * pp` does not divide `world_size`, or a bad size.
         """
+        at_least_1(world_size=world_size)
         sizes = cls(dp_replicate=dp_replicate, tp=tp, pp=pp)
         dp_shard, rest = divmod(world_size, sizes.world_size)
         if rest or not dp_shard:
@@ -251,15 +253,30 @@ def keep_timeout(mesh: DeviceMesh) -> None:
     assert world is not None
     for group in mesh.get_all_groups():
         for device in group._device_types:
-            options = world._get_backend(device).options
+            options = getattr(world._get_backend(device), "options", None)
             if options is not None:  # a fake group has none
                 group._get_backend(device)._set_default_timeout(options._timeout)
 
 
-def check_mesh(mesh: Any) -> None:
-    """Raise ValueError for what `ParallelDims.build` did not make."""
+def check_mesh(mesh: Any, model: nn.Module | None = None) -> None:
+    """Raise ValueError for what `ParallelDims.build` did not make, or made in other sizes before.
+
+    Args:
+        model: what `keep_sizes` may have been called for.
+    """
     if not isinstance(mesh, ParallelMesh):
         raise ValueError(
             f"Expected a ParallelMesh, got {type(mesh).__name__}. Make one with "
             "ParallelDims.for_world(world_size(), ...).build(device_type)."
         )
+    told = getattr(model, _SIZES, mesh.dims)
+    if told != mesh.dims:
+        raise ValueError(
+            f"Expected a mesh of {told}, as in an earlier call for this model, got one of "
+            f"{mesh.dims}. Build one mesh, and pass it to every call."
+        )
+
+
+def keep_sizes(mesh: ParallelMesh, model: nn.Module) -> None:
+    """Note that `model` is spread over meshes of these sizes."""
+    setattr(model, _SIZES, mesh.dims)

@@ -15,6 +15,7 @@ restores that one, gets the same masks the second time.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mb_parallel.arguments import several
 from mb_parallel.forwards import wrap_forward
 
 _MASK = (1 << 64) - 1
@@ -31,7 +33,7 @@ def mix(*numbers: int) -> int:
     """A 63-bit seed that differs for different numbers (splitmix64, Steele et al. 2014)."""
     state = 0
     for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = (state + operator.index(number) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
@@ -51,7 +53,7 @@ def seed_micro_batch(seed: int, *, step: int, place: int) -> None:
 
 
 @contextmanager
-def distinct(rank: int, device: torch.device | None = None) -> Generator[None]:
+def distinct(rank: int, device: torch.device | str | None = None) -> Generator[None]:
     """Draw numbers of this rank's own within the context, and go on as before after it.
 
     Ranks whose default streams are equal, as those of a tensor-parallel group, stay equal outside.
@@ -63,7 +65,8 @@ def distinct(rank: int, device: torch.device | None = None) -> Generator[None]:
     """
     # Drawn on the host, whatever the device: it waits for nothing, and the stream moves on.
     draw = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-    devices = [] if device is None or device.type == "cpu" else [device]
+    chosen = torch.device("cpu" if device is None else device)
+    devices = [] if chosen.type == "cpu" else [chosen]
     kind = devices[0].type if devices else "cuda"
     with torch.random.fork_rng(devices=devices, device_type=kind):
         seed = mix(draw, rank)
@@ -80,7 +83,7 @@ def make_distinct(modules: Iterable[nn.Module], rank: int) -> None:
     For those that see a part of an activation which other tensor-parallel ranks hold the rest of.
     In eval mode, where nothing is drawn, they are called as they are.
     """
-    for module in modules:
+    for module in several(modules, "modules"):
         wrap_forward(module, _drawing(rank))
 
 
@@ -97,16 +100,18 @@ def _drawing(rank: int) -> Callable[..., Any]:
     return call
 
 
-def rng_state(device: torch.device) -> dict[str, Tensor]:
+def rng_state(device: torch.device | str) -> dict[str, Tensor]:
     """State of the default streams of the host and of `device`, as CPU tensors, to save."""
+    device = torch.device(device)
     state = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         state[device.type] = getattr(torch, device.type).get_rng_state(device)
     return state
 
 
-def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
+def set_rng_state(state: dict[str, Tensor], device: torch.device | str) -> None:
     """Go on from `rng_state`; the state of a device that this machine has not is left out."""
+    device = torch.device(device)
     torch.set_rng_state(state["cpu"].cpu())
     if device.type in state and device.type != "cpu":
         getattr(torch, device.type).set_rng_state(state[device.type].cpu(), device)

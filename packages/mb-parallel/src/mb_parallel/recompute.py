@@ -48,9 +48,10 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) 
     if mode not in get_args(Mode):
         raise ValueError(f"Expected mode to be one of {', '.join(get_args(Mode))}, got {mode!r}.")
     at_least_1(every=every)
-    chosen = several(blocks, "blocks")[::every]
+    chosen = list(dict.fromkeys(several(blocks, "blocks")[::every]))
     if mode == "moe":
-        chosen = [m for block in chosen for m in block.modules() if isinstance(m, MoE | dMoE)]
+        found = (m for block in chosen for m in block.modules() if isinstance(m, MoE | dMoE))
+        chosen = list(dict.fromkeys(found))  # blocks may share a layer
         if not chosen:
             raise ValueError(
                 "Expected blocks with an MoE or dMoE layer for mode 'moe', got none. Use 'full' or "

@@ -64,15 +64,17 @@ def run_ranks(
 
     Raises:
         RuntimeError: a rank raised (its traceback is in the message), died or timed out.
-        ValueError: no rank to start, another device type or no time.
+        ValueError: no rank to start, a function of another kind, another device type or no time.
     """
     at_least_1(world_size=world_size)
     above_0(timeout_s=timeout_s)
     device_type_name(device_type)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    if not isinstance(function, FunctionType):
-        raise TypeError(f"Expected a plain function, got {function!r}.")
+    if not isinstance(function, FunctionType) or "<" in function.__qualname__:
+        raise ValueError(
+            f"Expected a function that is defined at the top level of a file, got {function!r}."
+        )
     source = (function.__module__, function.__code__.co_filename, function.__qualname__)
     with tempfile.TemporaryDirectory(prefix="mb-ranks-") as folder:
         payload = pickle.dumps(args)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from mb_parallel.arguments import above_0, at_least_1
+from mb_parallel.arguments import above_0, at_least_1, one_module
 from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
 from mb_parallel.expert_parallel.collectives import Place
@@ -33,7 +33,7 @@ from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.shard import experts_meshes, is_spread, shard_experts
 from mb_parallel.expert_parallel.surround import Layer, surround
-from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 from mb_parallel.tensor_parallel.experts import sequence_parallel_of
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer"]
@@ -94,13 +94,15 @@ def parallelize_experts(
 
     Raises:
         ValueError: an unknown dispatcher or policy, numbers out of range, sizes that do not divide,
-            another `sequence_parallel` than that of `parallelize_tensors`, a layer that cannot be
-            spread this way, or a model that DDP or FSDP has hold of already.
+            another `sequence_parallel` than that of `parallelize_tensors`, a mesh of other sizes
+            than in an earlier call, a layer that cannot be spread this way, or a model that DDP or
+            FSDP has hold of already.
     """
     if dispatcher not in get_args(DispatcherName):
         known = ", ".join(get_args(DispatcherName))
         raise ValueError(f"Expected dispatcher to be one of {known}, got {dispatcher!r}.")
-    check_mesh(mesh)
+    one_module(model)
+    check_mesh(mesh, model)
     at_least_1(chunks=chunks, max_tokens=1 if max_tokens is None else max_tokens)
     above_0(timeout_s=timeout_s)
     rows = Rows(row_policy, row_budget)
@@ -133,6 +135,7 @@ def parallelize_experts(
             told[f"{held} by {chosen}{pieces}, {why}"] += 1
     for name, layer in layers.items():
         surround(layer, mesh, name or "the layer", sequence_parallel, equal_tokens)
+    keep_sizes(mesh, model)
     if ep is None:
         return f"expert parallelism: ep = 1, all experts of {_layers(len(layers))} on every rank"
     lines = [f"{_layers(count)}: {line}" for line, count in told.items()]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from mb_parallel.arguments import one_module
+
 
 class StepCounts:
     """Tokens per expert of all ranks, in the micro-batches of the step up to the one under way.
@@ -60,5 +62,6 @@ def set_micro_batch(model: nn.Module, number: int) -> None:
     Call it before every forward pass with 0, 1, ...; `Pipeline` does so itself. Without it each
     micro-batch counts as a batch of its own.
     """
+    one_module(model)
     for counts in step_counts(model):
         counts.begin(number)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from mb_parallel.arguments import at_least_0
+from mb_parallel.arguments import at_least_0, at_least_1, one_module
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.shards import local
 
@@ -84,6 +84,7 @@ def rebalance_experts(
         ValueError: a name of no layer with experts, too few counts, a parameter of the experts that
             has no axis of experts, or a `least_gain` below 0.
     """
+    one_module(model)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | dMoE)}
     for name, counts_E in tokens_per_expert.items():
         experts = layers[name].config.num_experts if name in layers else 0
@@ -102,7 +103,7 @@ def rebalance_experts(
                     f"{tuple(parameter.shape)} in {name or 'the layer'}. Leave this layer out of "
                     "tokens_per_expert."
                 )
-    check_mesh(mesh)
+    check_mesh(mesh, model)
     at_least_0(least_gain=least_gain)
     ranks, done = mesh.ep_size, []
     owners = Counter(p for layer in layers.values() for p in set(layer.parameters()))
@@ -139,6 +140,7 @@ def balanced_order(tokens_per_expert_E: Tensor, ranks: int) -> Tensor:
         On the loads' device: of n = E / ranks each, the experts of rank 0, of rank 1, ...; within a
         rank by number.
     """
+    at_least_1(ranks=ranks)
     loads = tokens_per_expert_E.tolist()
     if len(loads) % ranks:
         raise ValueError(f"Expected ranks to divide the {len(loads)} experts, got {ranks}.")

@@ -48,9 +48,9 @@ class Rows:
         if policy not in get_args(Policy):
             known = ", ".join(get_args(Policy))
             raise ValueError(f"Expected row_policy to be one of {known}, got {policy!r}.")
-        if not budget >= 1:
+        if not (isinstance(budget, int | float) and budget >= 1):
             raise ValueError(
-                f"Expected row_budget of at least 1, the share of balanced routing, got {budget}."
+                f"Expected row_budget of at least 1, the share of balanced routing, got {budget!r}."
             )
         self.policy, self.budget = policy, budget
         self._overflow: Tensor | None = None

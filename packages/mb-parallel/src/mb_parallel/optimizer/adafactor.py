@@ -18,6 +18,7 @@ layout then, as from machine to machine, and changes nothing of what the model c
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ class Adafactor(ShardedOptimizer):
         super().check(group)
         above_0(clip_threshold=group["clip_threshold"])
         eps, decay_rate = group["eps"], group["decay_rate"]
-        if not (is_pair(eps) and eps[0] > 0 and eps[1] >= 0 and decay_rate <= 0):
+        falls = isinstance(decay_rate, Real) and decay_rate <= 0
+        if not (is_pair(eps) and eps[0] > 0 and eps[1] >= 0 and falls):
             raise ValueError(
                 "Expected eps of two numbers, the first above 0, and a decay_rate of at most 0, "
                 f"got eps={eps}, decay_rate={decay_rate}."

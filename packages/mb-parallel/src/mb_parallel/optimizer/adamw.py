@@ -3,8 +3,10 @@
 A parameter in fp32 is its own master weight. One in bf16 or fp16 gets an fp32 master in the state,
 of which the parameter is the copy to compute with: a 16-bit weight that is updated in place loses
 every update below its last bit. Whoever writes the parameter later (`load_state_dict`, a hand) is
-followed: where it is not its master rounded, the master becomes what it is. Arithmetic and the
-kernel are `mb_kernels.adamw_step`.
+followed: where it is not its master rounded, the master becomes what it is. Autograd does not count
+what `torch.distributed.checkpoint` writes into the DTensors of a model's state dict: after loading
+the model without the optimizer's state hand that to `load_state_dict`. Arithmetic and the kernel
+are `mb_kernels.adamw_step`.
 """
 
 from __future__ import annotations
@@ -149,6 +151,11 @@ class AdamW(ShardedOptimizer):
     ) -> None:
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"Expected state_dtype torch.float32 or bfloat16, got {state_dtype}.")
+        if not isinstance(working_copies, WorkingCopies | None):
+            raise ValueError(
+                "Expected working_copies to be what hold_working_copies returned, got "
+                f"{type(working_copies).__name__}."
+            )
         self.state_dtype = state_dtype
         self._copies = working_copies if working_copies is not None else WorkingCopies({})
         self._equal = Unwritten()  # 16-bit parameters, to their masters

@@ -10,7 +10,7 @@ import torch
 from mb_layers.experts import Experts, SharedExpert
 from torch import Tensor, nn
 
-from mb_parallel.arguments import at_least_0
+from mb_parallel.arguments import at_least_0, one_module, several
 from mb_parallel.optimizer.adamw import ShardedOptimizer
 from mb_parallel.optimizer.shards import local
 
@@ -25,6 +25,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     Raises:
         ValueError: `weight_decay` is below 0 or no number.
     """
+    one_module(model)
     at_least_0(weight_decay=weight_decay)
     matrices, vectors = [], []
     for _, parameter, axes in _with_axes(model):
@@ -47,7 +48,18 @@ def muon_groups(
     What an `nn.Embedding` owns, and a head tied to it, is known; `heads` are those of their own.
     Gate and up of gated experts are known to be two matrices; `fused` names other weights that hold
     several, with their rows as `Muon` takes them.
+
+    Raises:
+        ValueError: a weight in `fused` that is no parameter of the model, one module instead of
+            several for `heads`, or the other way, or a `weight_decay` below 0.
     """
+    one_module(model)
+    heads = several(heads, "heads")
+    if not fused.keys() <= set(model.parameters()):
+        raise ValueError(
+            "Expected fused by parameters of the model, got another tensor or a name. Look the "
+            "parameters up after what replaces them: parallelize_tensors, apply_data_parallel."
+        )
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     ends = {id(p) for module in (*embeddings, *heads) for p in module.parameters()}
     rows = {id(parameter): parts for parameter, parts in fused.items()}

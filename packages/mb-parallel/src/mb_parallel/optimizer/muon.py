@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
+from numbers import Real
 from typing import Any
 
 import mb_kernels
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from mb_parallel.arguments import floating
+from mb_parallel.arguments import at_least_1, floating
 from mb_parallel.optimizer.adamw import AdamW
 from mb_parallel.optimizer.shards import local, local_grad
 from mb_parallel.optimizer.working_copies import WorkingCopies
@@ -96,11 +97,11 @@ class Muon(AdamW):
     def check(self, group: dict[str, Any]) -> None:
         super().check(group)
         momentum, ns_steps = group["momentum"], group["ns_steps"]
-        if not (0 <= momentum < 1 and ns_steps >= 1):
-            raise ValueError(
-                "Expected momentum from 0 up to but not 1 and ns_steps of at least 1, got "
-                f"momentum={momentum}, ns_steps={ns_steps}."
-            )
+        at_least_1(ns_steps=ns_steps)
+        if not (isinstance(momentum, Real) and 0 <= momentum < 1):
+            raise ValueError(f"Expected momentum from 0 up to but not 1, got {momentum!r}.")
+        for rows in group["fused"]:
+            at_least_1(rows_of_fused=rows)
         for parameter in group["params"] if group["muon"] else ():
             if parameter.ndim < 2 or parameter.dtype is not torch.float32:
                 raise ValueError(

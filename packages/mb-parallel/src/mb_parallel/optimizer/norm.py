@@ -128,7 +128,7 @@ def _joint_sum(
     if mesh is not None:
         check_mesh(mesh)
     parameters, left_out = tensors(parameters), {id(p) for p in tensors(uncounted)}
-    device = parameters[0].device if parameters else torch.device("cpu")
+    device = parameters[0].device if parameters else _device(mesh)
     parameters = [p for p in parameters if p.requires_grad]
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     groups = one_for_same_ranks(shard_groups(parameter) for parameter in parameters)
@@ -140,6 +140,11 @@ def _joint_sum(
     parts = [measure(shards, device) for shards in by_groups.values()]
     summed = all_reduce_together(parts, list(by_groups))
     return torch.stack(summed).sum() if summed else measure([], device)
+
+
+def _device(mesh: ParallelMesh | None) -> torch.device:
+    """Where the other ranks' parameters are, of a rank without any: sums meet there."""
+    return torch.device("cpu" if mesh is None or mesh.dense is None else mesh.dense.device_type)
 
 
 def clip_grad_norm(
@@ -185,7 +190,8 @@ def clip_and_step(
     """Clip and update in one pass over the gradients after that of the norm.
 
     Gradients that are not finite on any rank change nothing on all ranks: no parameter, no moment,
-    no step count. Gradients themselves stay as they are.
+    no step count. Gradients themselves stay as they are, but with torch's fused optimizers, which
+    write them clipped and without the scale.
 
     Args:
         optimizer: of this package, or torch's with `fused=True`.
@@ -195,9 +201,14 @@ def clip_and_step(
 
     Raises:
         ValueError: an optimizer that cannot skip a step on the device, or of whose parameters none
-            has a gradient; `max_norm` is below 0 or no number.
+            has a gradient; another scaler; `max_norm` is below 0 or no number.
     """
     at_least_0(max_norm=max_norm)
+    if not isinstance(scaler, GradScaler | None):
+        raise ValueError(
+            f"Expected scaler to be a mb_parallel.optimizer.GradScaler, got one of "
+            f"{type(scaler).__module__}.{type(scaler).__name__}."
+        )
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ValueError(
             "Expected an optimizer of mb_parallel.optimizer or one of torch's with fused=True, got "

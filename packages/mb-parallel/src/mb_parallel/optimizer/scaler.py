@@ -94,7 +94,13 @@ class GradScaler:
         return {"scale": scale, "growth_tracker": clean, "hysteresis_tracker": left}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from `state_dict()`."""
+        """Go on from `state_dict()`.
+
+        Raises:
+            ValueError: other entries, as those of torch's scaler.
+        """
         names = ("scale", "growth_tracker", "hysteresis_tracker")
+        if not set(names) <= state.keys():
+            raise ValueError(f"Expected {', '.join(names)}, got {', '.join(state) or 'nothing'}.")
         numbers = [float(state[name]) for name in names]
         self._state = torch.tensor(numbers, dtype=torch.float64, device=self._state.device)

@@ -93,8 +93,9 @@ class Pipeline:
         streams: Sequence[Sequence[str]] | None = None,
         tied: Mapping[str, str | Mapping[int, str]] | None = None,
     ) -> None:
-        check_mesh(mesh)
         stages = several(stages, "stages")
+        for stage in (None, *stages):
+            check_mesh(mesh, stage)
         at_least_1(hidden_size=hidden_size)
         floating(dtype=dtype)
         pp = mesh.axis("pp")

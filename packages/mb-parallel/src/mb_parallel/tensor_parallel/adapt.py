@@ -54,6 +54,7 @@ def _subclass(
     parent: type[nn.Module], views: Mapping[str, View], forward: Callable[..., Any] | None
 ) -> type[nn.Module]:
 
+    @functools.wraps(parent.forward)  # whose signature others read
     def viewing(self: Any, *args: Any, **kwargs: Any) -> Any:
         outer = self.inside_forward
         self.inside_forward = True
@@ -88,10 +89,11 @@ def shard(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, *, what: str
     All ranks hold the same values before; nothing is sent.
 
     Raises:
-        ValueError: the ranks do not divide the dimension.
+        ValueError: the ranks do not divide the dimension, or there is no such parameter.
     """
-    parameter = module._parameters[name]
-    assert parameter is not None
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        raise ValueError(f"Expected a parameter {name} in {type(module).__name__}, got none.")
     if isinstance(parameter, DTensor):  # shared with a module that has been sharded already
         return
     size, ranks = parameter.shape[dim], mesh.size()

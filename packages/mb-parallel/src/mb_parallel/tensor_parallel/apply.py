@@ -13,8 +13,10 @@ from typing import Any, TypeAlias
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from mb_parallel.mesh import ParallelMesh, check_mesh
+from mb_parallel.arguments import one_module
+from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 from mb_parallel.tensor_parallel.adapt import is_adapted
 from mb_parallel.tensor_parallel.styles import Region, Style
 
@@ -47,7 +49,8 @@ def parallelize_tensors(
             style of the plan says what becomes of it, a module that two styles claim, or a model
             that is shared out already; names the module.
     """
-    check_mesh(mesh)
+    one_module(model)
+    check_mesh(mesh, model)
     tp = mesh.axis("tp")
     if tp is None:
         return
@@ -86,6 +89,7 @@ def parallelize_tensors(
             "style for each: SequenceParallel() for what works token by token, PartialGradients() "
             "for what each rank computes a part with, Replicated() for what all compute alike."
         )
+    keep_sizes(mesh, model)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -129,6 +133,7 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def _share_again(shared: list[list[tuple[nn.Module, str]]]) -> None:
     for group in shared:
-        module, name = group[0]
-        for other, other_name in group[1:]:
-            other._parameters[other_name] = module._parameters[name]
+        made = [module._parameters[name] for module, name in group]
+        one = next((parameter for parameter in made if isinstance(parameter, DTensor)), made[0])
+        for module, name in group:
+            module._parameters[name] = one

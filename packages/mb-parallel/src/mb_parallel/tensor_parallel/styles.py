@@ -13,6 +13,7 @@ Letters: B sequences, S tokens of a sequence, D hidden.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,17 +134,28 @@ class ParallelInput(Style):
     them what its children do, each rank a part.
 
     Args:
-        count: how many leading arguments are streams (2 for a decoder's states and an encoder's).
+        count: how many leading arguments of its forward are streams, given by position or by name
+            (2 for a decoder's states and an encoder's).
     """
 
     count: int = 1
 
     def apply(self, module: nn.Module, region: Region) -> None:
+        names = tuple(inspect.signature(module.forward).parameters)[: self.count]
+        kind = type(module).__name__
+
         def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             entered = [region.enter(x) for x in args[: self.count]]
+            named = [name for name in names[len(entered) :] if name in kwargs]
+            if len(entered) + len(named) < self.count:
+                raise ValueError(
+                    f"Expected {self.count} streams in {kind}, by position or as "
+                    f"{', '.join(names)}, got {len(entered) + len(named)}."
+                )
+            kwargs |= {name: region.enter(kwargs[name]) for name in named}
             return original(*entered, *args[self.count :], **kwargs)
 
-        adapt(module, region.adapted, self, forward=forward)
+        adapt(module, region.adapted, (self, names), forward=forward)
 
     def covers(self, module: nn.Module) -> list[nn.Module]:
         return []

@@ -12,6 +12,7 @@ from typing import Any
 
 import mb_kernels
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mb_parallel.tensor_parallel import collectives
 from mb_parallel.tensor_parallel.adapt import adapt, local, shard
@@ -72,7 +73,7 @@ class VocabParallelLoss(Style):
                 f"mb_kernels.linear_cross_entropy, got {getattr(module, self.attribute, None)!r}. "
                 "The module keeps it in an attribute and calls it there."
             )
-        if self.bias is not None and module._parameters[self.bias] is not None:
+        if self.bias is not None and module._parameters.get(self.bias) is not None:
             shard(module, self.bias, 0, region.mesh, what="vocabulary")
         if self.whole:
             region = replace(region, sequence_parallel=False)
@@ -102,7 +103,16 @@ def vocab_parallel_cross_entropy(
         x: the stream, [..., S, D] or, with sequence parallelism, this rank's run of S.
         weight_VD, bias_V: DTensors sharded by rows, or this rank's rows.
         labels, weights: [..., S], all of them on every rank.
+
+    Raises:
+        ValueError: a weight that no style has shared out.
     """
+    if isinstance(weight_VD, nn.Parameter) and not isinstance(weight_VD, DTensor):
+        raise ValueError(
+            f"Expected a head's weight shared out by rows, got all {weight_VD.shape[0]} of them. "
+            "Give the head ColumnParallel(enter=False), or what it is tied to "
+            "VocabParallelEmbedding()."
+        )
     weight_VD = local(weight_VD)
     bias_V = None if bias_V is None else local(bias_V)
     rows = weight_VD.shape[0]

@@ -85,8 +85,20 @@ def test_a_bf16_second_moment_shrinks_as_it_should():
         ({"v": torch.zeros(4, 6).bfloat16()}, "expected torch.float32; got torch.bfloat16"),
         ({"copy": torch.zeros(4, 6)}, "expected torch.bfloat16 or torch.float16"),
         ({"weight": torch.zeros(4, 12)[:, ::2]}, "strides"),
+        ({"grad": None}, r"weights\[0\]: expected a gradient and two moments beside it; got None"),
+        ({"v": None}, r"weights\[0\]: expected a gradient and two moments"),
     ],
-    ids=["16-bit-weight", "shape", "order", "fp16-moment", "unlike-moments", "copy", "gaps"],
+    ids=[
+        "16-bit-weight",
+        "shape",
+        "order",
+        "fp16-moment",
+        "unlike-moments",
+        "copy",
+        "gaps",
+        "no-gradient",
+        "no-moment",
+    ],
 )
 def test_bad_tensors_are_named(change, says):
     given = {name: torch.zeros(4, 6) for name in ("weight", "grad", "m", "v")}
@@ -205,6 +217,7 @@ def test_kernel_matches_reference_on_a_gpu(moment, grad, shift):
         ({"grad": torch.zeros(4, 6), "dtype": torch.int8}, "dtype: expected torch.float32 or"),
         ({"buffer": torch.zeros(4, 6).bfloat16()}, "buffer: expected torch.float32"),
         ({"grad_scale": torch.ones(1)}, "grad_scale: expected a float32 scalar"),
+        ({"grad_scale": 1.0}, "grad_scale: expected a float32 scalar tensor on cpu; got 1.0"),
         ({"weight": torch.zeros(4, 6).half()}, "weight: expected torch.float32"),
         ({"update": torch.zeros(4, 5)}, "update: expected.*4, 6"),
         ({"copy": torch.zeros(4, 6)}, "copy: expected torch.bfloat16"),

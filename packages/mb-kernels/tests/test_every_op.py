@@ -7,6 +7,7 @@ Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows.
 
 import functools
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -394,6 +395,15 @@ def test_a_sparse_tensor_is_an_error(name, argument):
         pytest.skip("the op does not read the counts")
     with pytest.raises(ValueError, match=r"expected a dense tensor; got torch.sparse_coo"):
         op.call(**op.tensors | {argument: op.tensors[argument].detach().to_sparse()})
+
+
+@pytest.mark.parametrize("name", reference.__all__)
+def test_a_twin_takes_what_its_op_takes(name):
+    op, twin = (inspect.signature(getattr(m, name)).parameters for m in (mb_kernels, reference))
+    of_other_ranks = {"shard", "home_P", "x_stays"}
+    assert [p for p in op if p not in twin and p not in of_other_ranks] == []
+    for p in op.keys() & twin.keys():
+        assert op[p].default in (op[p].empty, twin[p].default), p
 
 
 @pytest.mark.parametrize("device", ["MPS", "XPU", "PrivateUse1"])

@@ -1,4 +1,7 @@
-"""Every op in plain PyTorch, same name and signature: CPU path, oracle and documentation."""
+"""Every op in plain PyTorch: CPU path, oracle and documentation.
+
+Same names and arguments, but for those about other ranks.
+"""
 
 from mb_kernels.adamw.reference import adamw_step
 from mb_kernels.block_sparse.mlp_reference import pad_bins, sparse_expert_mlp, topology

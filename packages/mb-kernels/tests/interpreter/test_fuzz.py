@@ -5,8 +5,8 @@
 
 runs that many seeds and prints those that fail; CI runs a few dozen. A draw is all a user may
 choose: sizes (none and one among them), dropped slots, capacity, dtypes, activation, biases, the
-bound on rows, what is kept, which inputs have gradients, where tensors lie in memory, and in whose.
-On a GPU sizes are larger, as its tiles are, and bf16 is among the dtypes.
+bound on rows, what is kept, which inputs have gradients, where tensors lie in memory, and in whose,
+and how long indices are. On a GPU sizes are larger, as its tiles are, and bf16 is among the dtypes.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows, V vocabulary.
 """
@@ -447,7 +447,7 @@ def muon(dice: Dice) -> Draw:
     tensors = {
         n: dice.normal(*(shape or (1,)), dtype=kind).view(shape) for n, kind in kinds.items()
     }
-    flags = {"found_inf": torch.tensor(float(dice.sometimes(0.3)))}
+    flags = {"found_inf": torch.tensor(dice.choice.choice((0.0, 0.0, 1.0, 3.0)))}
     if flags["found_inf"]:
         tensors["grad"], tensors["update"] = (tensors[n] * torch.inf for n in ("grad", "update"))
     rates = {"momentum": dice.choice.random(), "grad_scale": torch.tensor(3.0), "dtype": dice.dtype}
@@ -520,11 +520,12 @@ def sparse_expert_mlp(dice: Dice) -> Draw:
     dice.top_k = min(dice.top_k, dice.experts)
     bins, weights = dice.routed()
     activation, recompute = dice.choice.choice(GATE_OVER_UP), dice.sometimes()
-    columns = BLOCK * (2 if is_glu(activation) else 1)
+    ffn = BLOCK * dice.choice.choice((1, 1, 2))
+    columns = ffn * (2 if is_glu(activation) else 1)
     tensors = {
         "x": dice.before(activation, dice.tokens, dice.hidden),
         "w1": dice.before(activation, dice.experts, columns, dice.hidden),
-        "w2": dice.normal(dice.experts, dice.hidden, BLOCK),
+        "w2": dice.normal(dice.experts, dice.hidden, ffn),
         "weights": weights,
     }
 
@@ -552,7 +553,7 @@ def adamw(dice: Dice) -> Draw:
             tensors[name] = tensors[name].square()
     hyper = {"lr": 0.1 * dice.choice.random(), "betas": pick(((0.9, 0.999), (0.8, 0.95)))}
     hyper |= {"eps": pick((1e-8, 1e-3)), "weight_decay": pick((0.0, 0.1))}
-    flags = {"grad_scale": pick((1.0, 4.0)), "found_inf": pick((0.0, 0.0, 1.0))}
+    flags = {"grad_scale": pick((1.0, 4.0)), "found_inf": pick((0.0, 0.0, 1.0, 3.0))}
     first = pick((0.0, 1000.0))
 
     def call(m, **given):
@@ -630,6 +631,9 @@ def check(seed: int, reachable: list[torch.Tensor], device: str = "cpu") -> None
     draw = op(dice)
     if draw.anywhere and op is not attention:  # among equal keys or values its gradients are zero
         draw = draw._replace(tensors={n: dice.expanded(t) for n, t in draw.tensors.items()})
+    if draw.anywhere and dice.sometimes(0.2):
+        longer = {n: t.long() for n, t in draw.tensors.items() if t.dtype is torch.int32}
+        draw = draw._replace(tensors=draw.tensors | longer)
     scattered = {n: t.to(device) for n, t in draw.tensors.items()}
     if draw.anywhere:
         scattered = {n: dice.somewhere(t) for n, t in scattered.items()}

@@ -13,6 +13,7 @@ from mb_kernels import (
     reference,
     topk_softmax,
 )
+from mb_kernels.runtime import registration
 from mb_kernels.runtime.descriptors import matrices, ragged
 from mb_kernels.runtime.plan import Plan, assume, plan_of
 from mb_kernels.targets import TARGETS
@@ -291,3 +292,14 @@ def test_bin_tokens(tokens, experts, k, routing, capacity):
     got, want = (op(ids, experts, capacity=capacity) for op in (bin_tokens, reference.bin_tokens))
     for name, g, w in zip(got._fields, got, want, strict=True):
         assert torch.equal(g, w), name
+
+
+def test_debug_looks_at_the_offsets_of_results_that_go_home(monkeypatch):
+    monkeypatch.setattr(registration, "_debug", True)
+    inputs = make_inputs(Case(4, 16, 16, 2, 1), dtype=torch.float32)
+    bins = inputs["bins"]._replace(offsets_E1=torch.tensor([0, 3, 2]))
+    home = torch.zeros(4, 16)
+    addresses = torch.tensor([home.data_ptr()])
+    arguments = (inputs["x"], inputs["w1"], inputs["w2"], bins, inputs["weights"])
+    with pytest.raises(ValueError, match="offsets_E1: expected to start at 0, never to fall"):
+        expert_mlp(*arguments, home_P=addresses)

@@ -6,13 +6,28 @@ import pytest
 import torch
 from mb_kernels import reference, symmetric_matmul
 from mb_kernels.runtime.launch import record
-from mb_kernels.runtime.plan import assume, plan_on
+from mb_kernels.runtime.plan import Plan, assume, plan_on
 from mb_kernels.symmetric_matmul import kernels
+from mb_kernels.targets import TARGETS
 from mb_kernels.testing import assert_close
 
 
+@pytest.fixture(params=["sm80", "sm90"])
+def target(request):
+    """The chip whose kernel it is: of sm90's operands and results pass through descriptors."""
+    chip = TARGETS[request.param]
+    with assume(lambda d: Plan(chip, d, 3, chip.descriptors, False, interpreted=True)):
+        yield request.param
+
+
 @pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("shape", [(2, 70, 40), (3, 33, 65), (1, 100, 8), (4, 1, 1), (2, 64, 32)])
+@pytest.mark.parametrize(
+    ("shape", "target"),
+    [(shape, "sm80") for shape in ((2, 70, 40), (3, 33, 65), (1, 100, 8), (4, 1, 1), (2, 64, 32))]
+    + [(shape, "sm90") for shape in ((2, 72, 40), (1, 104, 8), (3, 8, 64))],
+    indirect=["target"],
+)
+@pytest.mark.usefixtures("target")
 def test_symmetric_products(shape, columns):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).half()

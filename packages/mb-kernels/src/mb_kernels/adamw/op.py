@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mb_kernels.adamw import reference
-from mb_kernels.runtime import registration
+from mb_kernels.runtime import checks, registration
 
 
 @torch.no_grad()
@@ -71,12 +71,12 @@ def adamw_step(
                 f"weights[{index}]: expected {weights[0].dtype} on {weights[0].device}, as the "
                 f"first; got {weight.dtype} on {weight.device}. Step each kind by itself."
             )
-        _check_scalar("steps", steps[index], weight)
+        checks.require_scalar("steps", steps[index], weight)
     _check_apart(
         weights=weights, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, copies=copies, steps=steps
     )
-    _check_scalar("grad_scale", grad_scale, weights[0])
-    _check_scalar("found_inf", found_inf, weights[0])
+    checks.require_scalar("grad_scale", grad_scale, weights[0])
+    checks.require_scalar("found_inf", found_inf, weights[0])
     if registration.use_triton(weights[0]):
         step = importlib.import_module("mb_kernels.adamw.kernels").adamw_step
     else:
@@ -104,6 +104,11 @@ def _check(
         raise ValueError(
             f"weights[{index}]: expected fp32; got {weight.dtype}. Keep an fp32 master weight and "
             "pass the 16-bit one as its copy."
+        )
+    if grad is None or m is None or v is None:
+        raise ValueError(
+            f"weights[{index}]: expected a gradient and two moments beside it; got None in place "
+            "of one. Leave out weights without a gradient."
         )
     moments = (weight.dtype, torch.bfloat16) if weight.dtype is torch.float32 else (weight.dtype,)
     allowed = {
@@ -145,19 +150,6 @@ def _check_apart(**written: Sequence[Tensor | None]) -> None:
                     f"{here}: expected a tensor of its own, for it is written; got that of "
                     f"{seen[id(tensor)]}. Make one for each weight, and pass a tied weight once."
                 )
-
-
-def _check_scalar(name: str, x: Tensor, weight: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        got = repr(x)
-    elif x.ndim or x.dtype is not torch.float32 or x.device != weight.device:
-        got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
-    else:
-        return
-    raise ValueError(
-        f"{name}: expected a float32 scalar tensor on {weight.device}; got {got}. "
-        f"Make it by torch.tensor(1.0, device={str(weight.device)!r})."
-    )
 
 
 def _same_order(weight: Tensor, other: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mb_kernels.expert_mlp import op, steps
-from mb_kernels.runtime import registration
+from mb_kernels.runtime import checks, registration
 
 
 class ExpertMLPHome(torch.autograd.Function):
@@ -20,7 +20,9 @@ class ExpertMLPHome(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *inputs, ctx.home_P = (a.contiguous() if isinstance(a, Tensor) else a for a in arguments)
-        x = inputs[0]
+        x, _, _, order, _, offsets, *_ = inputs
+        if registration.debugging(x):
+            checks.debug_offsets(offsets, order.shape[0])
         with registration.device_of(x):
             _, *kept = steps.expert_mlp(*inputs, home=ctx.home_P)
         outputs = (_elsewhere(x), *kept)

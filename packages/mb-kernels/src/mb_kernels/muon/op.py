@@ -52,7 +52,8 @@ def muon_momentum(
         raise ValueError(f"dtype: expected {' or '.join(map(str, _FLOATS))}; got {dtype}.")
     _check("grad", grad, grad, _FLOATS)
     _check("buffer", buffer, grad, (torch.float32,))
-    _check_scalars(grad, grad_scale=grad_scale, found_inf=found_inf)
+    checks.require_scalar("grad_scale", grad_scale, grad)
+    checks.require_scalar("found_inf", found_inf, grad)
     compute = _implementation("muon_momentum", grad, buffer)
     rates = {"momentum": momentum, "grad_scale": grad_scale, "found_inf": found_inf}
     with registration.device_of(grad):
@@ -86,7 +87,7 @@ def muon_step(
     _check("update", update, weight, _FLOATS)
     if copy is not None:
         _check("copy", copy, weight, _FLOATS[1:])
-    _check_scalars(weight, found_inf=found_inf)
+    checks.require_scalar("found_inf", found_inf, weight)
     tensors = (weight, update) if copy is None else (weight, update, copy)
     step = _implementation("muon_step", *tensors)
     with registration.device_of(weight):
@@ -107,12 +108,3 @@ def _check(name: str, x: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...]) 
             f"{name}: expected {' or '.join(map(str, dtypes))} {tuple(like.shape)} on "
             f"{like.device}; got {x.dtype} {tuple(x.shape)} on {x.device}."
         )
-
-
-def _check_scalars(like: Tensor, **scalars: Tensor) -> None:
-    for name, x in scalars.items():
-        if x.ndim or x.dtype is not torch.float32 or x.device != like.device:
-            raise ValueError(
-                f"{name}: expected a float32 scalar on {like.device}; got {x.dtype} "
-                f"{tuple(x.shape)} on {x.device}."
-            )

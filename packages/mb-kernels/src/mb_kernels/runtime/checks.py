@@ -56,6 +56,20 @@ def require_same(what: str, first: Tensor, **others: Tensor) -> None:
             )
 
 
+def require_scalar(name: str, x: Tensor, like: Tensor) -> None:
+    """ValueError unless ``x`` is an fp32 scalar tensor where ``like`` is."""
+    if not isinstance(x, Tensor):
+        got = repr(x)
+    elif x.ndim or x.dtype is not torch.float32 or x.device != like.device:
+        got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+    else:
+        return
+    raise ValueError(
+        f"{name}: expected a float32 scalar tensor on {like.device}; got {got}. "
+        f"Make it by torch.tensor(1.0, device={str(like.device)!r})."
+    )
+
+
 def require_indices(what: str, first: Tensor, **indices: Tensor) -> None:
     """ValueError unless every tensor holds int32 or int64, on the device of ``first``."""
     require_device(what, first, **indices)

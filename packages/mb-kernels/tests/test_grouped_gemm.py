@@ -101,6 +101,7 @@ def test_gmm_compiles_with_sizes_on_the_cpu():
         ({"trans_a": True}, [4], r"b: expected \[N, M\]"),
         ({}, [2, 3], r"at most 4 rows together, those of a; got \[2, 3\]"),
         ({}, [0.5], "batch_sizes: expected int32 or int64"),
+        ({}, [2, 2], r"batch_sizes: expected \[1\], a number for each matrix of b; got \(2,\)"),
     ],
 )
 def test_gmm_refuses(options, sizes, message):

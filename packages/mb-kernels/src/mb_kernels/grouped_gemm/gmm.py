@@ -59,6 +59,11 @@ def gmm(
             )
         batch_sizes = batch_sizes.to(a.device, non_blocking=True)
     checks.require_device("a", a, batch_sizes=batch_sizes)
+    if not trans_a and batch_sizes.shape[0] != b.shape[0]:
+        raise ValueError(
+            f"batch_sizes: expected [{b.shape[0]}], a number for each matrix of b; got "
+            f"{tuple(batch_sizes.shape)}."
+        )
     offsets_E1 = offsets_of(batch_sizes)
     if not trans_a:
         return grouped_gemm(a, b, offsets_E1, transpose_weight=trans_b)

@@ -312,8 +312,8 @@ def _from_file(
 def _there(path: str | os.PathLike[str]) -> Path:
     if not os.path.isfile(path):
         raise FileNotFoundError(
-            f"tokenizer {os.fspath(path)}: no such file; nothing is downloaded, so give a file or a "
-            "folder that is here"
+            f"tokenizer {os.fspath(path)}: no such file; nothing is downloaded, so give a file or "
+            "a folder that is here"
         )
     return Path(path)
 

@@ -59,7 +59,8 @@ def test_ways_to_say_gpt2(command, tmp_path, flags):
     [
         (["--worker", "2"], "unknown argument --worker, did you mean --workers?"),
         (["--tokenizer", "gpt-2"], "unknown tokenizer 'gpt-2'; did you mean gpt2?"),
-        (["--tokenizer", "no/such.json"], "no/such.json: no such file"),
+        (["--tokenizer", "nothere"], "unknown tokenizer 'nothere'. Known names: gpt2, "),
+        (["--tokenizer", "meta/llama"], "meta/llama: no such file; nothing is downloaded"),
         (["--vocab-file", "vocab", "--merge-file", "m"], "tokenizer vocab: no such file"),
         (["--max-line-mb", "x"], "x: expected megabytes"),
         (["--vocab-file", "x"], "--vocab-file needs --tokenizer-type"),

@@ -72,6 +72,22 @@ def test_scripts_take_part_in_several_nodes(tmp_path, script):
     assert "expected NODE_RANK with NNODES=4, got none" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("script", "given", "words"),
+    [
+        *((f"{name}.sh", given, "SIZE DATA") for name in ("bert", "dense", "dmoe", "moe")
+          for given in ([], ["46m"])),
+        ("data.sh", ["corpus.jsonl"], "INPUT PREFIX"), ("ict.sh", ["runs/bert"], "BERT DATA"),
+        ("t5.sh", [], "DATA"), ("frontier_data.sh", [], "PREFIX"),
+    ],
+)  # fmt: skip
+def test_scripts_say_what_they_lack(tmp_path, script, given, words):
+    done = handed_over(tmp_path, script, *given, check=False)
+    assert done.returncode != 0
+    assert f"expected {script} {words} [flags]" in done.stderr
+    assert done.stdout == ""
+
+
 def test_slurm_starts_a_launcher_on_every_node(tmp_path):
     _stand_in(tmp_path / "scontrol", "echo a1; echo a2")
     # As Slurm does it: the same words on every node, each with its number.

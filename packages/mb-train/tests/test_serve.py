@@ -214,6 +214,12 @@ def test_what_is_no_json(client, content):
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_number_that_is_none(client):
+    response = client.post("/v1/completions", content=b'{"prompt": "a", "temperature": NaN}')
+    assert response.status_code == 400
+    assert "temperature to be a number, got nan" in response.json()["error"]["message"]
+
+
 def test_a_prompt_of_several_choices_is_scored_once(client, generator):
     before = generator.model.computes
     body = {"prompt": ["ab", "cd"], "n": 3, "max_tokens": 0, "logprobs": 0, "echo": True}

@@ -239,7 +239,7 @@ def _number(
     value = body.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, kind)):
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or value != value:
         wanted = "a whole number" if kind is int else "a number"
         raise ValueError(f"Expected {name} to be {wanted}, got {value!r}.")
     if not least <= value <= most:

@@ -251,7 +251,7 @@ def _find(name: str) -> list[Path]:
             if path.parent != Path() or path.suffix or len(paths) > 1:
                 _there(path)
             near = difflib.get_close_matches(name, NAMES, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             raise ValueError(
                 f"unknown tokenizer {name!r}{hint} Known names: {', '.join(NAMES)}; or give a file"
             )
@@ -311,7 +311,10 @@ def _from_file(
 
 def _there(path: str | os.PathLike[str]) -> Path:
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"tokenizer {os.fspath(path)}: no such file")
+        raise FileNotFoundError(
+            f"tokenizer {os.fspath(path)}: no such file; nothing is downloaded, so give a file or "
+            "a folder that is here"
+        )
     return Path(path)
 
 

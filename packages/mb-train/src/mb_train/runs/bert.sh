@@ -7,6 +7,6 @@
 # GPUS, and several nodes, as launch.sh has it. On one GPU give --cuda-graph: these models wait
 # for the host without.
 set -euo pipefail
-size=$1 data=$2
+size=${1:?expected bert.sh SIZE DATA [flags]} data=${2:?expected bert.sh SIZE DATA [flags]}
 shift 2
 exec bash "$(dirname "$0")/launch.sh" --recipe "bert-$size" --data-path $data "$@"

@@ -9,7 +9,7 @@
 # oscar-1GB.jsonl.xz with 79,000 documents, is read as it is packed. GPT-2's vocabulary is inside mb-data
 # and need not be fetched. Given - as INPUT this machine's Python library is the corpus.
 set -euo pipefail
-input=$1 prefix=$2
+input=${1:?expected data.sh INPUT PREFIX [flags]} prefix=${2:?expected data.sh INPUT PREFIX [flags]}
 shift 2
 mkdir -p "$(dirname "$prefix")"
 if [ "$input" = - ]; then

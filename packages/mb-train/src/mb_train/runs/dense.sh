@@ -7,7 +7,7 @@
 # One GPU trains at the paper's single-GPU rate and micro-batch, several at those for eight; several
 # nodes as launch.sh has it.
 set -euo pipefail
-size=$1 data=$2
+size=${1:?expected dense.sh SIZE DATA [flags]} data=${2:?expected dense.sh SIZE DATA [flags]}
 shift 2
 recipe=dense-$size
 if [ "${GPUS:-8}" = 1 ] && [ "${NNODES:-1}" = 1 ]; then recipe=$recipe-1gpu; fi

@@ -13,7 +13,7 @@
 # at the end of PREFIX.txt is the same.
 set -euo pipefail
 if ! command -v mb-data >/dev/null; then mb-data() { python -m mb_data "$@"; }; fi # not installed: PYTHONPATH
-prefix=$1
+prefix=${1:?expected frontier_data.sh PREFIX [flags]}
 shift
 mkdir -p "$(dirname "$prefix")"
 more=()

@@ -7,6 +7,6 @@
 # GPUS, and several nodes, as launch.sh has it. On one GPU give --cuda-graph: these models wait
 # for the host without.
 set -euo pipefail
-bert=$1 data=$2
+bert=${1:?expected ict.sh BERT DATA [flags]} data=${2:?expected ict.sh BERT DATA [flags]}
 shift 2
 exec bash "$(dirname "$0")/launch.sh" --recipe ict-bert --bert-load "$bert" --data-path "$data" "$@"

@@ -6,6 +6,6 @@
 #
 # GPUS, and several nodes, as launch.sh has it.
 set -euo pipefail
-size=$1 data=$2
+size=${1:?expected moe.sh SIZE DATA [flags]} data=${2:?expected moe.sh SIZE DATA [flags]}
 shift 2
 exec bash "$(dirname "$0")/launch.sh" --recipe "moe-$size" --data-path $data "$@"

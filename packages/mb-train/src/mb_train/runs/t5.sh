@@ -7,6 +7,6 @@
 # GPUS, and several nodes, as launch.sh has it. On one GPU give --cuda-graph: these models wait
 # for the host without.
 set -euo pipefail
-data=$1
+data=${1:?expected t5.sh DATA [flags]}
 shift
 exec bash "$(dirname "$0")/launch.sh" --recipe t5-220m --data-path $data "$@"

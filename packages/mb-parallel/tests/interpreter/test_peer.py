@@ -12,10 +12,10 @@ import torch
 from mb_kernels.testing import assert_close
 from mb_layers.config import MoEConfig
 from mb_layers.moe import dMoE
-from mb_parallel import ParallelDims
+from mb_parallel import ParallelDims, ParallelMesh
 from mb_parallel.expert_parallel import PeerBuffers, PeerDispatcher, Place, Rows
 from mb_parallel.expert_parallel.placement import Placement
-from mb_parallel.expert_parallel.shard import shard_experts
+from mb_parallel.expert_parallel.shard import experts_meshes, shard_experts
 from mb_parallel.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -117,9 +117,13 @@ def _through(layer: dMoE, depth: int, x, weights, ids, max_rows=None) -> dict[st
     return result
 
 
-def _spread(layer: dMoE, case: Case, ep, buffers: PeerBuffers) -> None:
+def _spread(layer: dMoE, case: Case, mesh: ParallelMesh, buffers: PeerBuffers) -> None:
+    ep = mesh.axis("ep")
+    assert ep is not None
     place = Place(ep.get_group(), "layers.1.moe")
-    shard_experts(layer.experts, ep, Placement(case.experts, place.size, place.rank), "moe", {})
+    spread_over = experts_meshes(mesh, [case.experts])[case.experts]
+    placement = Placement(case.experts, place.size, place.rank)
+    shard_experts(layer.experts, spread_over, placement, "moe", {})
     rows = Rows(case.policy, budget=2.0)  # all on one of two ranks: just enough
     layer.dispatcher = PeerDispatcher(
         *(case.experts, place, buffers),
@@ -132,12 +136,14 @@ def _spread(layer: dMoE, case: Case, ep, buffers: PeerBuffers) -> None:
 def _ranks(rank: int, ranks: int, folder: str):
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
-    ep = ParallelDims(dp_shard=2, ep=2).build("cpu").axis("ep")
-    buffers = PeerBuffers(Place(ep.get_group()), max_tokens=5, allocate=SharedFiles(folder))
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    buffers = PeerBuffers(
+        Place(mesh.axis("ep").get_group()), max_tokens=5, allocate=SharedFiles(folder)
+    )
     results = []
     for case in CASES:
         layer = _layer(case)
-        _spread(layer, case, ep, buffers)
+        _spread(layer, case, mesh, buffers)
         first = sum(case.lengths[:rank])
         mine = slice(first, first + case.lengths[rank])
         x, weights, ids = (t[mine] for t in _inputs(case))
@@ -183,10 +189,12 @@ def test_two_processes(tmp_path):
 
 def _absent(rank: int, ranks: int, folder: str):
     case = Case((2, 2))
-    ep = ParallelDims(dp_shard=2, ep=2).build("cpu").axis("ep")
-    buffers = PeerBuffers(Place(ep.get_group()), timeout_s=2e-5, allocate=SharedFiles(folder))
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    buffers = PeerBuffers(
+        Place(mesh.axis("ep").get_group()), timeout_s=2e-5, allocate=SharedFiles(folder)
+    )
     layer = _layer(case)
-    _spread(layer, case, ep, buffers)
+    _spread(layer, case, mesh, buffers)
     x, weights, ids = (t[:2] for t in _inputs(case))
     if rank == 1:
         buffers.memory(x, 4)

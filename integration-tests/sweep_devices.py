@@ -23,7 +23,7 @@ from pathlib import Path
 
 from sweep_layouts import SAME, SENTENCES, _write_data, decoder, exactly, experts, sentences
 from sweep_layouts import write_tokens as short_documents
-from test_parallel import _numbers, _tensors
+from test_parallel import _deviations
 
 # Largest deviation of losses, which all else follows from: TF32's rounding, and that of halves,
 # moves tokens whose experts score alike.
@@ -79,7 +79,7 @@ def compare(number: int, model: str, more: str, line: list[str], folder: Path) -
         error = next((said for said in exactly(0, 1, on) if said), "")
     if error:
         return f"{'DEFECT ' if 'Traceback' in error else 'refused'} {shown} {error}"
-    worst = deviations(gpu, cpu)
+    worst = _deviations(gpu, cpu, without=("reported",))  # where a GPU's memory is, too
     limit = next(limit for flag, limit in LIMITS.items() if flag in model)
     fine = max(worst["loss"], worst["validation"], worst["grad norm"] / 10) < limit
     figures = "  ".join(f"{name} {value:.0e}" for name, value in worst.items())
@@ -87,25 +87,6 @@ def compare(number: int, model: str, more: str, line: list[str], folder: Path) -
         shutil.rmtree(run)
     seconds = time.monotonic() - began
     return f"{'ok     ' if fine else 'DIFFERS'} {shown} {figures}  {seconds:.0f} s"
-
-
-def deviations(gpu: Path, cpu: Path) -> dict[str, float]:
-    """Largest relative difference by kind, of what both report and save."""
-    found, wanted = {}, _numbers(cpu)
-    for name, values in _numbers(gpu).items():
-        if name != "reported":  # where a GPU's memory is, too
-            pairs = zip(values, wanted[name], strict=True)
-            found[name] = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
-    saved, expected = _tensors(gpu), _tensors(cpu)
-    if saved.keys() != expected.keys():
-        raise ValueError(f"saved by one alone: {sorted(saved.keys() ^ expected.keys())}")
-    for name, value in expected.items():
-        first, second, *_ = name.split(".")
-        if first in ("model", "optimizer") and value.is_floating_point():
-            kind = "weights" if first == "model" else second
-            error = float((saved[name] - value).norm() / value.norm().clamp(min=1e-12))
-            found[kind] = max(found.get(kind, 0.0), error)
-    return found
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -144,14 +144,22 @@ def _tensors(run: Path) -> dict[str, torch.Tensor]:
 
 
 def _deviations(
-    run: Path, expected: Path, leave_out: str = "$^", *, renumbered: bool = False
+    run: Path,
+    expected: Path,
+    leave_out: str = "$^",
+    *,
+    renumbered: bool = False,
+    without: tuple[str, ...] = (),
 ) -> dict[str, float]:
     """Largest relative difference by kind, but of tensors whose name matches.
 
     renumbered: experts may have changed places; what is counted of them is compared by load.
+    without: numbers of `_numbers` that are left out.
     """
     found = {}
     for name, values in _numbers(run, renumbered=renumbered).items():
+        if name in without:
+            continue
         wanted = _numbers(expected, renumbered=renumbered)[name]
         assert len(values) == len(wanted)
         found[name] = max(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from mb_kernels import reference, symmetric_matmul
 from mb_kernels.runtime.launch import record
-from mb_kernels.runtime.plan import Plan, assume, plan_on
+from mb_kernels.runtime.plan import Plan, assume, plan_of, plan_on
 from mb_kernels.symmetric_matmul import kernels
 from mb_kernels.targets import TARGETS
 from mb_kernels.testing import assert_close
@@ -34,7 +34,10 @@ def test_symmetric_products(shape, columns):
     x = x.mT.contiguous().mT if columns else x
     gram = symmetric_matmul(x, x)
     assert_close("gram", gram, reference.symmetric_matmul(x.double(), x.double()))
-    assert torch.equal(gram, gram.mT)
+    # Within a tile on the diagonal both numbers of a pair are computed: as NumPy rounds them.
+    tile = torch.arange(shape[1]) // plan_of(x).tile("symmetric").block_m
+    mirrored = tile[:, None] != tile
+    assert torch.equal(gram[:, mirrored], gram.mT[:, mirrored])
 
     # Two polynomials of one matrix: neither is the other, their product is symmetric.
     gram = gram / gram.amax()

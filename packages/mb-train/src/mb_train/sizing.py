@@ -22,6 +22,7 @@ from mb_train.flops import attention_flops, flops_per_token, head_flops, known_d
 from mb_train.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
 from mb_train.layout import parallel_dims
 from mb_train.models.gpt import GPT
+from mb_train.models.unfilled import unfilled
 from mb_train.optimizer import parameter_groups
 from mb_train.schedule import BatchSizes, train_iterations, train_samples
 from mb_train.step_time import Work, orthogonalising
@@ -80,7 +81,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     if config.model != "gpt":
         raise ValueError(f"Expected a GPT to plan for, got {config.model}.")
     dims = parallel_dims(config, ranks)
-    with torch.device("meta"):
+    with unfilled():
         model = GPT(transformer_config(config, vocab_size))
     narrow = 2 if device != "CPU" or config.fp16 or config.bf16 else 0
     width = narrow or 4

@@ -28,6 +28,7 @@ from mb_train.convert.safetensors_files import TensorFolder, write_tensors
 from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.folder_lock import locked
 from mb_train.loading import load_trained
+from mb_train.models.unfilled import unfilled
 from mb_train.run_folder import TOKENIZER, checkpoints, replaceable, replaced_folder, write_text
 from mb_train.saver import Saver
 from mb_train.tasks.architecture import transformer_config
@@ -204,7 +205,7 @@ def write_run(
     wrong = next((name for name, t in weights.items() if not bool(t.isfinite().all())), None)
     if wrong is not None:
         raise ValueError(f"Expected numbers in {wrong}, got NaN or infinity: the model is damaged.")
-    with torch.device("meta"):
+    with unfilled():
         model = whole_model(config, vocab_size=vocab_size)
     model.load_state_dict(dict(weights), strict=True, assign=True)
     identity = {
@@ -294,7 +295,7 @@ def export_model(
 
 def shapes_of(config: TrainConfig, vocab_size: int) -> dict[str, torch.Size]:
     """The shapes of a model's weights, by our names."""
-    with torch.device("meta"):
+    with unfilled():
         model = whole_model(config, vocab_size=vocab_size)
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 

@@ -1,0 +1,31 @@
+"""Models without numbers, to be counted or to be given weights from elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+@contextlib.contextmanager
+def unfilled() -> Generator[None]:
+    """Within it modules are built on the meta device, and no initial weights are drawn.
+
+    Drawing them there computes nothing, but imports torch's compiler: 0.8 to 1.7 s of a start.
+    """
+    with torch.device("meta"), _NoInitialWeights():
+        yield
+
+
+class _NoInitialWeights(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return kwargs["tensor"]
+        return func(*args, **kwargs)

@@ -5,7 +5,9 @@
 
 Each row is a process of its own that trains three steps of `dense-125m` or `dmoe-125m`, 8 sequences
 each, on random tokens. `cold` begins with empty caches of Triton and Inductor, `warm` with what
-`cold` left, `in-turn` is cold without compiling the experts' kernels ahead. Columns are moments at
+`cold` left, `in-turn` is cold without compiling the experts' kernels ahead. Python's own bytecode is
+there in every row, as in an environment that has been used: a run before the first of each way makes
+it, in a folder of its own, for some images hold none and forbid writing it. Columns are moments at
 which lines of the log appear: the program answers; torch and the device are there; model and
 optimizer are built; all is set up; the first and the third step are done, and the process is ended.
 Further flags go to the runs. Prints each row when it is known, then one line of JSON.
@@ -46,6 +48,8 @@ def start(program: list[str], words: list[str], caches: Path) -> dict[str, float
     environment = dict(os.environ, PYTHONUNBUFFERED="1")
     environment["TRITON_CACHE_DIR"] = str(caches / "triton")
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(caches / "inductor")
+    environment["PYTHONPYCACHEPREFIX"] = str(caches.parent / "bytecode")
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     begun, found, said = time.perf_counter(), {}, []
     with subprocess.Popen(
         [sys.executable, *program, *words], env=environment, text=True,
@@ -76,7 +80,7 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     ways = {options.way: WAYS[options.way]} if options.way else WAYS
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    rows = []
+    rows, known = [], set()
     print(f"{'':24}" + "".join(f"{name:>9}" for name in MOMENTS), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         data = random_tokens(Path(folder) / "random", 262_144)
@@ -90,6 +94,9 @@ def main() -> None:
                 if kind == "dmoe" and way == "eager":
                     states["in-turn"] = Path(folder) / "in-turn"
                 states = {state: states[state] for state in options.states if state in states}
+                if way not in known:
+                    known.add(way)
+                    start(["-m", "mb_train"], words, Path(folder) / f"bytecode-{way}")
                 for state, cache in states.items():
                     program = ["-c", IN_TURN] if state == "in-turn" else ["-m", "mb_train"]
                     found = start(program, words, cache)

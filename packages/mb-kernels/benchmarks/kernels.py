@@ -46,14 +46,14 @@ def kernels(shape: Shape, device: str = "cuda", *, zeros: bool = False) -> dict[
     weights, ids, _ = topk_softmax(inputs["logits"], shape.top_k)
     bins = bin_tokens(ids, shape.experts)
     order, inverse, offsets = bins.order_N, bins.inverse_N, bins.offsets_E1
-    n, activation, top_k = order.shape[0], shape.activation, shape.top_k
+    n, top_k = order.shape[0], shape.top_k
     rows = x.new_empty((n, shape.hidden)).normal_()
     h = x.new_empty((n, shape.columns)).normal_()
     a = x.new_empty((n, shape.ffn)).normal_()
     if zeros:
         for operand in (x, w1, w2, rows, h, a):
             operand.zero_()
-    plan = expert_plan(plan_of(x), activation, n, shape.experts, keep_rows=top_k == 1)
+    plan = expert_plan(plan_of(x), shape.activation, n, shape.experts, keep_rows=top_k == 1)
     single = {"fill_dropped": top_k == 1, "scatter_order": order if top_k == 1 else None}
     scale = {"scale": weights if top_k == 1 else None}
     partials = torch.rand(cdiv(shape.ffn, 256), n, device=x.device)
@@ -66,7 +66,7 @@ def kernels(shape: Shape, device: str = "cuda", *, zeros: bool = False) -> dict[
         tiles = of_height(tile.block_m)
         source, source_order = (rows, None) if plan.in_rows else (x, order)
         options = {"order": source_order, "top_k": top_k, "save_h": True, "tile": tile}
-        return up(source, w1, None, tiles, activation, transposed=False, **options)
+        return up(source, w1, None, tiles, plan.activation, transposed=False, **options)
 
     def run_down(tile: Tile) -> object:
         options = {"transpose_weight": True, "tile": tile, **single, **scale}
@@ -75,7 +75,7 @@ def kernels(shape: Shape, device: str = "cuda", *, zeros: bool = False) -> dict[
     def run_dact(tile: Tile) -> object:
         tiles = of_height(tile.block_m)
         options = {"transposed": False, "tile": tile}
-        return dact(rows, w2, order, weights, tiles, h, activation, **options)
+        return dact(rows, w2, order, weights, tiles, h, plan.activation, **options)
 
     def run_dx(tile: Tile) -> object:
         options = {"transpose_weight": False, "tile": tile, **single}

@@ -353,10 +353,11 @@ class _Long(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-# Those that count rows or blocks by tensor descriptors on some GPUs.
-COUNTING = [
-    n for n in OPS if "grouped" in n or "gmm" in n or "mlp" in n or n in ("dsd", "dds", "sdd")
-]
+# Those that count rows or blocks by tensor descriptors on some GPUs. Kernels see 64 bits of the
+# block-sparse products' indices alone; the others' are cast at the border.
+COUNTING = [n for n in OPS if n in ("dsd", "dds", "sdd")]
+if not interpret:
+    COUNTING += [n for n in OPS if "grouped" in n or "gmm" in n or "mlp" in n]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -429,6 +430,8 @@ def test_a_dtype_nobody_computes_in_is_an_error(name, argument, dtype):
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_second_derivatives_are_right_or_an_error(name):
     op = make_op(name)
+    if interpret and not op.second_derivative:
+        pytest.skip("an error of the border, which kernels and references share")
     tensors = {
         n: t.double() if t.is_floating_point() and not interpret else t
         for n, t in op.tensors.items()
@@ -561,9 +564,9 @@ def test_what_no_expert_takes_may_be_any_number(name, top_k):
     made = reference.bin_tokens(ids, E)
     tensors |= zip(("order", "inverse", "counts", "offsets"), made, strict=True)
     tensors["x"][0], tensors["weights"][0] = torch.inf, torch.nan
-    op = make_op(name, top_k=top_k)
-    assert not op.call(**tensors)[0].any()
-    for what, value in results(op, tensors).items():
+    got = results(make_op(name, top_k=top_k), tensors)
+    assert not got["output 0"][0].any()
+    for what, value in got.items():
         assert value.isfinite().all(), what
 
 

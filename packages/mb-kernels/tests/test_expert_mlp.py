@@ -223,6 +223,7 @@ def test_inference_keeps_nothing():
         ({"w2": torch.zeros(5, 7, 4)}, r"w2_EDF: expected \[E, D, F\].*\(5, 7, 4\)"),
         ({"w1": torch.zeros(5, 8, 6)}, "w1_EFD: expected torch.float64"),
         ({"weights": torch.zeros(12, 2)}, r"weights_TK: expected \[13, top_k\]"),
+        ({"weights": torch.zeros(13, 0)}, r"weights_TK: .*at least one choice; got \(13, 0\)"),
         ({"weights": torch.zeros(13, 3)}, "bins: expected 39 slots and 5 experts; got 26 and 5"),
         ({"activation": "swigle"}, "Use 'swiglu'"),
     ],

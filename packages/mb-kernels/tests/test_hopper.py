@@ -18,7 +18,7 @@ import types
 import pytest
 import torch
 from mb_kernels import activation as functions
-from mb_kernels.activation import activate, is_glu
+from mb_kernels.activation import activate, is_glu, parse
 from mb_kernels.testing import assert_close
 
 triton = pytest.importorskip("triton")
@@ -380,9 +380,8 @@ def test_up(simulated, layout, save_h):
     bias = activation.startswith("ge") or "1.7" in activation
     b1 = 16 * torch.randn(experts, columns, generator=generator) if bias else None
     stored = w1.mT.contiguous() if transposed else w1
-    hopper_up.up(
-        x, stored, b1, tiles, h, a, activation, transposed=transposed, save_h=save_h, tile=tile
-    )
+    options = {"transposed": transposed, "save_h": save_h, "tile": tile}
+    hopper_up.up(x, stored, b1, tiles, h, a, parse(activation), **options)
 
     expert = torch.repeat_interleave(torch.tensor(offsets).diff())
     z = torch.einsum("nd,nfd->nf", x[:rows].float(), w1.float()[expert])
@@ -414,7 +413,7 @@ def test_dact(simulated, layout):
     tiles = tile_list(offsets, tile.block_m)
     stored = w2.mT.contiguous() if transposed else w2
     hopper_dact.dact(
-        *(do, stored, order, weights, tiles, h, dh, a, partials, activation),
+        *(do, stored, order, weights, tiles, h, dh, a, partials, parse(activation)),
         transposed=transposed,
         tile=tile,
     )

@@ -17,41 +17,6 @@ def interpreted():
         pytest.skip("expected TRITON_INTERPRET=1 in the environment")
 
 
-@pytest.fixture(autouse=True)
-def what_an_interpreter_need_not_do_twice(monkeypatch):
-    """Half of its time, with Triton 3.7.
-
-    It replaces the language anew at each call of a device function: once for each module within a
-    launch is enough, whose end undoes it. It builds a table of all dtypes to look one up.
-    """
-    from triton.runtime import interpreter
-
-    replaced: set[int] = set()
-    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    dtypes: dict[str, np.dtype] = {}
-    look_up = interpreter._get_np_dtype
-
-    def replace_once(fn):
-        if id(fn.__globals__) in replaced:
-            return None
-        replaced.add(id(fn.__globals__))
-        return replace(fn)
-
-    def launch_anew(self, *args, **keywords):
-        replaced.clear()
-        return launch(self, *args, **keywords)
-
-    def known(kind):
-        name = kind.scalar.name
-        if name not in dtypes:
-            dtypes[name] = look_up(kind)
-        return dtypes[name]
-
-    monkeypatch.setattr(interpreter, "_patch_lang", replace_once)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
-    monkeypatch.setattr(interpreter, "_get_np_dtype", known)
-
-
 @pytest.fixture
 def reachable():
     """Tensors that a kernel finds through a table of addresses: a test lists them here."""

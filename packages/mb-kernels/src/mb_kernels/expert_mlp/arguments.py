@@ -35,10 +35,10 @@ def check_experts(
             f"{tuple(w2_EDF.shape)}; got {tuple(w1_EFD.shape)}. A GLU holds gate over up: "
             "[E, 2F, D]."
         )
-    if weights_TK.ndim != 2 or weights_TK.shape[0] != x_TD.shape[0]:
+    if weights_TK.ndim != 2 or weights_TK.shape[0] != x_TD.shape[0] or weights_TK.shape[1] < 1:
         raise ValueError(
-            f"weights_TK: expected [{x_TD.shape[0]}, top_k], a row per token; "
-            f"got {tuple(weights_TK.shape)}."
+            f"weights_TK: expected [{x_TD.shape[0]}, top_k], a row per token, of at least one "
+            f"choice; got {tuple(weights_TK.shape)}."
         )
     slots = weights_TK.numel()
     sizes = (bins.order_N.shape, bins.inverse_N.shape, bins.offsets_E1.shape)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.activation import Activation, parse
+from mb_kernels.activation import Activation
 from mb_kernels.bins import row_tiles
 from mb_kernels.language.activation import (
     activate_with_derivative,
@@ -137,7 +137,7 @@ def dact(
     weights: Tensor,
     tiles: Tensor,
     h: Tensor,
-    activation: str,
+    activation: Activation,
     *,
     transposed: bool,
     tile: Tile,
@@ -164,18 +164,17 @@ def dact(
             tile=tile,
         )
         return dh, a, partials
-    kind = parse(activation)
-    pieces = _pieces(kind, tile.block_n)
+    pieces = _pieces(activation, tile.block_n)
     operands = do, w2, h, dh, a
     if plan.descriptors:
         width = tile.block_n // pieces
-        dh_width = 2 * width if kind.interleaved else width
+        dh_width = 2 * width if activation.interleaved else width
         block = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
         operands = (
             ragged(do, (tile.block_m, tile.block_k)),
             matrices(w2, (1, *block)),
             h,
-            ragged(dh, (tile.block_m, 1, dh_width), parts=kind.parts),
+            ragged(dh, (tile.block_m, 1, dh_width), parts=activation.parts),
             ragged(a, (tile.block_m, 1, width), parts=1),
         )
     items = row_tiles(rows, w2.shape[0], tile.block_m) * columns
@@ -191,7 +190,7 @@ def dact(
         rows,
         D=hidden,
         F=ffn,
-        ACTIVATION=kind,
+        ACTIVATION=activation,
         TRANSPOSED=transposed,
         PIECES=pieces,
         PTX=plan.ptx,

@@ -6,7 +6,7 @@ Letters: N rows, E experts.
 import functools
 from dataclasses import dataclass
 
-from mb_kernels.activation import is_glu
+from mb_kernels.activation import Activation, parse
 from mb_kernels.grouped_gemm.forward import rows_tile
 from mb_kernels.runtime.plan import Plan
 from mb_kernels.targets.table import DECODED_ROWS, Tile
@@ -14,12 +14,13 @@ from mb_kernels.targets.table import DECODED_ROWS, Tile
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """Tiles of the products, and whether tokens are copied to their rows before the first.
+    """The activation, tiles of the products, and whether tokens are copied to their rows at first.
 
     ``up`` is the tile of the kernel that gathers, or of the one that reads rows: ``in_rows`` says
     which. Its height is that of the row tiles that forward and backward share.
     """
 
+    activation: Activation
     up: Tile
     down: Tile
     dact: Tile
@@ -33,13 +34,15 @@ def expert_plan(
     plan: Plan, activation: str, rows: int, experts: int, *, keep_rows: bool
 ) -> ExpertPlan:
     """The plan for ``rows`` rows; ``keep_rows``: the backward is to have tokens as rows."""
-    kind = "_glu" if is_glu(activation) else ""
+    parsed = parse(activation)
+    kind = "_glu" if parsed.gated else ""
     up = "up_hopper" if plan.specialized else f"up{kind}"
     decode = f"up{kind}_decode"
     in_rows = keep_rows or plan.specialized
     if rows <= DECODED_ROWS * experts and not keep_rows and plan.has(decode):
         up, in_rows = decode, False
     return ExpertPlan(
+        activation=parsed,
         up=plan.tile(up),
         down=rows_tile(plan, rows, experts, transpose_weight=True),
         dact=plan.tile("dact_hopper" if plan.specialized else f"dact{kind}"),

@@ -73,7 +73,7 @@ def expert_mlp(
         w1,
         b1,
         row_tiles,
-        activation,
+        plan.activation,
         transposed=transposed[0],
         order=None if plan.in_rows else order,
         top_k=top_k,
@@ -131,7 +131,7 @@ def expert_mlp_backward(
             w1,
             b1,
             row_tiles,
-            activation,
+            plan.activation,
             transposed=transposed[0],
             order=None if plan.in_rows else order,
             top_k=top_k,
@@ -146,7 +146,7 @@ def expert_mlp_backward(
     biased = b2 is not None and (need_weights or need_b2)
     more = dots(do.shape[1]) if biased else 0
     dh, a, partials = dact(
-        *(do_rows, w2, order, weights, listed, h, activation),
+        *(do_rows, w2, order, weights, listed, h, plan.activation),
         transposed=transposed[1],
         tile=tile,
         more_partials=more,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mb_kernels.activation import Activation, parse
+from mb_kernels.activation import Activation
 from mb_kernels.bins import row_tiles
 from mb_kernels.language.activation import activate, constexpr, up_factor
 from mb_kernels.language.memory import (
@@ -135,7 +135,7 @@ def up(
     w1: Tensor,
     b1: Tensor | None,
     tiles: Tensor,
-    activation: str,
+    activation: Activation,
     *,
     transposed: bool,
     order: Tensor | None,
@@ -150,8 +150,7 @@ def up(
     """
     experts, hidden = w1.shape[0], x.shape[1]
     columns = w1.shape[2 if transposed else 1]
-    kind = parse(activation)
-    ffn = columns // 2 if kind.gated else columns
+    ffn = columns // 2 if activation.gated else columns
     rows = x.shape[0] if order is None else order.shape[0]
     h = x.new_empty((rows, columns) if save_h else (0,))
     a = x.new_empty((rows, ffn))
@@ -163,12 +162,12 @@ def up(
             *(x, w1, b1, tiles, h, a, activation), transposed=transposed, save_h=save_h, tile=tile
         )
         return h, a
-    parts = kind.parts
+    parts = activation.parts
     h_arg, a_arg, w = h, a, w1
-    pieces = _pieces(kind)
+    pieces = _pieces(activation)
     if plan.descriptors:
         width = tile.block_n // pieces
-        h_width = tile.block_n if kind.interleaved else width
+        h_width = tile.block_n if activation.interleaved else width
         h_arg = ragged(h, (tile.block_m, 1, h_width), parts=parts) if save_h else None
         a_arg = ragged(a, (tile.block_m, 1, width), parts=1)
         block_w = tile.block_n * (columns // ffn) // parts
@@ -191,7 +190,7 @@ def up(
         D=hidden,
         F=ffn,
         TOP_K=top_k,
-        ACTIVATION=kind,
+        ACTIVATION=activation,
         TRANSPOSED=transposed,
         SAVE_H=save_h,
         PIECES=pieces,

@@ -38,15 +38,8 @@ def gmm(
     a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False, *, trans_a: bool = False
 ) -> Tensor:
     """Twin of ``mb_kernels.gmm``, differentiable by plain autograd."""
-    parts, start = [], 0
-    for e, size in enumerate(batch_sizes.tolist()):
-        rows = a[start : start + size]
-        if trans_a:
-            parts.append(rows.T @ b[start : start + size])
-        else:
-            parts.append(rows @ (b[e].T if trans_b else b[e]))
-        start += size
+    offsets_E1 = torch.nn.functional.pad(batch_sizes.cumsum(0), (1, 0))
     if trans_a:
-        return torch.stack(parts)
-    parts.append(a.new_zeros(a.shape[0] - start, b.shape[1 if trans_b else 2]))
-    return torch.cat(parts)
+        runs = itertools.pairwise(offsets_E1.tolist())
+        return torch.stack([a[start:end].T @ b[start:end] for start, end in runs])
+    return grouped_gemm(a, b, offsets_E1, transpose_weight=trans_b)

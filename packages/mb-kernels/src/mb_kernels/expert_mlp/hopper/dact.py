@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mb_kernels.activation import parse
+from mb_kernels.activation import Activation
 from mb_kernels.expert_mlp.hopper.core import (
     EPILOGUE_REGISTERS,
     EPILOGUE_WARPS,
@@ -225,15 +225,14 @@ def dact(
     dh: Tensor,
     a: Tensor,
     partials: Tensor,
-    activation: str,
+    activation: Activation,
     *,
     transposed: bool,
     tile: Tile,
 ) -> None:
     """``expert_mlp.dact.dact`` into dh, a and partials."""
     hidden, ffn = do.shape[1], a.shape[1]
-    kind = parse(activation)
-    if kind.interleaved:
+    if activation.interleaved:
         h, dh = h.view(torch.int32), dh.view(torch.int32)
     block = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
     run(
@@ -246,6 +245,6 @@ def dact(
         *(order, weights, tiles, h, dh, a, partials, order.shape[0]),
         D=hidden,
         F=ffn,
-        ACTIVATION=kind,
+        ACTIVATION=activation,
         TRANSPOSED=transposed,
     )

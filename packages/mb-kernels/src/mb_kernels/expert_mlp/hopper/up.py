@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mb_kernels.activation import parse
+from mb_kernels.activation import Activation
 from mb_kernels.expert_mlp.hopper.core import (
     EPILOGUE_REGISTERS,
     EPILOGUE_WARPS,
@@ -169,7 +169,7 @@ def up(
     tiles: Tensor,
     h: Tensor,
     a: Tensor,
-    activation: str,
+    activation: Activation,
     *,
     transposed: bool,
     save_h: bool,
@@ -177,8 +177,7 @@ def up(
 ) -> None:
     """``expert_mlp.up.up`` of tokens copied to their rows, into h and a."""
     experts, hidden, ffn = w1.shape[0], rows.shape[1], a.shape[1]
-    kind = parse(activation)
-    parts, columns = kind.parts, ffn * (2 if kind.gated else 1)
+    parts, columns = activation.parts, ffn * (2 if activation.gated else 1)
     if not transposed:
         block = (parts, tile.block_n // parts, tile.block_k)
         w = matrices(w1.view(experts * parts, columns // parts, hidden), block)
@@ -196,7 +195,7 @@ def up(
         *(b1, tiles, h, a),
         D=hidden,
         F=ffn,
-        ACTIVATION=kind,
+        ACTIVATION=activation,
         TRANSPOSED=transposed,
         SAVE_H=save_h,
     )

@@ -296,7 +296,7 @@ def _sum(text: str) -> list[int]:
 
 
 def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields that have another default if certain flags of Megatron's are typed, as they have there.
+    """Other defaults that fields have where certain flags of Megatron's are typed, as there.
 
     - The loss of a balancing type has weight 0 unless `--moe-aux-loss-coeff` is given.
     - A capacity factor drops an expert's least probable tokens.

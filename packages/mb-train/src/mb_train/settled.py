@@ -104,6 +104,7 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
     **core_flags.TRANSLATED,
 }
 
+
 def note(flags: list[str]) -> str:
     """What is said about the settled flags of a command line."""
     answers: dict[str, list[str]] = {}

@@ -375,6 +375,39 @@ def test_the_other_way_to_say_it_takes_the_place_of_the_recipes(tmp_path, typed,
     assert {name: getattr(config, name) for name in wanted} == wanted
 
 
+@pytest.mark.parametrize(
+    ("earlier", "typed", "wanted"),
+    [
+        ({"data_args_path": "a"}, "--train-data-path b", {"data_args_path": None}),
+        (
+            {"train_data_path": ["a"], "valid_data_path": ["b"]},
+            "--data-args-path c",
+            {"train_data_path": None, "valid_data_path": None},
+        ),
+        (
+            {"position_embedding_type": "rope", "use_rope_scaling": True},
+            "--rotary-seq-len-interpolation-factor 2",
+            {"rope_scaling": ("linear", 2.0)},
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block"},
+            "--recompute-granularity selective",
+            {"recompute_method": None},
+        ),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 200},
+            "--lr-decay-style cosine",
+            {"lr_decay_style": "cosine"},
+        ),
+    ],
+    ids=str,
+)
+def test_no_earlier_setting_stands_in_the_way_of_a_later_one(earlier, typed, wanted):
+    config = resolve(parse([*RUN, *typed.split()]), {"num_layers": 2, **earlier})
+    assert {name: getattr(config, name) for name in wanted} == wanted
+    build_schedule(config, 8)
+
+
 def test_the_help_names_the_commands():
     text = build_parser(COMMANDS).format_help()
     assert text.startswith("usage: mb-train [FLAGS]\n")  # not all of them, twice

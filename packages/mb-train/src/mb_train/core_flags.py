@@ -1,7 +1,8 @@
 """Flags of Megatron Core's scripts that have no field of their own.
 
-Two kinds: those that are no choice here, as in `settled`, and those that say in other words what a
-field says. What asks for something that there is not is in `refused_flags`.
+They are of two kinds: settled flags ask about something that is no choice here (see `settled`),
+translated ones set a field that has another name here. Flags that ask for something that does not
+exist here are in `refused_flags`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ _ONE_LOGGER = "it is a service of NVIDIA's"
 _FAULTS = "a run is started again by who launched it: see --nan-limit for the rest"
 
 TOPK = "--moe-router-topk"
-# Flags by which a script that counts its experts, but not those of a token, is one of Core's.
+# A script without a top-k is taken for one of Core's if it has one of these.
 _CORES = (
     "--moe-router-load-balancing-type", "--moe-token-dispatcher-type", "--moe-grouped-gemm",
 )  # fmt: skip
-# Flag -> the field that it sets. Core weighs the loss of every layer by it, the field their mean.
+# Flag -> the field that it sets. The flag is the weight of every layer's loss, the field the weight
+# of their mean.
 OF_EVERY_LAYER: Mapping[str, str] = {
     "--moe-aux-loss-coeff": "moe_loss_weight",
     "--moe-z-loss-coeff": "moe_z_loss_weight",
@@ -150,7 +152,7 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "aux_loss": {},
         "seq_aux_loss": {"moe_balance_over": "sequence"},
         "global_aux_loss": {"moe_balance_over": "global_batch"},
-        "none": {},  # see `together`
+        "none": {"moe_loss_weight": 0.0},
     },
     "--moe-token-dispatcher-type": {
         "allgather": {"moe_dispatcher": "all_gather"},
@@ -206,11 +208,11 @@ def _weight(flag: str, word: str) -> Mapping[str, Any]:
     return {OF_EVERY_LAYER[flag]: _number(flag, word)}
 
 
-# Flag -> whether a value follows ("+": some), and the fields that it sets. What has a default for a
-# field stands behind the flags that set it.
+# Flag -> whether a value follows ("+": some), and the fields that it sets. Where two set the same
+# field, the first in this table wins: a balancing type "none" has no loss, whatever its weight.
 TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] = {
-    **{flag: (True, partial(_weight, flag)) for flag in OF_EVERY_LAYER},
     **{flag: (True, partial(_one_of, flag)) for flag in _VALUES},
+    **{flag: (True, partial(_weight, flag)) for flag in OF_EVERY_LAYER},
     "--moe-router-pre-softmax": (False, lambda _: {}),
     "--moe-router-force-load-balancing": (
         False,
@@ -222,22 +224,16 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
     "--use-torch-fsdp2": (False, lambda _: {"zero_stage": 3}),
 }
 
-# Flag -> fields that have another default beside it, as there: the loss of a balancing type weighs
-# nothing until --moe-aux-loss-coeff says how much, and the least probable tokens are dropped.
-DEFAULTS_BESIDE: Mapping[str, Mapping[str, Any]] = {
-    "--moe-router-load-balancing-type": {"moe_loss_weight": 0.0},
-    "--moe-expert-capacity-factor": {"moe_drop_policy": "probability"},
-}
-
 
 def spelled_out(words: Sequence[str]) -> list[str]:
-    """A command line whose `--moe-layer-freq` is a number.
+    """The command line with a number for `--moe-layer-freq`.
 
-    Megatron Core also takes a list, "([0]*3+[1]*24)", of which layers have experts.
+    Megatron Core also takes a list that says for each layer whether it has experts, such as
+    "([0]*3+[1]*24)".
 
     Raises:
-        ValueError: a list that is no dense layers followed by experts in every n-th, or is not of
-            as many layers as `--num-layers` says beside it.
+        ValueError: the list is not dense layers followed by experts in every n-th layer, or its
+            length is not `--num-layers`.
     """
     found = list(words)
     for place, word in enumerate(found):
@@ -262,7 +258,7 @@ def spelled_out(words: Sequence[str]) -> list[str]:
 
 
 def _pattern(text: str) -> tuple[int, int, int]:
-    """Dense layers at the start, every how manieth of the others has experts, layers in all."""
+    """Number of dense layers at the start, n if every n-th layer has experts, number of layers."""
     layers = _layers(text)
     if 1 in layers:
         first = layers.index(1)
@@ -277,7 +273,7 @@ def _pattern(text: str) -> tuple[int, int, int]:
 
 
 def _layers(text: str) -> list[int]:
-    """The list that sums and products of lists of 0 and 1 are."""
+    """The list that an expression makes, of sums and repetitions of lists of 0 and 1."""
     text = text.replace(" ", "")
     if not re.fullmatch(r"[\[\]()01,+*\d]+", text):
         return []
@@ -299,19 +295,28 @@ def _sum(text: str) -> list[int]:
     return layers
 
 
-def beside_experts(typed: Container[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of routing that have another default beside Megatron's own flags.
+def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Other defaults that fields have where certain flags of Megatron's are typed, as there.
 
-    A script that counts its experts by `--num-experts` has no loss of theirs until it asks for one,
-    biases inside them where its linear maps have some, and one of Core's has 2 of them a token.
-    With `TOPK`, Core's spelling, a token's weights add up to 1, but for those of a softmax over all
-    experts; a group of experts counts as much as the best of it that a token could choose there.
+    - The loss of a balancing type has weight 0 unless `--moe-aux-loss-coeff` is given.
+    - A capacity factor drops an expert's least probable tokens.
+    - `--num-experts` in a whole script: the balancing loss has weight 0, experts have biases if
+      linear maps have them, and there are two experts for a token if the script is one of Core's.
+    - `--moe-router-topk` (Core's spelling): the weights of a token add up to 1, unless they are of
+      a softmax over all experts; a group of experts is scored by as many of its best as a token
+      could choose there.
 
     Args:
         typed: flags of the command line.
-        values: the fields that they say.
+        values: the fields that they set.
     """
     found: dict[str, Any] = {}
+    if "--no-position-embedding" in typed:  # scripts have it beside rotary positions too
+        found["position_embedding_type"] = "none"
+    if "--moe-router-load-balancing-type" in typed:
+        found["moe_loss_weight"] = 0.0
+    if "--moe-expert-capacity-factor" in typed:
+        found["moe_drop_policy"] = "probability"
     if "--moe-router-pre-softmax" in typed:
         found["moe_renormalize"] = False
     cores = TOPK in typed
@@ -331,18 +336,11 @@ def beside_experts(typed: Container[str], values: Mapping[str, Any]) -> Mapping[
     return found
 
 
-def together(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields that flags, of those typed, mean in spite of others.
-
-    Raises:
-        ValueError: flags that mean something only if they agree, and do not.
-    """
+def check_moments(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for two dtypes of Adam's moments, which have one here."""
     dtypes = [values.get(name, "fp32") for name in ("--exp-avg-dtype", "--exp-avg-sq-dtype")]
     if len(set(dtypes)) > 1:
         raise ValueError(
             "Expected one dtype of --exp-avg-dtype and --exp-avg-sq-dtype, got "
             f"{' and '.join(dtypes)}. Give both, or --optimizer-state-dtype."
         )
-    if values.get("--moe-router-load-balancing-type") == "none":  # whatever it is said to weigh
-        return {"moe_loss_weight": 0.0}
-    return {}

@@ -23,10 +23,10 @@ from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import spec, value_types
 from mb_train.config.model import ModelFields
 from mb_train.config.training import RateFields
-from mb_train.core_flags import OF_EVERY_LAYER, beside_experts, spelled_out, together
+from mb_train.core_flags import OF_EVERY_LAYER, check_moments, defaults_beside, spelled_out
 from mb_train.recipes import RECIPES, recipe
 from mb_train.refused_flags import REFUSED
-from mb_train.settled import DEFAULTS_BESIDE, SETTLED, TRANSLATED, note
+from mb_train.settled import SETTLED, TRANSLATED, note
 from mb_train.toml_file import UsageError, read_toml
 
 _TYPES = value_types(TrainConfig)
@@ -225,15 +225,15 @@ def parse(
     settled = [name for name in SETTLED if name in values]
     for name in settled:
         del values[name]
-    beside = beside_experts(typed, values)
-    values |= together(values)
+    check_moments(values)
+    beside = defaults_beside(typed, values)
     of_every_layer = []
     for name, (_, meaning) in TRANSLATED.items():
         if name in values:
             said = meaning(values.pop(name))
             if (field := OF_EVERY_LAYER.get(name)) is not None and field not in values:
                 of_every_layer.append(field)
-            values = {**DEFAULTS_BESIDE.get(name, {}), **said, **values}
+            values = {**said, **values}
     named = values.pop("recipe", None)
     config_file = values.pop("config", None)
     print_config = values.pop("print_config", False)
@@ -242,9 +242,7 @@ def parse(
         values, named = {**from_file, **values}, named or file_recipe
     notes = [note(settled)] if settled else []
     if "moe_loss_weight" in beside and "moe_loss_weight" not in values:
-        notes.append(
-            "--num-experts without --moe-aux-loss-coeff: no load-balancing loss, as in Megatron"
-        )
+        notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
     values = {**beside, **values}
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer))
 

@@ -104,7 +104,7 @@ def build_schedule(config: TrainConfig, batch_size: int) -> Schedule:
             "samples. Shorten the warm-up or lengthen --lr-decay-iters (or -samples)."
         )
     anneal = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * batch_size
-    if anneal > decay:
+    if config.lr_decay_style == "WSD" and anneal > decay:
         raise ValueError(
             f"Expected --lr-wsd-decay-iters (or -samples) of at most the decay's, got {anneal} and "
             f"{decay} samples. Shorten it, or lengthen --lr-decay-iters (or -samples)."

@@ -1,7 +1,7 @@
-"""Flags of Megatron-LM that are no choice here, and those it spells in more than one way.
+"""Flags of Megatron-LM that are no choice here (settled), or have another name (translated).
 
-A script that has them is accepted as it is. What a settled flag asks about is answered by one note
-at the start of the run; nothing is ignored in silence. `core_flags` has those of Megatron Core.
+Scripts that have them are accepted as they are. One note at the start of a run lists the settled
+flags with the reason, so that nothing is ignored in silence. Megatron Core's are in `core_flags`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ONE = "there is one implementation"
 _SERVER = "it belongs to Megatron's text server, not to training"
 _INDEX = "it belongs to Megatron's retrieval index, not to training"
 
-# Flag -> how many values follow ("?": one or none), and the answer.
+# Flag -> how many values follow ("?": one or none), and the reason.
 SETTLED: Mapping[str, tuple[int | str, str]] = {
     "--DDP-impl": (1, "data parallelism is FSDP2"),
     "--no-contiguous-buffers-in-local-ddp": (0, "data parallelism is FSDP2"),
@@ -100,15 +100,8 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
         lambda method: {"recompute_granularity": "full", "recompute_method": method},
     ),
     "--use-rotary-position-embeddings": (False, lambda _: {"position_embedding_type": "rope"}),
-    "--no-position-embedding": (False, lambda _: {}),
+    "--no-position-embedding": (False, lambda _: {}),  # see `core_flags.defaults_beside`
     **core_flags.TRANSLATED,
-}
-
-# Flag -> fields that have another default beside it. Scripts have this one beside rotations too,
-# where it says nothing more.
-DEFAULTS_BESIDE: Mapping[str, Mapping[str, Any]] = {
-    "--no-position-embedding": {"position_embedding_type": "none"},
-    **core_flags.DEFAULTS_BESIDE,
 }
 
 

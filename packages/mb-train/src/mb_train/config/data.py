@@ -10,6 +10,9 @@ from pathlib import Path
 from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, flag, flag_name
 
 TASKS = ("mnli", "qqp", "race")
+# The ways to name data: one flag for all of it, or one for each part.
+_AS_ONE = ("data_path", "mock_data", "data_args_path", "per_split_data_args_path")
+_WAYS = (*_AS_ONE, "train_data_path", "valid_data_path", "test_data_path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,25 +21,16 @@ class DataFields:
 
     data_path: list[str] | None = flag(  # noqa: RUF009, a field like the others
         "prefix of .bin and .idx, or weights and prefixes by turns; default: Python's own library",
-        instead_of=(
-            "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
-            "per_split_data_args_path", "mock_data",
-        ),
-    )  # fmt: skip
+        instead_of=_WAYS,
+    )
     mock_data: bool = flag(
         "documents that count from 1 to a random number, instead of data: for benchmarks", False,
-        instead_of=(
-            "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
-            "per_split_data_args_path",
-        ),
+        instead_of=_WAYS,
     )  # fmt: skip
-    data_args_path: str | None = flag(
-        "file with the words of --data-path",
-        instead_of=("data_path", "train_data_path", "per_split_data_args_path", "mock_data"),
-    )
+    data_args_path: str | None = flag("file with the words of --data-path", instead_of=_WAYS)
     per_split_data_args_path: str | None = flag(
         "JSON file with the data of train, valid and test, each as the words of --data-path",
-        instead_of=("data_path", "train_data_path", "data_args_path", "mock_data"),
+        instead_of=_WAYS,
     )
     split: str = flag(
         "shares of documents for training, validation and test", "969,30,1", on_load="fixed"
@@ -47,7 +41,7 @@ class DataFields:
     )  # fmt: skip
     train_data_path: list[str] | None = flag(  # noqa: RUF009
         "training data of its own; of a classifier TSV files, or RACE's folders",
-        instead_of=("data_path", "mock_data"), also=("--train-data",),
+        instead_of=_AS_ONE, also=("--train-data",),
     )  # fmt: skip
     valid_data_path: list[str] | None = flag(  # noqa: RUF009
         "validation data of its own; of a classifier as for training", also=("--valid-data",)
@@ -202,18 +196,13 @@ class DataFields:
 
     def check_data(self) -> None:
         """Raise ValueError for files that exclude each other."""
-        own = [n for n in ("train", "valid", "test") if getattr(self, f"{n}_data_path") is not None]
-        if own and self.data_path is not None:
-            raise ValueError(
-                f"Expected --data-path or separate paths, got it and --{own[0]}-data-path."
-            )
-        ways = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
-        given = [flag_name(name) for name in ways if getattr(self, name) is not None]
-        given += ["--mock-data"] * self.mock_data
-        if len(given) > 1:
-            raise ValueError(f"Expected one of the ways to name data, got {' and '.join(given)}.")
-        if own and "train" not in own:
-            raise ValueError(f"Expected --train-data-path with --{own[0]}-data-path, got none.")
+        given = [name for name in _WAYS if getattr(self, name)]
+        parts = [name for name in given if name not in _AS_ONE]
+        if len(given) > max(len(parts), 1):
+            named = " and ".join(map(flag_name, given))
+            raise ValueError(f"Expected one of the ways to name data, got {named}.")
+        if parts and "train_data_path" not in parts:
+            raise ValueError(f"Expected --train-data-path with {flag_name(parts[0])}, got none.")
         if self.merge_file is not None and self.vocab_file is None:
             raise ValueError("Expected --vocab-file with --merge-file, got none.")
         files = self.tokenizer_type or self.vocab_file or self.tokenizer_model

@@ -72,11 +72,12 @@ class ModelFields:
     )  # fmt: skip
     rotary_seq_len_interpolation_factor: float | None = flag(
         "slow all rotary frequencies by this, for sequences so many times longer", bounds=POSITIVE,
-        on_load="said", in_force="rope_scaling",
+        on_load="said", in_force="rope_scaling", instead_of=("use_rope_scaling",),
     )  # fmt: skip
     use_rope_scaling: bool = flag(
         "slow the rotary frequencies that turn seldom within 8192 tokens, as Llama 3.1", False,
         on_load="said", in_force="rope_scaling",
+        instead_of=("rotary_seq_len_interpolation_factor",),
     )  # fmt: skip
     rope_scaling_factor: float = flag(
         "by how much, with --use-rope-scaling: 8 in Llama 3.1, 32 in 3.2", 8.0, bounds=POSITIVE,

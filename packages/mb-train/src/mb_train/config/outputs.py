@@ -52,7 +52,7 @@ class ValidationFields:
     eval_iters: int = flag(
         "global batches per evaluation; 0: none", 100, bounds=AT_LEAST_0, said_as={"-1": "0"}
     )
-    eval_interval: int | None = flag(
+    eval_interval: int = flag(
         "steps between evaluations; 0 evaluates only at the end", 1000, bounds=AT_LEAST_0
     )
 

@@ -77,7 +77,7 @@ class TrainConfig(
         kinds = _kinds()
         for f in fields(self):
             value = getattr(self, f.name)
-            if value is not None:
+            if value is not None or f.default is not None:
                 check_kind(f.name, value, kinds[f.name])
                 check_field(f, value)
         self.check_model()

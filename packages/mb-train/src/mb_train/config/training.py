@@ -120,7 +120,7 @@ class TrainingFields:
     )  # fmt: skip
     recompute_granularity: str | None = flag(
         "what is recomputed in the backward pass: full layers, or their attention alone",
-        choices=("full", "selective"),
+        choices=("full", "selective"), instead_of=("recompute_method",),
     )  # fmt: skip
     recompute_method: str | None = flag(
         "uniform: in chunks of --recompute-num-layers; block: that many layers of a stage",
@@ -217,11 +217,13 @@ class RateFields:
         needs=("lr_decay_style", "WSD"),
     )  # fmt: skip
     lr_wsd_decay_iters: int | None = flag(
-        "steps of that decay, the last of --lr-decay-iters", bounds=POSITIVE, on_load="said"
-    )
+        "steps of that decay, the last of --lr-decay-iters", bounds=POSITIVE, on_load="said",
+        needs=("lr_decay_style", "WSD"),
+    )  # fmt: skip
     lr_wsd_decay_samples: int | None = flag(
-        "sequences of that decay, with --train-samples", bounds=POSITIVE, on_load="said"
-    )
+        "sequences of that decay, with --train-samples", bounds=POSITIVE, on_load="said",
+        needs=("lr_decay_style", "WSD"),
+    )  # fmt: skip
     lr_warmup_init: float = flag(
         "learning rate at which the warm-up begins", 0.0, bounds=AT_LEAST_0, on_load="said"
     )
@@ -256,17 +258,13 @@ class RateFields:
                 f"Expected --lr-warmup-init of at most --lr {self.lr}, got {self.lr_warmup_init}."
             )
         unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
-        given = self.lr_wsd_decay_iters or self.lr_wsd_decay_samples
-        if (self.lr_decay_style == "WSD") != (given is not None):
-            raise ValueError(
-                f"Expected --lr-decay-style WSD and --lr-wsd-decay-{unit} together, got "
-                f"{self.lr_decay_style} and {given or 'none'}."
-            )
         for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
             if getattr(self, name):
                 raise ValueError(
                     f"Expected the schedule in the unit of --train-{unit}, got {flag_name(name)}."
                 )
+        if self.lr_decay_style == "WSD" and getattr(self, f"lr_wsd_decay_{unit}") is None:
+            raise ValueError(f"Expected --lr-wsd-decay-{unit} with --lr-decay-style WSD, got none.")
         warmup = self.lr_warmup_iters or self.lr_warmup_samples
         if self.lr_warmup_fraction is not None and warmup:
             raise ValueError("Expected one kind of warm-up, got --lr-warmup-fraction and another.")

@@ -118,7 +118,7 @@ def test_a_failed_save_is_said_and_leaves_nothing_behind(
         saver.wait()
     assert "could not save iteration 8: OSError" in said[-1]
     assert "No space left" in said[-1]
-    assert "the latest checkpoint is that of 7" in said[-1]
+    assert "The latest checkpoint is that of iteration 7." in said[-1]
     assert sorted(tmp_path.iterdir()) == before
     assert find_checkpoint(tmp_path) == first
     assert saver.latest is None
@@ -162,6 +162,14 @@ def test_a_disk_that_is_full_for_good(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "iter_0000001", "latest_checkpointed_iteration.txt",
     ]  # fmt: skip
+
+
+def test_a_folder_that_is_gone_fails_the_save_alone(tmp_path):
+    said = []
+    (tmp_path / "file").touch()
+    begin(Saver(tmp_path / "file" / "run", say=said.append), *make())
+    assert "could not save iteration 7" in said[-1]
+    assert said[-1].endswith("There is no checkpoint yet.")
 
 
 def test_weights_that_are_not_numbers_are_not_saved(tmp_path):

@@ -183,8 +183,10 @@ def test_wrong_input_is_said(trained, tmp_path):
     for task in ("lambada", "wikitext", "perplexity"):
         with pytest.raises(ValueError, match=r"wrong\.jsonl to be text in UTF-8"):
             task_of(task)(trained, path, EvalOptions())
-    with pytest.raises(ValueError, match="line 1: expected a word and text before it"):
-        task_of("lambada")(trained, lines(path, "alone"), EvalOptions())
+    without = SimpleNamespace(**vars(trained) | {"tokenizer": SimpleNamespace(encode=lambda _: [])})
+    for model, text in ((trained, "alone"), (without, "what a vocabulary leaves out")):
+        with pytest.raises(ValueError, match="line 1: expected a word and text before it"):
+            task_of("lambada")(model, lines(path, text), EvalOptions())
     with pytest.raises(ValueError, match="Expected a task of lambada, wikitext, perplexity"):
         task_of("hellaswag")
     path.write_text("")

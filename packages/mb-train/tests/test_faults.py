@@ -233,7 +233,7 @@ def test_a_run_whose_end_is_not_saved_says_so(run, monkeypatch, capsys):
     assert go_on(run.folder, "--train-iters", 2) == 1
     out = capsys.readouterr().out
     assert "could not save iteration 2: 1e-06 GB are free for 0.0" in out
-    assert "unexpected pos 704 vs 598. Training goes on; the latest checkpoint is that of 1" in out
+    assert "unexpected pos 704 vs 598. The latest checkpoint is that of iteration 1." in out
     assert "iter_0000001, the latest there is: the end of the run could not be saved" in out
 
 

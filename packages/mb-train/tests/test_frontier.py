@@ -177,12 +177,13 @@ def test_report_draws_and_says(tmp_path, capsys):
             tmp_path / "runs" / "cf", 25.0, 2.6, **(dmoe_as | {"moe_capacity_factor": CAPACITY})
         ),
         write(tmp_path / "runs" / "going", start(), train(10, 9.0), evaluation(10, 5.0)),
+        finished(tmp_path / "runs" / "nan", 30.0, None, seed=3, **dmoe_as),
     ]
     command = ["report", "--frontier", *map(str, folders), "--output", str(tmp_path / "out")]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "dMoE 3.1M over MoE cf 1.5: below all of it, whose end took 0.83 x the time" in said
-    assert "not at their end: going" in said
+    assert "not at their end, or diverged: going, nan" in said
     numbers = json.loads((tmp_path / "out" / "frontier.json").read_text())
     over = {(c["point"], c["over"]): c for c in numbers["speed_ups"]}
     assert {point.split()[0] for point, _ in over} == {"dMoE", "MoE"}

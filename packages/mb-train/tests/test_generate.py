@@ -50,6 +50,17 @@ def test_draws_follow_the_probabilities():
     assert cold[1] / 7000 == pytest.approx(16 / 25, abs=0.02)
 
 
+def test_a_rounding_of_the_scores_does_not_change_what_is_drawn():
+    scores = torch.zeros(500)
+    rounded = scores + 1e-7 * torch.randn(500, generator=torch.Generator().manual_seed(0))
+    for seed in range(20):
+        one, other = (
+            choose(found, Sampling(), torch.Generator().manual_seed(seed))
+            for found in (scores, rounded)
+        )
+        assert one == other
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": 2**63}],

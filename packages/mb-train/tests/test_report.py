@@ -115,7 +115,7 @@ def test_runs_side_by_side(tmp_path):
     content = page.read_text()
     assert "<td>seed</td><td>1</td><td>2</td>" in content
     assert "moe_top_k" not in content  # the same in both
-    assert "b: load of every expert" in content
+    assert "b: Load of every expert" in content
 
 
 def test_markup_in_a_name_stays_text(tmp_path):

@@ -96,7 +96,7 @@ def test_a_checkpoint_is_loaded_from_inside_it(finished, monkeypatch):
     monkeypatch.chdir(folder / "iter_0000002")
     for load, save in ((".", folder), ("..", ".."), (f"../{Path.cwd().name}", "..")):
         started = plan(parse(["--load", load]))
-        assert started.checkpoint.name == "iter_0000002"
+        assert started.start.checkpoint.name == "iter_0000002"
         assert started.config.save == str(save)
 
 
@@ -136,13 +136,13 @@ def test_going_on_with_another_is_refused(finished, capsys, words, says):
 def test_an_iteration_is_asked_for_by_its_number(finished, tmp_path):
     folder = finished[0]
     words = ["--load", str(folder), "--ckpt-step"]
-    assert plan(parse([*words, "2"])).checkpoint == folder / "iter_0000002"
+    assert plan(parse([*words, "2"])).start.checkpoint == folder / "iter_0000002"
     with pytest.raises(ValueError, match=r"Expected a checkpoint in .*iter_0000003, found none"):
         plan(parse([*words, "3"]))
     with pytest.raises(ValueError, match="Expected --load with --ckpt-step 2, got none"):
         plan(parse(["--ckpt-step", "2"]))
     begins = ["--load", str(tmp_path), "--save", str(tmp_path)]
-    assert plan(parse(begins)).checkpoint is None
+    assert plan(parse(begins)).start is None
     with pytest.raises(ValueError, match="found none"):
         plan(parse([*begins, "--exit-on-missing-checkpoint"]))
 

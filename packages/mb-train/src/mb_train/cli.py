@@ -20,7 +20,7 @@ from mb_train.config import TrainConfig
 from mb_train.flags import parse, run_command, without_effect
 from mb_train.host import leads, prepare_host
 from mb_train.run_folder import LOG_FILE, PICTURE, recover
-from mb_train.starting import Plan, command_line, plan
+from mb_train.starting import Start, command_line, plan
 from mb_train.toml_file import to_toml
 
 if TYPE_CHECKING:
@@ -87,20 +87,16 @@ def _train(arguments: list[str]) -> int:
         idle = without_effect(command, config)
         for note in (*command.notes, *idle, *started.notes):
             print(f"note: {note}", flush=True)
-    if started.finished:
+    if started.start is not None and started.start.is_end_of(config):
         if leader:
-            _complete(started)
+            _complete(started.start, config)
         return 0
     prepare_host()
     if leader:
         print(f"mb-train {__version__}: {_headline(config)}", flush=True)
-    from mb_train.run import Start
     from mb_train.train import train
 
-    start = None
-    if started.checkpoint is not None and started.saved is not None:
-        start = Start(started.checkpoint, started.saved)
-    result = train(config, start)
+    result = train(config, started.start)
     if leader:
         try:
             _close(config, result)
@@ -112,13 +108,11 @@ def _train(arguments: list[str]) -> int:
     return 1 if result.diverged or result.unsaved(config) else 0
 
 
-def _complete(started: Plan) -> None:
+def _complete(start: Start, config: TrainConfig) -> None:
     """Of a run that is at its end: what a kill may have kept it from, after its last checkpoint."""
-    assert started.checkpoint is not None
-    assert started.saved is not None
-    at, folder = started.saved.iteration, started.checkpoint.parent
-    print(f"{started.checkpoint} is at iteration {at}, the end of this run.")
-    if started.config.save is None or Path(started.config.save) != folder:
+    folder = start.run
+    print(f"{start.checkpoint} is at iteration {start.saved.iteration}, the end of this run.")
+    if config.save is None or Path(config.save) != folder:
         return
     from mb_train.folder_lock import locked
 

@@ -55,8 +55,8 @@ def lambada(trained: Trained, path: Path, options: EvalOptions) -> dict[str, flo
             before = tokenizer.encode(text[: text.rfind(word)].strip())
             tokens = tokenizer.encode(f" {word}")
         else:
-            *before, last = tokenizer.encode(text)
-            tokens = [last]
+            encoded = tokenizer.encode(text)
+            before, tokens = encoded[:-1], encoded[-1:]
         if not before:
             raise ValueError(f"{path}, line {number}: expected a word and text before it.")
         windows.append(continuation(before, tokens, context))

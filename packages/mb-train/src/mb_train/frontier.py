@@ -42,7 +42,7 @@ class FrontierRun:
     Attributes:
         shape: layers and width, which pair the sizes of the families.
         overhead_s: left out of the seconds: what first steps after a start took beyond the pace.
-        finished: whether its last evaluation is at the end of its schedule.
+        finished: whether its last evaluation is at the end of its schedule, and a number.
     """
 
     name: str
@@ -152,7 +152,7 @@ def _run_of(path: Path) -> FrontierRun:
         seconds=tuple(clock[i] for i in at),
         losses=tuple(valid[i] for i in at),
         overhead_s=overhead,
-        finished=at[-1] == config["train_iters"],
+        finished=at[-1] == config["train_iters"] and math.isfinite(valid[at[-1]]),
         shared=tuple(config.get(name) for name in _SHARED),
     )
 

@@ -124,7 +124,7 @@ def _words(found: dict[str, Any]) -> str:
             said += f"; {c['same_size_speed_up']:.2f} x than the same size"
         lines.append(f"  {c['point']} over {c['over']}: {said}")
     if found["unfinished"]:
-        lines.append(f"  not at their end: {', '.join(found['unfinished'])}")
+        lines.append(f"  not at their end, or diverged: {', '.join(found['unfinished'])}")
     return "\n".join(lines)
 
 

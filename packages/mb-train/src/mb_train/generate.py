@@ -78,8 +78,10 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
         raise ValueError(NO_NUMBERS)
     # A token stays if those before it do not hold top_p already: at least one always does.
     kept = probs.cumsum(0) - probs < top_p
-    probs = probs * kept
-    return int(ids[torch.multinomial(probs.cpu(), 1, generator=generator)])
+    # Drawn in the order of the vocabulary: in that of the scores, two that differ by a rounding, as
+    # beside other prompts, would change places and with them what is drawn.
+    probs_V = probs.new_zeros(len(logits_V)).scatter_(0, ids, probs * kept)
+    return int(torch.multinomial(probs_V.cpu(), 1, generator=generator))
 
 
 class Next(NamedTuple):

@@ -81,7 +81,7 @@ def draw_picture(runs: Sequence[Curves], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     panels = _panels(runs)
-    figure = _figure([panel for _, panel in panels], runs, 2.7 * len(panels))
+    figure = _figure(panels, runs, 2.9 * len(panels))
     FigureCanvasAgg(figure)
     with replaced(path) as draft:
         figure.savefig(draft, dpi=120, format="png")
@@ -91,8 +91,7 @@ def write_page(runs: Sequence[Curves], path: Path) -> None:
     """One HTML file: what came out, the panels as vector graphics, the configurations."""
     parts = [_PAGE_HEAD, f"<h1>{html.escape(', '.join(c.name for c in runs))}</h1>"]
     parts.append(_table(["", *(c.name for c in runs)], _summary_rows(runs)))
-    for title, panel in _panels(runs):
-        parts.append(f"<figure>{_svg(panel, runs)}<figcaption>{title}</figcaption></figure>")
+    parts += [f"<figure>{_svg(panel, runs)}</figure>" for panel in _panels(runs)]
     heading = "Configuration" if len(runs) == 1 else "Configuration, where it differs"
     parts.append(f"<h2>{heading}</h2>")
     parts.append(_table(["", *(c.name for c in runs)], _config_rows(runs)))
@@ -109,24 +108,25 @@ def _tell_apart(runs: Sequence[Curves], folders: Sequence[Path]) -> None:
 
 
 def _panels(runs: Sequence[Curves]) -> list[tuple[str, Panel]]:
+    """Titles and what is drawn below them."""
     panels: list[tuple[str, Panel]] = [
-        ("Loss (nats per token) and perplexity", _loss),
+        ("Loss and perplexity", _loss),
         ("Tokens per second", _speed),
     ]
     if any(v is not None for curves in runs for v in curves.grad_norm.values()):
         panels.append(("Gradient norm", _grad_norm))
     for curves in runs:
-        title = "" if len(runs) == 1 else f"{html.escape(curves.name)}: "
+        whose = "" if len(runs) == 1 else f"{curves.name}: "
         if curves.load_imbalance:
-            panels.append((f"{title}load of the fullest expert over the mean", _load_of(curves)))
+            panels.append((f"{whose}Load of the fullest expert over the mean", _load_of(curves)))
         if curves.tokens_per_expert:
-            panels.append((f"{title}load of every expert at the end", _experts_of(curves)))
+            panels.append((f"{whose}Load of every expert at the end", _experts_of(curves)))
     return panels
 
 
 def _loss(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
     for curves in runs:
-        (line,) = _line(axis, curves.loss, label=_label(curves, runs, "training"))
+        (line,) = _line(axis, curves.loss, label=_label(curves, runs, "training"), marker=".")
         if curves.valid:
             at = sorted(curves.valid)
             values = [_number(curves.valid[i]) for i in at]
@@ -136,7 +136,7 @@ def _loss(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
             )  # fmt: skip
         if curves.diverged_at is not None:
             axis.axvline(curves.diverged_at, color="crimson", linestyle=":", label="not a number")
-    axis.set_ylabel("loss (nats per token)")
+    axis.set_ylabel("loss (nats)")
     perplexity = axis.secondary_yaxis("right")
     low, high = axis.get_ylim()
     nice = [p for e in range(-1, 9) for p in (10.0**e, 2 * 10.0**e, 5 * 10.0**e)]
@@ -264,7 +264,7 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _figure(panels: Sequence[Panel], runs: Sequence[Curves], height: float) -> Figure:
+def _figure(panels: Sequence[tuple[str, Panel]], runs: Sequence[Curves], height: float) -> Figure:
     """Panels one below the other.
 
     They are alike, so their margins are known: to find them takes as long as to draw them.
@@ -272,14 +272,15 @@ def _figure(panels: Sequence[Panel], runs: Sequence[Curves], height: float) -> F
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, height))
-    figure.subplots_adjust(0.09, 0.5 / height, 0.9, 1 - 0.2 / height, hspace=0.35)
+    figure.subplots_adjust(0.09, 0.5 / height, 0.9, 1 - 0.35 / height, hspace=0.45)
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axis, panel in zip(axes, panels, strict=True):
+    for axis, (title, panel) in zip(axes, panels, strict=True):
+        axis.set_title(title, loc="left", fontsize="medium")
         panel(figure, axis, runs)
     return figure
 
 
-def _svg(panel: Panel, runs: Sequence[Curves]) -> str:
+def _svg(panel: tuple[str, Panel], runs: Sequence[Curves]) -> str:
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -326,5 +327,4 @@ _PAGE_HEAD = """<!DOCTYPE html>
 body { font-family: system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; } th, td { text-align: left; padding: .15rem 1rem .15rem 0; }
 td { border-top: 1px solid #ddd; } figure { margin: 1.5rem 0; } svg { width: 100%; height: auto; }
-figcaption { color: #555; font-size: .9rem; }
 </style></head><body>"""

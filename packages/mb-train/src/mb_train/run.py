@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 
 import mb_data
@@ -41,7 +40,6 @@ from mb_train.reporting import (
     vocabulary_line,
     world_line,
 )
-from mb_train.run_folder import SavedRun
 from mb_train.run_log import RunLog, check_boards, open_boards
 from mb_train.saver import Saver
 from mb_train.schedule import (
@@ -52,27 +50,11 @@ from mb_train.schedule import (
     train_samples,
 )
 from mb_train.sizing import memory_warning
+from mb_train.starting import Start
 from mb_train.tasks import Batch, Dataset, Task, make_task
 from mb_train.timers import Timers
 from mb_train.tokenizers import keep_tokenizer, load_tokenizer
 from mb_train.toml_file import to_toml
-
-
-@dataclass(frozen=True)
-class Start:
-    """The checkpoint folder that a run goes on from, and its run.json."""
-
-    checkpoint: Path
-    saved: SavedRun
-
-    @property
-    def run(self) -> Path:
-        """Folder of the run that it is a checkpoint of."""
-        return self.checkpoint.parent
-
-    def is_in(self, folder: Path) -> bool:
-        """Whether the checkpoint is one of this run folder's."""
-        return self.checkpoint.resolve().parent == folder.resolve()
 
 
 class Run:

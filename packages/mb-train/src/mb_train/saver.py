@@ -225,9 +225,10 @@ class Saver:
         return True
 
     def _failed(self, iteration: int, problem: str) -> bool:
-        free = shutil.disk_usage(self._folder).free
-        if free < self._bytes:  # torch's writer tells of positions in its file instead
-            problem = f"{free / 1e9:.3g} GB are free for {self._bytes / 1e9:.3g} GB; {problem}"
+        with contextlib.suppress(OSError):  # the folder is gone, or cannot be reached
+            free = shutil.disk_usage(self._folder).free
+            if free < self._bytes:  # torch's writer tells of positions in its file instead
+                problem = f"{free / 1e9:.3g} GB are free for {self._bytes / 1e9:.3g} GB; {problem}"
         self._discard(iteration)
         self._say(f" could not save iteration {iteration}: {problem}. {self.in_force()}")
         return False
@@ -236,8 +237,8 @@ class Saver:
         """Which checkpoint a run would go on from, in words."""
         latest = self._folder / LATEST
         if not latest.is_file():
-            return "Training goes on; there is no checkpoint yet."
-        return f"Training goes on; the latest checkpoint is that of {latest.read_text().strip()}."
+            return "There is no checkpoint yet."
+        return f"The latest checkpoint is that of iteration {latest.read_text().strip()}."
 
 
 def surplus(folder: Path, keep: int) -> list[Path]:

@@ -22,22 +22,41 @@ from mb_train.run_folder import (
 
 
 @dataclass(frozen=True)
+class Start:
+    """The checkpoint folder that a run goes on from, and its run.json."""
+
+    checkpoint: Path
+    saved: SavedRun
+
+    @property
+    def run(self) -> Path:
+        """Folder of the run that it is a checkpoint of."""
+        return self.checkpoint.parent
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether the checkpoint is one of this run folder's."""
+        return self.checkpoint.resolve().parent == folder.resolve()
+
+    def is_end_of(self, config: TrainConfig) -> bool:
+        """Whether a run of this configuration has nothing left to do here."""
+        if config.finetune:
+            return False
+        if config.train_samples is not None:
+            from mb_train.schedule import BatchSizes
+
+            sizes = BatchSizes(config, whole(config.global_batch_size))
+            done = self.saved.consumed_samples
+            return done + sizes.size(done) > config.train_samples
+        return self.saved.iteration >= whole(config.train_iters)
+
+
+@dataclass(frozen=True)
 class Plan:
     """A run to start. `notes` are remarks on what differs from the run that it goes on from."""
 
     config: TrainConfig
-    checkpoint: Path | None = None
-    saved: SavedRun | None = None
+    start: Start | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def finished(self) -> bool:
-        """Whether the checkpoint is at the end of this run already."""
-        return (
-            self.saved is not None
-            and not self.config.finetune
-            and _is_finished(self.config, self.saved)
-        )
 
 
 def plan(command: CommandLine) -> Plan:
@@ -70,20 +89,10 @@ def plan(command: CommandLine) -> Plan:
     if "save" not in command.values and not config.finetune:
         config = dataclasses.replace(config, save=str(checkpoint.parent))
     asked = {"train_iters", "train_samples"} & command.values.keys()
-    if not asked and not config.finetune and _is_finished(config, saved):
+    start = Start(checkpoint, saved)
+    if not asked and start.is_end_of(config):
         config = _prolong(config, saved)
-    return Plan(config, checkpoint, saved, tuple(check_changes(saved.config, config)))
-
-
-def _is_finished(config: TrainConfig, saved: SavedRun) -> bool:
-    if config.train_samples is not None:
-        from mb_train.schedule import BatchSizes
-
-        sizes = BatchSizes(config, whole(config.global_batch_size))
-        done = saved.consumed_samples
-        return done + sizes.size(done) > config.train_samples
-    assert config.train_iters is not None
-    return saved.iteration >= config.train_iters
+    return Plan(config, start, tuple(check_changes(saved.config, config)))
 
 
 def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
@@ -96,8 +105,7 @@ def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
         decay = config.lr_decay_samples or config.train_samples
         more = saved.consumed_samples + decay
         return dataclasses.replace(config, train_samples=more, lr_decay_samples=decay)
-    assert config.train_iters is not None
-    decay = config.lr_decay_iters or config.train_iters
+    decay = config.lr_decay_iters or whole(config.train_iters)
     more = saved.iteration + decay
     return dataclasses.replace(config, train_iters=more, lr_decay_iters=decay)
 

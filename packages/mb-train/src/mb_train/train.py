@@ -29,13 +29,14 @@ from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator, IntervalStats
 from mb_train.profiling import Profiler
-from mb_train.reporting import datetime_line
-from mb_train.run import Run, Start, device_type, only_writer
+from mb_train.reporting import datetime_line, validation_lines
+from mb_train.run import Run, device_type, only_writer
 from mb_train.signals import StopFlag, stop_signals
+from mb_train.starting import Start
 from mb_train.step import Step, params_norm, train_step
 from mb_train.tasks import Batch
 from mb_train.timers import Clock
-from mb_train.validate import END, evaluate, evaluate_end, measure
+from mb_train.validate import END, evaluate, measure
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,10 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     if stopped_by is not None:
         run.say(datetime_line(f"exiting program at iteration {iteration}"))
         run.say(f" stopping at iteration {iteration}: {stopped_by}")
+    elif valid_losses and evaluated_at == iteration:
+        run.say(validation_lines(END, valid_losses))
     else:
-        of_now = valid_losses if evaluated_at == iteration else {}
-        valid_losses = evaluate_end(run, of_now, stop)
+        valid_losses = evaluate(run, run.data.valid, END, stop)
     if saved_at != iteration:
         save(run, wait=True)
     elif run.saver is not None:

@@ -115,14 +115,3 @@ def _whole(run: Run) -> nn.Module | None:
             owner = next(stage for stage, names in enumerate(held) if name in names)
             dist.broadcast(tensor, group=pp.get_group(), group_src=owner)
     return model
-
-
-def evaluate_end(run: Run, of_now: dict[str, float], stop: StopFlag) -> dict[str, float]:
-    """The validation losses of a run that has come to its end.
-
-    `of_now` are those of the same weights on the same set, where they are known; else {}.
-    """
-    if not of_now:
-        return evaluate(run, run.data.valid, END, stop)
-    run.say(validation_lines(END, of_now))
-    return of_now

@@ -343,10 +343,14 @@ def test_a_weight_decay_typed_alone_ends_the_schedule_of_another():
     assert (config.weight_decay_incr_style, config.end_weight_decay) == ("constant", None)
 
 
-def test_the_decay_of_a_recipe_is_as_long_as_the_training_asked_for():
-    config = resolve(parse(["--train-iters", "1000"]))
+@pytest.mark.parametrize("recipe", ["quickstart", "bert-110m", "t5-220m"])
+def test_the_decay_of_a_recipe_is_as_long_as_the_training_asked_for(recipe):
+    config = resolve(parse(["--recipe", recipe, "--train-iters", "1000"]))
     assert config.decay_length == "1000 steps"
-    assert build_schedule(config, 8).warmup == pytest.approx(1000 * 8 / 12)
+    warmup = 1000 * 8 * config.lr_warmup_fraction
+    assert build_schedule(config, 8).warmup == pytest.approx(warmup)
+    typed = ["--recipe", recipe, "--train-iters", "1000", "--lr-decay-iters", "900"]
+    assert resolve(parse(typed)).decay_length == "900 steps"
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,8 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
     if named is None and loaded is None and not any(size in said for size in sizes):
         named = "quickstart"
     base = recipe(named) if named else {}
+    if said.get("train_iters"):  # the recipe's decay belongs to the recipe's length
+        base.pop("lr_decay_iters", None)
     values: dict[str, Any] = {}
     for layer in (loaded or {}, base, said):
         for f in fields(TrainConfig):

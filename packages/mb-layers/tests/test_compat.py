@@ -347,8 +347,13 @@ def test_state_dicts_of_expert_parallel_ranks_are_joined(ranks: int, capped: boo
 
 def test_ranks_that_cannot_be_are_refused() -> None:
     state = checkpoint(glu=False, shared=False)
-    with pytest.raises(ValueError, match="divides 4 experts or is a multiple of them, got 3"):
-        from_megablocks([state] * 3, config_from_arguments(SMALL))
+    config = config_from_arguments(SMALL)
+    for ranks in (3, 0):
+        with pytest.raises(ValueError, match=f"4 experts or is a multiple of them, got {ranks}"):
+            from_megablocks([state] * ranks, config)
+    lacking = {name: t for name, t in state.items() if name != "experts.mlp.w1"}
+    with pytest.raises(ValueError, match=r"got experts\.mlp\.w1 from one of ranks 0 and 1 alone"):
+        from_megablocks([state, lacking], config)
 
 
 @pytest.mark.parametrize(
@@ -374,6 +379,9 @@ def test_a_state_dict_that_does_not_fit_is_refused() -> None:
     for name in ("experts.mlp.w1", "experts.mlp.w2"):
         one_rank[name] = one_rank[name][: E * WIDTH // 2]
     with pytest.raises(ValueError, match="one rank's experts alone"):
+        from_megablocks(one_rank, config)
+    one_rank["experts.mlp.w1"] = one_rank["experts.mlp.w1"][1:]
+    with pytest.raises(ValueError, match=r"of 4 experts .*, got others: unflatten"):
         from_megablocks(one_rank, config)
 
 

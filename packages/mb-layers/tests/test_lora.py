@@ -197,6 +197,7 @@ def test_adapters_built_on_the_meta_device_are_reset(bits: int | None) -> None:
     state = layer.experts.state_dict()
     for name in ("w1", "w2"):
         weight = state[f"parametrizations.{name}.original"]
+        assert isinstance(weight, FrozenWeight) == (bits is not None)
         assert abs(weight.std().item() - 0.3) < 0.02
         a, b = (state[f"parametrizations.{name}.0.{part}"] for part in "ab")
         assert b.abs().max() == 0
@@ -253,6 +254,33 @@ def test_frozen_weights_travel_as_tensors_do(bits: int) -> None:
     assert (layer(x.bfloat16()).y.float() - expected).norm() < 0.02 * expected.norm()
     with pytest.raises(ValueError, match="a parameter 'gate' to freeze, got Experts with w1, w2"):
         freeze_in_bits(layer.experts, bits, names=("gate",))
+
+
+def test_all_weights_are_frozen_or_none() -> None:
+    layer = build(ffn_hidden_size=47)
+    with pytest.raises(ValueError, match="even last dimension"):
+        freeze_in_bits(layer.experts, 4)
+    assert type(layer.experts.w1) is nn.Parameter
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_adapters_over_frozen_bits_compile_and_keep_codes(recompute: bool) -> None:
+    layer = build(recompute=recompute)
+    freeze_in_bits(layer.experts, 8)
+    layer = with_adapters(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(9, 32, dtype=torch.float64, requires_grad=True)
+    trained = (x, *(p for p in layer.parameters() if p.requires_grad))
+    results = []
+    for run in (compiled, layer):
+        y = run(x).y
+        results.append((y, *torch.autograd.grad(y.square().sum(), trained, retain_graph=True)))
+        if run is compiled:
+            kept = {tuple(t.shape) for t in y.grad_fn.saved_tensors}
+            assert tuple(layer.experts.parametrizations.w1.original.codes.shape) in kept
+    for got, expected in zip(*results, strict=True):
+        assert_close("y or a gradient", got, expected)
+    torch._dynamo.reset()
 
 
 @torch.no_grad()

@@ -174,8 +174,10 @@ def test_other_ids_are_named() -> None:
     ):
         model(x)
     layer = dMoE(MoEConfig(**SIZES), router=ExpertChoiceRouter(MoEConfig(**SIZES)))
-    with record_routing(layer), pytest.raises(ValueError, match="chooses tokens for experts"):
-        layer(x.float())
+    x, free = torch.randn(6, 16), {"": torch.full((6, 2), -1)}
+    for context in (record_routing(layer), replay_routing(layer, free)):
+        with context, pytest.raises(ValueError, match="chooses tokens for experts"):
+            layer(x)
     with pytest.raises(ValueError, match="found none"), record_routing(nn.Linear(2, 2)):
         pass
 

@@ -332,6 +332,10 @@ def test_zero_experts_return_their_token(capacity: float | None) -> None:
     compare(layer, output.y, torch.stack(rows))
     mask = torch.arange(11) < 6
     assert_close("masked", layer(x, mask=mask).y[:6], layer(x[:6]).y)
+    unknown = torch.full((11, 3), 8, dtype=torch.int32)  # neither an expert nor a zero expert
+    output = layer(x, routing=RouterOutput(routed.weights_TK, unknown, None, None))
+    assert not output.y.any()
+    assert output.metrics["dropped_fraction"].item() == 1
 
 
 def test_minimum_and_evaluation_capacity() -> None:
@@ -340,6 +344,8 @@ def test_minimum_and_evaluation_capacity() -> None:
         layer.router.weight.zero_()  # all to expert 0
     x = tokens(10)
     assert (layer(x).y != 0).any(dim=1).sum() == 3  # ceil(0.5 * 10 / 5) is 1
+    own = MoE(layer.config, dispatcher=layer.dispatcher, router=layer.router, dtype=x.dtype)
+    assert (own.eval()(x).y != 0).any(dim=1).sum() == 3
     assert (layer.eval()(x).y != 0).any(dim=1).sum() == 10
     x = tokens(40)
     assert (layer.train()(x).y != 0).any(dim=1).sum() == 4
@@ -349,9 +355,9 @@ def test_minimum_and_evaluation_capacity() -> None:
 def test_routers_compile_without_graph_breaks(router: type) -> None:
     layer = build(router)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    x = tokens(6)
-    y, aux, _ = compiled(x)
+    x, mask = tokens(6), torch.arange(6) < 4
+    y, aux, _ = compiled(x, mask=mask)
     (y.sum() + aux).backward()
     if router is not NoisyTopKRouter:  # the generator is consumed in another order
-        assert_close("y", y, layer(x).y)
+        assert_close("y", y, layer(x, mask=mask).y)
     torch._dynamo.reset()

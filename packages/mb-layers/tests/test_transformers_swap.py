@@ -334,6 +334,9 @@ def test_adapters_on_swapped_blocks_are_saved_beside_the_blocks(by: str, tmp_pat
             model = adapted.merge_and_unload()
         else:
             for layer in layers.values():
+                with pytest.raises(ValueError, match="a block without adapters"):
+                    mb.restore_blocks(model)
+                assert all(isinstance(model.get_submodule(n), mb.BlockAdapter) for n in layers)
                 merge_lora(layer.experts)
         mb.restore_blocks(model)
         torch.testing.assert_close(model(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)

@@ -92,8 +92,14 @@ class FrozenWeight(Tensor):
         return self
 
 
-# What moves or copies a weight does so to its parts.
-_ON_PARTS = {aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default}
+# What moves, copies or allocates a weight does so to its parts.
+_ON_PARTS = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.empty_like.default,  # `to_empty` of a layer built on the meta device
+}
 
 # So that torch.load reads a state dict with such weights.
 torch.serialization.add_safe_globals([FrozenWeight])
@@ -129,6 +135,6 @@ def freeze_in_bits(experts: nn.Module, bits: int, *, names: tuple[str, ...] = ("
                 f"expected a parameter {name!r} to freeze, got {type(experts).__name__} with "
                 f"{', '.join(experts._parameters) or 'none'}; freeze before add_lora"
             )
-    for name in names:
-        frozen = FrozenWeight.of(experts.get_parameter(name), bits)
-        experts.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
+    frozen = {name: FrozenWeight.of(experts.get_parameter(name), bits) for name in names}
+    for name, weight in frozen.items():
+        experts.register_parameter(name, nn.Parameter(weight, requires_grad=False))

@@ -85,7 +85,7 @@ class MoELayer(nn.Module):
         self.config = config
         self.dispatcher = dispatcher or _local(config, config.capacity_factor)
         self.eval_dispatcher: TokenDispatcher | None = None
-        if config.eval_capacity_factor is not None:
+        if config.eval_capacity_factor is not None and dispatcher is None:
             self.eval_dispatcher = _local(config, config.eval_capacity_factor)
         self.reduce_counts = reduce_counts
         self.router = Router(config, device=device, dtype=dtype) if router is None else router
@@ -300,7 +300,7 @@ class dMoE(MoELayer):  # noqa: N801, the paper's name
     Args:
         config: with `capacity_factor=None`.
         dispatcher: None computes in this process; a dispatcher of a parallel library spreads the
-            experts over ranks.
+            experts over ranks, in eval mode too: set `layer.eval_dispatcher` for another there.
         router: any module that maps x_TD to a `RouterOutput`, called with `mask_T` and
             `expert_ids_TK` besides where the caller gives them; `mb_layers.routers` has some. None
             makes a `Router` of the config.

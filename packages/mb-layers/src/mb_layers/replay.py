@@ -64,23 +64,20 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
 
     def watch(name: str, layer: MoELayer) -> None:
         def choose(router: nn.Module, args: Any, routed: RouterOutput) -> None:
-            if routed.token_ids_N is not None:
-                raise ValueError(
-                    f"expected routers that choose experts for tokens, got {name!r} with one that "
-                    "chooses tokens for experts"
-                )
+            _check_by_token(name, routed)
             chosen[name] = routed.expert_ids_TK.detach()
 
         def keep(layer: nn.Module, args: Any, output: MoEOutput) -> None:
-            if not in_backward():
-                if name not in chosen:
-                    raise ValueError(
-                        f"expected the router of {name!r} to run, got a call with a RouterOutput, "
-                        "whose experts the caller knows"
-                    )
-                ids_TK = chosen.pop(name)
-                ids = ids_TK.view(*output.y.shape[:-1], ids_TK.shape[1])
-                recorded.passes.setdefault(name, []).append(ids)
+            ids_TK = chosen.pop(name, None)
+            if in_backward():
+                return
+            if ids_TK is None:
+                raise ValueError(
+                    f"expected the router of {name!r} to run, got a call with a RouterOutput, "
+                    "whose experts the caller knows"
+                )
+            ids = ids_TK.view(*output.y.shape[:-1], ids_TK.shape[1])
+            recorded.passes.setdefault(name, []).append(ids)
 
         hooks.append(layer.router.register_forward_hook(choose))
         hooks.append(layer.register_forward_hook(keep))
@@ -109,7 +106,8 @@ def replay_routing(model: nn.Module, expert_ids: Mapping[str, Tensor] | Tensor) 
             (of a prompt, or the last one of a rollout) is routed by the router.
 
     Raises:
-        ValueError: ids of other layers, of another shape, or of no expert.
+        ValueError: ids of other layers, of another shape, or of no expert, or tokens left to a
+            router that chooses tokens for experts.
     """
     layers = moe_layers(model)
     by_name = _by_name(expert_ids, layers)
@@ -186,5 +184,15 @@ class _Forced:
         if not self.some_are_free:
             return routing
         with torch.no_grad():
-            own = layer.router(x.reshape(-1, x.shape[-1])).expert_ids_TK.view(shape)
-        return torch.where((routing < 0).all(dim=-1, keepdim=True), own, routing)
+            own = layer.router(x.reshape(-1, x.shape[-1]))
+        _check_by_token(self.name, own)
+        is_free = (routing < 0).all(dim=-1, keepdim=True)
+        return torch.where(is_free, own.expert_ids_TK.view(shape), routing)
+
+
+def _check_by_token(name: str, routed: RouterOutput) -> None:
+    if routed.token_ids_N is not None:
+        raise ValueError(
+            f"expected routers that choose experts for tokens, got {name!r} with one that "
+            "chooses tokens for experts"
+        )

@@ -37,7 +37,7 @@ def run_routed(
         weights_TK = weights_TK * (config.top_k / (config.top_k + 1))
     is_zero_TK = None
     if config.num_zero_experts:
-        is_zero_TK = ids_TK >= config.num_experts
+        is_zero_TK = (ids_TK >= config.num_experts) & (ids_TK < config.num_choices)
         ids_TK = torch.where(is_zero_TK, -1, ids_TK)
     if config.weights_on_input:
         y_TD, dispatched = _weigh_inputs(rows_TD, weights_TK, ids_TK, dispatcher, experts)
@@ -74,8 +74,7 @@ def _weigh_inputs(
 def _count_zero_experts(
     dispatched: Dispatched, expert_ids_TK: Tensor, config: MoEConfig
 ) -> Dispatched:
-    zero_TK = torch.where(expert_ids_TK >= config.num_experts, expert_ids_TK, -1)
-    zero_TK = torch.where(zero_TK >= 0, zero_TK - config.num_experts, -1)
+    zero_TK = (expert_ids_TK - config.num_experts).clamp(min=-1)
     counts_Z = mb_kernels.bin_tokens(zero_TK, config.num_zero_experts).tokens_per_expert_E
     return replaced(
         dispatched,

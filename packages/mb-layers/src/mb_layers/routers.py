@@ -64,7 +64,7 @@ class ExpertChoiceRouter(Router):
             num_tokens, experts = x_TD.shape[0], config.num_experts
             limit = -(-config.top_k * num_tokens // experts)  # all experts' C is the same
             order_TE = torch.sort(choice_TE, dim=0, descending=True, stable=True).indices
-            tokens_EC = order_TE[:limit].T
+            tokens_EC = order_TE[:limit].T.contiguous()
             weights_EC = scores_TE.T.gather(1, tokens_EC) * config.routed_scaling_factor
         ids_EC = torch.arange(experts, device=x_TD.device, dtype=torch.int32)[:, None]
         ids_EC = ids_EC.expand(tokens_EC.shape)

@@ -38,17 +38,23 @@ def from_megablocks(
             without it are another layer's.
 
     Raises:
-        ValueError: not every tensor of the source and of the target is used exactly once, or a
-            tensor has the wrong number of elements.
+        ValueError: not every tensor of the source and of the target is used exactly once, tensors
+            of other sizes, or ranks that are not those of one group.
     """
     states = [state] if isinstance(state, Mapping) else list(state)
     states = [
         {n.removeprefix(prefix): t for n, t in one.items() if n.startswith(prefix)}
         for one in states
     ]
-    merged = states[0] if len(states) == 1 else _merge_ranks(states, config)
     target = _target(config)
-    translated = translate(merged, rules(merged.keys(), config), target.keys())
+    try:
+        merged = states[0] if len(states) == 1 else _merge_ranks(states, config)
+        translated = translate(merged, rules(merged.keys(), config), target.keys())
+    except RuntimeError as error:  # torch's, of tensors that cannot be split or joined so
+        raise ValueError(
+            f"expected the tensors of {config.num_experts} experts with hidden_size="
+            f"{config.hidden_size}, got others: {error}"
+        ) from error
     for name, tensor in translated.items():
         if tensor.shape != target[name].shape:
             raise ValueError(
@@ -149,11 +155,17 @@ def _merge_ranks(states: Sequence[Mapping[str, Tensor]], config: MoEConfig) -> d
     """The state dict of one rank that holds all experts."""
     ranks, experts = len(states), config.num_experts
     expert_shards = min(ranks, experts)
-    if ranks % expert_shards or experts % expert_shards:
+    if not ranks or ranks % expert_shards or experts % expert_shards:
         raise ValueError(
             f"expected the state dicts of a number of ranks that divides {experts} experts or is a "
             f"multiple of them, got {ranks}"
         )
+    for rank, state in enumerate(states):
+        if different := state.keys() ^ states[0].keys():
+            raise ValueError(
+                f"expected the same names from every rank, got {', '.join(sorted(different))} from "
+                f"one of ranks 0 and {rank} alone"
+            )
     merged = dict(states[0])
     for name in states[0]:
         last = name.rpartition(".")[2]

@@ -133,8 +133,9 @@ def restore_blocks(model: nn.Module) -> list[str]:
     adapters = {name: m for name, m in model.named_modules() if isinstance(m, BlockAdapter)}
     if not adapters:
         raise ValueError("expected a model with swapped blocks, found none; see swap_blocks")
+    blocks = {name: adapter.block() for name, adapter in adapters.items()}  # all, or none
     for name, adapter in adapters.items():
-        model.set_submodule(name, adapter.block())
+        model.set_submodule(name, blocks[name])
         adapter._losses.unwatch()
     return list(adapters)
 

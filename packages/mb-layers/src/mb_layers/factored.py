@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 
 from mb_layers.frozen import FrozenWeight
 
@@ -218,7 +217,7 @@ def grouped_linear(
     base = weight.base
     if isinstance(base, FrozenWeight):
         parts = (base.codes, base.scales, base.bits)
-        y_NR = _frozen_product(x_NC, *parts, offsets_E1, transpose_weight)
+        y_NR = _FrozenProduct.apply(x_NC, *parts, offsets_E1, transpose_weight)
     else:
         y_NR = grouped_linear(x_NC, base, offsets_E1, transpose_weight=transpose_weight)
     for lhs, rhs, scaling in map(_padded, weight.added):
@@ -271,36 +270,29 @@ def _padded(added: LowRank) -> LowRank:
     return LowRank(F.pad(added.lhs, (0, more)), F.pad(added.rhs, (0, 0, 0, more)), added.scaling)
 
 
-def _frozen_product(*arguments: Any) -> Tensor:
-    """Rows times a weight in codes, which alone are kept for the backward pass."""
-    if torch.compiler.is_compiling():  # which refuses a Function that calls ops in its backward
-        return checkpoint(_decode_and_multiply, *arguments, use_reentrant=False)
-    return _FrozenProduct.apply(*arguments)
-
-
-def _decode_and_multiply(
-    x_NC: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    bits: int,
-    offsets_E1: Tensor,
-    transpose_weight: bool,
-) -> Tensor:
-    weight = mb_kernels.dequantize(codes, scales, bits=bits, dtype=x_NC.dtype)
-    return mb_kernels.grouped_gemm(x_NC, weight, offsets_E1, transpose_weight=transpose_weight)
-
-
 class _FrozenProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, *weight: Any) -> Tensor:
-        codes, scales, ctx.bits, offsets_E1, ctx.transpose_weight = weight
-        ctx.save_for_backward(codes, scales, offsets_E1)
-        return _decode_and_multiply(x_NC, *weight)
+    """Rows times a weight in codes, which alone are kept for the backward pass."""
 
     @staticmethod
-    def backward(ctx: Any, grad_NR: Tensor) -> tuple[Tensor | None, ...]:  # ty: ignore[incompatible-method-override]
+    def forward(
+        ctx: Any,
+        x_NC: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        bits: int,
+        offsets_E1: Tensor,
+        transpose_weight: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scales, offsets_E1)
+        ctx.bits, ctx.transpose_weight = bits, transpose_weight
+        weight = mb_kernels.dequantize(codes, scales, bits=bits, dtype=x_NC.dtype)
+        return mb_kernels.grouped_gemm(x_NC, weight, offsets_E1, transpose_weight=transpose_weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NR: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # ty: ignore[incompatible-method-override]
         codes, scales, offsets_E1 = ctx.saved_tensors
-        grad_NC = _decode_and_multiply(
-            grad_NR.contiguous(), codes, scales, ctx.bits, offsets_E1, not ctx.transpose_weight
+        weight = mb_kernels.dequantize(codes, scales, bits=ctx.bits, dtype=grad_NR.dtype)
+        grad_NC = mb_kernels.grouped_gemm(
+            grad_NR.contiguous(), weight, offsets_E1, transpose_weight=not ctx.transpose_weight
         )
         return grad_NC, None, None, None, None, None

@@ -16,7 +16,8 @@ _INDICES = (torch.int32, torch.int64)
 
 def require_dense(name: str, x: Tensor) -> None:
     """ValueError if ``x`` is of a sparse or another layout without strides."""
-    if x.layout is not torch.strided:
+    # Not while compiling: a layout may not be asked for in the backward of a user's own Function.
+    if not torch.compiler.is_compiling() and x.layout is not torch.strided:
         raise ValueError(f"{name}: expected a dense tensor; got {x.layout}. Use .to_dense().")
 
 

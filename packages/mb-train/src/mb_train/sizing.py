@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from mb_parallel import ParallelDims
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from mb_train.config import TrainConfig, whole
 from mb_train.flops import attention_flops, flops_per_token, head_flops, known_devices
@@ -80,7 +83,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     if config.model != "gpt":
         raise ValueError(f"Expected a GPT to plan for, got {config.model}.")
     dims = parallel_dims(config, ranks)
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         model = GPT(transformer_config(config, vocab_size))
     narrow = 2 if device != "CPU" or config.fp16 or config.bf16 else 0
     width = narrow or 4
@@ -116,6 +119,16 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         step_flops=flops_per_token(config, vocab_size) * batch * whole(config.seq_length),
         step_s=_work(config, vocab_size, dims, parts, micro_batches).seconds(device),
     )
+
+
+class _Undrawn(TorchFunctionMode):
+    """Draws no numbers for the meta device, for which torch would import its compiler."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return kwargs["tensor"] if func is nn.init.normal_ else func(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)

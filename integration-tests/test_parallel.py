@@ -25,7 +25,7 @@ import tiny_run
 import torch
 import torch.distributed.checkpoint as dcp
 from mb_parallel.testing import run_ranks
-from mb_train.checkpoint import _SafeReader
+from mb_train.checkpoint_files import SafeReader
 
 # Micro-batches of one sequence everywhere: the balance of load is a matter of the micro-batch.
 SAME = (
@@ -135,11 +135,11 @@ def _numbers(run: Path, *, renumbered: bool = False) -> dict[str, list[float]]:
 def _tensors(run: Path) -> dict[str, torch.Tensor]:
     """Weights and moments of a run's last checkpoint, whole."""
     folder = max(run.glob("iter_*"))
-    entries = _SafeReader(folder).read_metadata().state_dict_metadata
+    entries = SafeReader(folder).read_metadata().state_dict_metadata
     state = {name: torch.empty(entry.size) for name, entry in entries.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=_SafeReader(folder), no_dist=True)
+        dcp.load(state, storage_reader=SafeReader(folder), no_dist=True)
     return state
 
 

@@ -249,3 +249,20 @@ def test_options_train_and_resume_to_the_bit(tokens, tmp_path, options):
     assert tiny_run.losses(parts) == expected
     assert len(expected) == 6
     assert expected[-1] < expected[0] + 0.1
+
+
+def test_one_process_imports_no_engine_that_it_does_not_need(tokens):
+    """They take a second or more of each start."""
+    words = tiny_run.flags(tokens, None, "--train-iters 1 --eval-iters 1")
+    runs = [[*words, "--optimizer", name] for name in ("adam", "muon", "adafactor", "sgd")]
+    script = (
+        "import sys, torch; there = set(sys.modules); from mb_train.cli import main\n"
+        f"print([main(words) for words in {runs!r}])\n"
+        "print(sorted(sys.modules.keys() - there))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    *_, codes, imported = ran.stdout.splitlines()
+    assert codes == "[0, 0, 0, 0]", ran.stderr
+    engines = [f"torch.distributed.{name}" for name in ("tensor", "fsdp", "checkpoint")]
+    needless = [name for name in (*engines, "torch._dynamo", "sympy") if repr(name) in imported]
+    assert not needless

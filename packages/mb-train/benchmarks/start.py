@@ -5,10 +5,10 @@
 
 Each row is a process of its own that trains three steps of `dense-125m` or `dmoe-125m`, 8 sequences
 each, on random tokens. `cold` begins with empty caches of Triton and Inductor, `warm` with what
-`cold` left, `in-turn` is cold without compiling the experts' kernels ahead. Python's own bytecode is
-there in every row, as in an environment that has been used: a run before the first of each way makes
-it, in a folder of its own, for some images hold none and forbid writing it. Columns are moments at
-which lines of the log appear: the program answers; torch and the device are there; model and
+`cold` left, `in-turn` is cold without compiling the experts' kernels ahead. Python's own bytecode
+is there in every row, as in an environment that has been used: a run before the first of each way
+makes it, in a folder of its own, for some images hold none and forbid writing it. Columns are
+moments at which lines of the log appear: the program answers; torch and the device are there; model and
 optimizer are built; all is set up; the first and the third step are done, and the process is ended.
 Further flags go to the runs. Prints each row when it is known, then one line of JSON.
 """

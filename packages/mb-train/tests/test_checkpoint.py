@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from mb_parallel.testing import run_ranks
+from mb_train import checkpoint_files
 from mb_train import saver as saver_module
 from mb_train.checkpoint import CheckpointError, Progress, load_checkpoint
 from mb_train.checksums import format_sums, sum_of
@@ -147,7 +148,7 @@ def test_a_ctrl_c_in_a_save_is_no_failed_save(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(saver_module, "sum_of", interrupted)
+    monkeypatch.setattr(checkpoint_files, "sum_of", interrupted)
     said = []
     with pytest.raises(KeyboardInterrupt):
         begin(Saver(tmp_path, say=said.append), *make())

@@ -19,41 +19,28 @@ knows the format's own dozen classes and refuses the rest; tensors are read with
 from __future__ import annotations
 
 import contextlib
-import pickle
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from mb_parallel import rank, world_size
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from mb_train.checksums import SUMS_FILE, damage, read_sums
 from mb_train.run_folder import checkpoints, iteration_of, read_saved_run
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import CheckpointException
 
 Modules = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 # What wrappers put into a parameter's name: torch.compile, and checkpoint_wrapper.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-_METADATA_CLASSES = {
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorProperties",
-        "TensorStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
-    },
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "collections": {"OrderedDict"},
-}  # fmt: skip
 
 
 class CheckpointError(ValueError):
@@ -82,8 +69,13 @@ def load_checkpoint(path: Path, model: Modules, optimizer: Optimizers) -> None:
         CheckpointError: damaged, foreign or not of this model; names what does not fit, and of a
             damaged checkpoint the latest whole one beside it. Equal on all ranks.
     """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from mb_train.checkpoint_files import SafeReader
+
     _check_sums(path)
-    reader = _SafeReader(path)
+    reader = SafeReader(path)
     saved = reader.read_metadata().state_dict_metadata
     shapes: dict[str, tuple[int, ...]] = {}
     for name, entry in saved.items():
@@ -106,7 +98,7 @@ def load_checkpoint(path: Path, model: Modules, optimizer: Optimizers) -> None:
     with quiet():
         try:
             dcp.load(state, storage_reader=reader, no_dist=world_size() == 1)
-        except CheckpointException as error:
+        except dcp.CheckpointException as error:
             raise CheckpointError(f"{path} is damaged: {cause_of(error)}.{_offer(path)}") from error
     with torch.no_grad():
         for name, tensor in tensors:
@@ -270,39 +262,3 @@ def quiet() -> Generator[None]:
         # Stages of a pipeline hold other tensors than their neighbours: `_compare` has seen to it.
         warnings.filterwarnings("ignore", message="Detected mismatched keys")
         yield
-
-
-class _SafeReader(dcp.FileSystemReader):
-    """torch's reader, with a `.metadata` that can name data classes only."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
-        except Exception as error:
-            raise CheckpointError(f"{path} is damaged: {error}.") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} is no checkpoint's metadata.")
-        for info in (metadata.storage_data or {}).values():
-            if Path(info.relative_path).name != info.relative_path:
-                raise CheckpointError(f"{path} points outside its folder: {info.relative_path!r}.")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _METADATA_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise CheckpointError(
-            f"The checkpoint's .metadata names {module}.{name}, which is no part of the format: "
-            "it may be meant to run code. Refusing to load it."
-        )

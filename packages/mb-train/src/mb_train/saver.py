@@ -16,44 +16,34 @@ step of 165 ms took 302 (dMoE-125M, one H200). The loop's `poll` tells when ever
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from mb_parallel import any_rank, rank, world_size
 from mb_parallel.optimizer import local
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.storage import WriteResult
 
 from mb_train.checkpoint import Modules, Optimizers, Progress, as_list, cause_of, quiet, tensors_of
-from mb_train.checksums import SUMS_FILE, format_sums, sum_of
 from mb_train.health import all_finite
 from mb_train.reporting import saved_line, saving_line
 from mb_train.run_folder import (
     FORMAT,
     LATEST,
-    RUN_FILE,
     SavedRun,
     checkpoints,
     iteration_folder,
     read_saved_run,
-    sync_directory,
     withdraw,
-    write_text,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 
 class Saver:
@@ -86,6 +76,8 @@ class Saver:
         self._stager: BlockingAsyncStager | None = None
         self._staged: set[str] = set()
         if asynchronous:
+            import mb_train.checkpoint_files  # noqa: F401 (now, and not beside the steps)
+
             self._thread = ThreadPoolExecutor(
                 1, thread_name_prefix="saver", initializer=_use_device, initargs=(_device(),)
             )
@@ -192,6 +184,8 @@ class Saver:
         if self._stager is None or self._staged != tensors.keys():
             # Memory that stays from one checkpoint to the next, pinned beside a GPU: copies into
             # it are several times faster. (DefaultStager of torch 2.11 serves once.)
+            from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
             on_gpu = torch.cuda.is_available()
             self._stager = BlockingAsyncStager(cache_staged_state_dict=on_gpu)
             self._staged = set(tensors)
@@ -200,10 +194,14 @@ class Saver:
 
     def _write(self, run: SavedRun, tensors: Mapping[str, Tensor]) -> None:
         """Write this rank's shards; rank 0 writes what is about all of them, and commits."""
+        import torch.distributed.checkpoint as dcp
+
+        from mb_train.checkpoint_files import Writer
+
         with quiet():
             dcp.save(
                 dict(tensors),
-                storage_writer=_Writer(self._draft(run.iteration), run),
+                storage_writer=Writer(self._draft(run.iteration), run),
                 process_group=self._group,
                 no_dist=world_size() == 1,
             )
@@ -256,50 +254,14 @@ def surplus(folder: Path, keep: int) -> list[Path]:
     return [path for path in by_age[:-keep] if path.name != in_force]
 
 
-class _Writer(dcp.FileSystemWriter):
-    """torch's writer, which also leaves a SHA256SUMS and makes the draft the latest checkpoint.
-
-    The sums travel among the write results. What `finish` raises on rank 0 is raised on all.
-    """
-
-    def __init__(self, draft: Path, run: SavedRun) -> None:
-        super().__init__(draft)
-        self._run = run
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        results = super().write_data(plan, planner).wait()
-        if len(results) != len(plan.items):
-            raise OSError(f"{len(results)} of {len(plan.items)} tensors were written")
-        folder = Path(self.path)
-        names = sorted({result.storage_data.relative_path for result in results})
-        sums = [WriteResult(MetadataIndex(name), 0, sum_of(folder / name)) for name in names]
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result([*results, *sums])
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        everything = [result for one in results for result in one]
-        shards = [result for result in everything if not isinstance(result.storage_data, str)]
-        super().finish(metadata, [shards])
-        folder = Path(self.path)
-        write_text(folder / RUN_FILE, json.dumps(asdict(self._run), indent=1) + "\n")
-        sums = {
-            result.index.fqn: result.storage_data
-            for result in everything
-            if isinstance(result.storage_data, str)
-        }
-        sums |= {name: sum_of(folder / name) for name in (".metadata", RUN_FILE)}
-        write_text(folder / SUMS_FILE, format_sums(sums))
-        _replace_folder(folder, folder.with_name(iteration_folder(self._run.iteration)))
-        write_text(folder.with_name(LATEST), f"{self._run.iteration}\n")
-
-
 def _attempt(action: Callable[[], Any]) -> str | None:
     """None, or in words what kept the action from ending well.
 
     Raises:
         KeyboardInterrupt: a Ctrl-C, which torch takes for a failure of its own.
     """
+    from torch.distributed.checkpoint import CheckpointException
+
     try:
         action()
     except CheckpointException as error:
@@ -336,15 +298,3 @@ def _fits_on_device(tensors: Mapping[str, Tensor]) -> bool:
     unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     # A twentieth more, for what the allocator cannot put into the holes there are.
     return 1.05 * sum(map(_local_bytes, on_gpu)) < free + unused
-
-
-def _replace_folder(draft: Path, final: Path) -> None:
-    """Put a whole folder where an earlier one of that name may be (`run_folder.recover`)."""
-    aside = final.with_name(final.name + ".old")
-    shutil.rmtree(aside, ignore_errors=True)
-    if final.exists():
-        os.rename(final, aside)
-    sync_directory(draft)
-    os.rename(draft, final)
-    sync_directory(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mb_parallel import any_rank, gather_rest
+from mb_parallel.engines import is_dtensor
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from mb_train.checkpoint import tensors_of
 from mb_train.reporting import measured_line, perplexity, validation_lines
@@ -110,7 +110,7 @@ def _whole(run: Run) -> nn.Module | None:
     for name, tensor in tensors_of(model, None).items():
         found = mine.get(name)
         if found is not None:
-            tensor.copy_(found.full_tensor() if isinstance(found, DTensor) else found)
+            tensor.copy_(found.full_tensor() if is_dtensor(found) else found)
         if pp is not None:
             owner = next(stage for stage, names in enumerate(held) if name in names)
             dist.broadcast(tensor, group=pp.get_group(), group_src=owner)

@@ -19,8 +19,6 @@ from mb_layers.config import MoEConfig
 from mb_layers.dispatch import LocalDispatcher, TokenDispatcher
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
 from mb_parallel.arguments import above_0, at_least_1, one_module
 from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
@@ -199,6 +197,9 @@ def _refuse(name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool
 
 def _refuse_held(model: nn.Module, layers: dict[str, Layer]) -> None:
     """Parameters that somebody else holds would train on without their new selves."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
     modules = list(model.modules())
     wrappers = (DistributedDataParallel, FullyShardedDataParallel)
     for wrapper in (type(m).__name__ for m in modules if isinstance(m, wrappers)):

@@ -25,10 +25,9 @@ from dataclasses import dataclass
 import torch
 from mb_layers import MoE, Router, dMoE
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
 
 from mb_parallel.arguments import at_least_0, at_least_1, one_module
+from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.shards import local
 
@@ -119,7 +118,7 @@ def rebalance_experts(
         before, after = (fullest_rank(c, ranks) for c in (counts_E, counts_E[order_E]))
         if before - after >= least_gain * before:
             for module in model.modules():
-                if isinstance(module, FSDPModule):
+                if is_fsdp(module):
                     module.reshard()  # what an evaluation left gathered would stay as it was
             _renumber(layer, order_E, optimizer)
             done.append(Rebalanced(name, before, after))
@@ -198,11 +197,13 @@ def _reorder(tensor: Tensor, order_E: Tensor) -> None:
     rest = torch.arange(len(order_E), tensor.shape[0], device=order_E.device)
     order = torch.cat((order_E, rest))  # choices that are no experts stay behind them
     shard = local(tensor).detach()
-    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    placements = tensor.placements if is_dtensor(tensor) else ()
     by_row = [getattr(placement, "dim", None) == 0 for placement in placements]
-    if not isinstance(tensor, DTensor) or not any(by_row):
+    if not is_dtensor(tensor) or not any(by_row):
         shard.copy_(shard[order])
         return
+    from torch.distributed.tensor import DTensor, Replicate
+
     pairs = zip(placements, by_row, strict=True)
     together = [Replicate() if rows else placement for placement, rows in pairs]
     chunks = tensor.__create_chunk_list__()  # as distributed checkpoints ask where a shard begins

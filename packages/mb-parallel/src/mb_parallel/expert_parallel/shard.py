@@ -15,8 +15,8 @@ from mb_layers.experts import Experts
 from mb_layers.frozen import FrozenWeight
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
+from mb_parallel.engines import is_dtensor
 from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.width import WidthShardedExperts
@@ -25,7 +25,7 @@ from mb_parallel.mesh import ParallelMesh, keep_timeout
 
 def is_spread(experts: Experts) -> bool:
     """Whether a parameter is a DTensor already."""
-    return any(isinstance(weight, DTensor) for weight in experts.parameters())
+    return any(is_dtensor(weight) for weight in experts.parameters())
 
 
 def experts_meshes(mesh: ParallelMesh, numbers: Iterable[int]) -> dict[int, DeviceMesh]:
@@ -105,6 +105,8 @@ def _replace(
     dims: tuple[int, ...],
     spread: dict[nn.Parameter, nn.Parameter],
 ) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
     if weight not in spread:
         local = weight.detach()
         for axis, dim in enumerate(dims):

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from mb_layers.experts import Experts
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from mb_parallel.engines import is_dtensor
 from mb_parallel.expert_parallel.collectives import Place, exchange_rows
 
 
@@ -45,7 +45,7 @@ class WidthShardedExperts(Experts):
 
 
 def _local(weight: Tensor) -> Tensor:
-    assert isinstance(weight, DTensor)
+    assert is_dtensor(weight)
     return weight.to_local()
 
 

@@ -23,15 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mb_parallel.arguments import above_0, is_pair
+from mb_parallel.engines import is_dtensor
 from mb_parallel.optimizer.adamw import ShardedOptimizer
 from mb_parallel.optimizer.shards import (
     all_reduce_together,
     local,
     local_grad,
+    moved,
     shard_groups,
+    zeros_like,
 )
 
 
@@ -93,7 +95,7 @@ class Adafactor(ShardedOptimizer):
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
         state = {"step": torch.zeros((), device=parameter.device)}
         if parameter.ndim < 2:
-            return {**state, "exp_avg_sq": torch.zeros_like(parameter)}
+            return {**state, "exp_avg_sq": zeros_like(parameter)}
         row, col = parameter.ndim - 2, parameter.ndim - 1
         return {
             **state,
@@ -168,9 +170,15 @@ def _precondition(
 def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
     """Zeros of `parameter`'s shape less axis `dim`, lying on the ranks as the parameter does."""
     shape = [size for axis, size in enumerate(parameter.shape) if axis != dim]
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
-    placements = [_placement_without(placement, dim) for placement in parameter.placements]
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = list(parameter.placements)
+    for index, placement in enumerate(placements):
+        sharded = getattr(placement, "dim", -1)
+        if sharded >= dim:
+            placements[index] = Replicate() if sharded == dim else moved(placement, -1)
     shard = [size for axis, size in enumerate(local(parameter).shape) if axis != dim]
     return DTensor.from_local(
         torch.zeros(shard, device=parameter.device),
@@ -180,13 +188,3 @@ def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),
     )
-
-
-def _placement_without(placement: Any, dim: int) -> Any:
-    if placement.is_replicate() or placement.dim == dim:
-        return Replicate()
-    if placement.dim < dim:
-        return placement
-    if isinstance(placement, Shard) and type(placement) is Shard:
-        return Shard(placement.dim - 1)
-    return type(placement)(placement.dim - 1, split_factor=placement.split_factor)

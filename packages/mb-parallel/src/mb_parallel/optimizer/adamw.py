@@ -11,6 +11,7 @@ are `mb_kernels.adamw_step`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,10 +21,13 @@ import torch
 from torch import Tensor
 
 from mb_parallel.arguments import above_0, at_least_0, is_pair
-from mb_parallel.optimizer.shards import Unwritten, local, local_grad
+from mb_parallel.optimizer.shards import Unwritten, local, local_grad, zeros_like
 from mb_parallel.optimizer.working_copies import WorkingCopies
 
 _HALVES = (torch.bfloat16, torch.float16)
+# Without torch's decorator, which imports the compiler, for seconds, to tell it to keep out.
+_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+_zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -59,12 +63,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: as the constructor's.
         """
-        super().add_param_group(param_group)
+        _add_param_group(self, param_group)
         try:
             self.check(self.param_groups[-1])
         except ValueError:
             del self.param_groups[-1]
             raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        _zero_grad(self, set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -177,8 +185,8 @@ class AdamW(ShardedOptimizer):
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
         state = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, dtype=self.state_dtype),
-            "exp_avg_sq": torch.zeros_like(parameter, dtype=self.state_dtype),
+            "exp_avg": zeros_like(parameter, self.state_dtype),
+            "exp_avg_sq": zeros_like(parameter, self.state_dtype),
         }
         if parameter.dtype in _HALVES:
             state["master"] = parameter.detach().float()

@@ -21,18 +21,21 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mb_kernels
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from mb_parallel.arguments import at_least_1, floating
+from mb_parallel.engines import is_dtensor
 from mb_parallel.optimizer.adamw import AdamW
-from mb_parallel.optimizer.shards import local, local_grad
+from mb_parallel.optimizer.shards import local, local_grad, moved
 from mb_parallel.optimizer.working_copies import WorkingCopies
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 # Jordan's quintic: singular values go to about 1 in five iterations, from 0.7 to 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -170,12 +173,13 @@ def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """
     alike: dict[tuple[torch.Size, Hashable], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        whole = isinstance(parameter, DTensor)
-        layout = (parameter.device_mesh, parameter.placements) if whole else parameter.device
+        layout: Hashable = parameter.device
+        if is_dtensor(parameter):
+            layout = parameter.device_mesh, parameter.placements
         alike[parameter.shape, layout].append(parameter)
     for (shape, _), those in alike.items():
         one, ranks = those[0], 1
-        if isinstance(one, DTensor) and (axis := _dealt_over(one)) is not None:
+        if is_dtensor(one) and (axis := _dealt_over(one)) is not None:
             ranks = one.device_mesh.size(axis)
         count = max(_TOGETHER * ranks // max(math.prod(shape), 1), 1)
         for first in range(0, len(those), count):
@@ -188,9 +192,11 @@ def _updates(
     """This rank's shards of the updates whose directions' shards on this rank are `shards`."""
     one, *others = parameters
     stacked = torch.stack(shards) if others else shards[0][None]
-    if not isinstance(one, DTensor):
+    if not is_dtensor(one):
         return _matrix_by_matrix(stacked, steps, fused).unbind()
-    placements = [_moved(placement) for placement in one.placements]
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [moved(placement, 1) for placement in one.placements]
     size = (len(shards), *one.shape)
     about: dict[str, Any] = {"shape": size, "stride": torch.empty(size, device="meta").stride()}
     whole = DTensor.from_local(stacked, one.device_mesh, placements, run_check=False, **about)
@@ -208,6 +214,8 @@ def _updates(
 
 def _dealt_over(parameter: DTensor) -> int | None:
     """The axis of the mesh over which alike matrices are dealt out: the only one that cuts them."""
+    from torch.distributed.tensor import Shard
+
     cutting = [axis for axis, p in enumerate(parameter.placements) if _cuts(parameter, p)]
     alone = len(cutting) == 1 and isinstance(parameter.placements[cutting[0]], Shard)
     return cutting[0] if alone else None
@@ -216,15 +224,6 @@ def _dealt_over(parameter: DTensor) -> int | None:
 def _cuts(parameter: DTensor, placement: Placement) -> bool:
     """Whether ranks have parts of matrices, other than whole ones of a stack."""
     return getattr(placement, "dim", -1) >= parameter.ndim - 2
-
-
-def _moved(placement: Any) -> Placement:
-    """What a shard's placement is in a stack, which has a dimension more in front."""
-    if placement.is_replicate():
-        return placement
-    if isinstance(placement, Shard):
-        return Shard(placement.dim + 1)
-    return type(placement)(placement.dim + 1, split_factor=placement.split_factor)
 
 
 def _matrix_by_matrix(x: Tensor, steps: int, fused: tuple[int, ...]) -> Tensor:

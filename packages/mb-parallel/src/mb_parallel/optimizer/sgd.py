@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mb_parallel.arguments import at_least_0
 from mb_parallel.optimizer.adamw import ShardedOptimizer
-from mb_parallel.optimizer.shards import local, local_grad
+from mb_parallel.optimizer.shards import local, local_grad, zeros_like
 
 
 class SGD(ShardedOptimizer):
@@ -37,7 +37,7 @@ class SGD(ShardedOptimizer):
 
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
         with_momentum = any(group["momentum"] for group in self.param_groups)
-        return {"momentum_buffer": torch.zeros_like(parameter)} if with_momentum else {}
+        return {"momentum_buffer": zeros_like(parameter)} if with_momentum else {}
 
     def update(
         self, group: dict[str, Any], parameters: list[Tensor], divisor: Tensor, skip: Tensor

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+
+from mb_parallel.engines import is_dtensor, is_under_way
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -18,10 +18,10 @@ def local(tensor: Tensor) -> Tensor:
     To write in a parameter's take `local(parameter).detach()`: a detached DTensor has another shard
     on the same storage, whose writes autograd does not count as the parameter's.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
-    shard = tensor._local_tensor  # `to_local` leaves a collective under way under way
-    return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
+    shard: Any = tensor._local_tensor  # `to_local` leaves a collective under way under way
+    return shard.wait() if is_under_way(shard) else shard
 
 
 class Unwritten:
@@ -61,7 +61,7 @@ def local_grad(parameter: Tensor) -> Tensor:
         raise ValueError(
             "Expected dense gradients, got a sparse one. Build the nn.Embedding with sparse=False."
         )
-    both = isinstance(parameter, DTensor) and isinstance(grad, DTensor)
+    both = is_dtensor(parameter) and is_dtensor(grad)
     if both and grad.placements != parameter.placements:
         grad = grad.redistribute(parameter.device_mesh, parameter.placements)
         parameter.grad = grad
@@ -71,10 +71,19 @@ def local_grad(parameter: Tensor) -> Tensor:
     return shard
 
 
+def zeros_like(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros that lie as `parameter` does; torch's for the meta device would import SymPy."""
+    if parameter.is_meta:
+        return parameter.new_zeros(parameter.shape, dtype=dtype)
+    return torch.zeros_like(parameter, dtype=dtype)
+
+
 def shaped_like(shard: Tensor, parameter: Tensor) -> Tensor:
     """A shard of the size of `parameter`'s as what the parameter is: plain or a DTensor."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return shard
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         shard,
         parameter.device_mesh,
@@ -83,6 +92,15 @@ def shaped_like(shard: Tensor, parameter: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def moved(placement: Any, by: int) -> Any:
+    """A placement where `by` dimensions more lie in front of what it shards, or fewer, below 0."""
+    if placement.is_replicate():
+        return placement
+    # FSDP2 strides over what tensor parallelism has sharded along the same dimension.
+    strides = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+    return type(placement)(placement.dim + by, **strides)
 
 
 def shard_groups(
@@ -96,7 +114,7 @@ def shard_groups(
     Raises:
         ValueError: a tensor that is still to be summed (Partial), which no parameter is.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ()
     wanted = None if dims is None else set(dims)
     groups = []

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from mb_layers import Experts
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from mb_parallel.arguments import floating, several
+from mb_parallel.engines import is_fsdp
 from mb_parallel.optimizer.shards import Unwritten, local, shaped_like
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -112,7 +112,7 @@ def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> Work
     models = several(models, "models")
     pairs: dict[Tensor, Tensor] = {}
     for module in (module for model in models for module in model.modules()):
-        if not isinstance(module, Experts) or isinstance(module, FSDPModule):
+        if not isinstance(module, Experts) or is_fsdp(module):
             continue
         for name in ("w1", "w2"):
             parameter = module._parameters.get(name)

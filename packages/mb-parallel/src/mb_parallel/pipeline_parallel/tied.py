@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+
+from mb_parallel.engines import is_dtensor
 
 
 class TiedParameter:
@@ -134,4 +135,4 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
 
 def plain(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor; changes to it are changes to that."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor

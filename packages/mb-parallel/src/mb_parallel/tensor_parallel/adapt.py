@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
+from mb_parallel.engines import is_dtensor
 from mb_parallel.tensor_parallel import collectives
 
 View = Callable[[Tensor], Tensor]
@@ -94,7 +94,7 @@ def shard(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, *, what: str
     parameter = module._parameters.get(name)
     if parameter is None:
         raise ValueError(f"Expected a parameter {name} in {type(module).__name__}, got none.")
-    if isinstance(parameter, DTensor):  # shared with a module that has been sharded already
+    if is_dtensor(parameter):  # shared with a module that has been sharded already
         return
     size, ranks = parameter.shape[dim], mesh.size()
     if size % ranks:
@@ -102,6 +102,8 @@ def shard(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, *, what: str
             f"Expected tp = {ranks} to divide the {what}, got {size} in {name} of shape "
             f"{tuple(parameter.shape)}. Choose a tp that divides it, or pad it."
         )
+    from torch.distributed.tensor import DTensor, Shard
+
     mine = parameter.detach().split(size // ranks, dim)[mesh.get_local_rank()]
     mine = mine.clone(memory_format=torch.contiguous_format)
     sharded = DTensor.from_local(mine, mesh, [Shard(dim)], run_check=False)
@@ -110,7 +112,7 @@ def shard(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, *, what: str
 
 def local(parameter: Tensor) -> Tensor:
     """This rank's shard, differentiable."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if is_dtensor(parameter) else parameter
 
 
 def summed(group: ProcessGroup) -> View:

@@ -12,10 +12,9 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from mb_parallel.arguments import one_module
+from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 from mb_parallel.tensor_parallel.adapt import is_adapted
 from mb_parallel.tensor_parallel.styles import Region, Style
@@ -55,7 +54,7 @@ def parallelize_tensors(
     if tp is None:
         return
     for name, module in model.named_modules():
-        if is_adapted(module) or isinstance(module, FSDPModule):
+        if is_adapted(module) or is_fsdp(module):
             raise ValueError(
                 f"Expected a model that is not shared out yet, got {name or 'one'} that is. Call "
                 "parallelize_tensors once, before apply_data_parallel."
@@ -134,6 +133,6 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 def _share_again(shared: list[list[tuple[nn.Module, str]]]) -> None:
     for group in shared:
         made = [module._parameters[name] for module, name in group]
-        one = next((parameter for parameter in made if isinstance(parameter, DTensor)), made[0])
+        one = max(made, key=is_dtensor)  # what a style made of it, if one did
         for module, name in group:
             module._parameters[name] = one

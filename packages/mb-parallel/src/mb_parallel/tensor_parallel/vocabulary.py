@@ -12,8 +12,8 @@ from typing import Any
 
 import mb_kernels
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from mb_parallel.engines import is_dtensor
 from mb_parallel.tensor_parallel import collectives
 from mb_parallel.tensor_parallel.adapt import adapt, local, shard
 from mb_parallel.tensor_parallel.styles import Region, Style, own
@@ -107,7 +107,7 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: a weight that no style has shared out.
     """
-    if isinstance(weight_VD, nn.Parameter) and not isinstance(weight_VD, DTensor):
+    if isinstance(weight_VD, nn.Parameter) and not is_dtensor(weight_VD):
         raise ValueError(
             f"Expected a head's weight shared out by rows, got all {weight_VD.shape[0]} of them. "
             "Give the head ColumnParallel(enter=False), or what it is tied to "

@@ -1,0 +1,37 @@
+"""What torch's engines hold already: DTensors, and modules that FSDP2 shards.
+
+Importing DTensor or FSDP2 takes a second or two, for they bring SymPy and much of the compiler, and
+one process needs neither. So no module of this package imports them at its top: functions that
+shard something import what they need, and whoever asks whether something is sharded asks here. A
+DTensor exists only where its module was imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
+    """Whether this is a DTensor."""
+    return isinstance(tensor, _classes("torch.distributed.tensor", "DTensor"))
+
+
+def is_fsdp(module: Any) -> TypeGuard[FSDPModule]:
+    """Whether FSDP2 shards this module."""
+    return isinstance(module, _classes("torch.distributed.fsdp", "FSDPModule"))
+
+
+def is_under_way(tensor: Any) -> bool:
+    """Whether a collective is still to write this tensor."""
+    module = "torch.distributed._functional_collectives"
+    return isinstance(tensor, _classes(module, "AsyncCollectiveTensor"))
+
+
+def _classes(module: str, name: str) -> Any:
+    """A class of a module that was imported, else none: `()` for `isinstance`."""
+    return getattr(sys.modules.get(module), name, ())

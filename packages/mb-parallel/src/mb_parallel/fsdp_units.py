@@ -1,0 +1,147 @@
+"""The units of a model that FSDP2 gathers and reduces, and their sharding."""
+
+# Apart from `data_parallel`, for importing FSDP2 takes seconds, which one process does not need.
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import Any
+
+import torch
+from mb_layers import Experts
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from mb_parallel.mesh import ParallelMesh
+from mb_parallel.optimizer.shards import local
+
+# In stages 1 and 2 blocks are joined until a unit has so many parameters: products wait for the
+# multiprocessors that a collective holds. GPT-2 125M by two H200s (2026-11-22): 1,074 k tokens/s by
+# blocks of 7 M parameters, 1,091 k by units of 32 M or more.
+_JOINED = 2**25
+
+
+def shard_units(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    *,
+    blocks: Iterable[nn.Module],
+    compute_dtype: torch.dtype,
+    keep_fp32: Iterable[nn.Module],
+    reshard: bool,
+    cast_inputs: bool,
+) -> None:
+    """Shard `model` as `apply_data_parallel` says, whose arguments these are.
+
+    Args:
+        reshard: let go of gathered weights after each pass through a unit, as in stage 3.
+    """
+    assert mesh.dense is not None
+    dense = _sharding_mesh(mesh.dense, "dp_replicate", "dp_shard")
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
+    )
+    uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if compute_dtype != torch.float32:
+        for unit in _units(keep_fp32, reshard):
+            _shard(unit, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)
+    alone: set[nn.Parameter] = set()
+    experts = _experts(model)
+    if mesh.dims.edp > 1:
+        for sharing in _sharing(experts):
+            _shard_experts(sharing, mesh, compute_dtype, reshard)
+    else:
+        alone = _parameters(experts)
+    common: dict[str, Any] = {"mesh": dense, "mp_policy": policy, "ignored_params": alone}
+    for unit in _units(blocks, reshard, alone):
+        _shard(unit, reshard_after_forward=reshard, **common)
+    # What no block owns (embeddings, final norm, head) is needed at both ends of the step: keep it.
+    _shard([model], reshard_after_forward=False, **common)
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # else by a product on the way, if by 1
+
+
+def _units(
+    modules: Iterable[nn.Module], reshard: bool, alone: Set[nn.Parameter] = frozenset()
+) -> list[list[nn.Module]]:
+    """Modules in runs of `_JOINED` parameters, those `alone` not counted; one by one to reshard."""
+    units: list[list[nn.Module]] = []
+    room = 0
+    for sharing in _sharing(modules, alone):
+        if room <= 0 or reshard:
+            units.append([])
+            room = _JOINED
+        units[-1] += sharing
+        room -= sum(local(p).numel() for p in _parameters(sharing) - alone)
+    return units
+
+
+def _sharing(
+    modules: Iterable[nn.Module], alone: Set[nn.Parameter] = frozenset()
+) -> list[list[nn.Module]]:
+    """Each module once, those that share parameters together: FSDP2 takes them as one unit."""
+    groups: list[list[nn.Module]] = []
+    for module in dict.fromkeys(modules):
+        mine = _parameters([module]) - alone
+        tied = [group for group in groups if not mine.isdisjoint(_parameters(group) - alone)]
+        groups = [group for group in groups if group not in tied]
+        groups.append([*(m for group in tied for m in group), module])
+    return groups
+
+
+def _experts(model: nn.Module) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+def _parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def _shard(
+    unit: list[nn.Module], *, ignored_params: Set[nn.Parameter] = frozenset(), **options: Any
+) -> None:
+    """`fully_shard`, which says at the first forward pass what it does not take."""
+    inner = [m for one in unit for m in one.modules() if isinstance(m, FSDPModule)]
+    mine = _parameters(unit) - _parameters(inner) - ignored_params
+    dtypes = sorted({str(p.dtype) for p in mine if p.requires_grad})
+    if len(dtypes) > 1:
+        names = ", ".join(dict.fromkeys(type(module).__name__ for module in unit))
+        raise ValueError(
+            "Expected parameters of one dtype to train in the blocks, and of one in what no block "
+            f"owns, got {' and '.join(dtypes)} in {names}. Give all one dtype, or pass the modules "
+            "that are in fp32 as `keep_fp32`, with a `compute_dtype` of 16 bits."
+        )
+    fully_shard(unit, ignored_params=set(ignored_params), **options)
+
+
+def _sharding_mesh(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
+    """Both axes for FSDP2's hybrid form, the second alone where there are no replicas."""
+    return mesh[shard] if mesh[replicate].size() == 1 else mesh[replicate, shard]
+
+
+def _shard_experts(
+    experts: list[nn.Module], mesh: ParallelMesh, compute_dtype: torch.dtype, reshard: bool
+) -> None:
+    assert mesh.expert is not None
+    shards = mesh.dims.edp_shard
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        # By expert where every rank gets one, else by width.
+        few = local(parameter).shape[0] < shards
+        return Shard(1) if few and local(parameter).shape[1] % shards == 0 else None
+
+    # Inputs are in the block's dtype already, and routing weights are to stay in fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    expert_mesh = _sharding_mesh(mesh.expert, "edp_replicate", "edp_shard")
+    _shard(
+        experts,
+        mesh=expert_mesh,
+        mp_policy=policy,
+        reshard_after_forward=reshard,
+        shard_placement_fn=placement,
+    )

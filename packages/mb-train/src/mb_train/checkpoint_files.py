@@ -1,0 +1,130 @@
+"""How torch's distributed checkpoints are read and written here: without trust, and with sums."""
+
+# Apart from `checkpoint` and `saver`, for importing torch's checkpoints takes seconds, for which a
+# run's first step need not wait.
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mb_train.checkpoint import CheckpointError
+from mb_train.checksums import SUMS_FILE, format_sums, sum_of
+from mb_train.run_folder import (
+    LATEST,
+    RUN_FILE,
+    SavedRun,
+    iteration_folder,
+    sync_directory,
+    write_text,
+)
+
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorProperties",
+        "TensorStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's reader, with a `.metadata` that can name data classes only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
+        except Exception as error:
+            raise CheckpointError(f"{path} is damaged: {error}.") from error
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} is no checkpoint's metadata.")
+        for info in (metadata.storage_data or {}).values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise CheckpointError(f"{path} points outside its folder: {info.relative_path!r}.")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"The checkpoint's .metadata names {module}.{name}, which is no part of the format: "
+            "it may be meant to run code. Refusing to load it."
+        )
+
+
+class Writer(dcp.FileSystemWriter):
+    """torch's writer, which also leaves a SHA256SUMS and makes the draft the latest checkpoint.
+
+    The sums travel among the write results. What `finish` raises on rank 0 is raised on all.
+    """
+
+    def __init__(self, draft: Path, run: SavedRun) -> None:
+        super().__init__(draft)
+        self._run = run
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        results = super().write_data(plan, planner).wait()
+        if len(results) != len(plan.items):
+            raise OSError(f"{len(results)} of {len(plan.items)} tensors were written")
+        folder = Path(self.path)
+        names = sorted({result.storage_data.relative_path for result in results})
+        sums = [WriteResult(MetadataIndex(name), 0, sum_of(folder / name)) for name in names]
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([*results, *sums])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        everything = [result for one in results for result in one]
+        shards = [result for result in everything if not isinstance(result.storage_data, str)]
+        super().finish(metadata, [shards])
+        folder = Path(self.path)
+        write_text(folder / RUN_FILE, json.dumps(asdict(self._run), indent=1) + "\n")
+        sums = {
+            result.index.fqn: result.storage_data
+            for result in everything
+            if isinstance(result.storage_data, str)
+        }
+        sums |= {name: sum_of(folder / name) for name in (".metadata", RUN_FILE)}
+        write_text(folder / SUMS_FILE, format_sums(sums))
+        _replace_folder(folder, folder.with_name(iteration_folder(self._run.iteration)))
+        write_text(folder.with_name(LATEST), f"{self._run.iteration}\n")
+
+
+def _replace_folder(draft: Path, final: Path) -> None:
+    """Put a whole folder where an earlier one of that name may be (`run_folder.recover`)."""
+    aside = final.with_name(final.name + ".old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if final.exists():
+        os.rename(final, aside)
+    sync_directory(draft)
+    os.rename(draft, final)
+    sync_directory(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,6 +1,7 @@
 """The corpus is the same each time, whole lines of real modules, and within its limit."""
 
 import json
+import os
 import sysconfig
 from pathlib import Path
 
@@ -29,6 +30,14 @@ def test_a_limit_nothing_fits_in(tmp_path, capsys):
     assert main(["sample-corpus", str(tmp_path / "a.jsonl"), "--max-bytes", "10"]) == 2
     assert "no Python source" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    (tmp_path / "pipe").symlink_to(os.devnull)  # as /dev/stdout is one
+    for name in ("pipe", "."):
+        with pytest.raises(ValueError, match="expected the name of a file"):
+            write_sample_corpus(tmp_path / name, max_bytes=10_000)
+    assert [p.name for p in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_documentation_is_prose_under_a_title(tmp_path, monkeypatch):

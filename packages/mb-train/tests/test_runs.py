@@ -1,9 +1,11 @@
 """The launch scripts: what they hand to torchrun is a whole run."""
 
 import gzip
+import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import mb_data
@@ -120,3 +122,24 @@ def test_data_prepares_a_corpus(tmp_path):
     assert [list(document) for document in dataset] == [
         [*gpt2.encode(text), gpt2.eod] for text in ("One.", "Two, three.")
     ]
+
+
+def test_a_pinned_corpus_holds_its_wheels_alone(tmp_path):
+    """Two wheels with the same path inside, fetched by a stand-in for pip."""
+    wheels, prefix = tmp_path / "wheels", tmp_path / "made" / "pinned"
+    names = [f"{name}-1.0-py3-none-any" for name in ("one", "two")]
+    wheels.mkdir()
+    for name in names:
+        with zipfile.ZipFile(wheels / f"{name}.whl", "w") as wheel:
+            wheel.writestr("same/text.py", f"# A line of {name}\n" * 30)
+    pip = f'if [ "$3" = download ]; then cp -r {wheels} {prefix}.wheels; fi'
+    other = f'exec {sys.executable} "$@"'
+    _stand_in(tmp_path / "python", f'if [ "$2" = pip ]; then {pip}; else {other}; fi')
+    _stand_in(tmp_path / "mb-data", f'exec {sys.executable} -m mb_data "$@"')
+    left = tmp_path / "made" / "pinned.pinned" / "old.py"  # by another list
+    left.parent.mkdir(parents=True)
+    left.write_text("# An old line\n" * 30)
+    handed_over(tmp_path, "frontier_data.sh", str(prefix), PINNED="list")
+    records = [json.loads(line) for line in Path(f"{prefix}.jsonl").read_text().splitlines()]
+    assert sorted(r["path"] for r in records) == [f"pinned/{n}/same/text.py" for n in names]
+    assert len(mb_data.IndexedDataset(f"{prefix}_text_document")) == 2

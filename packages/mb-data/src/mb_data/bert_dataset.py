@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,12 @@ from mb_data.blend import DataPaths, Parts, build_parts
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.masking import MaskingTokenizer, Vocabulary, mask_bert, pad_to
 from mb_data.mersenne import check_seed
-from mb_data.sentence_index import sample_mapping
+from mb_data.sentence_index import SentenceSamples, sample_mapping
 
 SPECIAL = 3  # [CLS] and two [SEP]
 
 
-class BertDataset:
+class BertDataset(SentenceSamples):
     """Masked samples from a range of documents that were split into sentences.
 
     Args:
@@ -75,20 +76,10 @@ class BertDataset:
             cache_dir=cache_dir,
         )
 
-    @property
-    def mapping(self) -> npt.NDArray:
-        """[samples, 3]: first sentence, sentence after the last, target length."""
-        return self._index["mapping"]
-
-    def __len__(self) -> int:
-        return len(self.mapping)
-
     def lengths(self) -> npt.NDArray[np.int64]:
         """[samples, 1]: tokens, special ones included, at most; no sample is read."""
-        first, end, target = np.asarray(self.mapping, np.int64).T
-        before = np.concatenate([[0], np.cumsum(self.indexed.sizes, dtype=np.int64)])
         special = 2 + self.binary_head  # [CLS], and [SEP] behind each segment
-        return (np.minimum(before[end] - before[first], target) + special)[:, None]
+        return (self._text_lengths() + special)[:, None]
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64] | int]:
         """Sample ``index``.
@@ -98,12 +89,8 @@ class BertDataset:
             nothing is to be predicted), ``loss_mask`` [S], ``padding_mask`` [S] (1 on tokens), all
             int64; ``is_random`` (the segments are swapped) and ``truncated``, 0 or 1.
         """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
-        index %= len(self)
-        start, end, target = self.mapping[index].tolist()
+        (start, end, target), rng = self._row(index)
         sentences = [self.indexed[i].tolist() for i in range(start, end)]
-        rng = np.random.RandomState((self.seed + index) % 2**32)
 
         first, swapped = len(sentences), False
         if self.binary_head:
@@ -162,20 +149,16 @@ def build_bert_datasets(
         ValueError: the tokenizer has no [CLS], [SEP], [MASK] or [PAD], or no document is fit.
     """
     vocabulary = Vocabulary.for_bert(tokenizer)
-
-    def make(indexed: IndexedDataset, documents: range, wanted: int) -> BertDataset:
-        return BertDataset(
-            indexed,
-            documents,
-            vocabulary=vocabulary,
-            seq_length=seq_length,
-            num_samples=wanted,
-            seed=seed,
-            mask_prob=mask_prob,
-            short_seq_prob=short_seq_prob,
-            binary_head=binary_head,
-            cache_dir=cache_dir,
-        )
+    make = partial(
+        BertDataset,
+        vocabulary=vocabulary,
+        seq_length=seq_length,
+        seed=seed,
+        mask_prob=mask_prob,
+        short_seq_prob=short_seq_prob,
+        binary_head=binary_head,
+        cache_dir=cache_dir,
+    )
 
     return build_parts(
         prefix,

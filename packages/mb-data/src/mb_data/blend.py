@@ -128,7 +128,7 @@ def build_parts(
     split_rounding: str = "shares",
     num_samples: Sequence[int],
     count: Callable[[IndexedDataset], int],
-    make: Callable[[IndexedDataset, range, int], D],
+    make: Callable[..., D],
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Parts[D]:
     """Train, validation and test datasets from any form of data path.
@@ -139,7 +139,8 @@ def build_parts(
         split, split_rounding: see ``parse_split``; applied to every source by itself.
         num_samples: wanted for training, validation and test.
         count: how many documents a source has.
-        make: the dataset of a range of documents with at least so many samples.
+        make: called with a source, a range of its documents and ``num_samples=``, the samples that
+            must be there at least.
 
     Returns:
         A part without documents is None. A source without documents in some part is left out
@@ -186,7 +187,7 @@ def build_parts(
             return None
         weight, prefix, documents = there[0]
         if weight is None:
-            return make(source(prefix), documents, wanted)
+            return make(source(prefix), documents, num_samples=wanted)
         if len(there) < len(sources[part]) and wanted:
             missing = [prefix for _, prefix, documents in sources[part] if not documents]
             warnings.warn(
@@ -198,7 +199,7 @@ def build_parts(
         total = sum(weights)
         shares = [w / total for w in weights]
         datasets = [
-            make(source(prefix), documents, math.ceil(wanted * share * MARGIN))
+            make(source(prefix), documents, num_samples=math.ceil(wanted * share * MARGIN))
             for share, (_, prefix, documents) in zip(shares, there, strict=True)
         ]
         return BlendedDataset(datasets, shares, wanted, prefix=prefix, cache_dir=cache_dir)

@@ -372,8 +372,10 @@ def _machine_corpus(options: argparse.Namespace) -> None:
     folders = {} if options.only_added else machine_folders()
     for word in options.add:
         name, equals, folder = word.partition("=")
-        if not (equals and name and "/" not in name):
+        if not (equals and name and folder and "/" not in name):
             raise ValueError(f"Expected NAME=FOLDER for --add, got {word!r}.")
+        if name in folders:
+            raise ValueError(f"--add {word}: {name} is {folders[name]} already; give another name")
         folders[name] = Path(folder)
     if not folders:
         raise ValueError("--only-added takes nothing but --add NAME=FOLDER; give one at least")

@@ -23,6 +23,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -73,33 +74,18 @@ class GPTDataset:
         self.indexed = indexed
         self.vocab_size = vocab_size
         self.documents = documents
-        seq_length, num_samples = check_part(indexed, documents, seq_length, num_samples)
-        self.seq_length, seed = seq_length, check_seed(seed)
-        sizes = indexed.sizes[documents.start : documents.stop]
-        tokens = int(sizes.sum(dtype=np.int64))
-        if tokens == 0:
-            raise ValueError(
-                f"{indexed.prefix}: documents {documents.start:,} to {documents.stop - 1:,} hold "
-                "no tokens; give this part of the split a larger share, or more text"
-            )
-        indexed.expect_random_access()
-        self.num_epochs = count_epochs(tokens, seq_length, num_samples)
+        sizes, seq_length, num_samples = check_part(indexed, documents, seq_length, num_samples)
+        self.seq_length = seq_length
+        self.num_epochs = count_epochs(int(sizes.sum(dtype=np.int64)), seq_length, num_samples)
+        settings = {"seq_length": seq_length, "num_samples": num_samples, "seed": check_seed(seed)}
         self._index = load_or_build(
             {
                 "kind": "gpt",
                 "sizes": digest(sizes),
                 "documents": [documents.start, documents.stop],
-                "seq_length": seq_length,
-                "num_samples": num_samples,
-                "seed": seed,
+                **settings,
             },
-            lambda: build_index(
-                indexed.sizes,
-                documents,
-                seq_length=seq_length,
-                num_samples=num_samples,
-                seed=seed,
-            ),
+            lambda: build_index(indexed.sizes, documents, **settings),
             prefix=indexed.prefix,
             cache_dir=cache_dir,
         )
@@ -147,8 +133,11 @@ class GPTDataset:
 
 def check_part(
     indexed: IndexedDataset, documents: range, seq_length: int, num_samples: int
-) -> tuple[int, int]:
-    """``seq_length`` and ``num_samples`` as ints; ValueError out of range."""
+) -> tuple[npt.NDArray[np.int32], int, int]:
+    """Tokens of each of the documents, ``seq_length`` and ``num_samples`` as ints.
+
+    Raises ValueError for what is out of range, and for documents without a token.
+    """
     seq_length, num_samples = operator.index(seq_length), operator.index(num_samples)
     if seq_length < 1 or num_samples < 0:
         raise ValueError(
@@ -159,7 +148,14 @@ def check_part(
         raise ValueError(
             f"{indexed.prefix}: {documents} is no part of its {len(indexed):,} documents"
         )
-    return seq_length, num_samples
+    sizes = indexed.sizes[documents.start : documents.stop]
+    if not sizes.any():
+        raise ValueError(
+            f"{indexed.prefix}: documents {documents.start:,} to {documents.stop - 1:,} hold "
+            "no tokens; give this part of the split a larger share, or more text"
+        )
+    indexed.expect_random_access()
+    return sizes, seq_length, num_samples
 
 
 def check_tokens(sample: npt.NDArray[np.int64], vocab_size: int, prefix: str) -> None:
@@ -197,17 +193,13 @@ def build_gpt_datasets(
     Raises:
         FileNotFoundError, ValueError: see ``IndexedDataset``, ``GPTDataset``, ``parse_blend``.
     """
-
-    def make(indexed: IndexedDataset, documents: range, wanted: int) -> GPTDataset:
-        return GPTDataset(
-            indexed,
-            documents,
-            seq_length=seq_length,
-            num_samples=wanted,
-            seed=seed,
-            vocab_size=vocab_size,
-            cache_dir=cache_dir,
-        )
+    make = partial(
+        GPTDataset,
+        seq_length=seq_length,
+        seed=seed,
+        vocab_size=vocab_size,
+        cache_dir=cache_dir,
+    )
 
     return build_parts(
         prefix,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -24,10 +25,10 @@ from mb_data.blend import Parts, build_parts
 from mb_data.indexed_dataset import IndexedDataset
 from mb_data.masking import MaskingTokenizer, pad_to
 from mb_data.mersenne import check_seed
-from mb_data.sentence_index import block_mapping
+from mb_data.sentence_index import SentenceSamples, block_mapping
 
 
-class ICTDataset:
+class ICTDataset(SentenceSamples):
     """Queries and blocks from a range of documents that were split into sentences.
 
     Args:
@@ -94,14 +95,6 @@ class ICTDataset:
             cache_dir=cache_dir,
         )
 
-    @property
-    def mapping(self) -> npt.NDArray:
-        """[samples, 4]: first sentence, sentence after the last, document, block number."""
-        return self._index["mapping"]
-
-    def __len__(self) -> int:
-        return len(self.mapping)
-
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
         """Sample ``index``.
 
@@ -109,11 +102,8 @@ class ICTDataset:
             ``query_tokens``, ``query_pad_mask``, ``block_tokens``, ``block_pad_mask`` [S] (masks 1
             on tokens) and ``block_data`` [4], a row of ``mapping``; int64.
         """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
-        index %= len(self)
-        start, end, document, number = self.mapping[index].tolist()
-        rng = np.random.RandomState((self.seed + index) % 2**32)
+        row, rng = self._row(index)
+        start, end, document, _ = row
         sentences = [self.indexed[i].tolist() for i in range(start, end)]
         chosen = int(rng.randint(0, len(sentences)))
         query = sentences[chosen][: self.seq_length - 2]
@@ -127,7 +117,7 @@ class ICTDataset:
             "query_pad_mask": pad_to([1] * len(query_tokens), self.seq_length, 0),
             "block_tokens": block_tokens,
             "block_pad_mask": block_mask,
-            "block_data": np.array([start, end, document, number], dtype=np.int64),
+            "block_data": np.array(row, dtype=np.int64),
         }
 
     def get_block(
@@ -170,22 +160,18 @@ def build_ict_datasets(
 ) -> Parts[ICTDataset]:
     """Train, validation and test datasets; a part without documents is None. See ``ICTDataset``."""
     titles = None if titles_prefix is None else IndexedDataset(titles_prefix)
-
-    def make(indexed: IndexedDataset, documents: range, wanted: int) -> ICTDataset:
-        return ICTDataset(
-            indexed,
-            documents,
-            titles=titles,
-            cls=tokenizer.cls,
-            sep=tokenizer.sep,
-            pad=tokenizer.pad,
-            seq_length=seq_length,
-            num_samples=wanted,
-            seed=seed,
-            query_in_block_prob=query_in_block_prob,
-            use_one_sent_docs=use_one_sent_docs,
-            cache_dir=cache_dir,
-        )
+    make = partial(
+        ICTDataset,
+        titles=titles,
+        cls=tokenizer.cls,
+        sep=tokenizer.sep,
+        pad=tokenizer.pad,
+        seq_length=seq_length,
+        seed=seed,
+        query_in_block_prob=query_in_block_prob,
+        use_one_sent_docs=use_one_sent_docs,
+        cache_dir=cache_dir,
+    )
 
     return build_parts(
         os.fspath(prefix),  # of a blend each source would want titles of its own

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Protocol
 
@@ -85,12 +85,8 @@ class Vocabulary:
                 "T5 needs sentinel tokens and this tokenizer has none; load it with extra ids "
                 "(--vocab-extra-ids 100)"
             )
-        return cls(
-            cls=tokenizer.cls,
-            sep=tokenizer.sep,
-            mask=tokenizer.mask,
-            pad=tokenizer.pad,
-            word_starts=tokenizer.word_starts(),
+        return replace(
+            cls.for_bert(tokenizer),
             bos=tokenizer.bos,
             eos=tokenizer.eos,
             sentinels=tuple(tokenizer.extra_ids),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -60,11 +61,7 @@ class PackedDataset:
         vocab_size: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        seq_length, num_samples = check_part(indexed, documents, seq_length, num_samples)
-        sizes = indexed.sizes[documents.start : documents.stop]
-        if not sizes.any():
-            raise ValueError(f"{indexed.prefix}: {documents} hold no tokens")
-        indexed.expect_random_access()
+        sizes, seq_length, num_samples = check_part(indexed, documents, seq_length, num_samples)
         self.indexed = indexed
         self.vocab_size = vocab_size
         self.seq_length = seq_length
@@ -137,18 +134,14 @@ def build_packed_datasets(
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Parts[PackedDataset]:
     """Train, validation and test datasets; see ``build_gpt_datasets`` and ``PackedDataset``."""
-
-    def make(indexed: IndexedDataset, documents: range, wanted: int) -> PackedDataset:
-        return PackedDataset(
-            indexed,
-            documents,
-            seq_length=seq_length,
-            num_samples=wanted,
-            eod=eod,
-            seed=seed,
-            vocab_size=vocab_size,
-            cache_dir=cache_dir,
-        )
+    make = partial(
+        PackedDataset,
+        seq_length=seq_length,
+        eod=eod,
+        seed=seed,
+        vocab_size=vocab_size,
+        cache_dir=cache_dir,
+    )
 
     return build_parts(
         prefix,

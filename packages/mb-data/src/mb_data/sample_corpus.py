@@ -133,6 +133,8 @@ def written_whole(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent}: no such directory for the output")
+    if target.exists() and not target.is_file():  # /dev/stdout would be replaced by a file
+        raise ValueError(f"{target} is a folder, a pipe or a device; expected the name of a file")
     temporary = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         with open(temporary, "xb") as file:

@@ -15,6 +15,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import chain, pairwise, repeat
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,39 @@ from mb_data.mersenne import permutation
 
 LONGEST_SENTENCE = 512
 BLOCK = 1 << 20  # sentences whose running total is copied at a time: 8 MiB
+
+
+class SentenceSamples:
+    """What the datasets of BERT, T5 and ICT share: each sample is a row of an index.
+
+    Attributes:
+        mapping: [samples, columns], see ``sample_mapping`` and ``block_mapping``.
+    """
+
+    indexed: IndexedDataset
+    seed: int
+    _index: IndexArrays
+
+    @property
+    def mapping(self) -> npt.NDArray:
+        return self._index["mapping"]
+
+    def __len__(self) -> int:
+        return len(self.mapping)
+
+    def _row(self, index: int) -> tuple[list[int], np.random.RandomState]:
+        """A sample's row, and the generator of all that is drawn for it."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
+        index %= len(self)
+        rng = np.random.RandomState((self.seed + index) % 2**32)
+        return self.mapping[index].tolist(), rng
+
+    def _text_lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample's text, cut at its target: [samples]; of ``sample_mapping``."""
+        first, end, target = np.asarray(self.mapping, np.int64).T
+        before = np.concatenate([[0], np.cumsum(self.indexed.sizes, dtype=np.int64)])
+        return np.minimum(before[end] - before[first], target)
 
 
 def sample_mapping(
@@ -40,27 +74,16 @@ def sample_mapping(
 ) -> IndexArrays:
     """``mapping``: ``build_sample_mapping`` of a range of documents, through the index cache."""
     boundaries = indexed.boundaries(documents)
-    settings = {
+    settings: dict[str, Any] = {
         "max_length": max_length,
         "short_seq_prob": short_seq_prob,
         "min_sentences": min_sentences,
         "num_samples": num_samples,
         "seed": seed,
     }
-    key = {"kind": "sentences", "sizes": _digest(indexed, boundaries), **settings}
     return load_or_build(
-        key,
-        lambda: {
-            "mapping": build_sample_mapping(
-                indexed.sizes,
-                boundaries,
-                max_length=max_length,
-                short_seq_prob=short_seq_prob,
-                min_sentences=min_sentences,
-                num_samples=num_samples,
-                seed=seed,
-            )
-        },
+        {"kind": "sentences", "sizes": _digest(indexed, boundaries), **settings},
+        lambda: {"mapping": build_sample_mapping(indexed.sizes, boundaries, **settings)},
         prefix=indexed.prefix,
         cache_dir=cache_dir,
     )
@@ -79,7 +102,7 @@ def block_mapping(
 ) -> IndexArrays:
     """``mapping``: ``build_block_mapping`` of a range of documents, through the index cache."""
     boundaries = indexed.boundaries(documents)
-    settings = {
+    settings: dict[str, Any] = {
         "max_length": max_length,
         "min_sentences": min_sentences,
         "num_samples": num_samples,
@@ -94,15 +117,7 @@ def block_mapping(
     }
 
     def build() -> dict[str, npt.NDArray]:
-        mapping = build_block_mapping(
-            indexed.sizes,
-            boundaries,
-            title_sizes,
-            max_length=max_length,
-            min_sentences=min_sentences,
-            num_samples=num_samples,
-            seed=seed,
-        )
+        mapping = build_block_mapping(indexed.sizes, boundaries, title_sizes, **settings)
         mapping[:, 2] += documents.start
         return {"mapping": mapping}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -29,12 +30,12 @@ from mb_data.masking import (
     visible,
 )
 from mb_data.mersenne import check_seed
-from mb_data.sentence_index import sample_mapping
+from mb_data.sentence_index import SentenceSamples, sample_mapping
 
 ADDED = 2  # what Megatron leaves free in the encoder
 
 
-class T5Dataset:
+class T5Dataset(SentenceSamples):
     """Span-corrupted samples from a range of documents that were split into sentences.
 
     Args:
@@ -93,19 +94,9 @@ class T5Dataset:
             cache_dir=cache_dir,
         )
 
-    @property
-    def mapping(self) -> npt.NDArray:
-        """[samples, 3]: first sentence, sentence after the last, target length."""
-        return self._index["mapping"]
-
-    def __len__(self) -> int:
-        return len(self.mapping)
-
     def lengths(self) -> npt.NDArray[np.int64]:
         """[samples, 2]: tokens in the encoder and in the decoder, at most; no sample is read."""
-        first, end, target = np.asarray(self.mapping, np.int64).T
-        before = np.concatenate([[0], np.cumsum(self.indexed.sizes, dtype=np.int64)])
-        text = np.minimum(before[end] - before[first], target)
+        text = self._text_lengths()
         return np.stack([text, self._decoder_room(text)], axis=1)
 
     def _decoder_room(self, text: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
@@ -122,17 +113,14 @@ class T5Dataset:
             ``enc_mask`` [S] and ``dec_mask`` [R] (1 on tokens; attention masks are their outer
             products, causal in the decoder), all int64; ``truncated``, 0 or 1.
         """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix}")
-        index %= len(self)
-        start, end, target = self.mapping[index].tolist()
+        (start, end, target), rng = self._row(index)
         text = list(chain.from_iterable(self.indexed[i].tolist() for i in range(start, end)))
         tokens = text[:target]
         vocabulary = self.vocabulary
         spans = mask_t5(
             tokens,
             vocabulary,
-            np.random.RandomState((self.seed + index) % 2**32),
+            rng,
             probability=self.mask_prob,
             max_predictions=self.mask_prob * target,
             max_target=int(self._decoder_room(len(tokens))) - 1,
@@ -179,22 +167,18 @@ def build_t5_datasets(
         ValueError: the tokenizer lacks a special token or sentinels, or no document is fit.
     """
     vocabulary = Vocabulary.for_t5(tokenizer)
-
-    def make(indexed: IndexedDataset, documents: range, wanted: int) -> T5Dataset:
-        return T5Dataset(
-            indexed,
-            documents,
-            vocabulary=vocabulary,
-            encoder_seq_length=encoder_seq_length,
-            decoder_seq_length=decoder_seq_length,
-            num_samples=wanted,
-            seed=seed,
-            mask_prob=mask_prob,
-            short_seq_prob=short_seq_prob,
-            mean_span=mean_span,
-            share_decoder=share_decoder,
-            cache_dir=cache_dir,
-        )
+    make = partial(
+        T5Dataset,
+        vocabulary=vocabulary,
+        encoder_seq_length=encoder_seq_length,
+        decoder_seq_length=decoder_seq_length,
+        seed=seed,
+        mask_prob=mask_prob,
+        short_seq_prob=short_seq_prob,
+        mean_span=mean_span,
+        share_decoder=share_decoder,
+        cache_dir=cache_dir,
+    )
 
     return build_parts(
         prefix,

@@ -4,21 +4,35 @@
 #   frontier_data.sh PREFIX [flags of mb-data machine-corpus]
 #   frontier_data.sh data/machine
 #   DOCUMENTS=$(cat RUNS/frontier_packages.txt) frontier_data.sh data/machine --workers 2
+#   PINNED=RUNS/frontier_pinned.txt frontier_data.sh data/pinned --workers 2
 #
 # makes PREFIX.jsonl and PREFIX_text_document.bin and .idx, and PREFIX.txt, which says how large it is, of
 # what, its entropy under gzip, and the bytes of a token. PACKAGES (Python's) and DOCUMENTS (Debian's) are
 # fetched by pip and apt-get and their texts unpacked beside PREFIX, or in $UNPACKED, not installed; English
-# ones, where a package says so by its folders. --split of a run parts the corpus: the documents are shuffled
-# by a seed already, near copies left out. Points of two machines belong in one picture only if the checksum
-# at the end of PREFIX.txt is the same.
+# ones, where a package says so by its folders. PINNED is a file of wheels with their checksums, and of
+# nothing else is the corpus then made: it is the same on every machine. --split of a run parts the corpus:
+# the documents are shuffled by a seed already, near copies left out. Points of two machines belong in one
+# picture only if the checksum at the end of PREFIX.txt is the same.
 set -euo pipefail
 if ! command -v mb-data >/dev/null; then mb-data() { python -m mb_data "$@"; }; fi # not installed: PYTHONPATH
 prefix=${1:?expected frontier_data.sh PREFIX [flags]}
 shift
 mkdir -p "$(dirname "$prefix")"
+pip() { python -m pip "$@"; }
+if ! pip --version >/dev/null 2>&1; then pip() { uvx pip "$@"; }; fi # uv's environments have none
 more=()
+if [ -n "${PINNED:-}" ]; then
+    rm -rf "$prefix.wheels" "$prefix.pinned"
+    pip download --quiet --no-deps --only-binary :all: --ignore-requires-python --require-hashes \
+        --dest "$prefix.wheels" --requirement "$PINNED"
+    for wheel in "$prefix.wheels"/*.whl; do # each in a folder of its own: some hold the same paths
+        python -m zipfile -e "$wheel" "$prefix.pinned/$(basename "$wheel" .whl)"
+    done
+    rm -r "$prefix.wheels"
+    more+=(--only-added --add "pinned=$prefix.pinned")
+fi
 if [ -n "${PACKAGES:-}" ]; then
-    python -m pip install --quiet --no-deps --no-compile --target "$prefix.packages" $PACKAGES
+    pip install --quiet --no-deps --no-compile --target "$prefix.packages" $PACKAGES
     more+=(--add "fetched-packages=$prefix.packages")
 fi
 TEXTS='html htm page docbook txt rst md pod info py pl pm tcl rb el vim lisp scm hs ml go rs java c cc cpp h hpp'

@@ -54,6 +54,7 @@ SHAPES = {
     "olmoe-8k": Shape(8192, 2048, 1024, 64, 8),
     "qwen3-30b-8k": Shape(8192, 2048, 768, 128, 8),
     "dsv3": Shape(8192, 7168, 2048, 256, 8),
+    "dsv3-rank": Shape(8192, 7168, 2048, 32, 8),  # of 8 ranks, with an even share of all rows
     "fine": Shape(24576, 1536, 256, 128, 8),
     "gpt-oss": Shape(8192, 2880, 2880, 32, 4, "swigluoai"),  # without its biases
 }

@@ -8,9 +8,9 @@ each, on random tokens. `cold` begins with empty caches of Triton and Inductor, 
 `cold` left, `in-turn` is cold without compiling the experts' kernels ahead. Python's own bytecode
 is there in every row, as in an environment that has been used: a run before the first of each way
 makes it, in a folder of its own, for some images hold none and forbid writing it. Columns are
-moments at which lines of the log appear: the program answers; torch and the device are there; model and
-optimizer are built; all is set up; the first and the third step are done, and the process is ended.
-Further flags go to the runs. Prints each row when it is known, then one line of JSON.
+moments at which lines of the log appear: the program answers; torch and the device are there; model
+and optimizer are built; all is set up; the first and the third step are done, and the process is
+ended. Further flags go to the runs. Prints each row when it is known, then one line of JSON.
 """
 
 from __future__ import annotations

@@ -46,8 +46,9 @@ from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig, whole
 from mb_train.layout import parallel_dims
 from mb_train.metrics import Accumulator
-from mb_train.optimizer import build_optimizer
+from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.recipes import recipe
+from mb_train.run import compute_dtype
 from mb_train.schedule import BatchSizes, build_schedule
 from mb_train.step import train_step
 from mb_train.tasks import GPTTask
@@ -120,11 +121,11 @@ def ours(
     if ranks > 1:
         mesh = parallel_dims(config, ranks).build(DEVICE)
     task = GPTTask(config, vocab_size=V, eod=50256)
-    model = assemble(task, config, mesh, device, torch.bfloat16)
+    model = assemble(task, config, mesh, device, compute_dtype(config, device))
     run = SimpleNamespace(
         config=config, device=device, mesh=mesh, task=task, model=model,
         micro_batch_size=whole(config.micro_batch_size),
-        optimizer=build_optimizer(model, config), scaler=None, skipped_samples=0,
+        optimizer=build_optimizer(model, config), scaler=build_scaler(config), skipped_samples=0,
         load_balance=LoadBalance(model.parts, config, mesh),
         schedule=build_schedule(config, sequences * ranks),
         batch_sizes=BatchSizes(config, sequences * ranks),
@@ -296,6 +297,9 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
             64, compiled=True, **PAPER, optimizer_state_dtype="bf16"
         ),
         "MoE cf 1 --compile": lambda: ours(64, compiled=True, **PAPER, moe_capacity_factor=1.0),
+        "MoE cf 1, fp16": lambda: ours(
+            64, compiled=True, **PAPER, moe_capacity_factor=1.0, fp16=True, bf16=False
+        ),
         "dMoE --compile, 16 sequences": lambda: ours(16, compiled=True, **PAPER),
     },
     "olmoe": {

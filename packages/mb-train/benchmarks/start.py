@@ -82,7 +82,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows, known = [], set()
     print(f"{'':24}" + "".join(f"{name:>9}" for name in MOMENTS), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
+    # Ignored: what a run that was ended had compile is still writing.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         data = random_tokens(Path(folder) / "random", 262_144)
         for kind in options.kinds:
             for way, flag in ways.items():

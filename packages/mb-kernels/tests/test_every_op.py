@@ -338,6 +338,33 @@ def test_any_memory_order_on_a_gpu(name, argument, sizes):
         assert_close(f"{name}, {argument} with strides: {what}", got[what].float(), value.float())
 
 
+class _Calls(TorchDispatchMode):
+    """The calls of this package's ops, forward and backward, by op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[Any, tuple[Any, ...]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "mb":
+            self.seen.setdefault(func, torch.utils._pytree.tree_map_only(
+                torch.Tensor, lambda t: t.detach().clone(), args
+            ))  # fmt: skip
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(interpret, reason="of schemas and fakes, which kernels and references share")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPS)
+def test_what_an_op_says_of_itself_is_so(name, device):
+    op = make_op(name)
+    with _Calls() as calls:
+        results(op, {n: t.to(device) for n, t in op.tensors.items()})
+    assert calls.seen
+    for func, arguments in calls.seen.items():
+        torch.library.opcheck(func, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
 class _Long(TorchDispatchMode):
     """By name, the arguments of 64 bits that ops get."""
 

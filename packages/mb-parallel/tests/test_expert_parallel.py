@@ -6,6 +6,7 @@ ranks divided by their number, for experts over the replicas of their ep group.
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from mb_parallel import (
     rebalance_experts,
     set_micro_batch,
 )
+from mb_parallel.expert_parallel import peer_memory
 from mb_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -348,6 +350,32 @@ def _refusals(rank, ranks):
         except ValueError as error:
             said.append(str(error))
     return said
+
+
+def _ask_for_peers(_rank: int, _ranks: int) -> None:
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    told = parallelize_experts(Model(), mesh, dispatcher="peer")
+    assert "by all_to_all" in told, told
+    assert "not peer: the model is not on a GPU" in told, told
+    # Two GPUs that reach each other, on a host without symmetric memory.
+    ep = mesh.axis("ep")
+    assert ep is not None
+    place = peer_memory.Place(ep.get_group())
+
+    def none_there(*_: object) -> None:
+        raise RuntimeError("no such handle\nat some line")
+
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch.cuda, "can_device_access_peer", return_value=True),
+        mock.patch.object(peer_memory, "symmetric_arena", none_there),
+    ):
+        why = peer_memory.peer_problem(place, "cuda", HIDDEN)
+    assert why == "symmetric memory is not available (no such handle)"
+
+
+def test_peers_that_cannot_be_reached_are_done_without():
+    run_ranks(_ask_for_peers, 2)
 
 
 def test_models_that_cannot_be_spread_are_named():

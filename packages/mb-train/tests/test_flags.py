@@ -388,6 +388,12 @@ def test_the_other_way_to_say_it_takes_the_place_of_the_recipes(tmp_path, typed,
             "--data-args-path c",
             {"train_data_path": None, "valid_data_path": None},
         ),
+        ({"tokenizer_model": "a"}, "--vocab-file b", {"tokenizer_model": None}),
+        (
+            {"vocab_file": "a", "merge_file": "b"},
+            "--tokenizer-model c",
+            {"vocab_file": None, "merge_file": None},
+        ),
         (
             {"position_embedding_type": "rope", "use_rope_scaling": True},
             "--rotary-seq-len-interpolation-factor 2",

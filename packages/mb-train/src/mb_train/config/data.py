@@ -132,10 +132,12 @@ class DataFields:
         ), instead_of=("tokenizer",),
     )  # fmt: skip
     vocab_file: str | None = flag(
-        "vocab.json of a byte-level BPE, or vocab.txt", instead_of=("tokenizer",)
+        "vocab.json of a byte-level BPE, or vocab.txt", instead_of=("tokenizer", "tokenizer_model")
     )
     merge_file: str | None = flag("merges.txt of a byte-level BPE")
-    tokenizer_model: str | None = flag("model file of SentencePiece", instead_of=("tokenizer",))
+    tokenizer_model: str | None = flag(
+        "model file of SentencePiece", instead_of=("tokenizer", "vocab_file", "merge_file")
+    )
     vocab_size: int | None = flag(
         "ids of the NullTokenizer or the TikTokenizer, before padding", bounds=POSITIVE
     )

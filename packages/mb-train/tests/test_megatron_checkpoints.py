@@ -219,7 +219,12 @@ def change_first(folder, change):
         ("kv_channels", ..., "arguments in .* lack kv_channels"),
         ("hidden_size", 64, r"to be \[96, 64\], got \[96, 32\]"),
         ("padded_vocab_size", 3, r"to be \[3, 32\], got \[96, 32\]"),
-        ("hidden_dropout", None, "a value that it should not have"),
+        (
+            "hidden_dropout",
+            None,
+            "arguments in .*: Expected --hidden-dropout to be float, got None",
+        ),
+        ("hidden_size", None, "arguments in .*: Expected a whole model.*missing --hidden-size"),
         ("virtual_pipeline_model_parallel_size", 2, "lacks 'model0'"),
     ],
 )

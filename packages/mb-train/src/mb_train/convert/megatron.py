@@ -97,7 +97,13 @@ def _read(folder: Path, tokenizer: str | None) -> tuple[TrainConfig, dict[str, T
             f"Expected --tokenizer, for {folder} was trained with a {kind}, whose files it does "
             "not hold. Give their name or folder."
         )
-    config = imported_config(_fields(args), args.padded_vocab_size, tokenizer=tokenizer or "gpt2")
+    fields = _fields(args)
+    try:
+        config = imported_config(fields, args.padded_vocab_size, tokenizer=tokenizer or "gpt2")
+    except ValueError as error:
+        raise ValueError(
+            f"The arguments in {folder} are of no model that is known: {error}"
+        ) from None
     wholes = _whole_models(ranks, args, folder)
     layers = {name.split(".")[1] for name in wholes[0] if name.startswith("layers.")}
     if len(layers) != args.num_layers:

@@ -139,7 +139,8 @@ def _loss(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
     axis.set_ylabel("loss (nats)")
     perplexity = axis.secondary_yaxis("right")
     low, high = axis.get_ylim()
-    nice = [p for e in range(-1, 9) for p in (10.0**e, 2 * 10.0**e, 5 * 10.0**e)]
+    steps = (1, 2, 5) if high - low < 8 else (1,)  # nats: labels must not touch
+    nice = [step * 10.0**e for e in range(-1, 9) for step in steps]
     ticks = [p for p in nice if p > 0 and low <= math.log(p) <= high] or [math.exp(min(low, 20))]
     perplexity.set_yticks([math.log(p) for p in ticks], [_plain(p) for p in ticks])
     perplexity.set_ylabel("perplexity")
@@ -272,7 +273,7 @@ def _figure(panels: Sequence[tuple[str, Panel]], runs: Sequence[Curves], height:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, height))
-    figure.subplots_adjust(0.09, 0.5 / height, 0.9, 1 - 0.35 / height, hspace=0.45)
+    figure.subplots_adjust(0.09, 0.5 / height, 0.87, 1 - 0.35 / height, hspace=0.45)
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axis, (title, panel) in zip(axes, panels, strict=True):
         axis.set_title(title, loc="left", fontsize="medium")

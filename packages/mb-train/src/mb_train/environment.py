@@ -38,10 +38,11 @@ VARIABLES: dict[str, Variable] = {
         "amd",
     ),
     # memory
-    "PYTORCH_CUDA_ALLOC_CONF": Variable(
+    "PYTORCH_ALLOC_CONF": Variable(
         "matters", "torch's allocator; expandable_segments:True helps against fragmentation"
     ),
-    "PYTORCH_HIP_ALLOC_CONF": Variable("matters", "the same under its name on ROCm", "amd"),
+    "PYTORCH_CUDA_ALLOC_CONF": Variable("matters", "the same under its older name"),
+    "PYTORCH_HIP_ALLOC_CONF": Variable("matters", "the same under its older name on ROCm", "amd"),
     "HSA_NO_SCRATCH_RECLAIM": Variable(
         "matters", "1 keeps scratch memory between kernels: steadier steps on MI300X", "amd"
     ),

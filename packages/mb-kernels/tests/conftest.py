@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def what_an_interpreter_need_not_do_twice(monkeypatch):
-    """Two thirds of its time, with Triton 3.7.
+    """Spares the interpreter of Triton 3.7 work that changes no result.
 
     It replaces the language anew at each call of a device function: once for each module within a
     launch is enough, whose end undoes it. It builds a table of all dtypes to look one up. And it

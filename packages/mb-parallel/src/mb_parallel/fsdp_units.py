@@ -1,6 +1,6 @@
 """The units of a model that FSDP2 gathers and reduces, and their sharding."""
 
-# Apart from `data_parallel`, for importing FSDP2 takes seconds, which one process does not need.
+# Apart from `data_parallel`, since one process need not import FSDP2: see `engines`.
 
 from __future__ import annotations
 

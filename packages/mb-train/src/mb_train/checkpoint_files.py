@@ -1,7 +1,7 @@
 """How torch's distributed checkpoints are read and written here: without trust, and with sums."""
 
-# Apart from `checkpoint` and `saver`, for importing torch's checkpoints takes seconds, for which a
-# run's first step need not wait.
+# Apart from `checkpoint` and `saver`, whose users need not wait for torch's checkpoints to be
+# imported, DTensor with them, before a run's first step.
 
 from __future__ import annotations
 

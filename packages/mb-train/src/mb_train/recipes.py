@@ -166,7 +166,7 @@ def t5_220m() -> Recipe:
     return _encoder("t5-220m", 12, 768, 12) | {
         "model": "t5", "decoder_seq_length": 128, "vocab_extra_ids": 100, "ffn_hidden_size": 3072,
         "kv_channels": 64, "micro_batch_size": 16, "global_batch_size": 128,
-        "train_iters": 1_000_000, "lr_decay_iters": 1_000_000,
+        "train_iters": 1_000_000,
     }  # fmt: skip
 
 

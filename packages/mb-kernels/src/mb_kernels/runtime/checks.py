@@ -83,7 +83,7 @@ def require_indices(what: str, first: Tensor, **indices: Tensor) -> None:
 
 def int32(*indices: Tensor) -> tuple[Tensor, ...]:
     """The same numbers as ops take them: the coordinates of a tensor descriptor have 32 bits."""
-    # A cast that changes nothing takes the host three times as long as a look at the dtype.
+    # Asked first, for a cast that changes nothing still takes the host 0.29 us instead of 0.12.
     return tuple(i if i.dtype is torch.int32 else i.int() for i in indices)
 
 

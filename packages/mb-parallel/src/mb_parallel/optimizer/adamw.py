@@ -25,7 +25,7 @@ from mb_parallel.optimizer.shards import Unwritten, local, local_grad, zeros_lik
 from mb_parallel.optimizer.working_copies import WorkingCopies
 
 _HALVES = (torch.bfloat16, torch.float16)
-# Without torch's decorator, which imports the compiler, for seconds, to tell it to keep out.
+# Without torch's decorator, which imports the compiler only to tell it to keep out.
 _add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 _zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 

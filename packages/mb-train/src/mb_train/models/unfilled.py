@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 def unfilled() -> Generator[None]:
     """Within it modules are built on the meta device, and no initial weights are drawn.
 
-    Drawing them there computes nothing, but imports torch's compiler: 0.8 to 1.7 s of a start.
+    Drawing them there computes nothing, but imports torch's compiler.
     """
     with torch.device("meta"), _NoInitialWeights():
         yield

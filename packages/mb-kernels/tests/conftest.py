@@ -1,10 +1,20 @@
-"""Makes Triton's interpreter faster, where it runs: see test_interpreter.py."""
+"""Makes Triton's interpreter faster, and right in bf16, where it runs: see test_interpreter.py."""
 
 import dataclasses
 import os
 
 import numpy as np
 import pytest
+from mb_kernels.testing import bf16_interpreted
+
+
+@pytest.fixture(scope="session", autouse=True)
+def right_in_bf16():
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    with bf16_interpreted():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,11 @@
 Letters: T tokens, E experts, K top-k.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -74,6 +76,38 @@ def assert_close(name: str, got: Tensor, want: Tensor, *, dtype: torch.dtype | N
     tolerance = TOLERANCES[dtype or got.dtype]
     found = error(got, want, dtype or got.dtype)
     assert found <= tolerance, f"{name}: relative error {found:.2e} above {tolerance:.0e}"
+
+
+@contextlib.contextmanager
+def bf16_interpreted() -> Generator[None]:
+    """Have Triton's interpreter compute with bfloat16 as a GPU does.
+
+    The interpreter (Triton 3.6 to 3.9) holds bfloat16 numbers as 16-bit integers. Left alone,
+    ``tl.dot`` multiplies these integers, and a cast to bfloat16 cuts bits off where a GPU rounds
+    to nearest. Here both go through fp32. Sums and products of two bfloat16 tiles stay wrong, which
+    no kernel of this package computes: all of them cast to fp32 first.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def cast_and_round(self: Any, x: Any, kind: Any) -> Any:
+        if kind.scalar is not tl.bfloat16:
+            return cast(self, x, kind)
+        rounded = torch.tensor(x.data).bfloat16().view(torch.uint16)
+        return TensorHandle(rounded.numpy(), tl.bfloat16)
+
+    def dot_of_values(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        if a.dtype.scalar is tl.bfloat16:
+            a, b = cast(self, a, tl.float32), cast(self, b, tl.float32)
+        return dot(self, a, b, *rest)
+
+    with (
+        mock.patch.object(InterpreterBuilder, "cast_impl", cast_and_round),
+        mock.patch.object(InterpreterBuilder, "create_dot", dot_of_values),
+    ):
+        yield
 
 
 def make_expert_ids(

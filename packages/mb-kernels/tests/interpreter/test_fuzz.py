@@ -6,7 +6,7 @@
 runs that many seeds and prints those that fail; CI runs a few dozen. A draw is all a user may
 choose: sizes (none and one among them), dropped slots, capacity, dtypes, activation, biases, the
 bound on rows, what is kept, which inputs have gradients, where tensors lie in memory, and in whose,
-and how long indices are. On a GPU sizes are larger, as its tiles are, and bf16 is among the dtypes.
+and how long indices are. On a GPU sizes are larger, as its tiles are.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows, V vocabulary.
 """
@@ -25,7 +25,14 @@ from mb_kernels import is_glu, reference
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS, parse
 from mb_kernels.block_sparse.reference import BLOCK, Topology, make_matrix
 from mb_kernels.exchange import pack_routing, unpack_routing
-from mb_kernels.testing import NUMBERED, ROUTINGS, TOLERANCES, error, make_expert_ids
+from mb_kernels.testing import (
+    NUMBERED,
+    ROUTINGS,
+    TOLERANCES,
+    bf16_interpreted,
+    error,
+    make_expert_ids,
+)
 
 ACTIVATIONS = (*GLU_ACTIVATIONS, *NUMBERED, *PLAIN_ACTIVATIONS)
 GATE_OVER_UP = tuple(name for name in ACTIVATIONS if "interleaved" not in name)
@@ -58,7 +65,7 @@ class Dice:
             self.hidden, self.ffn = (self.choice.randrange(1, 70) for _ in "DF")
         self.experts = self.choice.randrange(1, 9)
         self.top_k = pick((self.choice.randrange(1, min(self.experts, 4) + 1), self.experts))
-        self.dtype = pick((torch.float32, torch.float16))
+        self.dtype = pick((torch.float32, torch.float16, torch.bfloat16))
         if device != "cpu":
             self.tokens *= pick((1, 1, 5, 20))
             self.hidden, self.ffn = self.hidden * pick((1, 3, 8)), self.ffn * pick((1, 3, 8))
@@ -667,7 +674,8 @@ def main() -> None:
         if seed > first and (seed - first) % 100 == 0:
             print(f"{seed - first} seeds, {failed} failed", flush=True)
         try:
-            check(seed, [], *sys.argv[3:])
+            with bf16_interpreted():
+                check(seed, [], *sys.argv[3:])
         except Exception:
             failed += 1
             print(f"seed {seed}: {traceback.format_exc().strip().splitlines()[-1]}", flush=True)

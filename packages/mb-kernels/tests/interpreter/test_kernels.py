@@ -1,4 +1,4 @@
-"""The kernels of the expert MLP, run by Triton's interpreter (fp32 and fp16; its bf16 is wrong)."""
+"""The kernels of the expert MLP, run by Triton's interpreter."""
 
 import dataclasses
 
@@ -81,18 +81,20 @@ def operands(request):
         yield
 
 
-RUNS = [(case, torch.float32) for case in CASES]
-RUNS += [(case, torch.float16) for case in (CASES[0], CASES[-1], *FEW_ROWS)]
+# Two runs for each case, so that any two of a case, a dtype and a way meet; all three need not.
+RUNS = [
+    (case, dtype, OPERANDS[(i + way) % 3])
+    for cases, dtypes in (
+        (CASES, (torch.float32, torch.float32)),
+        ((CASES[0], CASES[-1], *FEW_ROWS), (torch.float16, torch.bfloat16)),
+    )
+    for i, case in enumerate(cases)
+    for way, dtype in enumerate(dtypes)
+]
 
 
 @pytest.mark.usefixtures("operands")
-@pytest.mark.parametrize(
-    ("case", "dtype", "operands"),
-    # Two ways for each: any two of a case, a dtype and a way meet, three of them need not.
-    [(*run, OPERANDS[(i + way) % 3]) for i, run in enumerate(RUNS) for way in range(2)],
-    ids=str,
-    indirect=["operands"],
-)
+@pytest.mark.parametrize(("case", "dtype", "operands"), RUNS, ids=str, indirect=["operands"])
 def test_expert_mlp(case, dtype):
     errors = expert_mlp_errors(case, dtype=dtype, device="cpu")
     assert max(errors.values()) <= TOLERANCES[dtype], errors
@@ -219,46 +221,60 @@ def test_unaligned_weights_are_copied():
 
 @pytest.mark.usefixtures("operands")
 @pytest.mark.parametrize("transpose_weight", [True, False], ids=["EMK", "EKM"])
-@pytest.mark.parametrize("offsets", [[0, 0, 33, 33, 50], [0, 10, 12, 12, 13]], ids=str)
-def test_grouped_gemm(offsets, transpose_weight):
+@pytest.mark.parametrize(
+    ("offsets", "dtype"),
+    [([0, 0, 33, 33, 50], torch.float32), ([0, 10, 12, 12, 13], torch.bfloat16)],
+    ids=str,
+)
+def test_grouped_gemm(offsets, dtype, transpose_weight):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(50, 48, generator=generator)
-    w = torch.randn((4, 32, 48) if transpose_weight else (4, 48, 32), generator=generator)
-    dy = torch.randn(50, 32, generator=generator)
+    x = torch.randn(50, 48, generator=generator).to(dtype)
+    w = torch.randn((4, 32, 48) if transpose_weight else (4, 48, 32), generator=generator).to(dtype)
+    dy = torch.randn(50, 32, generator=generator).to(dtype)
     x[offsets[-1] :] = float("nan")  # rows of no expert are never used
     offsets = torch.tensor(offsets, dtype=torch.int32)
     results = []
-    for op, dtype in ((grouped_gemm, torch.float32), (reference.grouped_gemm, torch.float64)):
-        leaves = [t.to(dtype).requires_grad_() for t in (x, w)]
+    for op, to in ((grouped_gemm, dtype), (reference.grouped_gemm, torch.float64)):
+        leaves = [t.to(to).requires_grad_() for t in (x, w)]
         y = op(*leaves, offsets, transpose_weight=transpose_weight)
-        results.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
+        results.append([y, *torch.autograd.grad(y, leaves, dy.to(to))])
     for name, got, want in zip(("y", "dx", "dw"), *results, strict=True):
         assert_close(name, got, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("capacity", [None, 4])
-def test_gather_and_combine(capacity):
+def test_gather_and_combine(capacity, dtype):
     ids = make_expert_ids("skewed", 21, 5, 3, generator=torch.Generator().manual_seed(0))
     bins = bin_tokens(ids, 5, capacity=capacity)
-    x, dy = torch.randn(2, 21, 20)
-    weights = torch.rand(21, 3)
+    x, dy = torch.randn(2, 21, 20).to(dtype)
+    weights = torch.rand(21, 3).to(dtype)
     results = []
-    for ops, dtype in (
-        ((gather, combine), torch.float32),
+    for ops, to in (
+        ((gather, combine), dtype),
         ((reference.gather, reference.combine), torch.float64),
     ):
-        leaves = [t.to(dtype).requires_grad_() for t in (x, weights)]
+        leaves = [t.to(to).requires_grad_() for t in (x, weights)]
         y = ops[1](ops[0](leaves[0], bins, 3), bins, leaves[1])
-        results.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
+        results.append([y, *torch.autograd.grad(y, leaves, dy.to(to))])
     for name, got, want in zip(("y", "dx", "dw"), *results, strict=True):
         assert_close(name, got, want)
 
 
 @pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "renormalized"])
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(33, 7, 3), (5, 1, 1), (9, 64, 8)])
-def test_topk_softmax(tokens, experts, k, renormalize):
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "dtype"),
+    [
+        (33, 7, 3, torch.float32),
+        (5, 1, 1, torch.float32),
+        (9, 64, 8, torch.float32),
+        (33, 7, 3, torch.bfloat16),
+    ],
+)
+def test_topk_softmax(tokens, experts, k, dtype, renormalize):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(tokens, experts, generator=generator).round(decimals=1)  # some ties
+    logits = logits.to(dtype)
     logits.requires_grad_()
     results = []
     for op in (topk_softmax, reference.topk_softmax):

@@ -6,7 +6,7 @@ import torch
 from mb_kernels import reference
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(3, 128), (2, 5, 256), (7, 16), (33, 130), (0, 64)], ids=str)
 def test_equal_to_the_reference(shape, bits, dtype):

@@ -14,12 +14,19 @@ WEIGHTS = {"load_balancing_weight": 0.3, "z_weight": 0.05}
     ids=["own counts", "global counts", "sigmoid"],
 )
 @pytest.mark.parametrize(
-    ("tokens", "experts", "k"),
-    [(37, 6, 2), (5, 1, 1), (300, 128, 8), (5, 5000, 1), (2100, 5, 2), (0, 4, 2)],
+    ("tokens", "experts", "k", "dtype"),
+    [
+        (37, 6, 2, torch.bfloat16),
+        (5, 1, 1, torch.float32),
+        (300, 128, 8, torch.float32),
+        (5, 5000, 1, torch.float32),
+        (2100, 5, 2, torch.float32),
+        (0, 4, 2, torch.float32),
+    ],
 )
-def test_kernels_equal_the_reference(tokens, experts, k, elsewhere, score_function):
+def test_kernels_equal_the_reference(tokens, experts, k, dtype, elsewhere, score_function):
     generator = torch.Generator().manual_seed(4)
-    logits = torch.randn(tokens, experts, generator=generator).mul(3).requires_grad_()
+    logits = torch.randn(tokens, experts, generator=generator).mul(3).to(dtype).requires_grad_()
     # Every other probability of that token underflows, or every sigmoid of it.
     logits.data[:1, :1] = 400.0
     if score_function == "sigmoid" and experts > 1:  # whose entropy is not 0 anyway
@@ -37,7 +44,7 @@ def test_kernels_equal_the_reference(tokens, experts, k, elsewhere, score_functi
         assert_close(name, a, b, dtype=torch.float32)
     (d_got,) = torch.autograd.grad(2 * got.aux_loss, logits)
     (d_want,) = torch.autograd.grad(2 * want.aux_loss, exact)
-    assert_close("d_logits", d_got, d_want, dtype=torch.float32)
+    assert_close("d_logits", d_got, d_want)
 
 
 @pytest.mark.parametrize("kept_share", [0.6, 0.0])

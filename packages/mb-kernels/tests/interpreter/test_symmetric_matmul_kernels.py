@@ -1,4 +1,4 @@
-"""The kernel of symmetric products against its reference, in fp16: fp32 has no kernel."""
+"""The kernel of symmetric products against its reference, in 16 bits: fp32 has no kernel."""
 
 from functools import partial
 
@@ -22,15 +22,22 @@ def target(request):
 
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "target"),
-    [(shape, "sm80") for shape in ((2, 33, 65), (1, 70, 8), (4, 1, 1), (1, 64, 32))]
-    + [(shape, "sm90") for shape in ((2, 40, 72), (1, 72, 8), (3, 8, 64))],
+    ("shape", "target", "dtype"),
+    [
+        ((2, 33, 65), "sm80", torch.bfloat16),
+        ((1, 70, 8), "sm80", torch.float16),
+        ((4, 1, 1), "sm80", torch.float16),
+        ((1, 64, 32), "sm80", torch.float16),
+        ((2, 40, 72), "sm90", torch.bfloat16),
+        ((1, 72, 8), "sm90", torch.float16),
+        ((3, 8, 64), "sm90", torch.float16),
+    ],
     indirect=["target"],
 )
 @pytest.mark.usefixtures("target")
-def test_symmetric_products(shape, columns):
+def test_symmetric_products(shape, dtype, columns):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator).half()
+    x = torch.randn(shape, generator=generator).to(dtype)
     x = x.mT.contiguous().mT if columns else x
     gram = symmetric_matmul(x, x)
     assert_close("gram", gram, reference.symmetric_matmul(x.double(), x.double()))

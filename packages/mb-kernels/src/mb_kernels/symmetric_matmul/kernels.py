@@ -103,7 +103,7 @@ def symmetric_matmul_kernel(
             part = piece(acc, index, PIECES)
             if add is not None:
                 more = load_weight(add, e, row, first, M, M, BLOCK, WIDTH, 1, DESCRIPTORS)
-                part += beta * more
+                part += beta * more.to(tl.float32)
             part += tl.where(r == first + tl.arange(0, WIDTH)[None, :], diagonal, 0.0)
             _store(out, mirror, part, e, row, first, j < i, M, DESCRIPTORS)
 

@@ -1,5 +1,7 @@
 """Grouped products against a loop over rows."""
 
+import inspect
+
 import pytest
 import torch
 from mb_kernels import gmm, grouped_gemm
@@ -73,15 +75,39 @@ def test_a_matrix_beyond_32_bit_offsets_is_refused(monkeypatch):
         grouped_gemm(torch.zeros(1, 1).expand(4, 2**15), huge, torch.tensor([0, 4]))
 
 
-def test_gmm_takes_calls_as_frameworks_write_them():
-    """OLMo-core's and Automodel's dropless experts: trans_b by keyword, or fourth."""
-    x, w, offsets = make_case("ragged", True)
-    batch_size_per_expert = offsets.diff().long()  # on the CPU, as grouped_gemm asks
-    want = grouped_gemm(x, w, offsets, transpose_weight=True)
-    assert_close("by keyword", gmm(x, w, batch_size_per_expert, trans_b=True), want)
-    assert_close("fourth", gmm(x, w, batch_size_per_expert, True), want)
-    fewer = gmm(x, w.transpose(1, 2), batch_size_per_expert)
-    assert_close("b as it is", fewer, want)
+def test_gmm_has_the_signature_of_grouped_gemm():
+    """As in grouped_gemm/ops.py of github.com/tgale96/grouped_gemm, commit 28257c3."""
+    theirs = inspect.signature(lambda a, b, batch_sizes, trans_b=False: None)
+    ours = [p.replace(annotation=p.empty) for p in inspect.signature(gmm).parameters.values()]
+    assert ours[:4] == list(theirs.parameters.values())
+    # What we have beyond that takes nobody's place.
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in ours[4:])
+
+
+@pytest.mark.parametrize("sizes", [[0, 3, 7, 1], [0, 0, 5, 0], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("options", [{}, {"trans_b": True}, {"trans_a": True}], ids=str)
+def test_gmm_matches_a_loop(options, sizes):
+    generator = torch.Generator().manual_seed(0)
+    shape = {"trans_b": (4, 5, 6), "trans_a": (11, 5)}.get(*options or [None], (4, 6, 5))
+    a, b = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((11, 6), shape))
+    leaves = [t.requires_grad_() for t in (a, b)]
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    runs = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    if options.get("trans_a"):
+        want = torch.stack([a[run].T @ b[run] for run in runs])
+    else:
+        matrices = b.mT if options else b
+        rest = a.new_zeros(11 - ends[-1], 5)  # rows that are nobody's
+        want = torch.cat([*(a[run] @ matrices[e] for e, run in enumerate(runs)), rest])
+    got = gmm(a, b, torch.tensor(sizes), **options)
+    slope = torch.randn(want.shape, generator=generator, dtype=torch.float64)
+    for name, x, y in zip(
+        ("product", "d_a", "d_b"),
+        (got, *torch.autograd.grad(got, leaves, slope)),
+        (want, *torch.autograd.grad(want, leaves, slope)),
+        strict=True,
+    ):
+        assert_close(name, x, y)
 
 
 def test_gmm_compiles_with_sizes_on_the_cpu():
@@ -100,6 +126,7 @@ def test_gmm_compiles_with_sizes_on_the_cpu():
         ({"trans_a": True, "trans_b": True}, [4], "expected one of them at most"),
         ({"trans_a": True}, [4], r"b: expected \[N, M\]"),
         ({}, [5], r"at most 4 rows together, those of a; got \[5\]"),
+        ({"b": torch.zeros(4, 16, 16)}, [2**62] * 4, "of at most 4 rows together"),  # 2**64 is 0
         ({}, [0.5], "batch_sizes: expected int32 or int64"),
         ({}, [2, 2], r"batch_sizes: expected \[1\], a size for each matrix of b; got \(2,\)"),
         ({"a": torch.zeros(4, 8)}, [4], r"b: expected \[E, K, M\] .* got a \(4, 8\) and b \(1, 16"),

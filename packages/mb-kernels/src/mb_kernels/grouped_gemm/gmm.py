@@ -58,12 +58,13 @@ def gmm(
     if batch_sizes.device.type == "cpu":
         # Compiled, or a tensor without memory, they are looked at by what runs in the end, if rows
         # are on the CPU too.
-        looked_at = type(batch_sizes) is Tensor and not torch.compiler.is_compiling()
-        if looked_at and (int(batch_sizes.sum()) > a.shape[0] or (batch_sizes < 0).any()):
-            raise ValueError(
-                f"batch_sizes: expected numbers from 0 on of at most {a.shape[0]} rows together, "
-                f"those of a; got {batch_sizes.tolist()}."
-            )
+        if type(batch_sizes) is Tensor and not torch.compiler.is_compiling():
+            sizes = batch_sizes.tolist()
+            if sum(sizes) > a.shape[0] or min(sizes, default=0) < 0:
+                raise ValueError(
+                    f"batch_sizes: expected numbers from 0 on of at most {a.shape[0]} rows "
+                    f"together, those of a; got {sizes}."
+                )
         batch_sizes = batch_sizes.to(a.device, non_blocking=True)
     checks.require_device("a", a, batch_sizes=batch_sizes)
     checks.require_same("a", a, b=b)

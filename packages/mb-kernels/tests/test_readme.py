@@ -1,11 +1,13 @@
-"""The README: its example runs, and its table names what the package exports."""
+"""The pages: the example runs, tables name what there is, and the picture is of this source."""
 
 import pathlib
 import re
+import runpy
 
 import mb_kernels
 
-README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+TESTS = pathlib.Path(__file__).parent
+README = (TESTS.parent / "README.md").read_text()
 
 
 def test_example_runs(capsys):
@@ -20,3 +22,20 @@ def test_table_names_every_op():
     exported = {name for name in vars(mb_kernels) if name in mb_kernels.reference.__all__}
     assert exported <= named
     assert all(hasattr(mb_kernels, name) for name in named)
+
+
+def test_each_fault_names_tests_that_there_are():
+    page = (TESTS.parent / "docs/faults.md").read_text()
+    rows = re.findall(r"^\| (?!fault|gap)[^|]+\|(.*)\|$", page, flags=re.MULTILINE)
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", row)
+        assert named, row
+        for file, name in named:
+            assert f"\ndef {name}(" in (TESTS / file).read_text() or not name, f"{file}::{name}"
+
+
+def test_the_picture_of_the_rooms_shows_their_imports():
+    picture = runpy.run_path(str(TESTS.parents[2] / "tools/rooms.py"))
+    drawn = picture["draw"]() == picture["PICTURE"].read_text()
+    assert drawn, "an import has changed: python3 tools/rooms.py draws it anew"

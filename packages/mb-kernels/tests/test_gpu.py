@@ -17,6 +17,7 @@ from mb_kernels import (
     muon_step,
     reference,
     router_losses,
+    sparse_expert_mlp,
     sum_of_squares,
     symmetric_matmul,
     topk_softmax,
@@ -25,6 +26,7 @@ from mb_kernels import (
 from mb_kernels.activation import GLU_ACTIVATIONS, PLAIN_ACTIVATIONS
 from mb_kernels.exchange import Layout, PeerMemory
 from mb_kernels.runtime import registration
+from mb_kernels.runtime.launch import record
 from mb_kernels.runtime.plan import assume, plan_of
 from mb_kernels.testing import (
     GPT_OSS,
@@ -37,6 +39,7 @@ from mb_kernels.testing import (
     make_inputs,
     run_expert_mlp,
 )
+from torch._inductor import config as inductor
 
 knobs = pytest.importorskip("triton").knobs
 pytestmark = [
@@ -352,6 +355,30 @@ def test_opcheck(top_k):
     )
 
 
+def sparse_layer(logits, x, w1, w2):
+    weights, ids, _ = topk_softmax(logits, 4)
+    return sparse_expert_mlp(x, w1, w2, bin_tokens(ids, logits.shape[1]), weights)
+
+
+def layer_of_single_ops(logits, x, w1, w2):
+    """Routing with its losses, permutation and products, each an op of its own."""
+    weights, ids, probs = topk_softmax(logits, 4, renormalize=True)
+    bins = bin_tokens(ids, logits.shape[1])
+    losses = router_losses(
+        *(logits, probs, bins.tokens_per_expert_E, bins.offsets_E1[-1]),
+        load_balancing_weight=0.1,
+        z_weight=0.1,
+    )
+    # In fp32, for Inductor rounds less often than eager PyTorch.
+    gate, up = grouped_gemm(gather(x, bins, 4), w1, bins.offsets_E1).float().chunk(2, dim=1)
+    a = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    rows = grouped_gemm(a, w2, bins.offsets_E1)
+    return combine(rows, bins, weights) + losses.aux_loss.to(x.dtype)
+
+
+LAYERS = [layer, sparse_layer, layer_of_single_ops]
+
+
 def test_compiles_without_a_graph_break():
     inputs = layer_inputs()
     y = layer(*inputs)
@@ -361,6 +388,35 @@ def test_compiles_without_a_graph_break():
     got = torch.autograd.grad(got_y, inputs, dy)
     for name, g, w in zip(NAMES, (got_y, *got), (y, *want), strict=True):
         assert_close(name, g, w)
+
+
+@pytest.mark.parametrize("function", LAYERS, ids=lambda function: function.__name__)
+def test_reduce_overhead_captures_the_whole_layer(function):
+    """Inductor leaves nothing out of its CUDA graphs, and a replay launches no kernel by itself."""
+    if function is sparse_layer:
+        pytest.importorskip("stk")
+    torch.use_deterministic_algorithms(False)
+    inputs = layer_inputs()
+    dy = torch.randn_like(inputs[1])
+    compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead")
+
+    def step(f):
+        torch.compiler.cudagraph_mark_step_begin()
+        y = f(*inputs)
+        return [t.clone() for t in (y, *torch.autograd.grad(y, inputs, dy))]
+
+    # Not in several graphs with something between them, and not without any.
+    with inductor.patch({"graph_partition": False, "triton.cudagraph_or_error": True}):
+        for _ in range(3):  # runs, is recorded, is replayed
+            step(compiled)
+        with torch.no_grad():
+            inputs[0].copy_(torch.randn_like(inputs[0]))
+            inputs[0][:, 3] += 5
+        with record() as launches:
+            got = step(compiled)
+    assert launches == []
+    for name, g, w in zip(NAMES, got, step(function), strict=True):
+        assert_close(name, g, w, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("activation", "top_k"), [("geglu", 2), ("relu", 1)])

@@ -25,8 +25,8 @@ _ELEMENTS = 4096
 def activation_kernel(
     gate_ptr,  # [R, L], rows ``stride`` apart, columns STEP
     up_ptr,  # likewise, or None
-    d_a_ptr,  # [R, L] with BACKWARD, or None
-    out_ptr,  # a [R, L]; with BACKWARD the gradient of gate, strides like gate's
+    d_a_ptr,  # [R, L], and the kernel is the backward; or None
+    out_ptr,  # a [R, L]; in the backward the gradient of gate, strides like gate's
     d_up_ptr,  # like the gradient of gate, or None
     stride,
     L,

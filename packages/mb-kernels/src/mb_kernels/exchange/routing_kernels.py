@@ -68,7 +68,7 @@ def pack_routing_kernel(
 
 
 @triton.jit
-def unpack_routing_kernel(
+def unpack_routing_fwd_kernel(
     words_ptr,  # [R, 2K]
     came_ptr,  # [P] integers or None: of a part of `room` rows, so many came
     weights_ptr,  # [R, J]
@@ -163,7 +163,7 @@ def unpack_routing(
     if rows:
         block_r, block_k = _blocks(top_k)
         launch(
-            unpack_routing_kernel,
+            unpack_routing_fwd_kernel,
             (cdiv(rows, block_r),),
             *(words, counts, weights, ids, columns, rows),
             *(rows if counts is None else rows // counts.shape[0], first),

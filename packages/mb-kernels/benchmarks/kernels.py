@@ -19,9 +19,7 @@ from mb_kernels import bin_tokens, topk_softmax
 from mb_kernels.expert_mlp.dact import dact
 from mb_kernels.expert_mlp.plan import expert_plan
 from mb_kernels.expert_mlp.up import up
-from mb_kernels.grouped_gemm.forward import rows_times_weights
-from mb_kernels.grouped_gemm.schedule import schedule
-from mb_kernels.grouped_gemm.weight_grad import outer
+from mb_kernels.grouped_gemm.kernels import outer, rows_times_weights, schedule
 from mb_kernels.permute.kernels import combine, spread, sum_partials
 from mb_kernels.runtime.launch import cdiv
 from mb_kernels.runtime.plan import plan_of

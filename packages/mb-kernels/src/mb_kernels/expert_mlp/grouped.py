@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mb_kernels.activation import parse
 from mb_kernels.elementwise import op as elementwise  # noqa: F401  (registers the ops)
-from mb_kernels.grouped_gemm.gmm import offsets_of
-from mb_kernels.grouped_gemm.op import grouped_gemm
+from mb_kernels.grouped_gemm.op import grouped_gemm, offsets_of
 from mb_kernels.runtime import checks
 
 

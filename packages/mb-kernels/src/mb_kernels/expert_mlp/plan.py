@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 
 from mb_kernels.activation import Activation, parse
-from mb_kernels.grouped_gemm.forward import rows_tile
+from mb_kernels.grouped_gemm.kernels import rows_tile
 from mb_kernels.runtime.plan import Plan
 from mb_kernels.targets.table import DECODED_ROWS, Tile
 

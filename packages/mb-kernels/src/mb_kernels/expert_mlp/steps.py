@@ -28,9 +28,7 @@ from mb_kernels.expert_mlp.bias import dots, expert_sums
 from mb_kernels.expert_mlp.dact import dact
 from mb_kernels.expert_mlp.plan import ExpertPlan, expert_plan
 from mb_kernels.expert_mlp.up import up
-from mb_kernels.grouped_gemm.forward import rows_times_weights
-from mb_kernels.grouped_gemm.schedule import schedule
-from mb_kernels.grouped_gemm.weight_grad import outer
+from mb_kernels.grouped_gemm.kernels import outer, rows_times_weights, schedule
 from mb_kernels.permute.kernels import combine, spread, sum_partials
 from mb_kernels.runtime.descriptors import operand
 from mb_kernels.runtime.plan import plan_of

@@ -9,7 +9,7 @@ Letters: N rows, K contraction, M output columns, E experts.
 import torch
 from torch import Tensor
 
-from mb_kernels.grouped_gemm.op import product
+from mb_kernels.grouped_gemm.op import offsets_of, product
 from mb_kernels.runtime import checks
 from mb_kernels.runtime.widths import cut, lacking, widened
 
@@ -74,9 +74,3 @@ def gmm(
     wider = (widened(t, lacking(t, t.shape[1])) for t in (a, b))
     out_EKM = torch.ops.mb.grouped_outer(*wider, offsets_E1)
     return cut(out_EKM, b.shape[1], a.shape[1])
-
-
-def offsets_of(batch_sizes: Tensor) -> Tensor:
-    """[E + 1] int32: expert e owns rows offsets[e] to offsets[e + 1]."""
-    ends = torch.cumsum(batch_sizes, 0, dtype=torch.int32)
-    return torch.nn.functional.pad(ends, (1, 0))

@@ -1,10 +1,11 @@
-"""Launches of ``mb_kernels.grouped_gemm``'s two products."""
+"""Launches of ``mb_kernels.grouped_gemm``'s two products, and their parts for other rooms."""
 
 from torch import Tensor
 
-from mb_kernels.grouped_gemm.forward import rows_tile, rows_times_weights
-from mb_kernels.grouped_gemm.schedule import schedule
-from mb_kernels.grouped_gemm.weight_grad import outer
+from mb_kernels.grouped_gemm.forward import rows_tile as rows_tile
+from mb_kernels.grouped_gemm.forward import rows_times_weights as rows_times_weights
+from mb_kernels.grouped_gemm.schedule import schedule as schedule
+from mb_kernels.grouped_gemm.weight_grad import outer as outer
 from mb_kernels.runtime.descriptors import operand
 from mb_kernels.runtime.plan import plan_of
 

@@ -54,6 +54,12 @@ def grouped_gemm(
     return product("w", x_NK, w_EMK, offsets_E1, transpose_weight=transpose_weight)
 
 
+def offsets_of(batch_sizes: Tensor) -> Tensor:
+    """[E + 1] int32: expert e owns rows offsets[e] to offsets[e + 1]."""
+    ends = torch.cumsum(batch_sizes, 0, dtype=torch.int32)
+    return torch.nn.functional.pad(ends, (1, 0))
+
+
 def product(
     name: str, x_NK: Tensor, w_EMK: Tensor, offsets_E1: Tensor, *, transpose_weight: bool
 ) -> Tensor:

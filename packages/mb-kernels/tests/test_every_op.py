@@ -292,8 +292,9 @@ def results(op: Op, tensors: dict[str, torch.Tensor], *, call=None, double=False
     found = found if isinstance(found, tuple) else (found,)
     out = {f"output {i}": t for i, t in enumerate(found)}
     if op.leaves:
+        fp32 = {"dtype": torch.float32}  # whatever the default is
         score = sum(
-            (t * torch.linspace(0, 1, t.numel(), device=t.device).view(t.shape)).sum()
+            (t * torch.linspace(0, 1, t.numel(), **fp32, device=t.device).view(t.shape)).sum()
             for t in found
         )
         grads = torch.autograd.grad(score, [tensors[n] for n in op.leaves])
@@ -507,6 +508,21 @@ def test_autocast_does_not_reach_into_an_op(name):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = results(op, op.tensors)
     for what, value in want.items():
+        assert torch.equal(got[what], value), what
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_torchs_default_dtype_changes_nothing(name):
+    op = make_op(name)
+    op = op._replace(leaves=()) if interpret else op  # half the time
+    want = results(op, op.tensors)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = results(op, op.tensors)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for what, value in want.items():
+        assert got[what].dtype is value.dtype, what
         assert torch.equal(got[what], value), what
 
 

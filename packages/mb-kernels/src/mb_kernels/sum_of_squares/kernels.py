@@ -48,7 +48,7 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """Launch for tensors that the op has checked, all on one device."""
     device = tensors[0].device
     tensors = [_dense(x) for x in tensors if x.numel()]
-    sums = [torch.zeros(1, device=device)]
+    sums = [torch.zeros(1, dtype=torch.float32, device=device)]
     alike: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
     for x in tensors:
         if x.dtype in _TYPES:
@@ -72,7 +72,7 @@ def _launch(
 ) -> Tensor:
     """[programs] fp32 on the device."""
     programs = [cdiv(row[1], _RUN) for row in rows]
-    sums = torch.empty(sum(programs), device=device)
+    sums = torch.empty(sum(programs), dtype=torch.float32, device=device)
     found = table(rows, programs, device)
     constants: dict[str, Any] = {"TYPE": _TYPES[dtype], "ALIGNED": is_aligned, "N": found.shape[1]}
     launch(sum_of_squares_kernel, (len(sums),), found, sums, **constants, RUN=_RUN, BLOCK=_BLOCK)

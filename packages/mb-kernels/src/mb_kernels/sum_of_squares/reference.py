@@ -17,5 +17,5 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
             dtype = torch.float64 if double or on_cpu else torch.float32
             norms += [norm.float() for norm in torch._foreach_norm(some, 2, dtype=dtype)]
     if not norms:
-        return torch.zeros((), device=tensors[0].device)
+        return torch.zeros((), dtype=torch.float32, device=tensors[0].device)
     return torch.stack(norms).square().sum()

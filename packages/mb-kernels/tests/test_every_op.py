@@ -512,13 +512,14 @@ def test_autocast_does_not_reach_into_an_op(name):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_torchs_default_dtype_changes_nothing(name):
+def test_torchs_default_dtype_and_device_change_nothing(name):
     op = make_op(name)
     op = op._replace(leaves=()) if interpret else op  # half the time
     want = results(op, op.tensors)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        got = results(op, op.tensors)
+        with torch.device("meta"):
+            got = results(op, op.tensors)
     finally:
         torch.set_default_dtype(torch.float32)
     for what, value in want.items():

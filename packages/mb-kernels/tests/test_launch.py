@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 from mb_kernels import warm_up
-from mb_kernels.runtime import direct
+from mb_kernels.runtime import direct, tables
 from mb_kernels.runtime import launch as launching
 from mb_kernels.runtime.descriptors import matrices
 from mb_kernels.targets.gate import kernel_modules
@@ -324,3 +324,9 @@ def test_constexprs_come_last_in_every_kernel():
     for kernel in entry:
         kinds = [p.is_constexpr for p in kernel.params]
         assert kinds == sorted(kinds), kernel.fn.__name__
+
+
+def test_a_table_is_made_on_the_host_whatever_the_default_device_is():
+    with torch.device("meta"):
+        made = tables.table([[16, 5], [32, 6], [48, 7]], [1, 2, 3], torch.device("cpu"))
+    assert made.tolist() == [[16, 32, 48, 0], [5, 6, 7, 0], [1, 3, 6, 2**62]]

@@ -27,7 +27,8 @@ def table(rows: Sequence[Sequence[int]], programs: Sequence[int], device: torch.
     columns = list(zip(*filled, strict=True))
     # From pinned memory the copy takes its turn in the stream, and the host goes on. What a graph's
     # capture copies from stays the graph's: torch gives it to nobody else.
-    host = torch.tensor(columns, dtype=torch.int64, pin_memory=device.type == "cuda")
+    pinned = device.type == "cuda"
+    host = torch.tensor(columns, dtype=torch.int64, device="cpu", pin_memory=pinned)
     return host.to(device, non_blocking=True)
 
 

@@ -405,8 +405,11 @@ def test_reduce_overhead_captures_the_whole_layer(function):
         y = f(*inputs)
         return [t.clone() for t in (y, *torch.autograd.grad(y, inputs, dy))]
 
-    # Not in several graphs with something between them, and not without any.
-    with inductor.patch({"graph_partition": False, "triton.cudagraph_or_error": True}):
+    with (
+        # Not in several graphs with something between them, and not without any.
+        inductor.patch({"graph_partition": False, "triton.cudagraph_or_error": True}),
+        torch.autograd.set_multithreading_enabled(False),  # ``record`` lists one thread's launches
+    ):
         for _ in range(3):  # runs, is recorded, is replayed
             step(compiled)
         with torch.no_grad():

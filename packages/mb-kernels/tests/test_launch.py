@@ -326,6 +326,17 @@ def test_constexprs_come_last_in_every_kernel():
         assert kinds == sorted(kinds), kernel.fn.__name__
 
 
+def test_what_another_thread_launches_is_not_listed_but_runs(launches):
+    logs = []
+    with launching.record() as listed:
+        thread = threading.Thread(target=lambda: logs.append(launches((X, 17, {"E": 4}))))
+        thread.start()
+        thread.join()
+        assert launches((X, 17, {"E": 4})) == []
+    assert logs == [[("triton", (3, 2))]]
+    assert len(listed) == 1
+
+
 def test_a_table_is_made_on_the_host_whatever_the_default_device_is():
     with torch.device("meta"):
         made = tables.table([[16, 5], [32, 6], [48, 7]], [1, 2, 3], torch.device("cpu"))

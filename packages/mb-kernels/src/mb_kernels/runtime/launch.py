@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Generator
+from threading import get_ident
 from typing import Any, NamedTuple
 
 try:
@@ -29,8 +30,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
     Past Triton's public call, ``kernel[grid]``, where ``runtime.direct`` knows the way.
     """
-    if _recorded is not None:
-        _recorded.append(Launch(kernel, grid, args, constants))
+    if _recorded and (listed := _recorded.get(get_ident())) is not None:
+        listed.append(Launch(kernel, grid, args, constants))
     elif direct is None or not direct.launch(kernel, grid, args, constants):
         kernel[grid](*args, **constants)
 
@@ -44,18 +45,18 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-_recorded: list[Launch] | None = None
+_recorded: dict[int, list[Launch]] = {}  # by thread
 
 
 @contextlib.contextmanager
 def record() -> Generator[list[Launch]]:
-    """Within: launches are listed and nothing runs, so that meta tensors will do."""
-    global _recorded
-    before, _recorded = _recorded, []
+    """Within: this thread's launches are listed and none runs, so that meta tensors will do."""
+    listed: list[Launch] = []
+    _recorded[get_ident()] = listed
     try:
-        yield _recorded
+        yield listed
     finally:
-        _recorded = before
+        del _recorded[get_ident()]
 
 
 def compile_beside(launches: list[Launch], threads: int) -> int:

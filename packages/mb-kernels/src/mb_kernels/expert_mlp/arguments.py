@@ -1,4 +1,4 @@
-"""What ``expert_mlp`` takes: what it refuses, and what it makes of some of it for the op.
+"""The arguments of ``expert_mlp``: which are refused, and how others are made to fit the op.
 
 Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k.
 """
@@ -100,14 +100,15 @@ def fitted(
     *,
     even: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The same with zeros, which add nothing to the output, in widths that are taken.
+    """The arguments, filled up with zeros to the widths that the op takes.
 
-    By the kernels multiples of 16; ``even``: pre-activations are kept two to a byte.
+    Kernels take multiples of 16. ``even``: pre-activations are kept two to a byte. The zeros add
+    nothing to the output.
     """
     hidden, ffn = w2_EDF.shape[1:]
     more_D, more_F = lacking(x_TD, hidden), lacking(x_TD, ffn)
     if (even and w1_EFD.shape[1] % 2) or (ffn == 0 and b2_ED is not None):
-        more_F = 16 - ffn % 16  # of no features at all not even the bias would come
+        more_F = 16 - ffn % 16  # for F = 0 the op returns zeros, without the bias b2
     if not (more_D or more_F):
         return x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED
     kind = parse(activation)

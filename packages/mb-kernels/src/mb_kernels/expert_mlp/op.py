@@ -56,9 +56,9 @@ def expert_mlp(
         x_TD: [T, D]; fp32, bf16 or fp16. On a GPU a D or F that is no multiple of 16 costs wider
             copies, of the weights too, and the backward pass keeps them.
         w1_EFD: [E, F, D], or [E, 2F, D] for a GLU activation, gate over up; dtype of x_TD.
-        w2_EDF: [E, D, F]; dtype of x_TD. Of either the kernels read both memory orders of a matrix
-            as they lie: weights stored transposed, [E, D, F], are passed as ``w.mT``, and so come
-            their gradients. Other strides are copied.
+        w2_EDF: [E, D, F]; dtype of x_TD. w1 and w2 may also lie transposed in memory, without a
+            copy: a weight stored as [E, D, F] is passed as ``w.mT``, and its gradient lies the same
+            way. Other strides are copied.
         bins: from ``bin_tokens`` on expert ids [T, K] with E experts.
         weights_TK: [T, K] routing weights, normally fp32.
         activation: a name from ``mb_kernels.activation``, with numbers or without.
@@ -73,14 +73,14 @@ def expert_mlp(
         saved_activation_bits: keep the pre-activations in 8 or 4 bits, by ``quantize``. The output
             is exact, the gradients are those at the rounded pre-activations. None keeps them as
             they are.
-        x_stays: False if the memory of x_TD is written before the backward pass, as a buffer for
-            what other ranks send is: what is needed of x_TD then is kept apart. With one expert a
-            token that is so anyway on a GPU, but for ``recompute``; else it is a copy of x_TD.
-        home_P: [P] int64, addresses, multiples of 16. The tokens came from P ranks, T / P from
-            each: row i of those from rank p is stored from home_P[p] + i D on instead of returned,
-            in the backward pass that of the gradient of x_TD, but none of a token that no expert
-            takes, or whose rows are beyond ``max_rows``. For ``mb_kernels.exchange``; by kernels
-            alone.
+        x_stays: False if something else is written to the memory of x_TD before the backward pass,
+            as to a buffer for what other ranks send. Then x_TD is copied, unless the op keeps a
+            copy anyway (on a GPU, with one expert a token and without ``recompute``).
+        home_P: [P] int64, addresses, multiples of 16. For ``mb_kernels.exchange``, on kernels only.
+            The tokens came from P ranks, T / P from each. Row i of those from rank p is stored at
+            home_P[p], i rows on, instead of being returned; in the backward pass so is the gradient
+            of x_TD. Nothing is stored for a token that no expert takes or whose rows are beyond
+            ``max_rows``.
 
     Returns:
         y_TD [T, D] in the dtype of x_TD. Differentiable in x_TD, weights, biases and weights_TK.

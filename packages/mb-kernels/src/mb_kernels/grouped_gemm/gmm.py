@@ -22,8 +22,8 @@ def gmm(
     Args:
         a: [N, K]; fp32, bf16 or fp16.
         b: [E, K, M]; [E, M, K] with ``trans_b``; [N, M] with ``trans_a``. Dtype of a.
-        batch_sizes: [E] int32 or int64, rows of each expert, in order. On the device of a nothing
-            waits for the host; from the CPU, where grouped_gemm wants it, it is copied there.
+        batch_sizes: [E] int32 or int64, rows of each expert, in order. On the device of a, where
+            nothing waits for the host, or on the CPU, as grouped_gemm wants it.
         trans_b: multiply by the transposes of the matrices in b. Fourth, as in ``ops.gmm``.
         trans_a: contract over rows instead: a_e^T b_e for each expert.
 
@@ -32,8 +32,8 @@ def gmm(
         and b, twice too. Rows that ``batch_sizes`` does not count give and get zeros.
 
     Raises:
-        ValueError: sizes, dtypes or devices do not match, both transposes at once, or more rows
-            than a has, or fewer than none, in a ``batch_sizes`` on the CPU, not compiled.
+        ValueError: sizes, dtypes or devices do not match, both transposes at once; if
+            ``batch_sizes`` is on the CPU, a size below 0 or more rows together than a has.
     """
     if trans_a and trans_b:
         raise ValueError("trans_a, trans_b: expected one of them at most; got both.")
@@ -56,8 +56,8 @@ def gmm(
             f"{tuple(batch_sizes.shape)}."
         )
     if batch_sizes.device.type == "cpu":
-        # Compiled, or a tensor without memory, they are looked at by what runs in the end, if rows
-        # are on the CPU too.
+        # Under the compiler and for fake tensors there are no values to look at. With a on the CPU
+        # the reference, which runs in the end, checks them.
         if type(batch_sizes) is Tensor and not torch.compiler.is_compiling():
             sizes = batch_sizes.tolist()
             if sum(sizes) > a.shape[0] or min(sizes, default=0) < 0:

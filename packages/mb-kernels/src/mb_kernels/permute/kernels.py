@@ -50,7 +50,7 @@ def spread_kernel(
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     live = t < tokens
     taken = live
-    if TOP_K == 1:  # a token that no expert here takes, half of them over two ranks, is not read
+    if TOP_K == 1:  # tokens of no expert here are not read; over two ranks they are half of all
         taken &= tl.load(inverse_ptr + t, mask=live, other=-1) >= 0
     x = load_picked(x_ptr, t, taken, d, D)
     for k in range(TOP_K):
@@ -64,7 +64,7 @@ def combine_fwd_kernel(
     inverse_ptr,  # [N] int32
     weights_ptr,  # [T, K], with WEIGHTED
     y_ptr,  # [T, D]
-    home_ptr,  # int64 [P]: where each rank's tokens go instead, but those of no row; or None
+    home_ptr,  # int64 [P]: where each rank's tokens go instead, if they have a row; or None
     tokens,
     region,  # tokens of a rank
     D,
@@ -157,10 +157,9 @@ def sum_partials_kernel(
     tl.store(out_ptr + slot, tl.sum(values, 0).to(out_ptr.dtype.element_ty), mask=r < rows)
 
 
-# Elements of one program of ``combine``, whose loads of top_k rows wait for one another: with few,
-# more programs wait at once. One H200, 4096 against 1024: 337, 281 us (OLMoE), 97, 79 (its 8192
-# tokens), 62, 55 (Mixtral). No such gain in ``spread``, which is bound by what memory takes in:
-# 333, 327 us, of which 320 are what filling its rows takes.
+# Elements of one program of ``combine``. Its loads of top_k rows wait for one another, so that many
+# small programs are better. One H200, 4096 against 1024: 337, 281 us (OLMoE), 97, 79 (with 8192
+# tokens), 62, 55 (Mixtral). ``spread`` gains little, 333, 327 us: writing its rows alone takes 320.
 _COMBINED = 1024
 
 

@@ -1,11 +1,11 @@
-"""Past Triton's public call: a compiled kernel is looked up and called, not found out about.
+"""A shorter way to launch a compiled kernel than Triton's public call.
 
-``kernel[grid]`` finds out anew at each launch what is to run, asks the driver about each tensor and
-calls its chains of hooks. Here what is to run is looked up by what a kernel is compiled for and
-tensors are passed as their addresses: 5 and 6 us less of 26 (hosts of an H200).
+At each launch ``kernel[grid]`` works out again which compiled kernel to run, asks the driver about
+each tensor and calls its hooks. Here the compiled kernel is looked up in a dictionary, by all that
+Triton compiles for, and tensors are passed as addresses: 5 and 6 us less of 26 (hosts of an H200).
 
-All of it stands on names that Triton keeps for itself. One that is missing or has changed turns
-this off, with a warning, and launches go by the public call.
+This depends on private names of Triton. If one is missing or has changed, a warning is given and
+all launches go through the public call.
 """
 
 import os
@@ -22,12 +22,12 @@ from triton.runtime import driver
 
 from mb_kernels.runtime import registration
 
-# What Triton compiled, by all that it compiles for, with the kernel's globals as they were then.
+# What Triton compiled, by all that it compiles for: see ``_keep``.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
-# What `compile_beside` is at, by what it is compiled for but for the device. Triton 3.6 does not
-# know: a launch compiled its kernel once more, in turn with the threads.
+# What `compile_beside` is compiling, by the same key without the device. A launch waits for it:
+# Triton 3.6 would compile the kernel a second time.
 _under_way: dict[tuple[Any, ...], Any] = {}
-# Of these releases the private call below is known, and tested.
+# The releases whose private call is known and tested.
 _KNOWN_TRITON = ((3, 6), (3, 9))
 
 
@@ -48,7 +48,7 @@ _on = (
 def launch(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
 ) -> bool:
-    """Launch the kernel if its first launch is over or can be looked at; whether it was."""
+    """Launch the kernel, and return True; False if it is left to Triton's public call."""
     if not _on:
         return False
     try:
@@ -81,7 +81,7 @@ def _run(
 ) -> bool:
     compiled, values, captured = kept
     for names, name, value in captured:
-        if names.get(name) is not value:  # Triton has something to say about it
+        if names.get(name) is not value:  # Triton decides: it may raise
             return False
     active: Any = driver.active
     compiled.run(
@@ -89,7 +89,7 @@ def _run(
         active.get_current_stream(device),
         compiled.function,
         compiled.packed_metadata,
-        None,  # what hooks would be told, and no hooks
+        None,  # metadata for hooks, and no hooks
         None,
         None,
         *addresses,
@@ -101,9 +101,9 @@ def _run(
 def _keep(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled: Any
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """What ``_run`` needs: the compiled kernel, its constants in order, the globals it captured."""
+    """What ``_run`` needs: the kernel, its constants in order, the globals it was compiled with."""
     assert not any(isinstance(value, Tensor) for value in constants.values())
-    if hasattr(compiled, "finalize_compile"):  # `compile_beside` is at it in another thread
+    if hasattr(compiled, "finalize_compile"):  # `compile_beside` compiles it in another thread
         compiled = compiled.result()
     globals_used = kernel.used_global_vals.items()
     captured = tuple((names, n, names.get(n)) for (n, _), (_, names) in globals_used)
@@ -111,21 +111,21 @@ def _keep(
 
 
 def _give_up(changed: Exception) -> None:
-    """Leave all launches to Triton from now on: its private names are not those known here."""
+    """Leave all launches to Triton from now on: its private names have changed."""
     global _on
     _on = False
     warnings.warn(
         f"mb_kernels launches by Triton's public call from here on, some 10 us slower: Triton "
-        f"{triton.__version__} has changed ({changed}). MB_DIRECT_LAUNCH=0 has it so from the "
-        "start.",
+        f"{triton.__version__} has changed ({changed}). MB_DIRECT_LAUNCH=0 does so from the start "
+        "and silences this.",
         stacklevel=4,
     )
 
 
 def _watched(kernel: Any) -> bool:
-    """Whether somebody wants to see launches, or the stages of a compilation.
+    """Whether hooks want to see launches or the stages of a compilation.
 
-    A profiler has hooks in Triton's chains of them, or in their place.
+    A profiler adds its hooks to Triton's chains, or replaces the chains.
     """
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -140,11 +140,11 @@ def _watched(kernel: Any) -> bool:
 def _specialize(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
 ) -> tuple[int, tuple[Any, ...], list[Any]] | None:
-    """Device, what Triton compiles for, and the arguments with addresses for tensors.
+    """Device, key, and the arguments with addresses for tensors.
 
-    A tensor counts with its dtype, a descriptor with dtype and block, an integer with being 1, a
-    multiple of 16, or beyond 32 bits. None where that is not all: an unaligned tensor, an argument
-    of another kind.
+    The key is what Triton compiles for: the dtype of a tensor, dtype and block of a descriptor,
+    and whether an integer is 1, a multiple of 16, or beyond 32 bits. None if that does not say all,
+    as for an unaligned tensor or an argument of another kind.
     """
     device = -1
     key = [kernel.fn, knobs.runtime.debug, knobs.compilation.instrumentation_mode]
@@ -173,7 +173,7 @@ def _specialize(
 
 
 def compile_beside(launches: Iterable[Any], threads: int) -> bool:
-    """Compile what ``launches`` launch, in threads; whether this Triton could be asked to."""
+    """Compile what ``launches`` launch, in threads; False if this Triton cannot be asked to."""
     keys = []
     try:
         with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(_Builder(pool)):
@@ -197,11 +197,11 @@ def compile_beside(launches: Iterable[Any], threads: int) -> bool:
 
 
 class _Builder(Executor):
-    """Submits compilations that end with what launches the kernel, built too.
+    """Compiles a kernel and then builds its launcher.
 
-    Triton 3.6 writes a program in C for each kernel's arguments, and has the host's compiler build
-    it when the kernel is launched: a fifth of a second each, one after another. Here it is left in
-    Triton's cache on disk; later releases have one such program for all.
+    Triton 3.6 writes a launcher in C for each kernel's arguments and has the host's compiler build
+    it at the first launch: a fifth of a second each, one after another. Built here, it lies in
+    Triton's cache on disk. Later releases have one launcher for all kernels.
     """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:

@@ -1,7 +1,7 @@
 """Tables for kernels that take hundreds of tensors in one launch.
 
-A column for each list of tensors with their addresses, columns of whatever else a kernel looks up,
-and last the programs up to and with each tensor's: ``language.tables.find`` reads that one.
+The columns are addresses and whatever else a kernel looks up, and last, for
+``language.tables.find``, the number of programs up to and including each tensor's.
 """
 
 import itertools
@@ -16,17 +16,17 @@ TENSORS = 512  # of a launch
 
 
 def table(rows: Sequence[Sequence[int]], programs: Sequence[int], device: torch.device) -> Tensor:
-    """[columns + 1, N] int64 on the device, N a power of two; rows beyond the last are never found.
+    """[columns + 1, N] int64 on the device, N a power of two.
 
     Args:
-        rows: a tensor's entries in all columns, one row for each of at most ``TENSORS`` tensors.
+        rows: one for each of at most ``TENSORS`` tensors, its entry in every column.
         programs: how many each tensor takes.
     """
     filled = [[*row, end] for row, end in zip(rows, itertools.accumulate(programs), strict=True)]
     filled += [[0] * (len(filled[0]) - 1) + [2**62]] * (power_of_two(len(rows)) - len(rows))
     columns = list(zip(*filled, strict=True))
-    # From pinned memory the copy takes its turn in the stream, and the host goes on. What a graph's
-    # capture copies from stays the graph's: torch gives it to nobody else.
+    # From pinned memory the host does not wait for the copy. Pinned memory that a graph's capture
+    # copies from is kept by torch for that graph.
     pinned = device.type == "cuda"
     host = torch.tensor(columns, dtype=torch.int64, device="cpu", pin_memory=pinned)
     return host.to(device, non_blocking=True)

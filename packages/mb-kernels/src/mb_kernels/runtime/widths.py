@@ -1,7 +1,7 @@
-"""Widths that are no multiples of 16, at the border of an op.
+"""Widths that are not multiples of 16.
 
-Matrix units and loads of 16 bytes take multiples of 16 alone. Zeros add nothing to a product: the
-border widens operands with them, which costs a copy, and cuts the result.
+The matrix kernels take multiples of 16 only. Before the op operands are widened with zeros, which
+add nothing to a product; this costs a copy. After it the result is cut.
 """
 
 import torch.nn.functional as functions
@@ -11,18 +11,18 @@ from mb_kernels.runtime.registration import use_triton
 
 
 def lacking(x: Tensor, size: int) -> int:
-    """How many more rows or columns than ``size`` the kernels want; none where they do not run."""
+    """Rows or columns missing to a multiple of 16; 0 where no kernel runs."""
     more = -size % 16
     return more if more and use_triton(x) else 0
 
 
 def widened(x: Tensor, *more: int) -> Tensor:
-    """``x`` with so many zeros more in the last dimension, the last but one; itself for none."""
+    """``x`` with so many zeros added in the last dimension, the last but one; itself if none."""
     return functions.pad(x, [n for one in more for n in (0, one)]) if any(more) else x
 
 
 def cut(y: Tensor, *sizes: int) -> Tensor:
-    """The first so many of the last dimension, the last but one; itself where there are no more."""
+    """``y`` cut to these sizes of the last dimension, the last but one; itself if it has them."""
     whole = y
     for dim, size in enumerate(sizes, start=1):
         if y.shape[-dim] != size:

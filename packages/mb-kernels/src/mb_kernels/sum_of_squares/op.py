@@ -1,7 +1,6 @@
-"""The sum of the squares of many tensors, each byte of them read once, many tensors in a launch.
+"""The sum of the squares of many tensors, many tensors in a launch, each byte read once.
 
-Sums are in fp32, within blocks and then over them: in a fixed order, so that the same call gives
-the same bits. It is an op of ``torch.library`` and may be compiled and captured.
+Sums are in fp32 and in a fixed order, so that the same call gives the same bits.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
     Args:
         tensors: at least one, of any shapes and strides, all on one device; fp32, bf16, fp16 or
-            fp64, also several of them. Without elements a tensor counts as zero.
+            fp64, and of different dtypes. A tensor without elements counts as zero.
 
     Returns:
         fp32 scalar on their device. NaN if they hold a NaN; infinite if they hold an infinity or

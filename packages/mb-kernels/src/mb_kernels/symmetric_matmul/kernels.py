@@ -60,7 +60,8 @@ def _store(out, mirror, x, e, row, col, below, M: tl.constexpr, DESCRIPTORS: tl.
         inside = (r < M) & (c < M)
         base = out + e.to(tl.int64) * (M * M)
         tl.store(base + r * M + c, x, mask=inside)
-        tl.store(base + c * M + r, x, mask=inside & below)
+        # No `inside & below`: Triton 3.9's interpreter makes integers of a scalar comparison.
+        tl.store(base + c * M + r, x, mask=tl.where(below, inside, False))
 
 
 @triton.jit

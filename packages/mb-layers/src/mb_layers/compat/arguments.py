@@ -52,7 +52,7 @@ FIELDS = {
     "memory_optimized_mlp": "no effect: the experts always keep just x and the pre-activations",
     "mlp_type": "activation: 'glu' makes it gated; refused for MoE, which ignores it there",
     "mlp_impl": "mlp_impl",
-    "quantize_inputs_num_bits": "no effect: x itself is kept; for top-1 on a GPU its sorted rows too",
+    "quantize_inputs_num_bits": "no effect: x itself is kept, for top-1 on a GPU sorted too",
     "quantize_rematerialize_num_bits": "saved_activation_bits, if memory_optimized_mlp is set",
     "quantize_scatter_num_bits": "no effect: the experts' outputs are not kept at all",
     "fp16": "dtype of the layer; wins over bf16, as in MegaBlocks",

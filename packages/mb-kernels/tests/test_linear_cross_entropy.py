@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mb_kernels import VocabularyShard, linear_cross_entropy, reference
+from mb_kernels.linear_cross_entropy import reference as reference_steps
 from mb_kernels.linear_cross_entropy import slices
 from mb_kernels.testing import assert_close
 
@@ -187,6 +188,16 @@ def test_a_vocabulary_in_parts(shares, reduction, monkeypatch):
     check(got, run(linear_cross_entropy, x, w, b, labels, weights, reduction=reduction),
           torch.float32)  # fmt: skip
     assert all(torch.equal(loss, losses[0]) for loss in losses)
+
+
+def test_a_share_of_padding_alone_adds_nothing():
+    x, w, b, labels, _ = inputs((5,))
+    x.requires_grad_()
+    others = reference_steps.row_statistics(x.detach() @ w.t(), labels, 0)
+    shard = VocabularyShard(V, 2 * V, lambda mine: torch.stack([others, mine]))
+    got = linear_cross_entropy(x, w, labels, bias_V=b * 0 - torch.inf, shard=shard)
+    torch.testing.assert_close(got, linear_cross_entropy(x, w, labels))
+    assert torch.autograd.grad(got, x)[0].eq(0).all()
 
 
 def test_negative_weights_count_as_such():

@@ -85,6 +85,16 @@ def test_dropping_by_probability_keeps_the_largest_weights() -> None:
         assert_close(f"d {name}", a, b)
 
 
+@pytest.mark.parametrize("options", [{}, {"min_capacity": 2**40}, {"drop_policy": "probability"}])
+@pytest.mark.parametrize("factor", [1e-9, 1.5e9, 1e30])
+def test_a_factor_of_any_size_is_taken_at_its_word(factor, options) -> None:
+    ids_TK = torch.tensor([[0, 1], [0, 2], [0, 1]])
+    dispatcher = LocalDispatcher(3, factor, **options)
+    kept = dispatcher.dispatch(torch.zeros(3, 4), torch.rand(3, 2), ids_TK).kept_slots
+    is_one_each = factor < 1 and "min_capacity" not in options
+    assert kept == (3 if is_one_each else 6)
+
+
 def test_uniform_assignment_spreads_slots_evenly() -> None:
     config = MoEConfig(
         hidden_size=16, ffn_hidden_size=16, num_experts=8, top_k=3, uniform_assignment=True

@@ -130,6 +130,22 @@ def test_a_layer_left_out_of_a_pass_moves_its_bias_by_the_others() -> None:
     assert torch.equal(model[2].layer.router.balancing_bias, before)
 
 
+def test_layers_may_have_different_numbers_of_experts() -> None:
+    configs = [config(num_experts=n, balancing_bias=True) for n in (2, 5)]
+    model = nn.Sequential(*(AsMLP(dMoE(c), aux_scale=None) for c in configs))
+    with collect(model) as moe:
+        model(torch.randn(11, 16))
+    counts = moe.tokens_per_expert()
+    first, second = moe.metrics()["tokens_per_expert"].tolist()
+    assert first == [*counts["0.layer"].tolist(), 0, 0, 0]
+    assert second == counts["1.layer"].tolist()
+    update_balancing_biases([moe], rate=0.1)
+    for alone, (name, of_layer) in zip(configs, counts.items(), strict=True):
+        expected = dMoE(alone).router
+        update_balancing_bias(expected, of_layer, rate=0.1)
+        assert_close(name, model.get_submodule(name).router.balancing_bias, expected.balancing_bias)
+
+
 def test_what_cannot_be_collected_is_an_error() -> None:
     with pytest.raises(ValueError, match="found none"), collect(nn.Linear(2, 2)):
         pass

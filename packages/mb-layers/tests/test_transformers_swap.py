@@ -276,6 +276,21 @@ def test_restored_blocks_are_the_original_ones_with_todays_weights(family: str) 
         mb.restore_blocks(model)
 
 
+def test_a_block_of_several_layers_is_swapped_and_restored_in_all() -> None:
+    model = build("olmoe")
+    first, second = model.model.layers[:2]
+    second.mlp = first.mlp
+    expected = outputs_and_gradients(model)
+    swapped = copy.deepcopy(model)
+    layers = mb.swap_blocks(swapped, load_balancing_loss_weight=0.0)
+    assert layers["model.layers.0.mlp"] is layers["model.layers.1.mlp"]
+    got = outputs_and_gradients(swapped)
+    torch.testing.assert_close(got["logits"], expected["logits"], rtol=1e-5, atol=1e-5)
+    assert swapped.state_dict().keys() == model.state_dict().keys()
+    mb.restore_blocks(swapped)
+    same(outputs_and_gradients(swapped), expected)
+
+
 def test_what_was_frozen_stays_frozen() -> None:
     model = build("qwen2_moe")
     for name, p in model.named_parameters():

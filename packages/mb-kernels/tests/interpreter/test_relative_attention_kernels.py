@@ -49,7 +49,7 @@ def check(lengths, longest, heads, groups, width, causal, dtype):
 
 def test_a_program_steps_otherwise_than_it_owns(monkeypatch):
     """Blocks of queries and of keys that differ, either way."""
-    tiles = {"attention": Tile(16, 32, 0, 4, 2), "attention_dkv": Tile(32, 16, 0, 4, 2)}
+    tiles = {"attention": Tile(16, 32, 128, 4, 2), "attention_dkv": Tile(32, 16, 128, 4, 2)}
     monkeypatch.setattr(Plan, "tile", lambda plan, op: tiles.get(op, INTERPRETER_TILE))
     check([35, 20], 40, 2, 1, 16, True, torch.float32)
 

@@ -138,9 +138,11 @@ def capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: flo
 def as_ratio(capacity_factor: float) -> tuple[int, int]:
     """Return the fraction that a capacity factor means, (numerator, denominator).
 
-    It is short enough that its product with any number of slots fits int64.
+    It is short enough that its product with a number of slots fits int64. From 2**31 on, where an
+    expert takes any number of slots, factors are alike, and so are those below a millionth.
     """
-    factor = Fraction(repr(float(capacity_factor))).limit_denominator(1_000_000)
+    bounded = min(max(float(capacity_factor), 1e-6), 2.0**31)
+    factor = Fraction(repr(bounded)).limit_denominator(1_000_000)
     return factor.numerator, factor.denominator
 
 
@@ -175,7 +177,9 @@ def bin_within_capacity(
     rows_N = all_bins.inverse_N  # a slot's place among all, or -1
     if order_N is not None:
         rows_N = torch.empty_like(rows_N).scatter(0, order_N, rows_N)
-    limit = _capacity(all_bins.offsets_E1[-1].long(), num_experts, factor).clamp(min=min_capacity)
+    limit = _capacity(all_bins.offsets_E1[-1].long(), num_experts, factor)
+    # Compared with int32, a scalar of int64 would be cut to its low 32 bits.
+    limit = limit.clamp(min=min_capacity, max=torch.iinfo(torch.int32).max)
     first_row_N = all_bins.offsets_E1[ids_N.clamp(0, num_experts - 1).long()]
     ids_N = torch.where(rows_N - first_row_N < limit, ids_N, -1)
     bins = mb_kernels.bin_tokens(ids_N.view_as(expert_ids_TK), num_experts)

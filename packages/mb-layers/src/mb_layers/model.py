@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mb_layers.losses import attach_aux_loss, in_backward
 from mb_layers.moe import MoELayer, MoEOutput
@@ -52,11 +53,14 @@ class Collected:
         return torch.stack(losses).mean()
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return each metric of all passes, stacked in their order: [L] or [L, E]."""
+        """Return each metric of all passes, stacked in their order: [L] or [L, E].
+
+        Counts of layers with fewer experts than others end in zeros.
+        """
         if not self.passes:
             return {}
         by_pass = [metrics for _, _, metrics in self.passes]
-        return {key: torch.stack([m[key] for m in by_pass]) for key in by_pass[0]}
+        return {key: _rows([m[key] for m in by_pass]) for key in by_pass[0]}
 
     def tokens_per_expert(self) -> dict[str, Tensor]:
         """Return each layer's counts [E], summed over its passes."""
@@ -64,6 +68,11 @@ class Collected:
         for name, _, metrics in self.passes:
             counts[name] = counts.get(name, 0) + metrics["tokens_per_expert"]
         return counts
+
+
+def _rows(values: list[Tensor]) -> Tensor:
+    """Numbers to [L], or counts [E] to [L, E], E the most of any layer, zeros behind the others."""
+    return pad_sequence(values, batch_first=True) if values[0].dim() else torch.stack(values)
 
 
 def weighs_losses(layer: MoELayer) -> bool:
@@ -121,7 +130,7 @@ def update_balancing_biases(
         passes: what was collected from each of the step's micro-batches.
         rate: the step of `update_balancing_bias`.
         reduce_counts: sums counts [L, E] over the ranks that hold copies of these routers, for
-            instance by an all-reduce; one call for all layers.
+            instance by an all-reduce; one call for all layers, E the most experts of any.
 
     Raises:
         ValueError: no pass, or none through a layer with a balancing bias.
@@ -146,11 +155,12 @@ def update_balancing_biases(
                 counts_E = counts_E + counts[name]
         return counts_E
 
-    counts_LE = torch.stack([summed(name, router) for name, router in routers.items()])
+    counts = [summed(name, router) for name, router in routers.items()]
+    counts_LE = _rows(counts)
     if reduce_counts is not None:
         counts_LE = reduce_counts(counts_LE)
-    for router, counts_E in zip(routers.values(), counts_LE, strict=True):
-        update_balancing_bias(router, counts_E, rate=rate)
+    for router, mine_E, counts_E in zip(routers.values(), counts, counts_LE, strict=True):
+        update_balancing_bias(router, counts_E[: len(mine_E)], rate=rate)
 
 
 class AsMLP(nn.Module):

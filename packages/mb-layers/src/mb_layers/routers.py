@@ -1,7 +1,7 @@
 """Other ways to choose: expert choice, Sinkhorn balance, noisy top-k.
 
-Each is a `Router` to give to a layer: `dMoE(config, router=SinkhornRouter(config))`. They differ
-from it by what the choice is made by; the weights have their gradient as ever.
+Each is a `Router` to give to a layer: `dMoE(config, router=SinkhornRouter(config))`. They choose
+experts by other rules; the weights get their gradient as with `Router`.
 
 Letters: T tokens, D hidden, E experts, K top-k, C tokens an expert takes, N = E C.
 """
@@ -21,10 +21,10 @@ from mb_layers.router import Router, RouterOutput, linear_fp32
 class ExpertChoiceRouter(Router):
     """Each expert takes its best C = ceil(K T / E) tokens (arXiv 2202.09368).
 
-    Load is balanced by construction, a token visits any number of experts, K on average. What a
-    token gets depends on the other tokens of the batch, later ones too: not for causal models whose
-    loss must not see the future. There are no groups, no zero experts and no norm of a token's
-    weights: such a config is refused.
+    Load is balanced by construction. A token visits any number of experts, K on average. What a
+    token gets depends on the other tokens of the batch, later ones too, so do not use it in a
+    causal model whose loss must not see the future. A config with groups, zero experts or
+    renormalized weights is refused.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class SinkhornRouter(Router):
     too. In eval mode the choice is by the scores.
 
     Args:
-        iterations: how often rows and columns are scaled; a fixed number, for the device need not
-            be asked then whether it was enough.
+        iterations: how often rows and columns are scaled. A fixed number, so that the host never
+            waits for the device to say whether it was enough.
     """
 
     def __init__(

@@ -54,7 +54,8 @@ def row_statistics(logits_RV: Tensor, labels_R: Tensor, start: int) -> Tensor:
         labels_R: in [start, start + V), or elsewhere: then the label's score is 0.
     """
     wide_RV = at_least_fp32(logits_RV)
-    peak_R = wide_RV.amax(1)
+    # Finite where a share of the vocabulary is all padding, of scores -inf.
+    peak_R = wide_RV.amax(1).clamp(min=torch.finfo(wide_RV.dtype).min)
     total_R = (wide_RV - peak_R[:, None]).exp_().sum(1)
     here_R = (labels_R >= start) & (labels_R < start + logits_RV.shape[1])
     score_R1 = wide_RV.gather(1, torch.where(here_R, labels_R - start, 0)[:, None])

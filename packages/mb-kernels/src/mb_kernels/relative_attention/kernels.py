@@ -35,17 +35,17 @@ _SHARES = 8
 
 
 # fp32 without TF32 has no matrix units on NVIDIA: what matters is that registers hold the operands.
-_FP32 = Tile(16, 16, 0, num_warps=4, num_stages=2)
+_FP32 = Tile(16, 16, 128, num_warps=4, num_stages=2)
 # None of them makes a load wider or a loop shorter, and each step of a run may have others.
 _SIZES = ("T", "S", "BLOCKS", "N")
 
 
 @triton.jit
 def _load(x, start, first, head, length, HEADS: tl.constexpr, C: tl.constexpr,
-          BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
-    """[BLOCK, BLOCK_C] of x [T, HEADS, C]: places of a segment from `first` on, 0 behind it."""
+          BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, first_c=0):  # fmt: skip
+    """[BLOCK, BLOCK_C] of x [T, HEADS, C] from (first, first_c) of a segment on, 0 outside it."""
     row = tl.arange(0, BLOCK)[:, None]
-    c = tl.arange(0, BLOCK_C)[None, :]
+    c = first_c + tl.arange(0, BLOCK_C)[None, :]
     inside = (first + row < length) & (c < C)
     base = x + ((start + first).to(tl.int64) * HEADS + head) * C
     return tl.load(base + row * (HEADS * C) + c, mask=inside, other=0.0)
@@ -60,6 +60,21 @@ def _store(x, block, start, first, head, length, HEADS: tl.constexpr, C: tl.cons
     inside = (first + row < length) & (c < C)
     base = x + ((start + first).to(tl.int64) * HEADS + head) * C
     tl.store(base + row * (HEADS * C) + c, block.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _product_by_parts(
+    x, y, start, first_x, first_y, head_x, head_y, length,
+    HEADS_X: tl.constexpr, HEADS_Y: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_X, BLOCK_Y] of x y^T, PART columns at a time: registers hold no more of either."""
+    acc = tl.zeros((BLOCK_X, BLOCK_Y), tl.float32)
+    for c in range(0, C, PART):
+        x_part = _load(x, start, first_x, head_x, length, HEADS_X, C, BLOCK_X, PART, c)
+        y_part = _load(y, start, first_y, head_y, length, HEADS_Y, C, BLOCK_Y, PART, c)
+        acc = tl.dot(x_part, tl.trans(y_part), acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit
@@ -81,7 +96,7 @@ def _segment(offsets, BLOCKS, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def attention_kernel(
+def attention_fwd_kernel(
     q, k, v, bias, offsets,  # [T, H, C], [T, G, C] twice, [H, A], [N + 1]
     y, lse,  # written: [T, H, C]; [H, T] fp32
     scale, T, S, BLOCKS,
@@ -122,7 +137,7 @@ def attention_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def attention_dq_kernel(
+def attention_bwd_dq_kernel(
     q, k, v, bias, offsets, dy, y, lse,
     dq, means,  # written: [T, H, C]; [H, T] fp32, sum(dy y), which the others read
     scale, T, S, BLOCKS,
@@ -158,20 +173,22 @@ def attention_dq_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def attention_dkv_kernel(
+def attention_bwd_dkv_kernel(
     q, k, v, bias, offsets, dy, lse, means,
     dk, dv,  # written: [T, G, C] both
     scale, T, S, BLOCKS,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     start, length, first = _segment(offsets, BLOCKS, BLOCK_K)
     if first >= length:
         return
     group = tl.program_id(1)
     key = first + tl.arange(0, BLOCK_K)
-    k_block = _load(k, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
-    v_block = _load(v, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
+    if PART >= BLOCK_C:
+        k_block = _load(k, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
+        v_block = _load(v, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
     dk_acc = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
     dv_acc = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
     begin = first // BLOCK_Q * BLOCK_Q if CAUSAL else 0
@@ -184,12 +201,20 @@ def attention_dkv_kernel(
             log_total = tl.load(lse + row, mask=query < length, other=0.0) * _LOG2E
             mean = tl.load(means + row, mask=query < length, other=0.0)
             # Keys are rows here, so that what multiplies queries need not be turned.
-            s = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
+            if PART >= BLOCK_C:
+                s = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
+            else:
+                s = _product_by_parts(k, q, start, first, at, group, head, length, G, H, C,
+                                      PRECISION, BLOCK_K, BLOCK_Q, PART)  # fmt: skip
             of_head = bias + head * (2 * S - 1)
             s = _scores(s, of_head, query[None, :], key[:, None], length, scale, S, CAUSAL)
             p = tl.exp2(s - log_total[None, :])
             dv_acc = tl.dot(p.to(dy_block.dtype), dy_block, dv_acc, input_precision=PRECISION)
-            dp = tl.dot(v_block, tl.trans(dy_block), input_precision=PRECISION)
+            if PART >= BLOCK_C:
+                dp = tl.dot(v_block, tl.trans(dy_block), input_precision=PRECISION)
+            else:
+                dp = _product_by_parts(v, dy, start, first, at, group, head, length, G, H, C,
+                                       PRECISION, BLOCK_K, BLOCK_Q, PART)  # fmt: skip
             ds = p * (dp - mean[None, :])
             dk_acc = tl.dot(ds.to(q_block.dtype), q_block, dk_acc, input_precision=PRECISION)
     _store(dk, dk_acc * scale, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
@@ -197,7 +222,7 @@ def attention_dkv_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def attention_dbias_kernel(
+def attention_bwd_dbias_kernel(
     q, k, v, bias, offsets, dy, lse, means,
     sums,  # written: [shares, 2, H, 2 BLOCKS BLOCK] fp32, by distance from -BLOCKS BLOCK on
     scale, T, S, BLOCKS, N,
@@ -250,7 +275,7 @@ def relative_attention(
     if T:
         about = (q, k, bias, offsets, causal)
         programs, numbers, constants = _how("attention", ("BLOCK_Q", "BLOCK_K"), *about)
-        launch(attention_kernel, (programs, H), q, k, v, bias, offsets, y, lse, scale, *numbers,
+        launch(attention_fwd_kernel, (programs, H), q, k, v, bias, offsets, y, lse, scale, *numbers,
                **constants)  # fmt: skip
     return y, lse
 
@@ -268,10 +293,10 @@ def relative_attention_backward(
     means = torch.empty_like(lse)
     given, about = (q, k, v, bias, offsets, dy), (q, k, bias, offsets, causal)
     programs, numbers, constants = _how("attention", ("BLOCK_Q", "BLOCK_K"), *about)
-    launch(attention_dq_kernel, (programs, H), *given, y, lse, dq, means, scale, *numbers,
+    launch(attention_bwd_dq_kernel, (programs, H), *given, y, lse, dq, means, scale, *numbers,
            **constants)  # fmt: skip
-    programs, numbers, constants = _how("attention_dkv", ("BLOCK_K", "BLOCK_Q"), *about)
-    launch(attention_dkv_kernel, (programs, G), *given, lse, means, dk, dv, scale, *numbers,
+    programs, numbers, constants = _how("attention_dkv", ("BLOCK_K", "BLOCK_Q", "PART"), *about)
+    launch(attention_bwd_dkv_kernel, (programs, G), *given, lse, means, dk, dv, scale, *numbers,
            **constants)  # fmt: skip
     if need_bias:
         _, numbers, constants = _how("attention_dbias", ("BLOCK",), *about)
@@ -279,7 +304,7 @@ def relative_attention_backward(
         diagonals, shares = (blocks if causal else 2 * blocks - 1), min(N, _SHARES)
         middle = blocks * constants["BLOCK"]
         sums = lse.new_zeros(shares, 2, H, 2 * middle)
-        launch(attention_dbias_kernel, (diagonals, H, shares), *given, lse, means, sums, scale,
+        launch(attention_bwd_dbias_kernel, (diagonals, H, shares), *given, lse, means, sums, scale,
                *numbers, N, **constants)  # fmt: skip
         d_bias = sums[..., middle - S + 1 : middle + S].sum((0, 1))
     return dq, dk, dv, d_bias
@@ -305,13 +330,13 @@ def _how(
         "CAUSAL": causal,
         "PRECISION": plan.precision,
         "BLOCK_C": max(power_of_two(C), 16),
-        **dict(zip(names, (tile.block_m, tile.block_n), strict=False)),
+        **dict(zip(names, (tile.block_m, tile.block_n, tile.block_k), strict=False)),
         **tile.launch_options,
     }
     return (len(offsets) - 1) * blocks, (T, S, blocks), constants
 
 
-_T5 = (torch.bfloat16, 64, False)
+_T5 = ((torch.bfloat16, 64, False), (torch.bfloat16, 64, True))  # encoder, decoder
 _WIDE = (torch.float16, 120, True)  # what no tile divides, in the largest room
 _ALL_KINDS = tuple(
     itertools.product((torch.bfloat16, torch.float16), (16, 64, 80, 128), (False, True))
@@ -319,8 +344,9 @@ _ALL_KINDS = tuple(
 
 
 def gate_cases(target: Target) -> list[GateCase]:
-    """T5's heads everywhere, wide ones on a chip of each maker."""
-    return _cases(target, (_T5, _WIDE) if target.name in ("sm90", "gfx942") else (_T5,))
+    """T5's heads everywhere, wide ones on a chip of each kind."""
+    wide = target.name in ("sm90", "gfx942", "gfx1100")
+    return _cases(target, (*_T5, _WIDE) if wide else _T5)
 
 
 def every_case(target: Target) -> list[GateCase]:
@@ -336,8 +362,6 @@ def _cases(target: Target, kinds: Iterable[tuple[torch.dtype, int, bool]]) -> li
         y, lse = relative_attention(q, k, v, bias, offsets, causal, 1.0)
         relative_attention_backward(y, q, k, v, bias, offsets, y, lse, causal, 1.0, True)
 
-    if target.name in ("gfx1100", "gfx1101"):  # where wide heads spill, see `targets.table`
-        kinds = (kind for kind in kinds if kind[1] <= 64)
     calls = {
         f"{str(kind[0]).removeprefix('torch.')} C{kind[1]}{' causal' * kind[2]}": functools.partial(
             both_ways, *kind

@@ -157,9 +157,9 @@ def _by_chip(
 
 
 def _attention(shape: tuple[int, int], **others: tuple[int, int]) -> dict[str, Tile]:
-    """Tiles of attention, in 4 warps: of 64 rows a warp has 16, the least there are."""
+    """Tiles for whole heads in 4 warps: of 64 rows a warp has 16, the least there are."""
     tiles = {name: others.get(NEIGHBOURS.get(name, name), shape) for name in TARGETS}
-    return {name: Tile(*tile, 0, num_warps=4, num_stages=2) for name, tile in tiles.items()}
+    return {name: Tile(*tile, 128, num_warps=4, num_stages=2) for name, tile in tiles.items()}
 
 
 # Two programs share an SM: 128 registers for each of 512 threads.
@@ -264,17 +264,21 @@ TILES: dict[str, dict[str, Tile]] = {
         gfx1100=(64, 64, 32),
     ),
     # Attention with a bias by distance: block_m queries ("_dkv": keys) of a program, block_n of the
-    # others at a step, a head whole. "_dbias" wants squares. Not measured beside others: the
-    # largest of 64 x 64, 64 x 32, 32 x 32 and 16 x 16 that do not spill; "_wide", heads of 65 to
-    # 128, is for all three.
-    # On gfx1100 "_wide" has 8 warps and spills 280 bytes even so, in the gradients of k and v.
-    "attention": _attention((64, 64), gfx1100=(32, 32)),
+    # others at a step. "_dbias" wants squares. Not measured beside others: the largest of 64 x 64,
+    # 64 x 32, 32 x 32 and 16 x 16 that do not spill; "_wide", heads of 65 to 128, is for all three.
+    # The gradients of k and v multiply block_k columns of a head at a time, the others a head
+    # whole: on gfx1100 16 rows of 128 columns of all four operands are all 256 registers.
+    "attention": _attention((64, 64), sm80=(64, 32))
+    | {"sm120": Tile(64, 32, 128, num_warps=4, num_stages=1)}
+    | dict.fromkeys(_RDNA3, Tile(32, 32, 128, num_warps=4, num_stages=1)),
     "attention_dkv": _attention((64, 32), gfx1100=(16, 16))
-    | dict.fromkeys(("sm89", "sm120"), Tile(64, 32, 0, num_warps=4, num_stages=1)),
+    | dict.fromkeys(
+        ("sm80", "sm89", "sm100", "sm120"), Tile(64, 32, 128, num_warps=4, num_stages=1)
+    ),
     "attention_dbias": _attention((64, 64), gfx1100=(32, 32))
-    | dict.fromkeys(("sm80", "sm89", "sm120"), Tile(64, 64, 0, num_warps=8, num_stages=2)),
+    | dict.fromkeys(("sm80", "sm89", "sm120"), Tile(64, 64, 128, num_warps=8, num_stages=2)),
     "attention_wide": _attention((32, 32))
-    | dict.fromkeys(_RDNA3, Tile(16, 16, 0, num_warps=8, num_stages=2)),
+    | dict.fromkeys(_RDNA3, Tile(16, 16, 64, num_warps=8, num_stages=2)),
     # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
     # On gfx1100 64 x 32 x 32 spills up to 1344 bytes, 64 x 32 x 16 44, and 32 x 32 x 32 56 with a
     # bias.

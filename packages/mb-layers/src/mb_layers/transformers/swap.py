@@ -104,7 +104,8 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
             "expected config.output_router_logits=False, got True: the swapped blocks bring their "
             "own balancing loss; set it to False"
         )
-    blocks = {name: m for name, m in model.named_modules() if type(m).__name__ in FORMS}
+    modules = model.named_modules(remove_duplicate=False)  # a block may serve several layers
+    blocks = {name: m for name, m in modules if type(m).__name__ in FORMS}
     if not blocks:
         if any(isinstance(module, BlockAdapter) for module in model.modules()):
             raise ValueError(
@@ -112,13 +113,16 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
                 "for other overrides restore_blocks first"
             )
         raise ValueError(f"expected a model with blocks of {', '.join(FORMS)}, found none")
-    layers = {name: moe_from_block(block, **overrides) for name, block in blocks.items()}
+    layers = {block: moe_from_block(block, **overrides) for block in dict.fromkeys(blocks.values())}
     losses = _LossOfForward()
-    for name, layer in layers.items():
-        adapter = BlockAdapter(layer, blocks[name], losses).train(layer.training)
-        model.set_submodule(name, adapter)
+    adapters = {
+        block: BlockAdapter(layer, block, losses).train(layer.training)
+        for block, layer in layers.items()
+    }
+    for name, block in blocks.items():
+        model.set_submodule(name, adapters[block])
     losses.watch(model)
-    return layers
+    return {name: layers[block] for name, block in blocks.items()}
 
 
 def restore_blocks(model: nn.Module) -> list[str]:
@@ -130,12 +134,15 @@ def restore_blocks(model: nn.Module) -> list[str]:
     Raises:
         ValueError: the model holds no swapped block.
     """
-    adapters = {name: m for name, m in model.named_modules() if isinstance(m, BlockAdapter)}
+    modules = model.named_modules(remove_duplicate=False)
+    adapters = {name: m for name, m in modules if isinstance(m, BlockAdapter)}
     if not adapters:
         raise ValueError("expected a model with swapped blocks, found none; see swap_blocks")
-    blocks = {name: adapter.block() for name, adapter in adapters.items()}  # all, or none
+    blocks = {
+        adapter: adapter.block() for adapter in dict.fromkeys(adapters.values())
+    }  # all, or none
     for name, adapter in adapters.items():
-        model.set_submodule(name, blocks[name])
+        model.set_submodule(name, blocks[adapter])
         adapter._losses.unwatch()
     return list(adapters)
 

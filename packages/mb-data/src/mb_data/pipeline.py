@@ -223,7 +223,7 @@ class _Worker:
         return WorkerDiedError(
             f"worker process {self.process.pid} ended {how} while it worked on "
             f"{'; '.join(places) or 'nothing'}. If memory ran out, use fewer --workers. "
-            "Run the same command again to go on from here"
+            "Then run the same command again"
         )
 
     def stop(self) -> None:

@@ -239,7 +239,7 @@ def megatron_tokenizer(
 def _find(name: str) -> list[Path]:
     """The vocabulary's file or files."""
     paths = _pair(name)
-    if len(paths) == 1 and paths[0].is_dir():
+    if name and len(paths) == 1 and paths[0].is_dir():  # "" is no name, Path("") this folder
         found = [paths[0] / file for file in IN_DIRECTORY if (paths[0] / file).is_file()]
         if not found:
             raise ValueError(f"tokenizer {name}: none of {', '.join(IN_DIRECTORY)} in there")

@@ -574,7 +574,7 @@ def test_a_folder_of_the_users_own_is_left_alone(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.tex").write_text("mine")
     for restart in (False, True):
-        with pytest.raises(ValueError, match=r"out\.partial .* holds thesis\.tex, which is none"):
+        with pytest.raises(ValueError, match=r"out\.partial .* holds thesis\.tex, which"):
             preprocess(source, tmp_path / "out", workers=1, restart=restart)
     assert os.listdir(tmp_path / "out.partial") == ["thesis.tex"]
 

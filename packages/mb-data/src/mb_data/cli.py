@@ -99,7 +99,7 @@ def _parser() -> _Parser:
         help="at a bad line; skipped ones are listed in <prefix>_skipped.txt (default: stop)",
     )
     command.add_argument(
-        "--restart", action="store_true", help="drop an interrupted run of other settings"
+        "--restart", action="store_true", help="drop what an interrupted run has left"
     )
     command.add_argument(
         "--shard",
@@ -117,7 +117,7 @@ def _parser() -> _Parser:
         "--dataset-impl", choices=["mmap"], default="mmap", help="the one format there is"
     )
     command.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    settled = command.add_argument_group("Megatron's, settled here")
+    settled = command.add_argument_group("Megatron's, without effect here")
     settled.add_argument("--log-interval", type=int, help="progress is shown by time")
     settled.add_argument("--chunk-size", type=int, help="work is cut by bytes")
     settled.add_argument("--partitions", type=int, help="any number of workers writes one output")

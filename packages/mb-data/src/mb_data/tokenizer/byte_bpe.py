@@ -1,8 +1,8 @@
 """Byte-level BPE as a tokenizer: GPT-2, Llama 3, Qwen, DeepSeek, gpt-oss, Mistral's tekken.
 
-The tokens are those of ``ReadableBPE``. gigatoken makes them many times faster; what it may see
-otherwise, a document with letters that are younger than some library's tables, is left to the
-readable twin, and counted.
+The tokens are those of ``ReadableBPE``. gigatoken makes them many times faster. Where it may
+differ, around letters that are newer than some library's Unicode tables, the readable twin encodes
+the text, and such documents are counted.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class ByteLevelBPE(Tokenizer):
         self.special_text = dict(special_text)
         self.vocab_size = max([*ids.values(), *self.special_text, *self.extra_ids]) + 1
         eod = self.special.get("eod")
-        # The end of document itself, if it is not an ordinary entry too: that saves a pass. Ranks
-        # leave no room for it, there it must lie behind them all.
+        # The end of document itself, unless it is an ordinary entry too: that saves a pass. With
+        # ranks the separator must be larger than all of them.
         taken = merges is None or eod not in self.special_text
         self._separator: int = self.vocab_size if taken or eod is None else eod
         self._fast: FastBPE | None = None
@@ -91,7 +91,7 @@ class ByteLevelBPE(Tokenizer):
         if self._fast is None or self._fast.loaded:
             return
         with self._fast.loading():
-            # What the cross-check and the search for letters need would else come behind it.
+            # Meanwhile load what the cross-check and the search for letters need.
             _ = self.readable.expressions
             disputed_letters()
         try:
@@ -157,8 +157,8 @@ class ByteLevelBPE(Tokenizer):
     def _encode_carefully(
         self, texts: list[bytes], careful: set[int]
     ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """The same, where some texts need care: what is read of them is what surrounds the places
-        that do. A text of many megabytes may have one, and reading takes a second for each."""
+        """The same, where some texts need care. Only the surroundings of such places are encoded by
+        the readable twin: it takes a second for a megabyte, and a long text may have one place."""
         parts = [self.readable.pieces(t) if i in careful else [t] for i, t in enumerate(texts)]
         pieces = [piece for part in parts for piece in part]
         slow = np.array([SEPARATOR.encode() in piece for piece in pieces])

@@ -1,7 +1,7 @@
 """Vocabularies as lists of byte strings by rank: ``….tiktoken``, ``tekken.json``, the
 ``tokenizer.model`` of Llama 3 and 4, and Megatron's TikTokenizer. Merges are not listed: of two
 neighbours that make an entry, the lowest ranked merge first. Such a file seldom says how text is
-cut into words; who names the file does.
+cut into words; that is known from its name or size.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ PATTERNS = {
 
 
 class Publication(NamedTuple):
-    """What a file of ranks leaves to code: how text is cut and normalized, and what is special.
+    """What a file of ranks does not say: how text is cut and normalized, and what is special.
 
-    ``size`` is that of the vocabulary, where more special ids are reserved than have a name.
-    ``merged`` is False where some entries are words that no merges make, 588 of Llama 3's: found
-    whole or not at all. The engine panics at the ranks of such, and is given their merges at once.
+    ``size`` is that of the vocabulary, if more special ids are reserved than have a name.
+    ``merged`` is False if some entries are words that no merges make (588 of Llama 3's), so that
+    they are found whole or not at all. The engine panics at such ranks and is given merges instead.
     """
 
     scheme: str

@@ -148,7 +148,7 @@ class PartialOutput:
         self._report.flush()
         for file in self._files:
             sync_file(file.fileno())
-        _write_synced(self.directory / "state.json", _to_json(state))
+        _write_synced(self.directory / "state.json", state._asdict())
         self.kept = state.blocks
 
     def finish(self, state: State) -> None:
@@ -276,17 +276,13 @@ def _map_int32(path: Path, count: int) -> np.ndarray:
 
 
 def _write_synced(path: Path, value: Any) -> None:
-    """Replace a small JSON file such that there is always a whole one."""
+    """Replace a small JSON file so that there is always a whole one."""
     temporary = path.with_suffix(".new")
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def _to_json(state: State) -> dict[str, Any]:
-    return state._asdict()
 
 
 def _from_json(fields: dict[str, Any]) -> State:

@@ -31,6 +31,7 @@ class ByteLevelBPE(Tokenizer):
         fingerprint: of the vocabulary's files.
         special: ids of special tokens by role.
         special_text: text of special tokens by id, for ``decode``.
+        num_extra_ids: how many ``<extra_id_i>`` to append.
         patterns, ignore_merges, form: see ``ReadableBPE``.
         scheme, ranks: see ``FastBPE``.
         engine: "gigatoken", "python", or "auto" for the first that works.
@@ -50,7 +51,7 @@ class ByteLevelBPE(Tokenizer):
         fingerprint: str,
         special: Mapping[str, int],
         special_text: Mapping[int, str],
-        extra_ids: Sequence[int] = (),
+        num_extra_ids: int = 0,
         patterns: Sequence[str] = (GPT2_PATTERN,),
         ignore_merges: bool = False,
         form: Form | None = None,
@@ -63,13 +64,15 @@ class ByteLevelBPE(Tokenizer):
         self.name = name
         self.fingerprint = fingerprint
         self.special = dict(special)
-        self.extra_ids = tuple(extra_ids)
         self.readable = ReadableBPE(
             ids, merges, patterns, ignore_merges=ignore_merges or merges is None, form=form
         )
         _check(name, self.readable)
-        self.special_text = dict(special_text)
-        self.vocab_size = max([*ids.values(), *self.special_text, *self.extra_ids]) + 1
+        size = max([*ids.values(), *special_text]) + 1
+        self.vocab_size = size + num_extra_ids
+        self.extra_ids = tuple(range(size, self.vocab_size))
+        extra = {i: f"<extra_id_{n}>" for n, i in enumerate(self.extra_ids)}
+        self.special_text = {**special_text, **extra}
         eod = self.special.get("eod")
         # The end of document itself, unless it is an ordinary entry too: that saves a pass. With
         # ranks the separator must be larger than all of them.

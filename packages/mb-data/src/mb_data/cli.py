@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         again = ""
         # Nothing is kept of a pipe, nor before the first block is on disk.
-        if os.path.isdir(f"{vars(options).get('output_prefix')}.partial"):
+        if options.command == "preprocess" and os.path.isdir(f"{options.output_prefix}.partial"):
             again = "; it goes on from here when the same command is given again"
         print(f"\nmb-data {options.command}: interrupted{again}", file=sys.stderr)
         return INTERRUPTED

@@ -161,11 +161,10 @@ def _modules(library: Path) -> list[Path]:
     """Modules of the library proper: neither what was installed into it nor its test suite."""
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     skip |= {"encodings", "pydoc_data"}  # tables, not prose or programs
-    found = [
-        source
-        for source in library.rglob("*.py")
-        if skip.isdisjoint(source.relative_to(library).parts[:-1])
-    ]
+    found: list[Path] = []
+    for folder, folders, names in os.walk(library):  # rglob would read all of site-packages
+        folders[:] = [name for name in folders if name not in skip]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
 
     def key(source: Path) -> tuple[int, str]:
         name = source.relative_to(library).as_posix()

@@ -766,6 +766,17 @@ def test_plain_text(tmp_path):
             preprocess(tmp_path / "c.jsonl", tmp_path / "out", workers=1)
 
 
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
+def test_a_long_file_is_not_cut_to_fit_by_its_byte_order_mark(tmp_path, pack):
+    (tmp_path / "a.txt").write_bytes(pack(b"\xef\xbb\xbf" + b"word " * 20))
+    options = {"text_unit": "file", "workers": 1}
+    for limit in (97, 98, 99):
+        with pytest.raises(ValueError, match=f"line 1: longer than {limit} bytes"):
+            preprocess(tmp_path / "a.txt", tmp_path / "out", max_line_bytes=limit, **options)
+    preprocess(tmp_path / "a.txt", tmp_path / "out", max_line_bytes=100, **options)
+    assert documents(tmp_path / "out_text_document") == [GPT2.encode("word " * 20)]
+
+
 def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -20,6 +20,9 @@ from mb_data.compression import decoding_errors, decompress
 from mb_data.sources import STDIN, Source, open_remote, reached
 
 PIECE = 1 << 18  # bytes read at a time
+# Of what is too long so much beyond the limit is kept: a byte order mark, which does not count, and
+# one byte more. Else a file with such a mark, cut at the limit, would pass for one that fits.
+BEYOND = 4
 # Workers unpack whole compressed files by themselves if none is more than this share of all.
 # Otherwise one process unpacks for all: the largest file would keep one worker busy when the others
 # have nothing left. The rule does not depend on the number of workers, so another number of them
@@ -102,7 +105,7 @@ def read_lines(block: Block, max_line_bytes: int) -> list[memoryview]:
         return [memoryview(block.data)] if block.unit == "file" else _split(block.data)
     with open(block.path, "rb") as file:  # whose reads are never short, as a raw file's may be
         if block.unit == "file":
-            return [memoryview(file.read(min(block.stop, max_line_bytes + 1)))]
+            return [memoryview(file.read(min(block.stop, max_line_bytes + BEYOND)))]
         whole = True
         if block.start:
             file.seek(block.start - 1)
@@ -211,7 +214,7 @@ def _stream_blocks(
     source: Source, block_bytes: int, max_line_bytes: int, before: int
 ) -> Iterator[Block]:
     whole_file = source.unit == "file"
-    limit = max_line_bytes + 1 if whole_file else block_bytes
+    limit = max_line_bytes + BEYOND if whole_file else block_bytes
     with contextlib.ExitStack() as stack:
         with reached(source.path):
             raw = _open(source, stack)
@@ -269,7 +272,7 @@ def _open(source: Source, stack: contextlib.ExitStack) -> io.BufferedReader:
 
 def _rest_of_line(file: io.BufferedIOBase, limit: int) -> bytes:
     """Up to the line's end; of a line beyond the limit, a little more than the limit."""
-    rest = file.readline(limit + 1)
+    rest = file.readline(limit + BEYOND)
     if len(rest) > limit and not rest.endswith(b"\n"):
         while (more := file.readline(1 << 20)) and not more.endswith(b"\n"):
             pass

@@ -828,6 +828,9 @@ def test_bad_rows_of_parquet(tmp_path):
     report = (tmp_path / "out_skipped.txt").read_text().splitlines()
     assert report[0].startswith(f"{path}, row 21: damaged")
     assert report[1] == f"{path}, row 71: the value of 'text' is null"
+    parquet.write_table(pyarrow.table({"text": ["é" * 50, "é" * 51]}), path)
+    with pytest.raises(ValueError, match="row 2: longer than 100 bytes"):  # not letters
+        preprocess(path, tmp_path / "out", workers=1, max_line_bytes=100)
 
 
 def test_an_object_store(tmp_path):

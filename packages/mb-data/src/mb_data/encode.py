@@ -127,19 +127,20 @@ def _rows(
     except DamagedParquetError as error:
         problems.add(0, str(error))
         return [[] for _ in job.keys], [], error.rows
-    rows = list(zip(*columns, strict=True))
+    texts: list[list[bytes]] = [[] for _ in job.keys]
     good: list[int] = []
-    for number, row in enumerate(rows):
-        missing = [key for key, value in zip(job.keys, row, strict=True) if value is None]
-        longest = max(len(value) for value in row if value is not None) if not missing else 0
-        if missing:
-            problems.add(number, f"the value of {missing[0]!r} is null")
-        elif longest > job.max_line_bytes:
+    for number, row in enumerate(zip(*columns, strict=True)):
+        if None in row:
+            problems.add(number, f"the value of {job.keys[row.index(None)]!r} is null")
+            continue
+        values = [value.encode() for value in row]
+        if max(map(len, values)) > job.max_line_bytes:
             problems.add(number, _too_long(job))
-        else:
-            good.append(number)
-    texts = [[rows[number][key].encode() for number in good] for key in range(len(job.keys))]
-    return texts, good, len(rows)
+            continue
+        good.append(number)
+        for column, value in zip(texts, values, strict=True):
+            column.append(value)
+    return texts, good, len(columns[0])
 
 
 class Problems:

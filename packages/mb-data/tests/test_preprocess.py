@@ -538,6 +538,13 @@ def test_output_in_the_directory_of_the_input_is_no_input(tmp_path, kept):
     assert summary.resumed_text_bytes > 0
 
 
+def test_a_list_of_bad_lines_beside_the_input_is_no_input(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ok\n\xff\n")
+    for _ in range(2):
+        summary = preprocess(tmp_path, tmp_path / "out", workers=1, on_error="skip")
+        assert (summary.documents, summary.bad_lines) == (1, 1)
+
+
 def test_one_bad_last_line_costs_nothing_but_itself(tmp_path, kept):
     options = {"workers": 2, "block_bytes": 5000, "on_error": "skip"}
     summary = interrupted_run_goes_on(tmp_path, kept, **options)

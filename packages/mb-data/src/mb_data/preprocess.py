@@ -131,7 +131,10 @@ def preprocess(
     prefix = check_output_prefix(output_prefix)
     level = "sentence" if split_sentences else "document"
     outputs = tuple(check_output_prefix(f"{prefix}_{key}_{level}") for key in keys)
-    sources = find_sources(inputs, text_unit=text_unit)
+    # An earlier run may have left its list of bad lines among the texts of the input.
+    report = os.path.realpath(f"{prefix}_skipped.txt")
+    found = find_sources(inputs, text_unit=text_unit)
+    sources = [source for source in found if os.path.realpath(source.path) != report]
     _check_sources(sources, keys, shard)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)

@@ -12,13 +12,13 @@ type:   ## static types
 	uv run ty check packages/*/src
 test:   ## the whole suite on CPU
 	uv run pytest
-oldest: ## what stands on torch's internals, with the oldest torch that is taken
+oldest: ## tests that depend on torch's internals, with the oldest supported torch
 	python3 tools/other_torch.py oldest
-newest: ## that, the kernels' tests and the gate, with the newest torch there is
+newest: ## those, the kernels' tests and the compile gate, with the newest torch
 	python3 tools/other_torch.py newest
 bench:  ## every package's benchmarks (needs a GPU)
 	for b in packages/*/benchmarks/run.py; do [ -f $$b ] && uv run python $$b; done
-docs:   ## the documentation as pages in site/; a dead link is an error
+docs:   ## the documentation as pages in site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 uv run --only-group docs mkdocs build --strict
 lock:   ## resolve anew, keeping versions, and strip every address from uv.lock
 	uv lock

@@ -127,8 +127,11 @@ def test_a_release_carries_licence_addresses_and_absolute_links(member: str, dis
     urls = dict(field.split(", ", 1) for field in fields.get_all("Project-URL", []))
     assert urls["Repository"] == "https://example.org/mb"
     assert urls["Changelog"].endswith(f"/packages/{member}/CHANGELOG.md")
-    links = re.findall(r"\]\(([^)]+)\)", str(fields.get_payload()))
+    readme = str(fields.get_payload())
+    links = re.findall(r"\]\(([^)]+)\)", readme)
     assert [link for link in links if not re.match(r"https?://|#", link)] == []
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", readme)
+    assert [p for p in pictures if "/raw/" not in p] == []  # under /blob/ is a page
 
 
 def test_import_without_triton_prints_nothing() -> None:

@@ -1,15 +1,17 @@
-"""Tests with the oldest torch that the packages take, or with the newest there is.
+"""Run tests with the oldest torch that the packages support, or with the newest there is.
 
     make oldest
     make newest
 
-Collectives, FSDP2, DTensor, pipelines and the compiler are where releases of torch differ, once so
-that gradients were zero without a word; and each release brings a Triton of its own, one of which
-did not compile the experts. The oldest torch is laid over the environment of `uv sync`, which stays
-as it is, for what stands on torch's internals; the newest has an environment of its own, without
-the workspace's lock, for the kernels too, and compiles these for every target, where spilling alone
-is a finding to write down. Fetching a torch takes an index, or a folder of wheels, that has it:
-where uv finds none, this says so, and it is no failure.
+Releases of torch differ in collectives, FSDP2, DTensor, pipelines and the compiler: with one of
+them gradients were zero, without an error. Each release also brings its own Triton, and one of
+these did not compile the experts.
+
+`oldest` puts the oldest torch in front of the environment of `uv sync`, which is not changed, and
+runs the tests that depend on torch's internals. `newest` makes an environment of its own, without
+the workspace's lock. It also runs the kernels' tests and compiles all kernels for every target; a
+kernel that spills is printed but is no failure. If uv finds no such torch (no index, or a folder of
+wheels without it), this says so and does not fail.
 """
 
 import subprocess
@@ -54,7 +56,7 @@ def main() -> int:
     found = subprocess.run([*python, "-c", version], cwd=ROOT, capture_output=True, text=True)
     if found.returncode:
         print(found.stderr, file=sys.stderr)
-        print(f"SKIPPED: the {sys.argv[1]} torch that is taken could not be installed here.")
+        print(f"SKIPPED: the {sys.argv[1]} supported torch could not be installed here.")
         return 0
     print(found.stdout, end="", flush=True)
     tests = TESTS if which is oldest else ["packages/mb-kernels", *TESTS]

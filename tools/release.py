@@ -3,14 +3,14 @@
     python tools/release.py mb-kernels --out dist                     # what release.yml runs
     python tools/release.py mb-kernels --out dist --version 0.1.1     # would this number fit?
 
-Members are versioned alone, so a new wheel meets older ones at its users'. Here it does so first:
-the others are built from their last tags (`mb-layers-v0.1.0`; as they stand where none exists), all
-five are installed into an empty environment, and the README example of each runs there. A bound
-that does not allow the new version is an error of the installer, which names both.
+Each member has its own version, so users will install a new wheel beside older ones of the others.
+This tries it first: the others are built from their last tags (`mb-layers-v0.1.0`; from the working
+tree if there is none), all five are installed into an empty environment, and the README example of
+each runs there. If a bound does not allow the new version, the installer's error names both.
 
-With `--home` and `--tag`, the address of the repository and what to link to in it, the package
-gets its project URLs, and relative links of its README become absolute, as a reader of the
-package's page needs them. Nothing is written to the working tree.
+With `--home` and `--tag`, the address of the repository and the tag or branch to link to, the
+package gets its project URLs, and relative links of its README become absolute, so that they work
+on the package's page. Nothing is written to the working tree.
 """
 
 import argparse
@@ -60,14 +60,18 @@ def set_version(folder: Path, version: str) -> None:
 
 def stamp(folder: Path, home: str, tag: str) -> None:
     """Add project URLs below `home`, and make relative links of the README absolute."""
-    here = f"{home}/blob/{tag}/packages/{folder.name}"
+    here = f"{tag}/packages/{folder.name}"
     readme = folder / "README.md"
-    link = r"(\]\()(?!#|\w+:)([^)]+\))"
-    readme.write_text(re.sub(link, rf"\g<1>{here}/\g<2>", readme.read_text()))
+    text = readme.read_text()
+    # A page under `blob` shows a picture; the picture itself is under `raw`.
+    for link, kind in ((r"!\[[^\]]*\]\(", "raw"), (r"\]\(", "blob")):
+        text = re.sub(rf"({link})(?!#|\w+:)", rf"\g<1>{home}/{kind}/{here}/", text)
+    readme.write_text(text)
     project = folder / "pyproject.toml"
     urls = (
-        f'Repository = "{home}"\nIssues = "{home}/issues"\nChangelog = "{here}/CHANGELOG.md"\n'
-        f'Documentation = "{here}/README.md"\n'
+        f'Repository = "{home}"\nIssues = "{home}/issues"\n'
+        f'Changelog = "{home}/blob/{here}/CHANGELOG.md"\n'
+        f'Documentation = "{home}/blob/{here}/README.md"\n'
     )
     project.write_text(project.read_text().replace("[project.urls]\n", f"[project.urls]\n{urls}"))
 

@@ -59,6 +59,7 @@ def test_ways_to_say_gpt2(command, tmp_path, flags):
     [
         (["--worker", "2"], "unknown argument --worker, did you mean --workers?"),
         (["--tokenizer", "gpt-2"], "unknown tokenizer 'gpt-2'; did you mean gpt2?"),
+        (["--tokenizer", ""], "unknown tokenizer ''. Known names: gpt2, "),
         (["--tokenizer", "nothere"], "unknown tokenizer 'nothere'. Known names: gpt2, "),
         (["--tokenizer", "meta/llama"], "meta/llama: no such file; nothing is downloaded"),
         (["--vocab-file", "vocab", "--merge-file", "m"], "tokenizer vocab: no such file"),
@@ -120,11 +121,25 @@ def test_standard_input_through_the_shell(source, tmp_path):
     assert len(IndexedDataset(tmp_path / "out_text_document")) == 2
 
 
-def test_interrupt(command, capsys, monkeypatch):
+def test_a_flag_given_twice_adds_to_the_first(command, source, tmp_path):
+    source.write_text('{"text": "a", "title": "b"}\n')
+    more = ["--json-keys", "text", "--input", str(source), "--json-keys", "title"]
+    assert main([*command, *more]) == 0
+    prefixes = [str(tmp_path / f"out_{key}_document") for key in ("text", "title")]
+    assert [len(IndexedDataset(prefix)) for prefix in prefixes] == [2, 2]
+    merge = ["merge", "--input", prefixes[0], "--input", prefixes[1]]
+    assert main([*merge, "--output-prefix", str(tmp_path / "both")]) == 0
+    assert len(IndexedDataset(tmp_path / "both")) == 4
+
+
+def test_interrupt(command, tmp_path, capsys, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["mb_data.preprocess"], "preprocess", interrupt)
+    assert main(command) == 130  # nothing is done yet, or the input was a pipe
+    assert capsys.readouterr().err == "\nmb-data preprocess: interrupted\n"
+    (tmp_path / "out.partial").mkdir()
     assert main(command) == 130
     assert "goes on from here when the same command is given again" in capsys.readouterr().err
     monkeypatch.setattr("mb_data.maintenance.inspect", interrupt)

@@ -430,6 +430,8 @@ def test_megatrons_tiktokenizer(tmp_path, pattern):
         assert tokenizer.encode(text) == expected(text)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos) == (51_256, 2, 1)
     assert (tokenizer.mask, tokenizer.pad, tokenizer.cls, tokenizer.sep) == (3, 4, 5, 6)
+    with pytest.raises(ValueError, match="byte 0x21 is not in the vocabulary"):
+        megatron_tokenizer("TikTokenizer", **{**options, "vocab_size": 900})
     with pytest.raises(ValueError, match="needs --tiktoken-pattern"):
         megatron_tokenizer("TikTokenizer", tokenizer_model=path)
     with pytest.raises(ValueError, match="lack </s>"):

@@ -11,6 +11,7 @@ import mb_data.dataset_builder
 import numpy as np
 import pytest
 from mb_data import IndexedDataset, IndexedDatasetBuilder
+from mb_data.dataset_builder import write_index
 from mb_data.indexed_dataset import best_dtype
 
 DOCUMENTS = [[[5, 0, 7]], [[]], [[1], [2, 3], [4]], [], [[100, 101, 102, 103, 104]]]
@@ -73,6 +74,25 @@ def test_reads_back(tmp_path, dtype):
     assert dataset.document_indices.dtype == np.int64
     assert dataset.num_documents == len(DOCUMENTS)
     assert dataset[-1].dtype == np.dtype(dtype)
+
+
+def test_more_than_four_gigabytes(tmp_path):
+    """Longest sequence and addresses beyond 32 bits; the file has holes, so it needs no disk."""
+    sizes = [2**31 - 1, 3, 0, 2**31 - 1, 2]
+    starts = [sum(sizes[:i]) * 2 for i in range(len(sizes))]
+    index = struct.pack("<9sQBQQ5i5q4q", b"MMIDIDX", 1, 8, 5, 4, *sizes, *starts, 0, 2, 4, 5)
+    with open(tmp_path / "a.idx", "wb") as file:
+        write_index(file, np.dtype("<u2"), np.array(sizes, "i4"), np.array([2, 2, 1], "i4"))
+    assert (tmp_path / "a.idx").read_bytes() == index
+    with open(tmp_path / "a.bin", "wb") as file:
+        file.truncate(2 * sum(sizes))
+        for start, tokens in ((starts[1], (1, 2, 3)), (starts[4] - 2, (4, 5, 6))):
+            file.seek(start)
+            file.write(struct.pack("<3H", *tokens))
+    dataset = IndexedDataset(tmp_path / "a")
+    assert [dataset[i].tolist() for i in (1, 2, 4)] == [[1, 2, 3], [], [5, 6]]
+    assert dataset.get(3, 2**31 - 3).tolist() == [0, 4]
+    assert [*dataset.document(2)] == [4]
 
 
 def test_code_7_is_float32_in_megatron_core_and_was_float64_before(tmp_path):

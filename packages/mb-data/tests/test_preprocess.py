@@ -538,6 +538,13 @@ def test_output_in_the_directory_of_the_input_is_no_input(tmp_path, kept):
     assert summary.resumed_text_bytes > 0
 
 
+def test_a_list_of_bad_lines_beside_the_input_is_no_input(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ok\n\xff\n")
+    for _ in range(2):
+        summary = preprocess(tmp_path, tmp_path / "out", workers=1, on_error="skip")
+        assert (summary.documents, summary.bad_lines) == (1, 1)
+
+
 def test_one_bad_last_line_costs_nothing_but_itself(tmp_path, kept):
     options = {"workers": 2, "block_bytes": 5000, "on_error": "skip"}
     summary = interrupted_run_goes_on(tmp_path, kept, **options)
@@ -574,7 +581,7 @@ def test_a_folder_of_the_users_own_is_left_alone(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.tex").write_text("mine")
     for restart in (False, True):
-        with pytest.raises(ValueError, match=r"out\.partial .* holds thesis\.tex, which is none"):
+        with pytest.raises(ValueError, match=r"out\.partial .* holds thesis\.tex, which"):
             preprocess(source, tmp_path / "out", workers=1, restart=restart)
     assert os.listdir(tmp_path / "out.partial") == ["thesis.tex"]
 
@@ -766,6 +773,17 @@ def test_plain_text(tmp_path):
             preprocess(tmp_path / "c.jsonl", tmp_path / "out", workers=1)
 
 
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
+def test_a_long_file_is_not_cut_to_fit_by_its_byte_order_mark(tmp_path, pack):
+    (tmp_path / "a.txt").write_bytes(pack(b"\xef\xbb\xbf" + b"word " * 20))
+    options = {"text_unit": "file", "workers": 1}
+    for limit in (97, 98, 99):
+        with pytest.raises(ValueError, match=f"line 1: longer than {limit} bytes"):
+            preprocess(tmp_path / "a.txt", tmp_path / "out", max_line_bytes=limit, **options)
+    preprocess(tmp_path / "a.txt", tmp_path / "out", max_line_bytes=100, **options)
+    assert documents(tmp_path / "out_text_document") == [GPT2.encode("word " * 20)]
+
+
 def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -817,6 +835,9 @@ def test_bad_rows_of_parquet(tmp_path):
     report = (tmp_path / "out_skipped.txt").read_text().splitlines()
     assert report[0].startswith(f"{path}, row 21: damaged")
     assert report[1] == f"{path}, row 71: the value of 'text' is null"
+    parquet.write_table(pyarrow.table({"text": ["é" * 50, "é" * 51]}), path)
+    with pytest.raises(ValueError, match="row 2: longer than 100 bytes"):  # not letters
+        preprocess(path, tmp_path / "out", workers=1, max_line_bytes=100)
 
 
 def test_an_object_store(tmp_path):

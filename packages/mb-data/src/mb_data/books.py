@@ -1,4 +1,4 @@
-"""The books of a preprocessing run: what goes where, how far it is, what to say of a bad line."""
+"""The books of a preprocessing run: what goes where, how far it is, which lines were bad."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Progress:
 
 
 class Books(AbstractContextManager):
-    """Keeps the books of a run: places and line numbers in order, state that is safely written.
+    """Assigns places in the output and counts lines, in order; knows what is safely written.
 
-    While entered, a thread records that state on disk every ``SAVE_INTERVAL``; syncing early also
+    While it is entered, a thread saves the state every ``SAVE_INTERVAL``. Syncing early also
     spreads the writing, so that little is left for the end.
     """
 
@@ -74,7 +74,7 @@ class Books(AbstractContextManager):
     def place(self, block: Block, result: Result, units: int, inside: int) -> list[Place]:
         """Where the data of the next block goes; raises ValueError for what must stop the run.
 
-        With it ``units`` of work are done, and ``inside`` blocks of the next.
+        After this block ``units`` of work are done, and ``inside`` blocks of the next one.
         """
         before = self.placed
         lines = before.lines if block.start else 0
@@ -110,7 +110,7 @@ class Books(AbstractContextManager):
         return list(before.places)
 
     def _where(self, block: Block, lines: int, line: int, last: int) -> str:
-        """The place of some lines of a block that comes after ``lines`` of its file."""
+        """File and numbers of some lines of a block; ``lines`` of its file come before it."""
         if self.first and self.first.path == block.path:
             lines += self._lines_before
         noun = "row" if block.unit == "parquet" else "line"
@@ -120,7 +120,7 @@ class Books(AbstractContextManager):
 
     @cached_property
     def _lines_before(self) -> int:
-        """Lines or rows of a shard's first file that lie before it: they are read for that."""
+        """Lines or rows of a shard's first file before the shard, found by reading them."""
         first = self.first
         if not (first and first.start):
             return 0

@@ -38,12 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options) or 0
     except KeyboardInterrupt:
-        again = "; it goes on from here when the same command is given again"
-        print(
-            f"\nmb-data {options.command}: interrupted"
-            + (again if options.command == "preprocess" else ""),
-            file=sys.stderr,
-        )
+        again = ""
+        # Nothing is kept of a pipe, nor before the first block is on disk.
+        if options.command == "preprocess" and os.path.isdir(f"{options.output_prefix}.partial"):
+            again = "; it goes on from here when the same command is given again"
+        print(f"\nmb-data {options.command}: interrupted{again}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has gone
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or the flush at exit fails too
@@ -77,11 +76,12 @@ def _parser() -> _Parser:
     command.add_argument(
         "--input",
         nargs="+",
+        action="extend",
         help="JSON Lines, .txt or Parquet: files, directories, quoted patterns, pipes, URLs, or - "
         "for stdin; plain, .gz, .bz2, .xz or .zst",
     )
     command.add_argument("--output-prefix", help="path without _<key>_document.bin")
-    command.add_argument("--json-keys", nargs="+", default=["text"], help="default: text")
+    command.add_argument("--json-keys", nargs="+", action="extend", help="default: text")
     command.add_argument("--append-eod", action="store_true", help="end documents with a token")
     command.add_argument(
         "--prepend-bos", action="store_true", default=None, help="begin documents with a token"
@@ -99,7 +99,7 @@ def _parser() -> _Parser:
         help="at a bad line; skipped ones are listed in <prefix>_skipped.txt (default: stop)",
     )
     command.add_argument(
-        "--restart", action="store_true", help="drop an interrupted run of other settings"
+        "--restart", action="store_true", help="drop what an interrupted run has left"
     )
     command.add_argument(
         "--shard",
@@ -117,12 +117,12 @@ def _parser() -> _Parser:
         "--dataset-impl", choices=["mmap"], default="mmap", help="the one format there is"
     )
     command.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    settled = command.add_argument_group("Megatron's, settled here")
+    settled = command.add_argument_group("Megatron's, without effect here")
     settled.add_argument("--log-interval", type=int, help="progress is shown by time")
     settled.add_argument("--chunk-size", type=int, help="work is cut by bytes")
     settled.add_argument("--partitions", type=int, help="any number of workers writes one output")
-    settled.add_argument("--keep-sequential-samples", action="store_true", help="always")
-    settled.add_argument("--find-optimal-num-workers", action="store_true", help="one per core is")
+    settled.add_argument("--keep-sequential-samples", action="store_true", help="always kept")
+    settled.add_argument("--find-optimal-num-workers", action="store_true", help="one per core")
     settled.add_argument("--workers-to-check", nargs="+", type=int)
     settled.add_argument("--max-documents", type=int)
     settled.add_argument("--performance-dir")
@@ -140,7 +140,11 @@ def _parser() -> _Parser:
 
     command = commands.add_parser("merge", help="join datasets")
     command.add_argument(
-        "--input", nargs="+", required=True, help="prefixes, or directories for all in them"
+        "--input",
+        nargs="+",
+        action="extend",
+        required=True,
+        help="prefixes, or directories for all in them",
     )
     command.add_argument("--output-prefix", required=True)
     command.set_defaults(run=_merge, parser=command)
@@ -249,7 +253,8 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer:
     if given:
         flag = f"--{next(iter(given)).replace('_', '-')}"
         raise ValueError(f"{flag} needs --tokenizer-type; or give the file as --tokenizer")
-    return load_tokenizer(options.tokenizer or "gpt2", lower_case=not options.cased, **shared)
+    name = "gpt2" if options.tokenizer is None else options.tokenizer
+    return load_tokenizer(name, lower_case=not options.cased, **shared)
 
 
 def _preprocess(options: argparse.Namespace) -> None:
@@ -270,7 +275,7 @@ def _preprocess(options: argparse.Namespace) -> None:
         options.input,
         options.output_prefix,
         tokenizer=_tokenizer(options),
-        json_keys=options.json_keys,
+        json_keys=options.json_keys or ["text"],
         append_eod=options.append_eod,
         prepend_bos=options.prepend_bos,
         split_sentences=options.split_sentences,

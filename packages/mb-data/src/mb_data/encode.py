@@ -1,7 +1,7 @@
 """From a block of lines to tokens: what a worker process does, as a function of the block alone.
 
-Every line is a JSON object. A bad one, broken JSON, invalid UTF-8, a missing key, a value that is
-no text, a line beyond the limit, becomes an entry in ``errors``; all its keys are left out. In
+Every line is a JSON object. A bad line (broken JSON, invalid UTF-8, a missing key, a value that is
+not text, a line beyond the limit) becomes an entry in ``errors``, and all its keys are left out. In
 each block one document is encoded a second time, by the tokenizer's readable twin, and compared.
 """
 
@@ -63,9 +63,9 @@ class Tokens(NamedTuple):
 class Encoded(NamedTuple):
     """A block's documents by key, its number of lines, and what was wrong with some.
 
-    ``errors`` holds (first line, last line, message), lines counted from 0 within the block;
-    ``fatal`` the line and message of a document that two implementations disagree on; ``careful``
-    counts documents that took the tokenizer's readable way.
+    ``errors`` holds (first line, last line, message), lines counted from 0 within the block.
+    ``fatal`` is the line and message of a document on which two implementations disagree.
+    ``careful`` counts documents that the tokenizer left to its readable twin.
     """
 
     keys: list[Tokens]
@@ -127,19 +127,20 @@ def _rows(
     except DamagedParquetError as error:
         problems.add(0, str(error))
         return [[] for _ in job.keys], [], error.rows
-    rows = list(zip(*columns, strict=True))
+    texts: list[list[bytes]] = [[] for _ in job.keys]
     good: list[int] = []
-    for number, row in enumerate(rows):
-        missing = [key for key, value in zip(job.keys, row, strict=True) if value is None]
-        longest = max(len(value) for value in row if value is not None) if not missing else 0
-        if missing:
-            problems.add(number, f"the value of {missing[0]!r} is null")
-        elif longest > job.max_line_bytes:
+    for number, row in enumerate(zip(*columns, strict=True)):
+        if None in row:
+            problems.add(number, f"the value of {job.keys[row.index(None)]!r} is null")
+            continue
+        values = [value.encode() for value in row]
+        if max(map(len, values)) > job.max_line_bytes:
             problems.add(number, _too_long(job))
-        else:
-            good.append(number)
-    texts = [[rows[number][key].encode() for number in good] for key in range(len(job.keys))]
-    return texts, good, len(rows)
+            continue
+        good.append(number)
+        for column, value in zip(texts, values, strict=True):
+            column.append(value)
+    return texts, good, len(columns[0])
 
 
 class Problems:
@@ -173,7 +174,7 @@ def _columns(job: Job, lines: list[memoryview]) -> list[list[bytes]]:
 def _careful_columns(
     job: Job, block: Block, lines: list[memoryview], problems: Problems
 ) -> tuple[list[list[bytes]], list[int]]:
-    """The same line by line, with the numbers of the good lines; the bad become problems."""
+    """The same, line by line, with the numbers of the good lines; bad lines become problems."""
     columns: list[list[bytes]] = [[] for _ in job.keys]
     numbers: list[int] = []
     for number, line in enumerate(lines):
@@ -210,7 +211,7 @@ def _values(job: Job, line: memoryview) -> list[bytes]:
         raise ValueError(_too_long(job))
     start = bytes(line[:100]).lstrip()[:1]
     try:
-        # Numbers of thousands of digits, which Python refuses, are none of our business.
+        # Python refuses numbers of thousands of digits. Numbers do not matter here.
         record = json.loads(str(line, "utf-8"), parse_int=lambda _: 0)
     except json.JSONDecodeError as error:
         if bytes(line[:100]).strip() == start == b"{":
@@ -305,7 +306,7 @@ def _encode(job: Job, texts: list[bytes]) -> tuple[Tokens, Callable[[int], Unit]
 def _framed(
     job: Job, tokens: npt.NDArray, sizes: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray, npt.NDArray[np.int64]]:
-    """Tokens with what begins and ends each document: a part of its first and last sequence.
+    """Tokens with those that begin and end each document, in its first and last sequence.
 
     Args:
         sizes: of all sequences; counts: sequences of each document.

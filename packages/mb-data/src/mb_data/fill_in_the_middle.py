@@ -10,7 +10,7 @@ document of a packed sample is changed with probability ``rate``, into one of tw
 A document may be of several fragments, such as the files of a repository, with a token between
 them: then ``rate`` decides on the document, and ``fragment_rate`` on each of its fragments.
 
-Cuts fall between tokens, where Megatron's fall between characters: nothing is decoded, and a sample
+Cuts are between tokens. Megatron's are between characters; here nothing is decoded, and a sample
 costs a few microseconds.
 """
 

@@ -6,9 +6,9 @@
 
 The query is taken out of its block, except in a small share of samples, so that a retriever learns
 meaning before wording. Blocks and their order for a seed are Megatron-LM's. A sample is a function
-of (seed, index) alone: there the query comes from a stream, so samples depend on the order in which
-they are read. Titles are those of the block's document in every part of the split; there those of
-validation and test are the first documents' ones.
+of (seed, index) alone; Megatron draws queries from a stream, so its samples depend on the order in
+which they are read. Titles are those of the block's document in every part of the split; Megatron
+gives validation and test the titles of the first documents.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ each once. Nothing is downloaded.
 Files come in the order of a hash of their place and a seed. So the order is a shuffle, any prefix
 of the output looks like the rest, and two machines with the same files make the same corpus.
 
-A file is a near copy, and left out, if half of its sketch has been seen: the sketch is the
-``SKETCH`` smallest hashes of its shingles, every three lines in a row (Broder, "On the resemblance
-and containment of documents", 1997). Versions of one package, and copies of a file that packages
-bring along, go this way; without it a validation set would hold what was trained on.
+A file is left out as a near copy if half of its sketch has been seen. The sketch is the ``SKETCH``
+smallest hashes of its shingles, which are every three lines in a row (Broder, "On the resemblance
+and containment of documents", 1997). This removes other versions of a package, and files that
+several packages contain; otherwise a validation set would hold text that was trained on.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def _in_order(folders: Mapping[str, Path], seed: int) -> list[tuple[str, Path]]:
 
 
 def _text_files(folder: Path, others: Iterable[Path]) -> Iterator[Path]:
-    """Files that by their names are text; a folder that has a name of its own is left to it."""
+    """Files whose names say that they are text. Folders in ``others`` are left out: their files are
+    found under a name of their own."""
     apart = {str(other) for other in others}
     for place, folders, files in os.walk(folder):
         real = os.path.realpath(place)
@@ -192,7 +193,7 @@ def _mapper(workers: int) -> Generator[Callable[..., Iterable]]:
 
 
 def _take(source: Path) -> tuple[str, set[int]] | None:
-    """The text of a file and its sketch; None if it is not to be had or not to be read."""
+    """The text of a file and its sketch; None if it cannot be read, or is not worth reading."""
     markup = (source.with_suffix("") if source.suffix == ".gz" else source).suffix in _MARKUP
     text = _read(source, limit=4 * MAX_FILE_BYTES if markup else MAX_FILE_BYTES)
     if text is not None and markup:
@@ -233,7 +234,7 @@ def _is_prose_or_program(text: str) -> bool:
 
 
 def _sketch(text: str) -> set[int]:
-    """The smallest hashes of its shingles; of a text of fewer lines, the hash of all."""
+    """The smallest hashes of its shingles; of a text shorter than a shingle, the hash of it all."""
     lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
     last = max(len(lines) - SHINGLE_LINES, 0)
     shingles = {

@@ -1,8 +1,8 @@
 """The text that a page of HTML, or of an XML kind of documentation, shows.
 
-No parser: pages of documentation are often wrong, and a corpus of gigabytes wants 50 MB/s. What a
-reader skips (scripts, navigation, the head) goes; blocks become lines, what is preformatted keeps
-its own.
+This is no parser: pages of documentation are often invalid, and a corpus of gigabytes needs
+50 MB/s. What a reader skips (scripts, navigation, the head) is removed, blocks become lines, and
+preformatted text keeps its lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ _BLOCK = re.compile(
 _CELL = re.compile(r"</?td\b[^>]*>", re.IGNORECASE)
 _TAG = re.compile(r"<[/!?a-zA-Z][^>]*>")
 _SPACE = re.compile(r"[ \t\r\n\f\xa0]+")
-_LINES = re.compile(r"\s*\n\s*\n\s*")
 
 
 def text_of_markup(page: str) -> str:
@@ -35,11 +34,11 @@ def text_of_markup(page: str) -> str:
 
 
 def _parts(page: str, opening: re.Pattern[str]) -> Iterator[tuple[str, str]]:
-    """What stands before each element, and in it with the rest of its tag; at last what is behind
-    them all.
+    """Pairs of the text before each element and its content, after the element's name; at last the
+    text after all elements.
 
-    An end that is not there is looked for once: a page that closes nothing would take a time of
-    its square, a quarter of an hour for a MB.
+    A missing end tag is searched only once. Otherwise the time would grow with the square of a page
+    that closes nothing: a quarter of an hour for a MB.
     """
     unclosed: set[str] = set()
     done, head = 0, page[: page.rfind(">") + 1]
@@ -57,8 +56,8 @@ def _parts(page: str, opening: re.Pattern[str]) -> Iterator[tuple[str, str]]:
 
 
 def _replaced(pattern: re.Pattern[str], by: str, text: str) -> str:
-    """`pattern.sub`, for patterns that end in ``>``: not tried behind the last of these, where each
-    start of a tag would be followed to the end of the text."""
+    """`pattern.sub`, for patterns that end in ``>``. It stops at the last ``>``: after it, every
+    ``<`` would be followed to the end of the text."""
     last = text.rfind(">") + 1
     return pattern.sub(by, text[:last]) + text[last:]
 

@@ -1,13 +1,13 @@
-"""Unfinished output on disk: one writer at a time, goes on where a killed run stopped.
+"""Unfinished output on disk. It has one writer at a time, and a later run can continue it.
 
-Everything lies in ``<prefix>.partial/``. Per key there are three growing files: the tokens, which
-become the ``.bin`` file as they are, the sizes of the sequences (i32) and, for documents that were
-split, their numbers of sequences (i32). ``state.json`` says how much of each is safely on disk: it
-is replaced, never edited, and only after the files were synced. Lengths beyond it are of no
-account, so a run may die at any point. The final names appear in ``finish`` alone.
+Everything is in ``<prefix>.partial/``. For each key there are three growing files: the tokens,
+which become the ``.bin`` file as they are, the sizes of the sequences (i32) and, for documents that
+were split, their numbers of sequences (i32). ``state.json`` says how much of each is safely on
+disk. It is replaced, never edited, and only after the files were synced. What the files hold beyond
+that is ignored, so a run may die at any point. Only ``finish`` makes the final names.
 
-Nothing here is dropped that took work: a run with other settings is refused unless it says
-``restart``, and so is a directory of that name that holds anything else.
+Finished work is never dropped silently: a run with other settings is refused unless ``restart`` is
+given. A directory of that name that holds anything else is always refused.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Place(NamedTuple):
 class State(NamedTuple):
     """Where a run stands after its first ``blocks`` blocks.
 
-    Those are all blocks of the first ``units`` units of work, each a block or an archive of many,
-    and ``inside`` more of the next one, an archive. ``lines`` counts those of the current input
-    file, ``position`` input bytes, ``reported`` bytes of the list of bad lines, ``line_limit`` is
-    the longest line that was no bad one; the others are sums over all keys.
+    A unit of work is a block, or an archive of many. The blocks are those of the first ``units``
+    units, and ``inside`` more of the next one, an archive. ``lines`` counts lines of the current
+    input file, ``position`` input bytes, ``reported`` bytes of the list of bad lines.
+    Lines longer than ``line_limit`` are bad. The other fields are sums over all keys.
     """
 
     places: tuple[Place, ...]
@@ -76,12 +76,13 @@ class PartialOutput:
         outputs: final prefix of each key's dataset.
         dtype: of the tokens.
         settings: JSON of all the output depends on.
-        resume: False where the input cannot be read twice: nothing is kept, nor taken up.
-        restart: drop what a run before has left.
+        resume: False if the input cannot be read twice: then nothing is kept, and nothing that an
+            earlier run kept is used.
+        restart: drop what an earlier run has left.
 
     Raises:
-        ValueError: another run is writing this prefix; or what lies there is of other settings, or
-            was not made here.
+        ValueError: another run is writing this prefix; or what is there has other settings, or was
+            not made here.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class PartialOutput:
         self._report.flush()
         for file in self._files:
             sync_file(file.fileno())
-        _write_synced(self.directory / "state.json", _to_json(state))
+        _write_synced(self.directory / "state.json", state._asdict())
         self.kept = state.blocks
 
     def finish(self, state: State) -> None:
@@ -179,24 +180,24 @@ class PartialOutput:
         return [*(path for key in keys for path in self.key_files(key)), self.directory / "bad"]
 
     def _remove_files(self) -> None:
-        """All that a run makes, but for its lock."""
+        """Remove all that a run makes, except its lock."""
         for path in self.directory.iterdir():
             if path.name != "lock" and _OURS.fullmatch(path.name):
                 path.unlink()
 
     def _refuse_others(self) -> None:
-        """Raise ValueError if this is a directory that something else has made."""
+        """Raise ValueError if the directory holds anything that a run does not make."""
         others = [p.name for p in self.directory.iterdir() if not _OURS.fullmatch(p.name)]
         if others:
             raise ValueError(
-                f"{self.directory} is where unfinished output is kept, and holds {others[0]}, "
-                "which is none; move it or choose another --output-prefix"
+                f"{self.directory} is the place for unfinished output, but holds {others[0]}, "
+                "which is something else; move it or choose another --output-prefix"
             )
 
     def _load(self) -> State | None:
-        """The saved state, None if there is none or its files are not as long as it says.
+        """The saved state; None if there is none, or its files are shorter than it says.
 
-        Raises ValueError if it is of other settings.
+        Raises ValueError if it has other settings.
         """
         try:
             settings = json.loads((self.directory / "settings.json").read_bytes())
@@ -275,17 +276,13 @@ def _map_int32(path: Path, count: int) -> np.ndarray:
 
 
 def _write_synced(path: Path, value: Any) -> None:
-    """Replace a small JSON file such that there is always a whole one."""
+    """Replace a small JSON file so that there is always a whole one."""
     temporary = path.with_suffix(".new")
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def _to_json(state: State) -> dict[str, Any]:
-    return state._asdict()
 
 
 def _from_json(fields: dict[str, Any]) -> State:

@@ -52,7 +52,7 @@ class Counts(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a worker says of a block: ``Encoded`` with counts in place of arrays."""
+    """What a worker reports of a block: ``Encoded`` with counts instead of arrays."""
 
     keys: list[Counts]
     lines: int
@@ -180,8 +180,8 @@ class _Worker:
     def takes(self, task: Block | Archive) -> bool:
         """Whether to give it one more unit of work now."""
         unwritten = len({unit for unit, _ in (*self.blocks, *((unit, 0) for unit in self.tasks))})
-        # One block waits in the pipe; not one of megabytes, as it would fill the pipe, and neither
-        # an archive nor behind one.
+        # One block may wait in the pipe, unless it holds megabytes of data, which would fill it. No
+        # archive waits, and nothing waits behind one.
         small = isinstance(task, Block) and not task.data
         small = small and not any(isinstance(other, Archive) for other in self.tasks.values())
         return len(self.tasks) <= small and unwritten <= AHEAD
@@ -223,7 +223,7 @@ class _Worker:
         return WorkerDiedError(
             f"worker process {self.process.pid} ended {how} while it worked on "
             f"{'; '.join(places) or 'nothing'}. If memory ran out, use fewer --workers. "
-            "Run the same command again to go on from here"
+            "Then run the same command again"
         )
 
     def stop(self) -> None:

@@ -44,11 +44,10 @@ class Summary:
     """What a run did, all keys together.
 
     ``documents`` were written, ``empty`` had no token and were left out, ``bad_lines`` were
-    skipped and are listed in ``bad_lines_file``. ``careful`` documents took the tokenizer's slow,
-    readable way, for they have letters that are too new for some library. ``text_bytes`` is the
-    UTF-8 of the texts.
-    ``resumed_text_bytes`` of them had been done by a run before, which was interrupted.
-    ``outputs`` are the prefixes of the datasets.
+    skipped and are listed in ``bad_lines_file``. ``careful`` documents have letters that are too
+    new for some library, and were encoded by the slow, readable implementation. ``text_bytes`` is
+    the size of the texts in UTF-8; ``resumed_text_bytes`` of them had been done by an earlier,
+    interrupted run. ``outputs`` are the prefixes of the datasets.
     """
 
     documents: int
@@ -95,13 +94,13 @@ def preprocess(
         tokenizer: name or file for ``load_tokenizer``, or a tokenizer.
         json_keys: which values of the object to tokenize.
         append_eod: end each document with the tokenizer's end-of-document token.
-        prepend_bos: begin each with its beginning-of-sequence token; by default as the tokenizer
-            is used to, see ``Tokenizer``.
+        prepend_bos: begin each with its beginning-of-sequence token; by default the tokenizer
+            decides, see ``Tokenizer``.
         split_sentences: make each sentence a sequence; ``language`` as Megatron's ``--lang``,
             ``keep_newlines`` keeps the white space after sentences.
         dtype: of the tokens; by default uint16 where the vocabulary fits, else int32.
         on_error: "stop" at the first bad line or damaged archive, or "skip" it and list it.
-        restart: drop what an interrupted run of other settings has left there.
+        restart: drop what an interrupted run has left there.
         shard: (i, n), from 0: read the i-th of n parts of the input. The parts' outputs, merged in
             their order, are the bytes of one run over all of it.
         text_unit: what a document is in a ``.txt`` input, a "line" or the "file".
@@ -110,8 +109,8 @@ def preprocess(
         block_bytes: size of the unit of work.
         on_progress: called about five times a second.
 
-    The workers are forked where that is safe. Where this process runs other threads, or is no Linux
-    process, they start afresh: a script then needs ``if __name__ == "__main__":``.
+    The workers are forked where that is safe. If this process runs other threads, or the system is
+    not Linux, they are new processes: a script then needs ``if __name__ == "__main__":``.
 
     Raises:
         ValueError: wrong settings; a bad line, with file and line number; another run writing the
@@ -119,8 +118,8 @@ def preprocess(
         FileNotFoundError: an input, or the directory of the output, is missing.
         WorkerDiedError, OSError: a worker was killed, the disk is full.
 
-    After an error what is done is kept in ``<prefix>.partial``, and the same call, or one with
-    ``on_error="skip"``, goes on from there. Where nothing is done yet, nothing is left behind.
+    After an error, finished work is kept in ``<prefix>.partial``, and the same call, or one with
+    ``on_error="skip"``, continues from there. If nothing is finished yet, nothing is left behind.
     """
     started = time.perf_counter()
     if isinstance(inputs, (str, os.PathLike)):
@@ -132,7 +131,10 @@ def preprocess(
     prefix = check_output_prefix(output_prefix)
     level = "sentence" if split_sentences else "document"
     outputs = tuple(check_output_prefix(f"{prefix}_{key}_{level}") for key in keys)
-    sources = find_sources(inputs, text_unit=text_unit)
+    # An earlier run may have left its list of bad lines among the texts of the input.
+    report = os.path.realpath(f"{prefix}_skipped.txt")
+    found = find_sources(inputs, text_unit=text_unit)
+    sources = [source for source in found if os.path.realpath(source.path) != report]
     _check_sources(sources, keys, shard)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)

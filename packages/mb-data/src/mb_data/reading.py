@@ -1,10 +1,10 @@
 """Input files in blocks of whole documents, whatever their number, size, format or compression.
 
 Plain files are described as byte ranges and Parquet files as row groups, which the workers read
-themselves. What only reads from its start to its end (compressed files, pipes, standard input,
-object stores) is read here and travels as bytes; of many compressed files each worker unpacks its
-own. A line belongs to the block its first byte lies in, so blocks depend on nothing but the file
-and ``block_bytes``.
+themselves. What can only be read from start to end (compressed files, pipes, standard input, object
+stores) is read here and sent as bytes; if there are many compressed files, each worker unpacks its
+own. A line belongs to the block that holds its first byte, so blocks depend only on the file and
+``block_bytes``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from mb_data.compression import decoding_errors, decompress
 from mb_data.sources import STDIN, Source, open_remote, reached
 
 PIECE = 1 << 18  # bytes read at a time
-# Workers unpack whole compressed files by themselves where none is more than this share of all.
-# Else one process unpacks for all, or the largest would keep one worker busy when the others have
-# nothing left. How many workers there are has no say: another number may resume the run.
+# Of what is too long so much beyond the limit is kept: a byte order mark, which does not count, and
+# one byte more. Else a file with such a mark, cut at the limit, would pass for one that fits.
+BEYOND = 4
+# Workers unpack whole compressed files by themselves if none is more than this share of all.
+# Otherwise one process unpacks for all: the largest file would keep one worker busy when the others
+# have nothing left. The rule does not depend on the number of workers, so another number of them
+# may resume the run.
 LARGEST_SHARE = 1 / 3
 
 
@@ -62,12 +66,12 @@ def blocks(
     *,
     mine: Callable[[int], bool] = lambda _: True,
 ) -> Iterator[Block | Archive]:
-    """All documents of all sources, in order; compressed files as they are, if none is large among
-    them, see ``LARGEST_SHARE``.
+    """All documents of all sources, in order; compressed files as archives if none of them is
+    large, see ``LARGEST_SHARE``.
 
     Args:
-        mine: which parts to read, by the position of their first byte in all sources laid end to
-            end; a source that only reads as a whole goes by its own first byte.
+        mine: whether to read a part, given the position of its first byte in all sources laid end
+            to end. A source that can only be read as a whole is one part.
     """
     befores = [0, *accumulate(source.size for source in sources)]
     packed = [s.size for s, at in zip(sources, befores, strict=False) if s.packed and mine(at)]
@@ -95,13 +99,13 @@ def blocks(
 
 
 def read_lines(block: Block, max_line_bytes: int) -> list[memoryview]:
-    """The lines of a block, without newlines; one beyond ``max_line_bytes`` may be cut, but is
-    longer than that. Views, as copies of all lines would cost as much as parsing them."""
+    """The lines of a block, without newlines. One beyond ``max_line_bytes`` may be cut, but stays
+    longer than that. They are views: copying all lines would cost as much as parsing them."""
     if block.data is not None:
         return [memoryview(block.data)] if block.unit == "file" else _split(block.data)
     with open(block.path, "rb") as file:  # whose reads are never short, as a raw file's may be
         if block.unit == "file":
-            return [memoryview(file.read(min(block.stop, max_line_bytes + 1)))]
+            return [memoryview(file.read(min(block.stop, max_line_bytes + BEYOND)))]
         whole = True
         if block.start:
             file.seek(block.start - 1)
@@ -210,7 +214,7 @@ def _stream_blocks(
     source: Source, block_bytes: int, max_line_bytes: int, before: int
 ) -> Iterator[Block]:
     whole_file = source.unit == "file"
-    limit = max_line_bytes + 1 if whole_file else block_bytes
+    limit = max_line_bytes + BEYOND if whole_file else block_bytes
     with contextlib.ExitStack() as stack:
         with reached(source.path):
             raw = _open(source, stack)
@@ -268,7 +272,7 @@ def _open(source: Source, stack: contextlib.ExitStack) -> io.BufferedReader:
 
 def _rest_of_line(file: io.BufferedIOBase, limit: int) -> bytes:
     """Up to the line's end; of a line beyond the limit, a little more than the limit."""
-    rest = file.readline(limit + 1)
+    rest = file.readline(limit + BEYOND)
     if len(rest) > limit and not rest.endswith(b"\n"):
         while (more := file.readline(1 << 20)) and not more.endswith(b"\n"):
             pass

@@ -46,11 +46,11 @@ def write_sample_corpus(
 def write_documentation_corpus(
     path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> Path:
-    """Write what the library says of itself, at most ``max_bytes`` long; returns the path.
+    """Write the library's docstrings, at most ``max_bytes`` long; returns the path.
 
-    Each line is ``{"text": docstrings, "title": "json decoder JSONDecoder"}``: of a module with its
-    functions, or of a class with its methods, if they are two sentences or more. Without prompts
-    of the interpreter and what is indented below the text: examples, tables, drawings.
+    Each line is ``{"text": docstrings, "title": "json decoder JSONDecoder"}``: those of a module
+    and its functions, or of a class and its methods, if they are two sentences or more. Left out
+    are prompts of the interpreter and what is indented: examples, tables, drawings.
 
     Raises ValueError if not one document fits, or this Python came without its docstrings.
     """
@@ -161,11 +161,10 @@ def _modules(library: Path) -> list[Path]:
     """Modules of the library proper: neither what was installed into it nor its test suite."""
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     skip |= {"encodings", "pydoc_data"}  # tables, not prose or programs
-    found = [
-        source
-        for source in library.rglob("*.py")
-        if skip.isdisjoint(source.relative_to(library).parts[:-1])
-    ]
+    found: list[Path] = []
+    for folder, folders, names in os.walk(library):  # rglob would read all of site-packages
+        folders[:] = [name for name in folders if name not in skip]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
 
     def key(source: Path) -> tuple[int, str]:
         name = source.relative_to(library).as_posix()

@@ -81,11 +81,11 @@ class CyclicSampler:
     The order of epoch e is ``torch.randperm`` seeded with ``seed + e``, as in Megatron (where the
     seed is 0), computed without torch.
 
-    Plain, one order runs over the whole dataset, the epochs follow each other without a gap, and
-    each step deals the next micro_batch_size × world_size samples to the ranks in turn: position
-    ``consumed_samples`` means the same on any number of ranks. This is Megatron's
-    ``--no-data-sharding`` whenever the dataset is a multiple of a step, the only case in which
-    that one resumes on other ranks.
+    By default one order covers the whole dataset, epochs follow each other without a gap, and each
+    step deals the next micro_batch_size × world_size samples to the ranks in turn. So position
+    ``consumed_samples`` means the same on any number of ranks. This equals Megatron's
+    ``--no-data-sharding`` if the dataset is a multiple of a step, the only case in which that
+    resumes on another number of ranks.
 
     With ``data_sharding``, Megatron's default, every rank shuffles its own contiguous part of the
     dataset, and samples beyond a multiple of a step are left out. The parts follow from the number

@@ -1,4 +1,4 @@
-"""Arrays that wait: a few in memory, the others in a file without a name."""
+"""Keeps arrays for later: a few in memory, the others in a file without a name."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Shelf:
     """Keeps arrays by a key until they are taken.
 
     Args:
-        directory: on the disk that bears those which are too many for memory.
-        room: how many keys' arrays stay in memory.
+        directory: where to make the file.
+        room: the arrays of how many keys stay in memory.
     """
 
     def __init__(self, directory: Path, room: int) -> None:

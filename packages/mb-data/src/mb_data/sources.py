@@ -34,7 +34,7 @@ class Source:
         size: bytes on disk; 0 where that is not known (pipes).
         version: time of change in ns, or what a store calls a version.
         seekable: workers can read parts of it by themselves.
-        unit: of documents: "json" lines, text "line"s, a whole "file", or "parquet" rows.
+        unit: what a document is: a "json" line, a "line" of text, a "file", or a "parquet" row.
     """
 
     path: str
@@ -64,8 +64,9 @@ def find_sources(
     """Files, patterns, directories, pipes, URLs and "-" as sources, each group in sorted order.
 
     A directory stands for its ``.jsonl``, ``.json``, ``.ndjson`` (compressed or not) and
-    ``.parquet`` files, at any depth and behind symbolic links to directories, each of which is read
-    once; where it has none of them, for its ``.txt`` files. Unfinished output of runs is left out.
+    ``.parquet`` files, or for its ``.txt`` files if it has none of them. They may be at any depth,
+    also behind symbolic links to directories; each directory is read once. Unfinished output of
+    runs is left out.
 
     Raises:
         FileNotFoundError: for what matches nothing, and for a link inside a directory to a file
@@ -114,8 +115,8 @@ def _readable(inside: list[str]) -> list[str]:
 
 
 def _files_inside(directory: str) -> list[str]:
-    """Files at any depth. Links to directories are followed behind the real ones around them, and
-    not where they lead back: each directory is there once, and the order is always the same."""
+    """Files at any depth. Links to directories are followed after the real directories, and each
+    directory is read once, even if a link leads back. The order is always the same."""
 
     def stop(error: OSError) -> None:  # or what cannot be read would be left out without a word
         raise error
@@ -227,7 +228,7 @@ def _find_remote(url: str) -> list[str]:
 
 @contextlib.contextmanager
 def reached(url: str) -> Generator[None]:
-    """What the library of a store raises for want of a network or of rights, as an OSError."""
+    """Turn what a store's library raises without a network or permission into an OSError."""
     try:
         yield
     except (OSError, ValueError, ImportError):

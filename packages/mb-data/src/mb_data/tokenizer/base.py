@@ -25,8 +25,8 @@ class Tokenizer(ABC):
         extra_ids: ids of ``<extra_id_0>``, ``<extra_id_1>``, …; T5's sentinels.
         prepend_bos: whether documents begin with ``bos`` unless one says otherwise (Megatron's
             Llama2Tokenizer).
-        careful_documents: how many documents its slow, readable way has encoded so far because
-            the engine's Unicode tables might be of another year.
+        careful_documents: how many documents the slow, readable implementation has encoded so far,
+            because the engine's Unicode tables might be of another year.
     """
 
     name: str

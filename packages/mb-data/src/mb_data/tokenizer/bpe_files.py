@@ -153,18 +153,14 @@ def _build(
     form: Form | None = None,
     scheme: str | None = None,
 ) -> ByteLevelBPE:
-    size = max([*ids.values(), *added.values()], default=-1) + 1
-    extra_ids = range(size, size + num_extra_ids)
-    texts = {i: text for text, i in added.items()}
-    texts |= {i: f"<extra_id_{n}>" for n, i in enumerate(extra_ids)}
     return ByteLevelBPE(
         name,
         ids,
         merges,
         fingerprint=fingerprint,
         special=special,
-        special_text=texts,
-        extra_ids=extra_ids,
+        special_text={i: text for text, i in added.items()},
+        num_extra_ids=num_extra_ids,
         patterns=patterns,
         ignore_merges=ignore_merges,
         form=form,

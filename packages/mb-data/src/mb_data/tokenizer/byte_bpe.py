@@ -1,8 +1,8 @@
 """Byte-level BPE as a tokenizer: GPT-2, Llama 3, Qwen, DeepSeek, gpt-oss, Mistral's tekken.
 
-The tokens are those of ``ReadableBPE``. gigatoken makes them many times faster; what it may see
-otherwise, a document with letters that are younger than some library's tables, is left to the
-readable twin, and counted.
+The tokens are those of ``ReadableBPE``. gigatoken makes them many times faster. Where it may
+differ, around letters that are newer than some library's Unicode tables, the readable twin encodes
+the text, and such documents are counted.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class ByteLevelBPE(Tokenizer):
         fingerprint: of the vocabulary's files.
         special: ids of special tokens by role.
         special_text: text of special tokens by id, for ``decode``.
+        num_extra_ids: how many ``<extra_id_i>`` to append.
         patterns, ignore_merges, form: see ``ReadableBPE``.
         scheme, ranks: see ``FastBPE``.
         engine: "gigatoken", "python", or "auto" for the first that works.
@@ -50,7 +51,7 @@ class ByteLevelBPE(Tokenizer):
         fingerprint: str,
         special: Mapping[str, int],
         special_text: Mapping[int, str],
-        extra_ids: Sequence[int] = (),
+        num_extra_ids: int = 0,
         patterns: Sequence[str] = (GPT2_PATTERN,),
         ignore_merges: bool = False,
         form: Form | None = None,
@@ -63,16 +64,18 @@ class ByteLevelBPE(Tokenizer):
         self.name = name
         self.fingerprint = fingerprint
         self.special = dict(special)
-        self.extra_ids = tuple(extra_ids)
         self.readable = ReadableBPE(
             ids, merges, patterns, ignore_merges=ignore_merges or merges is None, form=form
         )
         _check(name, self.readable)
-        self.special_text = dict(special_text)
-        self.vocab_size = max([*ids.values(), *self.special_text, *self.extra_ids]) + 1
+        size = max([*ids.values(), *special_text]) + 1
+        self.vocab_size = size + num_extra_ids
+        self.extra_ids = tuple(range(size, self.vocab_size))
+        extra = {i: f"<extra_id_{n}>" for n, i in enumerate(self.extra_ids)}
+        self.special_text = {**special_text, **extra}
         eod = self.special.get("eod")
-        # The end of document itself, if it is not an ordinary entry too: that saves a pass. Ranks
-        # leave no room for it, there it must lie behind them all.
+        # The end of document itself, unless it is an ordinary entry too: that saves a pass. With
+        # ranks the separator must be larger than all of them.
         taken = merges is None or eod not in self.special_text
         self._separator: int = self.vocab_size if taken or eod is None else eod
         self._fast: FastBPE | None = None
@@ -91,7 +94,7 @@ class ByteLevelBPE(Tokenizer):
         if self._fast is None or self._fast.loaded:
             return
         with self._fast.loading():
-            # What the cross-check and the search for letters need would else come behind it.
+            # Meanwhile load what the cross-check and the search for letters need.
             _ = self.readable.expressions
             disputed_letters()
         try:
@@ -157,8 +160,8 @@ class ByteLevelBPE(Tokenizer):
     def _encode_carefully(
         self, texts: list[bytes], careful: set[int]
     ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """The same, where some texts need care: what is read of them is what surrounds the places
-        that do. A text of many megabytes may have one, and reading takes a second for each."""
+        """The same, where some texts need care. Only the surroundings of such places are encoded by
+        the readable twin: it takes a second for a megabyte, and a long text may have one place."""
         parts = [self.readable.pieces(t) if i in careful else [t] for i, t in enumerate(texts)]
         pieces = [piece for part in parts for piece in part]
         slow = np.array([SEPARATOR.encode() in piece for piece in pieces])

@@ -1,9 +1,10 @@
-"""Letters on which libraries disagree, because each brings the Unicode tables of its own year.
+"""Letters on which libraries disagree, because they contain Unicode tables of different years.
 
-A splitting pattern asks of every letter whether it is a letter, a digit, a mark or none of these.
-For one that Unicode has added lately an engine and the code it must equal may answer differently,
-and then the tokens differ. Which letters those are is known: ``vocabularies/disputed_letters.txt``,
-made by ``benchmarks/disputed_letters.py``. A document with such a letter takes the readable way.
+A splitting pattern asks of every character whether it is a letter, a digit, a mark or none of
+these. For one that Unicode has added lately, an engine and the code it must equal may answer
+differently, and then the tokens differ. ``vocabularies/disputed_letters.txt``, made by
+``benchmarks/disputed_letters.py``, lists these letters. Text around them is encoded by the readable
+implementation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ POINTS = 0x110000
 
 
 class DisputedLetters:
-    """Finds texts that contain any of some letters, in UTF-8, at a cost far below encoding them.
+    """Finds texts in UTF-8 that contain any of some letters, in far less time than encoding takes.
 
     Args:
         points: bool [0x110000], True for the letters to find; none of them may be ASCII.
@@ -54,8 +55,8 @@ class DisputedLetters:
 
 @lru_cache(maxsize=2)
 def disputed_letters(*, wordpiece: bool = False) -> DisputedLetters:
-    """Those of splitting patterns; or those of WordPiece, and its capital sigma besides: whether it
-    ends a word decides its small form."""
+    """Those of splitting patterns; or those of WordPiece, with capital sigma, whose small form
+    depends on whether it ends a word."""
     text = resources.files("mb_data").joinpath("vocabularies", "disputed_letters.txt").read_text()
     points = np.zeros(POINTS, dtype=bool)
     for line in text.splitlines():

@@ -21,9 +21,9 @@ from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, ReadableBPE, byte_to_le
 if TYPE_CHECKING:
     from gigatoken.gigatoken_rs import BPETokenizer
 
-# Ends a document on its way through the engine, which then needs one call for many documents. No
-# end of it is a start of it, so a document's last letters and the separator never make another
-# one; a document that contains all of it is left to the caller.
+# Stands between documents, so that the engine needs one call for many of them. No end of it is also
+# a start of it, so a document's last letters and the separator never make another one. A document
+# that contains all of it is left to the caller.
 SEPARATOR = "\x00<mb-data: end of document>"
 
 
@@ -62,7 +62,7 @@ class FastBPE:
 
     @cached_property
     def engine(self) -> BPETokenizer:
-        """Loaded when the first text is encoded: who wants an id of a tokenizer need not wait.
+        """Loaded when the first text is encoded: a caller who only needs an id does not wait.
 
         Raises RuntimeError for a vocabulary that the engine refuses.
         """
@@ -83,8 +83,8 @@ class FastBPE:
 
     @contextlib.contextmanager
     def loading(self) -> Generator[None]:
-        """Load the engine beside what is done meanwhile: it takes a quarter of a second without the
-        interpreter. What goes wrong is raised where ``engine`` is asked for."""
+        """Load the engine in a thread, which takes a quarter of a second without the interpreter's
+        lock. If that fails, ``engine`` raises the error."""
 
         def load() -> None:
             with contextlib.suppress(RuntimeError):

@@ -1,8 +1,8 @@
 """gigatoken, the engine, for SentencePiece's kind of BPE: Llama 2, Mistral, Gemma.
 
 Such a vocabulary merges letters, spaces written as ``▁`` among them, across whole texts, and spells
-letters it does not have by their bytes. The library that the file belongs to stays: as the judge
-of the first tokens of one document a block, and for what the engine does not do.
+letters it does not have by their bytes. The library that the file belongs to is still needed: it
+checks the first tokens of one document in each block, and encodes what the engine cannot.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class FastSentencePiece:
 
 
 def model_description(model: bytes) -> tuple[dict[str, Any], str | None]:
-    """The tokenizer.json of a SentencePiece model file, as far as it is BPE; and what it fails on.
+    """The tokenizer.json of a SentencePiece model file of BPE, and a pattern of texts on which it
+    would differ from the library.
 
     A file is a protocol buffer: pieces in field 1 (text 1, score 2, kind 3), how it was trained in
     field 2 (its kind of model 3, byte fallback 35), how it normalizes in field 3.

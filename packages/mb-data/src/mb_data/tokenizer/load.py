@@ -202,29 +202,21 @@ def megatron_tokenizer(
             raise ValueError(f"{kind} needs --tiktoken-pattern, v1 or v2")
         if eod_token is not None:
             raise ValueError(f"{kind} ends documents with </s>; --eod-token is not for it")
+        name = os.fspath(tokenizer_model)
+        data = _read(Path(name))
+        settings: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "tiktoken_pattern": tiktoken_pattern,
+            "tiktoken_num_special_tokens": tiktoken_num_special_tokens,
+            "tiktoken_special_tokens": tiktoken_special_tokens,
+            "num_extra_ids": num_extra_ids,
+            "engine": engine,
+        }
+        fingerprint = hashlib.sha256(data).hexdigest()
         tokenizer: Tokenizer = from_megatron_ranks(
-            os.fspath(tokenizer_model),
-            Path(tokenizer_model),
-            (data := _read(Path(tokenizer_model))),
-            pattern=tiktoken_pattern,
-            vocab_size=vocab_size,
-            num_special_tokens=tiktoken_num_special_tokens,
-            special_tokens=tiktoken_special_tokens,
-            fingerprint=hashlib.sha256(data).hexdigest(),
-            num_extra_ids=num_extra_ids,
-            engine=engine,
+            name, Path(name), data, fingerprint=fingerprint, **settings
         )
-        tokenizer.rebuild = partial(
-            megatron_tokenizer,
-            kind,
-            tokenizer_model=os.fspath(tokenizer_model),
-            vocab_size=vocab_size,
-            tiktoken_pattern=tiktoken_pattern,
-            tiktoken_num_special_tokens=tiktoken_num_special_tokens,
-            tiktoken_special_tokens=tiktoken_special_tokens,
-            num_extra_ids=num_extra_ids,
-            engine=engine,
-        )
+        tokenizer.rebuild = partial(megatron_tokenizer, kind, tokenizer_model=name, **settings)
         return tokenizer
     if kind == "Llama2Tokenizer":
         tokenizer = load_tokenizer(tokenizer_model, **options)
@@ -239,7 +231,7 @@ def megatron_tokenizer(
 def _find(name: str) -> list[Path]:
     """The vocabulary's file or files."""
     paths = _pair(name)
-    if len(paths) == 1 and paths[0].is_dir():
+    if name and len(paths) == 1 and paths[0].is_dir():  # "" is no name, Path("") this folder
         found = [paths[0] / file for file in IN_DIRECTORY if (paths[0] / file).is_file()]
         if not found:
             raise ValueError(f"tokenizer {name}: none of {', '.join(IN_DIRECTORY)} in there")

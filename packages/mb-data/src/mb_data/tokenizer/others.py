@@ -1,7 +1,7 @@
-"""Tokenizers whose work other libraries do, and the one that does none.
+"""Tokenizers of other libraries, and one for text that consists of ids already.
 
-Where gigatoken can do the same work, it does, many times faster, with the library as its judge.
-The others have no second implementation here: preprocessing has nothing to compare them with.
+Where gigatoken gives the same tokens it is used, many times faster, and checked against the
+library. The others have no second implementation, so preprocessing cannot check them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Vocabularies as lists of byte strings by rank: ``….tiktoken``, ``tekken.json``, the
 ``tokenizer.model`` of Llama 3 and 4, and Megatron's TikTokenizer. Merges are not listed: of two
 neighbours that make an entry, the lowest ranked merge first. Such a file seldom says how text is
-cut into words; who names the file does.
+cut into words; that is known from its name or size.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ PATTERNS = {
 
 
 class Publication(NamedTuple):
-    """What a file of ranks leaves to code: how text is cut and normalized, and what is special.
+    """What a file of ranks does not say: how text is cut and normalized, and what is special.
 
-    ``size`` is that of the vocabulary, where more special ids are reserved than have a name.
-    ``merged`` is False where some entries are words that no merges make, 588 of Llama 3's: found
-    whole or not at all. The engine panics at the ranks of such, and is given their merges at once.
+    ``size`` is that of the vocabulary, if more special ids are reserved than have a name.
+    ``merged`` is False if some entries are words that no merges make (588 of Llama 3's), so that
+    they are found whole or not at all. The engine panics at such ranks and is given merges instead.
     """
 
     scheme: str
@@ -164,39 +164,39 @@ def from_megatron_ranks(
     path: Path,
     data: bytes,
     *,
-    pattern: str,
+    tiktoken_pattern: str,
     vocab_size: int | None,
-    num_special_tokens: int,
-    special_tokens: Sequence[str] | None,
+    tiktoken_num_special_tokens: int,
+    tiktoken_special_tokens: Sequence[str] | None,
     fingerprint: str,
     num_extra_ids: int,
     engine: str,
 ) -> ByteLevelBPE:
     """Megatron's TikTokenizer: a JSON list of ranks and bytes; ``</s>`` ends documents."""
-    if pattern not in MEGATRON_PATTERNS:
-        raise ValueError(f"tiktoken pattern {pattern!r}: expected v1 or v2")
-    texts = list(special_tokens or MEGATRON_SPECIAL)
-    if len(texts) > num_special_tokens or len(set(texts)) < len(texts):
+    if tiktoken_pattern not in MEGATRON_PATTERNS:
+        raise ValueError(f"tiktoken pattern {tiktoken_pattern!r}: expected v1 or v2")
+    texts = list(tiktoken_special_tokens or MEGATRON_SPECIAL)
+    if len(texts) > tiktoken_num_special_tokens or len(set(texts)) < len(texts):
         raise ValueError(
             f"{len(texts)} special tokens, all different, must fit into "
-            f"{num_special_tokens}: {texts}"
+            f"{tiktoken_num_special_tokens}: {texts}"
         )
     for needed in ("<unk>", "<s>", "</s>"):
         if needed not in texts:
             raise ValueError(f"the special tokens lack {needed}, which Megatron needs")
     try:
         rows = json.loads(data.decode())
-        inner = (1 << 17 if vocab_size is None else vocab_size) - num_special_tokens
-        ranks = _ranks(rows[:inner], num_special_tokens)
+        inner = (1 << 17 if vocab_size is None else vocab_size) - tiktoken_num_special_tokens
+        ranks = _ranks(rows[: max(inner, 0)], tiktoken_num_special_tokens)
     except (ValueError, KeyError, TypeError, binascii.Error) as error:
         raise ValueError(f"{path}: expected a list of ranks and token_bytes: {error!r}") from error
-    texts += [f"<SPECIAL_{i}>" for i in range(len(texts), num_special_tokens)]
+    texts += [f"<SPECIAL_{i}>" for i in range(len(texts), tiktoken_num_special_tokens)]
     return _build(
         name,
         ranks,
         {text: i for i, text in enumerate(texts)},
-        pattern=MEGATRON_PATTERNS[pattern],
-        fingerprint=f"{fingerprint}, {pattern}, {vocab_size}, {texts}",
+        pattern=MEGATRON_PATTERNS[tiktoken_pattern],
+        fingerprint=f"{fingerprint}, {tiktoken_pattern}, {vocab_size}, {texts}",
         num_extra_ids=num_extra_ids,
         engine=engine,
     )
@@ -222,17 +222,13 @@ def _build(
     roles = {ROLES[text]: i for text, i in special.items() if text in ROLES}
     if "eos" in roles:
         roles["eod"] = roles["eos"]
-    size = max([*ranks.values(), *special.values()], default=-1) + 1
     schemes = {known: scheme for scheme, known in PATTERNS.items()}
     first, last = min(ranks.values(), default=0), max(ranks.values(), default=0)
-    extra_ids = range(size, size + num_extra_ids)
-    texts = {i: text for text, i in special.items()}
-    texts |= {i: f"<extra_id_{n}>" for n, i in enumerate(extra_ids)}
     options: dict[str, Any] = {
         "fingerprint": fingerprint,
         "special": roles,
-        "special_text": texts,
-        "extra_ids": extra_ids,
+        "special_text": {i: text for text, i in special.items()},
+        "num_extra_ids": num_extra_ids,
         "patterns": (pattern,),
         "form": form,
         "scheme": schemes.get(pattern) if merged and len(ranks) == last - first + 1 else None,

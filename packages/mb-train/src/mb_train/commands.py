@@ -75,7 +75,8 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     ranks = (there or 1) if options.gpus is None else options.gpus
     if ranks < 1:
         raise ValueError(f"Expected --gpus of at least 1, got {ranks}.")
-    device = options.gpu or (torch.cuda.get_device_name(0) if there else "CPU")
+    here = torch.cuda.get_device_name(0) if there and config.device != "cpu" else "CPU"
+    device = options.gpu or here
     vocab_size = mb_data.padded_vocab_size(
         load_tokenizer(config).vocab_size,
         divisible_by=config.make_vocab_size_divisible_by,

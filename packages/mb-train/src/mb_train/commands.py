@@ -61,10 +61,11 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     """
     parser.add_argument("--gpus", type=int, help="ranks; default as many GPUs as there are, or 1")
     parser.add_argument("--gpu", help="name of the GPU (H200, MI300X, ...); default the one here")
-    options, rest = parser.parse_known_args(arguments)
+    command = parse(arguments, own=parser)
+    options = command.own
     from mb_train.starting import plan
 
-    config = plan(parse(rest)).config
+    config = plan(command).config
     import mb_data
     import torch
 
@@ -237,11 +238,10 @@ def upcycle(parser: Parser, arguments: Sequence[str]) -> int:
     """
     parser.add_argument("source", help="run folder of a dense model, or an iteration folder")
     parser.add_argument("target", help="folder to write, new or empty")
-    options, rest = parser.parse_known_args(arguments)
-    command = parse(rest)
+    command = parse(arguments, own=parser)
     from mb_train.convert.upcycle import upcycle
 
-    upcycle(Path(options.source), Path(options.target), command)
+    upcycle(Path(command.own.source), Path(command.own.target), command)
     return 0
 
 

@@ -257,8 +257,8 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
         )
         if config.model not in MEASURED:
             lines.append(
-                f"              arithmetic alone: no step of --model {config.model} was measured "
-                "against it"
+                f"              arithmetic alone, rather too short: it was not fitted to measured "
+                f"steps of --model {config.model}"
             )
         steps = train_iterations(config, BatchSizes(config, batch))
         # Of a ramp-up the smaller steps take their share of a whole one.

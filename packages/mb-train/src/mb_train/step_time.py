@@ -17,6 +17,8 @@ from torch import Tensor
 
 from mb_train.flops import of_device, peak_flops
 
+# Models whose steps the figures below are fitted to. For others a step takes longer: a packed BERT
+# of 110M 492 k tokens/s, not 722 k (benchmarks/results/2026-11-22-models.md).
 MEASURED = ("gpt",)
 # Of a dense GPT-2 125M on an H200, by --profile: products 703 and 723 TFLOP/s, attention 490 of
 # the whole square of positions (benchmarks/results/2026-11-22-h200.md).

@@ -21,7 +21,6 @@ from torch import nn
 
 from mb_train.config import TrainConfig, whole
 from mb_train.execute import Executor, Piped, Sequential, WithinBudget
-from mb_train.from_bert import begin_from_bert
 from mb_train.graphs import Graphed, check_capturable
 from mb_train.layout import stage_layers
 from mb_train.models.attention import CoreAttention
@@ -95,6 +94,8 @@ def assemble(
         with device:
             model = task.build_model(compute_dtype=compute_dtype)
             if config.bert_load is not None and isinstance(model, (ICT, Classifier)):
+                from mb_train.from_bert import begin_from_bert  # few runs wait for these readers
+
                 begin_from_bert(model, config.bert_load)
         total = sum(p.numel() for p in model.parameters())
         if len(runs) > 1:

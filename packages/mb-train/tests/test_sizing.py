@@ -421,6 +421,8 @@ def test_the_command(capsys):
         training = capsys.readouterr().out.splitlines()[-1]
         assert training.startswith(f"training      {steps} steps, ")
         assert training.endswith(" 2 seconds")
+    assert main(["plan", "--recipe", "dmoe-125m", "--print-config"]) == 0
+    assert capsys.readouterr().out.startswith("[model]")
     assert main(["plan", "--recipe", "dmoe-125m", "--gpus", "3"]) == 2
     assert main(["plan", "--gpus", "0"]) == 2
     assert "Expected --gpus of at least 1, got 0" in capsys.readouterr().err

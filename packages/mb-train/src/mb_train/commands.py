@@ -11,6 +11,7 @@ from pathlib import Path
 from mb_train.finetune import finetune
 from mb_train.flags import Command, Parser, add_run, parse
 from mb_train.retrieval.commands import index, retrieve
+from mb_train.toml_file import to_toml
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -66,6 +67,9 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     from mb_train.starting import plan
 
     config = plan(command).config
+    if command.print_config:
+        print(to_toml(config), end="")
+        return 0
     import mb_data
     import torch
 

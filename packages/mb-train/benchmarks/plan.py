@@ -2,7 +2,8 @@
 
     python packages/mb-train/benchmarks/plan.py [--cases dense-125m dmoe-125m] [--steps 24]
 
-Each case trains a few steps on random tokens, without evaluation or checkpoint. Memory is the most
+Each case trains a few steps on random tokens, without evaluation or checkpoint; models of sentences
+on documents longer than their sequences, with little padding. Memory is the most
 that torch's allocator had given out, time the median mean of four steps after the warm-up; the
 plan's error is its figure over the measured one, less 1. Under 90 s in all on an H200. Prints each
 row when it is known, then one line of JSON.
@@ -25,40 +26,62 @@ from mb_train.config import TrainConfig
 from mb_train.recipes import recipe
 from mb_train.run_log import read_log
 from mb_train.sizing import GIB, sizes
-from small_runs import end_at_sigterm, random_tokens, train
+from mb_train.tokenizers import load_tokenizer
+from small_runs import end_at_sigterm, random_sentences, random_tokens, train
 
-# Recipe -> the flags that make it one GPU's.
-CASES: dict[str, dict[str, int]] = {
-    "dense-125m": {"micro_batch_size": 32, "global_batch_size": 64},
-    "dmoe-125m": {"micro_batch_size": 32, "global_batch_size": 64},
-    "olmoe-1b-7b": {"num_layers": 2, "micro_batch_size": 4, "global_batch_size": 8},
+TWICE_32 = {"micro_batch_size": 32, "global_batch_size": 64}
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+GRAPH = {"cuda_graph": True, "compile": False, "global_batch_size": 32} | NO_DROPOUT
+# Case -> its recipe, and the fields that make it one GPU's.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense-125m": ("dense-125m", TWICE_32),
+    "dmoe-125m": ("dmoe-125m", TWICE_32),
+    "olmoe-1b-7b": (
+        "olmoe-1b-7b",
+        {"num_layers": 2, "micro_batch_size": 4, "global_batch_size": 8},
+    ),
+    "bert-110m": ("bert-110m", TWICE_32),
+    "bert-110m-graph": ("bert-110m", TWICE_32 | GRAPH),
+    "t5-220m": ("t5-220m", TWICE_32),
+    "t5-220m-graph": ("t5-220m", TWICE_32 | GRAPH),
+    "ict-bert": ("ict-bert", TWICE_32),
+    "ict-bert-graph": ("ict-bert", TWICE_32 | GRAPH),
 }
 WARM_UP, TOGETHER = 8, 4
 
 
-def measure(name: str, data: list[str], folder: Path, steps: int, device: str) -> dict[str, Any]:
-    """Plan and actual figures of one case."""
-    fields = recipe(name) | CASES[name] | {"train_iters": steps, "device": device}
-    words = ["--recipe", name, *data, "--save", str(folder), "--device", device]
+def measure(name: str, folder: Path, steps: int, device: str) -> dict[str, Any]:
+    """Plan and actual figures of one case; `folder` has its data."""
+    base, own = CASES[name]
+    fields = recipe(base) | own | {"train_iters": steps, "device": device}
+    data = random_sentences if "model" in fields else random_tokens
+    words = ["--recipe", base, *data(folder / "random"), "--save", str(folder / name)]
     # A report waits for the device: after every step it would hold the host back.
-    words += ["--train-iters", str(steps), "--log-interval", str(TOGETHER)]
-    for field, value in CASES[name].items():
-        words += ["--" + field.replace("_", "-"), str(value)]
+    words += ["--device", device, "--train-iters", str(steps), "--log-interval", str(TOGETHER)]
+    for field, value in own.items():
+        flag = field.replace("_", "-")
+        words += (
+            [f"--{flag}" if value else f"--no-{flag}"]
+            if type(value) is bool
+            else [f"--{flag}={value}"]
+        )
     on_gpu = device == "cuda"
     if on_gpu:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     train(words)
-    events = [e for e in read_log(folder / "log.jsonl") if e["event"] == "train"]
-    (start,) = (e for e in read_log(folder / "log.jsonl") if e["event"] == "start")
+    log = read_log(folder / name / "log.jsonl")
+    events = [e for e in log if e["event"] == "train"]
+    (start,) = (e for e in log if e["event"] == "start")
     times = [e["ms_per_iteration"] for e in events[WARM_UP // TOGETHER :]]
-    found = sizes(
-        TrainConfig(**fields),
-        vocab_size(name),
-        1,
-        torch.cuda.get_device_name() if on_gpu else "CPU",
+    config = TrainConfig(**fields)
+    vocab_size = mb_data.padded_vocab_size(
+        load_tokenizer(config).vocab_size,
+        divisible_by=config.make_vocab_size_divisible_by,
+        tensor_parallel=1,
     )
+    found = sizes(config, vocab_size, 1, torch.cuda.get_device_name() if on_gpu else "CPU")
     return {
         "case": name,
         "parameters": start["parameters"],
@@ -68,13 +91,6 @@ def measure(name: str, data: list[str], folder: Path, steps: int, device: str) -
         "ms": statistics.median(times),
         "planned_ms": None if found.step_s is None else 1e3 * found.step_s,
     }
-
-
-def vocab_size(name: str) -> int:
-    """GPT-2's vocabulary, padded as the recipe has it."""
-    by = recipe(name).get("make_vocab_size_divisible_by", 128)
-    size = mb_data.load_tokenizer("gpt2").vocab_size
-    return mb_data.padded_vocab_size(size, divisible_by=by, tensor_parallel=1)
 
 
 def main() -> None:
@@ -87,13 +103,14 @@ def main() -> None:
         raise SystemExit(f"Expected --steps above {WARM_UP}, got {options.steps}.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
-    head = f"{'':14}{'GiB':>8}{'plan':>8}{'error':>8}{'ms':>9}{'plan':>9}{'error':>8}"
+    head = f"{'':16}{'GiB':>8}{'plan':>8}{'error':>8}{'ms':>9}{'plan':>9}{'error':>8}"
     print(head, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         end_at_sigterm(Path(folder))
-        data = random_tokens(Path(folder) / "random")
         for name in options.cases:
-            rows.append(measure(name, data, Path(folder) / name, options.steps, device))
+            own = Path(folder) / name
+            own.mkdir()
+            rows.append(measure(name, own, options.steps, device))
             print(_line(rows[-1]), flush=True)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}))
@@ -101,7 +118,7 @@ def main() -> None:
 
 def _line(row: dict[str, Any]) -> str:
     assert row["parameters"] == row["planned_parameters"], row
-    line = f"{row['case']:14}"
+    line = f"{row['case']:16}"
     for kind, digits in (("gib", 8), ("ms", 9)):
         got, planned = row[kind], row[f"planned_{kind}"]
         known = got and planned is not None

@@ -28,10 +28,25 @@ def random_tokens(path: Path, count: int = 4_000_000) -> list[str]:
     with mb_data.IndexedDatasetBuilder(path, np.uint16) as builder:
         for _ in range(64):
             builder.add_document(generator.integers(0, 50_000, count // 64, dtype=np.uint16))
+    return [*_flags(path), "--tokenizer", "gpt2"]
+
+
+def _flags(path: Path) -> list[str]:
     return [
-        "--data-path", str(path), "--split", "100,0,0", "--tokenizer", "gpt2", "--eval-iters", "0",
-        "--log-interval", "1", "--save-interval", "0", "--save", f"{path}-run",
+        "--data-path", str(path), "--split", "100,0,0", "--eval-iters", "0", "--log-interval", "1",
+        "--save-interval", "0", "--save", f"{path}-run",
     ]  # fmt: skip
+
+
+def random_sentences(path: Path) -> list[str]:
+    """The same for models of sentences, of 64 to 96 random tokens in documents of 24."""
+    generator = np.random.default_rng(0)
+    with mb_data.IndexedDatasetBuilder(path, np.uint16) as builder:
+        for _ in range(2000):
+            lengths = generator.integers(64, 96, 24)
+            tokens = generator.integers(1000, 30_000, lengths.sum(), dtype=np.uint16)
+            builder.add_document(tokens, lengths)
+    return [*_flags(path), "--tokenizer", "bert-base-uncased"]
 
 
 def end_at_sigterm(folder: Path) -> None:

@@ -11,6 +11,7 @@ from mb_train.config import TrainConfig
 from mb_train.convert import export_model, import_model, read_model
 from mb_train.convert.architectures import architecture_for
 from mb_train.convert.safetensors_files import TensorFolder
+from mb_train.from_bert import begin_from_bert
 from mb_train.loading import load_trained
 from mb_train.models.segments import Segments
 from mb_train.tasks.make import whole_model
@@ -147,16 +148,18 @@ def test_a_retriever_begins_from_theirs(tmp_path):
         "max_position_embeddings": 24, "seq_length": 24, "post_layernorm": True,
         "activation": "gelu", "layernorm_epsilon": 1e-12,
     }  # fmt: skip
-    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0, "bert_load": str(tmp_path)}
+    run = {"micro_batch_size": 2, "train_iters": 1, "lr": 1.0}
     config = TrainConfig(**sizes, **run, model="ict")
     ict = whole_model(config, vocab_size=128).eval()
+    begin_from_bert(ict, str(tmp_path))
     x, _, valid, _ = inputs(19)
     with torch.no_grad():
         got, _ = ict.query(x, valid)
         want = model.bert(x, attention_mask=valid).last_hidden_state[:, 0]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    other = whole_model(replace(config, layernorm_epsilon=1e-5), vocab_size=128)
     with pytest.raises(ValueError, match=r"norm_eps, 1e-05, .* \(--bert-load\), got 1e-12"):
-        whole_model(replace(config, layernorm_epsilon=1e-5), vocab_size=128)
+        begin_from_bert(other, str(tmp_path))
 
 
 @kinds

@@ -10,7 +10,7 @@ import pytest
 from mb_train.commands import COMMANDS
 from mb_train.config import TrainConfig, flag_name
 from mb_train.config.field import spec, value_types
-from mb_train.flags import build_parser, parse, resolve, without_effect
+from mb_train.flags import Parser, build_parser, parse, resolve, without_effect
 from mb_train.recipes import recipe
 from mb_train.schedule import build_schedule
 from mb_train.settled import SETTLED
@@ -483,3 +483,34 @@ def test_every_field_can_be_typed_and_written_to_a_file(tmp_path, f):
 def test_a_path_that_is_not_in_utf8_is_refused_at_once():
     with pytest.raises(UsageError, match="in UTF-8, got"):
         parse(["--save", "runs/\udcff"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["SRC DST --moe-num-experts 8", "--moe-num-experts 8 SRC DST", "SRC --moe-num-experts=8 DST"],
+)
+def test_a_command_takes_the_flags_of_a_run_anywhere(words):
+    own = Parser()
+    own.add_argument("source")
+    own.add_argument("target")
+    own.add_argument("--task")
+    command = parse([*words.split(), "--task", "of my own"], own=own)
+    assert (command.own.source, command.own.target) == ("SRC", "DST")
+    assert command.own.task == "of my own"
+    assert command.values == {"moe_num_experts": 8}
+    with pytest.raises(UsageError, match="The following arguments are required: source, target"):
+        parse(["--moe-num-experts", "8"], own=own)
+    with pytest.raises(UsageError, match=r"Unknown flag --tusk\. The nearest is --task"):
+        parse([*words.split(), "--tusk"], own=own)
+
+
+def test_a_choice_of_the_checkpoint_can_be_turned_off():
+    loaded = {
+        "recompute_granularity": "full", "recompute_method": "uniform",
+        "moe_saved_activation_bits": 8, "moe_num_experts": 4, "activation": "gelu",
+    }  # fmt: skip
+    words = ["--recompute-granularity", "none", "--moe-saved-activation-bits", "none"]
+    config = resolve(parse([*RUN, *words]), loaded)
+    assert config.recompute_granularity is config.recompute_method is None
+    assert config.moe_saved_activation_bits is None
+    assert resolve(parse(RUN), loaded).recompute_granularity == "full"

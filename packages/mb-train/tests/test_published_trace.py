@@ -18,6 +18,7 @@ from mb_train.metrics import Accumulator
 from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.schedule import BatchSizes, build_schedule
 from mb_train.step import train_step
+from mb_train.tasks import GPTTask
 from mb_train.timers import Timers
 from torch import nn
 
@@ -46,7 +47,7 @@ class Overflowing:
 
 def test_the_posts_rates_and_scales():
     device, mesh = torch.device("cpu"), ParallelDims().build("cpu")
-    part, said = nn.Linear(1, 1, bias=False), []
+    part, said, task = nn.Linear(1, 1, bias=False), [], GPTTask(CONFIG, vocab_size=128, eod=0)
     model = SimpleNamespace(
         parts=[part],
         train=lambda mode=True: None,
@@ -60,7 +61,7 @@ def test_the_posts_rates_and_scales():
         optimizer=build_optimizer(model, CONFIG), scaler=build_scaler(CONFIG),
         timers=Timers(device, level=0, option="minmax"), micro_batch_size=512, iterations=2000,
         vocab_size=128, last_losses={},
-        task=SimpleNamespace(loss_weights={"lm loss": "weights"}, sequence_length=1024),
+        task=SimpleNamespace(loss_weights={"lm loss": "weights"}, workload=task.workload),
         load_balance=SimpleNamespace(see=lambda metrics: None, update=lambda step, optimizer: None),
         say=said.append, sign_of_life=lambda doing: None,
         model=model, log=SimpleNamespace(write=lambda event, **values: None),

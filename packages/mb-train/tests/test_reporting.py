@@ -26,6 +26,7 @@ from mb_train.reporting import (
     world_line,
 )
 from mb_train.run_log import RunLog, read_log
+from mb_train.tasks.make import one_process_task
 from mb_train.timers import Timers, timer_lines
 from mb_train.validate import measure
 
@@ -151,18 +152,19 @@ def test_timers_over_ranks():
 
 def test_a_share_of_the_peak():
     # AMD's post: 512 sequences of 1024 in 657.1 ms on 8 MI300X, GPT-2 125M.
-    config, rate = TrainConfig(**RUN), 512 * 1024 / 0.6571
-    pace = speed(config, vocab_size=50304, tokens_per_s=rate, ranks=8, device="AMD MI300X")
+    def paced(device, **fields):
+        work = one_process_task(TrainConfig(**RUN, **fields), None, vocab_size=50304).workload
+        return speed(work, samples_per_s=512 / 0.6571, ranks=8, device=device)
+
+    rate, pace = 512 * 1024 / 0.6571, paced("AMD MI300X")
+    assert pace.tokens_per_s == pytest.approx(rate)
     by_hand = 6 * (12 * 12 * 768**2 + 50304 * 768) + 12 * 12 * 1024 * 768
     assert pace.tflops == pytest.approx(by_hand * rate / 8 / 1e12)
     assert pace.mfu == pytest.approx(pace.tflops / 1307)
-    unknown = speed(config, vocab_size=50304, tokens_per_s=1.0, ranks=1, device="CPU")
-    assert unknown.mfu is None
-    sparse = TrainConfig(
-        **RUN, moe_num_experts=64, moe_top_k=2, moe_layer_freq=3, swiglu=True,
-        ffn_hidden_size=4 * 768,
-    )  # fmt: skip
-    twice = speed(sparse, vocab_size=50304, tokens_per_s=rate, ranks=8, device="")
+    assert paced("CPU").mfu is None
+    twice = paced(
+        "", moe_num_experts=64, moe_top_k=2, moe_layer_freq=3, swiglu=True, ffn_hidden_size=4 * 768
+    )
     # Of 12 layers 4 have experts: two of 3 x 4 D^2 and the router; attention has 4 D^2.
     matrices = 8 * 12 * 768**2 + 4 * (2 * 12 * 768**2 + 64 * 768) + 12 * 4 * 768**2
     by_hand = 6 * (matrices + 50304 * 768) + 12 * 12 * 1024 * 768

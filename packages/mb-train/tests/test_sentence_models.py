@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from mb_layers import MoEConfig
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
+from mb_train.from_bert import begin_from_bert
 from mb_train.models.attention import BlockContext, CoreAttention
 from mb_train.models.bert import Bert
 from mb_train.models.config import TransformerConfig
@@ -274,9 +275,11 @@ def test_towers_begin_from_a_bert(tmp_path, shared):
     write_run(tmp_path / "bert", config, bert.state_dict(), say=lambda line: None)
 
     def ict(**change):
-        start = {"bert_load": str(tmp_path / "bert"), "model": "ict"}
         one = {"biencoder_shared_query_context_model": shared, "biencoder_projection_dim": 8}
-        return whole_model(TrainConfig(**{**sizes, **run, **start, **one, **change}), vocab_size=V)
+        config = TrainConfig(**{**sizes, **run, "model": "ict", **one, **change})
+        model = whole_model(config, vocab_size=V)
+        begin_from_bert(model, str(tmp_path / "bert"))
+        return model
 
     model = ict()
     for tower in (model.query, model.block):

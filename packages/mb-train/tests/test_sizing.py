@@ -1,6 +1,8 @@
 """What a run is said to need, against what its text keeps."""
 
 import dataclasses
+import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +12,11 @@ from mb_parallel.recompute import apply_recompute
 from mb_train.assemble import Assembled
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.flops import flops_per_token
+from mb_train.flops import flops
 from mb_train.kept import activations_bytes
 from mb_train.models.gpt import GPT
 from mb_train.optimizer import build_optimizer
-from mb_train.recipes import recipe
+from mb_train.recipes import RECIPES, recipe
 from mb_train.sizing import (
     GIB,
     describe,
@@ -24,8 +26,15 @@ from mb_train.sizing import (
 )
 from mb_train.step_time import orthogonalising
 from mb_train.tasks.architecture import transformer_config
+from mb_train.tasks.make import one_process_task
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+V = 64
+T5 = {"model": "t5", "decoder_seq_length": 96}
+RACE = {
+    "model": "classifier", "task": "race", "train_data_path": ["t"], "valid_data_path": ["v"],
+}  # fmt: skip
 KINDS = {
     "dense": {},
     "dropout": {"hidden_dropout": 0.1},
@@ -44,6 +53,21 @@ KINDS = {
     "recompute-of-one": {
         "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1,
     },
+    "dropout-of-attention": {"attention_dropout": 0.1},
+    "zero-experts": {"moe_num_experts": 4, "moe_top_k": 2, "moe_num_zero_experts": 2},
+    "bert": {"model": "bert"},
+    "bert-relative": {"model": "bert", "position_embedding_type": "relative"},
+    "bert-post-norm": {"model": "bert", "post_layernorm": True, "hidden_dropout": 0.1},
+    "t5": T5,
+    "t5-relative": T5 | {"position_embedding_type": "relative", "decoder_num_layers": 2},
+    "t5-modern": T5 | {
+        "moe_num_experts": 4, "moe_layer_freq": 2, "swiglu": True, "normalization": "RMSNorm",
+        "group_query_attention": True, "num_query_groups": 2, "position_embedding_type": "rope",
+    },
+    "t5-dropout-of-attention": T5 | {"attention_dropout": 0.1},
+    "ict": {"model": "ict", "biencoder_projection_dim": 32},
+    "pairs": RACE | {"task": "mnli"},
+    "race": RACE,
     "fp32-residual": {"fp32_residual_connection": True, "bf16": True},
 }  # fmt: skip
 
@@ -57,6 +81,44 @@ def config_of(**fields):
     return TrainConfig(**base | fields)
 
 
+def config_and_model(fields):
+    """A small model of V tokens, made for real."""
+    config = config_of(**fields)
+    task = one_process_task(config, None, vocab_size=V)
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    return config, task.workload, task.build_model(compute_dtype=dtype).train()
+
+
+def batch_of(config):
+    """What a step of it takes: no padding."""
+    B, S, R = config.micro_batch_size, config.seq_length, config.decoder_seq_length or 0
+    texts = 4 * B if config.task == "race" else B
+    numbers = partial(torch.randint, 0, 50)
+    tokens, real = numbers((texts, S)), torch.ones(texts, S).long()
+    encoded = {"ends_BN": torch.full((texts, 1), S), "valid_BS": real}
+    types = {"token_types_BS": numbers((texts, S)) % 2}
+    if config.model == "gpt":
+        return tokens, {"labels_BS": tokens}
+    if config.model == "bert":
+        M = math.ceil(config.mask_prob * S)
+        first = torch.zeros(B, 1).long()
+        return tokens, encoded | types | {
+            "masked_BM": numbers((B, M)), "labels_BM": numbers((B, M)),
+            "weights_BM": torch.ones(B, M), "first_BP": first, "order_BP": first,
+            "order_weights_BP": torch.ones(B, 1),
+        }  # fmt: skip
+    if config.model == "t5":
+        return tokens, encoded | {
+            "decoder_tokens_BR": numbers((B, R)), "decoder_ends_BN": torch.full((B, 1), R),
+            "decoder_valid_BR": torch.ones(B, R).long(), "labels_BR": numbers((B, R)),
+            "weights_BR": torch.ones(B, R),
+        }  # fmt: skip
+    if config.model == "ict":
+        valid = {"query_valid_BS": real, "block_BS": tokens, "block_valid_BS": real}
+        return tokens, valid | {"weights_B": torch.ones(B)}
+    return tokens, encoded | types | {"labels_A": numbers((B,)) % 3, "weights_A": torch.ones(B)}
+
+
 def kept_bytes(model, config):
     """Bytes that autograd holds after a forward pass, parameters apart."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -68,28 +130,27 @@ def kept_bytes(model, config):
             held[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    tokens_BS = torch.randint(0, 50, (config.micro_batch_size, config.seq_length))
+    tokens, rest = batch_of(config)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(tokens_BS, labels_BS=tokens_BS)
+        output = model(tokens, **rest)
         assert output.losses
     return sum(held.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_are_what_autograd_keeps(kind):
-    config = config_of(**KINDS[kind])
-    dtype, width = (torch.bfloat16, 2) if config.bf16 else (torch.float32, 4)
-    model = GPT(transformer_config(config, 64), compute_dtype=dtype).train()
+    config, work, model = config_and_model(KINDS[kind])
+    width = 2 if config.bf16 else 4
     if config.recompute_granularity == "full":
         blocks = list(model.stack.blocks.values())
         apply_recompute(blocks[:1] if config.recompute_method == "block" else blocks, "full")
-    counted = activations_bytes(config, ParallelDims(), width)
+    counted = activations_bytes(work, config, ParallelDims(), width, on_gpu=False)
     kept = kept_bytes(model, config)
     if config.bf16:  # casts of the weights, counted with those
         kept -= 2 * sum(p.numel() for p in model.stack.blocks.parameters() if p.ndim > 1)
     if config.recompute_granularity == "full":  # and one layer again in the backward pass
-        alone = config_of(num_layers=1)
-        kept += kept_bytes(GPT(transformer_config(alone, 64)).train(), alone)
+        alone, _, one = config_and_model({"num_layers": 1})
+        kept += kept_bytes(one, alone)
     assert counted == pytest.approx(kept, rel=0.15)
 
 
@@ -101,26 +162,72 @@ def test_experts_with_a_capacity_keep_what_dropless_ones_keep():
     assert kept[0] == kept[1]
 
 
-def _counts_attention() -> bool:
-    """Whether torch counts a CPU's attention."""
-    with FlopCounterMode(display=False) as counter:
-        torch.nn.functional.scaled_dot_product_attention(*torch.ones(3, 1, 1, 4, 8))
-    return counter.get_total_flops() > 0
-
-
-@pytest.mark.parametrize("kind", ["dense", "modern", "experts", "gated-experts", "shared-expert"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "recompute" not in kind])
 def test_arithmetic_is_what_the_operations_are_counted_to_take(kind):
-    config = config_of(**KINDS[kind])
-    model = GPT(transformer_config(config, 64)).train()
-    tokens_BS = torch.randint(0, 50, (config.micro_batch_size, config.seq_length))
-    with FlopCounterMode(display=False) as counter:
-        model(tokens_BS, labels_BS=tokens_BS).total().backward()
-    # Attention is six products over the square of positions. On a CPU torch 2.13 counts none of
-    # them, 2.15 also the one that the backward pass computes again.
-    missing = -1 if _counts_attention() else 6
-    product = 2 * config.seq_length * config.hidden_size * config.num_layers
-    counted = counter.get_total_flops() / tokens_BS.numel() + missing * product
-    assert flops_per_token(config, 64) == pytest.approx(counted, rel=1e-3)
+    config, work, model = config_and_model(KINDS[kind])
+    tokens, rest = batch_of(config)
+    # Attention of plain products, which every torch counts as they are.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, **rest).total().backward()
+    counted = counter.get_total_flops() / config.micro_batch_size
+    assert sum(flops(work)) == pytest.approx(counted, rel=1e-4)
+
+
+# The recipes of other models than GPT's have shapes of their own below.
+ODD = {
+    "gpt": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True},
+    "bert": {"model": "bert", "bert_binary_head": False, "post_layernorm": True},
+    "t5": T5 | {"decoder_num_layers": 5, "moe_num_experts": 3, "moe_first_k_dense": 2},
+    "ict": {"model": "ict", "biencoder_projection_dim": 7, "position_embedding_type": "none"},
+    "one-tower": {"model": "ict", "biencoder_shared_query_context_model": True},
+    "race": RACE | {"moe_num_experts": 3, "moe_layer_freq": 2, "moe_router_bias": True},
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_parameters_are_those_of_the_model(kind):
+    sizes_of = {"hidden_size": 36, "num_attention_heads": 3, "kv_channels": 10, "seq_length": 31}
+    config, _, model = config_and_model(sizes_of | ODD[kind])
+    built = sum(p.numel() for p in model.parameters())
+    assert sizes(config, V, 1, "CPU").parameters == built
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_can_be_planned(name, capsys):
+    assert main(["plan", "--recipe", name, "--gpus", "1", "--gpu", "H200"]) == 0
+    out = capsys.readouterr().out
+    kind = recipe(name).get("model", "gpt")
+    assert (f"not fitted to measured steps of --model {kind}" in out) == (kind != "gpt")
+    assert " ms a step on H200" in out
+
+
+def test_the_published_sizes():
+    """BERT base and large (with the order's head), T5 base of Megatron's, ICT's two towers."""
+    planned = {
+        name: sizes(TrainConfig(**recipe(name)), vocab, 1, "CPU").parameters
+        for name, vocab in (("bert-110m", 30592), ("t5-220m", 30720), ("ict-bert", 30592))
+    }
+    D, layers = 768, 12
+    block, cross = 12 * D * D + 13 * D, 4 * D * D + 6 * D
+    positions, norm, pooler = 512 * D, 2 * D, D * D + D
+    encoder = 30592 * D + positions + 2 * D + layers * block + norm
+    heads = D * D + D + norm + 30592 + pooler + 2 * D + 2
+    assert planned["bert-110m"] == encoder + heads
+    assert planned["ict-bert"] == 2 * (encoder + 128 * D + 128)
+    stacks = layers * (2 * block + cross) + 2 * norm
+    assert planned["t5-220m"] == 30720 * D + positions + stacks + 30720
+
+
+def test_what_a_run_would_refuse_is_no_plan(capsys):
+    stages = ["--pipeline-model-parallel-size", "12", "--gpus", "12"]
+    assert main(["plan", "--recipe", "t5-220m", *stages]) == 0
+    assert main(["plan", "--recipe", "ict-bert", *stages]) == 2
+    assert "12 pipeline stages, of which two towers" in capsys.readouterr().err
+
+
+def test_fp32_has_no_time(capsys):
+    assert main(["plan", "--recipe", "bert-110m", "--no-bf16", "--gpus", "1", "--gpu", "H200"]) == 0
+    assert "not known in fp32" in capsys.readouterr().out
 
 
 def test_moments_in_16_bit_are_half_as_large():
@@ -292,10 +399,11 @@ def test_experts_of_other_ranks_make_room_for_the_worst_case():
     assert sizes_of["exact"] < sizes_of["budget"] < sizes_of["worst"]
 
 
-def test_a_run_that_will_not_fit_is_warned_of():
-    assert memory_warning(config_of(), 64, 1, torch.device("cpu"), "CPU") is None
+@pytest.mark.parametrize("kind", [{}, {"model": "bert"}, T5, {"model": "ict"}, RACE])
+def test_a_run_that_will_not_fit_is_warned_of(kind):
+    assert memory_warning(config_of(**kind), 64, 1, torch.device("cpu"), "CPU") is None
     huge = config_of(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048,
-                     ffn_hidden_size=None)  # fmt: skip
+                     ffn_hidden_size=None, **kind)  # fmt: skip
     said = memory_warning(huge, 50304, 1, torch.device("cpu"), "CPU")
     assert "warning: this run needs about" in said
     assert f"there are {host_memory() / GIB:.1f} GiB" in said or "available memory" in said
@@ -313,6 +421,8 @@ def test_the_command(capsys):
         training = capsys.readouterr().out.splitlines()[-1]
         assert training.startswith(f"training      {steps} steps, ")
         assert training.endswith(" 2 seconds")
+    assert main(["plan", "--recipe", "dmoe-125m", "--print-config"]) == 0
+    assert capsys.readouterr().out.startswith("[model]")
     assert main(["plan", "--recipe", "dmoe-125m", "--gpus", "3"]) == 2
     assert main(["plan", "--gpus", "0"]) == 2
     assert "Expected --gpus of at least 1, got 0" in capsys.readouterr().err

@@ -217,7 +217,7 @@ def test_what_two_stages_have_is_to_stay_equal(kind, positions):
             how = {"untie_embeddings_and_output_weights": untied, **change}
             task = one_process_task(TrainConfig(**sizes, **how), None, vocab_size=32)
             for stages in (2, 3):
-                runs, found = split_layers(task.layers, stages), {}
+                runs, found = split_layers(task.workload.layers, stages), {}
                 for stage, layers in enumerate(runs):
                     part = task.build_model(compute_dtype=torch.float32)
                     part.keep(layers, first=stage == 0, last=stage == stages - 1)

@@ -83,7 +83,8 @@ def test_what_computes_otherwise_is_said_and_what_has_no_copy_refused(tmp_path, 
     dense, run = dense_run(tmp_path / "dense"), tmp_path / "run"
     four = ["upcycle", str(dense), str(run), "--moe-num-experts", "4"]
     for words, says in (
-        ([*four, "--lr", "1"], "flags of the experts alone, got lr"),
+        ([*four, "--lr", "1"], "flags of the experts alone, got --lr"),
+        ([*four, "--recipe", "dense-46m", "--print-config"], "got --recipe, --print-config"),
         (four[:3], "got no number of them"),
         ([*four, "--moe-ffn-hidden-size", "32"], "--moe-ffn-hidden-size 64 of experts"),
         ([*four, "--moe-shared-expert-intermediate-size", "8"], "--moe-shared-expert"),

@@ -6,7 +6,6 @@ sharding of data parallelism. A model's own text knows of none of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +14,7 @@ from mb_layers.router import Router
 from mb_parallel import ParallelMesh, any_rank, apply_data_parallel, parallelize_experts
 from mb_parallel.expert_parallel import budgets_of
 from mb_parallel.optimizer import WorkingCopies, hold_working_copies
-from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
+from mb_parallel.pipeline_parallel import Pipeline, stage_indices
 from mb_parallel.recompute import apply_recompute
 from mb_parallel.tensor_parallel import parallelize_tensors
 from torch import nn
@@ -23,7 +22,10 @@ from torch import nn
 from mb_train.config import TrainConfig, whole
 from mb_train.execute import Executor, Piped, Sequential, WithinBudget
 from mb_train.graphs import Graphed, check_capturable
+from mb_train.layout import stage_layers
 from mb_train.models.attention import CoreAttention
+from mb_train.models.classifier import Classifier
+from mb_train.models.ict import ICT
 from mb_train.models.transformer import Block
 from mb_train.tasks import Task
 from mb_train.tasks.base import Borders
@@ -77,13 +79,24 @@ def assemble(
     """
     if config.cuda_graph:
         check_capturable(config, device, mesh.dims.world_size)
-    runs, indices = _stages(task, config, mesh)
+    runs = stage_layers(config, task.workload.layers, mesh.pp_size)
+    borders = task.borders(runs) if mesh.pp_size > 1 else None
+    indices = stage_indices(
+        config.schedule_in_force,
+        pp_size=mesh.pp_size,
+        pp_rank=mesh.pp_rank,
+        stages_per_rank=len(runs) // mesh.pp_size,
+    )
     parts, total = [], 0
     notes: dict[int, list[str]] = {}
     for index in indices:
         torch.manual_seed(config.seed)
         with device:
             model = task.build_model(compute_dtype=compute_dtype)
+            if config.bert_load is not None and isinstance(model, (ICT, Classifier)):
+                from mb_train.from_bert import begin_from_bert  # few runs wait for these readers
+
+                begin_from_bert(model, config.bert_load)
         total = sum(p.numel() for p in model.parameters())
         if len(runs) > 1:
             model.keep(runs[index], first=index == 0, last=index == len(runs) - 1)
@@ -92,8 +105,8 @@ def assemble(
     working_copies = hold_working_copies(parts, compute_dtype)
     executor: Executor
     copies: list[nn.Parameter] = []
-    if mesh.pp_size > 1:
-        pipeline = _pipeline(parts, task.borders(runs), task, config, mesh, compute_dtype)
+    if borders is not None:
+        pipeline = _pipeline(parts, borders, task, config, mesh, compute_dtype)
         executor, copies = Piped(pipeline), pipeline.copies
     elif config.cuda_graph:
         executor = Graphed(parts[0], task.first_input, working_copies)
@@ -126,23 +139,6 @@ def _pipeline(
         streams=borders.streams,
         tied=borders.tied,
     )
-
-
-def _stages(
-    task: Task, config: TrainConfig, mesh: ParallelMesh
-) -> tuple[list[range], Sequence[int]]:
-    """The layers of all stages, and which stages are this rank's."""
-    if mesh.pp_size == 1:
-        return [range(task.layers)], [0]
-    chunk = config.layers_of_a_chunk
-    per_rank = 1 if chunk is None else task.layers // (mesh.pp_size * chunk)
-    indices = stage_indices(
-        config.schedule_in_force,
-        pp_size=mesh.pp_size,
-        pp_rank=mesh.pp_rank,
-        stages_per_rank=per_rank,
-    )
-    return split_layers(task.layers, mesh.pp_size * per_rank), indices
 
 
 def _of_all_stages(notes: dict[int, list[str]], mesh: ParallelMesh) -> list[str]:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from mb_parallel import rank, world_size
 from torch import Tensor, nn
 
-from mb_train.checksums import SUMS_FILE, damage, read_sums
+from mb_train.checksums import SUMS_FILE, CheckpointError, damage, read_sums
 from mb_train.run_folder import checkpoints, iteration_of, read_saved_run
 
 if TYPE_CHECKING:
@@ -41,10 +41,6 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 # What wrappers put into a parameter's name: torch.compile, and checkpoint_wrapper.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded, and why."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from mb_train.checkpoint import CheckpointError
-from mb_train.checksums import SUMS_FILE, format_sums, sum_of
+from mb_train.checksums import SUMS_FILE, CheckpointError, format_sums, sum_of
 from mb_train.run_folder import (
     LATEST,
     RUN_FILE,

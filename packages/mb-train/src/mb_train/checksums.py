@@ -18,6 +18,10 @@ SUMS_FILE = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/]+)")
 
 
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded, and why."""
+
+
 def sum_of(path: Path) -> str:
     """SHA-256 of a file, 64 hexadecimal digits."""
     with path.open("rb") as file:

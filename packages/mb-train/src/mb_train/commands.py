@@ -11,6 +11,7 @@ from pathlib import Path
 from mb_train.finetune import finetune
 from mb_train.flags import Command, Parser, add_run, parse
 from mb_train.retrieval.commands import index, retrieve
+from mb_train.toml_file import to_toml
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -61,10 +62,14 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     """
     parser.add_argument("--gpus", type=int, help="ranks; default as many GPUs as there are, or 1")
     parser.add_argument("--gpu", help="name of the GPU (H200, MI300X, ...); default the one here")
-    options, rest = parser.parse_known_args(arguments)
+    command = parse(arguments, own=parser)
+    options = command.own
     from mb_train.starting import plan
 
-    config = plan(parse(rest)).config
+    config = plan(command).config
+    if command.print_config:
+        print(to_toml(config), end="")
+        return 0
     import mb_data
     import torch
 
@@ -75,7 +80,8 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     ranks = (there or 1) if options.gpus is None else options.gpus
     if ranks < 1:
         raise ValueError(f"Expected --gpus of at least 1, got {ranks}.")
-    device = options.gpu or (torch.cuda.get_device_name(0) if there else "CPU")
+    here = torch.cuda.get_device_name(0) if there and config.device != "cpu" else "CPU"
+    device = options.gpu or here
     vocab_size = mb_data.padded_vocab_size(
         load_tokenizer(config).vocab_size,
         divisible_by=config.make_vocab_size_divisible_by,
@@ -236,11 +242,10 @@ def upcycle(parser: Parser, arguments: Sequence[str]) -> int:
     """
     parser.add_argument("source", help="run folder of a dense model, or an iteration folder")
     parser.add_argument("target", help="folder to write, new or empty")
-    options, rest = parser.parse_known_args(arguments)
-    command = parse(rest)
+    command = parse(arguments, own=parser)
     from mb_train.convert.upcycle import upcycle
 
-    upcycle(Path(options.source), Path(options.target), command)
+    upcycle(Path(command.own.source), Path(command.own.target), command)
     return 0
 
 

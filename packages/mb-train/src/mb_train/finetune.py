@@ -51,8 +51,8 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
             help="TSV; of race JSON Lines, or a folder with files *.txt of them",
         )  # fmt: skip
     parser.add_argument("--epochs", type=float, default=3, help="passes over the data; default 3")
-    options, rest = parser.parse_known_args(arguments)
-    command = parse(rest)
+    command = parse(arguments, own=parser)
+    options = command.own
     if command.values.get("load") is not None:
         raise ValueError(
             "Expected no --load: fine-tuning begins with RUN's weights. One that was stopped goes "

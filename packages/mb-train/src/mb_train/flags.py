@@ -38,6 +38,7 @@ class CommandLine:
     """What was typed or read from `--config`: fields by name, the recipe, remarks to print.
 
     `of_every_layer` names those weights of `values` that every layer's loss has, not their mean.
+    `own` holds the arguments of a command that are not a run's.
     """
 
     values: dict[str, Any]
@@ -45,6 +46,7 @@ class CommandLine:
     print_config: bool
     notes: tuple[str, ...]
     of_every_layer: tuple[str, ...] = ()
+    own: argparse.Namespace = dataclasses.field(default_factory=argparse.Namespace)
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,6 +81,8 @@ Python's own library.
 """
 
 
+# What turns a choice off that is off by default.
+_NONE = "none"
 # Choices of more letters than this are in a flag's text, not in its line.
 _LONG = 50
 
@@ -97,12 +101,13 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def build_parser(
-    commands: Mapping[str, Command] = MappingProxyType({}),
+    commands: Mapping[str, Command] = MappingProxyType({}), own: Parser | None = None
 ) -> argparse.ArgumentParser:
     """The parser of a training run; its result holds only what was typed.
 
     Args:
         commands: what else the program does, by name; their docstrings are for the help.
+        own: see `parse`.
     """
     from mb_train import __version__
 
@@ -117,6 +122,7 @@ def build_parser(
         formatter_class=_Help,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
+        conflict_handler="error" if own is None else "resolve",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"mb-train {__version__}")
     top = parser.add_argument_group("the run")
@@ -136,6 +142,8 @@ def build_parser(
         kind = {"nargs": valued} if isinstance(valued, str) else {}
         kind |= {} if valued else {"action": "store_true"}
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **kind)
+    for action in [] if own is None else own._actions:
+        parser._add_action(action)
     return parser
 
 
@@ -167,12 +175,15 @@ def _add_field(group: Any, f: Field[Any]) -> None:
         text += f" (default {f.default})"
     extra: dict[str, Any] = {"metavar": f.name.split("_")[-1].upper()}
     if about.choices:
-        words = ", ".join(map(str, about.choices))
+        choices = about.choices
+        if f.default is None:  # of a run that is gone on from it may be another value
+            choices, kind = (*choices, _NONE), _or_none(kind)
+        words = ", ".join(map(str, choices))
         if len(words) > _LONG:
             text += f"; one of {words}"
-            extra["choices"] = about.choices
+            extra["choices"] = choices
         else:
-            extra = {"choices": about.choices}
+            extra = {"choices": choices}
     if typing.get_origin(kind) is list:
         (kind,) = typing.get_args(kind)
         extra |= {"nargs": about.count or "+"}
@@ -189,10 +200,26 @@ def _spelled(said_as: Mapping[str, str], kind: Callable[[str], Any]) -> Callable
     return read
 
 
+def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(word: str) -> Any:
+        return word if word == _NONE else kind(word)
+
+    read.__name__ = getattr(kind, "__name__", "value")
+    return read
+
+
 def parse(
-    argv: Sequence[str], commands: Mapping[str, Command] = MappingProxyType({})
+    argv: Sequence[str],
+    commands: Mapping[str, Command] = MappingProxyType({}),
+    *,
+    own: Parser | None = None,
 ) -> CommandLine:
-    """Read the command line; `commands` as for `build_parser`.
+    """Read the command line.
+
+    Args:
+        commands: as for `build_parser`.
+        own: the parser of a command that takes the flags of a run beside its own arguments, in
+            any order. Its flags come before a run's of the same name.
 
     Raises:
         UsageError: a flag that does not exist (the nearest is named) or a value of the wrong kind.
@@ -209,7 +236,9 @@ def parse(
     if refused:
         said = (f"{', '.join(names)} cannot be honoured: {why}." for why, names in refused.items())
         raise UsageError(" ".join(said))
-    parser = build_parser(commands)
+    if own is not None and {"-h", "--help"} & set(argv):
+        own.parse_args(["--help"])  # which is short
+    parser = build_parser(commands, own)
     namespace, unknown = parser.parse_known_args(spelled_out(argv))
     if unknown and not unknown[0].startswith("-"):
         raise UsageError(f"Unknown argument {unknown[0]}.{_nearest(unknown[0], commands)}")
@@ -222,6 +251,11 @@ def parse(
             " ".join(f"Unknown flag {name}.{_nearest(name, known)}" for name in flags or unknown)
         )
     values = vars(namespace)
+    names = [] if own is None else [action.dest for action in own._actions]
+    owned = argparse.Namespace(**{name: values.pop(name) for name in names if name in values})
+    for f in fields(TrainConfig):
+        if values.get(f.name) == _NONE and f.default is None and spec(f).choices:
+            values[f.name] = None
     settled = [name for name in SETTLED if name in values]
     for name in settled:
         del values[name]
@@ -244,7 +278,7 @@ def parse(
     if "moe_loss_weight" in beside and "moe_loss_weight" not in values:
         notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
     values = {**beside, **values}
-    return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer))
+    return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
 
 
 def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
@@ -288,12 +322,11 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
     if named is None and loaded is None and not any(size in said for size in sizes):
         named = "quickstart"
     base = recipe(named) if named else {}
-    if said.get("train_iters"):  # the recipe's decay belongs to the recipe's length
-        base.pop("lr_decay_iters", None)
     values: dict[str, Any] = {}
     for layer in (loaded or {}, base, said):
         for f in fields(TrainConfig):
-            unsaid = layer.get(f.name) is None or layer[f.name] is False
+            value = layer.get(f.name, False)
+            unsaid = value is False or (value is None and layer is not said)
             for other in () if unsaid else spec(f).instead_of:
                 if other not in layer:
                     values.pop(other, None)

@@ -1,20 +1,21 @@
-"""How much arithmetic a token costs, and how much of a GPU's peak that is.
+"""How much arithmetic a sample costs, and how much of it a GPU can do at most.
 
 A multiplication and an addition count as two. The backward pass costs twice the forward pass, and
 what is computed again for it does not count: model FLOPs (PaLM, arXiv 2204.02311, appendix B).
 Attention is counted over the whole square of positions there, and here, though a causal kernel
-computes half of it.
-
-Letters: D hidden, F ffn width, H query heads, G key-value heads, C width of a head, S sequence,
-E experts, K experts per token, V padded vocabulary.
+computes half of it and padding may be left out.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from mb_train.config import TrainConfig, whole
+from mb_kernels.activation import is_glu
+
+from mb_train.models.config import TransformerConfig
+from mb_train.models.workload import Workload
 
 # Dense bf16 peak in TFLOP/s by a part of the device's name, the more particular first: the makers'
 # data sheets. MI250X and MI250 are two devices, of half the card's peak each.
@@ -26,35 +27,47 @@ _PEAK_TFLOPS = {
 }  # fmt: skip
 
 
-def flops_per_token(config: TrainConfig, vocab_size: int) -> float:
-    """Forward and backward pass of one token of a decoder or an encoder; experts: the K chosen.
+class Flops(NamedTuple):
+    """FLOPs of a sample's forward and backward pass.
 
-    Args:
-        vocab_size: V.
+    blocks: all products of blocks with weights; attention: those between queries, keys and values;
+    heads: those on top of the blocks.
     """
-    hidden, layers = whole(config.hidden_size), whole(config.num_layers)
-    width = whole(config.num_attention_heads) * config.head_size
-    projections = 2 * hidden * (2 * width + 2 * config.kv_heads * config.head_size)
-    matrices = 3 if config.is_glu else 2
-    dense = 2 * matrices * hidden * config.ffn_size
-    experts = 2 * matrices * hidden * config.expert_ffn_size * config.moe_top_k
-    experts += 2 * hidden * (config.moe_num_experts or 0)
-    experts += 2 * matrices * hidden * (config.moe_shared_expert_intermediate_size or 0)
-    forward = 0.0
-    for layer in range(layers):
-        forward += projections + (experts if config.has_experts(layer) else dense)
-    return 3 * forward + attention_flops(config) + head_flops(config, vocab_size)
+
+    blocks: float
+    attention: float
+    heads: float
 
 
-def attention_flops(config: TrainConfig) -> float:
-    """Of them those between queries, keys and values."""
-    width = whole(config.num_attention_heads) * config.head_size
-    return 3.0 * 4 * whole(config.seq_length) * width * whole(config.num_layers)
+def flops(work: Workload) -> Flops:
+    """FLOPs of a sample; of the experts those of the K chosen ones."""
+    blocks = attention = 0.0
+    for each in work.passes:
+        config = each.blocks
+        D, heads = config.hidden_size, config.num_heads * config.head_size
+        keys = config.num_kv_heads * config.head_size
+        # Of a token: queries and the output; keys and values, of the source in cross attention.
+        products = 2 * D * (2 * heads + 2 * keys)
+        if each.source:
+            products += 2 * D * (2 * heads + 2 * keys * each.source / each.length)
+        ffn = sum(_ffn(config, layer) for layer in range(config.num_layers))
+        blocks += 3 * each.tokens * (config.num_layers * products + ffn)
+        attended = each.length + each.source
+        attention += 3 * each.tokens * config.num_layers * 4 * attended * heads
+    hidden = work.passes[0].blocks.hidden_size
+    on_top = sum(3 * 2 * hidden * head.places * head.outputs for head in work.heads)
+    return Flops(blocks, attention, float(on_top))
 
 
-def head_flops(config: TrainConfig, vocab_size: int) -> float:
-    """Of them the head's."""
-    return 3.0 * 2 * whole(config.hidden_size) * vocab_size
+def _ffn(config: TransformerConfig, layer: int) -> int:
+    """Of a token's forward pass through a layer's feed-forward."""
+    D, moe = config.hidden_size, config.moe
+    matrices = 3 if is_glu(config.activation) else 2
+    if moe is None or not config.has_experts(layer):
+        return 2 * matrices * D * config.ffn_size
+    width = moe.top_k * moe.ffn_hidden_size + (moe.shared_expert_hidden_size or 0)
+    router = moe.num_experts + moe.num_zero_experts + moe.shared_expert_gate
+    return 2 * D * (matrices * width + router)
 
 
 def peak_flops(device: str) -> float | None:

@@ -9,8 +9,9 @@ import torch
 from mb_parallel import world_size
 
 from mb_train.config import TrainConfig
-from mb_train.flops import flops_per_token, peak_flops
+from mb_train.flops import flops, peak_flops
 from mb_train.metrics import IntervalStats
+from mb_train.models.workload import Workload
 from mb_train.reporting import train_line
 from mb_train.run import Run, device_name
 from mb_train.timers import timer_lines
@@ -23,25 +24,21 @@ class Speed:
     Attributes:
         tokens_per_s: of all ranks together.
         ranks: that shared the work.
-        tflops: model TFLOP/s of one rank; None where the arithmetic of the model is not known.
-        mfu: share of the device's peak that is; None where either is not known.
+        tflops: model TFLOP/s of one rank.
+        mfu: share of the device's peak that is; None where that is not known.
     """
 
     tokens_per_s: float
     ranks: int
-    tflops: float | None
+    tflops: float
     mfu: float | None
 
 
-def speed(
-    config: TrainConfig, *, vocab_size: int, tokens_per_s: float, ranks: int, device: str
-) -> Speed:
+def speed(work: Workload, *, samples_per_s: float, ranks: int, device: str) -> Speed:
     """Throughput beside what the device could do at most."""
-    if config.model not in ("gpt", "bert"):
-        return Speed(tokens_per_s, ranks, None, None)
-    flops = flops_per_token(config, vocab_size) * tokens_per_s / ranks
-    peak = peak_flops(device)
-    return Speed(tokens_per_s, ranks, flops / 1e12, None if peak is None else flops / peak)
+    done, peak = sum(flops(work)) * samples_per_s / ranks, peak_flops(device)
+    tokens_per_s = samples_per_s * work.tokens
+    return Speed(tokens_per_s, ranks, done / 1e12, None if peak is None else done / peak)
 
 
 def report_interval(
@@ -63,11 +60,7 @@ def report_interval(
     batch_size = min(run.batch_sizes.size(progress.consumed_samples), samples)
     ranks, device = world_size(), device_name(run.device)
     pace = speed(
-        config,
-        vocab_size=run.vocab_size,
-        tokens_per_s=samples * run.task.sequence_length / (steps * seconds),
-        ranks=ranks,
-        device=device,
+        run.task.workload, samples_per_s=samples / (steps * seconds), ranks=ranks, device=device
     )
     timers = run.timers.collect(steps=steps)
     both: dict[str, Any] = {
@@ -133,7 +126,7 @@ def extra_line(pace: Speed, stats: IntervalStats, steps_redone: int = 0) -> str:
     line = f"  tokens per second: {pace.tokens_per_s:,.0f}"
     if pace.ranks > 1:
         line += f" | per GPU: {pace.tokens_per_s / pace.ranks:,.0f}"
-    if pace.tflops is not None and pace.mfu is not None:
+    if pace.mfu is not None:
         line += f" | TFLOP/s per GPU: {pace.tflops:.1f} (MFU {100 * pace.mfu:.1f} %)"
     if stats.tokens_per_expert:
         loads = stats.load_imbalance

@@ -1,33 +1,54 @@
-"""What the forward pass of a GPT leaves for its backward pass, counted from the text of its blocks.
+"""What a forward pass leaves for its backward pass, counted from the text of the blocks.
 
 Of every layer the tensors that its backward pass reads, and of the loss a slice of the logits.
+Padding counts like any token: a batch may have none of it.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from mb_kernels.activation import is_glu
 from mb_parallel import ParallelDims
 from mb_parallel.expert_parallel import choose_dispatcher
 
 from mb_train.config import TrainConfig, whole
+from mb_train.models.workload import Pass, Workload
 
 # Logits that the loss has at once, `linear_cross_entropy`'s on a GPU, and their tokens.
 _LOGITS, _LOGIT_ROWS = 2**29, 8192
 
 
-def activations_bytes(config: TrainConfig, dims: ParallelDims, width: int) -> float:
-    """Bytes that a micro-batch's forward pass leaves for its backward pass."""
-    hidden, tokens = whole(config.hidden_size), whole(config.micro_batch_size)
-    tokens *= whole(config.seq_length)
-    rows, tokens_here = _room(config, dims, on_gpu=width == 2)
-    by_layer = kept_by_layer(config, dims, width, rows=rows, tokens_here=tokens_here)
-    inputs = hidden / (dims.tp if config.sequence_parallel else 1)
-    again = [n for n, a in zip(by_layer, recomputes(config, len(by_layer)), strict=True) if a]
-    # Of blocks that compute again their inputs are kept, and one's inside, as long as it is at it.
-    kept = sum(by_layer) - sum(again) + inputs * len(again) + max(again, default=0)
+class Kept(NamedTuple):
+    """Numbers of a sample that a layer leaves: all of them, and its input among them."""
+
+    all: float
+    input: float
+
+
+def activations_bytes(
+    work: Workload, config: TrainConfig, dims: ParallelDims, width: int, *, on_gpu: bool
+) -> float:
+    """Bytes that a micro-batch's forward pass leaves for its backward pass, on the first stage.
+
+    Args:
+        width: bytes of an activation.
+    """
+    samples, hidden = whole(config.micro_batch_size), work.passes[0].blocks.hidden_size
+    rows, tokens_here = _room(config, dims, on_gpu=on_gpu)
+    pairs = not on_gpu and config.recompute_granularity != "selective"
+    layers = kept_by_layer(
+        work, config, dims, width, rows=rows, tokens_here=tokens_here, pairs=pairs
+    )
+    again = [n for n, a in zip(layers, recomputes(config, len(layers)), strict=True) if a]
+    # Of blocks that compute again the input is kept, and one's inside, as long as it is at it.
+    kept = sum(layer.all for layer in layers) - sum(layer.all - layer.input for layer in again)
+    kept += max((layer.all for layer in again), default=0)
     # A pipeline's first stage keeps as many micro-batches as there are stages (1F1B).
     in_flight = dims.pp
-    ends = 4 * tokens * hidden * 2  # fp32 embeddings; hidden states and their gradient at the head
-    return width * tokens * kept * in_flight + ends
+    # fp32 embeddings; hidden states and their gradient at the head.
+    ends = 4 * samples * work.tokens * hidden * 2
+    return width * samples * kept * in_flight + ends
 
 
 def recomputes(config: TrainConfig, layers: int) -> list[bool]:
@@ -38,45 +59,72 @@ def recomputes(config: TrainConfig, layers: int) -> list[bool]:
 
 
 def kept_by_layer(
+    work: Workload,
     config: TrainConfig,
     dims: ParallelDims,
     width: int,
     *,
     rows: float = 1.0,
     tokens_here: float = 0.0,
-) -> list[float]:
-    """Numbers of `width` bytes that a token leaves in each layer of the first stage.
+    pairs: bool = False,
+) -> list[Kept]:
+    """What each layer of the first stage leaves, in numbers of `width` bytes.
 
     Args:
         rows, tokens_here: see `_room`; without them only what is computed of the room counts.
+        pairs: attention keeps numbers for every pair of tokens where it has to: on a CPU, whose
+            fast kernel knows neither dropout nor a learned bias.
     """
-    hidden = whole(config.hidden_size)
-    heads = whole(config.num_attention_heads) * config.head_size
-    kv = config.kv_heads * config.head_size
-    rotated = heads + kv if config.position_embedding_type == "rope" else 0
-    around = 4 * hidden  # the inputs of both norms, and what comes out of them
-    if config.fp32_residual_connection:
-        around += 2 * hidden * (4 - width) // width  # what goes into the norms
-    if config.hidden_dropout:
-        around += 2 * hidden // width  # masks of a byte
-    inside = heads + 2 * kv + rotated + heads  # q, k, v, what attention returns
-    gated = 2 if config.is_glu else 1
-    dense = (4 if config.is_glu else 2) * config.ffn_size
-    experts = config.moe_top_k * gated * config.expert_ffn_size * rows
-    if config.moe_recompute:
-        experts = 0
-    elif config.moe_saved_activation_bits is not None:
-        experts = experts * config.moe_saved_activation_bits // (8 * width)
-    if dims.ep > 1:
-        experts += hidden * tokens_here
-    experts += gated * (config.moe_shared_expert_intermediate_size or 0)
-    experts += (4 * (config.moe_num_experts or 0) * 3) // width  # logits and scores in fp32
     split = dims.tp if config.sequence_parallel else 1
     found = []
-    for layer in range(-(-whole(config.num_layers) // dims.pp)):
-        ffn = experts / split if config.has_experts(layer) else dense / dims.tp
-        found.append(around / split + inside / dims.tp + ffn)
-    return found
+    for each in work.passes:
+        around, inside, dense, experts = _of_token(each, width, rows)
+        if pairs:
+            inside += _pairs(each)
+        if dims.ep > 1:
+            experts += each.blocks.hidden_size * tokens_here
+        for layer in range(each.blocks.num_layers):
+            ffn = experts / split if each.blocks.has_experts(layer) else dense / dims.tp
+            token = around / split + inside / dims.tp + ffn
+            found.append(Kept(each.tokens * token, each.tokens * each.blocks.hidden_size / split))
+    return found[: -(-len(found) // dims.pp)]
+
+
+def _of_token(each: Pass, width: int, rows: float) -> tuple[float, float, float, float]:
+    """Numbers of a token: around the parts of a block, in attention, dense ffn, experts."""
+    config, moe = each.blocks, each.blocks.moe
+    hidden, heads = config.hidden_size, config.num_heads * config.head_size
+    kv = config.num_kv_heads * config.head_size
+    parts = 3 if each.source else 2  # of a block, each with a norm
+    around = 2 * parts * hidden  # what goes into the norms, and what comes out of them
+    if config.fp32_residual:
+        around += parts * hidden * (4 - width) // width  # of what goes in
+    if config.hidden_dropout:
+        around += parts * hidden // width  # masks of a byte
+    rotated = heads + kv if config.positions == "rope" else 0
+    inside = heads + 2 * kv + rotated + heads  # q, k, v, what attention returns
+    if each.source:
+        inside += 2 * heads + 2 * kv * each.source / each.length
+    gated = is_glu(config.activation)
+    dense = (4 if gated else 2) * config.ffn_size
+    if moe is None:
+        return around, inside, dense, 0.0
+    up = 2 if gated else 1
+    experts = moe.top_k * up * moe.ffn_hidden_size * rows
+    if moe.recompute:
+        experts = 0.0
+    elif moe.saved_activation_bits is not None:
+        experts = experts * moe.saved_activation_bits // (8 * width)
+    experts += up * (moe.shared_expert_hidden_size or 0)
+    experts += (4 * moe.num_experts * 3) // width  # logits and scores in fp32
+    return around, inside, dense, experts
+
+
+def _pairs(each: Pass) -> int:
+    """Numbers of a token for the tokens that it sees: scores; with dropout a mask, and both."""
+    dropped = 3 if each.blocks.attention_dropout else 0
+    own = dropped or each.blocks.positions == "relative"
+    return each.blocks.num_heads * (own * each.length + dropped * each.source)
 
 
 def _room(config: TrainConfig, dims: ParallelDims, *, on_gpu: bool) -> tuple[float, float]:
@@ -96,9 +144,13 @@ def _room(config: TrainConfig, dims: ParallelDims, *, on_gpu: bool) -> tuple[flo
     return ep * min(top_k, here) / top_k, ep
 
 
-def loss_bytes(config: TrainConfig, vocab_size: int, dims: ParallelDims, width: int) -> float:
-    """Bytes that the loss needs: a slice of logits, and the gradient of the head's weight."""
-    tokens = whole(config.micro_batch_size) * whole(config.seq_length)
-    rows = min(tokens, _LOGIT_ROWS, _LOGITS // vocab_size)
-    share = vocab_size / dims.tp
-    return rows * share * width + 4 * share * whole(config.hidden_size)
+def loss_bytes(work: Workload, config: TrainConfig, dims: ParallelDims, width: int) -> float:
+    """Bytes that the largest head needs: a slice of its logits, and the gradient of its weight."""
+    needed = [0.0]
+    for head in work.heads:
+        rows = min(
+            whole(config.micro_batch_size) * head.places, _LOGIT_ROWS, _LOGITS // head.outputs
+        )
+        share = head.outputs / dims.tp
+        needed.append(rows * share * width + 4 * share * work.passes[0].blocks.hidden_size)
+    return max(needed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mb_parallel import ParallelDims
+from mb_parallel.pipeline_parallel import split_layers
 
 from mb_train.config import TrainConfig
 from mb_train.config.field import in_flags
@@ -25,3 +26,14 @@ def parallel_dims(config: TrainConfig, ranks: int) -> ParallelDims:
     sizes = {name: getattr(config, field) for name, field in FIELDS.items()}
     with in_flags(FIELDS):
         return ParallelDims.for_world(ranks, **sizes | {"ep": config.expert_parallel_size(ranks)})
+
+
+def stage_layers(config: TrainConfig, layers: int, pp: int) -> list[range]:
+    """The layers of each stage of a pipeline over `pp` ranks, of which each may have several.
+
+    Raises:
+        ValueError: a stage would be without layers.
+    """
+    chunk = config.layers_of_a_chunk
+    per_rank = 1 if chunk is None else layers // (pp * chunk)
+    return split_layers(layers, pp * per_rank)

@@ -154,10 +154,12 @@ def qwen3() -> Recipe:
 
 
 def bert(name: str, layers: int, hidden: int, heads: int) -> Recipe:
-    """A BERT as Megatron-LM's examples train it: sentence order, sequences of 512."""
+    """A BERT as Megatron-LM's examples train it: sentence order, sequences of 512.
+
+    Its rate falls until the end, not until 990,000 steps of a million.
+    """
     return _encoder(name, layers, hidden, heads) | {
         "model": "bert", "micro_batch_size": 4, "global_batch_size": 32, "train_iters": 1_000_000,
-        "lr_decay_iters": 990_000,
     }  # fmt: skip
 
 

@@ -18,15 +18,15 @@ from mb_parallel import ParallelDims
 from torch import nn
 
 from mb_train.config import TrainConfig, whole
-from mb_train.flops import attention_flops, flops_per_token, head_flops, known_devices
+from mb_train.flops import flops, known_devices
 from mb_train.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
-from mb_train.layout import parallel_dims
-from mb_train.models.gpt import GPT
+from mb_train.layout import parallel_dims, stage_layers
 from mb_train.models.unfilled import unfilled
+from mb_train.models.workload import Workload
 from mb_train.optimizer import parameter_groups
 from mb_train.schedule import BatchSizes, train_iterations, train_samples
-from mb_train.step_time import Work, orthogonalising
-from mb_train.tasks.architecture import transformer_config
+from mb_train.step_time import MEASURED, Work, orthogonalising
+from mb_train.tasks.make import one_process_task
 
 GIB = 2**30
 # Fragmentation, workspaces of the matrix products, tensors that live for one layer's backward.
@@ -41,12 +41,12 @@ class Sizes:
     """What a rank of a run needs; of a pipeline the first stage, which holds most.
 
     Attributes:
-        parameters: of the whole model; active: of those, what a token meets.
+        parameters: of the whole model; active: without the experts that a token does not visit.
         weights, gradients, optimizer, activations: bytes of a rank; activations with the loss.
         gradients_at_loss: of those bytes, what earlier micro-batches left; 0 for the first.
         checkpoint: bytes of one, of all ranks together.
-        step_flops: of all ranks together.
-        step_s: seconds; None for a device whose peak is not known.
+        step_tokens, step_flops: of all ranks together.
+        step_s: seconds; None for a device whose peak is not known, and in fp32.
     """
 
     parameters: int
@@ -57,6 +57,7 @@ class Sizes:
     activations: int
     gradients_at_loss: int
     checkpoint: int
+    step_tokens: int
     step_flops: float
     step_s: float | None
 
@@ -68,7 +69,7 @@ class Sizes:
 
 
 def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Sizes:
-    """Sizes of a run of a GPT.
+    """Sizes of a run.
 
     Args:
         vocab_size: padded.
@@ -76,14 +77,17 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         device: name of the GPU, or "CPU".
 
     Raises:
-        ValueError: parallel sizes that do not divide the ranks, or another model than a GPT.
+        ValueError: parallel sizes that do not divide the ranks or the model.
     """
-    if config.model != "gpt":
-        raise ValueError(f"Expected a GPT to plan for, got {config.model}.")
     dims = parallel_dims(config, ranks)
+    task = one_process_task(config, None, vocab_size=vocab_size)
+    work = task.workload
+    if dims.pp > 1:
+        task.borders(stage_layers(config, work.layers, dims.pp))  # or refuse
     with unfilled():
-        model = GPT(transformer_config(config, vocab_size))
-    narrow = 2 if device != "CPU" or config.fp16 or config.bf16 else 0
+        model = task.build_model(compute_dtype=torch.float32)
+    on_gpu = device != "CPU"
+    narrow = 2 if config.fp16 or (on_gpu if config.bf16 is None else config.bf16) else 0
     width = narrow or 4
     batch = config.batch_size(dims.dp)
     micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
@@ -92,7 +96,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     share = config.moe_top_k / config.moe_num_experts if config.moe_num_experts else 0.0
     here = sum(part.here for part in parts)
     # Casts to 16 bit live until the backward pass; ZeRO 3 gathers a layer at a time instead.
-    cast = narrow * (here / whole(config.num_layers) if config.zero_stage == 3 else here)
+    cast = narrow * (here / work.layers if config.zero_stage == 3 else here)
     # Whole between micro-batches, which ZeRO 1 reduces once, and so does every pipeline.
     waiting = (config.zero_stage == 1 or dims.pp > 1) and micro_batches > 1
 
@@ -101,9 +105,8 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         each = (part.gradient_bytes(passes) for part in parts)
         return int(sum(map(operator.mul, each, held)))
 
-    activations = activations_bytes(config, dims, width) + loss_bytes(
-        config, vocab_size, dims, width
-    )
+    activations = activations_bytes(work, config, dims, width, on_gpu=on_gpu)
+    activations += loss_bytes(work, config, dims, width)
     state = 0 if config.no_save_optim else sum(part.state_bytes * part.total for part in parts)
     return Sizes(
         parameters=total,
@@ -114,8 +117,10 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         activations=int(activations),
         gradients_at_loss=0 if micro_batches == 1 else gradients(micro_batches - 1),
         checkpoint=int(4 * total + state),
-        step_flops=flops_per_token(config, vocab_size) * batch * whole(config.seq_length),
-        step_s=_work(config, vocab_size, dims, parts, micro_batches).seconds(device),
+        step_tokens=work.tokens * batch,
+        step_flops=sum(flops(work)) * batch,
+        # Peaks are those of 16 bits.
+        step_s=_work(work, config, dims, parts, micro_batches).seconds(device) if narrow else None,
     )
 
 
@@ -204,25 +209,25 @@ def _state_bytes(config: TrainConfig, *, muon: bool) -> int:
 
 
 def _work(
+    work: Workload,
     config: TrainConfig,
-    vocab_size: int,
     dims: ParallelDims,
     parts: list[_Part],
     micro_batches: int,
 ) -> Work:
     """What a step asks of a rank; of a pipeline in the mean over its stages."""
-    tokens = micro_batches * whole(config.micro_batch_size) * whole(config.seq_length)
-    by_layer = kept_by_layer(config, dims, 2)
+    samples = micro_batches * whole(config.micro_batch_size)
+    layers = kept_by_layer(work, config, dims, 2)
     # A block that computes its forward pass again does the fourth third of its products.
-    again = 1 + sum(recomputes(config, len(by_layer))) / len(by_layer) / 3
-    attention, head = attention_flops(config), head_flops(config, vocab_size)
-    blocks = flops_per_token(config, vocab_size) - attention - head
+    again = 1 + sum(recomputes(config, len(layers))) / len(layers) / 3
+    blocks, attention, heads = flops(work)
+    logits = sum(head.places * head.outputs for head in work.heads)
     ranks = dims.tp * dims.pp
     step = Work(
-        products=(blocks * again + head) * tokens / ranks,
-        attention=attention * again * tokens / ranks,
-        kept=2 * sum(by_layer) * tokens,
-        logits=2 * vocab_size * tokens / ranks,
+        products=(blocks * again + heads) * samples / ranks,
+        attention=attention * again * samples / ranks,
+        kept=2 * sum(layer.all for layer in layers) * samples,
+        logits=2 * logits * samples / ranks,
         weights=sum(part.traffic(micro_batches) for part in parts),
     )
     return sum((part.turning for part in parts), step)
@@ -230,17 +235,18 @@ def _work(
 
 def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> list[str]:
     """The sizes as lines."""
-    batch = config.batch_size(config.data_parallel_size(ranks))
-    tokens = batch * whole(config.seq_length)
+    batch, tokens = config.batch_size(config.data_parallel_size(ranks)), found.step_tokens
     lines = [
-        f"parameters    {found.parameters:,} ({found.active:,} of them meet a token)",
+        f"parameters    {found.parameters:,} ({found.active:,} active)",
         f"memory        {found.memory / GIB:.1f} GiB per rank: weights {found.weights / GIB:.1f}, "
         f"gradients {found.gradients / GIB:.1f}, optimizer {found.optimizer / GIB:.1f}, "
         f"activations {found.activations / GIB:.1f}",
         f"checkpoint    {found.checkpoint / GIB:.1f} GiB",
         f"step          {tokens:,} tokens, {found.step_flops / 1e12:,.1f} TFLOP on {ranks} ranks",
     ]
-    if found.step_s is None:
+    if config.bf16 is False and not config.fp16:
+        lines.append("time          not known in fp32: --bf16 or --fp16 have one")
+    elif found.step_s is None:
         lines.append(
             f"time          not known on {device}; --gpu takes {', '.join(known_devices())}"
         )
@@ -249,6 +255,11 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
             f"time          {1000 * found.step_s:,.0f} ms a step on {device}, "
             f"{tokens / found.step_s:,.0f} tokens/s, communication not counted"
         )
+        if config.model not in MEASURED:
+            lines.append(
+                f"              arithmetic alone, rather too short: it was not fitted to measured "
+                f"steps of --model {config.model}"
+            )
         steps = train_iterations(config, BatchSizes(config, batch))
         # Of a ramp-up the smaller steps take their share of a whole one.
         long = _duration(train_samples(config, batch) / batch * found.step_s)
@@ -266,8 +277,6 @@ def memory_warning(
     config: TrainConfig, vocab_size: int, ranks: int, device: torch.device, name: str
 ) -> str | None:
     """A line to say at the start if the run will not fit into this rank's memory, else None."""
-    if config.model != "gpt":
-        return None
     needed = sizes(config, vocab_size, ranks, name).memory
     if device.type == "cuda":
         there, what = torch.cuda.mem_get_info(device)[0], "free GPU memory"

@@ -308,8 +308,9 @@ class MaskingFields:
         needs=("model", "ict"),
     )
     bert_load: str | None = flag(
-        "run of a BERT that the towers, or a classifier, begin from", on_load="own"
-    )
+        "run of a BERT that the towers, or a classifier, begin from", on_load="own",
+        needs=("model", "ict", "classifier"),
+    )  # fmt: skip
     task: str | None = flag("what a classifier learns to tell", choices=TASKS, on_load="model")
     retriever_report_topk_accuracies: list[int] | None = flag(  # noqa: RUF009
         "report how often the right context is among the first k",

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mb_train.config import GROUPS, TrainConfig
+from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.convert.hugging_face import refuse_run, write_run
 from mb_train.flags import CommandLine, resolve
 from mb_train.loading import load_trained
@@ -41,12 +41,13 @@ def upcycle(
         OSError: files that cannot be read or written.
     """
     refuse_run(target)
-    others = experts.values.keys() - _OF_EXPERTS
-    if others or experts.recipe is not None or "moe_num_experts" not in experts.values:
+    others = [flag_name(name) for name in sorted(experts.values.keys() - _OF_EXPERTS)]
+    others += ["--recipe"] if experts.recipe is not None else []
+    others += ["--print-config"] if experts.print_config else []
+    if others or "moe_num_experts" not in experts.values:
         raise ValueError(
             "Expected --moe-num-experts, and beside it flags of the experts alone, got "
-            f"{', '.join(sorted(others)) or 'no number of them'}. The run that goes on takes "
-            "the others."
+            f"{', '.join(others) or 'no number of them'}. The run that goes on takes the others."
         )
     dense = load_trained(source, kinds=("gpt", "bert", "t5"))
     if dense.config.moe_num_experts is not None:

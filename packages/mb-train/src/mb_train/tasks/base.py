@@ -18,6 +18,8 @@ import torch
 from mb_parallel.tensor_parallel import Plan
 from torch import Tensor
 
+from mb_train.models.workload import Workload
+
 Batch: TypeAlias = dict[str, Tensor]
 DataPaths: TypeAlias = Sequence[str] | Mapping[str, Sequence[str] | None]
 
@@ -51,18 +53,16 @@ class Task(Protocol):
     Attributes:
         first_input: the entry of a batch that the model takes by position.
         loss_weights: for each loss by name, the entry of a batch with the weights of its terms.
-        sequence_length: tokens per sample that count for throughput.
+        workload: what is computed of a sample; its tokens count for throughput.
         sentences: whether it reads files that were split into sentences.
         tells_more: whether `evaluate_more` finds anything.
-        layers: blocks of the model, those of a decoder behind its encoder's.
     """
 
     first_input: str
     loss_weights: dict[str, str]
-    sequence_length: int
+    workload: Workload
     sentences: bool
     tells_more: bool
-    layers: int
 
     def borders(self, runs: Sequence[range]) -> Borders:
         """Of a pipeline with these runs of layers as its stages.

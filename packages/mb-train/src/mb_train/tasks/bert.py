@@ -15,7 +15,7 @@ from mb_parallel.tensor_parallel import Plan
 from mb_train.config import TrainConfig, whole
 from mb_train.models.bert import LM_LOSS, ORDER_LOSS, Bert
 from mb_train.models.plans import bert_plan
-from mb_train.tasks.architecture import transformer_config
+from mb_train.models.workload import Head, Pass, Workload
 from mb_train.tasks.base import (
     Borders,
     DataPaths,
@@ -26,42 +26,30 @@ from mb_train.tasks.base import (
     segment_ends,
 )
 from mb_train.tasks.packed import laid, lengths_of, pack
+from mb_train.tasks.sentences import SentenceTask
 
 _TOKENS, _BIAS = "embedding.tokens.weight", "bias.table.weight"
 _VALID = "padding_mask"  # of a sample
 
 
-class BertTask:
-    """See `base.Task`.
+class BertTask(SentenceTask):
+    """See `base.Task`; a tokenizer with [CLS], [SEP], [MASK] and [PAD]."""
 
-    Args:
-        config: the run.
-        tokenizer: with [CLS], [SEP], [MASK] and [PAD].
-        vocab_size: padded.
-        leave_out: batches say which places are padding, for blocks to leave out.
-
-    Raises:
-        ValueError: an activation or experts that mb_layers refuses.
-    """
-
-    first_input = "tokens_BS"
-    sentences = True
-    tells_more = True
-
-    def __init__(
-        self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, leave_out: bool = False
-    ) -> None:
+    def __init__(self, config: TrainConfig, *args: Any, **how: Any) -> None:
+        super().__init__(config, *args, **how)
+        model = self.model_config
         self.loss_weights = {LM_LOSS: "weights_BM"}
         if config.bert_binary_head:
             self.loss_weights[ORDER_LOSS] = "order_weights_BP"
-        self.sequence_length = whole(config.seq_length)
-        self.model_config = transformer_config(config, vocab_size)
-        self.layers = self.model_config.num_layers
-        self._config, self._tokenizer, self._leave_out = config, tokenizer, leave_out
+        self._length = whole(config.seq_length)
         # No sequence has more: see `mb_data.masking`, which rounds for each sample.
         self._most = config.samples_per_sequence
         rounding = self._most if self._most > 1 else 0
-        self._places = max(math.ceil(config.mask_prob * self.sequence_length) + rounding, 1)
+        self._places = max(math.ceil(config.mask_prob * self._length) + rounding, 1)
+        heads = [Head(self._places, model.hidden_size), Head(self._places, model.vocab_size)]
+        if config.bert_binary_head:
+            heads += [Head(self._most, model.hidden_size), Head(self._most, 2)]
+        self.workload = Workload((Pass(model, self._length),), tuple(heads))
 
     def build_model(self, *, compute_dtype: torch.dtype) -> Bert:
         """A BERT with fresh weights."""
@@ -84,10 +72,8 @@ class BertTask:
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
         """Megatron's samples over files that were split into sentences, packed if asked for."""
-        if self._most == 1:
-            return self._build_datasets(paths, num_samples)
         build = partial(self._build_datasets, paths)
-        return pack(build, num_samples, rooms=[self.sequence_length], most=self._most)
+        return pack(build, num_samples, rooms=[self._length], most=self._most)
 
     def _build_datasets(self, paths: DataPaths, num_samples: Sequence[int]) -> Datasets:
         config = self._config
@@ -96,7 +82,7 @@ class BertTask:
             tokenizer=self._tokenizer,
             split=config.split,
             split_rounding=config.split_rounding,
-            seq_length=self.sequence_length,
+            seq_length=self._length,
             num_samples=num_samples,
             seed=config.seed,
             mask_prob=config.mask_prob,
@@ -113,7 +99,7 @@ class BertTask:
         """
         rows = [sample if isinstance(sample, list) else [sample] for sample in samples]
         lengths_BP = lengths_of(rows, _VALID, self._most)
-        (ends_BN,) = segment_ends((lengths_BP, self.sequence_length))
+        (ends_BN,) = segment_ends((lengths_BP, self._length))
         labels_BS = laid(rows, "labels", _VALID)
         places_BM = np.argsort(labels_BS < 0, axis=1, kind="stable")[:, : self._places]
         labels_BM = np.take_along_axis(labels_BS, places_BM, axis=1)

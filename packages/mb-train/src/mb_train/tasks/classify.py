@@ -14,7 +14,7 @@ from mb_parallel.tensor_parallel import Plan
 from mb_train.config import TrainConfig, whole
 from mb_train.models.classifier import LOSS, Classifier
 from mb_train.models.plans import classifier_plan
-from mb_train.tasks.architecture import transformer_config
+from mb_train.models.workload import Head, Pass, Workload
 from mb_train.tasks.base import (
     Borders,
     DataPaths,
@@ -26,9 +26,9 @@ from mb_train.tasks.base import (
     stacked,
 )
 from mb_train.tasks.examples import Example, ExampleDataset
-from mb_train.tasks.from_bert import trained_bert
 from mb_train.tasks.pairs import FORMS, read_pairs
 from mb_train.tasks.race import LETTERS, QUESTION_AT_MOST, read_questions
+from mb_train.tasks.sentences import SentenceTask
 
 
 def read_examples(paths: Sequence[str], task: str) -> list[Example]:
@@ -45,35 +45,21 @@ def read_examples(paths: Sequence[str], task: str) -> list[Example]:
     return list(chain.from_iterable(found))
 
 
-class ClassifyTask:
-    """See `base.Task`.
+class ClassifyTask(SentenceTask):
+    """See `base.Task`; a tokenizer with [CLS], [SEP] and [PAD]."""
 
-    Args:
-        config: the run.
-        tokenizer: with [CLS], [SEP] and [PAD].
-        vocab_size: padded.
-        leave_out: batches say which places are padding, for blocks to leave out.
-
-    Raises:
-        ValueError: an activation or experts that mb_layers refuses.
-    """
-
-    first_input = "tokens_BS"
-    sentences = True
-    tells_more = True
-
-    def __init__(
-        self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, leave_out: bool = False
-    ) -> None:
+    def __init__(self, config: TrainConfig, *args: Any, **how: Any) -> None:
+        super().__init__(config, *args, **how)
         assert config.task is not None
         self.loss_weights = {LOSS: "weights_A"}
+        self._name, self._length = config.task, whole(config.seq_length)
         self._chooses = config.task == "race"
-        self._length = whole(config.seq_length)
-        self.sequence_length = self._length * (len(LETTERS) if self._chooses else 1)
-        self.model_config = transformer_config(config, vocab_size)
-        self.layers = self.model_config.num_layers
-        self._config, self._tokenizer, self._name = config, tokenizer, config.task
-        self._leave_out = leave_out
+        self._classes = 1 if self._chooses else len(FORMS[self._name].classes)
+        texts = len(LETTERS) if self._chooses else 1
+        self.workload = Workload(
+            (Pass(self.model_config, self._length, sequences=texts),),
+            (Head(texts, self.model_config.hidden_size), Head(texts, self._classes)),
+        )
 
     def borders(self, runs: Sequence[range]) -> Borders:
         """Relative positions are every stage's."""
@@ -86,12 +72,8 @@ class ClassifyTask:
         return classifier_plan(self.model_config)
 
     def build_model(self, *, compute_dtype: torch.dtype) -> Classifier:
-        """A classifier with fresh weights, or on a trained BERT."""
-        classes = 1 if self._chooses else len(FORMS[self._name].classes)
-        model = Classifier(self.model_config, classes=classes, compute_dtype=compute_dtype)
-        if self._config.bert_load is not None:
-            model.begin_from(trained_bert(self._config.bert_load, self.model_config))
-        return model
+        """A classifier with fresh weights."""
+        return Classifier(self.model_config, classes=self._classes, compute_dtype=compute_dtype)
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
         """Files for each part; the training's examples come in another order each time."""

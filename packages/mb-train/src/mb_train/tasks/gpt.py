@@ -13,6 +13,7 @@ from mb_parallel.tensor_parallel import Plan
 from mb_train.config import TrainConfig, whole
 from mb_train.models.gpt import GPT
 from mb_train.models.plans import gpt_plan
+from mb_train.models.workload import Head, Pass, Workload
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.base import Borders, DataPaths, Dataset, Datasets
 
@@ -43,9 +44,11 @@ class GPTTask:
         rearranged: Callable[[Dataset], Dataset] | None = None,
     ) -> None:
         self.loss_weights = {"lm loss": "weights_BS"}
-        self.sequence_length = whole(config.seq_length)
+        self._length = whole(config.seq_length)
         self.model_config = transformer_config(config, vocab_size)
-        self.layers = self.model_config.num_layers
+        self.workload = Workload(
+            (Pass(self.model_config, self._length),), (Head(self._length, vocab_size),)
+        )
         self._config, self._eod, self._rearranged = config, eod, rearranged
 
     def build_model(self, *, compute_dtype: torch.dtype) -> GPT:
@@ -67,7 +70,7 @@ class GPTTask:
         how: dict[str, Any] = {
             "split": config.split,
             "split_rounding": config.split_rounding,
-            "seq_length": self.sequence_length,
+            "seq_length": self._length,
             "num_samples": num_samples,
             "seed": config.seed,
             "cache_dir": config.data_cache_path,

@@ -17,8 +17,8 @@ from torch import Tensor
 from mb_train.config import TrainConfig, whole
 from mb_train.models.ict import ICT, LOSS
 from mb_train.models.plans import ict_plan
+from mb_train.models.workload import Head, Pass, Workload
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
-from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.base import (
     Borders,
     DataPaths,
@@ -28,52 +28,31 @@ from mb_train.tasks.base import (
     kept_places,
     stacked,
 )
-from mb_train.tasks.from_bert import trained_bert
+from mb_train.tasks.sentences import SentenceTask
 
 
-class ICTTask:
-    """See `base.Task`.
+class ICTTask(SentenceTask):
+    """See `base.Task`; a tokenizer with [CLS], [SEP] and [PAD].
 
     Args:
-        config: the run.
-        tokenizer: with [CLS], [SEP] and [PAD].
-        vocab_size: padded.
         mesh: over whose data-parallel ranks blocks are gathered.
-        leave_out: batches say which places are padding, for blocks to leave out.
-
-    Raises:
-        ValueError: pipeline stages, of which two towers have none, or experts that mb_layers
-            refuses.
     """
 
-    first_input = "tokens_BS"
-    sentences = True
-    tells_more = True
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        tokenizer: Any,
-        *,
-        vocab_size: int,
-        mesh: ParallelMesh,
-        leave_out: bool = False,
-    ) -> None:
-        if mesh.pp_size > 1:
-            raise ValueError(
-                "Expected data, tensor and expert parallelism for --model ict, got "
-                f"{mesh.pp_size} pipeline stages, of which two towers side by side have none."
-            )
-        self.model_config = transformer_config(config, vocab_size)
-        self.layers = self.model_config.num_layers
+    def __init__(self, config: TrainConfig, *args: Any, mesh: ParallelMesh, **how: Any) -> None:
+        super().__init__(config, *args, **how)
         self.loss_weights = {LOSS: "weights_B"}
-        self.sequence_length = 2 * whole(config.seq_length)
-        self._config, self._tokenizer, self._mesh = config, tokenizer, mesh
-        self._leave_out = leave_out
+        self._mesh = mesh
+        tower = Pass(self.model_config, whole(config.seq_length))
+        projection = config.biencoder_projection_dim
+        heads = (Head(1, projection),) * 2 if projection else ()
+        self.workload = Workload((tower, tower), heads)
 
     def borders(self, runs: Sequence[range]) -> Borders:
-        """Of one stage."""
-        return Borders({})
+        """Refused: two towers side by side have no stages."""
+        raise ValueError(
+            "Expected data, tensor and expert parallelism for --model ict, got "
+            f"{len(runs)} pipeline stages, of which two towers side by side have none."
+        )
 
     def tensor_plan(self) -> Plan:
         """See `models.plans`."""
@@ -82,7 +61,7 @@ class ICTTask:
     def build_model(self, *, compute_dtype: torch.dtype) -> ICT:
         """Two towers, or one, with fresh weights."""
         config = self._config
-        model = ICT(
+        return ICT(
             self.model_config,
             shared=config.biencoder_shared_query_context_model,
             projection=config.biencoder_projection_dim,
@@ -91,9 +70,6 @@ class ICTTask:
             rank=self._mesh.dp_rank,
             compute_dtype=compute_dtype,
         )
-        if config.bert_load is not None:
-            model.begin_from(trained_bert(config.bert_load, self.model_config))
-        return model
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
         """Megatron's samples over files that were split into sentences, and their titles.

@@ -63,13 +63,15 @@ def pack(
     rooms: Sequence[int],
     most: int,
 ) -> Datasets:
-    """Training, validation and test set of packed sequences.
+    """Training, validation and test set of sequences that samples are packed into.
 
     Args:
         build: makes the sets of samples, at least so many in each.
         num_samples: sequences that each must have.
-        rooms, most: see `PackedSamples`.
+        rooms, most: see `PackedSamples`; a `most` of 1 leaves samples as they are.
     """
+    if most == 1:
+        return build(num_samples)
     wanted = list(num_samples)
     while True:
         train, valid, test = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -18,7 +19,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.models.plans import t5_plan
 from mb_train.models.segments import Segments
 from mb_train.models.t5 import T5
-from mb_train.tasks.architecture import transformer_config
+from mb_train.models.workload import Head, Pass, Workload
 from mb_train.tasks.base import (
     Borders,
     DataPaths,
@@ -29,36 +30,28 @@ from mb_train.tasks.base import (
     segment_ends,
 )
 from mb_train.tasks.packed import laid, lengths_of, pack
+from mb_train.tasks.sentences import SentenceTask
 
 _READ, _WRITTEN = "enc_mask", "dec_mask"  # of a sample: what is not padding
 
 
-class T5Task:
-    """See `base.Task`.
+class T5Task(SentenceTask):
+    """See `base.Task`; a tokenizer with special tokens and sentinels (`--vocab-extra-ids`)."""
 
-    Args:
-        config: the run.
-        tokenizer: with special tokens and sentinels (`--vocab-extra-ids`).
-        vocab_size: padded.
-        leave_out: batches say which places are padding, for blocks to leave out.
-
-    Raises:
-        ValueError: an activation or experts that mb_layers refuses.
-    """
-
-    first_input = "tokens_BS"
-    sentences = True
-    tells_more = True
-
-    def __init__(
-        self, config: TrainConfig, tokenizer: Any, *, vocab_size: int, leave_out: bool = False
-    ) -> None:
+    def __init__(self, config: TrainConfig, *args: Any, **how: Any) -> None:
+        super().__init__(config, *args, **how)
         self.loss_weights = {"lm loss": "weights_BR"}
-        self.sequence_length = whole(config.seq_length) + whole(config.decoder_seq_length)
-        self.model_config = transformer_config(config, vocab_size)
-        self.layers = self.model_config.num_layers + config.decoder_layers
-        self._config, self._tokenizer, self._leave_out = config, tokenizer, leave_out
+        encoder = self.model_config
+        self._decoder_moe_layers = tuple(map(config.has_experts, range(config.decoder_layers)))
+        decoder = replace(
+            encoder, num_layers=config.decoder_layers, moe_layers=self._decoder_moe_layers
+        )
         self._rooms = [whole(config.seq_length), whole(config.decoder_seq_length)]
+        read, written = self._rooms
+        self.workload = Workload(
+            (Pass(encoder, read), Pass(decoder, written, source=read)),
+            (Head(written, encoder.vocab_size),),
+        )
         self._most = config.samples_per_sequence
 
     def build_model(self, *, compute_dtype: torch.dtype) -> T5:
@@ -66,10 +59,10 @@ class T5Task:
         config = self._config
         return T5(
             self.model_config,
-            decoder_layers=self._config.decoder_layers,
-            decoder_moe_layers=tuple(map(config.has_experts, range(config.decoder_layers))),
-            head_bias=self._config.position_embedding_type == "learned",
-            scale_head=self._config.scale_head,
+            decoder_layers=config.decoder_layers,
+            decoder_moe_layers=self._decoder_moe_layers,
+            head_bias=config.position_embedding_type == "learned",
+            scale_head=config.scale_head,
             compute_dtype=compute_dtype,
         )
 
@@ -105,8 +98,6 @@ class T5Task:
 
     def build_datasets(self, paths: DataPaths, num_samples: tuple[int, int, int]) -> Datasets:
         """Megatron's samples over files that were split into sentences, packed if asked for."""
-        if self._most == 1:
-            return self._build_datasets(paths, num_samples)
         build = partial(self._build_datasets, paths)
         return pack(build, num_samples, rooms=self._rooms, most=self._most)
 

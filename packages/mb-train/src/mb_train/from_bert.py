@@ -6,8 +6,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from mb_train.convert.hugging_face import read_model
+from mb_train.convert.vocabulary import rows_of, with_rows
+from mb_train.loading import load_trained
 from mb_train.models.bert import Bert
+from mb_train.models.classifier import Classifier
 from mb_train.models.config import TransformerConfig
+from mb_train.models.ict import ICT
+from mb_train.tasks.make import whole_model
 
 # What a model on top of a BERT may choose anew, and its experts; all else says what the weights
 # compute.
@@ -22,37 +28,28 @@ _FREE_OF_EXPERTS = {
 }  # fmt: skip
 
 
-def trained_bert(run: str, wanted: TransformerConfig) -> Bert:
-    """The BERT of a run, trained on any layout, or of a Hugging Face folder.
-
-    Args:
-        run: the folder.
-        wanted: what it has to be, but for dropout and initial weights.
+def begin_from_bert(model: ICT | Classifier, folder: str) -> None:
+    """Give a model the weights of the BERT in a folder: a run of any layout, or Hugging Face's.
 
     Raises:
-        ValueError: no BERT there, or another than `wanted`.
+        ValueError: no BERT there, or one that computes something else than the model's.
     """
-    bert = _read_bert(Path(run), wanted.vocab_size)
+    wanted = (model.bert if isinstance(model, Classifier) else model.query.bert).config
+    bert = _read_bert(Path(folder), wanted.vocab_size)
     here, there = _computes(wanted), _computes(bert.config)
     for name in here | there:
         ours, theirs = here.get(name), there.get(name)
         if ours != theirs:
             raise ValueError(
-                f"Expected a BERT of this model's {name}, {ours}, in {run} (--bert-load), got "
+                f"Expected a BERT of this model's {name}, {ours}, in {folder} (--bert-load), got "
                 f"{theirs}."
             )
-    return bert
+    model.begin_from(bert)
 
 
 def _read_bert(folder: Path, vocab_size: int) -> Bert:
     if not (folder / "config.json").is_file():
-        from mb_train.loading import load_trained  # which makes models by tasks
-
         return load_trained(folder, kinds=("bert",)).model
-    from mb_train.convert.hugging_face import read_model
-    from mb_train.convert.vocabulary import rows_of, with_rows
-    from mb_train.tasks.make import whole_model
-
     config, weights = read_model(folder)
     if config.model != "bert":
         raise ValueError(f"Expected a BERT in {folder} (--bert-load), got {config.model}.")

@@ -110,6 +110,12 @@ def counts_of_ranks(counts: Tensor, place: Place) -> list[list[int]]:
         return gathered(counts[None], place).tolist()
 
 
+def longest_of_ranks(tokens: int, place: Place, device: torch.device) -> int:
+    """The most tokens that a rank brings; the host waits for the device."""
+    mine = torch.tensor([tokens], dtype=torch.int32, device=device)
+    return max(theirs for (theirs,) in counts_of_ranks(mine, place))
+
+
 @_disable_dynamo
 def mean_over(x: Tensor, place: Place) -> Tensor:
     """The mean over the ranks, alike on all; each rank's x counts for a P-th of it."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mb_parallel.expert_parallel.around import GlobalCapacity, SharedTokens
 from mb_parallel.expert_parallel.balance import StepCounts
 from mb_parallel.expert_parallel.collectives import Place, mean_over
+from mb_parallel.expert_parallel.fixed import FixedDispatcher
 from mb_parallel.mesh import ParallelMesh
 
 Layer = MoE | dMoE
@@ -38,7 +39,9 @@ def surround(
 
     def around(capacity_factor: float | None) -> TokenDispatcher:
         inner = moves
-        if capacity_factor is not None:
+        if isinstance(moves, FixedDispatcher) and capacity_factor is not None:
+            inner = moves.with_factor(capacity_factor)  # counts by itself
+        elif capacity_factor is not None:
             inner = GlobalCapacity(
                 inner,
                 config.num_experts,

@@ -108,8 +108,7 @@ def _spread(layer: MoE | dMoE, ranks: int, dispatcher: str, keep_rows: bool) -> 
     assert dist.group.WORLD is not None
     place = Place(dist.group.WORLD)
     if dispatcher == "fixed":
-        assert factor is not None
-        layer.dispatcher = FixedDispatcher(experts, factor, place, equal_tokens=True)
+        layer.dispatcher = FixedDispatcher(layer.dispatcher, place, equal_tokens=True)
         return
     layer.dispatcher = AllGatherDispatcher(experts, place, equal_tokens=True)
     if factor is not None:

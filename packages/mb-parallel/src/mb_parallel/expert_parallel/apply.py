@@ -264,6 +264,8 @@ class _Spreading:
             if dispatcher == "all_to_all" and self.chunks > 1:
                 compute_in_chunks(layer.experts)
         layer.dispatcher = self._dispatcher(layer, place, placement, dispatcher)
+        if dispatcher == "fixed" and layer.eval_dispatcher is not None:
+            layer.eval_dispatcher = self._fixed(layer.eval_dispatcher, place)
         held = f"{placement.experts_per_rank} of {experts} experts a rank"
         if placement.width_shards > 1:
             held = f"1/{placement.width_shards} of the width of " + held
@@ -272,28 +274,24 @@ class _Spreading:
     def _dispatcher(
         self, layer: Layer, place: Place, placement: Placement, name: str
     ) -> TokenDispatcher:
-        config, experts, rows = layer.config, placement.num_experts, self.rows
+        experts, rows = placement.num_experts, self.rows
         if name == "all_gather":
             return AllGatherDispatcher(experts, place, equal_tokens=self.equal_tokens, rows=rows)
         if name == "all_to_all":
             return AllToAllDispatcher(experts, place, chunks=self.chunks)
         if name == "fixed":
-            assert config.capacity_factor is not None
-            return FixedDispatcher(
-                experts,
-                config.capacity_factor,
-                place,
-                min_capacity=config.min_capacity,
-                drop_policy=config.drop_policy,
-                equal_tokens=self.equal_tokens,
-            )
+            return self._fixed(layer.dispatcher, place)
         keep_rows = self.keep_rows
         if keep_rows is None:
-            keep_rows = keeps_rows_anyway(config, placement)
+            keep_rows = keeps_rows_anyway(layer.config, placement)
         home = layer.experts.stores_home
         return PeerDispatcher(
             experts, place, self.buffers, keep_rows=keep_rows, rows=rows, stores_home=home
         )
+
+    def _fixed(self, local: TokenDispatcher, place: Place) -> FixedDispatcher:
+        assert isinstance(local, LocalDispatcher)
+        return FixedDispatcher(local, place, equal_tokens=self.equal_tokens)
 
 
 def keeps_rows_anyway(config: MoEConfig, placement: Placement) -> bool:

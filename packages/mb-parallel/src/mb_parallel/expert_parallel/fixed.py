@@ -13,7 +13,7 @@ the tokens of all ranks instead: there an expert may get all of its rows from on
 fixed shapes would have to hold every token for every rank, as `AllGatherDispatcher` does.
 
 Letters: T tokens, D hidden, E experts, K top-k, N = T K slots, P ranks, s ranks per expert,
-C capacity, S = E s C rows to send, R = S received rows, M = N s slots to send.
+C capacity, J = K s places of a token, M = T J of all, R = E s C rows sent, and received.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import mb_kernels
 import torch
 import torch.nn.functional as F
 from mb_kernels import Bins
-from mb_layers.config import DropPolicy
-from mb_layers.dispatch import Dispatched, as_ratio, bin_within_capacity, capacity
+from mb_layers.dispatch import Dispatched, LocalDispatcher, capacity, replaced
 from mb_layers.experts import cast_alike
 from torch import Tensor
 
@@ -32,48 +31,23 @@ from mb_parallel.expert_parallel.placement import Placement
 
 
 class FixedDispatcher:
-    """Sends as many rows to every expert, whatever the routing: those that fit its capacity.
+    """Sends every expert as many rows as its capacity, whatever the routing.
 
-    A token goes once to each of its experts, and its results are weighted at home, so that no
-    routing travels. The experts compute empty rows too.
+    A token goes to each of its experts, and the results are weighted at home, so that no routing
+    travels. The experts compute empty rows too.
 
     Args:
-        num_experts, capacity_factor, min_capacity, drop_policy: as for `LocalDispatcher`, of the
-            tokens of one rank.
+        local: with a capacity, that of an expert for one rank's tokens; it says who is dropped.
         place: the expert-parallel group.
         equal_tokens: every rank always brings as many tokens. False: ranks tell each other how
             many, which makes the host wait for the device, and pad to the longest.
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        capacity_factor: float,
-        place: Place,
-        *,
-        min_capacity: int = 0,
-        drop_policy: DropPolicy = "position",
-        equal_tokens: bool = False,
-    ) -> None:
-        self.num_experts = num_experts
-        self.capacity_factor = capacity_factor
-        self._ratio = as_ratio(capacity_factor)
+    def __init__(self, local: LocalDispatcher, place: Place, *, equal_tokens: bool = False) -> None:
+        self.local = local
         self.place = place
-        self.min_capacity = min_capacity
-        self.drop_policy = drop_policy
         self.equal_tokens = equal_tokens
-        self.placement = Placement(num_experts, place.size, place.rank)
-
-    def with_factor(self, capacity_factor: float) -> FixedDispatcher:
-        """The same with another capacity, as for evaluation."""
-        return FixedDispatcher(
-            self.num_experts,
-            capacity_factor,
-            self.place,
-            min_capacity=self.min_capacity,
-            drop_policy=self.drop_policy,
-            equal_tokens=self.equal_tokens,
-        )
+        self.placement = Placement(local.num_experts, place.size, place.rank)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
         """Send C rows to each expert; bins hold all rows that came, one slot each."""
@@ -84,41 +58,34 @@ class FixedDispatcher:
             padding = (0, 0, 0, longest - tokens)
             x_TD, weights_TK = F.pad(x_TD, padding), F.pad(weights_TK, padding)
             expert_ids_TK = F.pad(expert_ids_TK, padding, value=-1)
-        kept = bin_within_capacity(
-            expert_ids_TK,
-            self.num_experts,
-            self._ratio,
-            min_capacity=self.min_capacity,
-            by_weight_TK=weights_TK if self.drop_policy == "probability" else None,
-        )
-        limit = capacity(longest, top_k, self.num_experts, self.capacity_factor)
-        limit = min(max(limit, self.min_capacity), longest * top_k)
+        local = self.local.dispatch(x_TD, weights_TK, expert_ids_TK)
+        assert self.local.capacity_factor is not None
+        limit = capacity(longest, top_k, self.local.num_experts, self.local.capacity_factor)
+        limit = min(max(limit, self.local.min_capacity), longest * top_k)
         shards = self.placement.width_shards
-        sent = _in_fixed_places(kept, expert_ids_TK, limit, shards)
+        sent = _in_fixed_places(local.bins, expert_ids_TK, limit, shards)
         # The gradient of a dropped slot's weight is not written.
-        weights_TK = torch.where(kept.inverse_N.view_as(expert_ids_TK) >= 0, weights_TK, 0)
-        weights_TC = weights_TK.repeat_interleave(shards, dim=1)
-        rows_SD = mb_kernels.gather(x_TD, sent, weights_TC.shape[1])
-        rows_RD = self._exchange(rows_SD)
+        kept_TK = local.bins.inverse_N.view_as(expert_ids_TK) >= 0
+        weights_TK = torch.where(kept_TK, weights_TK, 0)
+        weights_TJ = weights_TK.repeat_interleave(shards, dim=1)
+        rows_RD = self._exchange(mb_kernels.gather(x_TD, sent, weights_TJ.shape[1]))
         experts = self.placement.experts_per_rank
         ids_R = torch.arange(experts, dtype=torch.int32, device=x_TD.device)
         ids_R = ids_R.repeat_interleave(limit).repeat(self.place.size)
         bins = mb_kernels.bin_tokens(ids_R[:, None], experts)
         ones_R1 = torch.ones_like(ids_R, dtype=weights_TK.dtype)[:, None]
-        state = (sent, weights_TC, tokens)
-        return Dispatched(
-            rows_RD, ones_R1, bins, kept.tokens_per_expert_E, kept.offsets_E1[-1], state
-        )
+        state = (sent, weights_TJ, tokens)
+        return replaced(local, x_RD=rows_RD, weights_RK=ones_R1, bins=bins, state=state)
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the rows back, and sum each token's, weighted."""
-        sent, weights_TC, tokens = dispatched.state
-        return mb_kernels.combine(self._exchange(y_RD), sent, weights_TC)[:tokens]
+        sent, weights_TJ, tokens = dispatched.state
+        return mb_kernels.combine(self._exchange(y_RD), sent, weights_TJ)[:tokens]
 
-    def _exchange(self, rows_SD: Tensor) -> Tensor:
+    def _exchange(self, rows_RD: Tensor) -> Tensor:
         """As many rows to each rank as from it: the way back is the way there."""
-        split = [rows_SD.shape[0] // self.place.size] * self.place.size
-        return exchange_rows(rows_SD, split, split, self.place)
+        split = [rows_RD.shape[0] // self.place.size] * self.place.size
+        return exchange_rows(rows_RD, split, split, self.place)
 
 
 def _in_fixed_places(kept: Bins, expert_ids_TK: Tensor, limit: int, shards: int) -> Bins:

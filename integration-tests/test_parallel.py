@@ -1,11 +1,11 @@
-"""Every layout takes the steps of one process: losses, gradient norms, weights and moments.
+"""Every layout takes the steps of one process: losses, norms, every gradient, weights, moments.
 
 And it reports what one process does: every number of the log that does not tell of time.
 
     python integration-tests/test_parallel.py      # prints the matrix with the largest deviations
 
-fp32 on gloo, five steps with accumulation, the same global batch. Ranks of one world size are
-started once and train one layout after the other.
+fp32 on gloo, five steps with accumulation, the same global batch as that process has. Ranks of one
+world size are started once and train one layout after the other.
 """
 
 from __future__ import annotations
@@ -19,17 +19,24 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import mb_parallel
+import mb_train.step
+import mb_train.train
 import pytest
 import tiny_run
 import torch
 import torch.distributed.checkpoint as dcp
 from mb_parallel.testing import run_ranks
 from mb_train.checkpoint_files import SafeReader
+from mb_train.run import Run
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # Micro-batches of one sequence everywhere: the balance of load is a matter of the micro-batch.
 SAME = (
-    "--num-layers 4 --micro-batch-size 1 --global-batch-size 8 --train-iters 5 --log-interval 1 "
+    "--num-layers 4 --micro-batch-size 1 --train-iters 5 --log-interval 1 "
     "--eval-interval 5 --eval-iters 1 --attention-dropout 0 --hidden-dropout 0 "
     "--make-vocab-size-divisible-by 128 --adam-eps 1e-3 --log-params-norm"
 )
@@ -64,6 +71,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "ep2, places changed": (2, f"{EP} 2 {A2A} {PLACES}", True),
     "ep2 gather, steps redone": (2, f"{EP} 2 {GATHER} {BUDGET}", True),
     "ep2 capacity, none dropped": (2, f"{EP} 2 --moe-capacity-factor 4", True),
+    "ep2 fixed, none dropped": (2, f"{EP} 2 --moe-dispatcher fixed --moe-capacity-factor 4", True),
     "recompute full, chunks": (
         2,
         f"{EP} 2 {A2A} --moe-a2a-overlap-degree 3 --recompute-granularity full",
@@ -90,10 +98,42 @@ def _train(rank: int, world_size: int, lines: list[list[str]]) -> list[str]:
     said = []
     for arguments in lines:
         out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _gradients_kept():
             code = tiny_run.train(arguments)
         said.append(err.getvalue() if code else "")
     return said
+
+
+@contextlib.contextmanager
+def _gradients_kept() -> Iterator[None]:
+    """Write this rank's part of every gradient, as the optimizer gets it, beside the run's log.
+
+    Of each step (name, offset in the whole, part).
+    """
+    runs, steps = [], []
+
+    def train_step(run: Run, *arguments: Any) -> Any:
+        def keep(*_: Any) -> None:
+            named = [pair for part in run.model.parts for pair in part.named_parameters()]
+            steps.append([(name, *_offset_and_part(p.grad)) for name, p in named])
+
+        runs.append(run)
+        hook = run.optimizer.register_step_pre_hook(keep)
+        done = mb_train.step.train_step(run, *arguments)
+        hook.remove()
+        return done
+
+    with mock.patch.object(mb_train.train, "train_step", train_step):
+        yield
+    if runs:
+        torch.save(steps, runs[0].folder / f"gradients_{mb_parallel.rank()}.pt")
+
+
+def _offset_and_part(grad: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+    if not isinstance(grad, DTensor):
+        return (0,) * grad.dim(), grad.clone()
+    _, offset = compute_local_shape_and_global_offset(grad.shape, grad.device_mesh, grad.placements)
+    return offset, grad.to_local().clone()
 
 
 # How fast it went, on how many ranks; steps that were run again, of which a test asks.
@@ -143,6 +183,25 @@ def _tensors(run: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+def _gradients_deviate(run: Path, expected: Path, leave_out: str) -> float:
+    """The largest difference of any rank's part of a gradient, over the norm of the whole."""
+    (one,) = expected.glob("gradients_*.pt")
+    wanted = [{name: whole for name, _, whole in step} for step in torch.load(one)]
+    ranks = [torch.load(file) for file in run.glob("gradients_*.pt")]
+    errors = []
+    for number, whole in enumerate(wanted):
+        seen = {name: torch.zeros_like(grad, dtype=torch.bool) for name, grad in whole.items()}
+        for name, offset, part in (piece for steps in ranks for piece in steps[number]):
+            here = tuple(slice(a, a + n) for a, n in zip(offset, part.shape, strict=True))
+            seen[name][here] = True
+            if not re.search(leave_out, name):
+                error = (part - whole[name][here]).norm() / whole[name].norm().clamp(min=1e-12)
+                errors.append(error)
+        assert all(mask.all() for mask in seen.values()), "a part that no rank has"
+    assert all(len(steps) == len(wanted) for steps in ranks)
+    return float(torch.stack(errors).max())
+
+
 def _deviations(
     run: Path,
     expected: Path,
@@ -156,15 +215,13 @@ def _deviations(
     renumbered: experts may have changed places; what is counted of them is compared by load.
     without: numbers of `_numbers` that are left out.
     """
-    found = {}
+    found: dict[str, list[float]] = {}
     for name, values in _numbers(run, renumbered=renumbered).items():
         if name in without:
             continue
         wanted = _numbers(expected, renumbered=renumbered)[name]
         assert len(values) == len(wanted)
-        found[name] = max(
-            abs(a - b) / max(abs(b), 1e-12) for a, b in zip(values, wanted, strict=True)
-        )
+        found[name] = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(values, wanted, strict=True)]
     got, wanted = _tensors(run), _tensors(expected)
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -173,25 +230,41 @@ def _deviations(
         compared = first in ("model", "optimizer") and not re.search(leave_out, name)
         if compared and value.is_floating_point():
             error = float((got[name] - value).norm() / value.norm().clamp(min=1e-12))
-            found[kind] = max(found.get(kind, 0.0), error)
-    return found
+            found.setdefault(kind, []).append(error)
+    return {kind: float(torch.tensor(errors).max()) for kind, errors in found.items()}  # or NaN
 
 
-def _flags(tokens: str, run: Path, more: str = "", *, moe: bool) -> list[str]:
-    return tiny_run.flags(tokens, run, SAME, BESIDES if moe else "", more, moe=moe)
+def _flags(tokens: str, run: Path, more: str = "", *, moe: bool, batch: int = 4) -> list[str]:
+    besides = BESIDES if moe else ""
+    return tiny_run.flags(
+        tokens, run, f"{SAME} --global-batch-size {batch}", besides, more, moe=moe
+    )
+
+
+def _batch(ranks: int) -> int:
+    """The global batch: two micro-batches for each of two or four data-parallel ranks."""
+    return 4 if ranks == 2 else 8
+
+
+def _expected(layout: str) -> str:
+    ranks, _, moe = LAYOUTS[layout]
+    return f"one {'moe' if moe else 'dense'} {_batch(ranks)}"
 
 
 def _all_runs(folder: Path) -> dict[str, Path]:
     """Train every layout, and one process with and without experts."""
     tokens = tiny_run.write_tokens(folder)
-    runs = {name: folder / name.replace(" ", "-") for name in LAYOUTS}
-    for moe in (True, False):
-        runs[f"one {moe}"] = run = folder / f"one-{moe}"
-        assert tiny_run.train(_flags(tokens, run, moe=moe)) == 0
+    ones = {_expected(layout) for layout in LAYOUTS}
+    runs = {name: folder / name.replace(" ", "-") for name in (*LAYOUTS, *ones)}
+    for one in ones:
+        batch = int(one.split()[-1])
+        assert _train(0, 1, [_flags(tokens, runs[one], moe="moe" in one, batch=batch)]) == [""]
     for ranks in sorted({ranks for ranks, *_ in LAYOUTS.values()}):
         names = [name for name in LAYOUTS if LAYOUTS[name][0] == ranks]
         lines = [
-            _flags(tokens, runs[name], LAYOUTS[name][1], moe=LAYOUTS[name][2]) for name in names
+            _flags(tokens, runs[name], more, moe=moe, batch=_batch(ranks))
+            for name, (here, more, moe) in LAYOUTS.items()
+            if here == ranks
         ]
         for said in run_ranks(_train, ranks, lines, timeout_s=900.0):
             for name, error in zip(names, said, strict=True):
@@ -204,20 +277,18 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     return _all_runs(tmp_path_factory.mktemp("layouts"))
 
 
-def _expected(name: str) -> str:
-    return f"one {LAYOUTS[name][2]}"
+def _compared(runs: dict[str, Path], layout: str) -> dict[str, float]:
+    """The largest relative differences of a layout from one process, by kind."""
+    run, one, moved = runs[layout], runs[_expected(layout)], "places" in layout
+    leave_out = r"experts|router" if moved else "$^"
+    gradients = _gradients_deviate(run, one, leave_out)
+    return _deviations(run, one, leave_out, renumbered=moved) | {"gradients": gradients}
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_takes_the_steps_of_one_process(layout, runs):
-    moved = "places" in layout
-    deviations = _deviations(
-        runs[layout],
-        runs[_expected(layout)],
-        r"experts|router" if moved else "$^",
-        renumbered=moved,
-    )
+    deviations = _compared(runs, layout)
     assert all(value < 1e-5 for value in deviations.values()), deviations
 
 
@@ -277,7 +348,7 @@ def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
     for name in ("ep", "tp"):
         assert tiny_run.losses(tmp_path / name) == pytest.approx(wanted, rel=1e-5)
     whole = tmp_path / "whole"
-    from_one = ["--load", str(runs["one True"]), "--save", str(whole), "--train-iters", "7"]
+    from_one = ["--load", str(runs["one moe 8"]), "--save", str(whole), "--train-iters", "7"]
     assert tiny_run.train(from_one) == 0
     assert wanted == pytest.approx(tiny_run.losses(whole), rel=1e-5)
 
@@ -287,11 +358,7 @@ if __name__ == "__main__":
         with contextlib.redirect_stdout(io.StringIO()):
             made = _all_runs(Path(folder))
         for number, layout in enumerate(LAYOUTS):
-            moved = "places" in layout
-            leave_out = r"experts|router" if moved else "$^"
-            measured = _deviations(
-                made[layout], made[_expected(layout)], leave_out, renumbered=moved
-            )
+            measured = _compared(made, layout)
             if not number:
                 print(f"{'layout':27}" + "".join(f"{name:>19}" for name in measured))
             print(f"{layout:27}" + "".join(f"{value:19.1e}" for value in measured.values()))

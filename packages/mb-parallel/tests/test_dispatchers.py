@@ -22,6 +22,7 @@ from mb_parallel.expert_parallel.apply import keeps_rows_anyway
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.testing import run_ranks
 from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMES = ("all_gather", "all_to_all", "all_to_all in 3 chunks")
 
@@ -62,6 +63,12 @@ CASES = {
     ),
     "capacity-at-least": Case(routing="zipf", config={"capacity_factor": 0.25, "min_capacity": 2}),
     "capacity-masked": Case(routing="masked", config={"capacity_factor": 0.25}),
+    "capacity-chosen-twice": Case(routing="twice", top_k=3, config={"capacity_factor": 0.5}),
+    "capacity-without-tokens": Case((7, 0), "one", config={"capacity_factor": 1.25}),
+    "capacity-recompute": Case(
+        (6,), "zipf", config={"capacity_factor": 0.75, "recompute": True, "mlp_bias": True}
+    ),
+    "capacity-fp64": Case((6,), "zipf", config={"capacity_factor": 1.0}, dtype=torch.float64),
 }
 
 THREE = {
@@ -153,22 +160,39 @@ def _run(case: Case, name: str, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
     return once
 
 
-def _all_cases(rank, ranks, cases):
+def _all_cases(rank, ranks, pairs):
     torch.use_deterministic_algorithms(True)  # receive buffers are NaN until they are written
     mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cpu")
-    return [_run(CASES[case], name, mesh) for case in cases for name in _names(ranks)]
+    return [_run(CASES[case], name, mesh) for case, name in pairs]
 
 
-def _names(ranks: int) -> tuple[str, ...]:
-    return NAMES if ranks < 4 else NAMES[:2]  # chunks know nothing of the number of ranks
+def _names(case: Case, ranks: int) -> tuple[str, ...]:
+    names = NAMES if ranks < 4 else NAMES[:2]  # chunks know nothing of the number of ranks
+    return names if case.config.get("capacity_factor") is None else (*names, "fixed")
+
+
+def _in_one_process(case: Case, ranks: int, *, by_rank: bool) -> dict[str, torch.Tensor]:
+    """All tokens at once, or, for a capacity of each rank's own, one rank's after the other's."""
+    x, weights, ids, lengths = _inputs(case, ranks)
+    if not by_rank:
+        return _through(_layer(case), x, weights, ids)
+    layer, parts = _layer(case), [t.split(lengths) for t in (x, weights, ids)]
+    results = [_through(layer, *part) for part in zip(*parts, strict=True)]
+    whole = dict(results[-1])  # gradients of parameters have added up
+    for name in ("y", "dx", "dweights"):
+        whole[name] = torch.cat([one[name] for one in results])
+    for name in ("kept", "counts"):
+        whole[name] = torch.stack([one[name] for one in results]).sum(0)
+    return whole
 
 
 def _check(ranks: int, cases: list[str]) -> None:
-    results = run_ranks(_all_cases, ranks, cases)
-    for number, (case_name, name) in enumerate((c, n) for c in cases for n in _names(ranks)):
+    pairs = [(case, name) for case in cases for name in _names(CASES[case], ranks)]
+    results = run_ranks(_all_cases, ranks, pairs)
+    for number, (case_name, name) in enumerate(pairs):
         case, what = CASES[case_name], f"{case_name}, {name}"
-        x, weights, ids, lengths = _inputs(case, ranks)
-        expected = _through(_layer(case), x, weights, ids)
+        _, _, ids, lengths = _inputs(case, ranks)
+        expected = _in_one_process(case, ranks, by_rank=name == "fixed")
         got = [by_rank[number] for by_rank in results]
         for key in ("y", "dx", "dweights"):
             joined = torch.cat([one[key] for one in got])
@@ -194,7 +218,8 @@ def test_four_ranks_for_four_experts():
 
 
 def test_more_ranks_than_experts_share_the_width():
-    wide = ["random", "bias", "plain-activation", "top-1", "a-rank-without-tokens", "capacity"]
+    wide = ["random", "bias", "plain-activation", "top-1", "a-rank-without-tokens"]
+    wide += ["capacity", "capacity-recompute", "capacity-without-tokens"]
     _check(8, wide)
 
 
@@ -239,6 +264,47 @@ def test_a_dead_rank_leaves_a_message_that_names_the_place():
     said = r"rank 0 could not exchange counts in the layer with ranks \[0, 1\]"
     with pytest.raises(RuntimeError, match=said):
         run_ranks(_dies, 2)
+
+
+class _Sent(TorchDispatchMode):
+    """Names of the collectives that were called, and rows and splits of what was exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            exchanged = (len(args[1]), *args[3:5]) if name == "alltoall_base_" else ()
+            self.calls.append((name, *exchanged))
+        return func(*args, **(kwargs or {}))
+
+
+def _what_is_sent(rank, ranks):
+    layer = _layer(Case(config={"capacity_factor": 0.5, "eval_capacity_factor": 1.0}))
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    said = parallelize_experts(layer, mesh, dispatcher="fixed", equal_tokens=True)
+    assert "2 of 4 experts a rank by fixed, as asked for" in said
+    x = torch.randn(6, 6, requires_grad=True)
+    calls = []
+    for _ in range(2):  # routing to one expert, and to all
+        with _Sent() as sent:
+            out = layer(x)
+            (out.y.sum() + out.aux_loss).backward()
+        calls.append(sent.calls)
+        torch.nn.init.zeros_(layer.router.weight)
+    layer.eval()
+    with _Sent() as sent, torch.no_grad():
+        layer(x)
+    return [*calls, sent.calls]
+
+
+def test_a_capacity_of_each_rank_is_one_exchange_each_way_and_no_other_collective():
+    for first, second, evaluated in run_ranks(_what_is_sent, 2):
+        # ceil(0.5 * 2 * 6 / 4) = 2 rows from each rank for each of 4 experts; there, home and back.
+        assert first == second == 4 * [("alltoall_base_", 8, [4, 4], [4, 4])]
+        assert evaluated == 2 * [("alltoall_base_", 12, [6, 6], [6, 6])]
 
 
 POLICIES = [("random", "budget", 1.9), ("one", "budget", 1.0), ("one", "exact", 1.0)]
@@ -335,9 +401,11 @@ def _evaluated_and_compiled(rank, ranks):
     x = _inputs(case, 2)[0][6 * rank : 6 * rank + 6 - rank]
     out = layer(x)
     # The exchange breaks the compiler's graph, behind which a padded token is still none.
-    layer, mask = layer.train(), torch.arange(len(x)) < 4
-    compiled = torch.compile(layer, backend="eager")(x, mask=mask)
-    assert torch.equal(compiled.y, layer(x, mask=mask).y)
+    fixed, mask = _layer(case), torch.arange(len(x)) < 4
+    parallelize_experts(fixed, ParallelDims(dp_shard=2, ep=2).build("cpu"), dispatcher="fixed")
+    for trained in (layer.train(), fixed):
+        compiled = torch.compile(trained, backend="eager")(x, mask=mask)
+        assert torch.equal(compiled.y, trained(x, mask=mask).y)
     # Selective recompute is such a mode: torch 2.13 lost floats made of sizes in it.
     exact, rows = _layer(Case()), {"dispatcher": "all_gather", "equal_tokens": True}
     parallelize_experts(
@@ -408,6 +476,8 @@ def test_what_cannot_be_spread_is_named():
     assert "no MoE layers" in parallelize_experts(torch.nn.Linear(2, 2), mesh)
     with pytest.raises(ValueError, match=r"dispatcher to be one of auto, .* got 'ring'"):
         parallelize_experts(layer, mesh, dispatcher="ring")
+    with pytest.raises(ValueError, match=r"a capacity for dispatcher='fixed' in the layer, got a"):
+        parallelize_experts(layer, mesh, dispatcher="fixed")
     with pytest.raises(ValueError, match=r"row_policy to be one of worst, .* got 'some'"):
         parallelize_experts(layer, mesh, row_policy="some")
     with pytest.raises(ValueError, match=r"row_budget of at least 1, .* got 0.5"):

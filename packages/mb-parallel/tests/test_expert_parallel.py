@@ -4,7 +4,9 @@ What `apply_data_parallel` does to gradients is done by hand here: a sum over th
 ranks divided by their number, for experts over the replicas of their ep group.
 """
 
+import contextlib
 import copy
+import socket
 from typing import Any
 from unittest import mock
 
@@ -352,30 +354,54 @@ def _refusals(rank, ranks):
     return said
 
 
-def _ask_for_peers(_rank: int, _ranks: int) -> None:
+def _ask_for_peers(rank: int, _ranks: int) -> list[str | None]:
+    """Why not, where two ranks on GPUs would be fine but for one thing; the last lacks nothing."""
     mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
     told = parallelize_experts(Model(), mesh, dispatcher="peer")
     assert "by all_to_all" in told, told
     assert "not peer: the model is not on a GPU" in told, told
-    # Two GPUs that reach each other, on a host without symmetric memory.
     ep = mesh.axis("ep")
     assert ep is not None
     place = peer_memory.Place(ep.get_group())
 
-    def none_there(*_: object) -> None:
-        raise RuntimeError("no such handle\nat some line")
+    def fails_on_rank_1(*_: object) -> None:
+        if rank == 1:
+            raise RuntimeError("no such handle\nat some line")
 
-    with (
-        mock.patch.object(torch.cuda, "current_device", return_value=0),
-        mock.patch.object(torch.cuda, "can_device_access_peer", return_value=True),
-        mock.patch.object(peer_memory, "symmetric_arena", none_there),
-    ):
-        why = peer_memory.peer_problem(place, "cuda", HIDDEN)
-    assert why == "symmetric memory is not available (no such handle)"
+    def problem(width: int = HIDDEN, *patches: Any) -> str | None:
+        fine = [
+            mock.patch.object(torch.cuda, "current_device", return_value=rank),
+            mock.patch.object(torch.cuda, "can_device_access_peer", return_value=True),
+            mock.patch.object(peer_memory, "symmetric_arena", return_value=None),
+        ]
+        with contextlib.ExitStack() as stack:
+            for patch in (*fine, *patches):
+                stack.enter_context(patch)
+            return peer_memory.peer_problem(place, "cuda", width)
+
+    return [
+        problem(12),
+        problem(HIDDEN, mock.patch.object(torch.version, "hip", "7.0")),
+        problem(HIDDEN, mock.patch.object(socket, "gethostname", return_value=f"host{rank}")),
+        problem(
+            HIDDEN,
+            mock.patch.object(torch.cuda, "can_device_access_peer", lambda mine, _: mine == 0),
+        ),
+        problem(HIDDEN, mock.patch.object(peer_memory, "symmetric_arena", fails_on_rank_1)),
+        problem(),
+    ]
 
 
 def test_peers_that_cannot_be_reached_are_done_without():
-    run_ranks(_ask_for_peers, 2)
+    for problems in run_ranks(_ask_for_peers, 2):  # alike on both, whichever of them saw it
+        assert problems == [
+            "hidden_size = 12 is no multiple of 8",
+            "on AMD it is compiled but not measured yet",
+            "the ranks of an ep group are on several hosts",
+            "the GPUs cannot address each other's memory",
+            "symmetric memory is not available (no such handle)",
+            None,
+        ]
 
 
 def test_models_that_cannot_be_spread_are_named():

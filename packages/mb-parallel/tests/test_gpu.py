@@ -1,21 +1,28 @@
-"""Expert parallelism on two GPUs: every dispatcher against one GPU, and what only a GPU shows."""
+"""Expert parallelism on two GPUs: every dispatcher against one GPU, and what only a GPU shows.
+
+That dispatchers wait for nothing and can be captured shows on one GPU too, by a group of one rank.
+"""
 
 import os
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from mb_kernels.testing import relative_error
 from mb_layers.config import MoEConfig
 from mb_layers.moe import MoE, dMoE
 from mb_parallel import ParallelDims, parallelize_experts, within_budget
+from mb_parallel.expert_parallel import AllGatherDispatcher, FixedDispatcher, Place
+from mb_parallel.expert_parallel.around import GlobalCapacity
+from mb_parallel.optimizer import local
 from mb_parallel.testing import run_ranks
 from torch.distributed.tensor import DTensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
+GPUS = min(torch.cuda.device_count(), 2)
+two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+no_gpu = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
 
 TOKENS, HIDDEN = 777, 256
 DISPATCHERS = ("all_gather", "all_to_all", "all_to_all in 3 chunks", "peer")
@@ -79,6 +86,7 @@ def _compare(rank: int, ranks: int, dtype: torch.dtype) -> list[tuple[str, float
     return errors
 
 
+@two_gpus
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
 )
@@ -87,14 +95,35 @@ def test_two_gpus_match_one(dtype, bound):
         assert not [pair for pair in errors if not pair[1] <= bound]
 
 
-def _without_a_sync(
-    rank: int, ranks: int, keep_rows: bool, capacity_factor: float | None
-) -> list[float]:
+def _spread(layer: MoE | dMoE, ranks: int, dispatcher: str, keep_rows: bool) -> None:
+    """As `parallelize_experts` does it; it leaves a single rank alone."""
     mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cuda")
+    said = parallelize_experts(
+        layer, mesh, dispatcher=dispatcher, keep_rows=keep_rows, equal_tokens=True
+    )
+    if ranks > 1:
+        assert f"by {dispatcher}, as asked for" in said, said
+        return
+    experts, factor = layer.config.num_experts, layer.config.capacity_factor
+    assert dist.group.WORLD is not None
+    place = Place(dist.group.WORLD)
+    if dispatcher == "fixed":
+        layer.dispatcher = FixedDispatcher(layer.dispatcher, place, equal_tokens=True)
+        return
+    layer.dispatcher = AllGatherDispatcher(experts, place, equal_tokens=True)
+    if factor is not None:
+        layer.dispatcher = GlobalCapacity(
+            layer.dispatcher, experts, factor, place, equal_tokens=True
+        )
+
+
+def _without_a_sync(
+    rank: int, ranks: int, dispatcher: str, keep_rows: bool, capacity_factor: float | None
+) -> tuple[list[float], list[float]]:
+    """Errors of a captured step against an eager one, and of that against this rank alone."""
     dtype = torch.bfloat16
     layer = _layer(dtype, top_k=2, capacity_factor=capacity_factor)
-    options = {"keep_rows": keep_rows, "equal_tokens": True}
-    parallelize_experts(layer, mesh, dispatcher="peer", **options)
+    _spread(layer, ranks, dispatcher, keep_rows)
     batches = _tokens(ranks * 3, dtype).view(3, ranks, TOKENS, HIDDEN)[:, rank]
 
     x = batches[0].clone().requires_grad_()
@@ -121,7 +150,8 @@ def _without_a_sync(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = step()
-    errors = []
+    errors, against_alone = [], []
+    alone = _layer(dtype, top_k=2, capacity_factor=capacity_factor)
     for batch in batches:
         with torch.no_grad():
             x.copy_(batch)
@@ -129,21 +159,38 @@ def _without_a_sync(
             parameter.grad.zero_()
         graph.replay()
         got = [y.clone(), x.grad.clone(), layer.router.weight.grad.clone()]
-        got.append(layer.experts.w1.grad.to_local().clone())
+        got.append(local(layer.experts.w1.grad).clone())
         for parameter in (x, *layer.parameters()):
             parameter.grad.zero_()
         y_eager = step()
-        want = [y_eager, x.grad, layer.router.weight.grad, layer.experts.w1.grad.to_local()]
+        want = [y_eager, x.grad, layer.router.weight.grad, local(layer.experts.w1.grad)]
         errors += [relative_error(a, b) for a, b in zip(got, want, strict=True)]
-    return errors
+        if capacity_factor is None or dispatcher == "fixed":  # what others bring changes nothing
+            alone.zero_grad()
+            x_alone = batch.clone().requires_grad_()
+            out = alone(x_alone)
+            (out.y.sum() + out.aux_loss).backward()
+            one = [out.y, x_alone.grad, alone.router.weight.grad]
+            against_alone += [relative_error(a, b) for a, b in zip(want, one, strict=False)]
+    return errors, against_alone
 
 
 @pytest.mark.parametrize(
-    "options", [(False, None), (True, None), (False, 1.0)], ids=["sent-again", "kept", "capacity"]
+    "options",
+    [
+        pytest.param(("peer", False, None), id="peer-sent-again", marks=two_gpus),
+        pytest.param(("peer", True, None), id="peer-kept", marks=two_gpus),
+        pytest.param(("peer", False, 1.0), id="peer-capacity", marks=two_gpus),
+        pytest.param(("all_gather", False, None), id="all_gather", marks=no_gpu),
+        pytest.param(("all_gather", False, 1.0), id="all_gather-capacity", marks=no_gpu),
+        pytest.param(("fixed", False, 1.0), id="fixed", marks=no_gpu),
+    ],
 )
-def test_peer_layer_in_a_graph_and_without_a_host_sync(options):
-    for errors in run_ranks(_without_a_sync, 2, *options, device_type="cuda", timeout_s=280):
+def test_a_layer_in_a_graph_and_without_a_host_sync(options):
+    results = run_ranks(_without_a_sync, GPUS, *options, device_type="cuda", timeout_s=280)
+    for errors, against_alone in results:
         assert max(errors) == 0.0
+        assert not [error for error in against_alone if not error <= 2e-2]
 
 
 def _beyond_the_budget(rank: int, ranks: int) -> list[tuple[str, float]]:
@@ -169,6 +216,7 @@ def _beyond_the_budget(rank: int, ranks: int) -> list[tuple[str, float]]:
     return errors
 
 
+@two_gpus
 def test_a_step_beyond_the_budget_runs_again():
     for errors in run_ranks(_beyond_the_budget, 2, device_type="cuda", timeout_s=280):
         assert not [pair for pair in errors if not pair[1] <= 1e-6]
@@ -193,6 +241,7 @@ def _absent(rank: int, ranks: int) -> str:
     return "nobody was missed"
 
 
+@two_gpus
 def test_a_rank_that_stops_is_named_by_the_kernels_wait():
     said = r"rank 0 waited 2 s in vain for rank 1 in dispatch of the layer"
     with pytest.raises(RuntimeError, match=said):

@@ -153,10 +153,16 @@ def _refused(rank, world_size, name):
 
 
 def _all_refused(rank, world_size):
+    tokens = torch.nn.ModuleDict({"tokens": torch.nn.Embedding(4, 4)})
+    mesh = ParallelDims(tp=world_size).build("cpu")
+    parallelize_tensors(tokens, mesh, {"tokens": VocabParallelEmbedding()}, sequence_parallel=False)
+    for unknown in (4, -1):  # which no rank has
+        with pytest.raises(IndexError):
+            tokens["tokens"](torch.tensor([0, unknown]))
     return {name: _refused(rank, world_size, name) for name in REFUSED}
 
 
-def test_what_does_not_divide_is_named():
+def test_what_is_refused_is_named():
     for said in run_ranks(_all_refused, 2):
         for name, (_, _, expected) in REFUSED.items():
             assert said[name] is not None, name

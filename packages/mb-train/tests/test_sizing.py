@@ -389,14 +389,18 @@ def test_gradients_of_earlier_micro_batches_lie_beside_the_activations():
 
 
 def test_experts_of_other_ranks_make_room_for_the_worst_case():
-    sizes_of = {}
-    for policy in ("worst", "budget", "exact"):
+    def activations(dispatcher, **more):
         config = config_of(
-            moe_num_experts=8, moe_top_k=2, expert_model_parallel_size=4, moe_row_policy=policy,
-            moe_dispatcher="all_gather", global_batch_size=8,
+            moe_num_experts=8, moe_top_k=2, expert_model_parallel_size=4, global_batch_size=8,
+            moe_dispatcher=dispatcher, **more,
         )  # fmt: skip
-        sizes_of[policy] = sizes(config, 64, 4, "H200").activations
-    assert sizes_of["exact"] < sizes_of["budget"] < sizes_of["worst"]
+        return sizes(config, 64, 4, "H200").activations
+
+    policies = ("exact", "budget", "worst")
+    exact, budget, worst = (activations("all_gather", moe_row_policy=p) for p in policies)
+    assert exact < budget < worst
+    even, twice = (activations("fixed", moe_capacity_factor=factor) for factor in (1.0, 2.0))
+    assert exact < even < twice
 
 
 @pytest.mark.parametrize("kind", [{}, {"model": "bert"}, T5, {"model": "ict"}, RACE])

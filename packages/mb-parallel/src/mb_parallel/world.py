@@ -134,7 +134,7 @@ def check_same(value: Any, what: str) -> None:
     Hashes are compared; only when they differ do ranks tell each other what they have.
 
     Args:
-        value: a dataclass, a mapping, or anything whose repr tells it apart.
+        value: a dataclass, a mapping, or anything whose repr tells it apart; sets count by members.
         what: its name in the error, for instance "the config".
 
     Raises:
@@ -174,5 +174,12 @@ def _lines(value: Any) -> list[str]:
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
-        return sorted(f"{key} = {item!r}" for key, item in value.items())
-    return [repr(value)]
+        return sorted(f"{key} = {_text(item)}" for key, item in value.items())
+    return [_text(value)]
+
+
+def _text(value: Any) -> str:
+    """The repr; that of a set has an order which differs between processes."""
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(repr, value)))}}}"
+    return repr(value)

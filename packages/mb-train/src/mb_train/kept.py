@@ -135,6 +135,8 @@ def _room(config: TrainConfig, dims: ParallelDims, *, on_gpu: bool) -> tuple[flo
     bounded = config.moe_row_policy != "worst"
     problem = None if on_gpu else "there is no GPU"
     chosen, _ = choose_dispatcher(config.moe_dispatcher, top_k, ep, problem, bounded=bounded)
+    if chosen == "fixed":  # rows that came, and those that came home
+        return config.moe_capacity_factor, 2 * config.moe_capacity_factor * top_k
     visited = min(top_k, ep)
     if chosen == "all_to_all" or config.moe_row_policy == "exact":
         return 1.0, visited

@@ -9,6 +9,7 @@ from mb_parallel.expert_parallel.balance import set_micro_batch as set_micro_bat
 from mb_parallel.expert_parallel.balance import step_counts as step_counts
 from mb_parallel.expert_parallel.collectives import Place as Place
 from mb_parallel.expert_parallel.collectives import gather_rows as gather_rows
+from mb_parallel.expert_parallel.fixed import FixedDispatcher as FixedDispatcher
 from mb_parallel.expert_parallel.peer import PeerDispatcher as PeerDispatcher
 from mb_parallel.expert_parallel.peer_memory import PeerBuffers as PeerBuffers
 from mb_parallel.expert_parallel.rebalance import Rebalanced as Rebalanced

@@ -10,13 +10,17 @@ Letters: T tokens, D hidden, K top-k, P ranks, G = P T gathered tokens.
 from __future__ import annotations
 
 import mb_kernels
-import torch
 import torch.nn.functional as F
 from mb_layers.dispatch import Dispatched
 from mb_layers.experts import cast_alike
 from torch import Tensor
 
-from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks, gather_rows, sum_rows
+from mb_parallel.expert_parallel.collectives import (
+    Place,
+    gather_rows,
+    longest_of_ranks,
+    sum_rows,
+)
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 
@@ -50,11 +54,11 @@ class AllGatherDispatcher:
         """Gather tokens and routing; bins hold the slots of this rank's experts."""
         tokens, top_k = expert_ids_TK.shape
         (x_TD,) = cast_alike(x_TD)  # autocast's dtype travels, not fp32
-        missing = self._longest(tokens, x_TD.device) - tokens
+        longest = tokens if self.equal_tokens else longest_of_ranks(tokens, self.place, x_TD.device)
         words_TW, _, counts_E, slots = self.placement.pack(weights_TK, expert_ids_TK)
-        if missing:
-            x_TD = F.pad(x_TD, (0, 0, 0, missing))
-            words_TW = F.pad(words_TW, (0, 0, 0, missing), value=-1.0)  # ids of no expert
+        if longest > tokens:
+            x_TD = F.pad(x_TD, (0, 0, 0, longest - tokens))
+            words_TW = F.pad(words_TW, (0, 0, 0, longest - tokens), value=-1.0)  # ids of no expert
         x_GD = gather_rows(x_TD, self.place)
         weights_GJ, ids_GJ, _ = self.placement.unpack(gather_rows(words_TW, self.place))
         bins = mb_kernels.bin_tokens(ids_GJ, self.placement.experts_per_rank)
@@ -64,9 +68,3 @@ class AllGatherDispatcher:
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Sum over the ranks what their experts made of this rank's tokens."""
         return sum_rows(y_RD, self.place)[: dispatched.state]
-
-    def _longest(self, tokens: int, device: torch.device) -> int:
-        if self.equal_tokens:
-            return tokens
-        mine = torch.tensor([tokens], dtype=torch.int32, device=device)
-        return max(theirs for (theirs,) in counts_of_ranks(mine, self.place))

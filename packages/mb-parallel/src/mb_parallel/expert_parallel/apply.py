@@ -24,6 +24,7 @@ from mb_parallel.arguments import above_0, at_least_1, one_module
 from mb_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from mb_parallel.expert_parallel.all_to_all import AllToAllDispatcher
 from mb_parallel.expert_parallel.collectives import Place
+from mb_parallel.expert_parallel.fixed import FixedDispatcher
 from mb_parallel.expert_parallel.overlap import compute_in_chunks
 from mb_parallel.expert_parallel.peer import PeerDispatcher
 from mb_parallel.expert_parallel.peer_memory import PeerBuffers, peer_problem
@@ -34,7 +35,7 @@ from mb_parallel.expert_parallel.surround import Layer, surround
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 from mb_parallel.tensor_parallel.experts import sequence_parallel_of
 
-DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer"]
+DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer", "fixed"]
 
 # Gathering and the peers' memory hold the worst case, ep times the rows of balanced experts, in
 # what the experts save as well: up to here a fair price.
@@ -65,12 +66,13 @@ def parallelize_experts(
     Args:
         model: any module that holds layers of mb_layers.
         mesh: from `ParallelDims.build`.
-        dispatcher: what moves rows between ranks; "auto" chooses, see `choose_dispatcher`.
+        dispatcher: what moves rows between ranks; "auto" chooses, see `choose_dispatcher`. "fixed"
+            is for `MoE` alone, whose capacity then counts the tokens of each rank by itself.
         sequence_parallel: whether each tensor-parallel rank brings its own part of the sequence.
             False: they all bring the same tokens, and share them out. As `parallelize_tensors` was
             told. Unused where tp is 1.
         equal_tokens: every rank always brings as many tokens to a layer: nobody has to ask, and
-            with "all_gather" the host never waits for the device.
+            with "all_gather" and "fixed" the host never waits for the device.
         max_tokens: for "peer": the most tokens a rank ever brings to a layer. None: the most that
             any rank brings to the first one.
         keep_rows: for "peer": keep received tokens for the backward instead of sending them again.
@@ -93,8 +95,8 @@ def parallelize_experts(
     Raises:
         ValueError: an unknown dispatcher or policy, numbers out of range, sizes that do not divide,
             another `sequence_parallel` than that of `parallelize_tensors`, a mesh of other sizes
-            than in an earlier call, a layer that cannot be spread this way, or a model that DDP or
-            FSDP has hold of already.
+            than in an earlier call, a layer that cannot be spread this way, "fixed" for a `dMoE`,
+            or a model that DDP or FSDP has hold of already.
     """
     if dispatcher not in get_args(DispatcherName):
         known = ", ".join(get_args(DispatcherName))
@@ -106,7 +108,7 @@ def parallelize_experts(
     rows = Rows(row_policy, row_budget)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
     for name, layer in layers.items():
-        _refuse(name, layer, mesh, sequence_parallel)
+        _refuse(name, layer, mesh, sequence_parallel, dispatcher)
     ep = mesh.axis("ep")
     meshes: Mapping[int, DeviceMesh] = {}
     if ep is not None:  # also for a stage without layers
@@ -159,7 +161,7 @@ def choose_dispatcher(
         peer_problem: why peers cannot write each other's memory, or None.
         bounded: whether `row_policy` is another than "worst", so that the worst case costs nothing.
     """
-    if wanted in ("all_gather", "all_to_all"):
+    if wanted in ("all_gather", "all_to_all", "fixed"):
         return wanted, "as asked for"
     if wanted == "peer" and peer_problem is None:
         return "peer", "as asked for"
@@ -173,12 +175,19 @@ def choose_dispatcher(
     return "all_to_all", f"since top_k = {top_k} < 2 ep, a token needs few of the ranks{instead}"
 
 
-def _refuse(name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool) -> None:
+def _refuse(
+    name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool, dispatcher: str
+) -> None:
     where = f"in {name or 'the layer'}"
     if not isinstance(layer.dispatcher, LocalDispatcher):
         raise ValueError(
             f"Expected a LocalDispatcher {where}, got {type(layer.dispatcher).__name__}. "
             "Call parallelize_experts once, on a model whose experts are not spread yet."
+        )
+    if dispatcher == "fixed" and layer.config.capacity_factor is None:
+        raise ValueError(
+            f"Expected a capacity for dispatcher='fixed' {where}, got a dMoE, which drops no "
+            "token. Take another dispatcher, or MoE."
         )
     told = sequence_parallel_of(layer)
     if told is not None and told != sequence_parallel:
@@ -255,6 +264,8 @@ class _Spreading:
             if dispatcher == "all_to_all" and self.chunks > 1:
                 compute_in_chunks(layer.experts)
         layer.dispatcher = self._dispatcher(layer, place, placement, dispatcher)
+        if dispatcher == "fixed" and layer.eval_dispatcher is not None:
+            layer.eval_dispatcher = self._fixed(layer.eval_dispatcher, place)
         held = f"{placement.experts_per_rank} of {experts} experts a rank"
         if placement.width_shards > 1:
             held = f"1/{placement.width_shards} of the width of " + held
@@ -268,6 +279,8 @@ class _Spreading:
             return AllGatherDispatcher(experts, place, equal_tokens=self.equal_tokens, rows=rows)
         if name == "all_to_all":
             return AllToAllDispatcher(experts, place, chunks=self.chunks)
+        if name == "fixed":
+            return self._fixed(layer.dispatcher, place)
         keep_rows = self.keep_rows
         if keep_rows is None:
             keep_rows = keeps_rows_anyway(layer.config, placement)
@@ -275,6 +288,10 @@ class _Spreading:
         return PeerDispatcher(
             experts, place, self.buffers, keep_rows=keep_rows, rows=rows, stores_home=home
         )
+
+    def _fixed(self, local: TokenDispatcher, place: Place) -> FixedDispatcher:
+        assert isinstance(local, LocalDispatcher)
+        return FixedDispatcher(local, place, equal_tokens=self.equal_tokens)
 
 
 def keeps_rows_anyway(config: MoEConfig, placement: Placement) -> bool:

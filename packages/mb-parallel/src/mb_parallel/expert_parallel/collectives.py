@@ -20,7 +20,7 @@ Letters: P ranks, R rows, D columns.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,9 @@ from torch._compile import _disable_dynamo
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+Collective = Callable[[Tensor, "Place"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,13 @@ class Place:
 @_disable_dynamo
 def gather_rows(x_RD: Tensor, place: Place) -> Tensor:
     """Rows of all ranks, [P R, D] in the order of ranks; every rank brings as many rows."""
-    return _GatherRows.apply(x_RD, place)
+    return _Pair.apply(x_RD, place, gathered, _summed)
 
 
 @_disable_dynamo
 def sum_rows(x_PRD: Tensor, place: Place) -> Tensor:
     """Given [P R, D], the r-th R rows of which are for rank r: the sum over ranks of ours."""
-    return _SumRows.apply(x_PRD, place)
+    return _Pair.apply(x_PRD, place, _summed, gathered)
 
 
 @_disable_dynamo
@@ -87,20 +90,30 @@ def exchange_rows(
         x_SD: rows in the order of the ranks they go to; those beyond stay, and get no gradient.
         total: rows of the result, at least `sum(from_)`; the last are left unwritten.
     """
-    rows = sum(from_) if total is None else total
-    return _ExchangeRows.apply(x_SD, tuple(to), tuple(from_), rows, place)
+    to, from_, rows = list(to), list(from_), x_SD.shape[0]
+    total = sum(from_) if total is None else total
+
+    def there(x_SD: Tensor, place: Place) -> Tensor:
+        return _exchanged(x_SD, to, from_, total, place)
+
+    def back(grad: Tensor, place: Place) -> Tensor:
+        grad = _exchanged(grad, from_, to, rows, place)
+        grad[sum(to) :].zero_()  # rows that were not sent
+        return grad
+
+    return _Pair.apply(x_SD, place, there, back)
 
 
 @_disable_dynamo
 def share_of_rows(x_RD: Tensor, place: Place) -> Tensor:
     """This rank's P-th of rows that all ranks hold alike; P divides R."""
-    return _ShareOfRows.apply(x_RD, place)
+    return _Pair.apply(x_RD, place, _share, gathered)
 
 
 @_disable_dynamo
 def join_rows(x_RD: Tensor, place: Place) -> Tensor:
     """The shares of all ranks in their order; what follows is alike on all ranks."""
-    return _JoinRows.apply(x_RD, place)
+    return _Pair.apply(x_RD, place, gathered, _share)
 
 
 @_disable_dynamo
@@ -110,10 +123,16 @@ def counts_of_ranks(counts: Tensor, place: Place) -> list[list[int]]:
         return gathered(counts[None], place).tolist()
 
 
+def longest_of_ranks(tokens: int, place: Place, device: torch.device) -> int:
+    """The most tokens that a rank brings; the host waits for the device."""
+    mine = torch.tensor([tokens], dtype=torch.int32, device=device)
+    return max(theirs for (theirs,) in counts_of_ranks(mine, place))
+
+
 @_disable_dynamo
 def mean_over(x: Tensor, place: Place) -> Tensor:
     """The mean over the ranks, alike on all; each rank's x counts for a P-th of it."""
-    return _MeanOver.apply(x, place)
+    return _Pair.apply(x, place, _mean, lambda grad, place: grad / place.size)
 
 
 def gathered(x_RD: Tensor, place: Place) -> Tensor:
@@ -133,86 +152,30 @@ def _summed(x_PRD: Tensor, place: Place) -> Tensor:
     return by_rank.sum(dim=0, dtype=accumulator).to(x_PRD.dtype)
 
 
-def _exchanged(
-    x_SD: Tensor, to: tuple[int, ...], from_: tuple[int, ...], total: int, place: Place
-) -> Tensor:
+def _exchanged(x_SD: Tensor, to: list[int], from_: list[int], total: int, place: Place) -> Tensor:
     out = x_SD.new_empty((total, *x_SD.shape[1:]))
     send, receive = x_SD.contiguous()[: sum(to)], out[: sum(from_)]
     with place.step("exchange rows"):
-        dist.all_to_all_single(receive, send, list(from_), list(to), group=place.group)
+        dist.all_to_all_single(receive, send, from_, to, group=place.group)
     return out
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return gathered(x_RD, place)
+def _share(x_RD: Tensor, place: Place) -> Tensor:
+    return x_RD.chunk(place.size)[place.rank].clone(memory_format=torch.contiguous_format)
+
+
+def _mean(x: Tensor, place: Place) -> Tensor:
+    return gathered(x[None], place).mean(dim=0)
+
+
+class _Pair(torch.autograd.Function):
+    """`there` forward, `back` for the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
-        return _summed(grad, ctx.place), None
-
-
-class _SumRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_PRD: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return _summed(x_PRD, place)
+    def forward(ctx: Any, x: Tensor, place: Place, there: Collective, back: Collective) -> Tensor:
+        ctx.place, ctx.back = place, back
+        return there(x, place)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
-        return gathered(grad, ctx.place), None
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_SD: Tensor,
-        to: tuple[int, ...],
-        from_: tuple[int, ...],
-        total: int,
-        place: Place,
-    ) -> Tensor:
-        ctx.to, ctx.from_, ctx.place, ctx.rows = to, from_, place, x_SD.shape[0]
-        return _exchanged(x_SD, to, from_, total, place)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # ty: ignore[incompatible-method-override]
-        back = _exchanged(grad, ctx.from_, ctx.to, ctx.rows, ctx.place)
-        back[sum(ctx.to) :].zero_()  # rows that were not sent
-        return back, None, None, None, None
-
-
-class _ShareOfRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return x_RD.chunk(place.size)[place.rank].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
-        return gathered(grad, ctx.place), None
-
-
-class _JoinRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return gathered(x_RD, place)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
-        return grad.chunk(ctx.place.size)[ctx.place.rank].contiguous(), None
-
-
-class _MeanOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return gathered(x[None], place).mean(dim=0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
-        return grad / ctx.place.size, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # ty: ignore[incompatible-method-override]
+        return ctx.back(grad, ctx.place), None, None, None

@@ -18,7 +18,7 @@ from mb_kernels.exchange import Layout, PeerMemory
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from mb_parallel.expert_parallel.collectives import Place, counts_of_ranks
+from mb_parallel.expert_parallel.collectives import Place, longest_of_ranks
 
 # Makes an arena of so many bytes for the ranks of a place: (arena, table, error, what to keep).
 Allocate = Callable[[int, Place], tuple[Tensor, Tensor, Tensor, Any]]
@@ -79,8 +79,7 @@ class PeerBuffers:
         tokens, hidden = x_TD.shape
         key = (hidden, x_TD.dtype, words)
         if key not in self._memories:
-            mine = torch.tensor([self.max_tokens or tokens], dtype=torch.int32, device=x_TD.device)
-            most = max(theirs for (theirs,) in counts_of_ranks(mine, self.place))
+            most = longest_of_ranks(self.max_tokens or tokens, self.place, x_TD.device)
             layout = Layout(self.place.size, max(most, 1), hidden, words, x_TD.dtype)
             arena, table, error, kept = self._allocate(layout.nbytes, self.place)
             self._kept.append(kept)

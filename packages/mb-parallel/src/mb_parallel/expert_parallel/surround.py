@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mb_parallel.expert_parallel.around import GlobalCapacity, SharedTokens
 from mb_parallel.expert_parallel.balance import StepCounts
 from mb_parallel.expert_parallel.collectives import Place, mean_over
+from mb_parallel.expert_parallel.fixed import FixedDispatcher
 from mb_parallel.mesh import ParallelMesh
 
 Layer = MoE | dMoE
@@ -36,9 +37,8 @@ def surround(
     if isinstance(moves, LocalDispatcher) and shared:
         moves = LocalDispatcher(config.num_experts)  # capacity is the business of all ranks
 
-    def around(capacity_factor: float | None) -> TokenDispatcher:
-        inner = moves
-        if capacity_factor is not None:
+    def around(inner: TokenDispatcher, capacity_factor: float | None) -> TokenDispatcher:
+        if capacity_factor is not None and not isinstance(inner, FixedDispatcher):
             inner = GlobalCapacity(
                 inner,
                 config.num_experts,
@@ -54,9 +54,11 @@ def surround(
         return inner
 
     if shared:
-        layer.dispatcher = around(config.capacity_factor)
+        layer.dispatcher = around(moves, config.capacity_factor)
         if layer.eval_dispatcher is not None:
-            layer.eval_dispatcher = around(config.eval_capacity_factor)
+            fixed = isinstance(layer.eval_dispatcher, FixedDispatcher)
+            moves = layer.eval_dispatcher if fixed else moves
+            layer.eval_dispatcher = around(moves, config.eval_capacity_factor)
     if split_over > 1:
         layer.register_forward_pre_hook(_count_sequences, with_kwargs=True)
     axes = ["dp"] if config.balance_over == "global_batch" else []

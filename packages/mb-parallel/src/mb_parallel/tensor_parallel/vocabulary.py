@@ -23,7 +23,8 @@ from mb_parallel.tensor_parallel.styles import Region, Style, own
 class VocabParallelEmbedding(Style):
     """An `nn.Embedding` of tokens: each rank looks up its own rows, and the ranks add up.
 
-    A head tied to it passes `embedding.weight` to its loss, as `VocabParallelLoss` says.
+    A token outside the vocabulary fails on every rank, as it does in the embedding itself. A head
+    tied to it passes `embedding.weight` to its loss, as `VocabParallelLoss` says.
     """
 
     def apply(self, module: nn.Module, region: Region) -> None:
@@ -34,14 +35,15 @@ class VocabParallelEmbedding(Style):
             )
         own(module, "weight")
         shard(module, "weight", 0, region.mesh, what="vocabulary")
-        rows = module.get_parameter("weight").shape[0] // region.size
+        size = module.get_parameter("weight").shape[0]
+        rows = size // region.size
         start = rows * region.rank
 
         def forward(original: Callable[..., Any], tokens_BS: Tensor) -> Tensor:
-            places_BS = tokens_BS - start
-            foreign_BS = (places_BS < 0) | (places_BS >= rows)
-            x_BSD = original(places_BS.masked_fill(foreign_BS, 0))
-            return region.leave(x_BSD.masked_fill(foreign_BS[..., None], 0))
+            mine_BS = (tokens_BS >= start) & (tokens_BS < start + rows)
+            known_BS = (tokens_BS >= 0) & (tokens_BS < size)
+            x_BSD = original((tokens_BS - start).masked_fill(known_BS & ~mine_BS, 0))
+            return region.leave(x_BSD.masked_fill(~mine_BS[..., None], 0))
 
         how = (self, rows)
         adapt(module, region.adapted, how, views={"weight": local}, forward=forward)

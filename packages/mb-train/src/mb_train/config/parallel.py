@@ -42,8 +42,9 @@ class ParallelFields:
         also=("--expert-model-parallelism",), instead_of=("expert_model_parallel_size",),
     )  # fmt: skip
     moe_dispatcher: str = flag(
-        "how tokens reach experts of other ranks (ours)", "auto",
-        choices=("auto", "all_gather", "all_to_all", "peer"),
+        "how tokens reach experts of other ranks; fixed: with a capacity of each rank's own, in as "
+        "many rows whatever the routing (ours)", "auto",
+        choices=("auto", "all_gather", "all_to_all", "peer", "fixed"),
     )  # fmt: skip
     moe_rebalance_interval: int = flag(
         "steps after which experts are shared out anew over the ranks, by the load of the last; 0: "

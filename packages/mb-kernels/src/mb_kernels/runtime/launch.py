@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Generator
-from threading import get_ident
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 try:
@@ -30,7 +30,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
     Past Triton's public call, ``kernel[grid]``, where ``runtime.direct`` knows the way.
     """
-    if _recorded and (listed := _recorded.get(get_ident())) is not None:
+    if (listed := _recorded.get()) is not None:
         listed.append(Launch(kernel, grid, args, constants))
     elif direct is None or not direct.launch(kernel, grid, args, constants):
         kernel[grid](*args, **constants)
@@ -45,18 +45,19 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-_recorded: dict[int, list[Launch]] = {}  # by thread
+# A thread has a value of its own.
+_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
 
 
 @contextlib.contextmanager
 def record() -> Generator[list[Launch]]:
     """Within: this thread's launches are listed and none runs, so that meta tensors will do."""
     listed: list[Launch] = []
-    _recorded[get_ident()] = listed
+    outer = _recorded.set(listed)
     try:
         yield listed
     finally:
-        del _recorded[get_ident()]
+        _recorded.reset(outer)
 
 
 def compile_beside(launches: list[Launch], threads: int) -> int:

@@ -152,7 +152,7 @@ def balanced_order(tokens_per_expert_E: Tensor, ranks: int) -> Tensor:
         held[rank].append(expert)
         totals[rank] += loads[expert]
     order = [expert for mine in held for expert in sorted(mine)]
-    return torch.tensor(order, device=tokens_per_expert_E.device)
+    return torch.tensor(order, dtype=torch.int64, device=tokens_per_expert_E.device)
 
 
 def fullest_rank(tokens_per_expert_E: Tensor, ranks: int) -> float:

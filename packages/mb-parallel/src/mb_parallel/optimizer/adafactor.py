@@ -93,7 +93,7 @@ class Adafactor(ShardedOptimizer):
                 raise ValueError(f"Expected parameters in fp32, got {parameter.dtype}.")
 
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = {"step": torch.zeros((), device=parameter.device)}
+        state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
         if parameter.ndim < 2:
             return {**state, "exp_avg_sq": zeros_like(parameter)}
         row, col = parameter.ndim - 2, parameter.ndim - 1
@@ -181,7 +181,7 @@ def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
             placements[index] = Replicate() if sharded == dim else moved(placement, -1)
     shard = [size for axis, size in enumerate(local(parameter).shape) if axis != dim]
     return DTensor.from_local(
-        torch.zeros(shard, device=parameter.device),
+        torch.zeros(shard, dtype=torch.float32, device=parameter.device),
         parameter.device_mesh,
         placements,
         run_check=False,

@@ -97,7 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _flag(self, name: str, default: float, device: torch.device) -> Tensor:
         value = getattr(self, name, None)
         if value is None:
-            return torch.full((), default, device=device)
+            return torch.full((), default, dtype=torch.float32, device=device)
         return value.to(device, torch.float32).reshape(())
 
     @torch.no_grad()

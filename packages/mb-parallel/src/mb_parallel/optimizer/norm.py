@@ -250,7 +250,9 @@ def _divisor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def _sum_of_squares(shards: list[Tensor], device: torch.device) -> Tensor:
-    return mb_kernels.sum_of_squares(shards) if shards else torch.zeros((), device=device)
+    if not shards:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return mb_kernels.sum_of_squares(shards)
 
 
 def _count_zeros(grads: list[Tensor], device: torch.device) -> Tensor:

@@ -56,7 +56,8 @@ class GradScaler:
         self._growth_interval, self._hysteresis = growth_interval, hysteresis
         self._growth, self._backoff, self._min = growth_factor, backoff_factor, min_scale
         # Scale, clean steps in a row, overflows left: powers of two and small counts, exact.
-        self._state = torch.tensor([init_scale, 0.0, float(hysteresis)], dtype=torch.float64)
+        numbers = [init_scale, 0.0, float(hysteresis)]
+        self._state = torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     @classmethod
     def constant(cls, scale: float) -> GradScaler:

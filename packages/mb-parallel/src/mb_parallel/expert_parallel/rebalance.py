@@ -139,10 +139,8 @@ def balanced_order(tokens_per_expert_E: Tensor, ranks: int) -> Tensor:
         On the loads' device: of n = E / ranks each, the experts of rank 0, of rank 1, ...; within a
         rank by number.
     """
-    at_least_1(ranks=ranks)
+    _check_divides(ranks, tokens_per_expert_E.numel())
     loads = tokens_per_expert_E.tolist()
-    if len(loads) % ranks:
-        raise ValueError(f"Expected ranks to divide the {len(loads)} experts, got {ranks}.")
     room = len(loads) // ranks
     held: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0.0] * ranks
@@ -156,10 +154,21 @@ def balanced_order(tokens_per_expert_E: Tensor, ranks: int) -> Tensor:
 
 
 def fullest_rank(tokens_per_expert_E: Tensor, ranks: int) -> float:
-    """Load of the fullest of `ranks`, in units of an even share; 1 where there is no load."""
-    of_ranks = tokens_per_expert_E.view(ranks, -1).sum(1)
+    """Load of the fullest of `ranks`, in units of an even share; 1 where there is no load.
+
+    Raises:
+        ValueError: `ranks` does not divide the experts.
+    """
+    _check_divides(ranks, tokens_per_expert_E.numel())
+    of_ranks = tokens_per_expert_E.reshape(ranks, -1).sum(1)
     total = of_ranks.sum().item()
     return of_ranks.max().item() * ranks / total if total else 1.0
+
+
+def _check_divides(ranks: int, experts: int) -> None:
+    at_least_1(ranks=ranks)
+    if experts % ranks:
+        raise ValueError(f"Expected ranks to divide the {experts} experts, got {ranks}.")
 
 
 def _renumbers(layer: MoE | dMoE, ranks: int) -> bool:

@@ -20,6 +20,8 @@ class StageOutput(Protocol):
     aux_loss: scalar, this stage's share of the model's auxiliary loss, the shares adding up over
         stages to the mean over all its MoE layers; or None.
     metrics: detached tensors [l, ...], a row for each of this stage's l MoE layers; or {}.
+
+    Losses and metrics have the same names, shapes and dtypes in every micro-batch.
     """
 
     @property

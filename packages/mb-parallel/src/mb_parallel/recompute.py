@@ -9,8 +9,8 @@ and `apply_data_parallel`. What is kept of a block of hidden size D, per token:
                  them, output and statistics where it does not (Korthikanti et al., arXiv
                  2205.05198)
 
-The states of the random streams are put back for the second time, so dropout drops the same. The
-exchange of a dispatcher happens again as well.
+The states of the random streams are put back before the second time, so that dropout drops the same
+numbers. A dispatcher's exchange happens again as well.
 """
 
 from __future__ import annotations

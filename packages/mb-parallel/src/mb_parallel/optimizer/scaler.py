@@ -1,9 +1,10 @@
 """The loss scale of fp16 training by Megatron-LM's rules, kept on the device.
 
-fp16 has no gradients below 6e-8. The loss is multiplied by a scale, gradients are divided by it
-again, and steps whose gradients overflow are skipped. From 2^32 the scale halves on an overflow,
-once a hysteresis of 2 overflows is used up; it doubles after 1000 steps without one in a row, and
-only then is the hysteresis full again. It never falls below 1.
+fp16 holds no gradients below 6e-8. So the loss is multiplied by a scale, gradients are divided by
+it again, and steps whose gradients overflow are skipped. The scale starts at 2^32. The first
+overflow is forgiven (a hysteresis of 2), each one after it halves the scale. After 1000 steps in a
+row without an overflow the scale doubles, and only then one is forgiven again. It never falls
+below 1.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class TiedParameter:
             )
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Those of this rank; looked up anew, for sharding replaces parameters."""
+        """Those of this rank; looked up each time, since sharding replaces parameters."""
         found = [parameter_of(module, name) for module, name in self._places]
         return list({id(parameter): parameter for parameter in found}.values())
 
@@ -77,7 +77,7 @@ class TiedParameter:
         return self._parameters()[self._owns :]
 
     def set_aside(self) -> list[Tensor | None]:
-        """Take away the gradients that are there already: they have been added up."""
+        """Take away the gradients of earlier steps, which have been added up already."""
         earlier = [parameter.grad for parameter in self._parameters()]
         for parameter in self._parameters():
             parameter.grad = None
@@ -85,7 +85,7 @@ class TiedParameter:
 
     @torch.no_grad()
     def add_up(self, earlier: list[Tensor | None]) -> None:
-        """Give all the sum of their new gradients, and what was set aside."""
+        """Add the sum of all new gradients to what was set aside, for each parameter."""
         parameters = self._parameters()
         if not parameters or not parameters[0].requires_grad:
             return

@@ -165,6 +165,12 @@ def _pieces(rank, world_size):
         Pipeline(sharded, mesh, **(arguments | {"schedule": "zbv-zero-bubble"}))
     except ValueError as error:
         said.append(str(error))
+    parameter.requires_grad_(rank == 1)
+    try:
+        Pipeline([stage], mesh, tied=names, **arguments)
+    except ValueError as error:
+        said.append(str(error))
+    parameter.requires_grad_()
     late = {"late": torch.zeros(2)}
     stage.register_forward_hook(lambda _, __, output: output._replace(metrics=late))
     try:
@@ -194,7 +200,8 @@ def test_tied_parameters_hooks_and_errors():
         )
         assert "on stages up to 1, got 2" in said[6]
         assert "zero_stage 1 or 2 with zbv-zero-bubble" in said[7]
-        assert "got metric 'late' [2] in torch.float32 instead of nothing in micro-b" in said[8]
+        assert "parts of [32, 16] in torch.float32 and [32, 16] in torch.float32 (fro" in said[8]
+        assert "got metric 'late' [2] in torch.float32 instead of nothing in micro-b" in said[9]
     assert first[5] == []
     assert last[5] == [True]
 

@@ -79,7 +79,8 @@ class Pipeline:
     Raises:
         ValueError: a mesh without stages, an unknown schedule, a number of stages it cannot run,
             ZeRO stage 3 or two streams with a zero-bubble schedule, streams for another number of
-            borders, or tied parameters that do not exist or have different sizes.
+            borders, or tied parameters that do not exist, differ in size or dtype, or of which only
+            some are frozen.
     """
 
     def __init__(

@@ -24,7 +24,8 @@ class TiedParameter:
         rank_of: the rank, in the group, of a stage.
 
     Raises:
-        ValueError: a module has no parameter of that name, or they are not of one size.
+        ValueError: a module has no parameter of that name, or they differ in size or dtype, or only
+            some of them are frozen.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class TiedParameter:
         found: list[str] = []
         problem = None
         try:
-            found = [f"{list(plain(p).shape)} in {p.dtype}" for p in self._parameters()]
+            found = [
+                f"{list(plain(p).shape)} in {p.dtype}{'' if p.requires_grad else ' (frozen)'}"
+                for p in self._parameters()
+            ]
         except ValueError as error:
             problem = str(error)
         everyone: list[Any] = [None] * self._group.size()
@@ -63,7 +67,7 @@ class TiedParameter:
             told = " and ".join(sorted(sizes))
             raise ValueError(
                 f"Expected {', '.join(dict.fromkeys(names.values()))} to be one parameter on "
-                f"stages {', '.join(map(str, names))}, got parts of {told}."
+                f"stages {', '.join(map(str, names))}, got parts of {told}. Freeze all or none."
             )
 
     def _parameters(self) -> list[nn.Parameter]:

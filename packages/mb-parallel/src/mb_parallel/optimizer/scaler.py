@@ -14,6 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mb_parallel.arguments import at_least_0
+
 
 class GradScaler:
     """A dynamic loss scale; `growth_factor=1, backoff_factor=1` keeps it constant.
@@ -39,6 +41,14 @@ class GradScaler:
         backoff_factor: float = 0.5,
         min_scale: float = 1.0,
     ) -> None:
+        at_least_0(
+            init_scale=init_scale,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            min_scale=min_scale,
+        )
         wrong = {
             "init_scale of at least min_scale": not init_scale >= min_scale,
             "min_scale above 0": not min_scale > 0,

@@ -15,6 +15,7 @@ numbers. A dispatcher's exchange happens again as well.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
@@ -67,7 +68,8 @@ def _call_checkpointed(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kw)
-    return checkpoint(forward, *args, use_reentrant=False, **kw)
+    # Bound before: `checkpoint` takes some names, such as `debug`, for its own.
+    return checkpoint(functools.partial(forward, **kw), *args, use_reentrant=False)
 
 
 def _call_selective(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:

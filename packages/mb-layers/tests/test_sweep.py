@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from layers_oracle import ACTIVATIONS, GATES, assert_close, loop_over_tokens
-from mb_layers import MoE, MoEConfig, dMoE
+from mb_layers import MoE, MoEConfig, RouterOutput, dMoE
 
 SEEDS, PER_TEST = 120, 20
 
@@ -148,3 +148,31 @@ def compare(seed: int) -> None:
 def test_random_layers_equal_a_loop_over_tokens(first: int) -> None:
     for seed in range(first, first + PER_TEST):
         compare(seed)
+
+
+@pytest.mark.filterwarnings("ignore:top_k=1 with renormalize")
+def test_torchs_default_dtype_and_device_change_nothing() -> None:
+    def run(layer: MoE | dMoE, x: torch.Tensor, routing: RouterOutput | None) -> list[Any]:
+        y, aux, metrics = layer(x, routing=routing)
+        leaves = (x, *layer.parameters())
+        grads = torch.autograd.grad(y.sum() + aux, leaves, materialize_grads=True)
+        return [y, aux, metrics, grads]
+
+    for seed in range(12):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        config = draw_config(rng)
+        layer = (dMoE if config.capacity_factor is None else MoE)(config)
+        x = torch.randn(300, config.hidden_size, requires_grad=True)
+        routing = None
+        if seed % 3 == 0:  # without the probabilities and logits of losses
+            routed = layer.router(x.detach())
+            routing = RouterOutput(routed.weights_TK.detach(), routed.expert_ids_TK, None, None)
+        want = run(layer, x, routing)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device("meta"):
+                got = run(layer, x, routing)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, msg=f"seed {seed}, {config}")

@@ -21,6 +21,8 @@ from mb_parallel.optimizer import (
     grad_norm,
     hold_working_copies,
     muon_groups,
+    weight_norm,
+    zeros_in_grad,
 )
 from mb_parallel.optimizer.muon import newton_schulz
 from torch import nn
@@ -135,6 +137,36 @@ def test_state_dict_goes_on_where_it_was(name):
         optimizer.step()
     for a, b in zip(mine, other, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_torchs_default_dtype_and_device_change_nothing(name):
+    def train():
+        parameters, scaler, got = mine.pop(), GradScaler(4.0), []
+        optimizer = OURS[name](parameters)
+        for grads in all_grads:
+            for p, grad in zip(parameters, grads, strict=True):
+                p.grad = grad.clone()
+            got += [weight_norm(parameters), zeros_in_grad(parameters), grad_norm([])]
+            got += clip_and_step(optimizer, max_norm=0.5, scaler=scaler)
+            optimizer.step()
+            optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+            scaler.load_state_dict(scaler.state_dict())
+        return got, parameters, [optimizer.state[p] for p in parameters]
+
+    mine, all_grads = [_parameters(), _parameters()], []
+    for step in range(2):
+        like = _parameters()
+        _set_grads(like, step)
+        all_grads.append([p.grad for p in like])
+    want = train()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            got = train()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_muon_of_matrices_alone_goes_through_torchs_state_dicts():
@@ -476,7 +508,9 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
             "got one of torch.amp",
         ),
         (lambda p: GradScaler().load_state_dict({"scale": 1.0}), "growth_tracker.* got scale"),
-        (lambda p: GradScaler(growth_factor=float("nan")), "growth_factor of at least 1"),
+        (lambda p: GradScaler(growth_factor=float("nan")), "got growth_factor=nan"),
+        (lambda p: GradScaler(growth_factor=0.5), "growth_factor of at least 1"),
+        (lambda p: GradScaler(hysteresis=None), "got hysteresis=None"),
         (lambda p: clip_and_step(torch.optim.AdamW(p)), "cannot skip a step"),
         (lambda p: GradScaler(0.5), "init_scale of at least min_scale"),
     ],

@@ -157,7 +157,7 @@ def _pieces(rank, world_size):
             Pipeline([stage], mesh, tied=bad, **arguments)
         except ValueError as error:
             said.append(str(error))
-    copies = [parameter is copy for copy in pipeline.copies]
+    copies, twice = [parameter is copy for copy in pipeline.copies], parameter.grad.clone()
     sharded = [tiny_gpt.build(options) for _ in range(2)]
     for one in sharded:
         setattr(one, "_mb_zero_stage", 3)  # noqa: B010, as `apply_data_parallel` leaves it
@@ -165,7 +165,19 @@ def _pieces(rank, world_size):
         Pipeline(sharded, mesh, **(arguments | {"schedule": "zbv-zero-bubble"}))
     except ValueError as error:
         said.append(str(error))
-    return parameter.detach(), once, parameter.grad, seen, said, copies
+    parameter.requires_grad_(rank == 1)
+    try:
+        Pipeline([stage], mesh, tied=names, **arguments)
+    except ValueError as error:
+        said.append(str(error))
+    parameter.requires_grad_()
+    late = {"late": torch.zeros(2)}
+    stage.register_forward_hook(lambda _, __, output: output._replace(metrics=late))
+    try:
+        pipeline.step(batches)
+    except ValueError as error:
+        said.append(str(error))
+    return parameter.detach(), once, twice, seen, said, copies
 
 
 def test_tied_parameters_hooks_and_errors():
@@ -188,6 +200,8 @@ def test_tied_parameters_hooks_and_errors():
         )
         assert "on stages up to 1, got 2" in said[6]
         assert "zero_stage 1 or 2 with zbv-zero-bubble" in said[7]
+        assert "parts of [32, 16] in torch.float32 and [32, 16] in torch.float32 (fro" in said[8]
+        assert "got metric 'late' [2] in torch.float32 instead of nothing in micro-b" in said[9]
     assert first[5] == []
     assert last[5] == [True]
 

@@ -208,3 +208,5 @@ def test_the_order_shares_loads_out(experts, ranks):
     assert fullest_rank(torch.zeros(experts), ranks) == 1.0
     with pytest.raises(ValueError, match="ranks to be an integer of at least 1, got 0"):
         balanced_order(loads_E, 0)
+    with pytest.raises(ValueError, match="Expected ranks to divide the 5 experts, got 2"):
+        fullest_rank(torch.ones(5), 2)

@@ -76,7 +76,7 @@ def router_losses(
         )
     counts_E, probs_TE = dispatched.tokens_per_expert_E, routed.probs_TE
     over = {"mask_T": mask_T, "num_tokens": num_tokens}
-    balance = z = mean_entropy = torch.zeros((), device=counts_E.device)
+    balance = z = mean_entropy = torch.zeros((), dtype=torch.float32, device=counts_E.device)
     with without_autocast(routed.weights_TK):
         if probs_TE is not None:
             mean_entropy = entropy(probs_TE.detach(), **over)

@@ -4,8 +4,8 @@
 before it runs and reduces its gradients just after, while its neighbours compute. Small blocks are
 one unit. Weights are kept in their own dtype (fp32: the master weights), computed with in
 `compute_dtype`, and gradients are summed in fp32. Master weights and optimizer state are always
-sharded; what else is, is the ZeRO stage's (Rajbhandari et al., arXiv 1910.02054). Bytes a parameter
-on a rank of N, bf16 compute and AdamW, within a step of several micro-batches:
+sharded; the ZeRO stage (Rajbhandari et al., arXiv 1910.02054) says what else is. Bytes per
+parameter on each of N ranks, with bf16 compute and AdamW, in a step of several micro-batches:
 
     stage   master, moments   compute weight          gradient
       1         12 / N        2, gathered once        4, reduced once, at the last micro-batch
@@ -16,16 +16,17 @@ In stage 1 and 2 compute weights live from the first forward to the last backwar
 holds the whole gradient of one unit at a time. With one micro-batch a step, 1 and 2 are the same.
 
 Gradients are sums over ranks, and nothing divides them: what is trained is the sum of the losses
-that the ranks call backward on. A mean is a matter of the loss, where it costs nothing; of billions
-of gradients it is a pass over each.
+that the ranks call backward on. To train on a mean, divide the loss, which costs nothing; dividing
+billions of gradients takes a pass over all of them.
 
-Experts have a mesh of their own. A rank's experts see the tokens of all ranks they are dispatched
-from, so their gradients are sums already, and over the copies of an expert they are summed again:
-the same total, whatever the number of copies. Of experts with one copy there is nothing to gather
-or to reduce: FSDP2 leaves them alone, and they cast their weights on use, or hold copies to compute
-with (`optimizer.hold_working_copies`).
+Experts have a mesh of their own. A rank's experts see the tokens of all ranks that send them some,
+so their gradients are sums already. Over the copies of an expert they are summed again, which gives
+the same total for any number of copies. Experts with a single copy have nothing to gather or to
+reduce: FSDP2 leaves them alone, and they cast their weights on use, or hold copies to compute with
+(`optimizer.hold_working_copies`).
 
-Applied from outside, the model's own code knows nothing of it. One process pays nothing at all.
+All this is applied from outside: the model's own code does not change. In one process it costs
+nothing.
 """
 
 from __future__ import annotations
@@ -55,24 +56,25 @@ def apply_data_parallel(
 ) -> None:
     """Shard `model` in place over `mesh`; its parameters become DTensors.
 
-    Gradients become sums over data-parallel ranks: let the ranks' losses add up to the one wanted.
-    For the mean over ranks divide each rank's by `mesh.dp_size`, auxiliary losses too.
+    Gradients become sums over data-parallel ranks, so the ranks' losses have to add up to the one
+    you want. For the mean over ranks divide each rank's loss by `mesh.dp_size`, auxiliary losses
+    too.
 
     Args:
         model: parameters on the mesh's device, equal on every rank (same seed) or DTensors over the
             mesh's "tp" or "ep" already; fp32 for training.
-        mesh: of one process: nothing is done, and `compute_dtype` is the model's own business
-            (autocast, or weights cast on use).
+        mesh: if it is of one process, nothing is done, and computing in `compute_dtype` is left to
+            the model (autocast, or weights cast on use).
         blocks: submodules that are gathered and reduced one at a time, or a few if they are small,
             in the order they run; each runs in every forward pass. Those that share parameters are
             one unit. The `mb_layers.Experts` in them are units of their own, or none where edp = 1.
         compute_dtype: dtype of the gathered weights, and of what blocks and model are given.
-        keep_fp32: submodules that see their own weights and inputs uncast, such as the routers of
-            an MoE, whose choices rounding would change. Joined as blocks are.
+        keep_fp32: submodules whose weights and inputs are not cast, such as the routers of an MoE,
+            since rounding would change their choices. Small ones are joined, as blocks are.
         zero_stage: 1, 2 or 3, see above.
         cast_inputs: cast the model's and the blocks' floating-point arguments to `compute_dtype`,
-            wherever they are nested. False for a model that chooses dtypes by itself: weights of
-            a loss, tables of positions and a residual stream in fp32 stay what they are.
+            however they are nested. False for a model that chooses dtypes by itself: then weights
+            of a loss, tables of positions and an fp32 residual stream keep their dtypes.
 
     Raises:
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
@@ -118,9 +120,10 @@ def apply_data_parallel(
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Tell the model whether the next backward is the last of its step.
 
-    Call with False before every micro-batch of a step but the last, with True before that. Between
-    micro-batches stage 1 and 2 keep the gathered weights, stage 1 also whole gradients; replicas
-    are summed at the last. A model that `apply_data_parallel` left alone is left alone.
+    Call it with False before every micro-batch of a step but the last, and with True before the
+    last. Between micro-batches stages 1 and 2 keep the gathered weights, and stage 1 whole
+    gradients. Replicas add up their gradients at the last one. Nothing happens to a model that
+    `apply_data_parallel` left alone.
     """
     one_module(model)
     stage = zero_stage_of(model)
@@ -134,8 +137,9 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 def gather_rest(model: nn.Module) -> None:
     """Gather what no block owns (embeddings, final norm, head), to call methods of the model.
 
-    Its forward does so by itself, and its blocks in any case; all ranks of a group call this, and
-    the same blocks after it. A model that `apply_data_parallel` left alone is left alone.
+    `forward` does so by itself, and blocks gather their own weights in any case. All ranks of a
+    group have to call this, and then the same blocks. Nothing happens to a model that
+    `apply_data_parallel` left alone.
     """
     one_module(model)
     if is_fsdp(model):
@@ -145,5 +149,5 @@ def gather_rest(model: nn.Module) -> None:
 
 
 def zero_stage_of(model: nn.Module) -> int | None:
-    """What `apply_data_parallel` was told, None where it left the model alone."""
+    """The `zero_stage` given to `apply_data_parallel`, None if it left the model alone."""
     return getattr(model, _STAGE, None)

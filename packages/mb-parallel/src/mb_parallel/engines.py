@@ -1,9 +1,9 @@
-"""What torch's engines hold already: DTensors, and modules that FSDP2 shards.
+"""Whether something is a DTensor, or a module that FSDP2 shards, without importing either.
 
-Importing DTensor or FSDP2 takes a second or two, for they bring SymPy and much of the compiler, and
-one process needs neither. So no module of this package imports them at its top: functions that
-shard something import what they need, and whoever asks whether something is sharded asks here. A
-DTensor exists only where its module was imported.
+Importing DTensor or FSDP2 takes a second or two, since they import SymPy and much of the compiler,
+and one process needs neither. So no module of this package imports them at its top. Functions that
+shard something import what they need; all others ask here. This works because a DTensor exists only
+if its module was imported.
 """
 
 from __future__ import annotations

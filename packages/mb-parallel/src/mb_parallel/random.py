@@ -1,15 +1,15 @@
 """Random numbers of dropout and jitter: a function of seed, step and sample, not of the ranks.
 
 The default stream is seeded for every micro-batch from its place in the global batch. So
-data-parallel ranks and pipeline stages draw different numbers, tensor-parallel ranks of one sample
-equal ones, a run that is resumed draws what it would have drawn, and so does one on another number
-of data-parallel ranks. (On another number of stages or, under sequence parallelism, of tensor-
-parallel ranks masks are others, as random.) Nothing has to be saved but the step.
+data-parallel ranks and pipeline stages draw different numbers, and tensor-parallel ranks of one
+sample draw equal ones. A resumed run draws what it would have drawn, also on another number of
+data-parallel ranks. (On another number of stages or, under sequence parallelism, of tensor-parallel
+ranks the masks are others, just as random.) Only the step has to be saved.
 
 Where tensor-parallel ranks hold different parts of one activation (heads of attention, parts of the
-sequence), equal masks would be a defect. There `distinct` switches to numbers of the rank's own. It
-keeps no state: what it draws follows from the default stream, so `torch.utils.checkpoint`, which
-restores that one, gets the same masks the second time.
+sequence), equal masks would be a defect. There `distinct` switches to the rank's own numbers. It
+keeps no state: what it draws follows from the default stream. `torch.utils.checkpoint` restores
+that stream, and so gets the same masks the second time.
 """
 
 from __future__ import annotations

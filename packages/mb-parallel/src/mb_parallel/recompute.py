@@ -9,12 +9,13 @@ and `apply_data_parallel`. What is kept of a block of hidden size D, per token:
                  them, output and statistics where it does not (Korthikanti et al., arXiv
                  2205.05198)
 
-The states of the random streams are put back for the second time, so dropout drops the same. The
-exchange of a dispatcher happens again as well.
+The states of the random streams are put back before the second time, so that dropout drops the same
+numbers. A dispatcher's exchange happens again as well.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
@@ -67,7 +68,8 @@ def _call_checkpointed(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kw)
-    return checkpoint(forward, *args, use_reentrant=False, **kw)
+    # Bound before: `checkpoint` takes some names, such as `debug`, for its own.
+    return checkpoint(functools.partial(forward, **kw), *args, use_reentrant=False)
 
 
 def _call_selective(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:

@@ -16,7 +16,7 @@ def muon_momentum(
     """Twin of ``mb_kernels.muon_momentum``."""
     # Of a step that is skipped nothing may come through, and zero times NaN is NaN.
     grad = torch.where(found_inf != 0, 0.0, grad.float() / grad_scale)
-    buffer.lerp_(grad, (1.0 - momentum) * (found_inf == 0))
+    buffer.lerp_(grad, (1.0 - momentum) * (found_inf == 0).float())
     return grad.lerp_(buffer, momentum).to(dtype).contiguous()
 
 

@@ -2,8 +2,8 @@
 
 Every `Experts` module keeps its name and its global shapes: its parameters become DTensors
 [E, F, D] sharded over the ep axis, so a checkpoint written by any number of ranks loads on any.
-Every layer that owns one gets a dispatcher. Which one moves the rows is chosen by a rule that is
-short enough to print.
+Every layer that owns one gets a dispatcher, which moves the rows. The rule that chooses it is short
+enough to print.
 
 Letters: E experts, F expert ffn width, D hidden, K top-k.
 """
@@ -37,8 +37,8 @@ from mb_parallel.tensor_parallel.experts import sequence_parallel_of
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer", "fixed"]
 
-# Gathering and the peers' memory hold the worst case, ep times the rows of balanced experts, in
-# what the experts save as well: up to here a fair price.
+# "all_gather" and "peer" have room for the worst case, ep times the rows of balanced experts, in
+# what the experts save too. Up to so many ranks that is a fair price.
 _WORST_CASE_RANKS = 4
 
 
@@ -58,33 +58,35 @@ def parallelize_experts(
 ) -> str:
     """Spread the experts of every `MoE` and `dMoE` in `model` over the ep axis, in place.
 
-    Call it on every rank, on pipeline stages without such layers too, with equal parameters (same
-    seed, or the meta device), after `parallelize_tensors` and before `apply_data_parallel`: an
-    expert's gradient here is the sum over the ranks of its ep group, which the latter sums over the
-    copies of the expert. Experts that layers share, whole or some of their parameters, stay shared.
+    Call it on every rank, also for pipeline stages without such layers, with equal parameters (same
+    seed, or the meta device), after `parallelize_tensors` and before `apply_data_parallel`. An
+    expert's gradient becomes the sum over the ranks of its ep group, and `apply_data_parallel` sums
+    it over the copies of the expert. Layers that share experts, or some of their parameters, still
+    do so afterwards.
 
     Args:
         model: any module that holds layers of mb_layers.
         mesh: from `ParallelDims.build`.
         dispatcher: what moves rows between ranks; "auto" chooses, see `choose_dispatcher`. "fixed"
-            is for `MoE` alone, whose capacity then counts the tokens of each rank by itself.
+            is only for `MoE`, and its capacity then counts each rank's own tokens.
         sequence_parallel: whether each tensor-parallel rank brings its own part of the sequence.
-            False: they all bring the same tokens, and share them out. As `parallelize_tensors` was
-            told. Unused where tp is 1.
-        equal_tokens: every rank always brings as many tokens to a layer: nobody has to ask, and
-            with "all_gather" and "fixed" the host never waits for the device.
+            False: they all bring the same tokens, and each sends a part of them. The same value as
+            for `parallelize_tensors`. Unused where tp is 1.
+        equal_tokens: promises that all ranks always bring equally many tokens to a layer. Then no
+            counts are exchanged, and with "all_gather" and "fixed" the host never waits for the
+            device.
         max_tokens: for "peer": the most tokens a rank ever brings to a layer. None: the most that
             any rank brings to the first one.
         keep_rows: for "peer": keep received tokens for the backward instead of sending them again.
-            None: where the experts keep them anyway, with one choice of a token on a rank.
-        chunks: for "all_to_all": cut a rank's tokens into so many, and exchange one while the
-            experts compute on another. Worth it where the exchange takes as long as the products
-            of many tokens do: each chunk reads the experts' weights once more.
-        row_policy: for "all_gather" and "peer", whose shapes are static: what the experts save room
-            for. "worst": whatever could come. "exact": what came, which the host reads once a
-            layer. "budget": `row_budget` times the slots of balanced routing; a rank that gets more
-            returns NaN, upon which an optimizer step is skipped on all ranks, and
-            `within_budget` runs the step again. Nothing is ever dropped.
+            None: only where the experts keep them anyway, with one choice of a token on a rank.
+        chunks: for "all_to_all": cut a rank's tokens into so many parts, and exchange one while the
+            experts compute on another. Worth it if the exchange takes as long as the products,
+            since each part reads the experts' weights once more.
+        row_policy: for "all_gather" and "peer", whose shapes are static: how many rows the experts
+            have room for. "worst": whatever could come. "exact": what came, which the host reads
+            once a layer. "budget": `row_budget` times the slots of balanced routing. A rank that
+            gets more returns NaN, so that all ranks skip the optimizer step, and `within_budget`
+            runs the step again. Nothing is ever dropped.
         row_budget: for "budget", at least 1.
         timeout_s: for "peer": how long a kernel waits for another rank.
 
@@ -96,7 +98,7 @@ def parallelize_experts(
         ValueError: an unknown dispatcher or policy, numbers out of range, sizes that do not divide,
             another `sequence_parallel` than that of `parallelize_tensors`, a mesh of other sizes
             than in an earlier call, a layer that cannot be spread this way, "fixed" for a `dMoE`,
-            or a model that DDP or FSDP has hold of already.
+            or a model that is wrapped by DDP or FSDP already.
     """
     if dispatcher not in get_args(DispatcherName):
         known = ", ".join(get_args(DispatcherName))

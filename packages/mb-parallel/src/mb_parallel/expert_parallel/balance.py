@@ -1,9 +1,9 @@
 """Over what tokens the load of experts is counted, for losses of `balance_over="global_batch"`.
 
 The loss of a micro-batch is linear in its own probabilities, and takes the load from the counts of
-the whole batch (arXiv 2501.11873). Of a step's micro-batches the later ones are yet to come, so a
-micro-batch takes the counts of all ranks in those up to its own, as the paper's buffer does: with
-one micro-batch a step that is the global batch exactly.
+the whole batch (arXiv 2501.11873). A step's later micro-batches are not known yet. So a micro-batch
+takes the counts of all ranks in the micro-batches up to its own, as the paper's buffer does. With
+one micro-batch a step these are the counts of the global batch exactly.
 
 Letters: E experts.
 """
@@ -25,7 +25,7 @@ class StepCounts:
     Args:
         over_ranks: adds counts up over the ranks.
 
-    A micro-batch that is computed again (recompute) counts once: its number says which it is.
+    A micro-batch that is computed again (recompute) counts once, since it has the same number.
     """
 
     def __init__(self, over_ranks: Callable[[Tensor], Tensor]) -> None:
@@ -51,7 +51,7 @@ class StepCounts:
 
 
 def step_counts(model: nn.Module) -> list[StepCounts]:
-    """Those of the layers in `model`; none unless they balance over the global batch."""
+    """The counts of the layers in `model` that balance over the global batch."""
     found = (getattr(module, "reduce_counts", None) for module in model.modules())
     return [counts for counts in found if isinstance(counts, StepCounts)]
 

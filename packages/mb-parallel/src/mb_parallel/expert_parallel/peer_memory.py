@@ -119,7 +119,7 @@ def symmetric_arena(nbytes: int, place: Place) -> tuple[Tensor, Tensor, Tensor, 
     arena.zero_()
     handle = symmetric_memory.rendezvous(arena, place.group)
     table = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    error = torch.zeros(3, dtype=torch.int32, pin_memory=True)
+    error = torch.zeros(3, dtype=torch.int32, device="cpu", pin_memory=True)
     torch.cuda.synchronize(device)  # zeros everywhere before the first signal
     dist.barrier(place.group)
     return arena, table, error, handle

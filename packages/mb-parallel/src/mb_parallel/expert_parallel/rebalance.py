@@ -7,10 +7,10 @@ to keep. So experts are numbered anew such that the loads of ranks are as even a
 allow: the fullest first, each to the emptiest rank that has room (Graham, 1969: longest processing
 time first).
 
-Routers that have settled keep their favourites. Of a dMoE 46M of 256 experts, four for a token, in
-1,600 steps (mb-train's benchmarks/results, 2026-11-23): the fullest of 8 ranks would have had 1.13
-times an even share from step 832 on, and 1.03 with numbers made anew every 160 steps; in the first
-320 steps 1.20 and 1.17.
+Routers that have settled keep their favourites, so it pays later in a run. With the loads of a dMoE
+46M of 256 experts, four for a token, trained for 1,600 steps (mb-train's benchmarks/results,
+2026-11-23), the fullest of 8 ranks would have had 1.13 times an even share from step 832 on, and
+1.03 with new numbers every 160 steps. In the first 320 steps these were 1.20 and 1.17.
 
 Letters: E experts, P ranks, n the ranks' experts E / P.
 """
@@ -60,13 +60,13 @@ def rebalance_experts(
 ) -> list[Rebalanced]:
     """Number the experts of each layer anew so that the ranks of its ep group have equal loads.
 
-    Call it on every rank between two steps. What the model computes stays the same up to rounding;
-    what it counts by expert (`tokens_per_expert`, the columns of routing that was kept) is in the
-    new numbers from here on. The ranks exchange whole tensors, piece by piece: worth it every few
-    hundred steps. Layers are left as they are where numbers mean something: experts in groups
-    (`num_expert_groups`), uniform assignment, routers that are no `mb_layers.Router`, parameters
-    that layers share, and where ranks share an expert. A router of your own that derives from
-    `mb_layers.Router` is taken for one that knows experts by its rows alone.
+    Call it on every rank between two steps. What the model computes stays the same up to rounding.
+    What it counts by expert (`tokens_per_expert`, the columns of routing that was kept) is in the
+    new numbers from here on. The ranks exchange whole tensors, piece by piece, so call it every few
+    hundred steps. Some layers are left as they are, because an expert's number has a meaning there
+    or cannot change: experts in groups (`num_expert_groups`), uniform assignment, routers that are
+    no `mb_layers.Router`, parameters that layers share, and experts that several ranks share. A
+    router of your own that derives from `mb_layers.Router` must know experts by its rows alone.
 
     Args:
         model: after `parallelize_experts`, and `apply_data_parallel` if that is called.
@@ -139,10 +139,8 @@ def balanced_order(tokens_per_expert_E: Tensor, ranks: int) -> Tensor:
         On the loads' device: of n = E / ranks each, the experts of rank 0, of rank 1, ...; within a
         rank by number.
     """
-    at_least_1(ranks=ranks)
+    _check_divides(ranks, tokens_per_expert_E.numel())
     loads = tokens_per_expert_E.tolist()
-    if len(loads) % ranks:
-        raise ValueError(f"Expected ranks to divide the {len(loads)} experts, got {ranks}.")
     room = len(loads) // ranks
     held: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0.0] * ranks
@@ -152,14 +150,25 @@ def balanced_order(tokens_per_expert_E: Tensor, ranks: int) -> Tensor:
         held[rank].append(expert)
         totals[rank] += loads[expert]
     order = [expert for mine in held for expert in sorted(mine)]
-    return torch.tensor(order, device=tokens_per_expert_E.device)
+    return torch.tensor(order, dtype=torch.int64, device=tokens_per_expert_E.device)
 
 
 def fullest_rank(tokens_per_expert_E: Tensor, ranks: int) -> float:
-    """Load of the fullest of `ranks`, in units of an even share; 1 where there is no load."""
-    of_ranks = tokens_per_expert_E.view(ranks, -1).sum(1)
+    """Load of the fullest of `ranks`, in units of an even share; 1 where there is no load.
+
+    Raises:
+        ValueError: `ranks` does not divide the experts.
+    """
+    _check_divides(ranks, tokens_per_expert_E.numel())
+    of_ranks = tokens_per_expert_E.reshape(ranks, -1).sum(1)
     total = of_ranks.sum().item()
     return of_ranks.max().item() * ranks / total if total else 1.0
+
+
+def _check_divides(ranks: int, experts: int) -> None:
+    at_least_1(ranks=ranks)
+    if experts % ranks:
+        raise ValueError(f"Expected ranks to divide the {experts} experts, got {ranks}.")
 
 
 def _renumbers(layer: MoE | dMoE, ranks: int) -> bool:

@@ -1,8 +1,8 @@
-"""Room for rows whose number the device alone knows: three honest policies, none of which drops.
+"""Room for rows whose number only the device knows: three policies, none of which drops a row.
 
-Gathering and the peers' memory bring tokens to experts in static shapes. How many slots of them are
-for this rank's experts is known on the device, and what the experts save for the backward has to be
-allocated by the host:
+"all_gather" and "peer" bring tokens to experts in static shapes. The device knows how many of their
+slots are for this rank's experts, but the host has to allocate what the experts save for the
+backward:
 
     "worst"    room for every slot that could come; nothing overflows, and nobody waits
     "exact"    the host reads how many came, once a layer: the room that is needed, and a wait

@@ -5,14 +5,14 @@ learning rate comes from outside, times the RMS of the parameter if `scale_param
 the second moment is 1 - t^-0.8; no first moment. `torch.optim.Adafactor` bounds its rate by
 1 / sqrt(t), always scales it, and reads flags on the host: its numbers are others.
 
-Communication, for sharded parameters: means over a dimension in parts are sums over its shards, so
-a step adds up the row and column sums of matrices over the ranks that hold parts of them (rows +
-columns numbers for rows x columns parameters) and three scalars a parameter (one more a matrix), in
-a collective per group for each of the three rounds.
+Communication, for sharded parameters: the ranks that hold parts of a matrix add up its row and
+column sums (rows + columns numbers for rows x columns parameters), two scalars per parameter and
+one more per matrix. There are three rounds, each with one collective per process group.
 
-Every number is scaled by its own gradients, so one whose gradient is rounding alone makes steps of
-full size: a bias of keys, which shifts all scores of a query alike. It differs from layout to
-layout then, as from machine to machine, and changes nothing of what the model computes.
+Every number is scaled by its own gradients. So a number whose gradient is nothing but rounding
+still makes steps of full size: the bias of attention's keys, which shifts all scores of a query
+alike, is one. Its value differs from layout to layout, as it does from machine to machine, and
+changes nothing of what the model computes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ class Adafactor(ShardedOptimizer):
     """Adafactor with an external learning rate, on plain and sharded fp32 parameters.
 
     Args:
-        params: parameters or groups; [..., rows, columns] are factored over the last two axes,
-            vectors not. An update is clipped by its RMS over the whole parameter.
+        params: parameters or groups. Those of shape [..., rows, columns] are factored over the
+            last two axes, vectors are not. An update is clipped by its RMS over the whole
+            parameter.
         lr: set per step by the trainer.
         weight_decay: decoupled, times lr.
-        eps: added to squared gradients; the least RMS of a parameter that scales its rate.
-        clip_threshold: largest RMS of an update before the rate.
-        decay_rate: the exponent of t.
+        eps: two numbers: one that is added to squared gradients, and the least RMS by which a
+            parameter scales its rate.
+        clip_threshold: the largest RMS of an update, before it is multiplied by the rate.
+        decay_rate: the exponent of t in the decay of the second moment.
         scale_parameter: multiply the rate by the parameter's RMS.
 
     State: `step`; `exp_avg_sq_row` [..., rows] and `exp_avg_sq_col` [..., columns] of a matrix,
@@ -93,7 +95,7 @@ class Adafactor(ShardedOptimizer):
                 raise ValueError(f"Expected parameters in fp32, got {parameter.dtype}.")
 
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = {"step": torch.zeros((), device=parameter.device)}
+        state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
         if parameter.ndim < 2:
             return {**state, "exp_avg_sq": zeros_like(parameter)}
         row, col = parameter.ndim - 2, parameter.ndim - 1
@@ -181,7 +183,7 @@ def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
             placements[index] = Replicate() if sharded == dim else moved(placement, -1)
     shard = [size for axis, size in enumerate(local(parameter).shape) if axis != dim]
     return DTensor.from_local(
-        torch.zeros(shard, device=parameter.device),
+        torch.zeros(shard, dtype=torch.float32, device=parameter.device),
         parameter.device_mesh,
         placements,
         run_check=False,

@@ -1,12 +1,13 @@
 """AdamW in one pass over fp32 master weights, and what all optimizers of this package share.
 
-A parameter in fp32 is its own master weight. One in bf16 or fp16 gets an fp32 master in the state,
-of which the parameter is the copy to compute with: a 16-bit weight that is updated in place loses
-every update below its last bit. Whoever writes the parameter later (`load_state_dict`, a hand) is
-followed: where it is not its master rounded, the master becomes what it is. Autograd does not count
-what `torch.distributed.checkpoint` writes into the DTensors of a model's state dict: after loading
-the model without the optimizer's state hand that to `load_state_dict`. Arithmetic and the kernel
-are `mb_kernels.adamw_step`.
+A parameter in fp32 is its own master weight. For one in bf16 or fp16 the state holds an fp32
+master, and the parameter is the copy to compute with, because a 16-bit weight that is updated in
+place loses every update below its last bit. If something else writes the parameter later
+(`load_state_dict`, or your own code), the master takes its values wherever they are not the
+master's, rounded. Such writes are noticed by autograd's count of them. What
+`torch.distributed.checkpoint` writes into the DTensors of a model's state dict is not counted: if
+you load the model that way without the optimizer's state, pass the state dict to the model's
+`load_state_dict` afterwards. The arithmetic and the kernel are `mb_kernels.adamw_step`.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """State by shards, in dtypes of its own, a step that can be skipped on the device.
+    """Keeps state in shards, in dtypes of its own, and can skip a step on the device.
 
-    State of a parameter is what `make_state` returns; DTensors lie as their parameter does, so that
-    `torch.distributed.checkpoint` reshards them by name.
+    A parameter's state is what `make_state` returns. Its DTensors are sharded like the parameter,
+    so that `torch.distributed.checkpoint` reshards them by name.
     """
 
     # What torch's GradScaler and ours look for: `grad_scale` and `found_inf` are obeyed.
@@ -49,12 +50,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Step `parameters`, which are on one device and have a gradient, with `group`'s rates.
 
-        divisor, skip: fp32 scalars on the device: of the gradients, and 1 to change nothing.
+        divisor, skip: fp32 scalars on the device. Gradients are divided by the first; nothing is
+            changed if the second is 1.
         """
         raise NotImplementedError
 
     def check(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for a group whose parameters or rates are nothing to train with."""
+        """Raise ValueError for a group with parameters or rates that cannot be trained with."""
         at_least_0(lr=group["lr"], weight_decay=group["weight_decay"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -76,7 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; parameters without a gradient are left alone, state and all."""
+        """Take one step. Parameters without a gradient, and their state, stay as they are."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -97,12 +99,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _flag(self, name: str, default: float, device: torch.device) -> Tensor:
         value = getattr(self, name, None)
         if value is None:
-            return torch.full((), default, device=device)
+            return torch.full((), default, dtype=torch.float32, device=device)
         return value.to(device, torch.float32).reshape(())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's, but for dtypes: state keeps its own, where torch casts to the parameter's."""
+        """As torch's, except that state keeps its dtypes; torch casts it to the parameter's."""
         super().load_state_dict(dict(state_dict))
         saved = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
         mine = [p for group in self.param_groups for p in group["params"]]
@@ -118,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 }
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what others hung on; torch's leaves out what a subclass adds to step by."""
+        """Everything but hooks and a replaced `step`; torch's omits what subclasses add."""
         mine = vars(self).items()
         return {key: value for key, value in mine if key != "step" and not key.endswith("_hooks")}
 
@@ -195,7 +197,7 @@ class AdamW(ShardedOptimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As `ShardedOptimizer`'s; a weight that is not its master's rounding is what trains."""
+        """As `ShardedOptimizer`'s. Where a weight is not its master rounded, the weight counts."""
         super().load_state_dict(state_dict)
         self._equal.clear()
 
@@ -230,5 +232,5 @@ class AdamW(ShardedOptimizer):
 
 
 def _follow(master: Tensor, weight: Tensor) -> None:
-    """Let `master` be what `weight` is, where that is not its rounding."""
+    """Write `weight` into `master` wherever it is not the master's value, rounded."""
     master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))

@@ -19,8 +19,8 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, vectors do not: biases, norms, and stacked biases [E, F] of experts too.
 
     Returns:
-        Two groups with `params`, `weight_decay` and `decays`, by which a schedule of the decay
-        knows them; only parameters that require a gradient.
+        Two groups with `params`, `weight_decay` and `decays`, which tells a schedule of the decay
+        which is which. They hold only parameters that require a gradient.
 
     Raises:
         ValueError: `weight_decay` is below 0 or no number.
@@ -43,11 +43,11 @@ def muon_groups(
     heads: Iterable[nn.Module] = (),
     fused: Mapping[Tensor, tuple[int, ...]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Groups for `Muon`: matrices inside the model to it; embeddings, heads, vectors to AdamW.
+    """Groups for `Muon`: the matrices inside the model. Embeddings, heads and vectors take AdamW.
 
-    What an `nn.Embedding` owns, and a head tied to it, is known; `heads` are those of their own.
-    Gate and up of gated experts are known to be two matrices; `fused` names other weights that hold
-    several, with their rows as `Muon` takes them.
+    The weights of an `nn.Embedding`, and of a head tied to it, are recognised; name heads with a
+    weight of their own in `heads`. Gate and up of gated experts are taken as two matrices; name
+    other weights that hold several in `fused`, with their rows as `Muon` expects them.
 
     Raises:
         ValueError: a weight in `fused` that is no parameter of the model, one module instead of
@@ -86,7 +86,7 @@ def _stacks(model: nn.Module) -> list[Experts | SharedExpert]:
 
 
 def _with_axes(model: nn.Module) -> list[tuple[str, Tensor, int]]:
-    """Name, parameter and how many axes one layer's part of it has: a stack of experts is none."""
+    """Name, parameter, and its number of axes without the one that stacks experts."""
     stacks = {
         id(parameter)
         for module in _stacks(model)
@@ -103,8 +103,8 @@ def _with_axes(model: nn.Module) -> list[tuple[str, Tensor, int]]:
 def describe(optimizer: torch.optim.Optimizer) -> str:
     """A line per kind of tensor: dtypes and this rank's GB of weights, and of state to come.
 
-    Before the first step an optimizer of this package tells what it will keep; one of torch's has
-    nothing to tell yet.
+    An optimizer of this package is described before its first step too, one of torch's has no
+    state until then.
     """
     kinds: dict[str, dict[torch.dtype, int]] = {}
 

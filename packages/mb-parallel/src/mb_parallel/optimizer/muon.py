@@ -6,12 +6,12 @@ AdamW's and both share rate and decay. Experts [E, F, D] are E matrices, orthogo
 batched Newton-Schulz iteration. A weight may hold several matrices among its rows, as a fused
 projection of queries, keys and values does: each is orthogonalised for itself.
 
-Communication: the iteration needs whole matrices. Experts that lie whole on their rank (sharded by
-expert: expert parallelism, FSDP over dimension 0) need none. Matrices in parts, alike in several
-layers, are dealt out among the ranks that hold the parts: each gets some whole ones, iterates on
-them and sends the parts back, two exchanges in `ns_dtype`. One alone, or one that two axes of the
-mesh cut, comes together on all of these ranks, and each iterates on it. Around the iteration each
-number is read and written once before it and once after it (`mb_kernels.muon_momentum`,
+Communication: the iteration needs whole matrices. Experts that are whole on their rank (expert
+parallelism, or FSDP over dimension 0) need none. Where ranks hold parts of matrices, those of one
+shape, from several layers, are dealt out among these ranks: each gets some whole ones, iterates on
+them and sends the parts back, which makes two exchanges in `ns_dtype`. A single matrix, or one that
+two axes of the mesh cut, is gathered on all of these ranks, and each iterates on it. Each number is
+read and written once before the iteration and once after it (`mb_kernels.muon_momentum`,
 `muon_step`).
 """
 

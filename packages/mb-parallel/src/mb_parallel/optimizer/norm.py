@@ -1,10 +1,10 @@
 """One gradient norm over dense, tensor-parallel and expert meshes and pipeline stages; the step.
 
-A rank adds up the squares of the shards it holds. What that sum has to be added to follows from
-how each parameter lies: over the axes of its mesh that shard it, never over those that replicate
-it, so a replicated parameter counts once and an expert counts wherever it lives. Parameters that
-lie alike share a collective. Then the stages are added, and all ranks agree on the result, bit for
-bit, lest replicas take different steps. Nothing is read back to the host.
+Each rank adds up the squares of its shards. These sums are added over the axes of a parameter's
+mesh that shard it, and not over those that replicate it. So a replicated parameter counts once, and
+an expert counts wherever it is. Parameters that are sharded alike share a collective. Then the
+stages' sums are added, and all ranks take the same result, bit for bit, so that replicas cannot
+take different steps. Nothing is read back to the host.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mb_parallel.optimizer.shards import (
 class StepResult(NamedTuple):
     """What `clip_and_step` did, fp32 scalars on the device.
 
-    grad_norm: before clipping, the loss scale taken out; infinite if any gradient was not finite.
-    skipped: 1 if nothing was changed for that reason, else 0.
+    grad_norm: before clipping, without the loss scale; infinite if any gradient was not finite.
+    skipped: 1 if the step was skipped for that reason, else 0.
     """
 
     grad_norm: Tensor
@@ -82,8 +82,8 @@ def zeros_in_grad(
 ) -> Tensor:
     """How many numbers of the whole model's gradients are zero, each counted once.
 
-    A few are by chance, up to five were seen in fp16: a sum that cancels in one order and not in
-    another, so layouts, and sizes of micro-batches, differ by as many.
+    A few are zero by chance, because a sum cancels in one order and not in another (up to five were
+    seen in fp16). So layouts, and sizes of micro-batches, differ by as many.
 
     Args:
         parameters, mesh, uncounted: as for `grad_norm`. One without a gradient has no zeros.
@@ -156,7 +156,8 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale gradients in place so that their joint L2 norm is at most `max_norm`.
 
-    For optimizers that cannot be told to (see `clip_and_step`): it reads and writes them again.
+    For optimizers that cannot do it in their step (see `clip_and_step`): this reads and writes all
+    gradients once more.
 
     Args:
         parameters, mesh, uncounted: as for `grad_norm`.
@@ -187,17 +188,17 @@ def clip_and_step(
     scaler: GradScaler | None = None,
     uncounted: Iterable[Tensor] = (),
 ) -> StepResult:
-    """Clip and update in one pass over the gradients after that of the norm.
+    """Clip and update: one pass over the gradients for the norm, and one for the step.
 
-    Gradients that are not finite on any rank change nothing on all ranks: no parameter, no moment,
-    no step count. Gradients themselves stay as they are, but with torch's fused optimizers, which
-    write them clipped and without the scale.
+    If a gradient of any rank is not finite, nothing changes on any rank: no parameter, no moment,
+    no step count. The gradients themselves stay as they are, except with torch's fused optimizers,
+    which write them back clipped and without the scale.
 
     Args:
         optimizer: of this package, or torch's with `fused=True`.
         max_norm: of the whole model's gradients; 0 does not clip.
         mesh, uncounted: as for `grad_norm`.
-        scaler: whose scale the loss was multiplied by; it learns of the overflow.
+        scaler: the loss was multiplied by its scale. It is told whether the step overflowed.
 
     Raises:
         ValueError: an optimizer that cannot skip a step on the device, or of whose parameters none
@@ -250,7 +251,9 @@ def _divisor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def _sum_of_squares(shards: list[Tensor], device: torch.device) -> Tensor:
-    return mb_kernels.sum_of_squares(shards) if shards else torch.zeros((), device=device)
+    if not shards:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return mb_kernels.sum_of_squares(shards)
 
 
 def _count_zeros(grads: list[Tensor], device: torch.device) -> Tensor:

@@ -1,9 +1,10 @@
 """The loss scale of fp16 training by Megatron-LM's rules, kept on the device.
 
-fp16 has no gradients below 6e-8. The loss is multiplied by a scale, gradients are divided by it
-again, and steps whose gradients overflow are skipped. From 2^32 the scale halves on an overflow,
-once a hysteresis of 2 overflows is used up; it doubles after 1000 steps without one in a row, and
-only then is the hysteresis full again. It never falls below 1.
+fp16 holds no gradients below 6e-8. So the loss is multiplied by a scale, gradients are divided by
+it again, and steps whose gradients overflow are skipped. The scale starts at 2^32. The first
+overflow is forgiven (a hysteresis of 2), each one after it halves the scale. After 1000 steps in a
+row without an overflow the scale doubles, and only then one is forgiven again. It never falls
+below 1.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from mb_parallel.arguments import at_least_0
 
 
 class GradScaler:
@@ -38,6 +41,14 @@ class GradScaler:
         backoff_factor: float = 0.5,
         min_scale: float = 1.0,
     ) -> None:
+        at_least_0(
+            init_scale=init_scale,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            min_scale=min_scale,
+        )
         wrong = {
             "init_scale of at least min_scale": not init_scale >= min_scale,
             "min_scale above 0": not min_scale > 0,
@@ -56,7 +67,8 @@ class GradScaler:
         self._growth_interval, self._hysteresis = growth_interval, hysteresis
         self._growth, self._backoff, self._min = growth_factor, backoff_factor, min_scale
         # Scale, clean steps in a row, overflows left: powers of two and small counts, exact.
-        self._state = torch.tensor([init_scale, 0.0, float(hysteresis)], dtype=torch.float64)
+        numbers = [init_scale, 0.0, float(hysteresis)]
+        self._state = torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     @classmethod
     def constant(cls, scale: float) -> GradScaler:

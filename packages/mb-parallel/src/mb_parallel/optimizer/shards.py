@@ -15,8 +15,8 @@ from mb_parallel.engines import is_dtensor, is_under_way
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, its own storage; a plain tensor itself.
 
-    To write in a parameter's take `local(parameter).detach()`: a detached DTensor has another shard
-    on the same storage, whose writes autograd does not count as the parameter's.
+    To write into a parameter, use `local(parameter).detach()`: a detached DTensor has another shard
+    on the same storage, and autograd does not count writes to that one as the parameter's.
     """
     if not is_dtensor(tensor):
         return tensor
@@ -25,7 +25,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Unwritten:
-    """The parameters that nobody wrote since they were noted, as far as autograd counts writes."""
+    """Set of parameters that were not written since they were noted, by autograd's count."""
 
     def __init__(self) -> None:
         self._versions: dict[Tensor, tuple[int, ...]] = {}
@@ -51,9 +51,9 @@ def _version(parameter: Tensor) -> tuple[int, ...]:
 def local_grad(parameter: Tensor) -> Tensor:
     """This rank's shard of the gradient, dense and with the strides of its parameter's.
 
-    Autograd leaves a gradient as the backward made it: that of a norm's weight under sequence
-    parallelism, say, as a sum still to be taken (Partial). It is brought to its parameter's layout
-    first, once: `parameter.grad` is replaced.
+    Autograd leaves a gradient in the layout that the backward pass made. That of a norm's weight
+    under sequence parallelism, for instance, is still to be summed (Partial). It is first brought
+    to its parameter's layout, and `parameter.grad` is replaced, so that this happens once.
     """
     grad = parameter.grad
     assert grad is not None
@@ -72,7 +72,7 @@ def local_grad(parameter: Tensor) -> Tensor:
 
 
 def zeros_like(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros that lie as `parameter` does; torch's for the meta device would import SymPy."""
+    """Zeros sharded like `parameter`; torch's own for the meta device would import SymPy."""
     if parameter.is_meta:
         return parameter.new_zeros(parameter.shape, dtype=dtype)
     return torch.zeros_like(parameter, dtype=dtype)
@@ -131,9 +131,9 @@ def shard_groups(
 def one_for_same_ranks(groups: Iterable[tuple[dist.ProcessGroup, ...]]) -> list[tuple[Any, ...]]:
     """`groups` with one group, the first, for all that have the same ranks.
 
-    torch takes equal meshes for the same and caches results of operators with them, a parameter's
-    detachment, say. After a second mesh of the same sizes some parameters lie on the groups of the
-    first, and which do depends on what a rank has computed before.
+    torch treats equal meshes as the same one and caches results of operators with them, such as a
+    detached parameter. So when there is a second mesh of the same sizes, some parameters are on the
+    groups of the first, and which ones depends on what a rank has computed before.
     """
     groups = list(groups)
     first: dict[tuple[int, ...], dist.ProcessGroup] = {}

@@ -3,13 +3,14 @@
 A weight is used in 16 bits and updated in 32. Casting it in every forward pass, and its gradient
 back in every backward pass, moves 12 bytes a parameter; for a model of experts that is a tenth of a
 step's time. Here the copy is a leaf of its own: the model computes with it, its gradient becomes
-the parameter's as it is, and the optimizer writes it in the pass that updates the parameter
-(`AdamW(working_copies=...)`). The parameter stays what `parameters()`, checkpoints and a user see.
+the parameter's without a cast, and the optimizer writes it in the pass that updates the parameter
+(`AdamW(working_copies=...)`). `parameters()`, checkpoints and the user still see the parameter.
 
-Whoever else writes a parameter (another optimizer, `load_state_dict`, a hand) leaves its copy
-behind; autograd counts writes, so the next forward pass notices and casts again. It does not count
-those of `torch.distributed.checkpoint` into the DTensors of a state dict, so all are cast again
-after one was asked for. Writes into `parameter.data` are hidden: `refresh(everything=True)`.
+If anything else writes a parameter (another optimizer, `load_state_dict`, your own code), its copy
+is out of date. Autograd counts writes, so the next forward pass notices it and casts again. It does
+not count what `torch.distributed.checkpoint` writes into the DTensors of a state dict, so all
+copies are cast again after a state dict was asked for. Writes into `parameter.data` cannot be
+noticed: call `refresh(everything=True)` after them.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class WorkingCopies(Mapping[Tensor, Tensor]):
-    """Parameter to the 16-bit tensor to compute with, this rank's shard of it.
+    """Maps a parameter to the 16-bit tensor to compute with, of this rank's shard.
 
-    The gradient of a copy is handed to its parameter when it is complete: the first of a step as it
-    is, in 16 bits, and the following are added to it in fp32. `torch.autograd.grad` with regard to
+    When the gradient of a copy is complete, its parameter gets it: the first of a step as it is, in
+    16 bits; those of further micro-batches are added in fp32. `torch.autograd.grad` with respect to
     the parameter finds no graph; use `backward`.
 
     Args:
@@ -74,9 +75,9 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
 
     @torch.no_grad()
     def refresh(self, everything: bool = False) -> None:
-        """Cast again what was written since by anyone but an optimizer that writes the copy too.
+        """Cast again what was written, except by an optimizer that writes the copy too.
 
-        A copy trains if its parameter does by now.
+        Also lets a copy require a gradient if its parameter now does, and only then.
         """
         for parameter, copy in self._copies.items():
             copy.requires_grad_(parameter.requires_grad)
@@ -96,14 +97,14 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
 def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> WorkingCopies:
     """Let the experts of `models` compute with copies of `w1` and `w2` in `dtype`.
 
-    Experts that FSDP2 shards are left to it, and so are weights that are made of parts (adapters):
-    both cast by themselves. The copies are looked over whenever one of `models` is called, and not
-    trusted once its `state_dict` was. Step with an optimizer of this package: torch's Adam takes no
-    gradient in 16 bits of a weight in 32.
+    Experts that FSDP2 shards, and weights made of parts (adapters), get no copies: both cast by
+    themselves. Copies are brought up to date whenever one of `models` is called, and all are cast
+    again after its `state_dict` was called. Step with an optimizer of this package: torch's Adam
+    takes no 16-bit gradient for a 32-bit weight.
 
     Args:
-        models: called as they are; experts on their device and sharded as they are to stay.
-        dtype: with fp32, or where nothing is left to do, the result is empty.
+        models: the modules that are called; their experts already on the device and sharded.
+        dtype: of the copies. With fp32, or if there is nothing to copy, the result is empty.
 
     Raises:
         ValueError: one module instead of several, or no floating-point dtype.

@@ -17,14 +17,15 @@ an `nn.ModuleDict` keyed by the layer's number in the whole model, so that a par
 name in every layout and checkpoints move between them; a stage drops the blocks that are not its
 own, and sets `embedding` and `head` to None unless it is the first or the last.
 
-**Two streams.** Between the stages of a decoder travel its own states and the encoder's, which
-every cross-attention reads: a stage returns `x=(own, encoder)` and is called with such a tuple.
-`streams` says what crosses each border, by the entries of the batch that are as long: with stages 0
-and 1 of an encoder and 2 and 3 of a decoder [["tokens"], ["tokens"], ["decoder_tokens", "tokens"]].
+**Two streams.** The stages of a decoder pass on their own states and the encoder's, which every
+cross-attention reads: a stage returns `x=(own, encoder)` and is called with such a tuple.
+`streams` says what crosses each border, by naming entries of the batch with the same length. With
+an encoder in stages 0 and 1 and a decoder in stages 2 and 3:
+[["tokens"], ["tokens"], ["decoder_tokens", "tokens"]].
 
-**Losses.** Losses add up over the micro-batches of all data-parallel ranks: weigh them beforehand
-so that their sum is what is to be descended (for a plain mean, by 1 / micro-batches of all ranks).
-Auxiliary losses are averaged over them here. Nothing divides gradients afterwards.
+**Losses.** Losses are added up over the micro-batches of all data-parallel ranks. Weigh them
+beforehand so that the sum is the loss to train on (for a plain mean, by 1 / micro-batches of all
+ranks). Auxiliary losses are averaged here. Nothing divides gradients afterwards.
 
 Letters: M micro-batches, B sequences, S tokens of a sequence, D hidden, L MoE layers.
 """
@@ -66,18 +67,20 @@ class Pipeline:
         hidden_size: D; between stages travels [B, S, D].
         dtype: of the hidden states.
         sequence_parallel: the stages hold runs of the sequence, S / tp tokens.
-        streams: by border between stages, the entries [B, S, ...] of a batch whose S the streams
-            that cross it have; None: one, of the length of `first_input`.
-        tied: parameters of the first stage of which the last has a copy, by name there and here:
-            {"embedding.tokens.weight": "head.weight"}; or, of which other stages have copies, by
-            stage: {"embedding.tokens.weight": {2: "embedding.tokens.weight", -1: "head.weight"}}.
-            Copies get the first's values now, and each step all get the sum of their gradients, so
+        streams: for each border between stages, the entries [B, S, ...] of a batch, one for each
+            stream that crosses it, that have the same S. None: one stream, of `first_input`'s S.
+        tied: parameters of the first stage that other stages have copies of. By their name in the
+            first stage and, for a copy in the last, its name there:
+            {"embedding.tokens.weight": "head.weight"}; for copies in other stages, names by stage:
+            {"embedding.tokens.weight": {2: "embedding.tokens.weight", -1: "head.weight"}}.
+            Copies get the first's values now. In each step all get the sum of their gradients, so
             they stay equal.
 
     Raises:
-        ValueError: a mesh without stages, an unknown schedule, as many stages as it does not run,
-            ZeRO stage 3 or two streams with a zero-bubble one, streams for another number of
-            borders, or tied parameters that are not there or not of one size.
+        ValueError: a mesh without stages, an unknown schedule, a number of stages it cannot run,
+            ZeRO stage 3 or two streams with a zero-bubble schedule, streams for another number of
+            borders, or tied parameters that do not exist, differ in size or dtype, or of which only
+            some are frozen.
     """
 
     def __init__(
@@ -162,14 +165,18 @@ class Pipeline:
         Args:
             batches: the step's M micro-batches, in equal shapes.
             loss_scale: multiplies losses and auxiliary losses before the backward pass (fp16).
-            before: called before a stage runs a micro-batch, with the micro-batch's number on the
-                first stage and other numbers, of which none comes twice, on the later ones: seed
-                dropout by it.
+            before: called before a stage runs a micro-batch, with a number to seed dropout by: the
+                micro-batch's number on the first stage, and on later stages other numbers, none of
+                them twice in a step.
             measured: called after the step with the metrics of each micro-batch, [L, ...] over the
                 MoE layers of all stages.
 
         Returns:
             The losses by name, summed over the micro-batches, on every rank, detached.
+
+        Raises:
+            ValueError: micro-batches without an entry they need, or of different shapes; a stage
+                whose losses or metrics have other names, shapes or dtypes than in its first step.
         """
         batches = self._checked(batches)  # before a gradient is touched
         waiting = [tied.set_aside() for tied in self.tied]

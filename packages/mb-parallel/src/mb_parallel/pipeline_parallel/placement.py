@@ -97,8 +97,9 @@ def split_layers(
     """Runs of layers for the stages, as even as can be; what is left over goes to the early ones.
 
     Args:
-        first_lighter, last_lighter: how many layers the ends are spared, for the embedding and the
-            head: a head over a vocabulary V weighs as much as V / (12 D) dense layers of width D.
+        first_lighter, last_lighter: how many layers fewer the first and the last stage get, since
+            they have the embedding and the head: a head over a vocabulary of V costs as much as
+            V / (12 D) dense layers of width D.
 
     Raises:
         ValueError: a stage would be without layers, or a negative number.

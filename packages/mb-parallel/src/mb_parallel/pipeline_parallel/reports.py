@@ -28,20 +28,27 @@ class Entry(NamedTuple):
 
 
 class Reports:
-    """Knows what each stage reports, from the first step, and gathers it.
+    """Learns from the first step what each stage reports, and gathers it in every step.
 
     Every rank fills in its own stages' places and zeros elsewhere; the sum is everyone's. fp64
     holds fp32 values and counts exactly.
     """
 
     def __init__(self, passing: Pass, group: ProcessGroup) -> None:
+        self._mine = _entries(passing, 0)
         everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, _entries(passing), group=group)
+        dist.all_gather_object(everyone, self._mine, group=group)
         self._group = group
         self._entries = sorted(entry for entries in everyone for entry in entries)
 
     def gather(self, passing: Pass) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-        """The losses, summed over micro-batches; the metrics of each, rows in order of layers."""
+        """The losses, summed over micro-batches; the metrics of each, rows in order of layers.
+
+        Raises:
+            ValueError: a stage reports something else than in the first micro-batch of all.
+        """
+        for number in range(len(passing.batches)):
+            self._check(number, _entries(passing, number))
         mine = {
             (stage, kind, name): value
             for kind, by_stage in (("loss", passing.losses), ("metric", passing.metrics))
@@ -74,14 +81,29 @@ class Reports:
             {name: value[index] for name, value in by_layer.items()} for index in range(batches)
         ]
 
+    def _check(self, number: int, entries: list[Entry]) -> None:
+        """Other ranks count on the places of the first step, so nothing may come or go later."""
+        if entries == self._mine:
+            return
+        got, expected = (
+            ", ".join(f"{e.kind} {e.name!r} {list(e.shape)} in {e.dtype}" for e in sorted(these))
+            for these in (set(entries) - set(self._mine), set(self._mine) - set(entries))
+        )
+        raise ValueError(
+            "Expected every micro-batch to have the losses and metrics of the first, in the same "
+            f"shapes and dtypes, got {got or 'nothing'} instead of {expected or 'nothing'} in "
+            f"micro-batch {number}. Return zeros where a stage has nothing to report."
+        )
 
-def _entries(passing: Pass) -> list[Entry]:
-    return [
+
+def _entries(passing: Pass, number: int) -> list[Entry]:
+    """What this rank's stages report of a micro-batch."""
+    return sorted(
         Entry(stage, kind, name, tuple(value.shape), value.dtype)
         for kind, by_stage in (("loss", passing.losses), ("metric", passing.metrics))
         for stage, of_batches in by_stage.items()
-        for name, value in of_batches[0].items()
-    ]
+        for name, value in of_batches[number].items()
+    )
 
 
 def _stacked(of_batches: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a stage module has to be, and what is kept of a step's trip through it."""
+"""What a stage module has to return, and what is kept of a step's pass through the stages."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class StageOutput(Protocol):
     aux_loss: scalar, this stage's share of the model's auxiliary loss, the shares adding up over
         stages to the mean over all its MoE layers; or None.
     metrics: detached tensors [l, ...], a row for each of this stage's l MoE layers; or {}.
+
+    Losses and metrics have the same names, shapes and dtypes in every micro-batch.
     """
 
     @property
@@ -34,7 +36,7 @@ class StageOutput(Protocol):
 
 @dataclass
 class Pass:
-    """One trip of a step's micro-batches through the stages of this rank, and what they said.
+    """One pass of a step's micro-batches through the stages of this rank, and what they reported.
 
     passes: micro-batches of all data-parallel ranks in the step, over which auxiliary losses are
         averaged.

@@ -24,7 +24,8 @@ class TiedParameter:
         rank_of: the rank, in the group, of a stage.
 
     Raises:
-        ValueError: a module has no parameter of that name, or they are not of one size.
+        ValueError: a module has no parameter of that name, or they differ in size or dtype, or only
+            some of them are frozen.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class TiedParameter:
         found: list[str] = []
         problem = None
         try:
-            found = [f"{list(plain(p).shape)} in {p.dtype}" for p in self._parameters()]
+            found = [
+                f"{list(plain(p).shape)} in {p.dtype}{'' if p.requires_grad else ' (frozen)'}"
+                for p in self._parameters()
+            ]
         except ValueError as error:
             problem = str(error)
         everyone: list[Any] = [None] * self._group.size()
@@ -63,11 +67,11 @@ class TiedParameter:
             told = " and ".join(sorted(sizes))
             raise ValueError(
                 f"Expected {', '.join(dict.fromkeys(names.values()))} to be one parameter on "
-                f"stages {', '.join(map(str, names))}, got parts of {told}."
+                f"stages {', '.join(map(str, names))}, got parts of {told}. Freeze all or none."
             )
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Those of this rank; looked up anew, for sharding replaces parameters."""
+        """Those of this rank; looked up each time, since sharding replaces parameters."""
         found = [parameter_of(module, name) for module, name in self._places]
         return list({id(parameter): parameter for parameter in found}.values())
 
@@ -77,7 +81,7 @@ class TiedParameter:
         return self._parameters()[self._owns :]
 
     def set_aside(self) -> list[Tensor | None]:
-        """Take away the gradients that are there already: they have been added up."""
+        """Take away the gradients of earlier steps, which have been added up already."""
         earlier = [parameter.grad for parameter in self._parameters()]
         for parameter in self._parameters():
             parameter.grad = None
@@ -85,7 +89,7 @@ class TiedParameter:
 
     @torch.no_grad()
     def add_up(self, earlier: list[Tensor | None]) -> None:
-        """Give all the sum of their new gradients, and what was set aside."""
+        """Add the sum of all new gradients to what was set aside, for each parameter."""
         parameters = self._parameters()
         if not parameters or not parameters[0].requires_grad:
             return

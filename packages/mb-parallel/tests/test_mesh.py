@@ -61,8 +61,8 @@ def test_flags_lie_where_the_group_carries_them(monkeypatch, backends, device):
         ({"dp_shard": 0}, "dp_shard to be an integer of at least 1, got 0"),
         ({"tp": 2.0}, "tp to be an integer of at least 1, got 2.0"),
         ({"pp": True}, "pp to be an integer of at least 1, got True"),
-        ({"dp_replicate": 2, "dp_shard": 1, "tp": 3, "ep": 4}, "got ep = 4 and 2 * 1 * 3 = 6"),
-        ({"pp": 8, "ep": 8}, "got ep = 8 and 1 * 1 * 1 = 1"),
+        ({"dp_replicate": 2, "dp_shard": 1, "tp": 3, "ep": 4}, "divide the 6 ranks of a pipeline"),
+        ({"pp": 8, "ep": 8}, "divide the 1 ranks of a pipeline"),
     ],
     ids=["zero", "float", "bool", "ep-does-not-divide", "ep-over-stages"],
 )

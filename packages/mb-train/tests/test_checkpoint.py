@@ -338,6 +338,10 @@ def test_a_damaged_run_file_is_reported(tmp_path):
         (path / "run.json").write_text(wrong)
         with pytest.raises(ValueError, match=says):
             read_saved_run(path)
+    (path / "run.json").unlink()
+    (path / "run.json").mkdir()
+    with pytest.raises(ValueError, match=r"Cannot read .*run\.json: Is a directory\.$"):
+        read_saved_run(path)
 
 
 def _async_ranks(rank, world_size, folder):

@@ -84,6 +84,10 @@ def test_defaults_derive_from_sizes():
             {"moe_num_experts": 4, "moe_router_num_groups": 2, "moe_rebalance_interval": 8},
             "--moe-rebalance-interval 0 with --moe-router-num-groups, .* got 8",
         ),
+        (
+            {"moe_num_experts": 4, "moe_dispatcher": "fixed"},
+            "--moe-capacity-factor above 0 with --moe-dispatcher fixed, got 0",
+        ),
         ({"data_path": ["nan", "x"]}, "weights above 0 in --data-path, got nan"),
         ({"data_path": ["a", "b"]}, "one prefix, or weights and prefixes by turns, got a b"),
         ({"data_path": ["1", "a", "2"]}, "one prefix, or weights and prefixes by turns"),

@@ -63,6 +63,8 @@ def test_the_other_length_of_training_overrules_a_recipe():
         (["--lr-decay-style", "cosin"], "invalid choice: 'cosin'"),
         (["--config", "none.toml"], "Cannot read --config none.toml: No such file"),
         (["--tokenizer-type", "Bert"], "--tokenizer-type: invalid choice: 'Bert'"),
+        (["--use-rope"], "The nearest is --use-rope-scaling"),  # not --use-sharp, of no effect
+        (["--use-flash-atn"], "The nearest is --use-flash-attn"),
         (["--no-bf17"], "Unknown flag --no-bf17. The nearest is --no-bf16"),
         (
             ["--hiden-size", "-8", "--seed=1", "--trian-iters=2"],

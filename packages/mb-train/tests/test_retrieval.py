@@ -103,7 +103,7 @@ def test_what_is_no_index_is_refused_and_nothing_is_written(corpus, tmp_path, ca
     text, y = folder / "text.jsonl", folder / "y"
     mb_data.preprocess(text, y, tokenizer=other, split_sentences=True, workers=1)
     refused("another tokenizer", "index", run, "--corpus", f"{y}_text_sentence", "--output", index)
-    refused("mb-train index", "retrieve", run, "w1", "--index", index)
+    refused(f"in {index}, found none", "retrieve", run, "w1", "--index", index)
     refused(f"an index in {run}/index", "retrieve", find_checkpoint(folder / "run"), "w1")
     assert not list(tmp_path.iterdir())
     (tmp_path / "mine").mkdir()
@@ -125,7 +125,7 @@ def test_what_is_no_index_is_refused_and_nothing_is_written(corpus, tmp_path, ca
         (index / "index.json").write_text(json.dumps(about | change))
         refused(says, "retrieve", run, "w1", "--index", index)
     (index / "index.json").write_text("{}")
-    refused("none that can be read", "retrieve", run, "w1", "--index", index)
+    refused("index.json is damaged", "retrieve", run, "w1", "--index", index)
 
 
 def test_an_index_is_replaced_and_asked_from_another_folder(corpus, tmp_path, monkeypatch):

@@ -299,3 +299,17 @@ def test_a_place_that_cannot_be_listened_at_is_said():
         ):
             with pytest.raises(ValueError, match=says):
                 serve(None, "a", **where)
+
+
+def test_a_client_that_leaves_before_its_request_is_whole(generator):
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
+        "query_string": b"",
+    }  # fmt: skip
+    asyncio.run(application(generator, "run")(scope, receive, send))

@@ -69,9 +69,8 @@ class ParallelDims:
         at_least_1(**{f.name: getattr(self, f.name) for f in fields(self)})
         if (self.dp * self.tp) % self.ep:
             raise ValueError(
-                "Expected ep to divide dp_replicate * dp_shard * tp, the ranks of a pipeline "
-                f"stage, got ep = {self.ep} and {self.dp_replicate} * {self.dp_shard} * {self.tp} "
-                f"= {self.dp * self.tp}."
+                f"Expected ep to divide the {self.dp * self.tp} ranks of a pipeline stage (all "
+                f"ranks / pp), got {self.ep}."
             )
 
     @classmethod

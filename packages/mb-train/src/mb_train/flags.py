@@ -243,13 +243,14 @@ def parse(
     if unknown and not unknown[0].startswith("-"):
         raise UsageError(f"Unknown argument {unknown[0]}.{_nearest(unknown[0], commands)}")
     if unknown:  # the values of unknown flags are among them
-        known = [option for action in parser._actions for option in action.option_strings]
+        helps = {option: a.help for a in parser._actions for option in a.option_strings}
+        listed = [option for option, text in helps.items() if text != argparse.SUPPRESS]
         flags = dict.fromkeys(
             word.split("=")[0] for word in unknown if re.match("--?[a-zA-Z]", word)
         )
-        raise UsageError(
-            " ".join(f"Unknown flag {name}.{_nearest(name, known)}" for name in flags or unknown)
-        )
+        names = flags or unknown
+        said = (f"Unknown flag {name}.{_nearest(name, listed, helps)}" for name in names)
+        raise UsageError(" ".join(said))
     values = vars(namespace)
     names = [] if own is None else [action.dest for action in own._actions]
     owned = argparse.Namespace(**{name: values.pop(name) for name in names if name in values})
@@ -302,8 +303,10 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
     return [f"no effect without {way}: {', '.join(names)}" for way, names in idle.items()]
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+def _nearest(word: str, known: Iterable[str], unlisted: Iterable[str] = ()) -> str:
+    """A sentence with the most similar of `known`; of `unlisted` only for a slip of a letter."""
+    near = difflib.get_close_matches(word, list(unlisted), n=1, cutoff=0.8)
+    near = near or difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" The nearest is {near[0]}." if near else " See --help."
 
 

@@ -165,7 +165,11 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
     try:
         content = json.loads(path.read_text())
         found = content["format"]
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except OSError as error:
+        raise ValueError(
+            f"Cannot read {path}: {error.strerror}." + _others(checkpoint.parent, checkpoint)
+        ) from None
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} is damaged: {type(error).__name__}: {error}."
             + _others(checkpoint.parent, checkpoint)

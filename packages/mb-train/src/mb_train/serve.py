@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -47,6 +47,8 @@ class _Endpoints:
             asked = await self._service.understand(await http.json())
         except (ValueError, RecursionError) as wrong:  # JSON may be nested too deeply
             return _refusal(wrong, 400)
+        except ClientDisconnect:  # before all of its request was here; nobody reads this
+            return Response(status_code=400)
         if asked.request.stream:
             events = self._service.events(asked)
             return StreamingResponse(events, media_type="text/event-stream")

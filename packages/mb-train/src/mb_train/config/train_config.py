@@ -96,6 +96,7 @@ class TrainConfig(
         self._check_samples()
         self._check_classifier()
         self._check_places()
+        self._check_dispatcher()
 
     @property
     def positions(self) -> int:
@@ -192,6 +193,14 @@ class TrainConfig(
                     f"Expected --moe-rebalance-interval 0 with {words}, where an expert's number "
                     f"decides who chooses it, got {self.moe_rebalance_interval}."
                 )
+
+    def _check_dispatcher(self) -> None:
+        has_experts = self.moe_num_experts is not None
+        if has_experts and self.moe_dispatcher == "fixed" and not self.moe_capacity_factor:
+            raise ValueError(
+                "Expected --moe-capacity-factor above 0 with --moe-dispatcher fixed, got 0. "
+                "Without a capacity take another dispatcher."
+            )
 
 
 @cache

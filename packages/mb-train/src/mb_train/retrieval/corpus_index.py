@@ -154,6 +154,7 @@ class Retriever:
 
     Raises:
         ValueError: no faiss, no index, or one that is damaged or of another checkpoint or corpus.
+        OSError: its files cannot be read.
     """
 
     def __init__(self, run: Path, index: Path, *, device: str = "auto") -> None:
@@ -218,10 +219,13 @@ def _about(index: Path) -> dict[str, Any]:
             name: about[name]
             for name in ("iteration", "written", "corpus", "corpus_bytes", "titles")
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
-            f"Expected an index in {index}, got none that can be read ({error!r}). Make one with "
-            "mb-train index."
+            f"Expected an index in {index}, found none. Make one with mb-train index."
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{index / ABOUT} is damaged. Make the index again with mb-train index."
         ) from None
 
 

@@ -116,6 +116,8 @@ def test_gmm_compiles_with_sizes_on_the_cpu():
     assert_close("y", compiled(x, w, offsets.diff(), True), gmm(x, w, offsets.diff(), True))
     with pytest.raises(ValueError, match="to end at most at 11, the number of rows"):
         compiled(x, w, 2 * offsets.diff(), True)
+    both = torch.func.vmap(lambda sizes: gmm(x, w, sizes, True))(offsets.diff().expand(2, 4))
+    assert_close("y, twice", both, gmm(x, w, offsets.diff(), True).expand(2, -1, -1))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert gmm(x, w, mode.from_tensor(offsets.diff()), True).shape == (11, 5)
 

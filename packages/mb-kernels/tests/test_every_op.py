@@ -480,6 +480,28 @@ def test_second_derivatives_are_right_or_an_error(name):
         assert_close("second derivative", g, w, dtype=torch.float32)
 
 
+@pytest.mark.skipif(interpret, reason="the same calls as without the interpreter")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_vmap_is_a_loop(name):
+    op = make_op(name)
+    leaves = {n: op.tensors[n].detach().clone().requires_grad_() for n in op.leaves}
+    first, *_ = op.leaves
+    both = [op.tensors[first].detach(), op.tensors[first].detach() / 2]
+    x = leaves[first] = torch.stack(both).requires_grad_()
+
+    def call(x):
+        y = op.call(**(op.tensors | leaves | {first: x}))
+        return y[0] if isinstance(y, tuple) else y
+
+    got, want = torch.func.vmap(call)(x), torch.stack([call(x[0]), call(x[1])])
+    assert torch.equal(got, want)
+    slope = torch.linspace(0, 1, want.numel()).view(want.shape)
+    grads = (torch.autograd.grad(y, list(leaves.values()), slope) for y in (got, want))
+    for name, g, w in zip(leaves, *grads, strict=True):
+        assert_close(f"gradient of {name}", g, w)
+
+
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_transforms_and_forward_mode_are_errors(name):
     op = make_op(name)

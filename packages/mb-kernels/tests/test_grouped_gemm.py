@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from mb_kernels import gmm, grouped_gemm
+from mb_kernels import gmm, grouped_experts, grouped_gemm
 from mb_kernels.runtime import checks, registration
 from mb_kernels.testing import assert_close
 from torch._subclasses import FakeTensorMode
@@ -40,12 +40,12 @@ def test_matches_loop_over_rows(kind, transpose_weight):
 @pytest.mark.parametrize("kind", OFFSETS)
 def test_gradients(kind, transpose_weight):
     x, w, offsets = make_case(kind, transpose_weight)
-    assert torch.autograd.gradgradcheck(
-        lambda x, w: grouped_gemm(x, w, offsets, transpose_weight=transpose_weight), (x, w)
-    )
-    assert torch.autograd.gradcheck(
-        lambda x, w: grouped_gemm(x, w, offsets, transpose_weight=transpose_weight), (x, w)
-    )
+
+    def product(x, w):
+        return grouped_gemm(x, w, offsets, transpose_weight=transpose_weight)
+
+    assert torch.autograd.gradcheck(product, (x, w))
+    assert torch.autograd.gradgradcheck(product, (x, w), fast_mode=True)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,8 @@ def test_gmm_compiles_with_sizes_on_the_cpu():
     assert_close("y", compiled(x, w, offsets.diff(), True), gmm(x, w, offsets.diff(), True))
     with pytest.raises(ValueError, match="to end at most at 11, the number of rows"):
         compiled(x, w, 2 * offsets.diff(), True)
+    both = torch.func.vmap(lambda sizes: gmm(x, w, sizes, True))(offsets.diff().expand(2, 4))
+    assert_close("y, twice", both, gmm(x, w, offsets.diff(), True).expand(2, -1, -1))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert gmm(x, w, mode.from_tensor(offsets.diff()), True).shape == (11, 5)
 
@@ -125,10 +127,10 @@ def test_gmm_compiles_with_sizes_on_the_cpu():
     [
         ({"trans_a": True, "trans_b": True}, [4], "expected one of them at most"),
         ({"trans_a": True}, [4], r"b: expected \[N, M\]"),
-        ({}, [5], r"at most 4 rows together, those of a; got \[5\]"),
+        ({}, [5], r"at most 4 rows together, all there are; got \[5\]"),
         ({"b": torch.zeros(4, 16, 16)}, [2**62] * 4, "of at most 4 rows together"),  # 2**64 is 0
         ({}, [0.5], "batch_sizes: expected int32 or int64"),
-        ({}, [2, 2], r"batch_sizes: expected \[1\], a size for each matrix of b; got \(2,\)"),
+        ({}, [2, 2], r"batch_sizes: expected \[1\], a size for each expert's matrix; got \(2,\)"),
         ({"a": torch.zeros(4, 8)}, [4], r"b: expected \[E, K, M\] .* got a \(4, 8\) and b \(1, 16"),
         ({"a": torch.zeros(4, 8), "trans_b": True}, [4], r"b: expected \[E, M, K\]"),
         ({"a": torch.zeros(4, 16).half()}, [4], "b: expected torch.float16, the dtype of a"),
@@ -139,3 +141,20 @@ def test_gmm_refuses(options, sizes, message):
     given = {"a": torch.zeros(4, 16), "b": torch.zeros(1, 16, 16)} | options
     with pytest.raises(ValueError, match=message):
         gmm(batch_sizes=torch.tensor(sizes), **given)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ([4], "expected a tensor; got list"),
+        (torch.tensor([2**32 + 4]), r"of at most 4 rows together, all there are; got \[4294967300"),
+        (torch.tensor([-1]), "numbers from 0 on"),
+    ],
+    ids=str,
+)
+def test_what_counts_no_rows_is_refused(counts, message):
+    x, w = torch.zeros(4, 16), torch.zeros(1, 16, 16)
+    with pytest.raises(ValueError, match=f"batch_sizes: .*{message}"):
+        gmm(x, w, counts)
+    with pytest.raises(ValueError, match=f"tokens_per_expert_E: .*{message}"):
+        grouped_experts(x, counts, w, w, activation="silu")

@@ -83,6 +83,7 @@ def test_a_bias_that_drowns_the_products_leaves_the_mean():
         ({"k": torch.zeros(4, 3, 8)}, "a divisor of 4"),
         ({"k": torch.zeros(5, 2, 8), "v": torch.zeros(5, 2, 8)}, r"\[4, a divisor of 4, 8\]"),
         ({"v": torch.zeros(4, 2, 4)}, "alike"),
+        ({"q": torch.zeros(4, 0, 8), "bias": torch.zeros(0, 7)}, "one head at least"),
         ({"bias": torch.zeros(4, 8)}, r"2 S - 1"),
         ({"bias": torch.zeros(2, 7)}, r"\[4, 2 S - 1\]"),
         ({"bias": torch.zeros(4, 5)}, "distances -3 to 3"),
@@ -91,7 +92,8 @@ def test_a_bias_that_drowns_the_products_leaves_the_mean():
         ({"offsets": torch.tensor([0, 3, 2, 4])}, "never to fall"),
     ],
     ids=[
-        *("groups", "tokens", "values", "even", "heads", "short", "one offset", "end", "falling"),
+        *("groups", "tokens", "values", "no heads", "even", "heads", "short", "one offset"),
+        *("end", "falling"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):

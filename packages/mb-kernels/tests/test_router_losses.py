@@ -123,6 +123,8 @@ def test_zero_tokens_give_zeros():
 
 def test_wrong_shapes_are_named():
     logits, probs, counts, kept = make(5, 4, 2)
+    with pytest.raises(ValueError, match=r"logits_TE: .* one expert at least; got \(5, 0\)"):
+        router_losses(logits[:, :0], probs[:, :0], counts[:0], kept, **WEIGHTS)
     with pytest.raises(ValueError, match=r"probs_TE: expected the shape .* got \(5, 3\)"):
         router_losses(logits, probs[:, :3], counts, kept, **WEIGHTS)
     with pytest.raises(ValueError, match=r"balance_counts_E: expected one count .* 4 experts"):

@@ -293,6 +293,7 @@ def test_what_is_written_into_a_frozen_weight_is_rounded() -> None:
         lambda w: torch.nn.init.zeros_(w),
         lambda w: torch._foreach_lerp_([w], [other], 0.5),
         lambda w: torch.add(other, 1.0, out=w),
+        lambda w: w.__setitem__((0, slice(2)), other[0, :2]) or w,
     ]
     for write in writes:
         frozen = FrozenWeight.of(torch.randn(2, 3, 32), 8).share_memory_()

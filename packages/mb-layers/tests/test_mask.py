@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from layers_oracle import assert_close
@@ -162,6 +163,17 @@ def test_masked_layer_compiles_without_graph_breaks() -> None:
 def test_wrong_masks_are_named(mask: Tensor) -> None:
     with pytest.raises(ValueError, match=r"bool or integer mask of shape \(2, 3\).*got"):
         build()(torch.randn(2, 3, 16, dtype=torch.float64), mask=mask)
+
+
+@pytest.mark.parametrize("balance_over", ["micro_batch", "sequence"])
+def test_valid_tokens_may_be_any_one_number(balance_over: str) -> None:
+    layer = build(balance_over=balance_over)
+    x = torch.randn(2, 3, 16, dtype=torch.float64)
+    want = layer(x, valid_tokens=4).aux_loss
+    for number in (torch.tensor([4]), torch.tensor([[4.0]]), np.int64(4), np.float32(4)):
+        assert torch.equal(layer(x, valid_tokens=number).aux_loss, want)
+    with pytest.raises(ValueError, match=r"valid_tokens to be one number, got shape \(2,\)"):
+        layer(x, valid_tokens=torch.tensor([2, 2]))
 
 
 @pytest.mark.parametrize("number", [-1, float("nan")])

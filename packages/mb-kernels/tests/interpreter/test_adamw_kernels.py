@@ -50,9 +50,9 @@ def _both(reachable, shapes=SHAPES, found_inf=0.0, **options):
         {},
         {"grad": torch.float16, "copy": torch.float16},
         {"shift": 1, "copy": torch.float16},
-        {"moment": torch.bfloat16},
+        {"grad": torch.bfloat16, "moment": torch.bfloat16, "copy": torch.bfloat16},
     ],
-    ids=["fp32", "fp16-grad-copy", "unaligned", "bf16-moments"],
+    ids=["fp32", "fp16-grad-copy", "unaligned", "bf16"],
 )
 def test_equal_to_the_reference(reachable, options):
     got, want = _both(reachable, **options)
@@ -85,7 +85,7 @@ def test_more_tensors_than_one_launch_takes(reachable, monkeypatch):
     torch.testing.assert_close(torch.stack(got[0]), torch.stack(want[0]), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "anywhere"])
 def test_sum_of_squares(reachable, monkeypatch, shift, dtype):
     monkeypatch.setattr(squares, "TENSORS", 4)
@@ -106,7 +106,10 @@ def test_sum_of_squares(reachable, monkeypatch, shift, dtype):
 
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
-@pytest.mark.parametrize(("grad", "copy"), [(torch.float32, None), (torch.float16, torch.float16)])
+@pytest.mark.parametrize(
+    ("grad", "copy"),
+    [(torch.float32, None), (torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16)],
+)
 def test_muons_passes_equal_their_twins(grad, copy, found_inf):
     generator = torch.Generator().manual_seed(3)
     flags = {"found_inf": torch.tensor(found_inf)}

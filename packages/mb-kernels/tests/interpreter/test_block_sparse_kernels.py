@@ -64,7 +64,7 @@ CASES = [
     (torch.float32, False, False),
     (torch.float32, True, True),
     (torch.float16, False, True),
-    (torch.float16, True, False),
+    (torch.bfloat16, True, False),
 ]
 
 
@@ -140,7 +140,7 @@ def test_indices_equal_the_reference(tokens, experts, top_k, routing, capacity):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The kernels launched, when fp16 goes through descriptors as on Hopper; two programs."""
+    """The kernels launched, when 16 bits go through descriptors as on Hopper; two programs."""
     launch, kernels = sparse_kernels.launch, []
 
     def record(kernel, grid, *args, **kwargs):
@@ -150,7 +150,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(sparse_kernels, "launch", record)
 
     def plan(dtype):
-        on_tma = dtype is torch.float16
+        on_tma = dtype is not torch.float32
         return Plan(TARGETS["sm90"], dtype, 1, on_tma, False, interpreted=True)
 
     with assume(plan):
@@ -160,7 +160,7 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("trans_dense", [False, True], ids=["b", "bt"])
 @pytest.mark.parametrize("trans_sparse", [False, True], ids=["s", "st"])
 def test_products_through_descriptors(launched, trans_sparse, trans_dense):
-    dtype = torch.float16
+    dtype = torch.bfloat16 if trans_dense else torch.float16
     s = make_sparse(dtype)
     a = s.t() if trans_sparse else s
     a64 = in_float64(a)

@@ -55,6 +55,7 @@ def router_losses(
         probs_of_logits: `routed.probs_TE` are what `config.score_function` makes of the logits.
         ids_are_experts: every id is an expert's or padding, so that the slots need no counting.
     """
+    num_tokens = _one_number(num_tokens)
     # An id of no expert, but for -1, was meant for one: its slot is dropped.
     slots = None if ids_are_experts else (routed.expert_ids_TK != -1).sum()
     if probs_of_logits and config.balance_over != "sequence":
@@ -98,6 +99,21 @@ def router_losses(
             load_imbalance=counts_E.max() * counts_E.shape[0] / slots.clamp(min=1),
             dropped_fraction=(slots - dispatched.kept_slots) / slots.clamp(min=1),
         )
+
+
+def _one_number(valid_tokens: Tensor | float | None) -> Tensor | float | None:
+    """The number of tokens as a float or a scalar tensor; None stays None."""
+    if valid_tokens is None:
+        return None
+    if isinstance(valid_tokens, Tensor):
+        if valid_tokens.numel() != 1:
+            raise ValueError(
+                f"expected valid_tokens to be one number, got shape {tuple(valid_tokens.shape)}"
+            )
+        return valid_tokens if valid_tokens.dim() == 0 else valid_tokens.reshape(())
+    if not valid_tokens >= 0:
+        raise ValueError(f"expected valid_tokens of at least 0, got {valid_tokens}")
+    return float(valid_tokens)  # NumPy's numbers too
 
 
 def _sequence_balance(

@@ -4,7 +4,8 @@
 here multiply by it without keeping it decoded (`mb_layers.factored`); to every other operation it
 is the decoded weight, and what is written into it is rounded. So whatever takes a parameter takes
 it: state dicts, copies, casts, and PEFT's `target_parameters`, whose merge rounds the sum to the
-same number of bits. A part or view of it (`weight[0]`) is a decoded copy.
+same number of bits. A part or view of it (`weight[0]`) is a decoded copy: `weight[0] = x` writes
+into the weight, `weight[0].copy_(x)` does not.
 
 Letters: E experts, R rows and C columns of a weight.
 """
@@ -84,6 +85,12 @@ class FrozenWeight(Tensor):
                 written.scales.copy_(rounded.scales)
                 result = written if isinstance(result, Tensor) else result
         return result
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write into a part. By a view, as torch does it, the write would end in a decoded copy."""
+        plain = self.decoded()
+        plain[index] = value
+        self.copy_(plain)
 
     def share_memory_(self) -> Self:
         """Move codes and scales to memory that processes share."""

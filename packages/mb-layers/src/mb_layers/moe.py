@@ -152,7 +152,7 @@ class MoELayer(nn.Module):
 
         Raises:
             ValueError: x of another width or dtype, a mask or routing of another shape or dtype,
-                `valid_tokens` below 0, a router that returns something else.
+                `valid_tokens` below 0 or not one number, a router that returns something else.
         """
         if x.dim() == 0 or x.shape[-1] != self.config.hidden_size or not x.is_floating_point():
             raise ValueError(
@@ -167,8 +167,6 @@ class MoELayer(nn.Module):
             x_TD = torch.where(mask_T[:, None], x_TD, 0)
         if routing is not None and not isinstance(routing, RouterOutput):
             routing = _flat_ids(routing, x, self.config.top_k)
-        if isinstance(valid_tokens, int | float) and not valid_tokens >= 0:
-            raise ValueError(f"expected valid_tokens of at least 0, got {valid_tokens}")
         routed = self._route(x_TD, mask_T, routing)
         dispatcher = self.dispatcher
         if not self.training and self.eval_dispatcher is not None:

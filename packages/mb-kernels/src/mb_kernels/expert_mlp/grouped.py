@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mb_kernels.activation import parse
 from mb_kernels.elementwise import op as elementwise  # noqa: F401  (registers the ops)
-from mb_kernels.grouped_gemm.op import grouped_gemm, offsets_of
+from mb_kernels.grouped_gemm.op import check_sizes, grouped_gemm, offsets_of
 from mb_kernels.runtime import checks
 
 
@@ -41,7 +41,7 @@ def grouped_experts(
 
     Raises:
         ValueError: unknown activation, w3 without a GLU; sizes, dtypes or devices that do not
-            match.
+            match; on a CPU, a count below 0 or more rows together than x_RD has.
     """
     kind = parse(activation)
     glu = kind.gated
@@ -63,14 +63,10 @@ def grouped_experts(
                 f"{name}: expected {shape} for {activation}, w2 {tuple(w2.shape)} and "
                 f"{'no w3' if w3 is None else 'a w3'}; got {tuple(w.shape)}."
             )
-    if tokens_per_expert_E.shape != (experts,):
-        raise ValueError(
-            f"tokens_per_expert_E: expected [{experts}], a count for each expert of w2; got "
-            f"{tuple(tokens_per_expert_E.shape)}."
-        )
+    check_sizes("tokens_per_expert_E", tokens_per_expert_E, experts, x_RD.shape[0])
     others = {"w1": w1, "w2": w2} | ({} if w3 is None else {"w3": w3})
     checks.require_same("x_RD", x_RD, **others)
-    checks.require_indices("x_RD", x_RD, tokens_per_expert_E=tokens_per_expert_E)
+    checks.require_device("x_RD", x_RD, tokens_per_expert_E=tokens_per_expert_E)
     offsets_E1 = offsets_of(tokens_per_expert_E)
     h = grouped_gemm(x_RD, w1, offsets_E1)
     if w3 is None:

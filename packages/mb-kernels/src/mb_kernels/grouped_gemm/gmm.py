@@ -9,7 +9,7 @@ Letters: N rows, K contraction, M output columns, E experts.
 import torch
 from torch import Tensor
 
-from mb_kernels.grouped_gemm.op import offsets_of, product
+from mb_kernels.grouped_gemm.op import check_sizes, offsets_of, product
 from mb_kernels.runtime import checks
 from mb_kernels.runtime.widths import cut, lacking, widened
 
@@ -44,27 +44,8 @@ def gmm(
         raise ValueError(
             f"b: expected {layout} beside a [N, K]; got a {tuple(a.shape)} and b {tuple(b.shape)}."
         )
-    checks.require_dense("batch_sizes", batch_sizes)
-    if batch_sizes.ndim != 1 or batch_sizes.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            "batch_sizes: expected int32 or int64 [E], the rows of each expert; got "
-            f"{batch_sizes.dtype} {tuple(batch_sizes.shape)}."
-        )
-    if not trans_a and batch_sizes.shape[0] != b.shape[0]:
-        raise ValueError(
-            f"batch_sizes: expected [{b.shape[0]}], a size for each matrix of b; got "
-            f"{tuple(batch_sizes.shape)}."
-        )
+    check_sizes("batch_sizes", batch_sizes, None if trans_a else b.shape[0], a.shape[0])
     if batch_sizes.device.type == "cpu":
-        # Under the compiler and for fake tensors there are no values to look at. With a on the CPU
-        # the reference, which runs in the end, checks them.
-        if type(batch_sizes) is Tensor and not torch.compiler.is_compiling():
-            sizes = batch_sizes.tolist()
-            if sum(sizes) > a.shape[0] or min(sizes, default=0) < 0:
-                raise ValueError(
-                    f"batch_sizes: expected numbers from 0 on of at most {a.shape[0]} rows "
-                    f"together, those of a; got {sizes}."
-                )
         batch_sizes = batch_sizes.to(a.device, non_blocking=True)
     checks.require_device("a", a, batch_sizes=batch_sizes)
     checks.require_same("a", a, b=b)

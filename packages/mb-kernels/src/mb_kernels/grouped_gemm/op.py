@@ -54,6 +54,37 @@ def grouped_gemm(
     return product("w", x_NK, w_EMK, offsets_E1, transpose_weight=transpose_weight)
 
 
+def check_sizes(name: str, sizes_E: Tensor, experts: int | None, rows: int) -> None:
+    """ValueError unless ``sizes_E`` may be the rows of each of so many experts (None: any).
+
+    Values are looked at on the CPU. There are none under the compiler, vmap, or of fake tensors.
+    """
+    if not isinstance(sizes_E, Tensor):
+        raise ValueError(
+            f"{name}: expected a tensor; got {type(sizes_E).__name__}. Use torch.tensor({name})."
+        )
+    checks.require_dense(name, sizes_E)
+    if sizes_E.ndim != 1 or sizes_E.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name}: expected int32 or int64 [E], the rows of each expert; got "
+            f"{sizes_E.dtype} {tuple(sizes_E.shape)}."
+        )
+    if experts is not None and sizes_E.shape[0] != experts:
+        raise ValueError(
+            f"{name}: expected [{experts}], a size for each expert's matrix; got "
+            f"{tuple(sizes_E.shape)}."
+        )
+    if sizes_E.device.type != "cpu" or type(sizes_E) is not Tensor:
+        return
+    if not torch.compiler.is_compiling() and not registration.transforms_active():
+        sizes = sizes_E.tolist()
+        if sum(sizes) > rows or min(sizes, default=0) < 0:
+            raise ValueError(
+                f"{name}: expected numbers from 0 on of at most {rows} rows together, all there "
+                f"are; got {sizes}."
+            )
+
+
 def offsets_of(batch_sizes: Tensor) -> Tensor:
     """[E + 1] int32: expert e owns rows offsets[e] to offsets[e + 1]."""
     ends = torch.cumsum(batch_sizes, 0, dtype=torch.int32)

@@ -153,7 +153,9 @@ def _totals(
     """sum(weights losses), differentiable, and losses_T."""
     inputs = (x_TD, weight_VD, bias_V)
     grad = torch.is_grad_enabled()
-    needs = Needs(*(grad and t is not None and t.requires_grad for t in inputs))
+    # Within vmap no tensor tells whether it requires a gradient.
+    all_of_them = not torch.compiler.is_compiling() and registration.transforms_active()
+    needs = Needs(*(grad and t is not None and (t.requires_grad or all_of_them) for t in inputs))
     if shard is None:
         total, losses_T, *_ = torch.ops.mb.linear_cross_entropy(
             *inputs, labels_T, weights_T, *needs

@@ -14,9 +14,6 @@ Letters: T tokens, H query heads, G key-value heads, C width of a head, N segmen
 segment there may be, A = 2 S - 1 distances. Scores in kernels are in units of log(2), for exp2.
 """
 
-import functools
-import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,16 +23,12 @@ from torch import Tensor
 
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 from mb_kernels.runtime.plan import plan_of
-from mb_kernels.targets.record import record
-from mb_kernels.targets.table import GateCase, Target, Tile
+from mb_kernels.targets.table import TILES
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Programs that share the segments of a diagonal; more are more sums to add up afterwards.
 _SHARES = 8
 
-
-# fp32 without TF32 has no matrix units on NVIDIA: what matters is that registers hold the operands.
-_FP32 = Tile(16, 16, 128, num_warps=4, num_stages=2)
 # None of them makes a load wider or a loop shorter, and each step of a run may have others.
 _SIZES = ("T", "S", "BLOCKS", "N")
 
@@ -63,17 +56,26 @@ def _store(x, block, start, first, head, length, HEADS: tl.constexpr, C: tl.cons
 
 
 @triton.jit
-def _product_by_parts(
-    x, y, start, first_x, first_y, head_x, head_y, length,
+def _product(
+    x_block, y_block, x, y, start, first_x, first_y, head_x, head_y, length,
     HEADS_X: tl.constexpr, HEADS_Y: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, PART: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_X, BLOCK_Y] of x y^T, PART columns at a time: registers hold no more of either."""
-    acc = tl.zeros((BLOCK_X, BLOCK_Y), tl.float32)
-    for c in range(0, C, PART):
-        x_part = _load(x, start, first_x, head_x, length, HEADS_X, C, BLOCK_X, PART, c)
-        y_part = _load(y, start, first_y, head_y, length, HEADS_Y, C, BLOCK_Y, PART, c)
-        acc = tl.dot(x_part, tl.trans(y_part), acc, input_precision=PRECISION)
+    """[BLOCK_X, BLOCK_Y] of x y^T.
+
+    Of heads wider than PART both are read anew, PART columns at a time, so that registers hold no
+    more of them. A block that nothing else uses is then never read, for the compiler drops it.
+    """
+    BLOCK_X: tl.constexpr = x_block.shape[0]
+    BLOCK_Y: tl.constexpr = y_block.shape[0]
+    if x_block.shape[1] <= PART:
+        acc = tl.dot(x_block, tl.trans(y_block), input_precision=PRECISION)
+    else:
+        acc = tl.zeros((BLOCK_X, BLOCK_Y), tl.float32)
+        for c in range(0, C, PART):
+            x_part = _load(x, start, first_x, head_x, length, HEADS_X, C, BLOCK_X, PART, c)
+            y_part = _load(y, start, first_y, head_y, length, HEADS_Y, C, BLOCK_Y, PART, c)
+            acc = tl.dot(x_part, tl.trans(y_part), acc, input_precision=PRECISION)
     return acc
 
 
@@ -102,6 +104,7 @@ def attention_fwd_kernel(
     scale, T, S, BLOCKS,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     start, length, first = _segment(offsets, BLOCKS, BLOCK_Q)
     if first >= length:
@@ -119,7 +122,8 @@ def attention_fwd_kernel(
         key = at + tl.arange(0, BLOCK_K)
         k_block = _load(k, start, at, group, length, G, C, BLOCK_K, BLOCK_C)
         v_block = _load(v, start, at, group, length, G, C, BLOCK_K, BLOCK_C)
-        s = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
+        s = _product(q_block, k_block, q, k, start, first, at, head, group, length, H, G, C,
+                     PRECISION, PART)  # fmt: skip
         s = _scores(s, bias, query[:, None], key[None, :], length, scale, S, CAUSAL)
         peak_now = tl.maximum(peak, tl.max(s, 1))
         # Of a query that has seen nothing yet the peak is -inf, and so are its scores.
@@ -143,6 +147,7 @@ def attention_bwd_dq_kernel(
     scale, T, S, BLOCKS,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     start, length, first = _segment(offsets, BLOCKS, BLOCK_Q)
     if first >= length:
@@ -164,9 +169,11 @@ def attention_bwd_dq_kernel(
         key = at + tl.arange(0, BLOCK_K)
         k_block = _load(k, start, at, group, length, G, C, BLOCK_K, BLOCK_C)
         v_block = _load(v, start, at, group, length, G, C, BLOCK_K, BLOCK_C)
-        s = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
+        s = _product(q_block, k_block, q, k, start, first, at, head, group, length, H, G, C,
+                     PRECISION, PART)  # fmt: skip
         s = _scores(s, bias, query[:, None], key[None, :], length, scale, S, CAUSAL)
-        dp = tl.dot(dy_block, tl.trans(v_block), input_precision=PRECISION)
+        dp = _product(dy_block, v_block, dy, v, start, first, at, head, group, length, H, G, C,
+                      PRECISION, PART)  # fmt: skip
         ds = tl.exp2(s - log_total[:, None]) * (dp - mean[:, None])
         acc = tl.dot(ds.to(k_block.dtype), k_block, acc, input_precision=PRECISION)
     _store(dq, acc * scale, start, first, head, length, H, C, BLOCK_Q, BLOCK_C)
@@ -186,9 +193,8 @@ def attention_bwd_dkv_kernel(
         return
     group = tl.program_id(1)
     key = first + tl.arange(0, BLOCK_K)
-    if PART >= BLOCK_C:
-        k_block = _load(k, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
-        v_block = _load(v, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
+    k_block = _load(k, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
+    v_block = _load(v, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
     dk_acc = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
     dv_acc = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
     begin = first // BLOCK_Q * BLOCK_Q if CAUSAL else 0
@@ -201,20 +207,14 @@ def attention_bwd_dkv_kernel(
             log_total = tl.load(lse + row, mask=query < length, other=0.0) * _LOG2E
             mean = tl.load(means + row, mask=query < length, other=0.0)
             # Keys are rows here, so that what multiplies queries need not be turned.
-            if PART >= BLOCK_C:
-                s = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
-            else:
-                s = _product_by_parts(k, q, start, first, at, group, head, length, G, H, C,
-                                      PRECISION, BLOCK_K, BLOCK_Q, PART)  # fmt: skip
+            s = _product(k_block, q_block, k, q, start, first, at, group, head, length, G, H, C,
+                         PRECISION, PART)  # fmt: skip
             of_head = bias + head * (2 * S - 1)
             s = _scores(s, of_head, query[None, :], key[:, None], length, scale, S, CAUSAL)
             p = tl.exp2(s - log_total[None, :])
             dv_acc = tl.dot(p.to(dy_block.dtype), dy_block, dv_acc, input_precision=PRECISION)
-            if PART >= BLOCK_C:
-                dp = tl.dot(v_block, tl.trans(dy_block), input_precision=PRECISION)
-            else:
-                dp = _product_by_parts(v, dy, start, first, at, group, head, length, G, H, C,
-                                       PRECISION, BLOCK_K, BLOCK_Q, PART)  # fmt: skip
+            dp = _product(v_block, dy_block, v, dy, start, first, at, group, head, length, G, H, C,
+                          PRECISION, PART)  # fmt: skip
             ds = p * (dp - mean[None, :])
             dk_acc = tl.dot(ds.to(q_block.dtype), q_block, dk_acc, input_precision=PRECISION)
     _store(dk, dk_acc * scale, start, first, group, length, G, C, BLOCK_K, BLOCK_C)
@@ -228,6 +228,7 @@ def attention_bwd_dbias_kernel(
     scale, T, S, BLOCKS, N,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     group = head // (H // G)
@@ -249,9 +250,11 @@ def attention_bwd_dbias_kernel(
             dy_block = _load(dy, start, at, head, length, H, C, BLOCK, BLOCK_C)
             log_total = tl.load(lse + row, mask=query < length, other=0.0) * _LOG2E
             mean = tl.load(means + row, mask=query < length, other=0.0)
-            s = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
+            s = _product(q_block, k_block, q, k, start, at, at + apart, head, group, length, H, G,
+                         C, PRECISION, PART)  # fmt: skip
             s = _scores(s, of_head, query[:, None], key[None, :], length, scale, S, CAUSAL)
-            dp = tl.dot(dy_block, tl.trans(v_block), input_precision=PRECISION)
+            dp = _product(dy_block, v_block, dy, v, start, at, at + apart, head, group, length, H,
+                          G, C, PRECISION, PART)  # fmt: skip
             acc += tl.exp2(s - log_total[:, None]) * (dp - mean[:, None])
     # Row m holds distances -m to BLOCK - 1 - m: each is moved on by m, to column distance + BLOCK.
     column = tl.arange(0, 2 * BLOCK)[None, :] + place[:, None] - BLOCK
@@ -295,7 +298,7 @@ def relative_attention_backward(
     programs, numbers, constants = _how("attention", ("BLOCK_Q", "BLOCK_K"), *about)
     launch(attention_bwd_dq_kernel, (programs, H), *given, y, lse, dq, means, scale, *numbers,
            **constants)  # fmt: skip
-    programs, numbers, constants = _how("attention_dkv", ("BLOCK_K", "BLOCK_Q", "PART"), *about)
+    programs, numbers, constants = _how("attention_dkv", ("BLOCK_K", "BLOCK_Q"), *about)
     launch(attention_bwd_dkv_kernel, (programs, G), *given, lse, means, dk, dv, scale, *numbers,
            **constants)  # fmt: skip
     if need_bias:
@@ -321,7 +324,7 @@ def _how(
     (T, H, C), S, plan = q.shape, (bias.shape[1] + 1) // 2, plan_of(q)
     tile = plan.tile(op if C <= 64 else "attention_wide")
     if q.dtype is torch.float32 and not plan.interpreted:
-        tile = _FP32
+        tile = TILES["attention_fp32"][plan.target.name]
     blocks = cdiv(S, tile.block_m)
     constants = {
         "H": H,
@@ -330,42 +333,8 @@ def _how(
         "CAUSAL": causal,
         "PRECISION": plan.precision,
         "BLOCK_C": max(power_of_two(C), 16),
-        **dict(zip(names, (tile.block_m, tile.block_n, tile.block_k), strict=False)),
+        "PART": tile.block_k,
+        **dict(zip(names, (tile.block_m, tile.block_n), strict=False)),
         **tile.launch_options,
     }
     return (len(offsets) - 1) * blocks, (T, S, blocks), constants
-
-
-_T5 = ((torch.bfloat16, 64, False), (torch.bfloat16, 64, True))  # encoder, decoder
-_WIDE = (torch.float16, 120, True)  # what no tile divides, in the largest room
-_ALL_KINDS = tuple(
-    itertools.product((torch.bfloat16, torch.float16), (16, 64, 80, 128), (False, True))
-)
-
-
-def gate_cases(target: Target) -> list[GateCase]:
-    """T5's heads everywhere, wide ones on a chip of each kind."""
-    wide = target.name in ("sm90", "gfx942", "gfx1100")
-    return _cases(target, (*_T5, _WIDE) if wide else _T5)
-
-
-def every_case(target: Target) -> list[GateCase]:
-    return _cases(target, _ALL_KINDS)
-
-
-def _cases(target: Target, kinds: Iterable[tuple[torch.dtype, int, bool]]) -> list[GateCase]:
-    def both_ways(dtype: torch.dtype, width: int, causal: bool) -> None:
-        q = torch.empty(4096, 12, width, dtype=dtype, device="meta")
-        k = v = q[:, :4].contiguous()
-        bias = torch.empty(12, 1023, dtype=torch.float32, device="meta")
-        offsets = torch.empty(9, dtype=torch.int32, device="meta")
-        y, lse = relative_attention(q, k, v, bias, offsets, causal, 1.0)
-        relative_attention_backward(y, q, k, v, bias, offsets, y, lse, causal, 1.0, True)
-
-    calls = {
-        f"{str(kind[0]).removeprefix('torch.')} C{kind[1]}{' causal' * kind[2]}": functools.partial(
-            both_ways, *kind
-        )
-        for kind in kinds
-    }
-    return record(target, calls)

@@ -55,6 +55,8 @@ def relative_attention(
             f"too; got {tuple(k_TGC.shape)}, {tuple(v_TGC.shape)} and {tuple(q_THC.shape)}."
         )
     (T, H, C), G = q_THC.shape, k_TGC.shape[1]
+    if H == 0:
+        raise ValueError(f"q_THC: expected one head at least; got {tuple(q_THC.shape)}.")
     if k_TGC.shape != (T, G, C) or G == 0 or H % G:
         raise ValueError(
             f"k_TGC: expected [{T}, a divisor of {H}, {C}] for queries {tuple(q_THC.shape)}; got "

@@ -90,10 +90,10 @@ def _check(
             "probs_TE: expected the softmax of logits_TE, or None with score_function='sigmoid'; "
             f"got {'None' if probs_TE is None else 'a tensor'} with {score_function!r}."
         )
-    if logits_TE.ndim != 2:
+    if logits_TE.ndim != 2 or logits_TE.shape[1] == 0:
         raise ValueError(
-            f"logits_TE: expected [tokens, experts]; got {tuple(logits_TE.shape)}. Flatten leading "
-            "dimensions."
+            f"logits_TE: expected [tokens, experts], one expert at least; got "
+            f"{tuple(logits_TE.shape)}. Flatten leading dimensions."
         )
     checks.require_floating("logits_TE", logits_TE)
     if probs_TE is not None:

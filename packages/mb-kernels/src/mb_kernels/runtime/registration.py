@@ -36,7 +36,7 @@ if not _has_triton:
 # Names that torch keeps for itself. Without them ops cost more, and refuse less clearly.
 _below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 if _below_autograd is None:
     warnings.warn(
         f"mb_kernels registers its gradients by torch's public call, slower on every call: torch "
@@ -197,7 +197,7 @@ def _autograd(
             return op(*args)
 
     def implementation(*args: Any) -> Any:
-        if _transforms_active():
+        if transforms_active():
             what = "the transforms of torch.func"
             raise NotImplementedError(_REFUSAL.format(name=name, what=what))
         if getattr(forward_ad, "_current_level", 0) >= 0 and any(map(_has_tangent, args)):

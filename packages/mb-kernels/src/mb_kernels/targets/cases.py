@@ -28,6 +28,7 @@ from mb_kernels.linear_cross_entropy import kernels as cross_entropy
 from mb_kernels.muon import kernels as muon
 from mb_kernels.permute import kernels as permute
 from mb_kernels.quantize import kernels as quantize
+from mb_kernels.relative_attention import kernels as attention
 from mb_kernels.sum_of_squares import kernels as squares
 from mb_kernels.symmetric_matmul import kernels as symmetric
 from mb_kernels.targets.cover import cover
@@ -120,20 +121,28 @@ ALL_LAYERS = tuple(
     )
 )
 
+# Of attention: dtype, width of a head, causal. 64: T5's encoder and decoder; 120 divides no tile.
+Heads = tuple[torch.dtype, int, bool]
+HEADS: tuple[Heads, ...] = (
+    *((_BF16, 64, False), (_BF16, 64, True)),
+    *((_FP16, 120, True), (_FP32, 120, False)),
+)
+ALL_HEADS = tuple(itertools.product((_BF16, _FP16, _FP32), (16, 64, 80, 128), (False, True)))
+
 
 def gate_cases(target: Target) -> list[GateCase]:
     """Every kernel of the package, in each dtype and kind of size, not all at once."""
     depth = 2 if target.name in _IN_DEPTH else 0 if target.name in NEIGHBOURS else 1
-    return cover(record(target, _calls(LAYERS)), depth=depth)
+    return cover(record(target, _calls(LAYERS, HEADS)), depth=depth)
 
 
 def every_case(target: Target) -> list[GateCase]:
     """Every dtype with every activation and every kind of size."""
-    return record(target, _calls((*LAYERS, *ALL_LAYERS)))
+    return record(target, _calls((*LAYERS, *ALL_LAYERS), (*HEADS, *ALL_HEADS)))
 
 
-def _calls(layers: tuple[Layer, ...]) -> dict[str, Callable[[], object]]:
-    return {**_small_ops(), **_products(), **_layers(layers)}
+def _calls(layers: tuple[Layer, ...], heads: tuple[Heads, ...]) -> dict[str, Callable[[], object]]:
+    return {**_small_ops(), **_products(), **_layers(layers), **_attention(heads)}
 
 
 def _empty(*shape: int, dtype: torch.dtype = _BF16) -> Tensor:
@@ -169,6 +178,26 @@ def _run_layer(layer: Layer) -> None:
             bias_dtype=layer.bias,
             transposed=layer.transposed,
         )
+
+
+def _attention(heads: tuple[Heads, ...]) -> dict[str, Callable[[], object]]:
+    def both_ways(dtype: torch.dtype, width: int, causal: bool) -> None:
+        q, bias, offsets = (
+            _empty(4096, 12, width, dtype=dtype),
+            _empty(12, 1023, dtype=_FP32),
+            _int32(9),
+        )
+        k = v = _empty(4096, 4, width, dtype=dtype)
+        y, lse = attention.relative_attention(q, k, v, bias, offsets, causal, 1.0)
+        given = (y, q, k, v, bias, offsets, y, lse)
+        attention.relative_attention_backward(*given, causal, 1.0, True)
+
+    return {
+        f"{str(dtype).removeprefix('torch.')} C{width}{' causal' * causal}": partial(
+            both_ways, dtype, width, causal
+        )
+        for dtype, width, causal in heads
+    }
 
 
 def _products() -> dict[str, Callable[[], object]]:

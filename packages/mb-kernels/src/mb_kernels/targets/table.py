@@ -266,8 +266,8 @@ TILES: dict[str, dict[str, Tile]] = {
     # Attention with a bias by distance: block_m queries ("_dkv": keys) of a program, block_n of the
     # others at a step. "_dbias" wants squares. Not measured beside others: the largest of 64 x 64,
     # 64 x 32, 32 x 32 and 16 x 16 that do not spill; "_wide", heads of 65 to 128, is for all three.
-    # The gradients of k and v multiply block_k columns of a head at a time, the others a head
-    # whole: on gfx1100 16 rows of 128 columns of all four operands are all 256 registers.
+    # A product over the columns of a head takes block_k at a time, 128 is a whole head: on gfx1100
+    # 16 rows of 128 columns of four operands fill all 256 registers.
     "attention": _attention((64, 64), sm80=(64, 32))
     | {"sm120": Tile(64, 32, 128, num_warps=4, num_stages=1)}
     | dict.fromkeys(_RDNA3, Tile(32, 32, 128, num_warps=4, num_stages=1)),
@@ -279,9 +279,14 @@ TILES: dict[str, dict[str, Tile]] = {
     | dict.fromkeys(("sm80", "sm89", "sm120"), Tile(64, 64, 128, num_warps=8, num_stages=2)),
     "attention_wide": _attention((32, 32))
     | dict.fromkeys(_RDNA3, Tile(16, 16, 64, num_warps=8, num_stages=2)),
+    # Without matrix units a thread holds the rows it multiplies, so heads are taken in parts where
+    # whole ones of 128 spill: up to 16 bytes on sm80, sm89 and sm100, 2760 on gfx1100.
+    "attention_fp32": dict.fromkeys(TARGETS, Tile(16, 16, 128, num_warps=4, num_stages=2))
+    | dict.fromkeys(("sm80", "sm89"), Tile(16, 16, 64, num_warps=4, num_stages=2))
+    | {"sm100": Tile(16, 16, 32, num_warps=4, num_stages=2)}
+    | dict.fromkeys(_RDNA3, Tile(16, 16, 32, num_warps=8, num_stages=2)),
     # fp32 without TF32 has no matrix units on NVIDIA: small tiles, registers hold the accumulator.
-    # On gfx1100 64 x 32 x 32 spills up to 1344 bytes, 64 x 32 x 16 44, and 32 x 32 x 32 56 with a
-    # bias.
+    # On gfx1100 64 x 32 x 32 spills up to 1344 bytes, 64 x 32 x 16 44, 32 x 32 x 32 with a bias 56.
     "fp32": dict.fromkeys(TARGETS, Tile(64, 32, 32, num_warps=4, num_stages=2))
     | dict.fromkeys(_RDNA3, Tile(32, 32, 16, num_warps=4, num_stages=2)),
     # Block-sparse products. A tile is one 128 x 128 block of the sparse matrix or a part of it, so

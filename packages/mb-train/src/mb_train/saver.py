@@ -75,9 +75,9 @@ class Saver:
         self._thread: ThreadPoolExecutor | None = None
         self._stager: BlockingAsyncStager | None = None
         self._staged: set[str] = set()
-        import mb_train.checkpoint_files  # noqa: F401 (now, and not between or beside the steps)
-
         if asynchronous:
+            import mb_train.checkpoint_files  # noqa: F401 (now, and not beside the steps)
+
             self._thread = ThreadPoolExecutor(
                 1, thread_name_prefix="saver", initializer=_use_device, initargs=(_device(),)
             )

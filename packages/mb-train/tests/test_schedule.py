@@ -4,6 +4,7 @@ import math
 
 import pytest
 from mb_train.config import TrainConfig
+from mb_train.recipes import RECIPES, recipe
 from mb_train.schedule import BatchSizes, build_schedule, train_iterations, train_samples
 
 RUN = {
@@ -111,6 +112,13 @@ def test_weight_decay(style, halfway):
 def test_a_warm_up_as_long_as_the_decay_is_refused():
     with pytest.raises(ValueError, match="warm-up to be shorter than the decay, got 1024000"):
         schedule(lr_warmup_iters=2000)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_can_be_tried_for_a_few_steps(name):
+    rates = schedule(**recipe(name) | {"train_iters": 24})
+    assert rates.decay == rates.total
+    assert rates.warmup < rates.total / 10
 
 
 def test_the_batch_grows_as_in_megatron():

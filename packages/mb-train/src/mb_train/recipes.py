@@ -135,7 +135,7 @@ def olmoe() -> Recipe:
         "qk_layernorm_over": "width", "layernorm_epsilon": 1e-5, "rotary_base": 1e4,
         "moe_num_experts": 64, "moe_top_k": 8, "moe_loss_weight": 0.01, "moe_z_loss_weight": 0.001,
         "micro_batch_size": 4, "global_batch_size": 1024, "train_iters": 1_200_000,
-        "lr": 4e-4, "min_lr": 4e-5, "lr_warmup_iters": 2500,
+        "lr": 4e-4, "min_lr": 4e-5, "lr_warmup_fraction": 1 / 480,
     }  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def qwen3() -> Recipe:
         "make_vocab_size_divisible_by": 151_936,
         "moe_num_experts": 128, "moe_top_k": 8, "moe_renormalize": True, "moe_loss_weight": 0.001,
         "micro_batch_size": 1, "global_batch_size": 1024, "train_iters": 100_000,
-        "lr": 3e-4, "min_lr": 3e-5, "lr_warmup_iters": 2000,
+        "lr": 3e-4, "min_lr": 3e-5, "lr_warmup_fraction": 0.02,
     }  # fmt: skip
 
 

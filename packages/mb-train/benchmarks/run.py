@@ -1,13 +1,14 @@
 """Training steps per second on one GPU, beside what people would otherwise run.
 
-    python packages/mb-train/benchmarks/run.py [dense] [dmoe] [paper] [olmoe] [paper:MoE ...]
+    python packages/mb-train/benchmarks/run.py [dense] [dmoe] [paper] [step] [olmoe] [paper:MoE ...]
 
     torchrun --nproc_per_node 2 packages/mb-train/benchmarks/run.py scaling [dispatchers]
 
 `paper:MoE` is the rows of `paper` with "MoE" in their names.
 
 `paper`: GPT-2 125M with 64 GELU experts in every layer, beside its dense counterpart and capacity
-factor 1. `olmoe`: four layers of OLMoE-1B-7B, 16 sequences of 1024 a step. `scaling`: under
+factor 1. `step`: the same models in the recipes' steps of 512 sequences, of several micro-batches,
+so that the optimizer's share is that of the recipe on one GPU. `olmoe`: four layers of OLMoE-1B-7B, 16 sequences of 1024 a step. `scaling`: under
 torchrun, tokens of all GPUs, beside what each of them does alone at the same time; `dispatchers`:
 the other ways of tokens to experts.
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
@@ -109,12 +110,17 @@ def ours(
     *,
     compiled: bool,
     ranks: int = 1,
+    passes: int = 1,
     name: str = "dense-125m",
     **change: object,
 ) -> dict[str, float]:
-    """This package's own step, on all ranks if there are several; `sequences` are a rank's."""
+    """This package's own step, on all ranks if there are several.
+
+    `sequences` are those of a rank's micro-batch, of which it has so many `passes` in a step.
+    """
     same = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "compile": compiled}
-    batch = {"micro_batch_size": sequences, "global_batch_size": sequences * ranks}
+    step_size = sequences * ranks * passes
+    batch = {"micro_batch_size": sequences, "global_batch_size": step_size}
     config = TrainConfig(**(recipe(name) | same | batch | change))
     device = torch.empty(0, device=DEVICE).device  # with the number of the current GPU
     mesh = ParallelMesh(ParallelDims(), None, None, None)  # alone, in whatever world
@@ -127,8 +133,8 @@ def ours(
         micro_batch_size=whole(config.micro_batch_size),
         optimizer=build_optimizer(model, config), scaler=build_scaler(config), skipped_samples=0,
         load_balance=LoadBalance(model.parts, config, mesh),
-        schedule=build_schedule(config, sequences * ranks),
-        batch_sizes=BatchSizes(config, sequences * ranks),
+        schedule=build_schedule(config, step_size),
+        batch_sizes=BatchSizes(config, step_size),
         timers=Timers(device, level=0, option="minmax"),
         progress=Progress(0, 0), iterations=10**6, sign_of_life=lambda _: None,
     )  # fmt: skip
@@ -137,7 +143,7 @@ def ours(
     def step() -> None:
         train_step(run, stream, Accumulator(mesh))
 
-    return {**time_steps(step, sequences * ranks), "chosen": " ".join(model.notes)}
+    return {**time_steps(step, step_size), "chosen": " ".join(model.notes)}
 
 
 class HandBlock(nn.Module):
@@ -301,6 +307,11 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
             64, compiled=True, **PAPER, moe_capacity_factor=1.0, fp16=True, bf16=False
         ),
         "dMoE --compile, 16 sequences": lambda: ours(16, compiled=True, **PAPER),
+    },
+    "step": {
+        "dense --compile, 8 of 64": lambda: ours(64, compiled=True, passes=8),
+        "dense --compile, 4 of 128": lambda: ours(128, compiled=True, passes=4),
+        "dMoE --compile, 8 of 64": lambda: ours(64, compiled=True, passes=8, **PAPER),
     },
     "olmoe": {
         "mb-train --compile": our_olmoe,

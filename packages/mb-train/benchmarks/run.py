@@ -8,9 +8,9 @@
 
 `paper`: GPT-2 125M with 64 GELU experts in every layer, beside its dense counterpart and capacity
 factor 1. `step`: the same models in the recipes' steps of 512 sequences, of several micro-batches,
-so that the optimizer's share is that of the recipe on one GPU. `olmoe`: four layers of OLMoE-1B-7B, 16 sequences of 1024 a step. `scaling`: under
-torchrun, tokens of all GPUs, beside what each of them does alone at the same time; `dispatchers`:
-the other ways of tokens to experts.
+so that the optimizer's share is that of the recipe on one GPU. `olmoe`: four layers of
+OLMoE-1B-7B, 16 sequences of 1024 a step. `scaling`: under torchrun, tokens of all GPUs, beside
+what each of them does alone at the same time; `dispatchers`: the other ways of tokens to experts.
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
 (bf16 autocast, fused AdamW), eager and compiled. `dmoe`: 64 top-1 SwiGLU experts of width 2048 in
 every layer, 16 sequences.

@@ -311,7 +311,10 @@ class MaskingFields:
         "run of a BERT that the towers, or a classifier, begin from", on_load="own",
         needs=("model", "ict", "classifier"),
     )  # fmt: skip
-    task: str | None = flag("what a classifier learns to tell", choices=TASKS, on_load="model")
+    task: str | None = flag(
+        "what a classifier learns to tell", choices=TASKS, on_load="model",
+        said_as={task.upper(): task for task in TASKS},
+    )  # fmt: skip
     retriever_report_topk_accuracies: list[int] | None = flag(  # noqa: RUF009
         "report how often the right context is among the first k",
         bounds=POSITIVE,

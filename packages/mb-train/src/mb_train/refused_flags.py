@@ -13,12 +13,12 @@ from collections.abc import Mapping
 # Why, and what there is instead; the flags of which that holds. "*" stands for any end of a flag.
 _REASONS: Mapping[str, str] = {
     "there is no FP8 here: --bf16 is what trains": """
-        --fp8-* --no-fp8-wgrad --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
+        --fp8* --no-fp8-wgrad --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
         --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache* --first-last-layers-bf16
         --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 --te-precision-config-file
         --kitchen-* --use-kitchen-attention
     """,
-    "there is no FP4 here: --bf16 is what trains": "--fp4-*",
+    "there is no FP4 here: --bf16 is what trains": "--fp4*",
     "there is no latent attention: --group-query-attention saves memory too": """
         --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim
         --v-head-dim --qk-nope-head-dim --qk-rope-head-dim --fused-padded-mla-attention

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 # Why, and what there is instead; the flags of which that holds. "*" stands for any end of a flag.
 _REASONS: Mapping[str, str] = {
     "there is no FP8 here: --bf16 is what trains": """
-        --fp8* --no-fp8-wgrad --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
+        --fp8* --no-fp8-* --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
         --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache* --first-last-layers-bf16
         --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 --te-precision-config-file
         --kitchen-* --use-kitchen-attention
@@ -126,6 +126,7 @@ _REASONS: Mapping[str, str] = {
     "only with --post-layernorm embeddings have a norm": "--embed-layernorm",
     "say --tokenizer-type HuggingFaceTokenizer --tokenizer-model": "--tokenizer-name-or-path",
     "say --swiglu or --activation": "--glu-activation",
+    "say --max-position-embeddings": "--max-absolute-position-embeddings",
     "a tokenizer says its own size, --make-vocab-size-divisible-by pads it": "--extra-vocab-size",
     "say --tokenizer FILE, with the model's tokenizer.json": "--patch-tokenizer-type",
     "--data-path reads the files of mb-data preprocess, and Megatron's": "--dataset",

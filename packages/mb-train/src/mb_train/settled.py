@@ -139,7 +139,8 @@ _ANSWERS: Mapping[str, str] = {
     """,
     "see --moe-dispatcher": """
         --moe-enable-deepep --moe-flex-dispatcher-backend=1 --moe-deepep-num-sms=1
-        --moe-hybridep-num-sms=1 --moe-enable-mori --moe-mori-max-tokens-per-rank=1
+        --moe-hybridep-num-sms=1 --moe-flex-dispatcher-num-sms=1 --moe-enable-mori
+        --moe-mori-max-tokens-per-rank=1
     """,
     "see --moe-a2a-overlap-degree": "--overlap-moe-expert-parallel-comm",
     "see --optimizer-state-dtype": "--use-precision-aware-optimizer",

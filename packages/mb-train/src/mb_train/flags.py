@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import inspect
 import re
-import textwrap
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
@@ -115,15 +114,13 @@ def build_parser(
         prog="mb-train",
         usage="mb-train [FLAGS]\n       mb-train COMMAND [ARGUMENTS]",
         description=_ABOUT + _listed(commands),
-        epilog=textwrap.fill(
-            "Accepted from Megatron scripts without effect, the matter being settled here: "
-            + ", ".join(SETTLED) + ".", 98, break_on_hyphens=False,
-        ),
+        epilog=f"{len(SETTLED)} more flags are accepted from Megatron's scripts without effect, the"
+        " matter\nbeing settled here. A run says which of them it was given, and why.",
         formatter_class=_Help,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         conflict_handler="error" if own is None else "resolve",
-    )  # fmt: skip
+    )
     parser.add_argument("--version", action="version", version=f"mb-train {__version__}")
     top = parser.add_argument_group("the run")
     top.add_argument("--recipe", metavar="NAME", help=f"start from one of: {', '.join(RECIPES)}")

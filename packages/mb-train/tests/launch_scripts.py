@@ -245,8 +245,9 @@ FORK_FLAGS = """
     --indexer-log-interval 5
 """
 
-# Megatron Core's examples and those of AMD's port of it, with the defaults of what they read from
-# the environment. By script: the model whose pretrain_*.py it starts, and the arguments.
+# Megatron Core's examples, and scripts of AMD's port of it, of the Megatron-MoE-ModelZoo (whose
+# arguments are YAML) and of Swiss AI, with the defaults of what they read from the environment. By
+# script: the model whose pretrain_*.py it starts, and the arguments.
 _CORE_MODEL = """--use-mcore-models --swiglu --disable-bias-linear --normalization RMSNorm
     --position-embedding-type rope --no-masked-softmax-fusion --attention-dropout 0.0
     --hidden-dropout 0.0 --group-query-attention"""
@@ -261,6 +262,42 @@ _MIXTRAL = f"""{_CORE_MODEL} --seq-length 4096 --max-position-embeddings 32768 -
     --use-distributed-optimizer --sequence-parallel --log-interval 1"""
 _TIMES = "--log-timers-to-tensorboard --log-batch-size-to-tensorboard"
 _TIMES += " --log-validation-ppl-to-tensorboard --tensorboard-queue-size 1"
+# Qwen2's script with MODEL_SIZE=72: the heads of its own default do not divide by 8 ranks.
+_AMD = f"""{_CORE_MODEL} --tensor-model-parallel-size 8 --pipeline-model-parallel-size 1
+    --context-parallel-size 1 --num-layers 80 --hidden-size 8192 --num-attention-heads 64
+    --seq-length 2048 --max-position-embeddings 131072 --untie-embeddings-and-output-weights
+    --no-position-embedding --init-method-std 0.02 --micro-batch-size 2 --global-batch-size 8
+    --train-iters 10 --bf16 --lr 1e-4 --min-lr 1e-5 --lr-decay-iters 320000
+    --lr-decay-style cosine --weight-decay 1.0e-1 --clip-grad 1.0 --optimizer adam
+    --tokenizer-type HuggingFaceTokenizer --dataloader-type cyclic --save-interval 200000
+    --tensorboard-dir boards --log-interval 1 --eval-interval 320000 --eval-iters 10
+    --num-workers 8 --mock-data --log-interval 1 --save-interval 5000 --log-throughput
+    --no-save-optim --eval-iters -1 --num-query-groups 8 --no-gradient-accumulation-fusion
+    --distributed-backend nccl --distributed-timeout-minutes 120 --overlap-grad-reduce
+    --use-distributed-optimizer --overlap-param-gather --sequence-parallel"""
+_ZOO = """--distributed-timeout-minutes 60 --pipeline-model-parallel-size 4
+    --expert-model-parallel-size 8 --context-parallel-size 1 --expert-tensor-parallel-size 1
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --use-mcore-models
+    --sequence-parallel --use-flash-attn --disable-bias-linear --micro-batch-size 1
+    --global-batch-size 256 --train-samples 268554688 --exit-duration-in-mins 230
+    --transformer-impl transformer_engine --data-cache-path cache --data-path text --split 99,1,0
+    --no-mmap-bin-files --num-workers 6 --untie-embeddings-and-output-weights
+    --position-embedding-type rope --rotary-percent 1.0 --normalization RMSNorm --swiglu
+    --group-query-attention --seq-length 4096 --attention-dropout 0.0 --hidden-dropout 0.0
+    --clip-grad 1.0 --weight-decay 0.1 --lr-decay-samples 255126953 --lr-warmup-samples 162761
+    --lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95
+    --moe-router-load-balancing-type aux_loss --moe-grouped-gemm --moe-permute-fusion
+    --eval-iters 32 --eval-interval 500 --finetune --auto-detect-ckpt-format --load checkpoints
+    --save checkpoints --save-interval 500 --dist-ckpt-strictness log_all
+    --log-timers-to-tensorboard --log-memory-to-tensorboard --log-num-zeros-in-grad
+    --log-params-norm --log-validation-ppl-to-tensorboard --log-throughput --log-interval 1
+    --tensorboard-dir boards --wandb-project zoo --wandb-exp-name baseline --bf16"""
+_QWEN3 = """--qk-layernorm --kv-channels 128 --num-query-groups 4 --num-layers 48
+    --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --num-experts 128
+    --moe-ffn-hidden-size 768 --moe-router-topk 8 --moe-router-dtype fp32 --moe-aux-loss-coeff 1e-3
+    --norm-epsilon 1e-06 --rotary-base 1000000 --rotary-seq-len-interpolation-factor 1
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen3-30B-A3B
+    --make-vocab-size-divisible-by 1187"""
 
 CORE: dict[str, tuple[str, list[str]]] = {
     name: (model, text.split())
@@ -287,25 +324,19 @@ CORE: dict[str, tuple[str, list[str]]] = {
         ),
         (
             "train_qwen3.sh", "gpt",
-            f"""{_CORE_MODEL} --log-throughput --no-async-tensor-model-parallel-allreduce
-            --mock-data --data-cache-path cache --lr 1e-5 --min-lr 0.0 --lr-decay-style cosine
+            f"""{_CORE_MODEL} {_QWEN3} --log-throughput
+            --no-async-tensor-model-parallel-allreduce --mock-data --data-cache-path cache
+            --lr 1e-5 --min-lr 0.0 --lr-decay-style cosine
             --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
             --init-method-std 0.008 --dataloader-type cyclic --lr-decay-iters 50
             --lr-warmup-iters 2 --train-iters 50 --micro-batch-size 2 --global-batch-size 256
-            --num-layers 48 --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 6144
             --seq-length 4096 --max-position-embeddings 4096 --max-padding-length 4096
             --log-interval 1 --eval-interval 10000 --eval-iters -1 --save-interval 20000
             --ckpt-format torch --tensorboard-dir boards {_TIMES} --tensor-model-parallel-size 1
             --pipeline-model-parallel-size 1 --context-parallel-size 1 --num-workers 8
             --transformer-impl transformer_engine --distributed-timeout-minutes 60 --eod-mask-loss
-            --attention-backend fused --tokenizer-type HuggingFaceTokenizer
-            --tokenizer-model Qwen/Qwen3-30B-A3B --make-vocab-size-divisible-by 1187
-            --norm-epsilon 1e-06 --no-rope-fusion --qk-layernorm --num-query-groups 4
-            --kv-channels 128 --rotary-percent 1.0 --rotary-base 1000000
-            --rotary-seq-len-interpolation-factor 1 --no-bias-swiglu-fusion
+            --attention-backend fused --no-rope-fusion --rotary-percent 1.0 --no-bias-swiglu-fusion
             --untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer
-            --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8
-            --moe-router-dtype fp32 --moe-aux-loss-coeff 1e-3
             --moe-router-load-balancing-type aux_loss --expert-model-parallel-size 8
             --expert-tensor-parallel-size 1 --moe-grouped-gemm --moe-token-dispatcher-type alltoall
             --overlap-grad-reduce --ddp-bucket-size 629145600 --overlap-param-gather
@@ -313,22 +344,58 @@ CORE: dict[str, tuple[str, list[str]]] = {
         ),
         (
             "train_llama3.sh", "gpt",
-            f"""{_CORE_MODEL} --tensor-model-parallel-size 8 --pipeline-model-parallel-size 1
-            --context-parallel-size 1 --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672
-            --num-attention-heads 64 --seq-length 2048 --max-position-embeddings 131072
-            --untie-embeddings-and-output-weights --no-position-embedding --init-method-std 0.02
-            --micro-batch-size 2 --global-batch-size 8 --train-iters 10
-            --no-async-tensor-model-parallel-allreduce --bf16 --lr 1e-4 --min-lr 1e-5
-            --lr-decay-iters 320000 --lr-decay-style cosine --weight-decay 1.0e-1 --clip-grad 1.0
-            --ckpt-format torch_dist --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95
-            --tokenizer-type HuggingFaceTokenizer --tokenizer-model /mount/tokenizer_llama3
-            --dataloader-type cyclic --save-interval 200000 --tensorboard-dir boards
-            --log-interval 1 --eval-interval 320000 --eval-iters 10 --num-workers 8 --mock-data
-            --data-cache-path cache --log-interval 1 --save-interval 5000 --log-throughput
-            --no-save-optim --eval-iters -1 --num-query-groups 8 --no-gradient-accumulation-fusion
-            --distributed-backend nccl --distributed-timeout-minutes 120 --overlap-grad-reduce
-            --use-distributed-optimizer --overlap-param-gather --use-flash-attn
-            --sequence-parallel""",
+            f"""{_AMD} --ffn-hidden-size 28672 --no-async-tensor-model-parallel-allreduce
+            --ckpt-format torch_dist --adam-beta1 0.9 --adam-beta2 0.95 --data-cache-path cache
+            --tokenizer-model /mount/tokenizer_llama3 --use-flash-attn""",
+        ),
+        (
+            "train_qwen2.sh", "gpt",
+            f"""{_AMD} --ffn-hidden-size 29568 --use-te-activation-func --no-bias-swiglu-fusion
+            --add-qkv-bias --rotary-percent 1.0 --rotary-base 1000000
+            --rotary-seq-len-interpolation-factor 1 --tokenizer-model Qwen/Qwen2-72B
+            --attention-backend fused""",
+        ),
+        (
+            "Mixtral-8x22B.yaml", "gpt",
+            f"""{_ZOO} --tensor-model-parallel-size 2 --tp-comm-overlap --num-layers 56
+            --hidden-size 6144 --ffn-hidden-size 16384 --num-attention-heads 48
+            --num-query-groups 8 --max-position-embeddings 4096 --make-vocab-size-divisible-by 128
+            --tokenizer-type Llama2Tokenizer --tokenizer-model /mount/tokenizer.model --lr 1.2e-5
+            --min-lr 1.2e-6 --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2
+            --moe-router-fusion --no-ckpt-fully-parallel-save --init-method-std 0.008
+            --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity""",
+        ),
+        (
+            "Qwen3-30B-A3B.yaml", "gpt",
+            f"""{_ZOO} {_QWEN3} --tensor-model-parallel-size 1
+            --num-layers-per-virtual-pipeline-stage 6 --no-create-attention-mask-in-dataloader
+            --manual-gc --manual-gc-interval 5 --max-position-embeddings 40960 --lr 1.2e-4
+            --min-lr 1.2e-5 --moe-token-dispatcher-type flex --init-method-std 0.02
+            --recompute-granularity selective --recompute-modules moe_act layernorm
+            --cuda-graph-impl transformer_engine --cuda-graph-scope moe_router moe_preprocess""",
+        ),
+        (
+            "submit-llama3-8b.sh", "gpt",
+            """--transformer-impl transformer_engine --use-precision-aware-optimizer
+            --main-grads-dtype bf16 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
+            --num-attention-heads 32 --group-query-attention --num-query-groups 8
+            --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 500000
+            --use-rope-scaling --rope-scaling-factor 8 --make-vocab-size-divisible-by 128
+            --normalization RMSNorm --swiglu --untie-embeddings-and-output-weights
+            --log-throughput --log-progress --tensorboard-dir boards --log-timers-to-tensorboard
+            --no-log-loss-scale-to-tensorboard --log-memory-to-tensorboard
+            --attention-dropout 0.0 --hidden-dropout 0.0 --weight-decay 0.1 --clip-grad 1.0
+            --adam-beta1 0.9 --adam-beta2 0.95 --micro-batch-size 1 --global-batch-size 128
+            --no-check-for-nan-in-loss-and-grad --train-iters 500 --log-interval 1
+            --cross-entropy-loss-fusion --disable-bias-linear --optimizer adam
+            --dataloader-type single --manual-gc --manual-gc-interval 500 --seed 28
+            --init-method-std 0.008944 --lr 0.00022 --min-lr 0.000022 --lr-decay-style cosine
+            --lr-warmup-iters 200 --save checkpoints --save-interval 250 --ckpt-format torch_dist
+            --load checkpoints --async-save --bf16 --tensor-model-parallel-size 1
+            --pipeline-model-parallel-size 1 --use-distributed-optimizer --overlap-grad-reduce
+            --overlap-param-gather --tokenizer-type HuggingFaceTokenizer
+            --tokenizer-model swissai/tokenizer --split 100,0,0 --seq-length 8192 --num-workers 1
+            --num-dataset-builder-threads 1 --data-path 1.0 text --data-cache-path cache""",
         ),
         (
             "train_bert_340m_distributed.sh", "bert",
@@ -384,4 +451,6 @@ CORE_FLAGS = """
     --no-mmap-bin-files | --legacy-tokenizer | --te-rng-tracker
     --disable-gloo-process-groups | --high-priority-stream-groups dp_cp ep | --no-one-logger
     --exit-signal-handler-for-dataloader | --enable-experimental | --logging-level 20
+    --persistent-save-interval 5 | --num-distributed-optimizer-instances 2 | --optimizer dist_muon
+    --torch-fsdp2-no-reshard-after-forward | --pipeline-model-parallel-layout Et
 """

@@ -114,6 +114,18 @@ def test_settled_flags_are_answered_in_one_note():
     [
         ("--fp8-format hybrid", r"--fp8-format cannot be honoured: there is no FP8 here"),
         ("--deepspeed --topk 2", r"--deepspeed cannot be .* --topk cannot be .*--moe-router-topk"),
+        ("--fp8-of-tomorrow x", r"--fp8-of-tomorrow cannot be honoured: there is no FP8 here"),
+        (
+            "--fp4-format e2m1 --enable-gpt-oss --softmax-type learnable --mtp-num-layers 1",
+            r"--fp4-format cannot .*Unknown flag --enable-gpt-oss.*--mtp-num-layers to be 0, got "
+            r"'1'.*--softmax-type to be vanilla, got 'learnable'",
+        ),
+        ("--deepspeed --optimizer lion", r"--deepspeed cannot .* Argument --optimizer: invalid"),
+        (
+            "--moe-router-load-balancing-type aux_loss global_aux_loss",
+            r"one --moe-router-load-balancing-type, .* got aux_loss global_aux_loss",
+        ),
+        ("--moe-aux-loss-coeff 1e-2 1e-3", r"one --moe-aux-loss-coeff, .* got 1e-2 1e-3"),
         ("--moe-aux-loss-coeff x", r"--moe-aux-loss-coeff to be a number, got x"),
         ("--q-lora-rank=512", r"--q-lora-rank cannot be honoured: there is no latent attention"),
         ("--context-parallel-size 2", r"--context-parallel-size to be 1, got '2'.*--sequence-para"),
@@ -263,7 +275,12 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
         ("--recompute-modules core_attn layernorm moe_act", {"moe_recompute": True}),
         ("--use-torch-fsdp2", {"zero_stage": 3}),
         ("--data-parallel-sharding-strategy optim", {"zero_stage": 1}),
+        ("--data-parallel-sharding-strategy no_shard", {}),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", {"zero_stage": 2}),
+        ("--num-distributed-optimizer-instances 2", {"data_parallel_replicas": 2}),
+        ("--optimizer dist_muon --muon-momentum 0.95", {"optimizer": "muon"}),
         ("--context-parallel-size 1 --expert-tensor-parallel-size 1", {}),
+        ("--mtp-num-layers 0 --rope-type rope --glu-linear-offset 0.0", {}),
         ("--eval-iters -1", {"eval_iters": 0}),
     ],
 )
@@ -328,6 +345,8 @@ def test_experts_have_the_defaults_of_whose_spelling_it_is(typed, top_k, renorma
 def test_megatrons_experts_have_biases_like_its_other_maps(typed, biases):
     config = resolve(parse([*RUN, "--num-layers", "2", *typed.split()]))
     assert config.moe_mlp_bias == biases
+    routers = biases or "--no-moe-mlp-bias" in typed
+    assert config.moe_router_bias == routers
 
 
 def test_a_file_has_its_say_beside_megatrons_defaults(tmp_path):

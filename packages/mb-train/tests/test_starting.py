@@ -219,7 +219,7 @@ def test_separate_data_for_each_part(finished, tmp_path, capsys):
     # The same from a file, as Megatron Core has it.
     parts = {"train": [1, whole, "2", str(other)], "valid": [str(other)], "test": []}
     (tmp_path / "parts.json").write_text(json.dumps(parts))
-    (tmp_path / "words").write_text(f"1 {whole}\n2 {other}\n")
+    (tmp_path / "words").write_text(f"{whole}\n{other}\n")  # which weigh as many as their tokens
     named = TrainConfig(**recipe("quickstart"), per_split_data_args_path=f"{tmp_path}/parts.json")
     assert named.data_by_part() == {
         "train": ["1", whole, "2", str(other)], "valid": [str(other)], "test": None,
@@ -228,6 +228,8 @@ def test_separate_data_for_each_part(finished, tmp_path, capsys):
     assert main([*TINY, *words, "--save", str(tmp_path / "other")]) == 0
     saved = json.loads((tmp_path / "other" / "iter_0000002" / "run.json").read_text())
     assert saved["data"]["bin_bytes"] == sizes[:2]
+    tokens = [int(mb_data.IndexedDataset(prefix).sizes.sum()) for prefix in (whole, other)]
+    assert saved["data"]["weights"] == pytest.approx([n / sum(tokens) for n in tokens], abs=1e-6)
     gone = {"train": [whole], "valid": ["nowhere"], "test": []}
     (tmp_path / "parts.json").write_text(json.dumps(gone))
     words = ["--per-split-data-args-path", f"{tmp_path}/parts.json", "--train-iters", "2"]

@@ -26,6 +26,7 @@ from mb_data.indexed_dataset import best_dtype
 from mb_parallel import ParallelMesh, rank, world_size
 
 from mb_train.config import TrainConfig
+from mb_train.config.data import weight_in
 from mb_train.folder_lock import LOCK_FILE
 from mb_train.tasks import Batch, Dataset, Task
 from mb_train.tasks.race import files_in
@@ -93,6 +94,12 @@ def prepare_data(
     if paths is None:
         paths = [_sample_corpus(tokenizer, task, folder, say, mock=config.mock_data)]
     prefixes = [prefix for named in _prefixes(paths).values() for prefix in named]
+    if config.task is None:  # a task's files are no token files
+        paths = (
+            {part: words and _weighed(words) for part, words in paths.items()}
+            if isinstance(paths, dict)
+            else _weighed(paths)
+        )
     evaluated = config.eval_iters * batch_size
     train, valid, test = _on_rank_zero_first(
         lambda: task.build_datasets(paths, (samples, evaluated, evaluated))
@@ -157,10 +164,18 @@ def _prefixes(paths: list[str] | Mapping[str, list[str] | None]) -> dict[str, li
     """The data sets of each part, without their weights; "" is of what is split into parts."""
     parts = paths if isinstance(paths, Mapping) else {"": paths}
     return {
-        part: [word for word in words if not _is_number(word)]
+        part: [word for word in words if weight_in(word) is None]
         for part, words in parts.items()
         if words is not None
     }
+
+
+def _weighed(words: list[str]) -> list[str]:
+    """Several prefixes without weights get their numbers of tokens, as in Megatron Core."""
+    if len(words) == 1 or any(weight_in(word) is not None for word in words):
+        return words
+    tokens = [mb_data.IndexedDataset(prefix).sizes.sum(dtype=np.int64) for prefix in words]
+    return [word for pair in zip(map(str, tokens), words, strict=True) for word in pair]
 
 
 def _suffixes(config: TrainConfig) -> tuple[str, ...]:
@@ -192,14 +207,6 @@ def _check_files(prefixes: list[str], suffixes: tuple[str, ...], source: str) ->
 def _size(path: Path) -> int:
     """Bytes of a file, or of those that are read of a folder."""
     return sum(file.stat().st_size for file in files_in(path))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _sample_corpus(

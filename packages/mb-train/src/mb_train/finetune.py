@@ -51,7 +51,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
             help="TSV; of race JSON Lines, or a folder with files *.txt of them",
         )  # fmt: skip
     parser.add_argument("--epochs", type=float, default=3, help="passes over the data; default 3")
-    command = parse(arguments, own=parser)
+    command = parse(_run_first(arguments), own=parser)
     options = command.own
     if command.values.get("load") is not None:
         raise ValueError(
@@ -98,6 +98,15 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     for note in (*command.notes, *without_effect(command, config)) if leads() else ():
         print(f"note: {note}", flush=True)
     return _run(config)
+
+
+def _run_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with RUN for Megatron's --pretrained-checkpoint RUN."""
+    words = list(arguments)
+    if "--pretrained-checkpoint" in words[:-1]:
+        place = words.index("--pretrained-checkpoint")
+        words = [words[place + 1], *words[:place], *words[place + 2 :]]
+    return words
 
 
 def _beside(run: Path, task: str) -> str:

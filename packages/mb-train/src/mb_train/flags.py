@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import inspect
 import re
-import textwrap
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
@@ -23,9 +22,9 @@ from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import spec, value_types
 from mb_train.config.model import ModelFields
 from mb_train.config.training import RateFields
-from mb_train.core_flags import OF_EVERY_LAYER, check_moments, defaults_beside, spelled_out
+from mb_train.core_flags import OF_EVERY_LAYER, defaults_beside, spelled_out, two_moments
 from mb_train.recipes import RECIPES, recipe
-from mb_train.refused_flags import REFUSED
+from mb_train.refused_flags import refusal
 from mb_train.settled import SETTLED, TRANSLATED, note
 from mb_train.toml_file import UsageError, read_toml
 
@@ -115,15 +114,13 @@ def build_parser(
         prog="mb-train",
         usage="mb-train [FLAGS]\n       mb-train COMMAND [ARGUMENTS]",
         description=_ABOUT + _listed(commands),
-        epilog=textwrap.fill(
-            "Accepted from Megatron scripts without effect, the matter being settled here: "
-            + ", ".join(SETTLED) + ".", 98, break_on_hyphens=False,
-        ),
+        epilog=f"{len(SETTLED)} more flags are accepted from Megatron's scripts without effect, the"
+        " matter\nbeing settled here. A run says which of them it was given, and why.",
         formatter_class=_Help,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         conflict_handler="error" if own is None else "resolve",
-    )  # fmt: skip
+    )
     parser.add_argument("--version", action="version", version=f"mb-train {__version__}")
     top = parser.add_argument_group("the run")
     top.add_argument("--recipe", metavar="NAME", help=f"start from one of: {', '.join(RECIPES)}")
@@ -177,7 +174,7 @@ def _add_field(group: Any, f: Field[Any]) -> None:
     if about.choices:
         choices = about.choices
         if f.default is None:  # of a run that is gone on from it may be another value
-            choices, kind = (*choices, _NONE), _or_none(kind)
+            choices = (*choices, _NONE)
         words = ", ".join(map(str, choices))
         if len(words) > _LONG:
             text += f"; one of {words}"
@@ -187,25 +184,13 @@ def _add_field(group: Any, f: Field[Any]) -> None:
     if typing.get_origin(kind) is list:
         (kind,) = typing.get_args(kind)
         extra |= {"nargs": about.count or "+"}
-    if about.said_as:
-        kind = _spelled(about.said_as, kind)
-    group.add_argument(*names, type=kind, dest=f.name, help=text, **extra)
 
-
-def _spelled(said_as: Mapping[str, str], kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def read(word: str) -> Any:
-        return kind(said_as.get(word, word))
+        known = about.choices and f.default is None and word == _NONE
+        return word if known else kind(about.said_as.get(word, word))
 
     read.__name__ = getattr(kind, "__name__", "value")  # as argparse names it
-    return read
-
-
-def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    def read(word: str) -> Any:
-        return word if word == _NONE else kind(word)
-
-    read.__name__ = getattr(kind, "__name__", "value")
-    return read
+    group.add_argument(*names, type=read, dest=f.name, help=text, **extra)
 
 
 def parse(
@@ -228,29 +213,20 @@ def parse(
     for word in argv:
         if word != word.encode("utf-8", "replace").decode():
             raise UsageError(f"Expected text in UTF-8, got {word!a}: no file could hold it.")
-    typed = list(dict.fromkeys(word.split("=")[0] for word in argv))
-    refused: dict[str, list[str]] = {}
-    for name in typed:
-        if name in REFUSED:
-            refused.setdefault(REFUSED[name], []).append(name)
-    if refused:
-        said = (f"{', '.join(names)} cannot be honoured: {why}." for why, names in refused.items())
-        raise UsageError(" ".join(said))
     if own is not None and {"-h", "--help"} & set(argv):
         own.parse_args(["--help"])  # which is short
+    typed = list(dict.fromkeys(word.split("=")[0] for word in argv))
     parser = build_parser(commands, own)
-    namespace, unknown = parser.parse_known_args(spelled_out(argv))
+    # All that is wrong is said at once: a script of another program may have many such flags.
+    wrong = _wrong_flags(typed, parser)
+    try:
+        namespace, unknown = parser.parse_known_args(spelled_out(argv))
+    except ValueError as error:
+        raise UsageError(" ".join([*wrong, str(error)])) from None
     if unknown and not unknown[0].startswith("-"):
         raise UsageError(f"Unknown argument {unknown[0]}.{_nearest(unknown[0], commands)}")
-    if unknown:  # the values of unknown flags are among them
-        helps = {option: a.help for a in parser._actions for option in a.option_strings}
-        listed = [option for option, text in helps.items() if text != argparse.SUPPRESS]
-        flags = dict.fromkeys(
-            word.split("=")[0] for word in unknown if re.match("--?[a-zA-Z]", word)
-        )
-        names = flags or unknown
-        said = (f"Unknown flag {name}.{_nearest(name, listed, helps)}" for name in names)
-        raise UsageError(" ".join(said))
+    if unknown and not wrong:
+        wrong = [f"Unknown flag {name}. See --help." for name in unknown]
     values = vars(namespace)
     names = [] if own is None else [action.dest for action in own._actions]
     owned = argparse.Namespace(**{name: values.pop(name) for name in names if name in values})
@@ -260,15 +236,21 @@ def parse(
     settled = [name for name in SETTLED if name in values]
     for name in settled:
         del values[name]
-    check_moments(values)
+    wrong += two_moments(values)
     beside = defaults_beside(typed, values)
     of_every_layer = []
     for name, (_, meaning) in TRANSLATED.items():
         if name in values:
-            said = meaning(values.pop(name))
+            try:
+                said = meaning(values.pop(name))
+            except ValueError as error:
+                wrong.append(str(error))
+                continue
             if (field := OF_EVERY_LAYER.get(name)) is not None and field not in values:
                 of_every_layer.append(field)
             values = {**said, **values}
+    if wrong:
+        raise UsageError(" ".join(wrong))
     named = values.pop("recipe", None)
     config_file = values.pop("config", None)
     print_config = values.pop("print_config", False)
@@ -280,6 +262,21 @@ def parse(
         notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
     values = {**beside, **values}
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
+
+
+def _wrong_flags(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """A sentence on each flag that does not exist here, or on several refused for one reason."""
+    helps = {option: a.help for a in parser._actions for option in a.option_strings}
+    listed = [option for option, text in helps.items() if text != argparse.SUPPRESS]
+    absent = [word for word in typed if re.match("--?[a-zA-Z]", word) and word not in helps]
+    whys = {name: refusal(name) for name in absent}
+    said = []
+    for why in dict.fromkeys(why for why in whys.values() if why):
+        names = ", ".join(name for name in absent if whys[name] == why)
+        said.append(f"{names} cannot be honoured: {why}.")
+    for name in (name for name in absent if whys[name] is None):
+        said.append(f"Unknown flag {name}.{_nearest(name, listed, helps)}")
+    return said
 
 
 def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:

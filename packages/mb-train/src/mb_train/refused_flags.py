@@ -1,107 +1,147 @@
 """Flags of Megatron and its forks that ask for what there is not, or what here is said otherwise.
 
 They are errors with a reason, not words unheard of: trained without what they ask for, a model
-would be another one. Megatron Core's come first, then DeepSpeed's (Megatron-DeepSpeed) and
-Alibaba's (Pai-Megatron-Patch), of which none is translated: where a script of theirs says nothing,
-its defaults are others.
+would be another one. Megatron Core's come first, then those of Megatron's old tasks, DeepSpeed's
+(Megatron-DeepSpeed, BigScience) and Alibaba's (Pai-Megatron-Patch), of which none is translated:
+where a script of these two says nothing, its defaults are others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-_FP8 = "there is no FP8 here: --bf16 is what trains"
-_UNEVEN = "stages get equally many layers, the first ones more where they do not divide"
-_DEEPSPEED = "DeepSpeed's settings are flags here: see --zero-stage, --fp16 and --bf16"
-_LENGTHS = "lengths are in steps or in samples of --seq-length tokens: say --{}"
-_OFFLOAD = "the optimizer stays on the GPUs: see --zero-stage"
-_YARN = "rotations slow down as --use-rope-scaling or --rotary-seq-len-interpolation-factor say"
-_MTP = "a model predicts the next token only"
-_MLA = "there is no latent attention: --group-query-attention saves memory too"
-_MUON = "Muon's momentum is 0.95, and its updates have the size of Adam's"
-_CONTEXT = "there is no context parallelism. Long sequences: --sequence-parallel, recompute"
-
-# Flag -> why it is refused, and what there is instead.
-REFUSED: Mapping[str, str] = {
-    "--fp8-format": _FP8,
-    "--fp8-recipe": _FP8,
-    "--fp8-margin": _FP8,
-    "--fp8-interval": _FP8,
-    "--fp8-amax-history-len": _FP8,
-    "--fp8-amax-compute-algo": _FP8,
-    "--fp8-param-gather": _FP8,
-    "--moe-router-padding-for-fp8": _FP8,
-    "--fp4-format": "there is no FP4 here: --bf16 is what trains",
-    "--multi-latent-attention": _MLA,
-    "--q-lora-rank": _MLA,
-    "--kv-lora-rank": _MLA,
-    "--qk-head-dim": _MLA,
-    "--qk-pos-emb-head-dim": _MLA,
-    "--v-head-dim": _MLA,
-    "--mtp-num-layers": _MTP,
-    "--mtp-loss-scaling-factor": _MTP,
-    "--apply-layernorm-1p": "norms multiply by their weight, not by one more than it",
-    "--decoupled-lr": "embeddings and head train at --lr",
-    "--decoupled-min-lr": "embeddings and head train at --lr",
-    "--window-size": "attention sees the whole sequence",
-    "--quick-geglu": "the same is --activation 'swiglu(alpha=1.702)'",
-    "--hybrid-override-pattern": "there are no Mamba layers",
-    "--hybrid-layer-pattern": "there are no Mamba layers",
-    "--num-virtual-stages-per-pipeline-rank": "say --num-layers-per-virtual-pipeline-stage",
-    "--pipeline-model-parallel-layout": _UNEVEN,
-    "--decoder-first-pipeline-num-layers": _UNEVEN,
-    "--decoder-last-pipeline-num-layers": _UNEVEN,
-    "--optimizer-cpu-offload": _OFFLOAD,
-    "--cpu-offloading": "activations stay on the GPUs: see --recompute-granularity",
-    "--moe-use-upcycling": "the upcycle command makes experts of a dense run",
-    "--pretrained-checkpoint": "--load RUN --finetune begins from weights",
-    "--ckpt-convert-format": "the convert command does that",
-    "--yaml-cfg": "--config reads a TOML file, which --print-config writes",
-    "--spec": "the layers are this library's",
-    "--deepspeed": _DEEPSPEED,
-    "--deepspeed_config": _DEEPSPEED,
-    "--deepspeed-activation-checkpointing": "say --recompute-granularity",
-    "--no-pipeline-parallel": "leave it out, as --pipeline-model-parallel-size",
-    "--train-tokens": _LENGTHS.format("train-samples"),
-    "--lr-decay-tokens": _LENGTHS.format("lr-decay-samples"),
-    "--lr-warmup-tokens": _LENGTHS.format("lr-warmup-samples"),
-    "--moe-expert-parallel-size": "say --expert-model-parallel-size, and --moe-layer-freq 2, for "
-    "every second layer has experts there if nothing else is said",
-    "--expert-interval": "say --moe-layer-freq: the first of every N layers has experts, not the "
-    "last, and N is 1 where it is not given",
-    "--moe-loss-coeff": "say --moe-aux-loss-coeff, which weighs every layer's loss too",
-    "--moe-train-capacity-factor": "say --moe-capacity-factor",
-    "--disable-moe-token-dropping": "leave --moe-capacity-factor out, no token is dropped then",
-    "--create-moe-param-group": "leave it out, it sets nothing that the optimizer needs here",
-    "--topk": "say --moe-router-topk",
-    "--mlp-type": "see --moe-shared-expert-intermediate-size for an expert that all tokens visit",
-    "--num-key-value-heads": "say --group-query-attention --num-query-groups",
-    "--extra-vocab-size": "a tokenizer says its own size, --make-vocab-size-divisible-by pads it",
-    "--patch-tokenizer-type": "say --tokenizer FILE, with the model's tokenizer.json",
-    "--dataset": "--data-path reads the files of mb-data preprocess, and Megatron's",
-    "--optimizer-offload-policy": _OFFLOAD,
-    "--optimizer-offload-fraction": _OFFLOAD,
-    "--cpu-offloading-num-layers": "activations stay on the GPUs: see --recompute-granularity",
-    "--fp8-hybrid": _FP8,
-    "--qk-nope-head-dim": _MLA,
-    "--qk-rope-head-dim": _MLA,
-    "--mscale": _YARN,
-    "--mscale-all-dim": _YARN,
-    "--rotary-scaling-factor": _YARN,
-    "--use-multi-token-prediction": _MTP,
-    "--num-mtp-predictor": _MTP,
-    "--enable-shared-expert": "say --moe-shared-expert-intermediate-size",
-    "--num-shared-experts": "say --moe-shared-expert-intermediate-size, of all of them together",
-    "--router-type": "say --moe-router-topk",
-    "--moe-router-type": "say --moe-router-topk",
-    "--moe-router-topk-limited-devices": "say --moe-router-num-groups and --moe-router-group-topk",
-    "--use-llama2-rotary-position-embeddings": "say --position-embedding-type rope",
-    "--expert-tensor-parallelism": "with more ranks than experts --expert-model-parallel-size cuts "
-    "them",
-    "--cp-comm-type": _CONTEXT,
-    "--hierarchical-context-parallel-sizes": _CONTEXT,
-    "--num-distributed-optimizer-instances": "say --data-parallel-replicas",
-    "--muon-momentum": _MUON,
-    "--muon-extra-scale-factor": _MUON,
-    "--muon-scale-mode": _MUON,
+# Why, and what there is instead; the flags of which that holds. "*" stands for any end of a flag.
+_REASONS: Mapping[str, str] = {
+    "there is no FP8 here: --bf16 is what trains": """
+        --fp8* --no-fp8-* --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
+        --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache* --first-last-layers-bf16
+        --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 --te-precision-config-file
+        --kitchen-* --use-kitchen-attention
+    """,
+    "there is no FP4 here: --bf16 is what trains": "--fp4*",
+    "there is no latent attention: --group-query-attention saves memory too": """
+        --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim
+        --v-head-dim --qk-nope-head-dim --qk-rope-head-dim --fused-padded-mla-attention
+    """,
+    "attention sees the whole sequence": "--window-size --window-attn-skip-freq",
+    "attention is a softmax over all that came before, without a gate": """
+        --experimental-attention-variant --attention-output-gate --head-wise-attn-gate
+        --linear-attention-* --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
+        --linear-num-key-heads --linear-num-value-heads --dsa-* --csa-*
+    """,
+    "say --qk-layernorm, whose norms have weights": "--qk-l2-norm",
+    "queries and keys are not clipped: --qk-layernorm bounds their scores": "--qk-clip*",
+    "rotations slow down as --use-rope-scaling or --rotary-seq-len-interpolation-factor say": """
+        --yarn-* --mscale --mscale-all-dim --rotary-scaling-factor --beta-fast --beta-slow
+        --original-max-position-embeddings
+    """,
+    "every layer has the same positions": "--no-rope-freq --rotary-base-per-layer",
+    "a rotation turns a number of a head's first half with one of its second": """
+        --rotary-interleaved
+    """,
+    "a model predicts the next token only": """
+        --mtp-* --use-multi-token-prediction --num-mtp-predictor
+    """,
+    "norms multiply by their weight, not by one more than it": "--apply-layernorm-1p",
+    "norms and biases have no weight decay": """
+        --apply-wd-to-qk-layernorm --no-weight-decay-cond-type
+    """,
+    "embeddings and head train at --lr": "--decoupled-lr --decoupled-min-lr",
+    "all weights are drawn by --init-method-std": "--embedding-init-method-std",
+    "the same is --activation 'swiglu(alpha=1.702)', and swigluoai with an offset of 1 and a clamp "
+    "of 7": "--quick-geglu",
+    "say --activation 'swiglu(limit=7)'": "--activation-func-clamp-value",
+    "there are no Mamba layers": """
+        --hybrid-* --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path
+    """,
+    "all layers are alike, but for --moe-layer-freq": "--heterogeneous-*",
+    "the layers are this library's": "--spec",
+    "experts take the whole hidden state": "--moe-latent-size",
+    "with more ranks than experts --expert-model-parallel-size cuts them": """
+        --expert-tensor-parallelism --moe-extended-tp
+    """,
+    "there is no context parallelism. Long sequences: --sequence-parallel, recompute": """
+        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
+    """,
+    "say --num-layers-per-virtual-pipeline-stage": "--num-virtual-stages-per-pipeline-rank",
+    "the optimizer stays on the GPUs: see --zero-stage": """
+        --optimizer-cpu-offload --optimizer-offload-*
+    """,
+    "activations stay on the GPUs: see --recompute-granularity": """
+        --cpu-offloading --fine-grained-activation-offloading --offload-modules
+        --min-offloaded-tensor-size
+    """,
+    "every batch is trained on, and they grow as --rampup-batch-size says": """
+        --iterations-to-skip --step-batch-size-schedule
+    """,
+    "an evaluation is --eval-iters batches of --global-batch-size, of all validation data": """
+        --full-validation --multiple-validation-sets --validation-set-names --start-eval-at-iter
+        --eval-global-batch-size --eval-micro-batch-size
+    """,
+    "say --keep-checkpoints": "--save-retain-interval --most-recent-k",
+    "a vocabulary is padded as --make-vocab-size-divisible-by says": """
+        --padded-vocab-size --pad-vocab-size-to
+    """,
+    "the eval command measures a trained model": "--skip-train",
+    "the upcycle command makes experts of a dense run": """
+        --moe-use-upcycling --moe-upcycling-granularity
+    """,
+    "the convert command does that": "--ckpt-convert-*",
+    "--config reads a TOML file, which --print-config writes": "--yaml-cfg",
+    "there is no training on chats: --load RUN --finetune goes on with texts": """
+        --sft --sft-tokenizer-prompt-format
+    """,
+    "--load RUN --finetune begins from weights, and mb-train finetune RUN learns a task": """
+        --pretrained-checkpoint
+    """,
+    "it is for mb-train finetune RUN --task mnli, qqp or race": "--epochs --keep-last",
+    "say mb-train eval RUN FILE --task lambada --strict": "--strict-lambada",
+    "say mb-train eval RUN FILE --task wikitext --stride": "--overlapping-eval",
+    "see mb-train index and mb-train retrieve": "--qa-data-dev --qa-data-test --faiss-*",
+    "DeepSpeed's settings are flags here: see --zero-stage, --fp16 and --bf16": """
+        --deepspeed --deepspeed_config
+    """,
+    "say --recompute-granularity": "--deepspeed-activation-checkpointing",
+    "leave it out, as --pipeline-model-parallel-size": "--no-pipeline-parallel",
+    "lengths are in steps or in samples of --seq-length tokens: say --train-samples": """
+        --train-tokens
+    """,
+    "lengths are in steps or in samples of --seq-length tokens: say --lr-decay-samples": """
+        --lr-decay-tokens
+    """,
+    "lengths are in steps or in samples of --seq-length tokens: say --lr-warmup-samples": """
+        --lr-warmup-tokens
+    """,
+    "say --expert-model-parallel-size, and --moe-layer-freq 2, for every second layer has experts "
+    "there if nothing else is said": "--moe-expert-parallel-size",
+    "say --moe-layer-freq: the first of every N layers has experts, not the last, and N is 1 where "
+    "it is not given": "--expert-interval",
+    "say --moe-aux-loss-coeff, which weighs every layer's loss too": "--moe-loss-coeff",
+    "say --moe-capacity-factor": "--moe-train-capacity-factor",
+    "leave --moe-capacity-factor out, no token is dropped then": "--disable-moe-token-dropping",
+    "leave it out, it sets nothing that the optimizer needs here": "--create-moe-param-group",
+    "say --moe-router-topk": "--topk --router-type --moe-router-type",
+    "see --moe-shared-expert-intermediate-size for an expert that all tokens visit": "--mlp-type",
+    "say --group-query-attention --num-query-groups": "--num-key-value-heads",
+    "only with --post-layernorm embeddings have a norm": "--embed-layernorm",
+    "say --tokenizer-type HuggingFaceTokenizer --tokenizer-model": "--tokenizer-name-or-path",
+    "say --swiglu or --activation": "--glu-activation",
+    "say --max-position-embeddings": "--max-absolute-position-embeddings",
+    "a tokenizer says its own size, --make-vocab-size-divisible-by pads it": "--extra-vocab-size",
+    "say --tokenizer FILE, with the model's tokenizer.json": "--patch-tokenizer-type",
+    "--data-path reads the files of mb-data preprocess, and Megatron's": "--dataset",
+    "say --moe-shared-expert-intermediate-size": "--enable-shared-expert",
+    "say --moe-shared-expert-intermediate-size, of all of them together": "--num-shared-experts",
+    "say --moe-router-num-groups and --moe-router-group-topk": """
+        --moe-router-topk-limited-devices
+    """,
+    "say --position-embedding-type rope": "--use-llama2-rotary-position-embeddings",
 }
+_REFUSED = {name: reason for reason, flags in _REASONS.items() for name in flags.split()}
+_FAMILIES = {name[:-1]: reason for name, reason in _REFUSED.items() if name.endswith("*")}
+
+
+def refusal(flag: str) -> str | None:
+    """Why a flag cannot be honoured and what there is instead; None if it is not among these."""
+    family = (reason for prefix, reason in _FAMILIES.items() if flag.startswith(prefix))
+    return _REFUSED.get(flag) or next(family, None)

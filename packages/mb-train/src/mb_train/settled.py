@@ -1,7 +1,8 @@
 """Flags of Megatron-LM that are no choice here (settled), or have another name (translated).
 
 Scripts that have them are accepted as they are. One note at the start of a run lists the settled
-flags with the reason, so that nothing is ignored in silence. Megatron Core's are in `core_flags`.
+flags with the reason, so that nothing is ignored in silence. `core_flags` translates those of
+Megatron Core.
 """
 
 from __future__ import annotations
@@ -11,85 +12,235 @@ from typing import Any
 
 from mb_train import core_flags
 
-_FUSED = "fusion is the kernels' own matter"
-_RESTORED = "random numbers follow from the seed and the step, there is no state to keep"
-_ONE = "there is one implementation"
-_SERVER = "it belongs to Megatron's text server, not to training"
-_INDEX = "it belongs to Megatron's retrieval index, not to training"
+_NORMAL = (
+    "weights are drawn normal, by --init-method-std, as in the fork, whose ViT alone heeds it; "
+    "Megatron Core would draw them uniform"
+)
+_FAULTS = "a run is started again by who launched it: see --nan-limit for the rest"
 
-# Flag -> how many values follow ("?": one or none), and the reason.
-SETTLED: Mapping[str, tuple[int | str, str]] = {
-    "--DDP-impl": (1, "data parallelism is FSDP2"),
-    "--no-contiguous-buffers-in-local-ddp": (0, "data parallelism is FSDP2"),
-    "--overlap-grad-reduce": (0, "data parallelism is FSDP2"),
-    "--overlap-param-gather": (0, "data parallelism is FSDP2"),
-    "--use-distributed-optimizer": (0, "the ranks always share the optimizer: see --zero-stage"),
-    "--accumulate-allreduce-grads-in-fp32": (0, "gradients are always summed in fp32"),
-    "--no-gradient-accumulation-fusion": (0, _FUSED),
-    "--no-async-tensor-model-parallel-allreduce": (0, "there is no such switch to turn off"),
-    "--no-scatter-gather-tensors-in-pipeline": (0, "there is no such switch to turn off"),
-    "--distribute-saved-activations": (0, "--sequence-parallel shares them"),
-    "--distribute-checkpointed-activations": (0, "--sequence-parallel shares them"),
-    "--pipeline-model-parallel-split-rank": (
-        1,
-        "T5's layers are shared out evenly, the decoder's behind the encoder's",
-    ),
-    "--standalone-embedding-stage": (0, "stages are cut between layers"),
-    "--distributed-backend": (1, "the device decides: NCCL on GPUs, gloo on CPUs"),
-    "--local_rank": (1, "torchrun says it in LOCAL_RANK"),
-    "--local-rank": (1, "torchrun says it in LOCAL_RANK"),
-    "--use-flash-attn": (0, "attention always takes the fastest kernel of torch"),
-    "--no-masked-softmax-fusion": (0, _FUSED),
-    "--no-bias-gelu-fusion": (0, _FUSED + "; the exact GELU is --activation gelu"),
-    "--no-bias-dropout-fusion": (0, _FUSED),
-    "--no-persist-layer-norm": (0, _FUSED),
-    "--no-query-key-layer-scaling": (0, "attention scores are never scaled by the layer"),
-    "--attention-softmax-in-fp32": (0, "attention's softmax is always computed in fp32"),
-    "--fp16-lm-cross-entropy": (0, "the loss is always computed in fp32"),
-    "--openai-gelu": (0, "the default activation is that GELU"),
-    "--onnx-safe": ("?", "there is no ONNX export"),
-    "--moe-lbl-in-fp32": ("?", "the load-balancing loss is always computed in fp32"),
-    "--moe-use-megatron-switch": ("?", "the experts are this library's, dropless"),
-    "--moe-grouped-gemm": (0, "the experts are always computed together"),
-    "--use-mcore-models": (0, _ONE),
-    "--transformer-impl": (1, _ONE),
-    "--inference-batch-times-seqlen-threshold": (1, _SERVER),
-    "--max-tokens-to-oom": (1, _SERVER),
-    "--init-method-xavier-uniform": (
-        0,
-        "weights are drawn normal, by --init-method-std, as in the fork, whose ViT alone heeds it; "
-        "Megatron Core would draw them uniform",
-    ),
-    "--data-parallel-random-init": (0, "all ranks begin from one initialization"),
-    "--use-cpu-initialization": (0, "initialization does not depend on the number of ranks"),
-    "--fim-pad-token": (1, "rearranged samples are never short"),
-    "--fim-eod-token": (1, "documents end with the tokenizer's own end of document"),
-    "--lazy-mpu-init": (1, "there is no such switch"),
-    "--no-initialization": (0, "weights that are loaded are not drawn before"),
-    "--empty-unused-memory-level": (1, "torch's allocator needs no help"),
-    "--exit-signal-handler": (0, "SIGTERM always saves and exits"),
-    "--adlr-autoresume": (0, "it is a cluster of NVIDIA's"),
-    "--adlr-autoresume-interval": (1, "it is a cluster of NVIDIA's"),
-    "--use-checkpoint-args": (0, "--load always takes over what the run was started with"),
-    "--override-opt_param-scheduler": (0, "a flag that is typed always wins over --load"),
-    "--override-lr-scheduler": (0, "a flag that is typed always wins over --load"),
-    "--no-save-rng": (0, _RESTORED),
-    "--no-load-rng": (0, _RESTORED),
-    "--data-impl": (1, "data files are always memory-mapped"),
-    "--mmap-warmup": (0, "data files are always memory-mapped"),
-    "--no-barrier-with-level-1-timing": (0, "timers wait for the device, never for other ranks"),
-    "--tensorboard-log-interval": (1, "scalars are written every --log-interval"),
-    "--sample-rate": (1, "it thins out images, and there are none"),
-    "--ict-load": (1, _INDEX),
-    "--retriever-seq-length": (1, _INDEX),
-    "--evidence-data-path": (1, _INDEX),
-    "--block-data-path": (1, _INDEX),
-    "--embedding-path": (1, _INDEX),
-    "--indexer-batch-size": (1, _INDEX),
-    "--indexer-log-interval": (1, _INDEX),
-    **core_flags.SETTLED,
+# The answer, and the flags it is for. "=1" behind a flag: a value follows it; "=?": one or none;
+# "=+": some.
+_ANSWERS: Mapping[str, str] = {
+    "data parallelism is FSDP2": """
+        --DDP-impl=1 --no-contiguous-buffers-in-local-ddp --overlap-grad-reduce
+        --overlap-param-gather --use-contiguous-parameters-in-local-ddp --use-megatron-fsdp
+        --use-custom-fsdp --ddp-bucket-size=1 --ddp-num-buckets=1
+        --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective
+        --no-gradient-reduce-div-fusion --fsdp-double-buffer --suggested-communication-unit-size=1
+        --enable-full-sharding-in-hsdp
+    """,
+    "the ranks always share the optimizer: see --zero-stage": "--use-distributed-optimizer",
+    "gradients are always summed in fp32": """
+        --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --main-grads-dtype=1
+        --ddp-reduce-scatter-with-fp32-accumulation
+    """,
+    "fusion is the kernels' own matter": """
+        --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion
+        --no-persist-layer-norm --no-rope-fusion --no-bias-swiglu-fusion --moe-permute-fusion
+        --moe-router-fusion --use-te-activation-func --use-fused-weighted-squared-relu
+        --use-transformer-engine-op-fuser --disable-jit-fuser
+    """,
+    "there is no such switch to turn off": """
+        --no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline
+    """,
+    "--sequence-parallel shares them": """
+        --distribute-saved-activations --distribute-checkpointed-activations
+    """,
+    "T5's layers are shared out evenly, the decoder's behind the encoder's": """
+        --pipeline-model-parallel-split-rank=1
+    """,
+    "stages are cut between layers": "--standalone-embedding-stage",
+    "the device decides: NCCL on GPUs, gloo on CPUs": """
+        --distributed-backend=1 --enable-gloo-process-groups --disable-gloo-process-groups
+        --pipeline-model-parallel-comm-backend=1
+    """,
+    "torchrun says it in LOCAL_RANK": "--local_rank=1 --local-rank=1",
+    "attention always takes the fastest kernel of torch": """
+        --use-flash-attn --attention-backend=1 --export-force-local-attention
+    """,
+    "fusion is the kernels' own matter; the exact GELU is --activation gelu": """
+        --no-bias-gelu-fusion
+    """,
+    "attention scores are never scaled by the layer": "--no-query-key-layer-scaling",
+    "attention's softmax is always computed in fp32": "--attention-softmax-in-fp32",
+    "the loss is always computed in fp32": "--fp16-lm-cross-entropy",
+    "the default activation is that GELU": "--openai-gelu",
+    "there is no ONNX export": "--onnx-safe=?",
+    "the load-balancing loss is always computed in fp32": "--moe-lbl-in-fp32=?",
+    "the experts are this library's, dropless": "--moe-use-megatron-switch=?",
+    "the experts are always computed together": "--moe-grouped-gemm --moe-use-legacy-grouped-gemm",
+    "there is one implementation": "--use-mcore-models --transformer-impl=1 --use-legacy-models",
+    "it belongs to Megatron's text server, not to training": """
+        --inference-batch-times-seqlen-threshold=1 --max-tokens-to-oom=1
+    """,
+    _NORMAL: """
+        --init-method-xavier-uniform
+    """,
+    "all ranks begin from one initialization": "--data-parallel-random-init",
+    "initialization does not depend on the number of ranks": "--use-cpu-initialization",
+    "rearranged samples are never short": "--fim-pad-token=1",
+    "documents end with the tokenizer's own end of document": "--fim-eod-token=1",
+    "there is no such switch": "--lazy-mpu-init=1 --enable-experimental --disable-msc",
+    "weights that are loaded are not drawn before": "--no-initialization",
+    "torch's allocator needs no help": """
+        --empty-unused-memory-level=1 --no-clone-scatter-output-in-embedding
+    """,
+    "SIGTERM always saves and exits": """
+        --exit-signal-handler --exit-signal-handler-for-dataloader
+        --exit-signal-handler-for-training
+    """,
+    "it is a cluster of NVIDIA's": "--adlr-autoresume --adlr-autoresume-interval=1",
+    "--load always takes over what the run was started with": """
+        --use-checkpoint-args --use-mp-args-from-checkpoint-args
+    """,
+    "a flag that is typed always wins over --load": """
+        --override-opt_param-scheduler --override-lr-scheduler --override-opt-param-scheduler
+    """,
+    "random numbers follow from the seed and the step, there is no state to keep": """
+        --no-save-rng --no-load-rng
+    """,
+    "data files are always memory-mapped": """
+        --data-impl=1 --mmap-warmup --no-mmap-bin-files --dataloader-defer-npy-index-mmap
+    """,
+    "timers wait for the device, never for other ranks": "--no-barrier-with-level-1-timing",
+    "scalars are written every --log-interval": "--tensorboard-log-interval=1",
+    "it thins out images, and there are none": "--sample-rate=1",
+    "it belongs to Megatron's retrieval index, not to training": """
+        --ict-load=1 --retriever-seq-length=1 --evidence-data-path=1 --block-data-path=1
+        --embedding-path=1 --indexer-batch-size=1 --indexer-log-interval=1
+    """,
+    "scores are computed in fp32, where it changes nothing": "--apply-query-key-layer-scaling",
+    "the data loader never makes one": """
+        --no-create-attention-mask-in-dataloader --create-attention-mask-in-dataloader
+    """,
+    "indices are built by rank 0, and kept": """
+        --num-dataset-builder-threads=1 --dataloader-fast-cache-load --mid-level-dataset-surplus=1
+        --object-storage-cache-path=1
+    """,
+    "the loss is always fused with the head": """
+        --cross-entropy-loss-fusion --cross-entropy-fusion-impl=1
+    """,
+    "a step's loss is always the mean over its tokens": "--calculate-per-token-loss",
+    "experts compute no empty slots": "--moe-pad-expert-input-to-capacity",
+    "loads are logged for every layer": "--moe-per-layer-logging",
+    "how and when ranks communicate is the library's own matter": """
+        --moe-shared-expert-overlap --delay-wgrad-compute --tp-comm-overlap
+        --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush
+        --overlap-param-gather-with-optimizer-step --no-align-grad-reduce --no-align-param-gather
+        --defer-embedding-wgrad-compute --wgrad-deferral-limit=1
+        --microbatch-group-size-per-virtual-pipeline-stage=1 --high-priority-stream-groups=+
+        --nccl-ub --use-sharp --tp-comm-overlap-cfg=1 --tp-comm-overlap-rs-dgrad
+        --tp-comm-bootstrap-backend=1 --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs
+        --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag
+        --disable-tp-comm-split-rs --use-nccl-ub --disable-symmetric-registration
+        --fsdp-manual-registration --sharp-enabled-group=1 --use-ring-exchange-p2p
+        --nccl-communicator-config-path=1 --use-tp-pp-dp-mapping
+        --ep-overlap-early-attn-memory-release --train-sync-interval=1
+    """,
+    "see --moe-dispatcher": """
+        --moe-enable-deepep --moe-flex-dispatcher-backend=1 --moe-deepep-num-sms=1
+        --moe-hybridep-num-sms=1 --moe-flex-dispatcher-num-sms=1 --moe-enable-mori
+        --moe-mori-max-tokens-per-rank=1
+    """,
+    "see --moe-a2a-overlap-degree": "--overlap-moe-expert-parallel-comm",
+    "see --optimizer-state-dtype": "--use-precision-aware-optimizer",
+    "how a model is built is the library's own matter": "--init-model-with-meta-device",
+    "see --cuda-graph, for one GPU": """
+        --enable-cuda-graph --external-cuda-graph --cuda-graph-scope=+ --cuda-graph-impl=1
+        --cuda-graph-warmup-steps=1 --cuda-graph-modules=+
+    """,
+    "random numbers follow from the seed and the step": "--te-rng-tracker --inference-rng-tracker",
+    "garbage is collected when Python does": """
+        --manual-gc --manual-gc-interval=1 --no-manual-gc-eval
+    """,
+    "see --nan-limit": """
+        --check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss-and-grad --check-for-spiky-loss
+        --check-for-large-grads
+    """,
+    _FAULTS: """
+        --rerun-mode=1 --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters=1
+        --inprocess-restart --inprocess-max-iterations=1 --inprocess-monitor-thread-interval=1
+        --inprocess-monitor-process-interval=1 --inprocess-progress-watchdog-interval=1
+        --inprocess-heartbeat-interval=1 --inprocess-soft-timeout=1 --inprocess-hard-timeout=1
+        --inprocess-heartbeat-timeout=1 --inprocess-barrier-timeout=1
+        --inprocess-completion-timeout=1 --inprocess-last-call-wait=1
+        --inprocess-termination-grace-time=1 --inprocess-granularity=1
+        --inprocess-active-world-size=1 --inprocess-empty-cuda-cache --error-injection-rate=1
+        --error-injection-type=1 --result-rejected-tracker-filename=1
+        --check-weight-hash-across-dp-replicas-interval=1 --gpu-sniff-test-interval=1
+        --flight-recorder-dump-path=1 --flight-recorder-trace-buffer-size=1
+    """,
+    "the profile is rank 0's": "--profile-ranks=+",
+    "--profile is torch's profiler": """
+        --use-pytorch-profiler --pytorch-profiler-collect-shapes
+        --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra --record-shapes
+        --nvtx-ranges --record-memory-history --memory-snapshot-path=1
+    """,
+    "checkpoints are torch's distributed format, each rank writes its own part": """
+        --ckpt-format=1 --dist-ckpt-format=1 --use-dist-ckpt --auto-detect-ckpt-format
+        --dist-ckpt-optim-fully-reshardable --ckpt-fully-parallel-save --ckpt-fully-parallel-load
+        --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure
+        --ckpt-fully-parallel-load-exchange-algo=1 --ckpt-fully-parallel-load-process-group=1
+        --ckpt-fully-parallel-save-process-group=1 --no-ckpt-load-validate-sharding-integrity
+        --no-strict-fsdp-dtensor-load --dist-ckpt-save-pre-mcore-014
+        --distrib-optim-fully-reshardable-mem-efficient
+    """,
+    "every tensor of a checkpoint has to fit, or it is an error": "--dist-ckpt-strictness=1",
+    "see --async-save": """
+        --use-persistent-ckpt-worker --async-strategy=1 --async-ckpt-cpu-priority=1
+        --async-ckpt-io-priority=1 --async-ckpt-use-cpu-shm
+    """,
+    "a tokenizer that is named is taken": "--no-use-tokenizer-model-from-checkpoint-args",
+    "what a run did is in its folder, log.jsonl": "--log-progress --config-logger-dir=1",
+    "there is one level": "--logging-level=1",
+    "it is a service of NVIDIA's": """
+        --enable-one-logger --no-one-logger --one-logger-project=1 --one-logger-run-name=1
+        --app-tag-run-name=1 --app-tag-run-version=1 --one-logger-async
+        --run-workload-inspector-server
+    """,
+    "there is one kind of tokenizers": """
+        --legacy-tokenizer --tokenizer-metadata=1 --tokenizer-hf-no-use-fast
+    """,
+    "samples of text are never padded": "--max-padding-length=1 --allow-ambiguous-pad-tokens",
+    "see --timing-log-option for the slowest rank": """
+        --log-straggler --disable-straggler-on-startup --straggler-ctrlr-port=1
+        --straggler-minmax-count=1
+    """,
+    "checkpoints are written every --save-interval": """
+        --non-persistent-save-interval=1 --non-persistent-ckpt-type=1
+        --non-persistent-global-ckpt-dir=1 --non-persistent-local-ckpt-dir=1
+        --non-persistent-local-ckpt-algo=1 --replication --replication-jump=1 --replication-factor=1
+    """,
+    "checkpoints hold the fp32 weights": "--load-main-params-from-ckpt",
+    "checkpoints have checksums, which --load checks": "--verify-integrity",
+    "see --log-memory-to-tensorboard": "--log-memory-interval=1 --log-device-memory-used",
+    "it is not measured": "--log-energy --log-max-attention-logit",
+    "a global batch that the ranks cannot share is an error": "--decrease-batch-size-if-needed",
+    "--distributed-timeout-minutes holds all the time": """
+        --distributed-timeout-seconds-after-init=1
+    """,
+    "the optimizer stays on the GPUs": """
+        --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads
+        --no-pin-cpu-params
+    """,
+    "there is no context parallelism": "--cp-comm-type=+ --hierarchical-context-parallel-sizes=+",
+    "how products are summed is the kernels' own matter": "--disable-bf16-reduced-precision-matmul",
+    "stages get equally many layers, the first ones more where they do not divide": """
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+        --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=1
+        --pipeline-model-parallel-layout=1 --pp-partition-method=1
+    """,
+    "no code of a model's is run": "--trust-remote-code",
+    "Muon's momentum is Nesterov's": "--muon-use-nesterov",
+    "Muon iterates in bf16": "--muon-fp32-matmul-prec=1",
 }
 
+# Flag -> how many values follow ("?": one or none, "+": some), and the answer.
+SETTLED: Mapping[str, tuple[int | str, str]] = {
+    name: (int(count or 0) if count not in ("?", "+") else count, answer)
+    for answer, flags in _ANSWERS.items()
+    for name, _, count in (word.partition("=") for word in flags.split())
+}
 
 # Flag -> whether a value follows ("+": some), and the fields that it sets.
 TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] = {

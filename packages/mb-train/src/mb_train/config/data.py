@@ -20,7 +20,8 @@ class DataFields:
     """Token files, sequences, tokenizer."""
 
     data_path: list[str] | None = flag(  # noqa: RUF009, a field like the others
-        "prefix of .bin and .idx, or weights and prefixes by turns; default: Python's own library",
+        "prefix of .bin and .idx, weights and prefixes by turns, or prefixes alone, which weigh as "
+        "many as their tokens; default: Python's own library",
         instead_of=_WAYS,
     )
     mock_data: bool = flag(
@@ -215,7 +216,7 @@ class DataFields:
             )
 
     def check_blends(self) -> None:
-        """Raise ValueError where token files are not a prefix, or weights and prefixes by turns."""
+        """Raise ValueError where token files are not prefixes, or weights and prefixes by turns."""
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             _check_blend(name, getattr(self, name))
 
@@ -238,21 +239,22 @@ def _read_parts(path: str) -> dict[str, list[str] | None]:
 
 
 def _check_blend(name: str, paths: list[str] | None) -> None:
-    """A prefix, or weights and prefixes by turns."""
-    if paths is None or len(paths) == 1:
+    """Prefixes alone, or weights and prefixes by turns."""
+    if paths is None or len(paths) == 1 or not any(weight_in(word) is not None for word in paths):
         return
-    weights = [_number(word) for word in paths[::2]]
+    weights = [weight_in(word) for word in paths[::2]]
     if len(paths) % 2 or None in weights:
         raise ValueError(
-            f"Expected {flag_name(name)} to be one prefix, or weights and prefixes by turns, got "
-            f"{' '.join(paths)}."
+            f"Expected {flag_name(name)} to be prefixes alone, or weights and prefixes by turns, "
+            f"got {' '.join(paths)}."
         )
     for weight in weights:
         if weight is None or not 0 < weight < math.inf:
             raise ValueError(f"Expected weights above 0 in {flag_name(name)}, got {weight}.")
 
 
-def _number(word: str) -> float | None:
+def weight_in(word: str) -> float | None:
+    """The weight that a word of `--data-path` is; None if it is no number but a prefix."""
     try:
         return float(word)
     except ValueError:
@@ -311,7 +313,10 @@ class MaskingFields:
         "run of a BERT that the towers, or a classifier, begin from", on_load="own",
         needs=("model", "ict", "classifier"),
     )  # fmt: skip
-    task: str | None = flag("what a classifier learns to tell", choices=TASKS, on_load="model")
+    task: str | None = flag(
+        "what a classifier learns to tell", choices=TASKS, on_load="model",
+        said_as={task.upper(): task for task in TASKS},
+    )  # fmt: skip
     retriever_report_topk_accuracies: list[int] | None = flag(  # noqa: RUF009
         "report how often the right context is among the first k",
         bounds=POSITIVE,

@@ -19,6 +19,7 @@ class CheckpointingFields:
         "steps between checkpoints; the last step is always saved; 0: there are none, the folder "
         "gets the log alone",
         bounds=AT_LEAST_0,
+        also=("--persistent-save-interval",),
     )
     keep_checkpoints: int | None = flag(
         "how many checkpoints to keep; default all (ours)", bounds=POSITIVE

@@ -68,8 +68,9 @@ class ParallelFields:
         on_load="own",
     )  # fmt: skip
     data_parallel_replicas: int = flag(
-        "replicas of the model, each sharded over its own ranks (ours)", 1, bounds=POSITIVE
-    )
+        "replicas of the model, each sharded over its own ranks (ours)", 1, bounds=POSITIVE,
+        also=("--num-distributed-optimizer-instances",),
+    )  # fmt: skip
     zero_stage: int = flag(
         "data-parallel ranks share the optimizer's state (1), gradients between micro-batches as "
         "well (2), weights as well (3): 1 reduces once a step, the others at every micro-batch "

@@ -98,8 +98,9 @@ class TrainingFields:
         instead_of=("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
     )
     optimizer: str = flag(
-        "optimizer", "adam", choices=("adam", "sgd", "adafactor", "muon"), on_load="fixed"
-    )
+        "optimizer", "adam", choices=("adam", "sgd", "adafactor", "muon"), on_load="fixed",
+        said_as={"dist_muon": "muon"},
+    )  # fmt: skip
     muon_split_qkv: bool = flag(
         "Muon takes queries, keys and values for matrices of their own", True,
         off=("--muon-no-split-qkv",), on_load="said",

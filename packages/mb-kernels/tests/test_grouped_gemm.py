@@ -71,8 +71,13 @@ def test_debug_refuses_offsets_that_divide_no_rows(offsets, monkeypatch):
 def test_a_matrix_beyond_32_bit_offsets_is_refused(monkeypatch):
     monkeypatch.setattr(checks, "use_triton", lambda x: True)
     huge = torch.zeros(1, 1, 1).expand(1, 2**16, 2**15)
-    with pytest.raises(ValueError, match=r"fewer than 2\*\*31 elements"):
-        grouped_gemm(torch.zeros(1, 1).expand(4, 2**15), huge, torch.tensor([0, 4]))
+    x = torch.zeros(1, 1).expand(4, 2**15)
+    with pytest.raises(ValueError, match=r"w: .*fewer than 2\*\*31 elements"):
+        grouped_gemm(x, huge, torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match=r"w: .*fewer than 2\*\*24 rows and columns; got \(16777"):
+        grouped_gemm(x[:, :1], huge[:, :1, :1].expand(1, 2**24, 1), torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match=r"a, b: .*fewer than 2\*\*31 elements"):
+        gmm(x, torch.zeros(1, 1).expand(4, 2**16), torch.tensor([4]), trans_a=True)
 
 
 def test_gmm_has_the_signature_of_grouped_gemm():

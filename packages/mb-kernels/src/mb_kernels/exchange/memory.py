@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from mb_kernels.runtime import registration
+from mb_kernels.runtime.checks import require_countable
 
 Buffer = Literal["tokens", "grads", "home"]
 _BUFFERS: tuple[Buffer, ...] = ("tokens", "grads", "home")
@@ -42,7 +43,7 @@ class Layout:
     ranks: P; tokens: M; hidden: D; words: W, fp32; dtype: of the rows.
 
     Raises:
-        ValueError: a size below 1, or rows whose length is no multiple of 16 bytes.
+        ValueError: a size below 1, 2**30 rows, or rows whose length is no multiple of 16 bytes.
     """
 
     ranks: int
@@ -54,6 +55,7 @@ class Layout:
     def __post_init__(self) -> None:
         if min(self.ranks, self.tokens, self.hidden, self.words) < 1:
             raise ValueError(f"Layout: expected sizes of at least 1; got {self}.")
+        require_countable("rows of a buffer, ranks times tokens", self.rows)
         if self.hidden * self.dtype.itemsize % 16:
             raise ValueError(
                 "hidden: expected rows of a multiple of 16 bytes, which travel in such pieces; got "

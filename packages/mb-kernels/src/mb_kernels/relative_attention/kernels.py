@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mb_kernels.runtime.checks import require_countable
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets.table import TILES
@@ -273,6 +274,8 @@ def relative_attention(
 ) -> tuple[Tensor, Tensor]:
     """The op's implementation, see `op`."""
     T, H, _ = q.shape
+    require_countable("tokens of q_THC", T)
+    require_countable("numbers of bias_HA", bias.numel())
     y = torch.empty_like(q)
     lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
     if T:

@@ -100,13 +100,28 @@ def require_bins(what: str, first: Tensor, bins: Bins) -> None:
     )
 
 
-def require_addressable(name: str, w_EMK: Tensor) -> None:
-    """ValueError if one expert's matrix is too large for the 32-bit offsets within it."""
-    if use_triton(w_EMK) and w_EMK.shape[1] * w_EMK.shape[2] >= 2**31:
+def require_addressable(name: str, like: Tensor, rows: int, columns: int) -> None:
+    """ValueError if a matrix of one expert is too large for 32-bit offsets within it.
+
+    Kernels compute such offsets within the matrix, and within 128 rows as wide as it or as high.
+    """
+    too_large = rows * columns >= 2**31 or max(rows, columns) >= 2**24
+    if use_triton(like) and too_large:
         raise ValueError(
-            f"{name}: expected fewer than 2**31 elements in the matrix of one expert; got "
-            f"{tuple(w_EMK.shape[1:])}. Split it along its output columns."
+            f"{name}: expected fewer than 2**31 elements in the matrix of one expert, and fewer "
+            f"than 2**24 rows and columns; got {(rows, columns)}. Split it."
         )
+
+
+def require_countable(what: str, count: int) -> None:
+    """ValueError if ``count`` is beyond what kernels number in 32 bits.
+
+    2**30, not 2**31: a program counts past the end of its last tile, and a ragged tensor descriptor
+    (``language.memory.ragged_place``) has room for so many rows. Called where kernels are launched,
+    so that a compiler sees no condition on a size.
+    """
+    if count >= 2**30:
+        raise ValueError(f"{what}: expected fewer than 2**30 on a GPU; got {count}. Split them.")
 
 
 def debug_offsets(offsets_E1: Tensor, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""``gmm``: grouped products by the name and arguments of the package grouped_gemm.
+"""``gmm``: grouped products with the name and arguments that the package grouped_gemm has.
 
 For frameworks that route by themselves and call ``grouped_gemm.ops.gmm`` (OLMo-core, NeMo
 Automodel, MegaBlocks): ``from mb_kernels import gmm`` in its place.

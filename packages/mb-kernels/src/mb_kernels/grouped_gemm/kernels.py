@@ -1,4 +1,4 @@
-"""Launches of ``mb_kernels.grouped_gemm``'s two products, and their parts for other rooms."""
+"""Launches of ``mb_kernels.grouped_gemm``'s two products, and what other ops use of them."""
 
 from torch import Tensor
 

@@ -94,7 +94,7 @@ def offsets_of(batch_sizes: Tensor) -> Tensor:
 def product(
     name: str, x_NK: Tensor, w_EMK: Tensor, offsets_E1: Tensor, *, transpose_weight: bool
 ) -> Tensor:
-    """``grouped_gemm`` of what fits together; ``name`` is what the caller calls the weights."""
+    """``grouped_gemm`` of checked arguments; ``name``: what the caller calls the weights."""
     columns = w_EMK.shape[1 if transpose_weight else 2]
     more_K, more_M = lacking(x_NK, x_NK.shape[1]), lacking(x_NK, columns)
     w = widened(w_EMK, *((more_K, more_M) if transpose_weight else (more_M, more_K)))

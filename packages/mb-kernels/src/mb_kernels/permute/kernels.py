@@ -225,8 +225,8 @@ def combine(
 ) -> Tensor:
     """Each token's rows, weighted, summed.
 
-    ``home``, int64 [P], has the addresses of the ranks that the tokens belong to, T / P of them to
-    each: those that have rows are stored there, and what is returned means nothing.
+    ``home``, int64 [P]: the tokens belong to P ranks, T / P to each, and those that have rows are
+    stored at these addresses. Then what is returned means nothing.
     """
     tokens, columns = inverse.shape[0] // top_k, rows.shape[1]
     y = rows.new_empty((tokens, columns) if home is None else 0)

@@ -28,7 +28,7 @@ import mb_layers.transformers as mb
 import torch
 import transformers
 from mb_layers.transformers import experts
-from mb_layers.transformers.forms import FORMS
+from mb_layers.transformers.block_routing import BLOCKS
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -170,7 +170,7 @@ def measure(kind: str) -> dict[str, Any]:
     }
     generated = generate(model)
     row["generation"] = None if generated is None else generate(ours) == generated
-    if any(type(m).__name__ in FORMS for m in model.modules()):
+    if any(type(m).__name__ in BLOCKS for m in model.modules()):
         swapped = copy.deepcopy(model)
         mb.swap_blocks(swapped)
         row["swap"] = relative(run(swapped)[0], logits)

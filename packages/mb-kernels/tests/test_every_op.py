@@ -1,6 +1,6 @@
-"""Every op and argument, in any memory, device, dtype and size: right numbers or a clear error.
+"""Every op and argument in any memory order, device, dtype and size: right, or a clear error.
 
-Runs twice: on the references, and by test_interpreter.py on the kernels.
+Runs twice: on the references here, and on the kernels by test_interpreter.py.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows.
 """

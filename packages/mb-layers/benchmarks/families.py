@@ -6,10 +6,10 @@
 For each causal language model whose experts are stacked, a random two-layer model in fp32:
 
 - logits, gradients: largest difference of `mb_layers.transformers.use` from transformers' eager;
-- path: "fused", or "steps" where the experts have what the fused op lacks;
+- path: "fused", or "steps" where the fused op cannot compute the experts;
 - generation: whether four tokens generated with a cache are eager's, after `use` (and after
-  `swap_blocks`, where there is a form of block);
-- swap: of `swap_blocks` from eager, logits; "-": no form of block known;
+  `swap_blocks`, where it knows the block);
+- swap: largest difference of the logits after `swap_blocks` from eager; "-": a block unknown to it;
 - round trip: whether swap, save_pretrained, from_pretrained and swap, restore_blocks give the
   weights bit for bit.
 """

@@ -1,4 +1,4 @@
-"""Living in other people's code: compile, checkpoint, FSDP2, DTensor, autocast, LoRA."""
+"""Layers with other tools: compile, checkpoint, FSDP2, DTensor, autocast, LoRA."""
 
 from __future__ import annotations
 

@@ -159,6 +159,6 @@ def _refuse(name: str, config: MoEConfig, **required: object) -> None:
     for field, value in required.items():
         if getattr(config, field) != value:
             raise ValueError(
-                f"expected {field}={value} for {name}, which cannot honour it; "
+                f"expected {field}={value} for {name}, which would ignore it; "
                 f"got {getattr(config, field)!r}"
             )

@@ -55,9 +55,9 @@ def grouped_gemm(
 
 
 def check_sizes(name: str, sizes_E: Tensor, experts: int | None, rows: int) -> None:
-    """ValueError unless ``sizes_E`` may be the rows of each of so many experts (None: any).
+    """ValueError unless ``sizes_E`` can be the numbers of rows of ``experts`` experts (None: any).
 
-    Values are looked at on the CPU. There are none under the compiler, vmap, or of fake tensors.
+    Values are checked on the CPU; under the compiler and vmap, and of fake tensors, there are none.
     """
     if not isinstance(sizes_E, Tensor):
         raise ValueError(
@@ -80,8 +80,8 @@ def check_sizes(name: str, sizes_E: Tensor, experts: int | None, rows: int) -> N
         sizes = sizes_E.tolist()
         if sum(sizes) > rows or min(sizes, default=0) < 0:
             raise ValueError(
-                f"{name}: expected numbers from 0 on of at most {rows} rows together, all there "
-                f"are; got {sizes}."
+                f"{name}: expected sizes of at least 0 that add up to at most {rows}, the number "
+                f"of rows; got {sizes}."
             )
 
 

@@ -266,7 +266,7 @@ def _gradients(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, Tensor | None,
     if torch.is_grad_enabled():
         raise RuntimeError(
             "linear_cross_entropy has no second derivative: its gradients are computed with the "
-            "loss. Do without create_graph, or use mb_kernels.reference.linear_cross_entropy."
+            "loss. Leave out create_graph, or use mb_kernels.reference.linear_cross_entropy."
         )
     dx_TD, dw_VD, db_V = ctx.saved_tensors
     needs = ctx.needs_input_grad

@@ -309,9 +309,11 @@ def to_plain(weight: Tensor, num_experts: int) -> Tensor:
 def cast_alike(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """Return x and the weights in the dtype to compute in: autocast's if it is on, else that of x.
 
-    So fp32 master weights serve bf16 activations, and get fp32 gradients.
+    So fp32 master weights serve bf16 activations, and get fp32 gradients. Autocast leaves fp64 as
+    it is, as in torch's own layers.
     """
     dtype = x.dtype
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+    wide = dtype == torch.float64
+    if not (wide or x.is_meta) and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(t if t.dtype == dtype else t.to(dtype) for t in (x, *weights))

@@ -135,8 +135,8 @@ class MoELayer(nn.Module):
     ) -> MoEOutput:
         """Run x [..., D] through the layer. Leading dimensions are tokens; there may be none.
 
-        The experts compute in x's dtype (autocast's under autocast) whatever the dtype of the
-        parameters, the router and the losses in fp32. y has the dtype that the experts compute in.
+        The experts compute in x's dtype (autocast's under autocast, except for fp64) whatever the
+        dtype of the parameters, the router and the losses in fp32. y has the experts' dtype.
 
         Args:
             x: [..., D].

@@ -33,7 +33,8 @@ def gmm(
 
     Raises:
         ValueError: sizes, dtypes or devices do not match, both transposes at once; if
-            ``batch_sizes`` is on the CPU, a size below 0 or more rows together than a has.
+            ``batch_sizes`` is on the CPU, a size below 0 or more rows together than a has; on a GPU
+            sizes that ``grouped_gemm`` refuses.
     """
     if trans_a and trans_b:
         raise ValueError("trans_a, trans_b: expected one of them at most; got both.")

@@ -88,8 +88,8 @@ def expert_mlp(
 
     Raises:
         ValueError: unknown activation; shapes, dtypes or devices that do not match; on a GPU 2**31
-            elements, or 2**24 rows or columns, of an expert's w1, or 2**30 slots; ``home_P`` where no
-            kernels run, or for rows whose width is not a multiple of 16.
+            elements, or 2**24 rows or columns, of an expert's w1, or 2**30 slots; ``home_P`` where
+            no kernels run, or for rows whose width is not a multiple of 16.
     """
     arguments.check_experts(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
     arguments.check_biases(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED)

@@ -35,8 +35,8 @@ def grouped_gemm(
         x_NK and w_EMK.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; on a GPU a matrix of 2**31 elements, or of
-            2**24 rows or columns, or 2**30 rows of x_NK.
+        ValueError: shapes, dtypes or devices do not match; on a GPU a matrix of 2**31 elements, or
+            of 2**24 rows or columns, or 2**30 rows of x_NK.
     """
     contraction = 2 if transpose_weight else 1
     if x_NK.ndim != 2 or w_EMK.ndim != 3 or w_EMK.shape[contraction] != x_NK.shape[1]:

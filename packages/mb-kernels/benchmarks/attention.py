@@ -1,12 +1,12 @@
-"""Attention with a bias by distance beside SDPA under a mask of it, one GPU, in turns.
+"""`relative_attention` beside SDPA with the bias as a mask, in turns on one GPU.
 
     python packages/mb-kernels/benchmarks/attention.py [--tiles] [--seconds 2]
 
-A T5 of base's size: 12 heads of 64, 32 sequences of 64 to 512 tokens in bf16. SDPA takes all
-places, padding too, and a mask [B, H, S, S] with the bias in it, as models without a kernel for it
-do; its gradient is that of the mask, the way from there to numbers by distance not counted. The
-kernel takes the real tokens as one row. "flash" is torch's attention over such a row, without
-a bias: what there is to be had. --tiles: both with other tiles of one kernel at a time.
+The size of T5-base: 12 heads of 64, 32 sequences of 64 to 512 tokens in bf16. SDPA computes on
+padded sequences with a mask [B, H, S, S] that holds the bias, as in models without a kernel for it.
+Its backward ends at the gradient of the mask; summing that by distance is not counted. The kernel
+takes the real tokens, one sequence after another. "flash" is torch's attention on the same tokens
+without a bias: what could be reached. --tiles: the same with other tiles, one kernel at a time.
 Every line is printed as it is measured.
 """
 

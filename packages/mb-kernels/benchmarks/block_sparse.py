@@ -2,9 +2,9 @@
 
     python packages/mb-kernels/benchmarks/run.py block_sparse [--quick]
 
-Both get the same ``stk.Matrix`` with 32-bit indices, for stk's kernels multiply block indices in
-the indices' own width and overflow with 16 bits from 32,768 rows on. The shapes are MegaBlocks'
-matrix benchmark (tokens, hidden, ffn, experts; top-1) and OLMoE's experts.
+Both get the same ``stk.Matrix`` with 32-bit indices, because stk's kernels multiply block indices
+in the indices' own width: with 16 bits they overflow from 32,768 rows on. The shapes are those of
+MegaBlocks' matrix benchmark (tokens, hidden, ffn, experts; top-1) and of OLMoE's experts.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,9 +1,10 @@
-"""A weight gradient by the rows of an expert, from none on: what is product, and what is store.
+"""Weight gradients for 0 and more rows per expert: how much is the product, how much the store.
 
     python packages/mb-kernels/benchmarks/run.py contraction [--shape dsv3]
 
-`gmm(trans_a=True)` for the up-projection, the same number of rows for each expert, beside `bmm`
-of the same FLOPs. Without rows a gradient of zeros is stored; "fill" is torch's, of as many bytes.
+`gmm(trans_a=True)` for the up-projection with the same number of rows for each expert, beside a
+`bmm` of the same FLOPs. With 0 rows a gradient of zeros is stored; "fill" is torch's `fill_` of as
+many bytes.
 """
 
 from collections.abc import Callable, Iterator

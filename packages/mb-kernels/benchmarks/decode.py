@@ -1,9 +1,9 @@
-"""The forward of a decoder's layer, a few tokens: weights are read, and little else is done.
+"""The forward of a layer on a few tokens, as in decoding: its time is that of reading weights.
 
     python packages/mb-kernels/benchmarks/run.py decode
 
-Routing to combine, in a CUDA graph and eagerly. "floor" is what reading the weights of the experts
-that are chosen takes at 4.3 TB/s; the aim is 1.2 of it and 30 us.
+From routing to combine, in a CUDA graph and eagerly. "floor" is the time to read the weights of the
+chosen experts at 4.3 TB/s. The aim is 1.2 times that plus 30 us.
 
 Letters: T tokens.
 """

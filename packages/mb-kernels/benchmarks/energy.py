@@ -1,12 +1,12 @@
-"""Tokens per joule of a layer, and what holds each of its kernels back: power, or waiting.
+"""Tokens per joule of a layer, and whether power or waiting limits each of its kernels.
 
     python packages/mb-kernels/benchmarks/run.py energy [--quick] [--shape olmoe ...]
 
-A chip at its power limit lowers its clock, and then a kernel takes as long as its energy lasts: it
-gains by moving less, not by waiting less. So beside the time stand the watts, the clock and "busy",
-the share of what tensor cores can do at that clock. "zeros" is the time with operands of zeros,
-which switch no transistors: about what the kernel would take with power to spare. Joules are those
-of the whole board, by NVML (nvidia-ml-py).
+A chip at its power limit lowers its clock. Then a kernel gets faster if it needs less energy, that
+is, moves less data, and not if it waits less. So the table has the time, the watts, the clock and
+"busy", the share of what tensor cores could compute at that clock. "zeros" is the time with
+operands of zeros, which switch no transistors: about what the kernel would take without a power
+limit. Joules are those of the whole board, by NVML (nvidia-ml-py).
 
 Letters: T tokens.
 """
@@ -50,13 +50,13 @@ def _board() -> tuple[Any, Any]:
 
 
 def _joules() -> float:
-    """What the board has drawn since it was switched on, or so."""
+    """The board's counter of joules."""
     nvml, board = _board()
     return nvml.nvmlDeviceGetTotalEnergyConsumption(board) / 1e3
 
 
 def _repeat(call: Callable[[], object], seconds: float, ms: float) -> tuple[int, float]:
-    """Calls in a row for about so long; how many, and the median clock."""
+    """Repeat the call for about so long; how many calls, and the median clock."""
     count, clocks = 0, []
     for _ in range(8):
         for _ in range(max(int(seconds * 1e3 / ms / 8), 2)):
@@ -68,7 +68,7 @@ def _repeat(call: Callable[[], object], seconds: float, ms: float) -> tuple[int,
 
 
 def drawn(call: Callable[[], object], seconds: float) -> Draw:
-    """What a call takes, of time and energy, once the chip is as hot as it gets."""
+    """Time and energy of a call once the chip is warm."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

@@ -1,11 +1,11 @@
-"""The first forward and backward of a layer whose kernels nobody has compiled.
+"""The first forward and backward of a layer whose kernels are not compiled yet.
 
     python packages/mb-kernels/benchmarks/run.py first_call [--shape olmoe ...]
 
-Three processes of a shape come as far as a GPU with inputs on it; then, by turns, each runs a layer
-and waits for the GPU. "cold": Triton's cache is empty, and kernels are compiled as they are
-launched, one after another. "ahead": as cold, behind ``warm_up``, which has not had a moment.
-"cached": what a second run finds on disk. "steady" is the same call once more.
+For each shape three processes start and put inputs on the GPU. Then, one after another, each runs a
+layer and waits for the GPU. "cold": Triton's cache is empty, and kernels are compiled as they are
+launched. "ahead": the same with ``warm_up`` called right before. "cached": the kernels are in
+Triton's cache on disk, as in a second run. "steady" is the same call once more.
 """
 
 import json
@@ -27,7 +27,7 @@ _HOW = ("cold", "ahead", "cached")
 
 
 def measure(name: str, ahead: bool) -> dict[str, float]:
-    """Seconds of the first step, once a line comes in, and of the one after."""
+    """Wait for a line on stdin; then the seconds of the first step and of the next one."""
     shape = SHAPES[name]
     inputs = make_inputs(shape, "uniform")
     arguments = [inputs[n] for n in ("x", "logits", "w1", "w2")]

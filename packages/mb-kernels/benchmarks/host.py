@@ -1,11 +1,11 @@
-"""What a layer costs the host: the layer benchmark's path on tensors so small that the GPU idles.
+"""The host's time for a layer: the layer benchmark on tensors so small that the GPU idles.
 
     python packages/mb-kernels/benchmarks/run.py host
 
-Eager, a step takes as long as its CUDA graph while this time is below the GPU's. "calling thread"
-runs the backward where the forward ran (`torch.autograd.set_multithreading_enabled(False)`): each
-step otherwise wakes autograd's own thread on another core and then the caller's, and both find
-their caches cold. `a + b` is one launch by torch, for the speed of the machine's cores at the time.
+As long as this time is below the GPU's, an eager step is as fast as its CUDA graph. "calling
+thread" runs the backward in the forward's thread (`autograd.set_multithreading_enabled(False)`).
+Otherwise each step wakes autograd's own thread on another core and then the caller's again, both
+with cold caches. `a + b` is one launch by torch, to show how fast the machine's cores are.
 """
 
 import time

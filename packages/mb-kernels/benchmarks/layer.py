@@ -6,10 +6,10 @@ Ours and `grouped_mm` start from router logits (the router's own linear is the s
 `bmm` is a layer whose routing is free and perfectly even: rows already gathered, two batched
 products of the same FLOPs around an eager activation, a weighted sum over each token's rows. "with
 copies" also gathers, as a layer that takes tokens must; "products only" leaves out the sum.
-"calling thread" runs the backward where the forward ran, as mb-train does, see `host`; "CUDA graph"
-is one of forward and backward, "graphed callable" is `torch.cuda.make_graphed_callables`, which
-replays one for each. All take turns, see `timing`; times are medians, "8_of_10" is where eight of
-ten lie.
+"calling thread" runs the backward in the forward's thread, as mb-train does, see `host`. "CUDA
+graph" is one graph of forward and backward; "graphed callable" is
+`torch.cuda.make_graphed_callables`, a graph for each. All take turns, see `timing`. Times are
+medians; eight of ten times are in the range "8_of_10".
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k.
 """
@@ -98,7 +98,7 @@ def ours(shape: Shape, *, recompute: bool = False) -> Callable[..., Tensor]:
 
 
 def grouped_mm(shape: Shape) -> Callable[..., Tensor]:
-    """The layer as torch alone would write it: sort, gather, two grouped products, combine."""
+    """The layer in torch alone: sort, gather, two grouped products, combine."""
 
     def layer(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         weights, ids = torch.softmax(logits, dim=-1).topk(shape.top_k)

@@ -1,12 +1,13 @@
-"""Matrix kernels on a GPU of which somebody else holds a part: tiles dealt beforehand or by need.
+"""Matrix kernels while another kernel occupies a part of the GPU: fixed or dynamic shares of tiles.
 
     python packages/mb-kernels/benchmarks/run.py share [--quick]
 
-Each kernel alone, and beside a kernel that sits on 16 multiprocessors until the first has ended, as
-a collective does that waits for its peer. "static" is a program for each place on the chip, its
-tiles known beforehand; "8" are programs that leave after at most 8 tiles, and so on, see
-`Plan.programs`. "of_static" is the best of a row against "static" alone, "floor" the same on the
-multiprocessors that are left. All variants of a kernel take turns, see `timing`.
+Each kernel runs alone, and beside a kernel that occupies 16 multiprocessors until the first has
+ended, as a collective that waits for its peer does. "static": as many programs as the chip holds at
+once, each with a fixed share of the tiles. "8" and so on: programs that end after at most 8 tiles,
+see `Plan.programs`. "of_static" is the best time of a row over that of "static" alone; "floor" is
+the same ratio for a chip of the remaining multiprocessors. All variants of a kernel take turns, see
+`timing`.
 """
 
 import functools
@@ -30,7 +31,7 @@ _BLOCKS = 212  # KiB of shared memory that a program holds, and so its multiproc
 
 @gluon.jit(do_not_specialize=["until"])
 def hold_kernel(released_ptr, until, looks, BLOCKS: gl.constexpr):
-    """Hold a multiprocessor until the number at ``released_ptr`` has come to ``until``."""
+    """Occupy a multiprocessor until the number at ``released_ptr`` has reached ``until``."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     memory = gl.allocate_shared_memory(gl.int32, [BLOCKS, 256], plain)

@@ -1,9 +1,9 @@
-"""Other tiles for this GPU's matrix kernels, beside the table's: one field changed at a time.
+"""Tries other tiles for this GPU's matrix kernels, one field changed at a time.
 
     python packages/mb-kernels/benchmarks/run.py tiles [--quick]
 
-Where `mb_kernels.targets.TILES` has an entry that nobody has measured, start here: put what is
-fastest into the table, with its times. A tile that does not compile or fit is listed with the
+For a chip whose entries in `mb_kernels.targets.TILES` are not measured, start here: put the fastest
+tiles into the table, with their times. A tile that does not compile or fit is listed with the
 reason. All are compiled first, by as many processes as there are cores; --quick takes one shape.
 """
 

@@ -1,11 +1,11 @@
-"""Each kernel of a layer's step where it stands in it, by torch's profiler, beside its floor.
+"""The time of each kernel within a layer's step, by torch's profiler, beside its lower bound.
 
     python packages/mb-kernels/benchmarks/run.py timeline [--quick] [--shape olmoe ...]
 
-Forward and backward run over and over, so that caches, clock and power are those of a step, which
-`kernels` with its flushed L2 does not show. "floor" is the longer of a product's FLOPs at 790
-TFLOP/s and a kernel's bytes at 4.3 TB/s, each operand counted once. "tiled" are the TFLOP/s with
-the rows that fill tiles of 128 up; of the weights' gradients with those that fill steps of 64.
+Forward and backward run over and over, so that caches, clock and power are those of real steps;
+`kernels` flushes the L2 cache instead. "floor" is the longer of a product's FLOPs at 790 TFLOP/s
+and a kernel's bytes at 4.3 TB/s, each operand counted once. "tiled": TFLOP/s if the rows that fill
+up tiles of 128 are counted too, or for weight gradients those that fill up steps of 64.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """

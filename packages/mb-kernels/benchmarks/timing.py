@@ -1,7 +1,7 @@
 """Timing in turns: a GPU at its power limit is up to 10% faster after a rest than after a minute.
 
-Calls that are to be compared therefore run in short bursts, in a new random order each round, so
-that each meets the clock and the caches that the others leave.
+Calls that are to be compared therefore run in short bursts, in a new random order each round. So
+all of them run at the same clock and with caches that others have filled.
 """
 
 import random

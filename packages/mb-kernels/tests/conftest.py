@@ -19,12 +19,12 @@ def right_in_bf16():
 
 @pytest.fixture(autouse=True)
 def what_an_interpreter_need_not_do_twice(monkeypatch):
-    """Spares the interpreter of Triton 3.7 work that changes no result.
+    """Leaves out work of Triton 3.7's interpreter that changes no result.
 
-    It replaces the language anew at each call of a device function: once for each module within a
-    launch is enough, whose end undoes it. It builds a table of all dtypes to look one up. And it
-    computes sums and products of integers in 64 bits too, to find those that overflow 32: in
-    tensors as small as these there are none.
+    The interpreter patches the language at each call of a device function: once for each module and
+    launch is enough, because the launch undoes it at its end. To look up a dtype it builds a table
+    of all dtypes. And it computes sums and products of integers in 64 bits too, to find overflows
+    of 32 bits, which tensors as small as these do not have.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return

@@ -1,12 +1,12 @@
-"""Which faults in the kernels would no test notice? Run by hand, not by CI.
+"""Finds faults in the kernels that no test would notice. Run by hand, not by CI.
 
     TRITON_INTERPRET=1 python packages/mb-kernels/tests/mutants.py [FILE ...] [--sample 20]
 
 One fault at a time is put into the kernels of a file, in memory: a mask dropped, a store left out,
 an index shifted, a bound off by one, a sign turned, the first round of a loop skipped, the sides of
-a ``where`` swapped. The tests of that room run in a forked process until one fails or the process
-dies. What survives is printed with its line: either it changes nothing that anyone could see, or a
-test is missing.
+a ``where`` swapped. The tests of that op run in a forked process until one fails or the process
+dies. A fault that survives is printed with its line: either it changes no result, or a test is
+missing.
 """
 
 import argparse
@@ -149,7 +149,7 @@ def put_in(file: str, source: str) -> None:
 
 
 def survives(file: str, source: str) -> bool:
-    """Whether the tests of the room pass with this source."""
+    """Whether the tests of the op pass with this source."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0

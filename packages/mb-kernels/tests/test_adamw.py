@@ -1,4 +1,4 @@
-"""adamw_step on the CPU against torch.optim.AdamW, and what its border refuses."""
+"""adamw_step on the CPU against torch.optim.AdamW, and the arguments it refuses."""
 
 import contextlib
 import os

@@ -71,8 +71,13 @@ def test_debug_refuses_offsets_that_divide_no_rows(offsets, monkeypatch):
 def test_a_matrix_beyond_32_bit_offsets_is_refused(monkeypatch):
     monkeypatch.setattr(checks, "use_triton", lambda x: True)
     huge = torch.zeros(1, 1, 1).expand(1, 2**16, 2**15)
-    with pytest.raises(ValueError, match=r"fewer than 2\*\*31 elements"):
-        grouped_gemm(torch.zeros(1, 1).expand(4, 2**15), huge, torch.tensor([0, 4]))
+    x = torch.zeros(1, 1).expand(4, 2**15)
+    with pytest.raises(ValueError, match=r"w: .*fewer than 2\*\*31 elements"):
+        grouped_gemm(x, huge, torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match=r"w: .*fewer than 2\*\*24 rows and columns; got \(16777"):
+        grouped_gemm(x[:, :1], huge[:, :1, :1].expand(1, 2**24, 1), torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match=r"a, b: .*fewer than 2\*\*31 elements"):
+        gmm(x, torch.zeros(1, 1).expand(4, 2**16), torch.tensor([4]), trans_a=True)
 
 
 def test_gmm_has_the_signature_of_grouped_gemm():
@@ -127,8 +132,8 @@ def test_gmm_compiles_with_sizes_on_the_cpu():
     [
         ({"trans_a": True, "trans_b": True}, [4], "expected one of them at most"),
         ({"trans_a": True}, [4], r"b: expected \[N, M\]"),
-        ({}, [5], r"at most 4 rows together, all there are; got \[5\]"),
-        ({"b": torch.zeros(4, 16, 16)}, [2**62] * 4, "of at most 4 rows together"),  # 2**64 is 0
+        ({}, [5], r"add up to at most 4, the number of rows; got \[5\]"),
+        ({"b": torch.zeros(4, 16, 16)}, [2**62] * 4, "add up to at most 4,"),  # 2**64 is 0
         ({}, [0.5], "batch_sizes: expected int32 or int64"),
         ({}, [2, 2], r"batch_sizes: expected \[1\], a size for each expert's matrix; got \(2,\)"),
         ({"a": torch.zeros(4, 8)}, [4], r"b: expected \[E, K, M\] .* got a \(4, 8\) and b \(1, 16"),
@@ -147,8 +152,8 @@ def test_gmm_refuses(options, sizes, message):
     ("counts", "message"),
     [
         ([4], "expected a tensor; got list"),
-        (torch.tensor([2**32 + 4]), r"of at most 4 rows together, all there are; got \[4294967300"),
-        (torch.tensor([-1]), "numbers from 0 on"),
+        (torch.tensor([2**32 + 4]), r"at most 4, the number of rows; got \[4294967300"),
+        (torch.tensor([-1]), "sizes of at least 0"),
     ],
     ids=str,
 )

@@ -1,10 +1,10 @@
-"""The Hopper kernels' own code on a CPU, under a simulation of what they ask of the chip.
+"""Runs the code of the Hopper kernels on a CPU, with a simulation of the chip.
 
-Triton's interpreter knows no Gluon. Here the Python functions behind the kernels run as they stand,
-with threads for groups of warps, tensors for shared memory, and the asynchronous parts as late as
-the chip may do them: a copy lands after a random while and in any order, a product reads its
-operands only when it is waited for. A block refilled too early, a barrier with the wrong count or
-phase, a row of the neighbour therefore shows as a wrong number or a deadlock.
+Triton's interpreter cannot run Gluon. Here the Python functions behind the kernels run unchanged,
+with threads for groups of warps, and tensors for shared memory. Asynchronous operations finish as
+late as the chip may finish them: a copy arrives after a random time and in any order, a product
+reads its operands only when it is waited for. So a block that is refilled too early, a barrier with
+a wrong count or phase, or a row of another expert gives a wrong number or a deadlock.
 
 Letters: N rows, D hidden, F ffn width, E experts.
 """

@@ -6,10 +6,10 @@
 For each causal language model whose experts are stacked, a random two-layer model in fp32:
 
 - logits, gradients: largest difference of `mb_layers.transformers.use` from transformers' eager;
-- path: "fused", or "steps" where the experts have what the fused op lacks;
+- path: "fused", or "steps" where the fused op cannot compute the experts;
 - generation: whether four tokens generated with a cache are eager's, after `use` (and after
-  `swap_blocks`, where there is a form of block);
-- swap: of `swap_blocks` from eager, logits; "-": no form of block known;
+  `swap_blocks`, where it knows the block);
+- swap: largest difference of the logits after `swap_blocks` from eager; "-": a block unknown to it;
 - round trip: whether swap, save_pretrained, from_pretrained and swap, restore_blocks give the
   weights bit for bit.
 """
@@ -28,7 +28,7 @@ import mb_layers.transformers as mb
 import torch
 import transformers
 from mb_layers.transformers import experts
-from mb_layers.transformers.forms import FORMS
+from mb_layers.transformers.block_routing import BLOCKS
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -170,7 +170,7 @@ def measure(kind: str) -> dict[str, Any]:
     }
     generated = generate(model)
     row["generation"] = None if generated is None else generate(ours) == generated
-    if any(type(m).__name__ in FORMS for m in model.modules()):
+    if any(type(m).__name__ in BLOCKS for m in model.modules()):
         swapped = copy.deepcopy(model)
         mb.swap_blocks(swapped)
         row["swap"] = relative(run(swapped)[0], logits)

@@ -2,10 +2,10 @@
 
     python packages/mb-layers/benchmarks/host.py
 
-A small layer is faster on a GPU than the host that launches it, so what the host does per call is
-the layer's speed. Here the kernels' ops allocate their results and compute nothing, and the tensors
-are tiny: what is left is the host's work, but for the launches themselves. CPU time of this
-process, least of several rounds, in microseconds; a busy machine disturbs it little.
+A GPU finishes a small layer sooner than the host can launch it, so the host's work per call decides
+the layer's speed. Here the kernels' ops allocate their results and compute nothing, and tensors are
+tiny: what is left is the host's work without the launches. It is measured as CPU time of this
+process, the least of several rounds, in microseconds; a busy machine changes it little.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict] = {
 
 @contextmanager
 def computing_nothing() -> Generator[None]:
-    """Let every op of mb_kernels on CPU tensors do what it does on fake ones."""
+    """Within: ops of mb_kernels on CPU tensors do what they do on fake tensors."""
     names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     library = Library("mb", "IMPL")
     for name in sorted(name for name in names if name.startswith("mb::")):

@@ -5,9 +5,10 @@
 `families.py` measures whole causal language models. Here no model is built, so that those with
 images, audio or layers of many sizes are covered too: each class that transformers gives an
 `experts_implementation` is built from its text config with small sizes, in fp32 on CPU, and
-compared with transformers' own eager path; each block of `mb_layers.transformers.forms.FORMS` with
-the `dMoE` that `moe_from_block` makes of it, with one expert group and with four where it has some.
-Differences are relative to the largest value.
+compared with transformers' own eager path; each class of block in
+`mb_layers.transformers.block_routing` is compared with the `dMoE` that `moe_from_block` makes of
+it, with one expert group and, where it has groups, with four. Differences are relative to the
+largest value.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import mb_layers.transformers as mb
 import torch
 import transformers
 from families import OWN, SIZES, relative
+from mb_layers.transformers.block_routing import BLOCKS
 from mb_layers.transformers.experts import fused_activation, recognise_gate
-from mb_layers.transformers.forms import FORMS
 from torch import Tensor, nn
 
 # Sizes that a config has as lists, by modality, or in a check with others.
@@ -144,7 +145,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     experts = list(classes(r"@use_experts_implementation[^\n]*\nclass (\w+)\("))
-    blocks = [(m, n) for m, n in classes(r"^class (\w+)\(") if n in FORMS]
+    blocks = [(m, n) for m, n in classes(r"^class (\w+)\(") if n in BLOCKS]
     if smoke:
         experts = [pair for pair in experts if pair[0] == "gemma4"]
         blocks = [b for b in blocks if b[0] in ("mistral4", "mimo_v2_flash", "qwen3_vl_moe")]

@@ -1,4 +1,4 @@
-"""Living in other people's code: compile, checkpoint, FSDP2, DTensor, autocast, LoRA."""
+"""Layers with other tools: compile, checkpoint, FSDP2, DTensor, autocast, LoRA."""
 
 from __future__ import annotations
 
@@ -144,6 +144,10 @@ def test_autocast_computes_experts_low_and_router_high() -> None:
     assert all(torch.equal(value, plain.metrics[name]) for name, value in metrics.items())
     grads = torch.autograd.grad(y.float().sum() + aux, layer.parameters())
     assert all(g.dtype == torch.float32 for g in grads)
+    wide = layer.double()
+    want = wide(x.double()).y
+    with torch.autocast("cpu", torch.bfloat16):  # leaves fp64 as it is
+        assert torch.equal(wide(x.double()).y, want)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Routing from outside, other routers, and the other forms of routing, against slow loops."""
+"""Routing from outside, other routers and other kinds of routing, against slow loops."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class _Pair(nn.Module):
 
 
 class _Hash(nn.Module):
-    """A router of one's own: by position, equal weights."""
+    """A router of a user's own: by position, equal weights."""
 
     def forward(self, x_TD: Tensor) -> RouterOutput:
         ids = (torch.arange(len(x_TD))[:, None] + torch.arange(2)).int() % 5

@@ -118,7 +118,7 @@ def test_use_raises_where_there_is_nothing_to_move() -> None:
     config = transformers.SwitchTransformersConfig(
         vocab_size=64, d_model=16, d_ff=16, d_kv=8, num_heads=2, num_layers=2, num_experts=2
     )
-    with pytest.raises(ValueError, match="SwitchTransformersExperts are of a form unknown"):
+    with pytest.raises(ValueError, match="SwitchTransformersExperts store their weights"):
         mb.use(transformers.SwitchTransformersForConditionalGeneration(config))
 
 

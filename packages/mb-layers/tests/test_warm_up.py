@@ -42,9 +42,11 @@ def test_experts_that_do_not_run_as_one_op(monkeypatch, fields):
     assert told(monkeypatch, **fields) is None
 
 
-def test_a_score_function_that_is_none_is_refused():
+def test_what_no_layer_can_have_is_refused():
     sizes = {"tokens": 64, "hidden_size": 32, "ffn_hidden_size": 32, "num_experts": 4, "top_k": 2}
     with pytest.raises(
         ValueError, match=r"score_function: expected softmax or sigmoid; got 'tanh'"
     ):
         mb_kernels.warm_up(**sizes, score_function="tanh", device="cpu")
+    with pytest.raises(ValueError, match=r"ranks: expected to divide 4 experts; got 0"):
+        warm_up(MoEConfig(**{n: sizes[n] for n in sizes if n != "tokens"}), tokens=64, ranks=0)

@@ -1,4 +1,4 @@
-"""The activations an expert may use: a name, with numbers where it has some, and plain PyTorch.
+"""The activations of experts: their names, with parameters where they have some, in PyTorch.
 
 A plain activation maps ``h_NF`` elementwise: "gelu" (exact, Hendrycks & Gimpel, arXiv:1606.08415),
 "gelu_tanh" (its tanh approximation), "silu", "relu", "squared_relu" (Primer's, arXiv:2109.08668).
@@ -6,7 +6,7 @@ A gated one (GLU, Shazeer, arXiv:2002.05202) maps ``h_N2F``, gate over up, to
 
     act(gate) · up        "swiglu", "geglu", "geglu_tanh", "reglu"
 
-and takes numbers in brackets, each of them optional:
+and takes parameters in brackets, each of them optional:
 
     swiglu(alpha=1.702, limit=7, offset=1, interleaved)
 
@@ -31,12 +31,12 @@ from torch import Tensor
 
 
 class Activation(NamedTuple):
-    """What a name stands for; the kernels are compiled for it as it is.
+    """A parsed name, which kernels are given as a constant to compile with.
 
-    A tuple, for Triton writes down as JSON what a kernel is compiled for once it has a hook. From
-    3.9 on it shows a kernel the fields of one and nothing else.
+    It is a tuple, because Triton with a hook set writes a kernel's constants as JSON. From Triton
+    3.9 on a kernel sees the fields of a tuple, but no methods or properties.
 
-    function: the plain one, of the gate or of everything; gated: a GLU; the rest as above.
+    function: the plain activation, of the gate or of all of h; gated: a GLU; the rest as above.
     """
 
     function: str
@@ -57,7 +57,7 @@ class Activation(NamedTuple):
 # The function applied to the gate (GLU) or to the whole pre-activation (plain).
 GLU_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "squared_relu")
-# Names of others, in the words above.
+# Names that stand for parameters.
 PRESETS = {"swigluoai": Activation("silu", True, alpha=1.702, limit=7.0, offset=1.0)}
 _NAMED = (
     {name: Activation(name) for name in PLAIN_ACTIVATIONS}
@@ -68,7 +68,7 @@ _NUMBERS = ("alpha", "limit", "offset", "gate_cap", "up_cap")
 
 
 def parse(text: str) -> Activation:
-    """What ``text`` stands for; ValueError if it stands for nothing."""
+    """The activation called ``text``; ValueError if there is none."""
     if text in _NAMED:
         return _NAMED[text]
     name, bracket, inside = str(text).partition("(")
@@ -137,7 +137,7 @@ def activate(h: Tensor, name: str) -> Tensor:
 
 
 def activate_gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
-    """Apply the gated activation ``name`` to gate and up [..., F], which lie apart."""
+    """Apply the gated activation ``name`` to gate and up, two tensors [..., F]."""
     activation = parse(name)
     return _plain(gate, activation) * _factor(up, activation)
 
@@ -172,8 +172,7 @@ def _factor(up: Tensor, activation: Activation) -> Tensor:
 def _at_most(z: Tensor, limit: float) -> Tensor:
     """``z.clamp(max=limit)`` whose derivative is 1 at the limit, as the kernels have it.
 
-    Up to torch 2.13 that of ``clamp`` is 1 there too, in 2.15 it is 0; 16-bit numbers are often at
-    the limit to the bit.
+    ``clamp``'s is 1 there up to torch 2.13, and 0 in 2.15. 16-bit numbers often equal the limit.
     """
     return torch.where(z > limit, limit, z)
 
@@ -198,7 +197,7 @@ def _plain(z: Tensor, activation: Activation) -> Tensor:
 
 
 def _gelu_tanh_by_sigmoid(z: Tensor) -> Tensor:
-    """The same function, 0.5 (1 + tanh u) being sigmoid(2 u), for a compiler that fuses it.
+    """The same function by 0.5 (1 + tanh u) = sigmoid(2 u), for a compiler that fuses it.
 
     Inductor takes CUDA's exact tanh: a block of GPT-2 125M, forward and backward on 65,536 tokens,
     takes 7.15 ms with it and 7.03 with this (H200, torch 2.11, 2026-11-22).

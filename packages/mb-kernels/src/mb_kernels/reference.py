@@ -1,6 +1,6 @@
 """Every op in plain PyTorch: CPU path, oracle and documentation.
 
-Same names and arguments, but for those about other ranks.
+Same names and arguments as the ops, except for arguments about other ranks.
 """
 
 from mb_kernels.adamw.reference import adamw_step

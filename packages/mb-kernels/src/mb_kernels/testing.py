@@ -1,4 +1,4 @@
-"""What tests of MoE code share: one tolerance table by dtype, and routings that break things.
+"""For tests of MoE code: tolerances by dtype, difficult routings, random inputs.
 
 Letters: T tokens, E experts, K top-k.
 """
@@ -16,8 +16,8 @@ from mb_kernels import reference
 from mb_kernels.activation import is_glu, parse
 from mb_kernels.expert_mlp import expert_mlp
 
-# Relative Frobenius error against float64, by the dtype computed in. A rounding to bfloat16 is
-# 1e-3 of it; the reference on a CPU, which rounds after every step, comes to 4.8e-3.
+# Bounds of the relative Frobenius error against float64, by the dtype computed in. Rounding a
+# result to bfloat16 makes 1e-3; the reference on a CPU, which rounds after every step, 4.8e-3.
 TOLERANCES = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -25,8 +25,8 @@ TOLERANCES = {
     torch.bfloat16: 5e-3,
 }
 
-# One of each thing that numbers do to a gate. Beside a limit pre-activations are whole numbers, see
-# ``make_inputs``.
+# Together these use every parameter of a gate. With a limit, tests make pre-activations whole
+# numbers, see ``make_inputs``.
 GPT_OSS = "swiglu(alpha=1.702, limit=4.5, offset=1, interleaved)"
 NUMBERED = (
     "swiglu(limit=3.5)",
@@ -49,8 +49,8 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return (got - want).norm().item() / (scale if scale > 0 else 1.0)
 
 
-# Of 16-bit results no row may be further off than this many tolerances: a lost store of 32 bytes is
-# nothing to a whole matrix, and 12 tolerances to a row of 4096.
+# No row of a 16-bit result may be off by more than this many tolerances. A lost store of 32 bytes
+# does not show in the error of a whole matrix, but is 12 tolerances of a row of 4096.
 ROW_TOLERANCES = 6
 
 
@@ -63,7 +63,7 @@ def worst_row_error(got: Tensor, want: Tensor) -> float:
 
 
 def error(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
-    """What ``TOLERANCES`` bounds: of the whole, and of 16-bit matrices the worst row's share."""
+    """The error that ``TOLERANCES`` bounds: of the whole and, in 16 bits, of the worst row."""
     whole = relative_error(got, want)
     if dtype.itemsize > 2 or got.ndim < 2 or got.numel() == 0:
         return whole
@@ -167,9 +167,9 @@ def make_inputs(
 ) -> dict[str, Any]:
     """Arguments of ``expert_mlp`` as leaves that require gradients, and ``d_y`` for the backward.
 
-    Values are exact in bfloat16, so that every dtype sees the same numbers. Where the activation
-    has a limit, pre-activations are whole numbers: else rounding decides on which side of it one
-    lies, and so its gradient.
+    Values are exact in bfloat16, so that every dtype sees the same numbers. If the activation has a
+    limit, pre-activations are whole numbers: otherwise rounding would decide on which side of the
+    limit they are, and so their gradients.
     """
     whole = parse(case.activation).limit < math.inf
     generator = torch.Generator().manual_seed(seed)

@@ -1,10 +1,10 @@
-"""``warm_up``: a layer's kernels compiled beside one another, before its first call.
+"""``warm_up`` compiles a layer's kernels in parallel, before the layer's first call.
 
-Triton compiles a kernel when it is launched for the first time, so that a layer's first forward and
-backward wait for some twenty of them in turn. Here the ops run on tensors without memory; what they
-would launch is listed, which is quick, and then compiled in threads, beside whatever the caller
-does next: of 10 s of work little more than 1 holds Python's lock (OLMoE's layer, Triton 3.6). What
-few layers launch comes last.
+Triton compiles a kernel at its first launch. A layer's first forward and backward therefore wait
+for about twenty compilations, one after another. ``warm_up`` runs the ops on meta tensors, which
+have no memory, and records what they would launch. That is quick. Then it compiles the recorded
+kernels in threads while the caller goes on: of 10 s of work little more than 1 s holds Python's
+lock (OLMoE's layer, Triton 3.6). Kernels that few layers use come last.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
@@ -40,30 +40,32 @@ def warm_up(
     training: bool = True,
     threads: int | None = None,
 ) -> Future[int]:
-    """Begin to compile what routing, the router's losses and ``expert_mlp`` launch.
+    """Start to compile the kernels of routing, the router's losses and ``expert_mlp``.
 
-    What is launched in the meantime waits for its own kernel alone.
+    A kernel that is launched in the meantime waits for its own compilation alone.
 
     Args:
-        tokens: T of one call. Few kernels look at it, and only at its factors of 16.
-        hidden_size, ffn_hidden_size, num_experts, top_k: D, F, E and K. Where 4 does not divide E
-            the router's losses are compiled at their first use: the count they read lies unaligned.
+        tokens: T of one call. The tiles depend on T K / E, the rows per expert, and some kernels
+            on whether 16 divides T.
+        hidden_size, ffn_hidden_size, num_experts, top_k: D, F, E and K. If 4 does not divide E,
+            the router's losses are compiled at their first use: they read a count that is then not
+            aligned to 16 bytes.
         activation: a name from ``mb_kernels.activation``.
         dtype: of x and weights; the router's logits are fp32.
         bias_dtype: of the experts' biases, if they have some.
         score_function: of the router, "softmax" or "sigmoid".
         renormalize: as ``topk_softmax`` will be told.
         recompute: as ``expert_mlp`` will be told.
-        ranks: P ranks that share out the experts, P dividing E: then what they need to exchange
-            tokens is compiled too, but for the exchange itself, and E / P experts for the tokens of
-            all of them.
+        ranks: P, the number of ranks that the experts are spread over; it divides E. Above 1 the
+            kernels are for E / P experts and the tokens of all ranks, and those that prepare the
+            exchange of tokens are added (not the exchange itself).
         device: of the layer; None is the current GPU.
-        training: with the backward, else the forward alone, which saves nothing.
+        training: forward and backward; False: a forward that saves nothing for a backward.
         threads: None is one for each core.
 
     Returns:
-        A future of the number of kernels looked up or compiled, 0 on a device without kernels and
-        with a Triton that cannot be asked; its ``result()`` waits for all of them.
+        A future. Its ``result()`` waits for all kernels and is their number, compiled or found in
+        Triton's cache: 0 on a device without kernels, or if this Triton cannot compile ahead.
 
     Raises:
         ValueError: an unknown activation or score function; ranks that do not divide the experts.
@@ -85,7 +87,7 @@ def warm_up(
     from mb_kernels.runtime.registration import device_of
 
     with device_of(here), assume(partial(plan_on, here.device)), record() as launches:
-        sigmoid = score_function == "sigmoid"  # whose scores are chosen from in plain PyTorch
+        sigmoid = score_function == "sigmoid"  # then plain PyTorch chooses the experts
         if not sigmoid:
             rehearse_softmax(tokens, num_experts, top_k, renormalize)
         rehearse_bins(tokens, num_experts, top_k)
@@ -140,7 +142,7 @@ def rehearse_bins(tokens: int, experts: int, top_k: int) -> None:
 
 
 def rehearse_exchange(tokens: int, experts: int, top_k: int, ranks: int) -> None:
-    """Where tokens go between ranks, and which came, on tensors without memory."""
+    """``pack_routing`` and ``unpack_routing``, on tensors without memory."""
     from mb_kernels.exchange import routing_kernels as routing
 
     weights = _empty(tokens, top_k, dtype=torch.float32)
@@ -185,7 +187,10 @@ def rehearse_experts(
     training: bool = True,
     ranks: int = 1,
 ) -> None:
-    """``expert_mlp``, forward and backward, on tensors without memory; to ``ranks`` homes too."""
+    """``expert_mlp``, forward and backward, on tensors without memory.
+
+    With several ``ranks`` also such that results are stored on other ranks, see ``home_P``.
+    """
     from mb_kernels.expert_mlp import steps
 
     rows, columns = tokens * top_k, ffn * (2 if is_glu(activation) else 1)

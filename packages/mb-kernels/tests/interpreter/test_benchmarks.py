@@ -1,4 +1,4 @@
-"""What benchmarks call is called once, on small tensors: a GPU is too dear to find it broken."""
+"""Calls once, on small tensors, what benchmarks call, so that they do not break on a GPU."""
 
 import importlib
 import pathlib

@@ -3,10 +3,10 @@
     TRITON_INTERPRET=1 python packages/mb-kernels/tests/interpreter/test_fuzz.py FIRST COUNT
     python packages/mb-kernels/tests/interpreter/test_fuzz.py FIRST COUNT cuda
 
-runs that many seeds and prints those that fail; CI runs a few dozen. A draw is all a user may
-choose: sizes (none and one among them), dropped slots, capacity, dtypes, activation, biases, the
-bound on rows, what is kept, which inputs have gradients, where tensors lie in memory, and in whose,
-and how long indices are. On a GPU sizes are larger, as its tiles are.
+runs that many seeds and prints those that fail; CI runs a few dozen. Each seed draws everything
+that a user may choose: sizes (0 and 1 too), dropped slots, capacity, dtypes, activation, biases,
+the bound on rows, what is saved, which inputs have gradients, memory orders, and the width of
+indices. On a GPU sizes are larger, as its tiles are.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows, V vocabulary.
 """
@@ -106,14 +106,14 @@ class Dice:
         return dict(zip(names, bins, strict=True)), weights
 
     def expanded(self, t: torch.Tensor) -> torch.Tensor:
-        """Perhaps its first row, or number of a row, in place of all of them, in memory once."""
+        """Perhaps an expanded tensor instead, of its first entry along some dimension."""
         if not t.is_floating_point() or 0 in t.shape or t.ndim < 2 or self.sometimes(0.9):
             return t
         dim = self.choice.randrange(t.ndim)
         return t.narrow(dim, 0, 1).expand(t.shape)
 
     def somewhere(self, t: torch.Tensor) -> torch.Tensor:
-        """The same values, perhaps with gaps, in another order, or off 16 bytes."""
+        """The same values, perhaps with gaps in memory, in another order, or not aligned."""
         how = self.choice.choice(("here", "here", "gaps", "order", "transposed", "behind", "part"))
         if t.ndim > 1 and 0 in t.stride():
             return t  # stays expanded

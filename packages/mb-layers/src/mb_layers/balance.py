@@ -1,8 +1,8 @@
 """What a layer reports of its routing: the weighted auxiliary loss and the metrics.
 
-Routing balanced over micro-batches or the global batch takes `mb_kernels.router_losses`, three
-launches, with padding too; whatever else there is (sequences, a router of one's own) the
-definitions in `mb_layers.losses`.
+If the load is balanced over micro-batches or the global batch, `mb_kernels.router_losses` computes
+all of it in three launches, with padding too. Everything else (balance over sequences, a router of
+the user's own) takes the definitions in `mb_layers.losses`.
 
 Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 """
@@ -52,11 +52,12 @@ def router_losses(
             the global batch.
         mask_T: bool [T], the tokens that count; None: all.
         num_tokens: what the losses are divided by; None: the tokens that count.
-        probs_of_logits: `routed.probs_TE` are what `config.score_function` makes of the logits.
-        ids_are_experts: every id is an expert's or padding, so that the slots need no counting.
+        probs_of_logits: whether `routed.probs_TE` are `config.score_function` of the logits.
+        ids_are_experts: whether every id is an expert's, or -1 for padding. Otherwise the slots
+            that were meant for an expert have to be counted.
     """
     num_tokens = _one_number(num_tokens)
-    # An id of no expert, but for -1, was meant for one: its slot is dropped.
+    # An id that no expert has, other than -1, was meant for one: its slot counts as dropped.
     slots = None if ids_are_experts else (routed.expert_ids_TK != -1).sum()
     if probs_of_logits and config.balance_over != "sequence":
         assert routed.probs_TE is not None

@@ -150,7 +150,7 @@ class MoEConfig:
         if parse(self.activation).interleaved:  # raises for what is no activation
             raise ValueError(
                 "expected an activation whose gate lies over up in w1 and b1, got "
-                f"{self.activation!r}; leave interleaved out, and lay the rows out once"
+                f"{self.activation!r}; leave out `interleaved`, and reorder the rows of w1 and b1"
             )
         _check_choice("score_function", self.score_function, get_args(ScoreFunction))
         _check_choice("balance_over", self.balance_over, get_args(BalanceOver))

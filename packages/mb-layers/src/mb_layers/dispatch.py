@@ -1,9 +1,10 @@
-"""Where a token meets its experts: the one difference between `dMoE`, `MoE` and expert parallelism.
+"""Dispatchers bring tokens to their experts: the one part in which `dMoE`, `MoE` and expert
+parallelism differ.
 
-A dispatcher turns routed tokens into what the experts of this rank compute on, and its `combine`
-brings the result home. `LocalDispatcher` serves one process: it moves nothing, it only sorts the
-slots by expert, because `mb_kernels.expert_mlp` gathers and combines by itself. A dispatcher over
-several ranks exchanges rows in `dispatch` and `combine`, and the layer stays the same text.
+`dispatch` turns routed tokens into what the experts of this rank compute on, and `combine` brings
+the results back to the tokens. `LocalDispatcher` is for one process. It moves nothing and only
+sorts the slots by expert, because `mb_kernels.expert_mlp` gathers and combines by itself. A
+dispatcher over several ranks exchanges rows in both methods; the layer's code is the same.
 
 Letters: T tokens, D hidden, E experts, K top-k, N = T K slots, R rows or tokens on this rank.
 """
@@ -29,15 +30,15 @@ class Dispatched(NamedTuple):
     x_RD, weights_RK: tokens and their routing weights (fp32), for `expert_mlp` with `bins`.
     bins: slots sorted by the experts of this rank.
     tokens_per_expert_E: slots that this rank's tokens chose, for all E experts of the layer,
-        before capacity drops any. A slot of expert id -1 is none: a padded token's, say.
+        before capacity drops any. A slot with expert id -1 (padding, say) is not counted.
     kept_slots: scalar, how many of those slots survive capacity.
     state: whatever `combine` needs.
-    max_rows: the most slots that the experts of this rank can have got, for `expert_mlp`; None:
-        all of R K.
-    x_stays: False if the memory of x_RD is written again before the backward pass, so that the
-        experts have to keep what they will need of it.
-    home_P: where experts that can (`Experts.stores_home`) are to store their result instead of
-        returning it, see `mb_kernels.expert_mlp`. Others are never given any.
+    max_rows: an upper bound of the slots that the experts of this rank got, for `expert_mlp`; None:
+        R K.
+    x_stays: False if the memory of x_RD is overwritten before the backward pass, so that the
+        experts have to keep a copy.
+    home_P: addresses at which the experts store their result instead of returning it, see
+        `mb_kernels.expert_mlp`. None for experts that cannot (`Experts.stores_home`).
     """
 
     x_RD: Tensor
@@ -54,7 +55,7 @@ class Dispatched(NamedTuple):
 class TokenDispatcher(Protocol):
     """Moves tokens to the experts and back. Both methods are differentiable.
 
-    They are called with positions alone, so that yours may name its arguments as it likes.
+    They are called with positional arguments, so an implementation may name them as it likes.
     """
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, /) -> Dispatched:
@@ -116,8 +117,8 @@ class LocalDispatcher:
 def replaced(values: Values, **changes: Any) -> Values:
     """Return a NamedTuple with other values for some fields.
 
-    As its `_replace`, whose result the compiler of torch 2.11 loses at a break of the graph, which
-    an exchange between ranks is.
+    `_replace` does the same, but the compiler of torch 2.11 loses its result at a graph break, such
+    as an exchange between ranks.
     """
     return type(values)(**(values._asdict() | changes))
 
@@ -138,8 +139,9 @@ def capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: flo
 def as_ratio(capacity_factor: float) -> tuple[int, int]:
     """Return the fraction that a capacity factor means, (numerator, denominator).
 
-    It is short enough that its product with a number of slots fits int64. From 2**31 on, where an
-    expert takes any number of slots, factors are alike, and so are those below a millionth.
+    Numerator and denominator are small enough that products with a number of slots fit int64. For
+    that, factors above 2**31 (an expert then takes any number of slots) count as 2**31, and those
+    below a millionth as a millionth.
     """
     bounded = min(max(float(capacity_factor), 1e-6), 2.0**31)
     factor = Fraction(repr(bounded)).limit_denominator(1_000_000)

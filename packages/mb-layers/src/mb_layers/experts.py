@@ -32,9 +32,9 @@ from mb_layers.steps import expert_mlp_in_steps
 class _StackedMLP(nn.Module):
     """Parameters `w1`, `w2` and, with `bias`, `b1`, `b2` of `num_experts` networks.
 
-    working_copies: by parameter name, this rank's part of it in the dtype to compute with, taken in
-        its place. Whoever sets one keeps it equal and hands its gradient on
-        (`mb_parallel.optimizer.hold_working_copies`).
+    working_copies: by parameter name, a copy of this rank's part in the dtype to compute with, used
+        instead of the parameter. Whoever sets one keeps it equal to the parameter and passes its
+        gradient on (`mb_parallel.optimizer.hold_working_copies`).
     """
 
     b1: nn.Parameter | None
@@ -97,7 +97,7 @@ class _StackedMLP(nn.Module):
         num_experts = bins.offsets_E1.shape[0] - 1
         parts = self._parts(num_experts) if self._in_parts() else None
         if not x_stays and (parts is not None or config.mlp_impl == "sparse"):
-            x_RD = x_RD.clone()  # the fused op keeps less, and by itself
+            x_RD = x_RD.clone()  # the fused op copies by itself, if it has to
         if parts is not None:
             return self._run_in_steps(x_RD, parts, bins, weights_RK)
         w1, w2, b1, b2 = self.local_parameters(num_experts)
@@ -122,9 +122,9 @@ class _StackedMLP(nn.Module):
         )
 
     def stores_home(self) -> bool:
-        """Whether `run` takes `home_P`: it is `mb_kernels.expert_mlp` and nothing else.
+        """Whether `run` takes `home_P`: it calls `mb_kernels.expert_mlp`, and nothing after it.
 
-        Nor is there a hook, which would see NaN.
+        Hooks rule it out, because they would see NaN as the output.
         """
         watched = self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
         fused = self.config.mlp_impl == "grouped" and not self._in_parts() and not watched
@@ -142,9 +142,9 @@ class _StackedMLP(nn.Module):
         return [None if w is None else to_plain(w, num_experts) for w in weights]
 
     def _parts(self, num_experts: int) -> tuple[Any, ...] | None:
-        """The weights with their adapters apart, if they have some and there are steps for them.
+        """The weights and their adapters unmerged, if there are any and they run step by step.
 
-        Otherwise the adapters are merged, as whoever asks for `self.w1` gets them.
+        Otherwise None: the weights are then read as `self.w1`, with their adapters merged.
         """
         config = self.config
         w1, w2 = weight_of(self, "w1"), weight_of(self, "w2")
@@ -175,14 +175,14 @@ class _StackedMLP(nn.Module):
 
 
 class _OfThisModule(dict[str, Tensor]):
-    """Left behind when its module is copied or pickled: nobody would keep the tensors equal."""
+    """Empty in a copied or pickled module: nobody would keep the copy's tensors equal."""
 
     def __reduce__(self) -> tuple[type[_OfThisModule], tuple[()]]:
         return _OfThisModule, ()
 
 
 class _Activation(torch.autograd.Function):
-    """An activation in fp32 that keeps just the pre-activations, in the dtype they have."""
+    """An activation in fp32 that saves only the pre-activations, in the dtype they have."""
 
     @staticmethod
     def forward(ctx: Any, h_NF: Tensor, activation: str) -> Tensor:
@@ -309,9 +309,11 @@ def to_plain(weight: Tensor, num_experts: int) -> Tensor:
 def cast_alike(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """Return x and the weights in the dtype to compute in: autocast's if it is on, else that of x.
 
-    So fp32 master weights serve bf16 activations, and get fp32 gradients.
+    So fp32 master weights serve bf16 activations, and get fp32 gradients. Autocast leaves fp64 as
+    it is, as in torch's own layers.
     """
     dtype = x.dtype
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+    wide = dtype == torch.float64
+    if not (wide or x.is_meta) and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(t if t.dtype == dtype else t.to(dtype) for t in (x, *weights))

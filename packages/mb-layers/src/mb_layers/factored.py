@@ -1,10 +1,10 @@
-"""Experts' weights that are more than a tensor: low-rank adapters, frozen weights in few bits.
+"""Experts' weights in several parts: low-rank adapters, and frozen weights in few bits.
 
-A weight W + s B A is never formed: its product with the rows is x W^T + s (x A^T) B^T, two grouped
-products of rank r beside the frozen one. A `FrozenWeight` in 4 or 8 bits is decoded for a product
-and let go of, again in the backward pass. Adapters are torch parametrizations of the stacked
-weights, so that everything else (state dicts, copies, code that asks for `experts.w1`) sees what it
-expects; those that PEFT puts on with `target_parameters` are recognised by the same attributes.
+A weight W + s B A is never formed. Its product with the rows is x W^T + s (x A^T) B^T: two grouped
+products of rank r besides that with the frozen weight. A `FrozenWeight` in 4 or 8 bits is decoded
+for each product and freed after it, in the backward pass too. Adapters are torch parametrizations
+of the stacked weights, so that state dicts, copies and code that reads `experts.w1` work as usual.
+PEFT's adapters (`target_parameters`) have the same attributes and are treated alike.
 
     add_lora(layer.experts, rank=8, alpha=16)      # freezes w1 and w2, trains the adapters
     merge_lora(layer.experts)                      # adds them to the weights
@@ -144,8 +144,10 @@ def _config_of(experts: nn.Module) -> Any:
 
 
 def base_of(module: nn.Module, name: str) -> tuple[Any, list[Any]]:
-    """A module's weight without what is put on it, and the parametrizations that are. None for the
-    first, if that is several tensors: weight_norm's are original0, original1."""
+    """A module's weight before parametrization, and the list of its parametrizations.
+
+    The weight is None if a parametrization keeps it as several tensors, as weight_norm does.
+    """
     if not parametrize.is_parametrized(module, name):
         return module._parameters.get(name), []
     parametrizations: Any = module.parametrizations
@@ -166,36 +168,36 @@ def weight_of(module: nn.Module, name: str) -> Tensor | Factored:
     return Factored(base, tuple(LowRank(a.lhs, a.rhs, a.scaling) for a in adapters))
 
 
-class Form(NamedTuple):
-    """What a weight is apart from its tensors."""
+class WeightSpec(NamedTuple):
+    """What `flatten` keeps of a weight besides its tensors."""
 
     factored: bool
     frozen: tuple[int, torch.dtype] | None
     scalings: tuple[float, ...]
 
 
-def flatten(weight: Tensor | Factored) -> tuple[Form, list[Tensor]]:
-    """Take a weight apart into its form and its plain tensors, the base's before the adapters'."""
+def flatten(weight: Tensor | Factored) -> tuple[WeightSpec, list[Tensor]]:
+    """Take a weight apart into a spec and plain tensors, the base's before the adapters'."""
     if isinstance(weight, Tensor):
-        return Form(False, None, ()), [weight]
+        return WeightSpec(False, None, ()), [weight]
     base = weight.base
     frozen, tensors = None, [base]
     if isinstance(base, FrozenWeight):
         frozen, tensors = (base.bits, base.dtype), [base.codes, base.scales]
     for lhs, rhs, _ in weight.added:
         tensors += (lhs, rhs)
-    return Form(True, frozen, tuple(added.scaling for added in weight.added)), tensors
+    return WeightSpec(True, frozen, tuple(added.scaling for added in weight.added)), tensors
 
 
-def unflatten(form: Form, tensors: Sequence[Tensor]) -> Tensor | Factored:
+def unflatten(spec: WeightSpec, tensors: Sequence[Tensor]) -> Tensor | Factored:
     """The inverse of `flatten`."""
     base, *added = tensors
-    if not form.factored:
+    if not spec.factored:
         return base
-    if form.frozen is not None:
+    if spec.frozen is not None:
         scales, *added = added
-        base = FrozenWeight(base, scales, *form.frozen)
-    pairs = zip(added[::2], added[1::2], form.scalings, strict=True)
+        base = FrozenWeight(base, scales, *spec.frozen)
+    pairs = zip(added[::2], added[1::2], spec.scalings, strict=True)
     return Factored(base, tuple(LowRank(*parts) for parts in pairs))
 
 
@@ -211,7 +213,7 @@ def map_weight(weight: Tensor | Factored, fn: Callable[[Tensor], Tensor]) -> Ten
 def grouped_linear(
     x_NC: Tensor, weight: Tensor | Factored, offsets_E1: Tensor, *, transpose_weight: bool = True
 ) -> Tensor:
-    """`mb_kernels.grouped_gemm` with a weight in parts, all of x's dtype but the codes."""
+    """`mb_kernels.grouped_gemm` with a weight in parts. All but codes and scales have x's dtype."""
     if isinstance(weight, Tensor):
         return mb_kernels.grouped_gemm(x_NC, weight, offsets_E1, transpose_weight=transpose_weight)
     base = weight.base
@@ -263,7 +265,7 @@ def grouped_outer(a_NR: Tensor, b_NC: Tensor, offsets_E1: Tensor) -> Tensor:
 
 
 def _padded(added: LowRank) -> LowRank:
-    """Widened with zeros to a rank that kernels take as it is: once, not at every product."""
+    """Pad an adapter with zeros to a rank that kernels take, instead of at every product."""
     more = -added.lhs.shape[2] % 16
     if not more:
         return added
@@ -271,7 +273,7 @@ def _padded(added: LowRank) -> LowRank:
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Rows times a weight in codes, which alone are kept for the backward pass."""
+    """Rows times a weight in codes; of these two only the codes are kept for the backward pass."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,11 @@
 """Frozen weights in 4 or 8 bits, as tensors.
 
 `FrozenWeight` is a tensor of the weight's shape and dtype that holds codes and scales. The experts
-here multiply by it without keeping it decoded (`mb_layers.factored`); to every other operation it
-is the decoded weight, and what is written into it is rounded. So whatever takes a parameter takes
-it: state dicts, copies, casts, and PEFT's `target_parameters`, whose merge rounds the sum to the
-same number of bits. A part or view of it (`weight[0]`) is a decoded copy: `weight[0] = x` writes
-into the weight, `weight[0].copy_(x)` does not.
+of this package multiply by it without keeping it decoded (`mb_layers.factored`). Every other
+operation sees the decoded weight, and what is written into it is rounded. So it works wherever a
+parameter does: in state dicts, copies, casts, and with PEFT's `target_parameters`, whose merge
+rounds the sum to the same number of bits. A part or view of it (`weight[0]`) is a decoded copy:
+`weight[0] = x` writes into the weight, `weight[0].copy_(x)` does not.
 
 Letters: E experts, R rows and C columns of a weight.
 """

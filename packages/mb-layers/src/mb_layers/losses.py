@@ -5,12 +5,12 @@ The load-balancing loss is MegaBlocks' (Switch Transformer, arXiv 2101.03961, eq
     E / (K T) * sum_e n_e * mean_t p_te
 
 with n_e the slots routed to expert e and p_te the router's probabilities. It is 1 when the experts'
-load is equal, and also near 1 whatever the load where all probabilities are near 1/E: the metric
-`load_imbalance` tells, not this loss. A model's auxiliary loss is the mean over its MoE layers of
-the weighted losses, where Switch has their sum: alpha over L layers is its alpha / L.
+load is equal. It is also near 1 when all probabilities are near 1/E, whatever the load: to see how
+even the load is, look at the metric `load_imbalance`. A model's auxiliary loss is the mean over its
+MoE layers of the weighted losses. Switch has the sum, so alpha for L layers is alpha / L there.
 
-Over what the load n_e is counted is a choice (`MoEConfig.balance_over`). The counts carry no
-gradient, and the loss is linear in p, so the mean over micro-batches and ranks of
+The load n_e is counted over what `MoEConfig.balance_over` says. The counts carry no gradient, and
+the loss is linear in p, so the mean over micro-batches and ranks of
 
     E / (K T_global) * sum_e n_e^global * mean_t p_te^local
 
@@ -18,8 +18,8 @@ is the loss of the global batch exactly (arXiv 2501.11873): only counts are exch
 
 The z-loss (ST-MoE, arXiv 2202.08906, eq. 5) is the mean of logsumexp(logits)^2.
 
-These are the definitions. Where it can a layer calls `mb_kernels.router_losses`, the same numbers
-in three launches.
+These are the definitions. A layer gets the same numbers from `mb_kernels.router_losses`, in three
+launches, where that is possible.
 
 Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 """
@@ -174,7 +174,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def in_backward() -> bool:
     """Whether a backward pass is under way: a forward is then a checkpoint's recomputation."""
-    if torch.compiler.is_compiling():  # a graph is traced forward, and cannot ask
+    if torch.compiler.is_compiling():  # tracing is always a forward pass, and could not ask
         return False
     return torch._C._current_graph_task_id() != -1
 

@@ -1,4 +1,4 @@
-"""What a model of several MoE layers needs around its forward pass.
+"""For models of several MoE layers: their losses and metrics together, and layers used as MLPs.
 
     with collect(model) as moe:
         logits = model(tokens)
@@ -97,7 +97,7 @@ def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
 def collect(model: nn.Module) -> Generator[Collected]:
     """Collect what every `dMoE` and `MoE` in `model` returns while the context is open.
 
-    For models called as they are: a compiled model has its hooks compiled in, or not.
+    Not for compiled models: their hooks are fixed when they are compiled.
     """
     layers = moe_layers(model)
     collected = Collected(layers)

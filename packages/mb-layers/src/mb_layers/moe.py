@@ -36,8 +36,8 @@ class MoEOutput(NamedTuple):
     metrics: detached tensors on the device, reading one is the only sync:
         tokens_per_expert [E] int32: slots routed to each expert, before capacity;
         load_balancing_loss, z_loss: unweighted;
-        dropped_fraction: share of the slots that no expert computed: what capacity dropped, and
-            ids of a router of one's own that are no expert's;
+        dropped_fraction: share of the slots that no expert computed: those beyond capacity, and
+            those to which a router of your own gave an id that no expert has;
         load_imbalance: the fullest expert's load over the mean load, 1 when balanced;
         router_entropy: mean entropy of the router's probabilities in nats, log(E) when uniform.
     """
@@ -133,22 +133,22 @@ class MoELayer(nn.Module):
         valid_tokens: Tensor | float | None = None,
         routing: Tensor | RouterOutput | None = None,
     ) -> MoEOutput:
-        """Run x [..., D] through the layer; leading dimensions are tokens, zero of them is fine.
+        """Run x [..., D] through the layer. Leading dimensions are tokens; there may be none.
 
-        The experts compute in x's dtype (autocast's under autocast) whatever the dtype of the
-        parameters, the router and the losses in fp32. y has the dtype that the experts compute in.
+        The experts compute in x's dtype (autocast's under autocast, except for fp64) whatever the
+        dtype of the parameters, the router and the losses in fp32. y has the experts' dtype.
 
         Args:
             x: [..., D].
             mask: [...], bool or integer, nonzero for real tokens as in `attention_mask`. Padding
-                visits no expert, enters no count, no capacity, no exchange and no loss, and its
-                output is 0. Losses are means over the real tokens.
+                visits no expert and its output is 0. It is not counted, neither in metrics nor for
+                capacity, not exchanged, and in no loss: losses are means over the real tokens.
             valid_tokens: divide the losses by this number of tokens, a number or a scalar tensor.
                 Ranks, or micro-batches, with uneven numbers of real tokens pass the mean of these
                 numbers: then the mean of their losses is the loss of all tokens together.
-            routing: integer expert ids [..., K] chosen elsewhere, -1 for none, to which the router
-                gives the weights (replaying a rollout's routing, hashing). Or a whole
-                `RouterOutput`: then the router does not run.
+            routing: integer expert ids [..., K] chosen elsewhere (a rollout's routing, a hash), -1
+                for none; the router still gives the weights. Or a whole `RouterOutput`: then the
+                router does not run.
 
         Raises:
             ValueError: x of another width or dtype, a mask or routing of another shape or dtype,
@@ -274,7 +274,7 @@ def _flat_ids(expert_ids: Tensor, x: Tensor, top_k: int) -> Tensor:
 
 
 def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
-    """Refuse what is not a decision for these tokens; of weights and ids the kernels see to it."""
+    """Refuse what is no routing of these tokens. Kernels check the shapes of weights and ids."""
     if not isinstance(routed, RouterOutput):
         raise ValueError(f"expected a router that returns a RouterOutput, got {_described(routed)}")
     for name in ("probs_TE", "logits_TE"):

@@ -1,9 +1,9 @@
-"""The routing of one run of a model, recorded and replayed in another.
+"""Records the routing of one run of a model and replays it in another.
 
-In reinforcement learning the engine that generates and the one that trains choose other experts for
-some tokens, from rounding alone, and the update is then not of the policy that acted. Rollout
-routing replay (R3, arXiv 2510.11370) trains through the experts of the rollout; the router still
-gives the weights, and gets its gradient.
+In reinforcement learning, rounding makes the engine that generates and the one that trains choose
+different experts for some tokens. The update is then not of the policy that acted. Rollout routing
+replay (R3, arXiv 2510.11370) trains through the experts of the rollout; the router still gives the
+weights, and gets its gradient.
 
     with record_routing(policy) as routing:
         policy.generate(prompt)
@@ -165,8 +165,9 @@ class _Forced:
                 "expected the backward pass inside replay_routing, got a layer recomputed outside, "
                 "which would choose its experts anew; move loss.backward() into the context"
             )
-        # A new pass: nothing of the old one will be recomputed. The layer may be a copy of ours. A
-        # graph cannot remove hooks, the next pass outside of one does.
+        # A new pass, so nothing of the old one will be recomputed: the hook removes itself, from
+        # this layer, which may be a copy. Not in a compiled graph, which cannot remove hooks; the
+        # next pass outside of one does.
         if not torch.compiler.is_compiling():
             layer._forward_pre_hooks.pop(self.id, None)
             layer._forward_pre_hooks_with_kwargs.pop(self.id, None)

@@ -1,8 +1,8 @@
-"""From a routing to the routed experts' output: the forms of routing that one dispatch serves.
+"""Computes the output of the routed experts, for every kind of routing.
 
-Usually a token has K slots and the weights are on the experts' outputs. Here the other forms are
-brought to it: experts that chose their tokens, weights on the experts' inputs, and experts that
-return what they are given.
+Usually a token has K slots, and its weights scale the experts' outputs. Dispatchers and experts
+know only this kind. Here three others are reduced to it: experts that choose their tokens, weights
+that scale the experts' inputs, and zero experts, which return their token.
 
 Letters: T tokens, D hidden, E experts, Z zero experts, K top-k, N rows of a routing by experts.
 """
@@ -28,8 +28,8 @@ def run_routed(
 ) -> tuple[Tensor, Dispatched]:
     """Return y_TD, the weighted sum over each token's experts, and what was dispatched.
 
-    With zero experts `tokens_per_expert_E` has their counts behind the others', and their slots
-    are among `kept_slots`.
+    With zero experts, `tokens_per_expert_E` ends with their counts, and `kept_slots` includes their
+    slots.
     """
     weights_TK, ids_TK = routed.weights_TK, routed.expert_ids_TK
     rows_TD = x_TD if routed.token_ids_N is None else x_TD[routed.token_ids_N]
@@ -62,7 +62,7 @@ def _weigh_inputs(
     dispatcher: TokenDispatcher,
     experts: Experts,
 ) -> tuple[Tensor, Dispatched]:
-    """One row per slot, the token times its weight; the outputs are summed as they are."""
+    """Dispatch a row per slot, the token times its weight; sum the outputs with weights of 1."""
     top_k = ids_TK.shape[1]
     rows_ND = (x_TD[:, None] * weights_TK[..., None]).to(x_TD.dtype).flatten(0, 1)
     ones_N1 = torch.ones_like(weights_TK).view(-1, 1)

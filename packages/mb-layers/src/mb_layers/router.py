@@ -186,7 +186,7 @@ class Router(nn.Module):
         return torch.sigmoid(logits_TE), torch.softmax(F.logsigmoid(logits_TE), dim=-1)
 
     def choice(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-        """Return what the best K are chosen by, [T, E]: the scores, the bias added."""
+        """Return the scores plus bias, [T, E], by which the best K are chosen."""
         if self.balancing_bias is not None:
             scores_TE = scores_TE + at_least_fp32(self.balancing_bias)
         if self.config.num_expert_groups is not None:
@@ -194,7 +194,7 @@ class Router(nn.Module):
         return scores_TE
 
     def weights(self, chosen_TK: Tensor) -> Tensor:
-        """Return the weights [T, K] that chosen experts' scores make."""
+        """Return the routing weights [T, K] from the chosen experts' scores."""
         config = self.config
         if not config.renormalize:
             return chosen_TK
@@ -256,10 +256,10 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
 
 
 def _not_zero(sums_T1: Tensor) -> Tensor:
-    """What to divide scores by: a token's can all underflow to 0, or belong to no expert.
+    """Sums to divide scores by, at least 1e-20 as in DeepSeek-V3.
 
-    1e-20 is nothing beside a sum that counts, as in DeepSeek-V3, and a gradient divided by it is
-    still a number, which what it came from takes back to 0.
+    A token's sum is 0 if all its scores underflow or none belongs to an expert. Divided by 1e-20
+    the gradient is still finite, and what it is multiplied by makes it 0.
     """
     return sums_T1.clamp(min=1e-20)
 
@@ -271,7 +271,7 @@ def _top_ids(scores_TE: Tensor, k: int) -> Tensor:
 
 def linear_fp32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """Return x @ w^T in fp32 (fp64 if one of them is), whatever the dtypes of x and w."""
-    # The kernels behind it say the same; torch would ask for a method of ours instead.
+    # The kernels raise the same error, but torch would complain first that a method is missing.
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "expected first derivatives by backward() or torch.autograd.grad, got a transform of "

@@ -1,7 +1,7 @@
-"""Other ways to choose: expert choice, Sinkhorn balance, noisy top-k.
+"""Routers that choose in other ways: expert choice, Sinkhorn balance, noisy top-k.
 
-Each is a `Router` to give to a layer: `dMoE(config, router=SinkhornRouter(config))`. They choose
-experts by other rules; the weights get their gradient as with `Router`.
+Give one to a layer: `dMoE(config, router=SinkhornRouter(config))`. Only the choice of experts
+differs; the weights get their gradient as with `Router`.
 
 Letters: T tokens, D hidden, E experts, K top-k, C tokens an expert takes, N = E C.
 """
@@ -155,10 +155,10 @@ class NoisyTopKRouter(Router):
 
 
 def _refuse(name: str, config: MoEConfig, **required: object) -> None:
-    """Raise for fields that this router has no meaning for, which it would ignore in silence."""
+    """Raise for fields that have no meaning for this router and would be ignored silently."""
     for field, value in required.items():
         if getattr(config, field) != value:
             raise ValueError(
-                f"expected {field}={value} for {name}, which cannot honour it; "
+                f"expected {field}={value} for {name}, which would ignore it; "
                 f"got {getattr(config, field)!r}"
             )

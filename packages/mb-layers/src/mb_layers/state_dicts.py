@@ -1,8 +1,8 @@
-"""Moving weights between layouts by rename, with every tensor accounted for.
+"""Moves weights between layouts, and makes sure that no tensor is lost.
 
-A converter that skips the names it does not know loses weights in silence. Here a layout is a list
-of rules, one per target tensor, and `translate` insists that every tensor of the source is used
-exactly once and that every tensor of the target is built, or raises an error that lists the rest.
+A converter that skips names it does not know loses weights silently. Here a layout is a list of
+rules, one for each target tensor. `translate` checks that every tensor of the source is used
+exactly once and every tensor of the target is built; otherwise its error lists the others.
 """
 
 from __future__ import annotations

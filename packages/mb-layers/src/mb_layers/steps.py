@@ -1,9 +1,10 @@
-"""The expert computation put together from products, for experts that the fused op does not know.
+"""The expert MLP step by step, for experts that the fused op cannot compute.
 
-Gates that nobody recognises, weights in parts (`mb_layers.factored`), a norm behind each expert.
-Put together by plain autograd it would keep four tensors of rows, of T K D and T K F elements. Kept
-are x and the pre-activations, as by the fused op: in the backward pass rows are gathered again and
-activated again, and the gradient of a routing weight needs no output of the experts, for
+These have a gate that is not recognised, weights in parts (`mb_layers.factored`), or a norm after
+each expert. With plain autograd such experts would save four tensors of rows, of T K D and T K F
+elements. Here only x and the pre-activations are saved, as by the fused op: the backward pass
+gathers and activates rows again, and computes the gradients of routing weights without the experts'
+outputs, by
 
     <do, W2 a + b2> = <W2^T do, a> + <do, b2>
 
@@ -23,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from mb_layers.factored import (
     Factored,
-    Form,
+    WeightSpec,
     flatten,
     grouped_linear,
     grouped_outer,
@@ -57,16 +58,16 @@ def expert_mlp_in_steps(
         activate: maps the pre-activations [N, rows] to [N, F].
         b1, b2: biases per expert, [E, rows] and [E, D].
         after: applied to each expert's output [N, D] before it is weighted.
-        learned: `activate` has parameters, whose gradients plain autograd must see.
+        learned: `activate` has parameters of its own, which get their gradients by plain autograd.
     """
     # A compiled graph chooses by itself what to keep.
     if after is None and not learned and not torch.compiler.is_compiling():
-        form1, tensors1 = flatten(w1)
-        form2, tensors2 = flatten(w2)
+        spec1, tensors1 = flatten(w1)
+        spec2, tensors2 = flatten(w2)
         top_k = weights_TK.shape[1]
-        h = _FromTokens.apply(x_TD, bins, top_k, form1, transpose_weight, b1, *tensors1)
+        h = _FromTokens.apply(x_TD, bins, top_k, spec1, transpose_weight, b1, *tensors1)
         return _ToTokens.apply(
-            h, weights_TK, bins, activate, form2, transpose_weight, b2, *tensors2
+            h, weights_TK, bins, activate, spec2, transpose_weight, b2, *tensors2
         )
     rows_ND = mb_kernels.gather(x_TD, bins, weights_TK.shape[1])
     a_NF = activate(_linear(rows_ND, w1, b1, bins, transpose_weight))
@@ -83,21 +84,21 @@ class _FromTokens(torch.autograd.Function):
         x_TD: Tensor,
         bins: Bins,
         top_k: int,
-        form: Form,
+        spec: WeightSpec,
         transpose_weight: bool,
         bias: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x_TD, *bins, *tensors)
-        ctx.top_k, ctx.form, ctx.transpose_weight = top_k, form, transpose_weight
+        ctx.top_k, ctx.spec, ctx.transpose_weight = top_k, spec, transpose_weight
         rows_ND = mb_kernels.gather(x_TD, bins, top_k)
-        return _linear(rows_ND, unflatten(form, tensors), bias, bins, transpose_weight)
+        return _linear(rows_ND, unflatten(spec, tensors), bias, bins, transpose_weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh_NM: Tensor) -> tuple[Any, ...]:
         x_TD, *saved = ctx.saved_tensors
-        bins, weight = Bins(*saved[:4]), unflatten(ctx.form, saved[4:])
+        bins, weight = Bins(*saved[:4]), unflatten(ctx.spec, saved[4:])
         wants_x, _, _, _, _, wants_bias, *wanted = ctx.needs_input_grad
         dx_TD = d_bias = None
         if wants_x:
@@ -127,14 +128,14 @@ class _ToTokens(torch.autograd.Function):
         weights_TK: Tensor,
         bins: Bins,
         activate: Activate,
-        form: Form,
+        spec: WeightSpec,
         transpose_weight: bool,
         bias: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(h_NM, weights_TK, bias, *bins, *tensors)
-        ctx.activate, ctx.form, ctx.transpose_weight = activate, form, transpose_weight
-        weight = unflatten(form, tensors)
+        ctx.activate, ctx.spec, ctx.transpose_weight = activate, spec, transpose_weight
+        weight = unflatten(spec, tensors)
         y_ND = _linear(activate(h_NM), weight, bias, bins, transpose_weight)
         return mb_kernels.combine(y_ND, bins, weights_TK)
 
@@ -142,7 +143,7 @@ class _ToTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do_TD: Tensor) -> tuple[Any, ...]:
         h_NM, weights_TK, bias, *saved = ctx.saved_tensors
-        bins, weight = Bins(*saved[:4]), unflatten(ctx.form, saved[4:])
+        bins, weight = Bins(*saved[:4]), unflatten(ctx.spec, saved[4:])
         wants_h, wants_weights, _, _, _, _, wants_bias, *wanted = ctx.needs_input_grad
         with torch.enable_grad():
             h_NM = h_NM.detach().requires_grad_()
@@ -185,13 +186,13 @@ def _linear(
 
 
 def _bias_rows(bias_EM: Tensor, bins: Bins) -> Tensor:
-    """Each row's expert's bias, [N, M]; rows of dropped slots get some bias, nobody reads them."""
+    """The bias of each row's expert, [N, M]. Rows of dropped slots get any; they are not used."""
     rows_N = torch.arange(bins.order_N.shape[0], device=bias_EM.device, dtype=torch.int32)
     expert_N = torch.searchsorted(bins.offsets_E1[1:], rows_N, right=True)
     return bias_EM[expert_N.clamp(max=bias_EM.shape[0] - 1)]
 
 
 def _sums(rows_NM: Tensor, bins: Bins) -> Tensor:
-    """Each expert's sum over its rows, [E, M]: a product with ones, of which kernels take 16."""
+    """Each expert's sum over its rows, [E, M], by a product with 16 columns of ones."""
     ones_N16 = rows_NM.new_ones(rows_NM.shape[0], 16)
     return grouped_outer(ones_N16, rows_NM, bins.offsets_E1)[:, 0]

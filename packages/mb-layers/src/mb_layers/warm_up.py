@@ -1,4 +1,4 @@
-"""A layer's kernels compiled beside one another, before its first call."""
+"""Compiles a layer's kernels in parallel, before its first call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def warm_up(
     ranks: int = 1,
     device: torch.device | str | None = None,
 ) -> Future[int]:
-    """Begin to compile what a layer launches in training.
+    """Start to compile the kernels that a layer launches in training.
 
     Args:
         config: of the layer.
@@ -35,7 +35,7 @@ def warm_up(
         than experts.
     """
     alone = config.mlp_impl == "grouped" and config.saved_activation_bits is None
-    if not alone or config.num_experts % ranks:
+    if not alone or config.num_experts % max(ranks, 1):  # ranks below 1 are refused below
         nothing: Future[int] = Future()
         nothing.set_result(0)
         return nothing

@@ -1,8 +1,8 @@
 """Triton kernel of ``mb_kernels.adamw_step``: a program takes a block of one tensor.
 
-One launch serves up to 512 tensors. Which tensor a program works on it finds in a table of
-addresses and of the programs that each tensor takes, so a step of a whole model is one launch per
-combination of dtypes. Addresses are 64-bit, a tensor may have any number of elements.
+One launch serves up to 512 tensors. A program finds its tensor in a table of addresses and of how
+many programs each tensor takes. So a step of a whole model is one launch per combination of dtypes
+and 512 tensors. Addresses are 64-bit: a tensor may have any number of elements.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def adamw_kernel(
     todo = tl.where(tl.load(found_inf_ptr) != 0, 0, todo)
     if ALIGNED:
         todo = (todo >> 4) * 16
-    # Of three divisions an element two are by numbers of the step: products with their inverse.
+    # Two of an element's three divisions are by numbers of the step: multiply by their inverses.
     grad_factor = 1.0 / tl.load(grad_scale_ptr)
     rates_ptr += 3 * tl.load(table_ptr + 6 * N + tensor)
     size = tl.load(rates_ptr)
@@ -149,7 +149,7 @@ def adamw_step(
                 N=found.shape[1],
                 BLOCK=_BLOCK,
             )
-    # The kernel writes behind autograd's back; what counts writes is to know.
+    # Autograd does not see the kernel's writes, so its version counters are raised here.
     written = (*weights, *exp_avgs, *exp_avg_sqs, *(copy for copy in copies if copy is not None))
     torch.autograd.graph.increment_version(written)
 

@@ -1,9 +1,9 @@
 """The block-sparse products on Hopper: operands and results through tensor descriptors.
 
-Same products as ``pointers``, for matrices that descriptors can describe. Both kernels are
-persistent, and the loop over tiles and the loop over a tile's contraction are one, see
-``language.tiles``: the loads of the next tile run while the last one is stored. Short contractions,
-as in the gradients of experts with few rows, gain a third by it.
+The same products as in ``pointers``, for matrices that descriptors can describe. Both kernels are
+persistent and have one loop for all tiles and their contractions (see ``language.tiles``), so that
+the loads of the next tile run while the last one is stored. This makes short contractions, as in
+the gradients of experts with few rows, a third faster.
 
 Letters: B = 128, C blocks stored, R block rows, G matrices in a stack, TN, TK a tile.
 """

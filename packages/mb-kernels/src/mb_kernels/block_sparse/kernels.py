@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mb_kernels.block_sparse.descriptors import dsd_tma_kernel, sdd_tma_kernel
 from mb_kernels.block_sparse.pointers import dsd_kernel, sdd_kernel
 from mb_kernels.block_sparse.reference import BLOCK, Topology
+from mb_kernels.runtime.checks import require_countable
 from mb_kernels.runtime.descriptors import matrices
 from mb_kernels.runtime.launch import cdiv, launch
 from mb_kernels.runtime.plan import plan_of
@@ -33,6 +34,7 @@ def sdd(a: Tensor, b: Tensor, *topology: Tensor) -> Tensor:
     if all(_describable(x) for x in (a, b, data)):
         _sdd_tma(data, a, b, *indices, column_order=_column_order(t))
         return data
+    _require_near(a, b)
     tile = _tile("sdd", a)
     launch(
         sdd_kernel,
@@ -83,6 +85,7 @@ def dsd(data: Tensor, b: Tensor, *topology_and_layout: Any) -> Tensor:
     if all(_describable(x) for x in (data, b, out)):
         _dsd_tma(out, data, b, *indices, transposed=transposed)
         return out
+    _require_near(b, out)
     tile = _tile("dsd", data)
     tiles = block_rows * (BLOCK // tile.block_m) * cdiv(b.shape[2], tile.block_n)
     launch(
@@ -131,9 +134,21 @@ def empty_stack(like: Tensor, groups: int, rows: int, columns: int, column_major
 
 def _addressable(x: Tensor) -> Tensor:
     """x itself if each matrix of the stack is row- or column-major, else a copy that is."""
+    require_countable("rows or columns of a dense matrix", max(x.shape[1:]))
     if 1 in x.stride()[1:] and 0 not in x.stride()[1:]:
         return x
     return x.contiguous()
+
+
+def _require_near(*stacks: Tensor) -> None:
+    """ValueError unless offsets within a tile, of at most 128 rows and columns, fit 32 bits."""
+    for x in stacks:
+        if max(x.stride()[1:]) >= 2**24:
+            raise ValueError(
+                "expected a dense matrix whose rows and columns lie fewer than 2**24 elements "
+                f"apart; got {tuple(x.shape)} with strides {x.stride()}. Use the other memory "
+                "order, x.mT.contiguous().mT, or split it."
+            )
 
 
 def _column_order(t: Topology) -> bool:

@@ -1,10 +1,11 @@
 """Device code of the block-sparse products; ``mb_kernels.block_sparse.kernels`` launches it.
 
-Two products serve all: ``sdd`` computes the blocks a topology names, ``dsd`` sums a row of blocks
-times dense rows; transposes and ``dds`` are these with other strides. Every pointer is a 64-bit
-scalar base plus small 32-bit offsets within the tile: no index overflows however many rows there
-are, and AMD's compiler can use buffer loads. Hopper has kernels of its own, ``descriptors``,
-and comes here in fp32 and for odd sizes.
+There are two kernels: ``sdd`` computes the blocks a topology names, ``dsd`` sums a row of blocks
+times dense rows. Transposes and ``dds`` are the same with other strides. Every pointer is a 64-bit
+scalar base plus 32-bit offsets within the tile, which AMD's compiler can turn into buffer loads.
+Offsets within a tile reach over 128 rows and columns: ``block_sparse.kernels`` refuses strides for
+which they would overflow. Hopper uses the kernels in ``descriptors``, and these in fp32 and for
+odd sizes.
 
 Letters: B = 128, C blocks stored, R block rows, G matrices in a stack, TM, TN, TK a tile.
 """

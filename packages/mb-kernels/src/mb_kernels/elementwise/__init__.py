@@ -1,1 +1,1 @@
-"""Activations of rows between two products, where no product's epilogue does them."""
+"""Activations of rows as ops of their own, where they are no part of a matrix product."""

@@ -1,4 +1,4 @@
-"""Rows to and from other ranks' memory, by kernels: the engine of the peer dispatcher."""
+"""Kernels that store rows in other ranks' memory, for mb-parallel's peer dispatcher."""
 
 from mb_kernels.exchange.memory import Layout as Layout
 from mb_kernels.exchange.memory import PeerMemory as PeerMemory

@@ -53,8 +53,8 @@ def push_kernel(
     programs = tl.num_programs(0)
     peer_P = tl.arange(0, PEERS)
     count_P = tl.load(counts_ptr + peer_P, mask=peer_P < P, other=0)
-    # Blocks of rows go to the peers by turns, this rank among them, and a program's too: with one
-    # destination after the other the links stand still while a rank copies its own rows.
+    # Blocks of rows go to the peers in turn (this rank is one of them), and so do those of each
+    # program. With one destination after the other, links would idle while a rank copies its own.
     turns = tl.cdiv(tl.max(count_P, 0), BLOCK_R) * P if ROWS or PAYLOAD else 0
     for turn in range(tl.program_id(0), turns, programs):
         block = turn // P
@@ -111,7 +111,7 @@ def wait_kernel(
     # An address that fits in 32 bits comes as an int32, which the interpreter makes no pointer of.
     error_ptr = error.to(tl.int64).to(tl.pointer_type(tl.int32))
     failed = tl.load(error_ptr)
-    # After one failure nobody is waited for any more: the host is about to find out.
+    # After one failure no peer is waited for any more: the host will read the error soon.
     limit = tl.where(failed == 0, polls, 0)
     arena = tl.load(table_ptr + rank)
     signals = (arena + signals_at).to(tl.pointer_type(tl.int32))

@@ -1,21 +1,21 @@
-"""``PeerMemory``: rows between ranks through memory that each of them can address.
+"""``PeerMemory``: rows exchanged between ranks through memory that all of them can address.
 
-Every rank has an arena of one ``Layout``, and a table with the addresses of all arenas. To push is
-to store rows into the peers' arenas, at a place that no other rank writes; to wait is to know that
-all peers' rows have come. Neither makes the host wait for the device, and shapes do not depend on
-the routing, so a CUDA graph can hold both.
+Every rank has an arena of one ``Layout``, and a table with the addresses of all arenas. ``push``
+stores rows in the peers' arenas, each rank at a place of its own. ``wait`` lets the stream wait
+until all peers' rows have arrived. Neither makes the host wait for the device, and shapes do not
+depend on the routing, so a CUDA graph can hold both.
 
-A buffer has a region of M rows for each source rank, so that nobody has to know how many rows the
-others send, and none can overflow. Row p M + i is the i-th that came from rank p; of the M rows of
-a region as many are valid as rank p sent, and the others hold whatever was there.
+A buffer has a region of M rows for each source rank. So no rank has to know how many rows the
+others send, and no region can overflow. Row p M + i is the i-th that came from rank p. Of the M
+rows of its region only as many are valid as rank p sent; the others hold old data.
 
     "tokens"   tokens with their payload, from the ranks they belong to, and how many there are
-    "grads"    gradients of what came of them, in the same rows
-    "home"     rows that go back to where they came from, with a payload if need be
+    "grads"    gradients of these tokens' results, in the same rows
+    "home"     rows that go back to the rank they came from, with a payload if need be
 
-Order on one stream makes a second copy of a buffer needless: a rank pushes into "tokens" again only
-after it has waited for "home", which its peers pushed after they were done with their "tokens"; and
-so on for each pair. Uses must alternate, as they do in a layer's forward and backward.
+One copy of each buffer is enough, because a stream runs in order: a rank pushes into "tokens" again
+only after it has waited for "home", which its peers pushed after they had read their "tokens". The
+same holds for each pair of buffers. Uses must alternate, as in a layer's forward and backward.
 
 Letters: T tokens, C destinations of a token, P ranks, M the most tokens a rank may bring, D hidden,
 W words of payload.
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from mb_kernels.runtime import registration
+from mb_kernels.runtime.checks import require_countable
 
 Buffer = Literal["tokens", "grads", "home"]
 _BUFFERS: tuple[Buffer, ...] = ("tokens", "grads", "home")
@@ -42,7 +43,7 @@ class Layout:
     ranks: P; tokens: M; hidden: D; words: W, fp32; dtype: of the rows.
 
     Raises:
-        ValueError: a size below 1, or rows whose length is no multiple of 16 bytes.
+        ValueError: a size below 1, 2**30 rows, or rows whose length is no multiple of 16 bytes.
     """
 
     ranks: int
@@ -54,6 +55,7 @@ class Layout:
     def __post_init__(self) -> None:
         if min(self.ranks, self.tokens, self.hidden, self.words) < 1:
             raise ValueError(f"Layout: expected sizes of at least 1; got {self}.")
+        require_countable("rows of a buffer, ranks times tokens", self.rows)
         if self.hidden * self.dtype.itemsize % 16:
             raise ValueError(
                 "hidden: expected rows of a multiple of 16 bytes, which travel in such pieces; got "

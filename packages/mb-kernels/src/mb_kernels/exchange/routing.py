@@ -1,10 +1,11 @@
-"""What travels beside a token to the ranks of its experts: where to, and with which choices.
+"""The routing that travels with each token to the ranks of its experts.
 
-``pack_routing`` is for the rank a token belongs to, ``unpack_routing`` for the rank it came to. One
-launch each, where the references take a dozen: before an exchange everything waits for them.
+``pack_routing`` runs on the rank a token belongs to, ``unpack_routing`` on the rank it was sent to.
+Each is one launch, where the references take a dozen: the exchange has to wait for them.
 
-Of E experts on P ranks, rank r holds the E / P from r E / P on. More ranks than experts share the
-width of each: P / E neighbouring ranks hold an expert, and its tokens go to all of them.
+Of E experts on P ranks, rank r holds those from r E / P to (r + 1) E / P. If there are more ranks
+than experts, P / E neighbouring ranks hold a part of one expert's width each, and its tokens go to
+all of them.
 
 Letters: T tokens, K top-k, E experts, P ranks, C destinations of a token at most, R received rows,
 J = min(K, experts on a rank) choices of a token there at most.

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.exchange.routing_reference import most_destinations
+from mb_kernels.runtime.checks import require_countable
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 
 # Of a program, eight per thread of 4 warps. Other sizes were not timed: the launch is most of it.
@@ -130,6 +131,7 @@ def pack_routing(
     weights: Tensor, ids: Tensor, experts: int, ranks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, top_k = weights.shape
+    require_countable("tokens of weights_TK", tokens)
     sharing, (block_t, block_k) = max(ranks // experts, 1), _blocks(top_k)
     columns = most_destinations(top_k, experts, ranks)
     words = weights.new_empty((tokens, 2 * top_k))

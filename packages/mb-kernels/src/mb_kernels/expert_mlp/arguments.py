@@ -1,4 +1,4 @@
-"""The arguments of ``expert_mlp``: which are refused, and how others are made to fit the op.
+"""The arguments of ``expert_mlp``: checks, and zeros for widths that kernels do not take.
 
 Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k.
 """
@@ -21,7 +21,7 @@ def check_experts(
     weights_TK: Tensor,
     activation: str,
 ) -> None:
-    """Raise ValueError unless all that every call has fits together."""
+    """Raise ValueError unless the required arguments fit together."""
     if x_TD.ndim != 2 or w2_EDF.ndim != 3 or w2_EDF.shape[1] != x_TD.shape[1]:
         raise ValueError(
             "w2_EDF: expected [E, D, F] with the D of x_TD [T, D] "
@@ -61,7 +61,7 @@ def check_biases(
     b1_EF: Tensor | None,
     b2_ED: Tensor | None,
 ) -> None:
-    """Raise ValueError unless the biases that are there fit the weights."""
+    """Raise ValueError unless the biases, if given, fit the weights."""
     for name, bias, shape in (
         ("b1_EF", b1_EF, tuple(w1_EFD.shape[:2])),
         ("b2_ED", b2_ED, tuple(w2_EDF.shape[:2])),
@@ -100,10 +100,10 @@ def fitted(
     *,
     even: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The arguments, filled up with zeros to the widths that the op takes.
+    """The arguments, padded with zeros to widths that the op takes.
 
-    Kernels take multiples of 16. ``even``: pre-activations are kept two to a byte. The zeros add
-    nothing to the output.
+    Kernels take multiples of 16. ``even``: pre-activations are saved two to a byte, so that there
+    must be an even number of them. The zeros add nothing to the output.
     """
     hidden, ffn = w2_EDF.shape[1:]
     more_D, more_F = lacking(x_TD, hidden), lacking(x_TD, ffn)
@@ -114,7 +114,7 @@ def fitted(
     kind = parse(activation)
     more_rows = more_F * (2 if kind.gated else 1) // kind.parts
 
-    def in_parts(w: Tensor) -> Tensor:  # gate and up apart, where one lies over the other
+    def in_parts(w: Tensor) -> Tensor:  # [E, 2, F, ...] where gate lies over up, else [E, 1, ...]
         return w.unflatten(1, (kind.parts, w.shape[1] // kind.parts))
 
     return (

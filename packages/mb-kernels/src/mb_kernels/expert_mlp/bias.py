@@ -1,10 +1,10 @@
 """Gradients of experts' biases: an expert's rows summed, in two steps and in a fixed order.
 
-The first step sums the rows of each row tile, the second the tiles of each expert. On its way
-through ``do``, for b2's gradient ``Σ s do``, the first also finds ``<do, b2>``, b2's part of the
-routing weight's gradient: ``do`` is read once for both. b1's gradient reads dh once more, 2·N·F
-bytes of 16-bit rows (twice that for a GLU), 1% of a step of GPT-OSS's experts. Summed in dact's
-epilogue, whose registers are spoken for, it spilled 480 bytes on Hopper.
+The first step sums the rows of each row tile, the second the tiles of each expert. For b2's
+gradient ``Σ s do`` the first step reads ``do``, and computes ``<do, b2>`` too, b2's part of the
+routing weight's gradient. For b1's gradient it reads dh once more: 2·N·F bytes of 16-bit rows
+(twice that for a GLU), 1% of a step of GPT-OSS's experts. In dact's epilogue the sum would cost no
+such read, but there it spilled 480 bytes on Hopper.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows, C columns.
 """

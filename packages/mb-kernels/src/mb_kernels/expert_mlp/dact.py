@@ -1,10 +1,10 @@
 """The backward of down-projection and activation in one kernel, without the experts' outputs.
 
 ``q = do W2`` is the accumulator. The epilogue reads h, and writes ``dh = act'(h) · s q``,
-``a' = s act(h)`` for the gradient of W2, and per column tile one partial of the routing weight's
-gradient ``<q, act(h)>``; partials are summed later in a fixed order, so the result is deterministic
-(idea: SonicMoE, arXiv:2512.14080). The epilogue works in column pieces: in one piece it spills
-registers on every target.
+``a' = s act(h)`` for the gradient of W2, and for each column tile a part of the routing weight's
+gradient ``<q, act(h)>``. The parts are summed later in a fixed order, so the result is
+deterministic (idea: SonicMoE, arXiv:2512.14080). The epilogue works on pieces of columns: on whole
+tiles it spills registers on every target.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """

@@ -1,7 +1,7 @@
-"""``expert_mlp`` whose result is stored where its tokens came from, in the memory of other ranks.
+"""``expert_mlp`` that stores its result on the ranks that the tokens came from.
 
-Not an op of ``torch.library``: it writes what is no argument of it, so that a selective checkpoint
-that kept its output instead of running it again would be wrong.
+This is not a ``torch.library`` op, because it writes to memory that is none of its arguments. A
+selective checkpoint that kept its output, instead of running it again, would lose these writes.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from mb_kernels.runtime import checks, registration
 
 
 class ExpertMLPHome(torch.autograd.Function):
-    """From the arguments of ``mb::expert_mlp`` and the addresses; its first result is NaN."""
+    """Takes the arguments of ``mb::expert_mlp`` and the addresses; its first result is NaN."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -42,5 +42,5 @@ class ExpertMLPHome(torch.autograd.Function):
 
 
 def _elsewhere(like: Tensor) -> Tensor:
-    """Whoever reads what is not here reads NaN."""
+    """NaN in place of a tensor that is on other ranks."""
     return like.new_full((), torch.nan).expand(like.shape)

@@ -76,20 +76,20 @@ def expert_mlp(
         x_stays: False if something else is written to the memory of x_TD before the backward pass,
             as to a buffer for what other ranks send. Then x_TD is copied, unless the op keeps a
             copy anyway (on a GPU, with one expert a token and without ``recompute``).
-        home_P: [P] int64, addresses, multiples of 16. For ``mb_kernels.exchange``, on kernels only.
-            The tokens came from P ranks, T / P from each. Row i of those from rank p is stored at
-            home_P[p], i rows on, instead of being returned; in the backward pass so is the gradient
-            of x_TD. Nothing is stored for a token that no expert takes or whose rows are beyond
-            ``max_rows``.
+        home_P: [P] int64, addresses that are multiples of 16; for ``mb_kernels.exchange``, and only
+            where kernels run. The tokens came from P ranks, T / P from each. The result for token i
+            of rank p is not returned but stored i rows after home_P[p]; so is, in the backward
+            pass, the gradient of x_TD. Nothing is stored for a token that no expert takes or whose
+            rows are beyond ``max_rows``.
 
     Returns:
         y_TD [T, D] in the dtype of x_TD. Differentiable in x_TD, weights, biases and weights_TK.
         With ``home_P`` it, and the gradient of x_TD, are NaN.
 
     Raises:
-        ValueError: unknown activation; shapes, dtypes or devices that do not match; 2**31 elements
-            of w1 in an expert; addresses where there is none to store to, or of rows that are no
-            multiple of 16 wide.
+        ValueError: unknown activation; shapes, dtypes or devices that do not match; on a GPU 2**31
+            elements, or 2**24 rows or columns, of an expert's w1, or 2**30 slots; ``home_P`` where
+            no kernels run, or for rows whose width is not a multiple of 16.
     """
     arguments.check_experts(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
     arguments.check_biases(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED)
@@ -108,7 +108,7 @@ def expert_mlp(
     x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED = arguments.fitted(
         *(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED, activation), even=saved_activation_bits == 4
     )
-    checks.require_addressable("w1_EFD", w1_EFD)
+    checks.require_addressable("w1_EFD", w1_EFD, *w1_EFD.shape[1:])
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x_TD, w1_EFD, w2_EDF, weights_TK, b1_EF, b2_ED)
     )
@@ -149,7 +149,7 @@ def _check_home(x_TD: Tensor, w1_EFD: Tensor, home_P: Tensor) -> None:
 
 
 class Given(NamedTuple):
-    """What both directions of the op are given, in the order of their schemas."""
+    """The arguments that forward and backward share, in the order of their schemas."""
 
     x: Tensor
     w1: Tensor
@@ -163,13 +163,13 @@ class Given(NamedTuple):
     transposed: list[bool]
 
     def upright(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
-        """[E, F, D] and [E, D, F], or these as they are stored: there and back."""
+        """Swap the last two dimensions of the weights that are stored transposed."""
         first, second = self.transposed
         return w1.mT if first else w1, w2.mT if second else w2
 
 
 def _given(args: Sequence[Any]) -> tuple[Given, Sequence[Any]]:
-    """The op's arguments that both directions have, and the others."""
+    """The op's arguments: those that forward and backward share, and the others."""
     count = len(Given._fields)
     return Given(*args[:count]), args[count:]
 
@@ -200,7 +200,7 @@ def _backward_reference(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def _needed(
     given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    """Nothing in place of a gradient that nobody asked for."""
+    """The gradients that are needed, an empty tensor for each other one."""
     return tuple(
         g if need and g is not None else given.x.new_empty(0)
         for g, need in zip(grads, needs, strict=True)
@@ -224,7 +224,7 @@ def _backward_fake(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def set_up(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
-    """Keep for ``gradients`` what the op was given and what came of it."""
+    """Save the op's inputs and outputs for ``gradients``."""
     x, *tensors, ctx.transposed, ctx.activation, ctx.saved_bits, ctx.in_rows = inputs
     _, h, tiles, rows = output
     kept = quantize(h, ctx.saved_bits) if ctx.saved_bits in (4, 8) else (h,)

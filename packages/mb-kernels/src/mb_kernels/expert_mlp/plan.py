@@ -1,4 +1,4 @@
-"""Which kernels and tiles an expert MLP of given sizes takes, and where its rows come from.
+"""The kernels and tiles for an expert MLP of given sizes, and whether tokens are copied to rows.
 
 Letters: N rows, E experts.
 """
@@ -14,10 +14,11 @@ from mb_kernels.targets.table import DECODED_ROWS, Tile
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """The activation, tiles of the products, and whether tokens are copied to their rows at first.
+    """The activation, tiles of the products, and ``in_rows``.
 
-    ``up`` is the tile of the kernel that gathers, or of the one that reads rows: ``in_rows`` says
-    which. Its height is that of the row tiles that forward and backward share.
+    ``in_rows``: tokens are copied to their rows first, and the up-projection reads rows; else it
+    gathers tokens. ``up`` is its tile, whose height is that of the row tiles that forward and
+    backward share.
     """
 
     activation: Activation
@@ -33,7 +34,7 @@ class ExpertPlan:
 def expert_plan(
     plan: Plan, activation: str, rows: int, experts: int, *, keep_rows: bool
 ) -> ExpertPlan:
-    """The plan for ``rows`` rows; ``keep_rows``: the backward is to have tokens as rows."""
+    """The plan for ``rows`` rows; ``keep_rows``: the backward gets the copy of tokens in rows."""
     parsed = parse(activation)
     kind = "_glu" if parsed.gated else ""
     up = "up_hopper" if plan.specialized else f"up{kind}"

@@ -7,16 +7,17 @@
 | down: w2, [b2] | dact: dh, s·a, partials of the weights' gradient; their sum; [of biases' too] |
 | combine (K = 1: inside down) | dw2; dX, combine (K = 1: inside dX); [spread x], dw1 |
 
-The forward gathers tokens inside the up-projection, but on Hopper, or where the backward is to have
-the copy too, copies them to rows first ("spread", which reads each token once). The backward wants
-rows: its products read each many times, and gathering in the loop of a weight gradient costs more
-than the copy (540 against 650 TFLOP/s on an H200).
+The forward gathers tokens inside the up-projection. On Hopper, and where the backward needs the
+copy too, it copies them to rows first ("spread", which reads each token once). The backward always
+works on rows: its products read each row many times, and gathering in the loop of a weight gradient
+costs more than the copy (540 against 650 TFLOP/s on an H200).
 
-Weights stored transposed, w1 [E, D, F] and w2 [E, F, D], are read as they lie: a product then loads
-the blocks that the other direction's loads, and their gradients come from operands exchanged.
+Weights stored transposed, w1 [E, D, F] and w2 [E, F, D], are read in place: a product of the
+forward loads blocks as that of the backward does otherwise, and the reverse. For their gradients
+the two operands are exchanged.
 
 With ``home`` the last kernel of y, and that of dX, stores each token's row in the memory of the
-rank it came from: the links are busy while there are still products to compute.
+rank it came from. So rows travel while other products are still computed.
 
 Letters: T tokens, D hidden, F ffn width (2F in w1 for GLU), E experts, K top-k, N = T·K rows.
 """
@@ -107,9 +108,10 @@ def expert_mlp_backward(
     needs: list[bool],
     home: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, w1, w2, weights, b1 and b2, each like what it belongs to; empty if no need.
+    """Gradients of x, w1, w2, weights, b1 and b2, in their shapes; empty where not needed.
 
-    x is [N, D] if ``in_rows``; an empty h is computed again; with ``home`` that of x means nothing.
+    x is [N, D] if ``in_rows``. An empty h is computed again. With ``home`` x's gradient means
+    nothing.
     """
     need_x, need_w1, need_w2, need_weights, need_b1, need_b2 = needs
     rows, top_k, experts = order.shape[0], weights.shape[1], w1.shape[0]
@@ -173,7 +175,7 @@ def expert_mlp_backward(
 
 
 def _nothing(x: Tensor) -> Tensor:
-    """Stands for a gradient that nobody asked for."""
+    """Stands for a gradient that is not needed."""
     return x.new_empty(0)
 
 
@@ -223,7 +225,7 @@ def _to_tokens(
 
 
 class _Tiles:
-    """Row tiles of one set of offsets, built once per tile height; ``first`` are built already."""
+    """Row tiles of one set of offsets by height, built once each; ``first`` of ``block_m``."""
 
     def __init__(self, offsets: Tensor, rows: int, block_m: int, first: Tensor) -> None:
         self.offsets, self.rows = offsets, rows

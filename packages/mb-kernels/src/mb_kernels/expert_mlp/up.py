@@ -1,10 +1,9 @@
 """The up-projection: gather tokens, multiply by w1, add the bias, apply the activation.
 
 Writes the pre-activations h (if the backward needs them) and the activations a. For a GLU one
-accumulator holds the gate columns beside the up columns of the same output tile, or the two by
-turns if they are ``interleaved``, so that the activation needs no exchange between programs. Tokens
-that were copied to their rows beforehand (see ``steps``) are read as they lie, on Hopper by
-``hopper.up``.
+accumulator holds the gate columns and the up columns of the same output tile, side by side or, if
+they are ``interleaved``, alternating. So the activation needs no exchange between programs. Tokens
+that were copied to their rows before (see ``steps``) are read as rows, on Hopper by ``hopper.up``.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """

@@ -128,8 +128,8 @@ def rows_times_weights(
     ``scatter_order`` sends row r to row scatter_order[r] of ``scatter_rows``, scaled by ``scale``
     there; rows that none is sent to are zero.
     ``fill_dropped`` writes zeros to the rows of no expert, which are left unwritten otherwise.
-    ``home``, int64 [P], has the addresses of the ranks that the scattered rows belong to, N / P of
-    them to each: they are stored there, none is filled, and what is returned means nothing.
+    ``home``, int64 [P]: the scattered rows belong to P ranks, N / P to each, and are stored at
+    these addresses. Then no row is filled with zeros, and what is returned means nothing.
     """
     experts = w.shape[0]
     columns = w.shape[1 if transpose_weight else 2]

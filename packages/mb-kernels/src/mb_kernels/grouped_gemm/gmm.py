@@ -1,4 +1,4 @@
-"""``gmm``: grouped products by the name and arguments of the package grouped_gemm.
+"""``gmm``: grouped products with the name and arguments that the package grouped_gemm has.
 
 For frameworks that route by themselves and call ``grouped_gemm.ops.gmm`` (OLMo-core, NeMo
 Automodel, MegaBlocks): ``from mb_kernels import gmm`` in its place.
@@ -33,7 +33,8 @@ def gmm(
 
     Raises:
         ValueError: sizes, dtypes or devices do not match, both transposes at once; if
-            ``batch_sizes`` is on the CPU, a size below 0 or more rows together than a has.
+            ``batch_sizes`` is on the CPU, a size below 0 or more rows together than a has; on a GPU
+            sizes that ``grouped_gemm`` refuses.
     """
     if trans_a and trans_b:
         raise ValueError("trans_a, trans_b: expected one of them at most; got both.")
@@ -52,6 +53,7 @@ def gmm(
     offsets_E1 = offsets_of(batch_sizes)
     if not trans_a:
         return product("b", a, b, offsets_E1, transpose_weight=trans_b)
+    checks.require_addressable("a, b", a, a.shape[1], b.shape[1])
     wider = (widened(t, lacking(t, t.shape[1])) for t in (a, b))
     out_EKM = torch.ops.mb.grouped_outer(*wider, offsets_E1)
     return cut(out_EKM, b.shape[1], a.shape[1])

@@ -1,4 +1,4 @@
-"""Launches of ``mb_kernels.grouped_gemm``'s two products, and their parts for other rooms."""
+"""Launches of ``mb_kernels.grouped_gemm``'s two products, and what other ops use of them."""
 
 from torch import Tensor
 
@@ -6,6 +6,7 @@ from mb_kernels.grouped_gemm.forward import rows_tile as rows_tile
 from mb_kernels.grouped_gemm.forward import rows_times_weights as rows_times_weights
 from mb_kernels.grouped_gemm.schedule import schedule as schedule
 from mb_kernels.grouped_gemm.weight_grad import outer as outer
+from mb_kernels.runtime.checks import require_countable
 from mb_kernels.runtime.descriptors import operand
 from mb_kernels.runtime.plan import plan_of
 
@@ -26,6 +27,7 @@ def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, transpose_weight: bool) 
 
 
 def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    require_countable("rows", a.shape[0])
     if a.numel() == 0 or b.numel() == 0 or offsets.shape[0] == 1:
         return a.new_zeros((offsets.shape[0] - 1, a.shape[1], b.shape[1]))
     return outer(operand(a), operand(b), offsets)

@@ -35,7 +35,8 @@ def grouped_gemm(
         x_NK and w_EMK.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match, or a matrix of 2**31 elements.
+        ValueError: shapes, dtypes or devices do not match; on a GPU a matrix of 2**31 elements, or
+            of 2**24 rows or columns, or 2**30 rows of x_NK.
     """
     contraction = 2 if transpose_weight else 1
     if x_NK.ndim != 2 or w_EMK.ndim != 3 or w_EMK.shape[contraction] != x_NK.shape[1]:
@@ -55,9 +56,9 @@ def grouped_gemm(
 
 
 def check_sizes(name: str, sizes_E: Tensor, experts: int | None, rows: int) -> None:
-    """ValueError unless ``sizes_E`` may be the rows of each of so many experts (None: any).
+    """ValueError unless ``sizes_E`` can be the numbers of rows of ``experts`` experts (None: any).
 
-    Values are looked at on the CPU. There are none under the compiler, vmap, or of fake tensors.
+    Values are checked on the CPU; under the compiler and vmap, and of fake tensors, there are none.
     """
     if not isinstance(sizes_E, Tensor):
         raise ValueError(
@@ -80,8 +81,8 @@ def check_sizes(name: str, sizes_E: Tensor, experts: int | None, rows: int) -> N
         sizes = sizes_E.tolist()
         if sum(sizes) > rows or min(sizes, default=0) < 0:
             raise ValueError(
-                f"{name}: expected numbers from 0 on of at most {rows} rows together, all there "
-                f"are; got {sizes}."
+                f"{name}: expected sizes of at least 0 that add up to at most {rows}, the number "
+                f"of rows; got {sizes}."
             )
 
 
@@ -94,11 +95,11 @@ def offsets_of(batch_sizes: Tensor) -> Tensor:
 def product(
     name: str, x_NK: Tensor, w_EMK: Tensor, offsets_E1: Tensor, *, transpose_weight: bool
 ) -> Tensor:
-    """``grouped_gemm`` of what fits together; ``name`` is what the caller calls the weights."""
+    """``grouped_gemm`` of checked arguments; ``name``: what the caller calls the weights."""
     columns = w_EMK.shape[1 if transpose_weight else 2]
     more_K, more_M = lacking(x_NK, x_NK.shape[1]), lacking(x_NK, columns)
     w = widened(w_EMK, *((more_K, more_M) if transpose_weight else (more_M, more_K)))
-    checks.require_addressable(name, w)
+    checks.require_addressable(name, w, *w.shape[1:])
     (offsets,) = checks.int32(offsets_E1)
     y_NM = torch.ops.mb.grouped_gemm(widened(x_NK, more_K), w, offsets, transpose_weight)
     return cut(y_NM, columns)

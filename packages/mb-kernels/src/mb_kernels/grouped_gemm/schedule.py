@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mb_kernels.bins import SMALLEST_BLOCK_M, row_tiles
+from mb_kernels.runtime.checks import require_countable
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 
 # Row tiles listed by one program, each compared with every group: of 256, 32 per thread of 4 warps.
@@ -60,6 +61,7 @@ def schedule(offsets: Tensor, rows: int, block_m: int) -> Tensor:
     Rows of dropped slots come last, as expert E. tiles[0, 3] counts the experts' tiles,
     tiles[1, 3] all of them.
     """
+    require_countable("rows", rows)
     experts = offsets.shape[0] - 1
     assert block_m >= SMALLEST_BLOCK_M
     tiles = offsets.new_empty((row_tiles(rows, experts), 4))

@@ -1,1 +1,1 @@
-"""Device code that the rooms share: tiles, memory, activations."""
+"""Device code that the ops share: tiles, memory, activations."""

@@ -1,8 +1,8 @@
 """The activations of ``mb_kernels.activation`` inside kernels, in fp32.
 
-An epilogue runs them on every element while the matrix units wait, so instructions count: with PTX
-the reciprocal and the exponential are single approximate instructions (2 ulp, denormals flushed),
-where the portable form spends four to eight more on denormals and range.
+An epilogue runs them on every element while the matrix units wait, so every instruction counts.
+With PTX the reciprocal and the exponential are single approximate instructions (2 ulp, denormals
+flushed). The portable operations take four to eight more, for denormals and range.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mb_kernels.activation import Activation
 
     constexpr = Activation
-else:  # how Triton takes one; its interpreter, which reads annotations as text, by no other name
+else:  # Triton's; its interpreter compares the annotation as text, so the name must be this one
     from triton.language import constexpr
 
 _PORTABLE = tl.constexpr(False)

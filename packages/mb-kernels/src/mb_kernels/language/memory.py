@@ -1,4 +1,4 @@
-"""How tiles come from memory and go there, by descriptor or by pointer.
+"""Loads and stores of tiles, through tensor descriptors or pointers.
 
 Letters: T tokens, N rows, E experts.
 """
@@ -24,7 +24,7 @@ def load_weight(
     if DESCRIPTORS:
         block = tl.reshape(w.load([STACK * e, row, col]), (STACK * BLOCK_R, BLOCK_C))
     else:
-        # A 64-bit scalar base and 32-bit offsets inside the tile: the form AMD's buffer loads need.
+        # A 64-bit scalar base and 32-bit offsets inside the tile, as AMD's buffer loads need.
         base = w + e.to(tl.int64) * (STACK * ROWS * COLS) + row * COLS + col
         r = tl.arange(0, STACK * BLOCK_R)
         c = tl.arange(0, BLOCK_C)
@@ -71,9 +71,9 @@ def load_transposed(
 def token_rows(source, token, COLS: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr):
     """(base, offsets) of the first BLOCK_C columns of rows ``token`` of source [T, COLS].
 
-    WIDE makes base a block of 64-bit pointers: needed beyond 2**31 elements, and on NVIDIA in a
-    flattened loop, where only this form becomes asynchronous copies. Otherwise a scalar base and
-    32-bit offsets save registers, and are what AMD's buffer loads need.
+    WIDE makes base a block of 64-bit pointers. That is needed beyond 2**31 elements, and on NVIDIA
+    in a flattened loop, where only such loads become asynchronous copies. Otherwise a scalar base
+    and 32-bit offsets save registers, and AMD's buffer loads need them.
     """
     offsets = tl.arange(0, BLOCK_C)[None, :]
     if WIDE:
@@ -103,8 +103,8 @@ def store_picked(y, value, row, live, d, D):
 def home_rows(y, home_ptr, region, row, live, D):
     """[rows, 1] of pointers to rows ``row`` of y [any, D].
 
-    With home_ptr, int64 [P], the rows belong to P ranks, ``region`` to each, and lie in their
-    memories: the rows of rank p from the address home_ptr[p] on, a multiple of 16.
+    With home_ptr, int64 [P], the rows belong to P ranks, ``region`` to each, and are in the ranks'
+    memories: those of rank p from the address home_ptr[p] on, a multiple of 16.
     """
     if home_ptr is None:
         at = y + row.to(tl.int64)[:, None] * D
@@ -118,10 +118,11 @@ def home_rows(y, home_ptr, region, row, live, D):
 
 @triton.jit
 def ragged_place(row, count, at):
-    """Where a descriptor by ``runtime.descriptors.ragged`` has row ``row + at``, in three numbers.
+    """The first three coordinates of row ``row + at`` in a descriptor by ``descriptors.ragged``.
 
-    Its hardware sees to both ends of rows row to row + count: the third number is 2**30 and more
-    beyond the last of them, and the first takes away what that is too much.
+    With them the hardware checks both ends of rows row to row + count: beyond the last one the
+    third coordinate is 2**30 or more, which is out of bounds. The stride of the first coordinate
+    takes the 2**30 out of the address again.
     """
     place = 0x40000000 - count + at
     return 0x40000000, row + count, place

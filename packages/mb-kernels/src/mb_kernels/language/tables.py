@@ -1,4 +1,4 @@
-"""How a kernel over many tensors finds its own: the device's half of ``runtime.tables``."""
+"""How a program of a kernel over many tensors finds its tensor: see ``runtime.tables``."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def find(ends_ptr, N: tl.constexpr):
-    """(tensor, place within it) of this program; ends_ptr: [N] programs up to and with each."""
+    """(tensor, place within it) of this program; ends_ptr [N]: programs up to and with each."""
     program = tl.program_id(0)
     ends = tl.load(ends_ptr + tl.arange(0, N))
     before = ends <= program
@@ -17,5 +17,5 @@ def find(ends_ptr, N: tl.constexpr):
 def pointer(column_ptr, tensor, TYPE, ALIGNED):
     """To the tensor whose address stands in a column of the table."""
     address = tl.load(column_ptr + tensor).to(tl.pointer_type(TYPE))
-    # Said of the pointer, not of the number it is made from: there the compiler forgets it.
+    # A hint on the pointer: one on the integer it is made from would be lost.
     return tl.multiple_of(address, 16) if ALIGNED else address

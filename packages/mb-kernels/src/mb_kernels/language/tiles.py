@@ -1,4 +1,4 @@
-"""Which tile an item of a persistent loop is, its product, and pieces of it."""
+"""Tiles of persistent kernels: which tile an item is, its matrix product, pieces of a tile."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,8 @@ from mb_kernels.language.memory import load_rows, load_weight
 def first_item(XCDS: tl.constexpr, EVEN: tl.constexpr):
     """This program's first item; programs of one XCD, with an L2 of its own, get neighbours.
 
-    The hardware deals programs to XCDs in turn. Not EVEN: those that do not divide among them stay.
+    The hardware distributes programs over XCDs in turn. Not EVEN: their number may be no multiple
+    of the XCDs', and those left over keep their place.
     """
     pid = tl.program_id(0)
     if XCDS > 1:
@@ -39,10 +40,10 @@ def locate(item, total, tiles_ptr, COLUMNS: tl.constexpr, GROUP_M: tl.constexpr)
 
 
 # Where contractions differ in length, Triton does not fuse the loop over tiles with that over a
-# tile's steps, and a tile's loads wait for the stores of the one before. The kernels that have
-# descriptors do it by hand: one loop over the steps of all tiles of a program. Software pipelining
-# wants each step to begin with its state, not to end with the next; and what is loaded runs ahead
-# of what is stored, so each has a tile of its own, ``loading`` and ``storing``.
+# tile's steps, and a tile's loads wait for the stores of the one before. The kernels with
+# descriptors fuse them by hand: one loop over the steps of all tiles of a program. For software
+# pipelining a step has to compute its state at its beginning, not at the end of the step before.
+# And loads run ahead of stores, so that there are two current tiles, ``loading`` and ``storing``.
 _CHUNK = tl.constexpr(128)  # tiles whose steps a program adds up at a time
 
 

@@ -1,8 +1,8 @@
 """Cross entropy of a language model's head that never keeps the logits.
 
-Of [tokens, V] numbers only a slice of tokens ever exists (`slices`); gradients are computed with
-the loss, in the forward pass, and only scaled in the backward. The vocabulary may be spread over
-ranks: each has a run of rows of the weight, and three numbers per token are exchanged.
+Logits exist for one slice of tokens at a time (see `slices`). Gradients are computed with the loss
+in the forward pass, and only scaled in the backward. The vocabulary may be spread over ranks: each
+has a run of rows of the weight, and the ranks exchange three numbers per token.
 
 Letters: T tokens, R tokens of a slice, P ranks, D hidden, V vocabulary or this rank's share of it.
 """
@@ -52,8 +52,8 @@ def linear_cross_entropy(
     Args:
         x: hidden states [..., D], any floating dtype: products are computed in it, losses in fp32.
         weight_VD, bias_V: fp32 or the dtype of x; their gradients are summed up in fp32.
-        labels: [...], integers in [0, V). A negative one (-1, -100) is of no class: it adds no
-            loss and no gradient, be its hidden state NaN. One of V or more makes the loss NaN.
+        labels: [...], integers in [0, V). A negative label (-1, -100) is ignored: it adds no loss
+            and no gradient, even if its hidden state is NaN. One of V or more makes the loss NaN.
         weights: [...], what each token's loss counts; None: 1. Has no gradient.
         reduction: "mean", sum(weights * losses) / sum(weights) over the tokens with a label (0 if
             there is none); "sum", the numerator alone; "none", each token's loss, unweighted and
@@ -266,7 +266,7 @@ def _gradients(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, Tensor | None,
     if torch.is_grad_enabled():
         raise RuntimeError(
             "linear_cross_entropy has no second derivative: its gradients are computed with the "
-            "loss. Do without create_graph, or use mb_kernels.reference.linear_cross_entropy."
+            "loss. Leave out create_graph, or use mb_kernels.reference.linear_cross_entropy."
         )
     dx_TD, dw_VD, db_V = ctx.saved_tensors
     needs = ctx.needs_input_grad

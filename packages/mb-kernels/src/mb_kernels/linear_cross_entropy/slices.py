@@ -1,8 +1,8 @@
-"""The loop that both implementations share: a slice of tokens at a time, gradients at once.
+"""The loop that both implementations share: losses and gradients, one slice of tokens at a time.
 
-The slice's logits become losses and, in place of the logits, their gradient, softmax minus one-hot,
-which is multiplied into the gradients of hidden states, weight and bias straight away (the scheme
-of Liger-Kernel, arXiv 2410.10989). Of [tokens, V] numbers only one slice ever exists.
+For each slice the logits are computed, then the losses, then the gradient of the logits (softmax
+minus one-hot) in their place, and from it at once the gradients of hidden states, weight and bias
+(the scheme of Liger-Kernel, arXiv 2410.10989). So logits never exist for more than one slice.
 
 Letters: T tokens, R tokens of a slice, D hidden, V vocabulary or this rank's share of it.
 """

@@ -1,4 +1,4 @@
-"""What Muon does to each number before and after it orthogonalises matrices."""
+"""Muon's element-wise work before and after its orthogonalisation."""
 
 from mb_kernels.muon.op import muon_momentum as muon_momentum
 from mb_kernels.muon.op import muon_step as muon_step

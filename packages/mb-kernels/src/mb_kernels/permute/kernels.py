@@ -50,7 +50,7 @@ def spread_kernel(
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     live = t < tokens
     taken = live
-    if TOP_K == 1:  # tokens of no expert here are not read; over two ranks they are half of all
+    if TOP_K == 1:  # tokens of no expert here are not read: over two ranks that is half of all
         taken &= tl.load(inverse_ptr + t, mask=live, other=-1) >= 0
     x = load_picked(x_ptr, t, taken, d, D)
     for k in range(TOP_K):
@@ -77,7 +77,7 @@ def combine_fwd_kernel(
     if home_ptr is None:
         t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
         live = t < tokens
-    else:  # the ranks by turns: all links are busy all the time
+    else:  # programs take the ranks in turn, which keeps all links busy all the time
         ranks = tokens // region
         i = tl.program_id(0) // ranks * BLOCK_T + tl.arange(0, BLOCK_T)
         t = tl.program_id(0) % ranks * region + i
@@ -225,8 +225,8 @@ def combine(
 ) -> Tensor:
     """Each token's rows, weighted, summed.
 
-    ``home``, int64 [P], has the addresses of the ranks that the tokens belong to, T / P of them to
-    each: those that have rows are stored there, and what is returned means nothing.
+    ``home``, int64 [P]: the tokens belong to P ranks, T / P to each, and those that have rows are
+    stored at these addresses. Then what is returned means nothing.
     """
     tokens, columns = inverse.shape[0] // top_k, rows.shape[1]
     y = rows.new_empty((tokens, columns) if home is None else 0)

@@ -1,14 +1,15 @@
 """Triton kernels of attention with a bias by distance: FlashAttention-2 (arXiv 2307.08691).
 
-A program owns a block of queries, or of keys, of one segment and head. The bias is read at the
-distances of each tile, and what a query may not see reads -inf there. The gradient of the bias sums
-the scores' gradients along diagonals, over all segments. Programs of the other kernels meet another
-diagonal at each step, so it has a kernel of its own, which computes the tiles on one diagonal of
-blocks again: they have one and the same distances, are added up in registers, and turned into
-numbers by distance once.
+A program owns a block of queries, or of keys, of one segment and head. For each tile it reads the
+bias at the tile's distances, and -inf for keys that a query may not see.
 
-Grids reach to the longest segment there may be, for the host does not know how long they are.
-Programs behind the end of a segment leave at once.
+The gradient of the bias sums the scores' gradients along diagonals, over all segments. It has its
+own kernel, because in the others a program meets another diagonal at each step. There a program
+computes all tiles on one diagonal of blocks again. They have the same distances, so their sum stays
+in registers, and is summed by distance once, at the end.
+
+Grids are large enough for the longest possible segment, because the host does not know the lengths.
+Programs beyond the end of a segment end at once.
 
 Letters: T tokens, H query heads, G key-value heads, C width of a head, N segments, S the longest
 segment there may be, A = 2 S - 1 distances. Scores in kernels are in units of log(2), for exp2.
@@ -21,15 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mb_kernels.runtime.checks import require_countable
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 from mb_kernels.runtime.plan import plan_of
 from mb_kernels.targets.table import TILES
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-# Programs that share the segments of a diagonal; more are more sums to add up afterwards.
+# Programs that share the segments of a diagonal; with more, more sums are added up afterwards.
 _SHARES = 8
 
-# None of them makes a load wider or a loop shorter, and each step of a run may have others.
+# Specialising for them would make no code faster, and they may differ at each step of a run.
 _SIZES = ("T", "S", "BLOCKS", "N")
 
 
@@ -273,6 +275,8 @@ def relative_attention(
 ) -> tuple[Tensor, Tensor]:
     """The op's implementation, see `op`."""
     T, H, _ = q.shape
+    require_countable("tokens of q_THC", T)
+    require_countable("numbers of bias_HA", bias.numel())
     y = torch.empty_like(q)
     lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
     if T:

@@ -1,9 +1,9 @@
-"""Attention within segments of a row of tokens, with a number for each head and distance.
+"""Attention within segments of tokens, with a bias for each head and distance added to the scores.
 
-T5's bias depends on nothing else (arXiv 1910.10683, section 2.1). As a mask for a general attention
-it is B H S^2 numbers, read by every layer, with a gradient as large; here it is H (2 S - 1), read
-in the kernel, and so is its gradient. Nothing is added up in an order that changes: gradients are
-the same twice.
+T5's bias depends on these two alone (arXiv 1910.10683, section 2.1). As the mask of a general
+attention it would be B H S^2 numbers that every layer reads, with a gradient as large. Here bias
+and gradient are H (2 S - 1) numbers. All sums have a fixed order, so gradients are the same bit for
+bit each time.
 
 Letters: T tokens, H query heads, G key-value heads, C width of a head, N segments, S the longest
 segment that there may be, A the distances 1 - S to S - 1.
@@ -35,11 +35,11 @@ def relative_attention(
     Args:
         q_THC: [T, H, C], queries of all segments, one behind the other.
         k_TGC, v_TGC: [T, G, C], G a divisor of H: each serves H / G heads, neighbours.
-        bias_HA: [H, 2 S - 1], any floating dtype: what is added to the score of a key that lies
-            1 - S, ..., S - 1 places behind its query. It may be -inf, for distances that no token
-            sees; one that sees none at all gets 0.
-        offsets_N1: [N + 1], int32 or int64, where segments begin, from 0; the last is T. A segment
-            may be empty and has at most S tokens (looked at on CPUs and under MB_DEBUG=1).
+        bias_HA: [H, 2 S - 1], any floating dtype: added to the scores, by the place of the key
+            minus that of the query, 1 - S to S - 1. -inf hides the keys at a distance; a token all
+            of whose keys are hidden gets 0.
+        offsets_N1: [N + 1], int32 or int64, where segments begin: from 0 to T. A segment may be
+            empty and has at most S tokens (checked on CPUs, and under MB_DEBUG=1).
         causal: no token sees a later one.
         scale: of the products; None: 1 / sqrt(C).
 

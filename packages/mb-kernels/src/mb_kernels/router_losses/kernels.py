@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mb_kernels.runtime.checks import require_countable
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 from mb_kernels.runtime.plan import plan_of
 
@@ -194,6 +195,7 @@ def router_losses(
     sigmoid: bool,
 ) -> tuple[Tensor, ...]:
     tokens, experts = logits.shape
+    require_countable("tokens of logits_TE", tokens)
     block_t, block_e = _blocks(experts)
     parts = min(cdiv(tokens, block_t), plan_of(logits).units)
     sums = logits.new_empty((parts, block_e), dtype=torch.float32)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mb_kernels.runtime.checks import require_countable
 from mb_kernels.runtime.launch import cdiv, launch, power_of_two
 from mb_kernels.runtime.plan import plan_of
 
@@ -214,6 +215,7 @@ def _block_t(experts: int) -> int:
 
 def topk_softmax(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     tokens, experts = logits.shape
+    require_countable("tokens of logits_TE", tokens)
     weights = logits.new_empty((tokens, k), dtype=torch.float32)
     ids = logits.new_empty((tokens, k), dtype=torch.int32)
     probs = logits.new_empty((tokens, experts), dtype=torch.float32)
@@ -273,6 +275,7 @@ def bin_tokens(
     ids: Tensor, num_experts: int, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     slots = ids.numel()
+    require_countable("slots of expert_ids_TK", slots)
     order = ids.new_empty(slots, dtype=torch.int32)
     inverse = torch.empty_like(order)
     counts = order.new_empty(num_experts)

@@ -63,8 +63,8 @@ def bin_tokens(expert_ids_TK: Tensor, num_experts: int, *, capacity: int | None 
         Bins of int32 tensors on the ids' device.
 
     Raises:
-        ValueError: ids are not an integer [T, K], num_experts < 1, capacity < 0, or, with
-            ``MB_DEBUG=1``, an id is outside -1..num_experts.
+        ValueError: ids are not an integer [T, K], num_experts < 1, capacity < 0; 2**30 slots on a
+            GPU; or, with ``MB_DEBUG=1``, an id is outside -1..num_experts.
     """
     checks.require_dense("expert_ids_TK", expert_ids_TK)
     if expert_ids_TK.ndim != 2 or expert_ids_TK.dtype not in (torch.int32, torch.int64):

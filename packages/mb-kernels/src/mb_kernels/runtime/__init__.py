@@ -1,1 +1,1 @@
-"""What the rooms need of the host: registration of ops, launches, facts of the device."""
+"""Host code that the ops share: their registration, launches, properties of the device."""

@@ -1,7 +1,7 @@
-"""What the border of an op asks of its arguments: each answer is right numbers or a ValueError.
+"""Checks of an op's arguments: a call gives right numbers or raises a ValueError.
 
-Every public function checks shapes itself, and devices and dtypes here; behind it the op of
-``registration`` sees tensors of one device, contiguous, in dtypes it computes in.
+Every public function checks shapes itself, and devices and dtypes by what is here. Behind it, the
+registered op gets contiguous tensors of one device, in dtypes that it computes in.
 """
 
 import torch
@@ -16,7 +16,7 @@ _INDICES = (torch.int32, torch.int64)
 
 def require_dense(name: str, x: Tensor) -> None:
     """ValueError if ``x`` is of a sparse or another layout without strides."""
-    # Not while compiling: a layout may not be asked for in the backward of a user's own Function.
+    # Not while compiling: torch.compile cannot read `layout` in the backward of a user's Function.
     if not torch.compiler.is_compiling() and x.layout is not torch.strided:
         raise ValueError(f"{name}: expected a dense tensor; got {x.layout}. Use .to_dense().")
 
@@ -46,7 +46,7 @@ def require_device(what: str, first: Tensor, **others: Tensor | None) -> None:
 
 
 def require_same(what: str, first: Tensor, **others: Tensor) -> None:
-    """ValueError unless every tensor has the device and dtype of ``first``, one that is taken."""
+    """ValueError unless all have the device and dtype of ``first``, and ops compute in it."""
     require_floating(what, first)
     require_device(what, first, **others)
     for name, tensor in others.items():
@@ -82,8 +82,8 @@ def require_indices(what: str, first: Tensor, **indices: Tensor) -> None:
 
 
 def int32(*indices: Tensor) -> tuple[Tensor, ...]:
-    """The same numbers as ops take them: the coordinates of a tensor descriptor have 32 bits."""
-    # Asked first, for a cast that changes nothing still takes the host 0.29 us instead of 0.12.
+    """The indices in int32, as ops take them: coordinates of tensor descriptors have 32 bits."""
+    # A cast that changes nothing takes the host 0.29 us, this test 0.12.
     return tuple(i if i.dtype is torch.int32 else i.int() for i in indices)
 
 
@@ -100,13 +100,28 @@ def require_bins(what: str, first: Tensor, bins: Bins) -> None:
     )
 
 
-def require_addressable(name: str, w_EMK: Tensor) -> None:
-    """ValueError if one expert's matrix is too large for the 32-bit offsets within it."""
-    if use_triton(w_EMK) and w_EMK.shape[1] * w_EMK.shape[2] >= 2**31:
+def require_addressable(name: str, like: Tensor, rows: int, columns: int) -> None:
+    """ValueError if a matrix of one expert is too large for 32-bit offsets within it.
+
+    Kernels compute such offsets within the matrix, and within 128 rows as wide as it or as high.
+    """
+    too_large = rows * columns >= 2**31 or max(rows, columns) >= 2**24
+    if use_triton(like) and too_large:
         raise ValueError(
-            f"{name}: expected fewer than 2**31 elements in the matrix of one expert; got "
-            f"{tuple(w_EMK.shape[1:])}. Split it along its output columns."
+            f"{name}: expected fewer than 2**31 elements in the matrix of one expert, and fewer "
+            f"than 2**24 rows and columns; got {(rows, columns)}. Split it."
         )
+
+
+def require_countable(what: str, count: int) -> None:
+    """ValueError if ``count`` is beyond what kernels number in 32 bits.
+
+    2**30, not 2**31: a program counts past the end of its last tile, and a ragged tensor descriptor
+    (``language.memory.ragged_place``) has room for so many rows. Called where kernels are launched,
+    so that a compiler sees no condition on a size.
+    """
+    if count >= 2**30:
+        raise ValueError(f"{what}: expected fewer than 2**30 on a GPU; got {count}. Split them.")
 
 
 def debug_offsets(offsets_E1: Tensor, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Operands of the matrix kernels: aligned tensors, and descriptors from numbers, unchecked."""
+"""Operands of the matrix kernels: aligned tensors, and tensor descriptors made without checks."""
 
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Whether what ``_descriptor`` sets is all that a descriptor has and has no default for.
+# Whether ``_descriptor`` sets every field of a TensorDescriptor that has no default.
 _FIELDS = fields(TensorDescriptor) if is_dataclass(TensorDescriptor) else ()
 _KNOWN = [f.name for f in _FIELDS if f.default is MISSING] == [
     *("base", "shape", "strides", "block_shape")
@@ -22,7 +22,7 @@ def operand(x: Tensor) -> Tensor:
 def matrices(w: Tensor, block: Sequence[int]) -> TensorDescriptor:
     """Descriptor of a stack of matrices [count, rows, columns], bounds-checked in each.
 
-    The stride of a dimension of one element may be any number, and the hardware looks at it.
+    In torch the stride of a dimension of size 1 may be any number, but the hardware checks it.
     """
     count, rows, columns = w.shape
     strides = [
@@ -42,9 +42,9 @@ def side_by_side(w: Tensor, block: Sequence[int]) -> TensorDescriptor:
 
 
 def ragged(x: Tensor, block: Sequence[int], parts: int | None = None) -> TensorDescriptor:
-    """``create_ragged_descriptor`` of x [N, columns], or of x as [N, parts, columns / parts].
+    """Triton's ``create_ragged_descriptor`` of x [N, columns], or [N, parts, columns / parts].
 
-    The same descriptor, from numbers instead of views of x.
+    The same descriptor, made from numbers: Triton's function makes views of x.
     """
     columns = x.shape[1]
     tail = [columns] if parts is None else [parts, columns // parts]
@@ -62,7 +62,7 @@ def _descriptor(
 ) -> TensorDescriptor:
     """A TensorDescriptor without its checks, which take the host twice as long as the rest.
 
-    ``operand`` and sizes that are multiples of 16 see to what they ask; the driver asks again.
+    ``operand`` and widths that are multiples of 16 satisfy them, and the driver checks again.
     """
     if not _KNOWN:
         return TensorDescriptor(base, shape, strides, block)

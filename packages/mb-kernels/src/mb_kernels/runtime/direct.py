@@ -22,10 +22,10 @@ from triton.runtime import driver
 
 from mb_kernels.runtime import registration
 
-# What Triton compiled, by all that it compiles for: see ``_keep``.
+# Compiled kernels (see ``_keep``), by everything that Triton specialises them for.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
-# What `compile_beside` is compiling, by the same key without the device. A launch waits for it:
-# Triton 3.6 would compile the kernel a second time.
+# What `compile_beside` is compiling now, by the same key without the device. A launch waits for
+# it, because Triton 3.6 would compile the kernel a second time.
 _under_way: dict[tuple[Any, ...], Any] = {}
 # The releases whose private call is known and tested.
 _KNOWN_TRITON = ((3, 6), (3, 9))
@@ -36,7 +36,7 @@ def _known_triton() -> bool:
     return _KNOWN_TRITON[0] <= (int(major), int(minor)) <= _KNOWN_TRITON[1]
 
 
-# On AMD the size of a storage counts too, and interpreted nothing is compiled.
+# Not on AMD, where Triton specialises for the size of a storage too; the interpreter compiles none.
 _on = (
     os.environ.get("MB_DIRECT_LAUNCH") != "0"
     and torch.version.hip is None
@@ -142,9 +142,9 @@ def _specialize(
 ) -> tuple[int, tuple[Any, ...], list[Any]] | None:
     """Device, key, and the arguments with addresses for tensors.
 
-    The key is what Triton compiles for: the dtype of a tensor, dtype and block of a descriptor,
-    and whether an integer is 1, a multiple of 16, or beyond 32 bits. None if that does not say all,
-    as for an unaligned tensor or an argument of another kind.
+    The key is what Triton specialises for: the dtype of a tensor, dtype and block of a descriptor,
+    and whether an integer is 1, a multiple of 16, or beyond 32 bits. None where there is more to
+    it: an unaligned tensor, or an argument of another kind.
     """
     device = -1
     key = [kernel.fn, knobs.runtime.debug, knobs.compilation.instrumentation_mode]
@@ -162,7 +162,7 @@ def _specialize(
             if given % 16:
                 return None
             key.append(a.dtype)
-        elif hasattr(a, "block_shape"):  # a descriptor, Gluon's layout following from these two
+        elif hasattr(a, "block_shape"):  # a descriptor; dtype and block decide Gluon's layout
             device = a.base.get_device()
             key.append((a.base.dtype, *a.block_shape))
         else:
@@ -173,7 +173,7 @@ def _specialize(
 
 
 def compile_beside(launches: Iterable[Any], threads: int) -> bool:
-    """Compile what ``launches`` launch, in threads; False if this Triton cannot be asked to."""
+    """Compile what ``launches`` launch, in threads; False if this Triton cannot."""
     keys = []
     try:
         with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(_Builder(pool)):

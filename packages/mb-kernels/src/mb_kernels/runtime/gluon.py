@@ -1,4 +1,4 @@
-"""Gluon as the kernels use it: what moved between releases, descriptors, and whether all is there.
+"""Gluon for the kernels: names that differ between releases, descriptors, what must be there.
 
 Gluon is experimental: a name may move with any release. Compiled with Triton 3.6 to 3.9.
 """
@@ -19,7 +19,7 @@ OLD_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpre
 
 
 def serves() -> bool:
-    """Whether this Triton has what the kernels name."""
+    """Whether this Triton has every name of Gluon that the kernels use."""
     needed = {
         hopper: ("warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait"),
         hopper.mbarrier: ("MBarrierLayout", "init", "expect", "wait", "arrive"),

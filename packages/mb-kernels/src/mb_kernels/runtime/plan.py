@@ -1,7 +1,7 @@
-"""``Plan``: how kernels run on one device in one dtype, decided once and asked everywhere.
+"""``Plan``: how kernels run on one device in one dtype.
 
-A chip is a plan: what the kernels do on it follows from its fields, and a test or the compile gate
-puts another in its place with ``assume``.
+All that depends on the chip is in the fields of a plan. Tests and the compile gate replace it by
+another one with ``assume``.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ INTERPRETER_TILE = Tile(32, 32, 32, num_warps=4, num_stages=2, group_m=3)
 
 @dataclass(frozen=True)
 class Plan:
-    """What the host decides about launches, but for the sizes at hand.
+    """What the host decides about launches apart from their sizes.
 
-    target: the chip, or the neighbour whose tiles serve it; units: its compute units, over which
-    persistent programs are dealt; descriptors: operands pass through tensor descriptors (TMA);
-    specialized: the expert MLP's kernels in Gluon, warps for the epilogue apart, see
-    ``expert_mlp.hopper``; interpreted: on the CPU by Triton's interpreter; tiles_per_program: see
-    ``programs``.
+    target: the chip, or the most similar one in ``TARGETS``; units: its compute units, over which
+    persistent programs are distributed; descriptors: operands are loaded through tensor descriptors
+    (TMA); specialized: the expert MLP runs the Gluon kernels, in which some warps do nothing but
+    the epilogue, see ``expert_mlp.hopper``; interpreted: on the CPU by Triton's interpreter;
+    tiles_per_program: see ``programs``.
     """
 
     target: Target
@@ -53,11 +53,11 @@ class Plan:
     def programs(self, items: int, tile: Tile) -> int:
         """How many programs a persistent kernel of at most ``items`` tiles is launched with.
 
-        Item i belongs to program i modulo this number. As many as the chip holds at once share all
-        items evenly; but where another kernel holds some units, a collective's, the programs meant
-        for these begin when the others have ended, and the kernel takes twice as long. With
-        ``tiles_per_program`` there are several times as many programs, each of which takes at most
-        so many tiles and leaves; the hardware gives its place to the next, wherever there is one.
+        Item i belongs to program i modulo this number. As many programs as the chip holds at once
+        share the items evenly. But if another kernel, a collective's say, occupies some units, the
+        programs meant for these start only when others have ended, and the kernel takes twice as
+        long. With ``tiles_per_program`` there are several times as many programs, and each ends
+        after at most so many tiles; the hardware then starts the next one in its place.
         """
         at_once = self.units * tile.programs_per_unit
         if self.tiles_per_program is None:
@@ -78,8 +78,8 @@ class Plan:
     def precision(self) -> str:
         """``input_precision`` of tl.dot: fp32 is exact unless torch allows TF32.
 
-        The attribute is the one that torch's older switches write too; their getters raise once it
-        has been set by name.
+        torch's older switches write this attribute too, but cannot be read instead: they raise
+        once the attribute itself has been set.
         """
         if self.dtype is not torch.float32:
             return "ieee"
@@ -124,7 +124,7 @@ def plan_on(device: torch.device, dtype: torch.dtype) -> Plan:
 
 
 def plan_for(target: Target, dtype: torch.dtype, units: int, hopper: bool) -> Plan:
-    """The plan for a chip; ``hopper``: the Gluon kernels are to be had and its very own."""
+    """The plan for a chip; ``hopper``: it is a Hopper, and its Gluon kernels can be compiled."""
     wide_enough = dtype is not torch.float32
     return Plan(target, dtype, units, wide_enough and target.descriptors, wide_enough and hopper)
 
@@ -137,7 +137,7 @@ def _hopper(device: torch.device) -> bool:
 
 @functools.cache
 def gluon_serves() -> bool:
-    """Whether Gluon, which is experimental, is as ``runtime.gluon`` knows it."""
+    """Whether Gluon, which is experimental, has what ``runtime.gluon`` expects."""
     try:
         return importlib.import_module("mb_kernels.runtime.gluon").serves()
     except (ImportError, AttributeError):

@@ -29,11 +29,11 @@ interpret = os.environ.get("TRITON_INTERPRET") == "1"
 _debug = os.environ.get("MB_DEBUG") == "1"
 _has_triton = importlib.util.find_spec("triton") is not None
 if not _has_triton:
-    # It remarks, at its import, that it will not count Triton kernels; ours have formulas.
+    # It warns when imported that it will not count Triton kernels; ours have FLOP formulas.
     logging.getLogger("torch.utils.flop_counter").disabled = True
 
 
-# Names that torch keeps for itself. Without them ops cost more, and refuse less clearly.
+# Private names of torch. Without them ops take more host time, and some errors are less clear.
 _below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
@@ -67,7 +67,7 @@ _here = contextlib.nullcontext()
 
 
 def device_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Within: kernels run where ``x`` is. Triton launches on the current device."""
+    """A context in which kernels run where ``x`` is: Triton launches on the current device."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return _here
@@ -111,7 +111,7 @@ def register(
         return getattr(importlib.import_module(kernels), name) if kernels else reference
 
     def implementation(*args: Any) -> Any:
-        if _any_autocast():  # of the steps of an op it would cast only some
+        if _any_autocast():  # it would cast some of the op's steps and not others
             with torch.autocast(_first(args).device.type, enabled=False):
                 return compute(*args)
         return compute(*args)

@@ -1,7 +1,7 @@
 """Tables for kernels that take hundreds of tensors in one launch.
 
-The columns are addresses and whatever else a kernel looks up, and last, for
-``language.tables.find``, the number of programs up to and including each tensor's.
+There is a row for each tensor. Its columns are addresses and whatever else the kernel looks up; the
+last is the number of programs up to and including this tensor's, for ``language.tables.find``.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mb_kernels.runtime.launch import power_of_two
 
-TENSORS = 512  # of a launch
+TENSORS = 512  # in one launch, at most
 
 
 def table(rows: Sequence[Sequence[int]], programs: Sequence[int], device: torch.device) -> Tensor:

@@ -17,12 +17,12 @@ def lacking(x: Tensor, size: int) -> int:
 
 
 def widened(x: Tensor, *more: int) -> Tensor:
-    """``x`` with so many zeros added in the last dimension, the last but one; itself if none."""
+    """``x`` with so many zeros added to its last dimension, the one before; itself if none."""
     return functions.pad(x, [n for one in more for n in (0, one)]) if any(more) else x
 
 
 def cut(y: Tensor, *sizes: int) -> Tensor:
-    """``y`` cut to these sizes of the last dimension, the last but one; itself if it has them."""
+    """``y`` cut to these sizes of its last dimension, the one before; itself if it has them."""
     whole = y
     for dim, size in enumerate(sizes, start=1):
         if y.shape[-dim] != size:

@@ -1,4 +1,4 @@
-"""The sum of the squares of many tensors, many tensors in a launch, each byte read once.
+"""The sum of the squares of many tensors: one launch for many of them, each byte read once.
 
 Sums are in fp32 and in a fixed order, so that the same call gives the same bits.
 """

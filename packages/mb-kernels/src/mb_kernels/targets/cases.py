@@ -1,9 +1,10 @@
-"""What the gate compiles: the launches of every op, on meta tensors of sizes that differ in kind.
+"""What the gate compiles: the launches of every op, recorded on meta tensors of several sizes.
 
-A kernel is another for each dtype, activation, and for sizes that do or do not divide its tile. All
-of them together are thousands of builds, which ``every_case`` (``--all``) has. ``gate_cases`` takes
-those that a few layers launch, and of these what differs, see ``targets.cover``: most for one chip
-of each maker, least for those that have a neighbour's tiles.
+A kernel compiles to other code for each dtype and activation, and for sizes that do or do not
+divide its tile. All combinations are thousands of builds: ``every_case`` (``--all``) has them.
+``gate_cases`` takes the launches of a few layers and leaves out those that bring nothing new (see
+``targets.cover``). It leaves out fewest for one chip of each maker, and most for chips that use the
+tiles of a similar one.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N rows.
 """
@@ -69,7 +70,7 @@ class Layer(NamedTuple):
 
 
 _GPT_OSS = "swiglu(alpha=1.702, limit=7, offset=1, interleaved)"  # as its checkpoints lie
-# 720 divides no tile. With K = 1 rows go straight to their tokens; 256 rows per expert are few.
+# No tile divides 720. With K = 1 rows go straight to their tokens; 256 rows per expert are few.
 LAYERS = (
     Layer(_BF16, "swiglu"),
     Layer(_BF16, "gelu", 768, 3072, 1),
@@ -121,7 +122,7 @@ ALL_LAYERS = tuple(
     )
 )
 
-# Of attention: dtype, width of a head, causal. 64: T5's encoder and decoder; 120 divides no tile.
+# Of attention: dtype, width of a head, causal. 64: T5's encoder and decoder; no tile divides 120.
 Heads = tuple[torch.dtype, int, bool]
 HEADS: tuple[Heads, ...] = (
     *((_BF16, 64, False), (_BF16, 64, True)),
@@ -131,7 +132,7 @@ ALL_HEADS = tuple(itertools.product((_BF16, _FP16, _FP32), (16, 64, 80, 128), (F
 
 
 def gate_cases(target: Target) -> list[GateCase]:
-    """Every kernel of the package, in each dtype and kind of size, not all at once."""
+    """Every kernel of the package in each dtype and kind of size, but not in all combinations."""
     depth = 2 if target.name in _IN_DEPTH else 0 if target.name in NEIGHBOURS else 1
     return cover(record(target, _calls(LAYERS, HEADS)), depth=depth)
 
@@ -169,7 +170,7 @@ def _layers(layers: tuple[Layer, ...]) -> dict[str, Callable[[], object]]:
 
 
 def _run_layer(layer: Layer) -> None:
-    """Forward and backward, once with the rows kept for it and once with x alone."""
+    """Forward and backward. With K = 1 the backward once has x's copy in rows, and once x."""
     sizes = (layer.tokens, layer.hidden, layer.ffn, layer.experts, layer.top_k)
     for keep in (False, True) if layer.top_k == 1 else (False,):
         rehearse_experts(

@@ -1,7 +1,7 @@
-"""Which of many launches the gate compiles: every dtype, trait, or two traits of a kernel, once.
+"""Selects the launches that the gate compiles, so that every trait of a kernel occurs once.
 
-A kernel's code differs by its dtypes, its constants, and by whether a size divides a tile. Most
-launches of a layer repeat what those of another layer had.
+Traits are what a kernel's code depends on: dtypes, constants, and whether sizes are multiples of a
+tile. Most launches of a layer have no trait that those of another layer did not have.
 """
 
 import itertools
@@ -9,16 +9,16 @@ from collections.abc import Hashable, Iterable
 
 from mb_kernels.targets.table import GateCase
 
-_SMALL = 16  # numbers up to here are switches, counts of parts or of stages: each a code of its own
-_DIVISORS = (16, 64, 256)  # of sizes: what a load may be as wide as, and a product's step and tile
+_SMALL = 16  # numbers up to here are switches or counts of parts: each value is a trait
+_DIVISORS = (16, 64, 256)  # of larger numbers these: the width of a load, a product's step and tile
 
 
 def cover(cases: Iterable[GateCase], *, depth: int) -> list[GateCase]:
-    """The cases, but those that have nothing of a matrix kernel which others have not.
+    """The cases that bring something new, in the order given.
 
-    To have: at depth 2 every two of its traits, at 1 every trait, at 0 the dtypes alone. Other
-    kernels, which hold few registers, are looked at one less deep. What is likely to need most
-    registers is taken first: of biases, gates and masked edges most.
+    At depth 2 that is a new pair of traits of a matrix kernel, at 1 a new trait, at 0 a new
+    combination of dtypes. Other kernels use few registers and get a depth of one less. Cases that
+    are likely to need the most registers (biases, gates, masked edges) are looked at first.
     """
     listed = list(cases)
     seen: dict[object, set[Hashable]] = {}
@@ -49,7 +49,7 @@ def _traits(case: GateCase) -> list[Hashable]:
 
 
 def _is_dtype(value: object) -> bool:
-    """A Triton dtype, which AdamW has for what it finds by addresses."""
+    """A Triton dtype: AdamW is given those of tensors that it finds by their addresses."""
     return hasattr(value, "primitive_bitwidth")
 
 

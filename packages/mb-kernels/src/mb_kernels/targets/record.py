@@ -1,4 +1,4 @@
-"""Gate cases from real launches: an op runs on meta tensors, and what it would launch is compiled.
+"""Gate cases recorded from real launches: an op runs on meta tensors, which launches nothing.
 
     launches = record(TARGETS["gfx942"], {"K8": lambda: gather(x_on_meta, ...)})
 
@@ -31,7 +31,7 @@ _UNITS = 304  # of an MI300X: a multiple of every number of chiplets
 
 
 def record(target: Target, calls: Mapping[str, Callable[[], object]]) -> list[GateCase]:
-    """A case for each kernel that ``calls`` would launch on ``target``, and compile anew."""
+    """A case for each kernel that ``calls`` would compile and launch on ``target``."""
     hopper = target.name == "sm90" and gluon_serves()
     cases: dict[str, GateCase] = {}
     seen = set()

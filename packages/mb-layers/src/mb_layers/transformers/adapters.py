@@ -1,7 +1,7 @@
-"""Experts' adapters in PEFT's form with one pair of matrices per expert and projection.
+"""Saves experts' adapters in PEFT's format, a pair of matrices for each expert and projection.
 
-Adapters on stacked weights are saved in layouts of their own, by `add_lora` and by PEFT's
-`target_parameters` alike. Engines that serve adapters over experts know them by expert:
+`add_lora` and PEFT's `target_parameters` both put one adapter on the stacked weights of all
+experts, and save it as such. Inference engines expect an adapter for each expert:
 
     base_model.model.model.layers.0.mlp.experts.3.gate_proj.lora_A.weight   [r, D]
 
@@ -40,7 +40,8 @@ def adapters_by_expert(
             Mixtral's are ("w1", "w3", "w2").
 
     Raises:
-        ValueError: no adapters, some of several scalings or ranks, or weights of another layout.
+        ValueError: no adapters, adapters of different scalings or ranks, or weights of another
+            layout.
     """
     tensors: dict[str, Tensor] = {}
     forms = set()

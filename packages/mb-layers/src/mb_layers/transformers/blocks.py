@@ -1,7 +1,7 @@
 """A transformers MoE block as a `dMoE`, and back: the config, and every tensor by rename.
 
-`mb_layers.transformers.forms` says which class of block routes in which way; widths are read off
-the weights, the names of the tensors off the state dict.
+`mb_layers.transformers.block_routing` knows how each class of block routes. Widths are taken from
+the weights, the names of tensors from the state dict.
 
 Letters: D hidden, F expert ffn width, E experts.
 """
@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from mb_layers.config import MoEConfig
 from mb_layers.moe import dMoE
 from mb_layers.state_dicts import Rule, translate, translate_back
+from mb_layers.transformers.block_routing import BLOCKS
 from mb_layers.transformers.experts import (
     GLU_NAMES,
     IMPLEMENTATION,
     activation_name,
     refuse_offloaded,
 )
-from mb_layers.transformers.forms import FORMS
 
 
 def moe_from_block(block: nn.Module, **overrides: Any) -> dMoE:
     """Return a `dMoE` with the weights, dtype, device and `requires_grad` of a transformers block.
 
     Args:
-        block: a block of a class in `FORMS`.
+        block: a block of a class in `BLOCKS`.
         overrides: fields of `MoEConfig` to set otherwise than the block has them.
 
     transformers' balancing loss is K when balanced, ours 1, so `load_balancing_loss_weight` is K
@@ -56,9 +56,9 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
     Arguments and errors are `moe_from_block`'s.
     """
     kind = type(block).__name__
-    if kind not in FORMS:
+    if kind not in BLOCKS:
         raise ValueError(
-            f"expected a block of {', '.join(FORMS)}, got {kind}; "
+            f"expected a block of {', '.join(BLOCKS)}, got {kind}; "
             f'model.set_experts_implementation("{IMPLEMENTATION}") works for any MoE model'
         )
     refuse_offloaded(kind, block)
@@ -69,7 +69,7 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
             "unload adapters first"
         )
     config = experts.config
-    form = FORMS[kind](config)
+    routing = BLOCKS[kind](config)
     top_k = config.num_experts_per_tok
     num_experts, hidden, ffn = experts.down_proj.shape
     if experts.is_transposed:
@@ -87,7 +87,7 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
     if shared is not None:
         fields["shared_expert_hidden_size"] = shared.down_proj.in_features
         fields["shared_expert_gate"] = hasattr(block, "shared_expert_gate")
-    return MoEConfig(**(fields | form | overrides))
+    return MoEConfig(**(fields | routing | overrides))
 
 
 def _gate_of(experts: Any) -> str:
@@ -126,7 +126,7 @@ def _names(config: MoEConfig) -> Collection[str]:
     return dMoE(config, device="meta").state_dict().keys()
 
 
-# What blocks call the parts of theirs that have names of several kinds.
+# Names that differ between blocks for the same part.
 _ROUTERS = ("gate.weight", "router.weight", "router.gate.weight", "gate.wg.weight")
 _FLAT_BIASES = ("gate.e_score_correction_bias", "e_score_correction_bias", "expert_bias")
 _BIAS_OF_ROWS = "gate.moe_statics.e_score_correction_bias"  # [1, E]

@@ -1,10 +1,12 @@
 """transformers' stacked experts through `mb_kernels`: the implementation "mb".
 
-Experts take the fused `expert_mlp`, their weights in either memory order. Those whose gate nobody
-recognises, with a norm behind each expert, or with adapters take the same kernels step by step.
+Experts run as one fused op, `expert_mlp`, with their weights in either memory order. Three kinds
+run the same kernels step by step instead: experts whose gate is not recognised, with a norm after
+each expert, or with adapters.
 
-A class may bring a gate of its own (clamped, say). `recognise_gate` puts what its numbers say in
-our words and asks the gate itself whether that is what it computes; `use` does so for every module.
+A class of experts may have its own gate (with a limit, say). `recognise_gate` looks for the name in
+`mb_kernels.activation` that computes the same, and tests it on sample values; `use` calls it for
+every module.
 
 Letters: T tokens, D hidden, F expert ffn width, E experts, K top-k.
 """
@@ -35,7 +37,7 @@ except ImportError as error:
 
 IMPLEMENTATION = "mb"
 
-# Their activation, as a config names it, in our words. For GLU our name has the gate in it.
+# Activations: transformers' name in a config, and ours. A GLU has another name here, see below.
 PLAIN_NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -69,7 +71,7 @@ def experts_forward(
         *((f"{name_of_w1}_bias", "down_proj_bias") if self.has_bias else ()),
     )
     (x_TD,) = cast_alike(hidden_states)
-    # Adapters that PEFT puts on stay apart from the weights: no merged copy of all experts.
+    # PEFT's adapters are kept apart from the weights: there is no merged copy of all experts.
     weights: list[Any] = [
         map_weight(weight_of(self, name), lambda w: to_plain(w, num_experts).to(x_TD.dtype))
         for name in names
@@ -107,7 +109,7 @@ ExpertsInterface.register(IMPLEMENTATION, experts_forward)
 
 
 def fused_activation(experts: Any) -> str | None:
-    """Our name of the experts' activation if `expert_mlp` computes just what they do."""
+    """Our name of the experts' activation if `expert_mlp` computes the same as they do."""
     if getattr(experts, "has_post_expert_norm", False):
         return None
     if experts.has_gate and _has_own_gate(experts):
@@ -116,15 +118,16 @@ def fused_activation(experts: Any) -> str | None:
     return GLU_NAMES.get(plain or "") if experts.has_gate else plain
 
 
-_RECOGNISED = "_mb_gate"  # the attribute in which a module keeps what its own gate is called
+_RECOGNISED = "_mb_gate"  # the attribute of a module for our name of its gate
 
 
 def recognise_gate(experts: Any) -> None:
-    """Let experts with a gate of their own be fused if the gate is one that `expert_mlp` knows.
+    """Let experts with their own gate run fused if `expert_mlp` has an activation equal to it.
 
-    A name is made of the numbers that transformers' classes have, and is right if gate and name
-    agree on pairs of numbers from -1e6 to 1e6: nothing is taken for granted about a class, which
-    may compute otherwise in transformers' next release. To be called anew if the numbers change.
+    Possible names are made from the parameters that transformers' classes have. A name is taken if
+    it gives what the gate gives for all pairs of values from -1e6 to 1e6. So nothing is assumed
+    about a class, which may change in transformers' next release. Call it again if the module's
+    parameters change.
     """
     setattr(experts, _RECOGNISED, None)
     if not experts.has_gate or not _has_own_gate(experts) or _learns(experts):
@@ -151,7 +154,7 @@ _PROBE = torch.cat([s * torch.logspace(-2, 6, 65, device="cpu") for s in (-1, 1)
 
 
 def _names_of_gate(experts: Any) -> list[str]:
-    """What the gate may be called, by the numbers that the module has."""
+    """Names that the gate may have, from the parameters of the module."""
     act_fn = getattr(experts, "act_fn", None)
     base = GLU_NAMES.get("silu" if act_fn is None else activation_name(act_fn) or "silu", "swiglu")
     limit = getattr(experts, "swiglu_limit", getattr(experts, "limit", None))
@@ -176,14 +179,14 @@ def _has_own_gate(experts: Any) -> bool:
 
 
 def _learns(experts: Any) -> bool:
-    """Whether there are parameters beside the projections', of a gate or an activation."""
+    """Whether there are learned parameters besides the projections, of a gate or activation."""
     known = ("gate_up_proj", "up_proj", "down_proj", "parametrizations")
     names = (name.partition(".")[0] for name, _ in experts.named_parameters())
     return any(name.removesuffix("_bias") not in known for name in names)
 
 
 def refuse_offloaded(name: str, module: nn.Module) -> None:
-    """Raise if accelerate brings weights to the module's parts only while these are called."""
+    """Raise if accelerate loads the weights of the module only while its parts are called."""
     hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]
     if any(getattr(hook, "offload", False) for hook in hooks):
         raise ValueError(

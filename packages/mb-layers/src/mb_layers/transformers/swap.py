@@ -1,9 +1,9 @@
-"""A whole transformers model on `dMoE` layers: its blocks swapped in place, and back again.
+"""Replaces the MoE blocks of a transformers model by `dMoE` layers, and puts them back.
 
-The model stays what it was to everyone else: its forward takes and returns the same, its state
-dict, and so `save_pretrained`, has the names and shapes of the original blocks. What it gains is
-the balancing loss of our layers, which is added to `outputs.loss`, where the trainer's division by
-accumulation steps, loss scale and mean over ranks reach it as they reach the rest.
+From outside the model stays the same: its forward takes and returns the same, and its state dict,
+and so `save_pretrained`, has the names and shapes of the original blocks. New is the balancing loss
+of our layers. It is added to `outputs.loss`, so that whatever the trainer does to the loss
+(division by accumulation steps, loss scale, mean over ranks) applies to it too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from mb_layers.losses import in_backward
 from mb_layers.model import weighs_losses
 from mb_layers.moe import dMoE
+from mb_layers.transformers.block_routing import BLOCKS, RETURN_PAIRS
 from mb_layers.transformers.blocks import moe_from_block, translate_block, translate_layer
-from mb_layers.transformers.forms import FORMS, RETURN_PAIRS
 
 
 class BlockAdapter(nn.Module):
@@ -75,13 +75,13 @@ class BlockAdapter(nn.Module):
 def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
     """Replace every MoE block that `moe_from_block` knows by a `dMoE`, in place.
 
-    In training the mean auxiliary loss over the blocks is added to `outputs.loss`, weighed as the
-    model weighs its own loss (`num_items_in_batch`), and returned as `outputs.aux_loss`. Where the
-    caller computes the loss, without labels, it is the caller's to add: `Trainer` does not with
-    `label_smoothing_factor`, nor with a `compute_loss_func` that leaves it out. Gradient
-    checkpointing of layers with such losses must be the non-reentrant kind. Blocks are not told of
-    the attention mask: padding is routed, as ever, and counted too, so balance over packed
-    sequences or sorted lengths.
+    In training the mean auxiliary loss over the blocks is added to `outputs.loss`, with the weight
+    that the model gives its own loss (`num_items_in_batch`), and returned as `outputs.aux_loss`. If
+    the model is called without labels and the caller computes the loss, the caller has to add it:
+    `Trainer` does not with `label_smoothing_factor`, nor with a `compute_loss_func` that leaves it
+    out. Gradient checkpointing of layers with such losses must be non-reentrant. Blocks do not get
+    the attention mask: padding is routed, as in transformers, and counted as load. With much
+    padding, pack sequences or sort them by length.
 
     Args:
         model: a transformers model (or any module that holds such blocks and is called itself).
@@ -94,9 +94,9 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
         ValueError: the model holds no such block, or computes a balancing loss of its own from
             router logits, which are no longer there.
 
-    Names of the state dict are the original block's, those of modules and parameters this layer's:
-    `torch.distributed.checkpoint.state_dict`, which looks modules up by the former, needs
-    `restore_blocks` first; `model.state_dict()` saved by itself does not.
+    The state dict has the names of the original blocks, while modules and parameters have those of
+    the new layers. `torch.distributed.checkpoint.state_dict` looks modules up by names of the state
+    dict, and so needs `restore_blocks` first; saving `model.state_dict()` does not.
     """
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
@@ -105,14 +105,14 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
             "own balancing loss; set it to False"
         )
     modules = model.named_modules(remove_duplicate=False)  # a block may serve several layers
-    blocks = {name: m for name, m in modules if type(m).__name__ in FORMS}
+    blocks = {name: m for name, m in modules if type(m).__name__ in BLOCKS}
     if not blocks:
         if any(isinstance(module, BlockAdapter) for module in model.modules()):
             raise ValueError(
                 "expected a model whose blocks are still to be swapped, got one whose blocks are; "
                 "for other overrides restore_blocks first"
             )
-        raise ValueError(f"expected a model with blocks of {', '.join(FORMS)}, found none")
+        raise ValueError(f"expected a model with blocks of {', '.join(BLOCKS)}, found none")
     layers = {block: moe_from_block(block, **overrides) for block in dict.fromkeys(blocks.values())}
     losses = _LossOfForward()
     adapters = {
@@ -126,7 +126,7 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
 
 
 def restore_blocks(model: nn.Module) -> list[str]:
-    """Put the original blocks back in the place of swapped ones, with the weights of today.
+    """Put the original blocks back, with the weights that the swapped ones have now.
 
     Returns:
         The names of the blocks.
@@ -249,7 +249,7 @@ def _load_block_names(adapter: nn.Module, state: dict[str, Tensor], prefix: str,
 
 
 def _places(names: Iterable[str]) -> dict[str, str]:
-    """Where a layer's own tensors are, by name, when adapters are put on some of them."""
+    """The place of each of a layer's tensors in its state dict, by name: adapters move some."""
     places = {}
     for place in names:
         name = re.sub(r"\.base_layer\b", "", place)  # PEFT's

@@ -1,8 +1,8 @@
-"""`use(model)`: move every expert of a model onto our kernels, or say that there is none.
+"""`use(model)` runs the experts of a transformers model on our kernels.
 
-transformers lets an implementation in through a hook on the experts' class. A few older models have
-stacked experts without it; for those the module's class is exchanged for a subclass of it whose
-forward is ours. Parameters, names and checkpoints stay as they are.
+Most classes of experts in transformers have a hook for other implementations, and ours is selected
+by it. A few older models have stacked experts without this hook; there the class of the module is
+replaced by a subclass with our forward. Parameters, names and checkpoints stay as they are.
 
 Letters: T tokens, D hidden, F expert ffn width, E experts, K top-k.
 """
@@ -33,11 +33,11 @@ def use(model: nn.Module) -> list[str]:
     """Run the experts of a transformers model on `mb_kernels`, forward and backward.
 
     Returns:
-        The names of the expert modules that were moved.
+        The names of the expert modules that now run on the kernels.
 
     Raises:
-        ValueError: the model holds no experts that can be moved, or some in fewer bits than 16, or
-            offloaded where transformers has no hook; it is left as it was.
+        ValueError: the model has no experts that can do so, or some of them have fewer bits than
+            16, or are offloaded and of a class without the hook. The model is left as it was.
     """
     hooked = {
         name: module
@@ -59,7 +59,7 @@ def use(model: nn.Module) -> list[str]:
         kinds = sorted({type(m).__name__ for m in model.modules() if _looks_like_experts(m)})
         raise ValueError(
             "expected a model with experts in stacked weights, found none"
-            + (f"; {', '.join(kinds)} are of a form unknown here" if kinds else "")
+            + (f"; {', '.join(kinds)} store their weights in another way" if kinds else "")
         )
     for name, module in moved.items():
         _refuse_few_bits(name, module)
@@ -79,13 +79,13 @@ def use(model: nn.Module) -> list[str]:
 
 @functools.cache
 def _moved(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a module of `kind` that has been moved."""
+    """The subclass of `kind` with our forward."""
     own = {"forward": _FORWARDS[kind.__name__], "__reduce_ex__": _reduce}
     return type(f"Mb{kind.__name__}", (kind,), own)
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    """To pickle and to copy: by the class that transformers has, for ours is in no module."""
+    """Pickle and copy by transformers' class, because our subclass is in no module."""
     return _remade, (type(self).__base__,), self.__dict__
 
 
@@ -95,7 +95,7 @@ def _remade(kind: type[nn.Module]) -> nn.Module:
 
 
 def _refuse_few_bits(name: str, module: nn.Module) -> None:
-    """Raise for experts that a quantised load made: their codes mean nothing without its scales."""
+    """Raise for experts of a quantised model: their codes mean nothing without its scales."""
     experts: Any = getattr(module, "experts", module)  # Llama-4's are inside the block
     dtypes = {p.dtype for p in experts.parameters() if p.element_size() < 2}
     if dtypes or isinstance(experts, nn.ModuleList):
@@ -128,7 +128,7 @@ def _experts(
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama-4: the weight is on the expert's input, and what is not chosen adds nothing."""
+    """Llama-4: routing weights scale the experts' inputs; the block holds router and experts."""
     num_experts = self.num_experts
     x_TD = hidden_states.reshape(-1, self.hidden_dim)
     scores_TE, logits_TE = self.router(x_TD)
@@ -157,7 +157,7 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
 def _longcat(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """LongCat: experts behind the real ones return what they are given."""
+    """LongCat: ids beyond the real experts are of zero experts, which return their token."""
     num_experts = self.num_routed_experts
     weights_TK = at_least_fp32(top_k_weights)
     zero_T1 = torch.where(top_k_index < num_experts, 0, weights_TK).sum(dim=1, keepdim=True)

@@ -1,1 +1,1 @@
-"""The two products of the expert MLP whose epilogue runs beside the next product, in Gluon."""
+"""For Hopper, in Gluon: two products of the expert MLP, the epilogue during the next product."""

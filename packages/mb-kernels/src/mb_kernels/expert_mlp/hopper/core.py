@@ -1,4 +1,4 @@
-"""Matrix kernels whose epilogue runs beside the next product: for Hopper, in Gluon.
+"""Matrix kernels for Hopper, in Gluon, whose epilogue runs at the same time as the next product.
 
 In the portable kernels one set of warps multiplies, then works through the epilogue while the
 matrix units idle. Here a program has two sets:
@@ -7,11 +7,12 @@ matrix units idle. Here a program has two sets:
                instructions, leave each finished tile in shared memory
     epilogue   4 warps: everything between a finished tile and global memory
 
-They meet at barriers in shared memory: operand blocks are ``ready``, a tile is ``full`` or
-``drained``. The tile passes in the dtype of the tensors: rounded where torch's eager products are.
+They synchronise by barriers in shared memory: operand blocks are ``ready``, a tile is ``full`` or
+``drained``. The tile is handed over in the dtype of the tensors, so it is rounded where torch's
+eager products round.
 
-Here is what the ops share, the product of rows and their expert's weights; ``hopper.up`` and
-``hopper.dact`` bring the epilogues.
+This module has the product of rows and their expert's weights, which both ops share; ``hopper.up``
+and ``hopper.dact`` have the epilogues.
 
 Letters: N rows, K contraction, M columns of the product, E experts.
 """

@@ -1,8 +1,8 @@
-"""How transformers' MoE blocks route, in our words: class of block -> fields of `MoEConfig`.
+"""How transformers' MoE blocks route, as fields of `MoEConfig`, by the name of the block's class.
 
-The forms are few: softmax over all experts or over the chosen ones, sigmoids with or without a bias
-for the choice, groups. A block that computes what `dMoE` cannot is refused by the field that says
-so; a class that is not here has a router of another form.
+There are few ways: softmax over all experts or over the chosen ones, sigmoids with or without a
+bias for the choice, groups of experts. If a block's config asks for something that `dMoE` cannot
+compute, the error names the field. A class that is missing here routes in yet another way.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-Form = Callable[[Any], dict[str, Any]]
+ToFields = Callable[[Any], dict[str, Any]]
 
 
 def _softmax(config: Any) -> dict[str, Any]:
@@ -34,10 +34,10 @@ def _sigmoid(config: Any) -> dict[str, Any]:
     return {"score_function": "sigmoid", "renormalize": config.norm_topk_prob}
 
 
-def _sigmoid_and_bias(scale: str | None) -> Form:
+def _sigmoid_and_bias(scale: str | None) -> ToFields:
     """Sigmoids that add up to `config.<scale>`, chosen with a bias."""
 
-    def form(config: Any) -> dict[str, Any]:
+    def fields(config: Any) -> dict[str, Any]:
         _refuse_jitter(config)
         return {
             "score_function": "sigmoid",
@@ -46,7 +46,7 @@ def _sigmoid_and_bias(scale: str | None) -> Form:
             "routed_scaling_factor": float(getattr(config, scale)) if scale else 1.0,
         }
 
-    return form
+    return fields
 
 
 def _laguna(config: Any) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _refuse_jitter(config: Any) -> None:
         )
 
 
-_CLASSES: dict[Form, tuple[str, ...]] = {
+_CLASSES: dict[ToFields, tuple[str, ...]] = {
     _softmax: (
         "OlmoeSparseMoeBlock",
         "FlexOlmoSparseMoeBlock",
@@ -169,6 +169,6 @@ _CLASSES: dict[Form, tuple[str, ...]] = {
         "SolarOpenMoE",
     ),
 }
-FORMS = {name: form for form, names in _CLASSES.items() for name in names}
+BLOCKS = {name: form for form, names in _CLASSES.items() for name in names}
 # Blocks that return (hidden states, routing weights); their layers throw the latter away.
 RETURN_PAIRS = frozenset({"GptOssMLP"})

@@ -258,39 +258,38 @@ class Generator:
             likeliest: tell the likelihood of each token, and of so many others; None does not.
 
         Raises:
-            ValueError: fewer than no tokens; a prompt of other tokens; scores that are not numbers.
+            ValueError: fewer than no tokens, or a prompt of other tokens, at once; scores that are
+                not numbers, once they are met.
         """
         if max_new_tokens < 0:
             raise ValueError(f"Expected --max-new-tokens of at least 0, got {max_new_tokens}.")
-        if not self._together and len(prompts) > 1:
-            done: list[Completion] = []
-            for index, prompt in enumerate(prompts):
-                last: list[Completion] = []
-                for last in self.stream(
-                    [prompt], sampling, max_new_tokens=max_new_tokens, stop=stop,
-                    seeds=seeds and seeds[index : index + 1], likeliest=likeliest,
-                ):  # fmt: skip
-                    rest = [Completion() for _ in prompts[len(done) + 1 :]]
-                    yield [*done, *last, *rest]
-                done += last
-            return
-        completions = [Completion() for _ in prompts]
-        steps = continue_tokens(
-            self.model, [self.tokens_of(prompt) for prompt in prompts], sampling,
-            vocab_size=self.tokenizer.vocab_size, context=self.context, eod=self.tokenizer.eod,
-            cached=self._together, seeds=seeds,
-        )  # fmt: skip
-        for _, step in zip(range(max_new_tokens), steps, strict=False):
-            for completion, drawn in zip(completions, step, strict=True):
-                if drawn is None or completion.finish_reason is not None:
-                    continue
-                self._add(completion, drawn.token, max_new_tokens, stop)
-                if likeliest is not None and len(completion.tokens) > len(completion.likelihoods):
-                    told = likelihood(drawn.logits_V, drawn.token, likeliest)
-                    completion.likelihoods.append(told)
-            yield completions
-            if all(completion.finish_reason for completion in completions):
-                return
+        tokens = [self.tokens_of(prompt) for prompt in prompts]
+        rows = range(len(tokens))
+        own_seeds = [sampling.seed for _ in rows] if seeds is None else seeds
+
+        def steps() -> Iterator[list[Completion]]:
+            completions = [Completion() for _ in rows]
+            for group in [rows] if self._together else [[row] for row in rows]:
+                drawn = continue_tokens(
+                    self.model, [tokens[row] for row in group], sampling,
+                    vocab_size=self.tokenizer.vocab_size, context=self.context,
+                    eod=self.tokenizer.eod, cached=self._together,
+                    seeds=[own_seeds[row] for row in group],
+                )  # fmt: skip
+                going = [completions[row] for row in group]
+                for _, step in zip(range(max_new_tokens), drawn, strict=False):
+                    for completion, one in zip(going, step, strict=True):
+                        if one is None or completion.finish_reason is not None:
+                            continue
+                        self._add(completion, one.token, max_new_tokens, stop)
+                        if likeliest is not None and one.token != self.tokenizer.eod:
+                            told = likelihood(one.logits_V, one.token, likeliest)
+                            completion.likelihoods.append(told)
+                    yield completions
+                    if all(completion.finish_reason for completion in going):
+                        break
+
+        return steps()
 
     def complete(
         self,

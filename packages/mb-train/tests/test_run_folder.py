@@ -10,13 +10,8 @@ import pytest
 from mb_train import run_folder
 from mb_train.folder_lock import locked
 from mb_train.run import only_writer
-from mb_train.run_folder import (
-    find_checkpoint,
-    recover,
-    replaced_folder,
-    set_aside,
-    set_later_aside,
-)
+from mb_train.run_folder import find_checkpoint, recover, set_aside, set_later_aside
+from mb_train.whole_files import replaced, replaced_folder, write_text
 
 
 def fill(folder, iterations, text="old"):
@@ -162,9 +157,9 @@ def test_what_a_kill_left_half_written_is_removed_or_put_back(tmp_path):
 
 def test_two_may_write_one_file_at_once(tmp_path):
     page = tmp_path / "report.html"
-    with run_folder.replaced(page) as first:
+    with replaced(page) as first:
         first.write_text("first")
-        run_folder.write_text(page, "second")
+        write_text(page, "second")
         assert page.read_text() == "second"
     assert page.read_text() == "first"
     assert list(tmp_path.iterdir()) == [page]

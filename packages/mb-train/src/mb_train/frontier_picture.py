@@ -19,7 +19,7 @@ from mb_train.frontier import (
     same_size_speed_up,
     speed_up,
 )
-from mb_train.run_folder import replaced, write_text
+from mb_train.whole_files import replaced, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

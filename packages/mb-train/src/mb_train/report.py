@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mb_train.curves import Curves, read_curves, summary
-from mb_train.run_folder import PAGE, PICTURE, replaced, write_text
+from mb_train.run_folder import PAGE, PICTURE
+from mb_train.whole_files import replaced, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -148,6 +148,21 @@ def test_uncertainty_comes_from_seeds(tmp_path):
             assert 1.001 * found.value < high < 1.25 * found.value
 
 
+def test_runs_of_two_rates_are_no_seeds_of_one_point(tmp_path):
+    """Nor are those of two numbers of experts; where a run was saved makes no difference."""
+    settings = [{"lr": 1e-3}, {"lr": 2e-3}, DROPLESS, DROPLESS | {"moe_num_experts": 8}]
+    runs = [
+        read_run(
+            finished(tmp_path / f"{i}-{seed}", 9.0, 3.0 + i, seed=seed, save=f"{i}-{seed}", **to)
+        )
+        for i, to in enumerate(settings)
+        for seed in (1, 2)
+    ]
+    points = points_of(runs)
+    assert sorted(point.loss for point in points) == [3.0, 4.0, 5.0, 6.0]
+    assert all(len(point.runs) == 2 for point in points)
+
+
 def test_same_size_speed_up_reads_the_curve(tmp_path):
     dmoe, dense, _ = frontier(tmp_path, dmoe_ms=15.0)
     # Of its 1.5 s it has 3.0 after 0.75 + (4 - 3) / (4 - 2.5) of 0.75; dense has it after 1.

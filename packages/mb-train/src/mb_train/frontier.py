@@ -22,10 +22,12 @@ import random
 import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from mb_train.config import GROUPS, TrainConfig
+from mb_train.config.field import spec
 from mb_train.run_folder import LOG_FILE
 from mb_train.run_log import read_log
 
@@ -33,6 +35,9 @@ _DRAWS = 4000
 # Runs of one picture must agree in these, or their points answer different questions.
 _SHARED = ("train_iters", "global_batch_size", "seq_length", "data_path", "split", "tokenizer")
 _SHARED += ("eval_iters",)  # the validation set is its first so many batches
+# Runs of one point must agree in all fields but these.
+_OF_A_RUN = {"seed", *(f.name for f in fields(TrainConfig) if spec(f).on_load == "own")}
+_OF_A_RUN |= {f.name for group in ("checkpointing", "logging") for f in fields(GROUPS[group])}
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class FrontierRun:
         shape: layers and width, which pair the sizes of the families.
         overhead_s: left out of the seconds: what first steps after a start took beyond the pace.
         finished: whether its last evaluation is at the end of its schedule, and a number.
+        shared: what all runs of a picture must agree in.
+        settings: what all runs of a point must agree in, as text.
     """
 
     name: str
@@ -57,6 +64,7 @@ class FrontierRun:
     overhead_s: float
     finished: bool
     shared: tuple[Any, ...]
+    settings: str
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,13 @@ def _run_of(path: Path) -> FrontierRun:
         overhead_s=overhead,
         finished=at[-1] == config["train_iters"] and math.isfinite(valid[at[-1]]),
         shared=tuple(config.get(name) for name in _SHARED),
+        settings=str(
+            {
+                f.name: config.get(f.name, f.default)
+                for f in fields(TrainConfig)
+                if f.name not in _OF_A_RUN
+            }
+        ),
     )
 
 
@@ -183,19 +198,19 @@ def points_of(runs: Iterable[FrontierRun]) -> list[Point]:
                     f"Expected runs of one {name}, got {values[0]!r} of {runs[0].name} and "
                     f"{value!r} of {run.name}. Draw them apart."
                 )
-    grouped: dict[tuple[str, tuple[int, int]], list[FrontierRun]] = {}
+    grouped: dict[str, list[FrontierRun]] = {}
     for run in runs:
         if run.finished:
-            grouped.setdefault((run.family, run.shape), []).append(run)
+            grouped.setdefault(run.settings, []).append(run)
     found = [
         Point(
-            family,
-            shape,
+            group[0].family,
+            group[0].shape,
             seconds=math.exp(statistics.fmean(math.log(run.seconds[-1]) for run in group)),
             loss=statistics.fmean(run.losses[-1] for run in group),
             runs=tuple(group),
         )
-        for (family, shape), group in grouped.items()
+        for group in grouped.values()
     ]
     return sorted(found, key=lambda point: (point.family, point.seconds))
 

@@ -89,7 +89,8 @@ def _numbers(runs: Sequence[FrontierRun], points: Sequence[Point]) -> dict[str, 
 
 
 def _comparison(point: Point, found: SpeedUp, points: Sequence[Point]) -> dict[str, Any]:
-    twin = next((p for p in points if (p.family, p.shape) == (found.over, point.shape)), None)
+    twins = [p for p in points if (p.family, p.shape) == (found.over, point.shape)]
+    twin = min(twins, key=lambda p: p.loss, default=None)
     return {
         "point": f"{point.family} {label_of(point.shape, points)}",
         "over": found.over,

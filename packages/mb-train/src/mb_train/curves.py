@@ -174,8 +174,8 @@ def summary(curves: Curves) -> list[tuple[str, str]]:
             ("diverged", f"the loss is not a number from iteration {curves.diverged_at} on")
         )
     if curves.torn:
-        lines_of = "1 line" if curves.torn == 1 else f"{curves.torn} lines"
-        lines.append(("log", f"{lines_of} of the log was cut short by a kill, and left out"))
+        lines_of = "1 line was" if curves.torn == 1 else f"{curves.torn} lines were"
+        lines.append(("log", f"{lines_of} cut short by a kill, and left out"))
     return lines
 
 

@@ -234,11 +234,15 @@ def _finite(value: Any) -> Any:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Events of a log. A line that a kill cut short is the event "torn", with its `line` number."""
+    """Events of a log. A line that a kill cut short is the event "torn", with its `line` number.
+
+    An editor may have left blank lines, or a byte order mark.
+    """
     events = []
-    for number, line in enumerate(
-        path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
-    ):
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             event = json.loads(line)
             whole = isinstance(event, dict) and isinstance(event.get("event"), str)

@@ -1,6 +1,7 @@
 """The run folder: one writer, moves that a kill cannot split, branches that nothing overwrites."""
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -163,6 +164,11 @@ def test_two_may_write_one_file_at_once(tmp_path):
         assert page.read_text() == "second"
     assert page.read_text() == "first"
     assert list(tmp_path.iterdir()) == [page]
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"No space: .*page\.html"), replaced(tmp_path / "page.html"):
+        raise OSError(errno.ENOSPC, "No space")
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"target": "previous-1"}'])

@@ -53,9 +53,9 @@ def naming(path: str | os.PathLike[str]) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def sync_file(descriptor: int) -> None:

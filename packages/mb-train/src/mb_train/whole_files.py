@@ -30,8 +30,10 @@ def replaced(path: Path) -> Generator[Path]:
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(draft, path)
-    except BaseException:
+    except BaseException as error:
         draft.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)  # that of a full disk comes without a name
         raise
     sync_directory(path.parent)
 

@@ -111,11 +111,15 @@ def write_tensors(
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
     """A file that those may read who may read others made here: the library's is its owner's."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # of a full disk, say
+        raise OSError(f"Cannot write {path}: {error}.") from None
     path.chmod(mode)
 
 

@@ -97,10 +97,11 @@ class SpeedUp:
     """How much sooner a point has its loss than a family's curve.
 
     Attributes:
-        value: seconds of the curve at the point's loss over the point's seconds. None where the
-            curve begins below that loss; where it ends above, its last seconds: a lower bound.
+        value: seconds of the curve at the point's loss over the point's seconds. None if the curve
+            begins below that loss. If it ends above, its last seconds count: a lower bound.
         bound: whether it is that lower bound.
-        interval: 95 %, None without seeds to take it from; an infinite end means no end was found.
+        interval: of 95 %; None without seeds to take it from. Infinity is an end that was not
+            found.
     """
 
     point: Point
@@ -258,8 +259,8 @@ def speed_up(point: Point, family: Sequence[Point], noise: Noise) -> SpeedUp:
 def same_size_speed_up(point: Point, other: Point) -> float | None:
     """Seconds that `other` took over those until `point`'s validation curve has `other`'s loss.
 
-    A low estimate, for on the way the learning rate of `point` has not decayed yet. None if it
-    never has it. The mean over the runs of `point`.
+    The mean over the runs of `point`; None if one of them never reaches it. A low estimate, because
+    the learning rate of `point` has not decayed yet at that time.
     """
     found = []
     for run in point.runs:
@@ -276,9 +277,9 @@ def same_size_speed_up(point: Point, other: Point) -> float | None:
 
 
 def _log_seconds_at(loss: float, curve: Sequence[tuple[float, float]]) -> tuple[float | None, bool]:
-    """Log seconds at which a family has a loss, and whether they are but a lower bound.
+    """Log seconds at which a family reaches a loss, and whether that is only a lower bound.
 
-    A point that another one beats in both is not of the frontier.
+    Points that another one beats in both loss and time are not part of the curve.
     """
     ordered: list[tuple[float, float]] = []
     for point in sorted(curve, key=lambda p: (p[1], p[0])):

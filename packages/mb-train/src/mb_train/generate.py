@@ -2,9 +2,9 @@
 
 Keys and values of tokens are kept, so that a step computes the new token of each prompt alone. A
 model sees at most its training context: beyond it every step runs the last `positions` tokens
-through the model, for each of them has another position then. So does a model with an expert
-capacity, whose experts' places depend on all tokens of a pass. Prompts of one call need not be
-equally long: they are padded behind, where a causal model does not look. Each draws with a
+through the model again, because their positions change. With an expert capacity every step does
+so, because the experts' places depend on all tokens of a pass. Prompts of one call need not be
+equally long: they are padded at the end, where a causal model does not look. Each draws with a
 generator of its own, so what a prompt is continued with does not depend on its neighbours.
 """
 
@@ -208,7 +208,7 @@ class Generator:
         return cls(load_trained(run, device))
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt; of an empty one the end of a document, behind which texts begin.
+        """The tokens of a prompt. An empty one becomes the end of a document: texts begin there.
 
         Raises:
             ValueError: a token that the tokenizer has not, or a text that it does not take.
@@ -222,7 +222,7 @@ class Generator:
 
     @torch.no_grad()
     def likelihoods(self, prompt: Prompt, count: int) -> list[Likelihood | None]:
-        """How likely the model finds each token of a prompt, the first of which it is not asked.
+        """How likely the model finds each token of a prompt; None for the first.
 
         Raises:
             ValueError: as `tokens_of`; more tokens than the model can see.

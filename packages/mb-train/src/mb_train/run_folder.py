@@ -11,8 +11,8 @@ RUN/previous-1/                          what an earlier run, or a branch left b
 
 The checkpoints of a folder are one line of history: a run that begins anew, or goes back to an
 earlier iteration, first moves what it does not build on into `previous-N`. Such a move is many
-renames, so it is written down before it begins, in `.moving.json`; a run that is killed in the
-middle has its move finished by the next one (`recover`).
+renames, so `.moving.json` notes it before it begins: if the run is killed in the middle, the next
+one finishes the move (`recover`).
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The checkpoint folder that `--load path` means: `path` itself or its latest; or None.
+    """The checkpoint folder that `--load path` means: `path` itself or the latest in it; or None.
 
-    Where no file names the latest, as after a kill in a run's first save, it is the last there is.
+    If no file names the latest, as after a kill during a run's first save, the last one is taken.
 
     Raises:
         ValueError: the file that names the latest is damaged, or names one that is not there.
@@ -236,9 +236,9 @@ def recover(folder: Path) -> list[str]:
 
 
 def withdraw(checkpoint: Path) -> Path:
-    """Take a checkpoint out of its folder's line, to be deleted; returns where it lies now.
+    """Rename a checkpoint that is to be deleted; returns its new path.
 
-    A deletion that a kill ends halfway must not leave what looks like a checkpoint.
+    If the deletion is killed halfway, the rest must not look like a checkpoint.
 
     Raises:
         OSError: it cannot be renamed.

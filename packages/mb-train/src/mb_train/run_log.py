@@ -29,9 +29,9 @@ class Board(Protocol):
 class RunLog:
     """Appends events to RUN/log.jsonl, and scalars to boards; either may be absent.
 
-    What a full disk does not take is held back and written with a later event: a checkpoint that
-    fills the disk, fails and is removed costs the log nothing, nor the run. A board that fails is
-    left out from there on.
+    What a full disk does not take is kept in memory and written with a later event, so that a
+    checkpoint that fills the disk, fails and is removed leaves no gap in the log. A board that
+    fails is not used any more.
 
     Args:
         path: of the log; None writes none.

@@ -20,9 +20,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Generator[Path]:
-    """Where to write what takes the place of `path` once it is whole and on the disk, if it is.
+    """Yield a draft to write, which replaces `path` once it is whole and on the disk.
 
-    Who writes the same file meanwhile has a draft of his own; the last to end stays.
+    After an error the draft is gone and `path` is as it was. Several writers of one file have a
+    draft each, and the one that ends last stays.
     """
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -39,10 +40,10 @@ def replaced(path: Path) -> Generator[Path]:
 
 
 def replaceable(folder: Path) -> Path:
-    """A folder that another may take the place of, resolved.
+    """The resolved path of a folder that is to be replaced.
 
     Raises:
-        ValueError: the current one, or one around it: whoever is in it would be nowhere.
+        ValueError: it is the current folder or one of its parents, which would be pulled away.
     """
     folder, here = folder.resolve(), Path.cwd()
     if folder in (here, *here.parents):
@@ -52,9 +53,9 @@ def replaceable(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Generator[Path]:
-    """An empty folder to fill; it takes the place of `folder` once it is whole, if it is.
+    """Yield an empty folder to fill, which replaces `folder` if nothing fails.
 
-    Until then it is in one of a new name beside it, so that nothing of anyone's is in the way.
+    It is filled beside `folder`, under a name that nobody else has.
 
     Raises:
         ValueError: as `replaceable`.

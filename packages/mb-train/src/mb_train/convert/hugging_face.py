@@ -54,7 +54,7 @@ def read_model(
     """The configuration and the weights of a Hugging Face folder, by our names.
 
     Args:
-        say: told of what the model is not taken with.
+        say: gets a line for each setting that is left out.
         fields: of the configuration, over what the folder says.
 
     Raises:

@@ -268,7 +268,7 @@ def same_size_speed_up(point: Point, other: Point) -> float | None:
         if below is None:
             return None
         seconds = run.seconds[below]
-        if below:
+        if below and math.isfinite(run.losses[below - 1]):
             high, low = run.losses[below - 1], run.losses[below]
             share = (high - other.loss) / (high - low)
             seconds = run.seconds[below - 1] + share * (seconds - run.seconds[below - 1])

@@ -38,7 +38,8 @@ def report_frontier(folders: Sequence[Path], output: Path) -> tuple[str, Path, P
     Raises:
         ValueError: folders without a log, runs that do not belong together, or none that finished.
     """
-    runs = [read_run(folder) for folder in folders]
+    # A folder that is named twice is no second seed.
+    runs = [read_run(folder) for folder in dict.fromkeys(path.resolve() for path in folders)]
     points = sorted(points_of(runs), key=lambda point: _rank(point.family))
     if not points:
         raise ValueError("Expected a run that came to the end of its schedule, found none.")

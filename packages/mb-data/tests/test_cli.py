@@ -4,10 +4,13 @@ import errno
 import io
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
 
 import mb_data
+import numpy as np
 import pytest
 from mb_data import IndexedDataset
 from mb_data.cli import main
@@ -163,6 +166,45 @@ def test_what_the_system_does_is_told_in_one_line(command, capsys, monkeypatch, 
     monkeypatch.setattr(sys.modules["mb_data.preprocess"], "preprocess", fail)
     assert main(command) == 2
     assert capsys.readouterr().err == f"mb-data preprocess: {error}\n"
+
+
+@pytest.fixture
+def little_room(monkeypatch):
+    """No file may grow beyond a thousand bytes. Bytecode would be cut: none is written."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        (["sample-corpus", "out.jsonl"], "out.jsonl"),
+        (["machine-corpus", "out.jsonl", "--only-added", "--add", "own=text"], "out.jsonl"),
+        (["merge", "--input", "tokens", "--output-prefix", "out"], "out.bin"),
+        (["shuffle", "--input", "documents", "--output-prefix", "out"], "out.idx"),
+        # A vocabulary reaches its engine as a temporary file, from a thread.
+        (["preprocess", "--input", "in.jsonl", "--output-prefix", "out", "--quiet"], ".*/ranks"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_full_disk_is_said_with_the_name_of_the_file(
+    source, tmp_path, monkeypatch, capsys, request, words, file
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "README").write_text("A line of words to read.\n" * 50)
+    for name, count, length in (("tokens", 1, 600), ("documents", 100, 4)):
+        with mb_data.IndexedDatasetBuilder(name, np.uint16) as builder:
+            builder.add_documents(np.zeros(count * length, np.uint16), [length] * count)
+    before = sorted(os.listdir())
+    request.getfixturevalue("little_room")
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf"mb-data {words[0]}: .*File too large: '{file}'\n", said)
+    assert sorted(os.listdir()) == before
 
 
 def test_help_without_the_engines():

@@ -91,6 +91,17 @@ def test_long_sentences_exclude_a_document_unless_it_is_all_there_is():
     assert ict.tolist() == [[1, 3, 1, 0]]
 
 
+@pytest.mark.parametrize("share", [2**-32, 1e-12, 5e-324])
+def test_a_share_that_32_bits_do_not_tell_from_none(share):
+    """Of a sample so seldom shortened that none of these is."""
+    sizes, boundaries = np.full(40, 5, np.int32), np.array([0, 20, 40])
+    settings = {"max_length": 12, "min_sentences": 2, "num_samples": 9, "seed": 1}
+    none, few = (
+        build_sample_mapping(sizes, boundaries, short_seq_prob=p, **settings) for p in (0, share)
+    )
+    assert few.tolist() == none.tolist()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

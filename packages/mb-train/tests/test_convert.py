@@ -20,6 +20,7 @@ from mb_train.models.rotary import rotary_tables
 from mb_train.tasks.architecture import transformer_config
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+safetensors = pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
@@ -277,6 +278,15 @@ def test_tokenizer_files_have_the_names_that_theirs_know(tmp_path, tokenizer, ke
     export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
     here = sorted(path.name for path in (tmp_path / "back").iterdir())
     assert here == sorted([*kept, "config.json", "model.safetensors"])
+
+
+def test_a_full_disk_is_an_error_of_writing(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match=r"Cannot write .*model\.safetensors: No space left"):
+        write_tensors(tmp_path, {"a": torch.ones(1)})
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])

@@ -336,7 +336,7 @@ def test_a_log_torn_by_a_kill_is_no_obstacle(run, capsys):
     assert b'{"event": "tra\n{"event": "start"' in log.read_bytes()
     capsys.readouterr()
     assert main(["report", str(run.folder)]) == 0
-    assert "1 line of the log was cut short by a kill" in capsys.readouterr().out
+    assert "1 line was cut short by a kill" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_offers_the_one_before(run, capsys):

@@ -148,11 +148,30 @@ def test_uncertainty_comes_from_seeds(tmp_path):
             assert 1.001 * found.value < high < 1.25 * found.value
 
 
+def test_runs_of_two_rates_are_no_seeds_of_one_point(tmp_path):
+    """Nor are those of two numbers of experts; where a run was saved makes no difference."""
+    settings = [{"lr": 1e-3}, {"lr": 2e-3}, DROPLESS, DROPLESS | {"moe_num_experts": 8}]
+    runs = [
+        read_run(
+            finished(tmp_path / f"{i}-{seed}", 9.0, 3.0 + i, seed=seed, save=f"{i}-{seed}", **to)
+        )
+        for i, to in enumerate(settings)
+        for seed in (1, 2)
+    ]
+    points = points_of(runs)
+    assert sorted(point.loss for point in points) == [3.0, 4.0, 5.0, 6.0]
+    assert all(len(point.runs) == 2 for point in points)
+
+
 def test_same_size_speed_up_reads_the_curve(tmp_path):
     dmoe, dense, _ = frontier(tmp_path, dmoe_ms=15.0)
     # Of its 1.5 s it has 3.0 after 0.75 + (4 - 3) / (4 - 2.5) of 0.75; dense has it after 1.
     assert same_size_speed_up(dmoe, dense[0]) == pytest.approx(1 / 1.25)
     assert same_size_speed_up(dmoe, dense[1]) is None
+    # With no number halfway nothing is read between the two.
+    unknown = finished(tmp_path / "nan", 15.0, 2.5, halfway=None, shape=(4, 256), **DROPLESS)
+    (dmoe,) = points_of([read_run(unknown)])
+    assert same_size_speed_up(dmoe, dense[0]) == pytest.approx(1 / 1.5)
 
 
 @pytest.mark.parametrize(
@@ -179,12 +198,14 @@ def test_report_draws_and_says(tmp_path, capsys):
         write(tmp_path / "runs" / "going", start(), train(10, 9.0), evaluation(10, 5.0)),
         finished(tmp_path / "runs" / "nan", 30.0, None, seed=3, **dmoe_as),
     ]
-    command = ["report", "--frontier", *map(str, folders), "--output", str(tmp_path / "out")]
+    command = ["report", "--frontier", *map(str, [*folders, folders[0]])]  # one of them twice
+    command += ["--output", str(tmp_path / "out")]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "dMoE 3.1M over MoE cf 1.5: below all of it, whose end took 0.83 x the time" in said
     assert "not at their end, or diverged: going, nan" in said
     numbers = json.loads((tmp_path / "out" / "frontier.json").read_text())
+    assert numbers["noise"]["degrees_of_freedom"] == 1
     over = {(c["point"], c["over"]): c for c in numbers["speed_ups"]}
     assert {point.split()[0] for point, _ in over} == {"dMoE", "MoE"}
     assert [p["valid_loss"] for p in numbers["points"] if p["family"] == "dMoE"] == [2.501]

@@ -280,8 +280,10 @@ def test_wrong_input_is_one_line(run, tmp_path, capsys):
         ([str(tmp_path)], "Expected a checkpoint in"),
         ([str(run), "--top-p", "2"], "Expected top-p in (0, 1], got 2.0"),
         ([str(run), "--tpo-k", "2"], "Unrecognized arguments: --tpo-k"),
+        ([str(run), "--max-new-tokens", "-1"], "--max-new-tokens of at least 0, got -1"),
     ):
-        assert main(["generate", *words]) == 2
-        error = capsys.readouterr().err
-        assert says in error
-        assert error.count("\n") == 1
+        assert main(["generate", "--prompt", "a", *words]) == 2
+        said = capsys.readouterr()
+        assert says in said.err
+        assert said.err.count("\n") == 1
+        assert said.out == ""

@@ -9,7 +9,7 @@ import sys
 import pytest
 from mb_train.doctor import _check_memory
 from mb_train.host import keep_freed_memory
-from mb_train.run_folder import sync_directory
+from mb_train.whole_files import sync_directory
 
 PROGRAM = """
 import resource, sys

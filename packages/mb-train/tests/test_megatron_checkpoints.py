@@ -196,6 +196,15 @@ def test_a_missing_rank_is_named(tmp_path):
         read_megatron(folder)
 
 
+@pytest.mark.parametrize("name", [None, b"", b"60", "²".encode(), b"\xff\xfe", b"."])
+def test_a_latest_iteration_that_is_not_there(tmp_path, name):
+    folder = write(tmp_path / "checkpoints", our_model(None))
+    latest = folder / "latest_checkpointed_iteration.txt"
+    latest.unlink() if name is None else latest.write_bytes(name)
+    with pytest.raises(ValueError, match=r"to name a checkpoint, got .* mp_rank_\* are in"):
+        read_megatron(folder)
+
+
 def test_tensors_are_accounted_for(tmp_path):
     model = our_model(None)
     folder = write(tmp_path / "checkpoints", model)
@@ -292,18 +301,24 @@ def test_a_pickle_runs_nothing(tmp_path):
         assert not proof.exists()
 
 
-@pytest.mark.parametrize("damage", ["text", "empty", "cut", "spans", "no-pickle"])
+@pytest.mark.parametrize("damage", ["text", "empty", "cut", "spans", "no-pickle", "id"])
 def test_other_files_are_refused(tmp_path, damage):
     path = tmp_path / "model_optim_rng.pt"
     torch.save({"x": torch.ones(300)}, path)
     if damage == "no-pickle":
         with zipfile.ZipFile(path, "w") as file:
             file.writestr("a/b", "c")
+    elif damage == "id":  # a pickle that names a tensor None, at which torch has no words
+        with zipfile.ZipFile(path) as file:
+            parts = {name: file.read(name) for name in file.namelist()}
+        with zipfile.ZipFile(path, "w") as file:
+            for name, content in parts.items():
+                file.writestr(name, b"\x80\x02NQ." if name.endswith("data.pkl") else content)
     else:
         content = path.read_bytes()
         disk = content.index(b"PK\x06\x07") + 4  # the number of the archive's last one
         spans = content[:disk] + b"\x01" + content[disk + 1 :]
         damaged = {"text": b"hello", "empty": b"", "cut": content[:400], "spans": spans}
         path.write_bytes(damaged[damage])
-    with pytest.raises(ValueError, match="Cannot read"):
+    with pytest.raises(ValueError, match=r"Cannot read .*\.pt: \w"):
         safe_pickle.load(path)

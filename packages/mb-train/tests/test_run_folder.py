@@ -1,6 +1,7 @@
 """The run folder: one writer, moves that a kill cannot split, branches that nothing overwrites."""
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -10,13 +11,8 @@ import pytest
 from mb_train import run_folder
 from mb_train.folder_lock import locked
 from mb_train.run import only_writer
-from mb_train.run_folder import (
-    find_checkpoint,
-    recover,
-    replaced_folder,
-    set_aside,
-    set_later_aside,
-)
+from mb_train.run_folder import find_checkpoint, recover, set_aside, set_later_aside
+from mb_train.whole_files import replaced, replaced_folder, write_text
 
 
 def fill(folder, iterations, text="old"):
@@ -162,12 +158,17 @@ def test_what_a_kill_left_half_written_is_removed_or_put_back(tmp_path):
 
 def test_two_may_write_one_file_at_once(tmp_path):
     page = tmp_path / "report.html"
-    with run_folder.replaced(page) as first:
+    with replaced(page) as first:
         first.write_text("first")
-        run_folder.write_text(page, "second")
+        write_text(page, "second")
         assert page.read_text() == "second"
     assert page.read_text() == "first"
     assert list(tmp_path.iterdir()) == [page]
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"No space: .*page\.html"), replaced(tmp_path / "page.html"):
+        raise OSError(errno.ENOSPC, "No space")
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"target": "previous-1"}'])

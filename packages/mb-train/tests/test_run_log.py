@@ -158,6 +158,12 @@ def test_a_line_cut_short_by_a_kill_spoils_no_other(tmp_path):
     assert [event["event"] for event in read_log(path)] == ["torn", "torn"]
 
 
+def test_what_an_editor_leaves_is_no_event(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"event": "start"}\r\n\r\n \n{"event": "tr\n')
+    assert read_log(path) == [{"event": "start"}, {"event": "torn", "line": 4}]
+
+
 def test_what_a_full_disk_does_not_take_is_written_later(tmp_path, monkeypatch):
     log = RunLog(tmp_path / "log.jsonl")
     log.write("a", n=1)

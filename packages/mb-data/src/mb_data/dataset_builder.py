@@ -23,7 +23,7 @@ from mb_data.indexed_dataset import (
     bin_path,
     idx_path,
 )
-from mb_data.system import sync_directory
+from mb_data.system import naming, sync_directory
 
 PIECE = 1 << 20  # elements of an index written in one go
 
@@ -122,7 +122,8 @@ class IndexedDatasetBuilder:
             raise ValueError(f"modes must be whole numbers from -128 to 127, got {kinds}")
         if len(lengths) and len(self._sizes) and (modes is None) == bool(self._modes):
             raise ValueError(f"{self.prefix}: give modes with all sequences or with none")
-        self._file.write(self._cast(values).data)
+        with naming(bin_path(self.prefix)):
+            self._file.write(self._cast(values).data)
         self._modes.extend(kinds.tolist())
         self._counts.frombytes(counts.astype(np.int32).tobytes())
         self._sizes.frombytes(lengths.astype(np.int32).tobytes())
@@ -145,11 +146,12 @@ class IndexedDatasetBuilder:
         sizes = np.frombuffer(self._sizes, dtype=np.int32)
         counts = np.frombuffer(self._counts, dtype=np.int32)
         try:
-            with open(f"{self._temporary}.idx", "xb") as index:
+            with naming(idx_path(self.prefix)), open(f"{self._temporary}.idx", "xb") as index:
                 write_index(index, self.dtype, sizes, counts, self._modes if self._modes else None)
                 _sync(index)
-            _sync(data)
-            data.close()
+            with naming(bin_path(self.prefix)):
+                _sync(data)
+                data.close()
             self._bin = None
             # Without its index a .bin is no dataset: an old index must never meet new tokens.
             idx_path(self.prefix).unlink(missing_ok=True)

@@ -27,7 +27,7 @@ import numpy as np
 
 from mb_data.dataset_builder import write_index
 from mb_data.indexed_dataset import bin_path, idx_path
-from mb_data.system import sync_directory, sync_file, try_lock
+from mb_data.system import naming, sync_directory, sync_file, try_lock
 
 LOCK_PATIENCE = 2.0  # seconds: workers of a killed run hold its lock until they notice
 
@@ -140,14 +140,16 @@ class PartialOutput:
 
     def report(self, line: str) -> int:
         """Add a line to the list of bad lines; returns the list's length in bytes."""
-        self._report.write(f"{line}\n".encode(errors="backslashreplace"))
+        with naming(self._report.name):
+            self._report.write(f"{line}\n".encode(errors="backslashreplace"))
         return self._report.tell()
 
     def save(self, state: State) -> None:
         """Sync what was written and record ``state``, which must not be ahead of it."""
-        self._report.flush()
-        for file in self._files:
-            sync_file(file.fileno())
+        with naming(self.directory):
+            self._report.flush()
+            for file in self._files:
+                sync_file(file.fileno())
         _write_synced(self.directory / "state.json", state._asdict())
         self.kept = state.blocks
 
@@ -160,7 +162,8 @@ class PartialOutput:
             os.truncate(tokens, place.tokens * self.dtype.itemsize)
             with open(tokens, "rb") as file:
                 os.fsync(file.fileno())
-            with open(self.directory / f"{key}.idx", "wb") as index:
+            target = self.directory / f"{key}.idx"
+            with naming(target), open(target, "wb") as index:
                 split = _map_int32(counts, place.counts) if place.counts else None
                 write_index(index, self.dtype, _map_int32(sizes, place.sequences), split)
                 index.flush()
@@ -278,7 +281,7 @@ def _map_int32(path: Path, count: int) -> np.ndarray:
 def _write_synced(path: Path, value: Any) -> None:
     """Replace a small JSON file so that there is always a whole one."""
     temporary = path.with_suffix(".new")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with naming(path), open(temporary, "w", encoding="utf-8") as file:
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())

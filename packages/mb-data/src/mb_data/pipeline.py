@@ -32,7 +32,7 @@ from mb_data.encode import Encoded, Job, encode_block
 from mb_data.partial import Place, State
 from mb_data.reading import Archive, Block
 from mb_data.shelf import Shelf
-from mb_data.system import resident_bytes
+from mb_data.system import naming, resident_bytes
 
 AHEAD = 2
 WRITES = 64  # under way in a worker; thousands would fill the pipe, and their answers the other way
@@ -334,9 +334,7 @@ def _result(encoded: Encoded) -> Result:
 def _write_at(file: FileIO, values: npt.NDArray, index: int) -> None:
     """Write an array to where its first element has this index."""
     view = np.ascontiguousarray(values).data.cast("B")
-    try:
+    with naming(str(file.name)):
         file.seek(index * values.itemsize)
         while view:
             view = view[file.write(view) :]
-    except OSError as error:  # which does not know the file
-        raise OSError(error.errno, error.strerror, str(file.name)) from None

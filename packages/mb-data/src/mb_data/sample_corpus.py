@@ -21,6 +21,8 @@ from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from mb_data.system import naming
+
 DEFAULT_MAX_BYTES = 8 << 20
 
 
@@ -137,7 +139,7 @@ def written_whole(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
         raise ValueError(f"{target} is a folder, a pipe or a device; expected the name of a file")
     temporary = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
-        with open(temporary, "xb") as file:
+        with naming(target), open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -260,7 +260,7 @@ def _targets(max_length: int, short_seq_prob: float, seed: int) -> Iterator[int]
         )
     if short_seq_prob == 0:
         return repeat(max_length)
-    ratio = math.floor(1 / short_seq_prob + 0.5)
+    ratio = math.floor(min(1 / short_seq_prob, 2**32 - 1) + 0.5)  # words have 32 bits
     rng = np.random.RandomState(seed)
 
     def chunks() -> Iterator[list[int]]:

@@ -10,6 +10,8 @@ from typing import IO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mb_data.system import naming
+
 
 class _Stored(NamedTuple):
     """Where in the file an array lies."""
@@ -45,11 +47,9 @@ class Shelf:
         for array in arrays:
             view = np.ascontiguousarray(array).data.cast("B")
             stored.append(_Stored(self._file.tell(), array.size, array.dtype))
-            try:
+            with naming(self.directory):
                 while view:
                     view = view[self._file.write(view) :]
-            except OSError as error:  # which knows no name of the file
-                raise OSError(error.errno, error.strerror, str(self.directory)) from None
         self._far[key] = stored
 
     def take(self, key: Hashable) -> Sequence[npt.NDArray]:

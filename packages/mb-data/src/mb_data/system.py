@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 WINDOWS = os.name == "nt"
@@ -44,6 +45,17 @@ def lock(descriptor: int) -> None:
         return
     while not try_lock(descriptor):
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Generator[None]:
+    """Let errors of writing `path` name it: that of a full disk comes without a name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def sync_file(descriptor: int) -> None:

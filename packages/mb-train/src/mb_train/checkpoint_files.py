@@ -20,14 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mb_train.checksums import SUMS_FILE, CheckpointError, format_sums, sum_of
-from mb_train.run_folder import (
-    LATEST,
-    RUN_FILE,
-    SavedRun,
-    iteration_folder,
-    sync_directory,
-    write_text,
-)
+from mb_train.run_folder import LATEST, RUN_FILE, SavedRun, iteration_folder
+from mb_train.whole_files import sync_directory, write_text
 
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},

@@ -160,9 +160,10 @@ def generate(parser: Parser, arguments: Sequence[str]) -> int:
         for prompt, completion in zip(prompts, found, strict=True):
             print(f"{prompt}{completion.text}\n")
         return 0
+    steps = generator.stream(prompts, sampling, max_new_tokens=limit)
     print(prompts[0], end="", flush=True)
     said = 0
-    for (completion,) in generator.stream(prompts, sampling, max_new_tokens=limit):
+    for (completion,) in steps:
         print(completion.text[said:], end="", flush=True)
         said = len(completion.text)
     print()

@@ -13,16 +13,16 @@ from mb_train.run_folder import LOG_FILE
 from mb_train.run_log import read_log
 
 # Curve -> the entry of a "train" event; logs of older runs lack some.
-_SERIES = {"lr": "lr", "grad_norm": "grad_norm", "step_ms": "ms_per_iteration", "mfu": "mfu"}
+_SERIES = {"grad_norm": "grad_norm", "step_ms": "ms_per_iteration", "mfu": "mfu"}
 # Steps at which runs are compared.
 _MILESTONES = (100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
 @dataclass
 class Curves:
-    """A run's measurements by iteration; where a run was resumed the later record holds.
+    """A run's measurements by iteration. Where a resumed run repeated steps, the later ones count.
 
-    What was not a number is None. `load_imbalance` is, per layer, the load of the fullest expert
+    None stands for NaN or infinity. `load_imbalance` is, per layer, the load of the fullest expert
     over the mean; `tokens_per_expert` is [layers][experts].
 
     Attributes:
@@ -36,7 +36,6 @@ class Curves:
     loss: dict[int, float | None] = field(default_factory=dict)
     valid: dict[int, float | None] = field(default_factory=dict)
     test: dict[int, float | None] = field(default_factory=dict)
-    lr: dict[int, float | None] = field(default_factory=dict)
     grad_norm: dict[int, float | None] = field(default_factory=dict)
     tokens_per_s: dict[int, float | None] = field(default_factory=dict)
     step_ms: dict[int, float | None] = field(default_factory=dict)
@@ -105,7 +104,7 @@ def _add(curves: Curves, event: dict[str, Any]) -> None:
 def _forget_after(curves: Curves, iteration: int) -> None:
     """A run that went on from `iteration` replaces what an earlier one did after it."""
     for series in (
-        curves.loss, curves.valid, curves.test, curves.lr, curves.grad_norm, curves.tokens_per_s,
+        curves.loss, curves.valid, curves.test, curves.grad_norm, curves.tokens_per_s,
         curves.step_ms, curves.mfu, curves.load_imbalance, curves.tokens_per_expert,
     ):  # fmt: skip
         for later in [i for i in series if i > iteration]:
@@ -174,8 +173,8 @@ def summary(curves: Curves) -> list[tuple[str, str]]:
             ("diverged", f"the loss is not a number from iteration {curves.diverged_at} on")
         )
     if curves.torn:
-        lines_of = "1 line" if curves.torn == 1 else f"{curves.torn} lines"
-        lines.append(("log", f"{lines_of} of the log was cut short by a kill, and left out"))
+        lines_of = "1 line was" if curves.torn == 1 else f"{curves.torn} lines were"
+        lines.append(("log", f"{lines_of} cut short by a kill, and left out"))
     return lines
 
 

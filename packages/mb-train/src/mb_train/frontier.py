@@ -22,10 +22,12 @@ import random
 import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from mb_train.config import GROUPS, TrainConfig
+from mb_train.config.field import spec
 from mb_train.run_folder import LOG_FILE
 from mb_train.run_log import read_log
 
@@ -33,6 +35,9 @@ _DRAWS = 4000
 # Runs of one picture must agree in these, or their points answer different questions.
 _SHARED = ("train_iters", "global_batch_size", "seq_length", "data_path", "split", "tokenizer")
 _SHARED += ("eval_iters",)  # the validation set is its first so many batches
+# Runs of one point must agree in all fields but these.
+_OF_A_RUN = {"seed", *(f.name for f in fields(TrainConfig) if spec(f).on_load == "own")}
+_OF_A_RUN |= {f.name for group in ("checkpointing", "logging") for f in fields(GROUPS[group])}
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class FrontierRun:
         shape: layers and width, which pair the sizes of the families.
         overhead_s: left out of the seconds: what first steps after a start took beyond the pace.
         finished: whether its last evaluation is at the end of its schedule, and a number.
+        shared: what all runs of a picture must agree in.
+        settings: what all runs of a point must agree in, as text.
     """
 
     name: str
@@ -57,6 +64,7 @@ class FrontierRun:
     overhead_s: float
     finished: bool
     shared: tuple[Any, ...]
+    settings: str
 
 
 @dataclass(frozen=True)
@@ -89,10 +97,11 @@ class SpeedUp:
     """How much sooner a point has its loss than a family's curve.
 
     Attributes:
-        value: seconds of the curve at the point's loss over the point's seconds. None where the
-            curve begins below that loss; where it ends above, its last seconds: a lower bound.
+        value: seconds of the curve at the point's loss over the point's seconds. None if the curve
+            begins below that loss. If it ends above, its last seconds count: a lower bound.
         bound: whether it is that lower bound.
-        interval: 95 %, None without seeds to take it from; an infinite end means no end was found.
+        interval: of 95 %; None without seeds to take it from. Infinity is an end that was not
+            found.
     """
 
     point: Point
@@ -154,6 +163,13 @@ def _run_of(path: Path) -> FrontierRun:
         overhead_s=overhead,
         finished=at[-1] == config["train_iters"] and math.isfinite(valid[at[-1]]),
         shared=tuple(config.get(name) for name in _SHARED),
+        settings=str(
+            {
+                f.name: config.get(f.name, f.default)
+                for f in fields(TrainConfig)
+                if f.name not in _OF_A_RUN
+            }
+        ),
     )
 
 
@@ -183,19 +199,19 @@ def points_of(runs: Iterable[FrontierRun]) -> list[Point]:
                     f"Expected runs of one {name}, got {values[0]!r} of {runs[0].name} and "
                     f"{value!r} of {run.name}. Draw them apart."
                 )
-    grouped: dict[tuple[str, tuple[int, int]], list[FrontierRun]] = {}
+    grouped: dict[str, list[FrontierRun]] = {}
     for run in runs:
         if run.finished:
-            grouped.setdefault((run.family, run.shape), []).append(run)
+            grouped.setdefault(run.settings, []).append(run)
     found = [
         Point(
-            family,
-            shape,
+            group[0].family,
+            group[0].shape,
             seconds=math.exp(statistics.fmean(math.log(run.seconds[-1]) for run in group)),
             loss=statistics.fmean(run.losses[-1] for run in group),
             runs=tuple(group),
         )
-        for (family, shape), group in grouped.items()
+        for group in grouped.values()
     ]
     return sorted(found, key=lambda point: (point.family, point.seconds))
 
@@ -243,8 +259,8 @@ def speed_up(point: Point, family: Sequence[Point], noise: Noise) -> SpeedUp:
 def same_size_speed_up(point: Point, other: Point) -> float | None:
     """Seconds that `other` took over those until `point`'s validation curve has `other`'s loss.
 
-    A low estimate, for on the way the learning rate of `point` has not decayed yet. None if it
-    never has it. The mean over the runs of `point`.
+    The mean over the runs of `point`; None if one of them never reaches it. A low estimate, because
+    the learning rate of `point` has not decayed yet at that time.
     """
     found = []
     for run in point.runs:
@@ -252,7 +268,7 @@ def same_size_speed_up(point: Point, other: Point) -> float | None:
         if below is None:
             return None
         seconds = run.seconds[below]
-        if below:
+        if below and math.isfinite(run.losses[below - 1]):
             high, low = run.losses[below - 1], run.losses[below]
             share = (high - other.loss) / (high - low)
             seconds = run.seconds[below - 1] + share * (seconds - run.seconds[below - 1])
@@ -261,9 +277,9 @@ def same_size_speed_up(point: Point, other: Point) -> float | None:
 
 
 def _log_seconds_at(loss: float, curve: Sequence[tuple[float, float]]) -> tuple[float | None, bool]:
-    """Log seconds at which a family has a loss, and whether they are but a lower bound.
+    """Log seconds at which a family reaches a loss, and whether that is only a lower bound.
 
-    A point that another one beats in both is not of the frontier.
+    Points that another one beats in both loss and time are not part of the curve.
     """
     ordered: list[tuple[float, float]] = []
     for point in sorted(curve, key=lambda p: (p[1], p[0])):

@@ -19,7 +19,7 @@ from mb_train.frontier import (
     same_size_speed_up,
     speed_up,
 )
-from mb_train.run_folder import replaced, write_text
+from mb_train.whole_files import replaced, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,8 @@ def report_frontier(folders: Sequence[Path], output: Path) -> tuple[str, Path, P
     Raises:
         ValueError: folders without a log, runs that do not belong together, or none that finished.
     """
-    runs = [read_run(folder) for folder in folders]
+    # A folder that is named twice is no second seed.
+    runs = [read_run(folder) for folder in dict.fromkeys(path.resolve() for path in folders)]
     points = sorted(points_of(runs), key=lambda point: _rank(point.family))
     if not points:
         raise ValueError("Expected a run that came to the end of its schedule, found none.")
@@ -89,7 +90,8 @@ def _numbers(runs: Sequence[FrontierRun], points: Sequence[Point]) -> dict[str, 
 
 
 def _comparison(point: Point, found: SpeedUp, points: Sequence[Point]) -> dict[str, Any]:
-    twin = next((p for p in points if (p.family, p.shape) == (found.over, point.shape)), None)
+    twins = [p for p in points if (p.family, p.shape) == (found.over, point.shape)]
+    twin = min(twins, key=lambda p: p.loss, default=None)
     return {
         "point": f"{point.family} {label_of(point.shape, points)}",
         "over": found.over,

@@ -2,9 +2,9 @@
 
 Keys and values of tokens are kept, so that a step computes the new token of each prompt alone. A
 model sees at most its training context: beyond it every step runs the last `positions` tokens
-through the model, for each of them has another position then. So does a model with an expert
-capacity, whose experts' places depend on all tokens of a pass. Prompts of one call need not be
-equally long: they are padded behind, where a causal model does not look. Each draws with a
+through the model again, because their positions change. With an expert capacity every step does
+so, because the experts' places depend on all tokens of a pass. Prompts of one call need not be
+equally long: they are padded at the end, where a causal model does not look. Each draws with a
 generator of its own, so what a prompt is continued with does not depend on its neighbours.
 """
 
@@ -208,7 +208,7 @@ class Generator:
         return cls(load_trained(run, device))
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt; of an empty one the end of a document, behind which texts begin.
+        """The tokens of a prompt. An empty one becomes the end of a document: texts begin there.
 
         Raises:
             ValueError: a token that the tokenizer has not, or a text that it does not take.
@@ -222,7 +222,7 @@ class Generator:
 
     @torch.no_grad()
     def likelihoods(self, prompt: Prompt, count: int) -> list[Likelihood | None]:
-        """How likely the model finds each token of a prompt, the first of which it is not asked.
+        """How likely the model finds each token of a prompt; None for the first.
 
         Raises:
             ValueError: as `tokens_of`; more tokens than the model can see.
@@ -258,39 +258,38 @@ class Generator:
             likeliest: tell the likelihood of each token, and of so many others; None does not.
 
         Raises:
-            ValueError: fewer than no tokens; a prompt of other tokens; scores that are not numbers.
+            ValueError: fewer than no tokens, or a prompt of other tokens, at once; scores that are
+                not numbers, once they are met.
         """
         if max_new_tokens < 0:
             raise ValueError(f"Expected --max-new-tokens of at least 0, got {max_new_tokens}.")
-        if not self._together and len(prompts) > 1:
-            done: list[Completion] = []
-            for index, prompt in enumerate(prompts):
-                last: list[Completion] = []
-                for last in self.stream(
-                    [prompt], sampling, max_new_tokens=max_new_tokens, stop=stop,
-                    seeds=seeds and seeds[index : index + 1], likeliest=likeliest,
-                ):  # fmt: skip
-                    rest = [Completion() for _ in prompts[len(done) + 1 :]]
-                    yield [*done, *last, *rest]
-                done += last
-            return
-        completions = [Completion() for _ in prompts]
-        steps = continue_tokens(
-            self.model, [self.tokens_of(prompt) for prompt in prompts], sampling,
-            vocab_size=self.tokenizer.vocab_size, context=self.context, eod=self.tokenizer.eod,
-            cached=self._together, seeds=seeds,
-        )  # fmt: skip
-        for _, step in zip(range(max_new_tokens), steps, strict=False):
-            for completion, drawn in zip(completions, step, strict=True):
-                if drawn is None or completion.finish_reason is not None:
-                    continue
-                self._add(completion, drawn.token, max_new_tokens, stop)
-                if likeliest is not None and len(completion.tokens) > len(completion.likelihoods):
-                    told = likelihood(drawn.logits_V, drawn.token, likeliest)
-                    completion.likelihoods.append(told)
-            yield completions
-            if all(completion.finish_reason for completion in completions):
-                return
+        tokens = [self.tokens_of(prompt) for prompt in prompts]
+        rows = range(len(tokens))
+        own_seeds = [sampling.seed for _ in rows] if seeds is None else seeds
+
+        def steps() -> Iterator[list[Completion]]:
+            completions = [Completion() for _ in rows]
+            for group in [rows] if self._together else [[row] for row in rows]:
+                drawn = continue_tokens(
+                    self.model, [tokens[row] for row in group], sampling,
+                    vocab_size=self.tokenizer.vocab_size, context=self.context,
+                    eod=self.tokenizer.eod, cached=self._together,
+                    seeds=[own_seeds[row] for row in group],
+                )  # fmt: skip
+                going = [completions[row] for row in group]
+                for _, step in zip(range(max_new_tokens), drawn, strict=False):
+                    for completion, one in zip(going, step, strict=True):
+                        if one is None or completion.finish_reason is not None:
+                            continue
+                        self._add(completion, one.token, max_new_tokens, stop)
+                        if likeliest is not None and one.token != self.tokenizer.eod:
+                            told = likelihood(one.logits_V, one.token, likeliest)
+                            completion.likelihoods.append(told)
+                    yield completions
+                    if all(completion.finish_reason for completion in going):
+                        break
+
+        return steps()
 
     def complete(
         self,

@@ -25,7 +25,7 @@ class Speed:
         tokens_per_s: of all ranks together.
         ranks: that shared the work.
         tflops: model TFLOP/s of one rank.
-        mfu: share of the device's peak that is; None where that is not known.
+        mfu: `tflops` as a share of the device's peak; None if the peak is not known.
     """
 
     tokens_per_s: float
@@ -56,7 +56,8 @@ def report_interval(
     seconds /= steps
     losses = named_losses(config, stats)
     lr = run.schedule.lr(progress.consumed_samples - run.skipped_samples)
-    # The size of the last step, as Megatron has it; only at a step of the ramp-up is it the next's.
+    # The size of the last step, as in Megatron's line. If the ramp-up has just raised the size, it
+    # is the next step's, unless the interval was that one step.
     batch_size = min(run.batch_sizes.size(progress.consumed_samples), samples)
     ranks, device = world_size(), device_name(run.device)
     pace = speed(

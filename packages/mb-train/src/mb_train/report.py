@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mb_train.curves import Curves, read_curves, summary
-from mb_train.run_folder import PAGE, PICTURE, replaced, write_text
+from mb_train.run_folder import PAGE, PICTURE
+from mb_train.whole_files import replaced, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 
 Panel = Callable[["Figure", "Axes", Sequence[Curves]], None]
 
-# More points than this are drawn as the mean of as many stretches, in the band of their extremes:
-# a picture has no more columns, and a page of every step of a long run would take minutes to load.
+# A longer series is cut into at most this many stretches, drawn as their means in a band from
+# minimum to maximum. A picture has no more columns, and a page with every step of a long run would
+# take minutes to load.
 _POINTS = 1000
 _BESIDE = (1.02, 0.0, 0.015, 1.0)  # where a colour bar stands: all panels are equally wide
 _MARKED = 60  # beyond this many the dots run into each other
@@ -64,7 +66,7 @@ def report(folders: Sequence[Path], output: Path | None = None) -> tuple[str, Pa
         where.mkdir(parents=True, exist_ok=True)
         draw_picture(runs, picture)
         write_page(runs, page)
-    except OSError as error:  # another's run, as a rule
+    except OSError as error:  # as a rule the run is another user's
         raise ValueError(
             f"Cannot write the report into {where}: {error.strerror or error}. Name a folder of "
             "your own with --output."
@@ -186,25 +188,21 @@ def _load_of(curves: Curves) -> Panel:
 
 def _experts_of(curves: Curves) -> Panel:
     def panel(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
+        from matplotlib.colors import TwoSlopeNorm
+
         counts = curves.tokens_per_expert[max(curves.tokens_per_expert)]
         grid = [[n * len(row) / max(sum(row), 1.0) for n in row] for row in counts]
         experts = range(len(grid[0]))
         top = max(2.0, *(max(row) for row in grid))
         mesh = axis.pcolormesh(
             _around(experts), _around(range(len(grid))), grid, cmap="coolwarm",
-            norm=_centred(top), rasterized=True,
+            norm=TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top), rasterized=True,
         )  # fmt: skip
         figure.colorbar(mesh, cax=axis.inset_axes(_BESIDE), label="load / mean")
         _layers_on_y(axis, range(len(grid)))
         axis.set_xlabel("expert")
 
     return panel
-
-
-def _centred(top: float) -> Any:
-    from matplotlib.colors import TwoSlopeNorm
-
-    return TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top)
 
 
 def _line(axis: Axes, series: Mapping[int, float | None], **style: Any) -> list[Any]:
@@ -268,7 +266,7 @@ def _number(value: float | None) -> float:
 def _figure(panels: Sequence[tuple[str, Panel]], runs: Sequence[Curves], height: float) -> Figure:
     """Panels one below the other.
 
-    They are alike, so their margins are known: to find them takes as long as to draw them.
+    The margins are fixed: a layout that computes them takes as long as the drawing.
     """
     from matplotlib.figure import Figure
 

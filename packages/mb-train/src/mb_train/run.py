@@ -42,19 +42,14 @@ from mb_train.reporting import (
 )
 from mb_train.run_log import RunLog, check_boards, open_boards
 from mb_train.saver import Saver
-from mb_train.schedule import (
-    BatchSizes,
-    Schedule,
-    build_schedule,
-    train_iterations,
-    train_samples,
-)
+from mb_train.schedule import BatchSizes, Schedule, build_schedule, train_iterations, train_samples
 from mb_train.sizing import memory_warning
 from mb_train.starting import Start
 from mb_train.tasks import Batch, Dataset, Task, make_task
 from mb_train.timers import Timers
 from mb_train.tokenizers import keep_tokenizer, load_tokenizer
 from mb_train.toml_file import to_toml
+from mb_train.whole_files import write_text
 
 
 class Run:
@@ -223,7 +218,7 @@ class Run:
             if moved is not None:
                 self.say(f" going back: the later checkpoints of {self.folder} moved to {moved}")
         log = RunLog(self.folder / run_folder.LOG_FILE, boards, self.config, self.say)
-        run_folder.write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
+        write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
         keep_tokenizer(self.config, self.folder, None if start is None else start.run)
         log.write(
             "start",

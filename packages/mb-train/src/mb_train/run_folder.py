@@ -11,26 +11,23 @@ RUN/previous-1/                          what an earlier run, or a branch left b
 
 The checkpoints of a folder are one line of history: a run that begins anew, or goes back to an
 earlier iteration, first moves what it does not build on into `previous-N`. Such a move is many
-renames, so it is written down before it begins, in `.moving.json`; a run that is killed in the
-middle has its move finished by the next one (`recover`).
+renames, so `.moving.json` notes it before it begins: if the run is killed in the middle, the next
+one finishes the move (`recover`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import secrets
 import shutil
-import sys
-import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from mb_train.config.resume import inherited
+from mb_train.whole_files import sync_directory, write_text
 
 # 2 has checksums. 1 had none, and is still read.
 FORMAT = 2
@@ -99,9 +96,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The checkpoint folder that `--load path` means: `path` itself or its latest; or None.
+    """The checkpoint folder that `--load path` means: `path` itself or the latest in it; or None.
 
-    Where no file names the latest, as after a kill in a run's first save, it is the last there is.
+    If no file names the latest, as after a kill during a run's first save, the last one is taken.
 
     Raises:
         ValueError: the file that names the latest is damaged, or names one that is not there.
@@ -239,9 +236,9 @@ def recover(folder: Path) -> list[str]:
 
 
 def withdraw(checkpoint: Path) -> Path:
-    """Take a checkpoint out of its folder's line, to be deleted; returns where it lies now.
+    """Rename a checkpoint that is to be deleted; returns its new path.
 
-    A deletion that a kill ends halfway must not leave what looks like a checkpoint.
+    If the deletion is killed halfway, the rest must not look like a checkpoint.
 
     Raises:
         OSError: it cannot be renamed.
@@ -296,76 +293,3 @@ def _finish_move(folder: Path, move: Mapping[str, Any]) -> Path:
     (folder / _MOVING).unlink()
     sync_directory(folder)
     return target
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file by a whole new one."""
-    with replaced(path) as draft:
-        draft.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def replaced(path: Path) -> Generator[Path]:
-    """Where to write what takes the place of `path` once it is whole and on the disk, if it is.
-
-    Who writes the same file meanwhile has a draft of his own; the last to end stays.
-    """
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        yield draft
-        with draft.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def replaceable(folder: Path) -> Path:
-    """A folder that another may take the place of, resolved.
-
-    Raises:
-        ValueError: the current one, or one around it: whoever is in it would be nowhere.
-    """
-    folder, here = folder.resolve(), Path.cwd()
-    if folder in (here, *here.parents):
-        raise ValueError(f"Expected a new folder to write, got {folder}, which you are in.")
-    return folder
-
-
-@contextlib.contextmanager
-def replaced_folder(folder: Path) -> Generator[Path]:
-    """An empty folder to fill; it takes the place of `folder` once it is whole, if it is.
-
-    Until then it is in one of a new name beside it, so that nothing of anyone's is in the way.
-
-    Raises:
-        ValueError: as `replaceable`.
-    """
-    folder = replaceable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
-    draft, earlier = beside / "new", beside / "earlier"
-    try:
-        draft.mkdir()
-        yield draft
-        if folder.exists():
-            os.rename(folder, earlier)
-        os.rename(draft, folder)
-        sync_directory(folder.parent)
-    finally:
-        if earlier.exists() and not folder.exists():  # an error, or a Ctrl-C, between the two
-            os.rename(earlier, folder)
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames inside `path` durable. Windows opens no folder: its file system sees to that."""
-    if sys.platform == "win32":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

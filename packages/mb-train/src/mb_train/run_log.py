@@ -29,9 +29,9 @@ class Board(Protocol):
 class RunLog:
     """Appends events to RUN/log.jsonl, and scalars to boards; either may be absent.
 
-    What a full disk does not take is held back and written with a later event: a checkpoint that
-    fills the disk, fails and is removed costs the log nothing, nor the run. A board that fails is
-    left out from there on.
+    What a full disk does not take is kept in memory and written with a later event, so that a
+    checkpoint that fills the disk, fails and is removed leaves no gap in the log. A board that
+    fails is not used any more.
 
     Args:
         path: of the log; None writes none.
@@ -234,11 +234,15 @@ def _finite(value: Any) -> Any:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Events of a log. A line that a kill cut short is the event "torn", with its `line` number."""
+    """Events of a log. A line that a kill cut short is the event "torn", with its `line` number.
+
+    An editor may have left blank lines, or a byte order mark.
+    """
     events = []
-    for number, line in enumerate(
-        path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
-    ):
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             event = json.loads(line)
             whole = isinstance(event, dict) and isinstance(event.get("event"), str)

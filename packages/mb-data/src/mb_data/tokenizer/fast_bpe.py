@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from mb_data.system import naming
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, ReadableBPE, byte_to_letter
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class FastBPE:
         lock. If that fails, ``engine`` raises the error."""
 
         def load() -> None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(Exception):
                 _ = self.engine
 
         thread = threading.Thread(target=load)
@@ -154,7 +155,7 @@ def _from_ranks(lines: bytes, scheme: str, separator: int) -> BPETokenizer:
 
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "ranks")
-        with open(path, "wb") as file:
+        with naming(path), open(path, "wb") as file:
             file.write(lines)
         return BPETokenizer.from_tiktoken(path, scheme, {SEPARATOR: separator})
 

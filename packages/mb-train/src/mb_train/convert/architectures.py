@@ -1,7 +1,7 @@
 """Which of Hugging Face's architectures a model is, and each one's configuration and tensors.
 
-What a configuration asks for and our models do not have is refused by name, never left out; nor is
-what a model of ours has and no architecture can say.
+Nothing is left out silently, in either direction: a setting of theirs that our models do not have,
+and one of ours that no architecture can express, are refused by name.
 """
 
 from __future__ import annotations

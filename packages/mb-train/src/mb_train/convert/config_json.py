@@ -1,4 +1,4 @@
-"""Reading a config.json: what it asks for and our models do not have is refused by name."""
+"""Reading a config.json: settings that our models do not have are refused by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Json = Mapping[str, Any]
 
 
 def refuse(config: Json, **allowed: Any) -> None:
-    """Raise ValueError for a setting that is there with another value than those allowed."""
+    """Raise ValueError if the file has one of these settings with a value that is not allowed."""
     for name, values in allowed.items():
         if name in config and config[name] not in values:
             raise ValueError(

@@ -29,7 +29,7 @@ from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.folder_lock import locked
 from mb_train.loading import load_trained
 from mb_train.models.unfilled import unfilled
-from mb_train.run_folder import TOKENIZER, checkpoints, replaceable, replaced_folder, write_text
+from mb_train.run_folder import TOKENIZER, checkpoints
 from mb_train.saver import Saver
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import whole_model
@@ -39,6 +39,7 @@ from mb_train.tokenizers import (
     load_tokenizer,
     tokenizer_files,
 )
+from mb_train.whole_files import replaceable, replaced_folder, write_text
 
 _STACKED = re.compile(r"\.experts\.gate_up_proj$")
 _ORDER_HEAD = "cls.seq_relationship.weight"
@@ -53,7 +54,7 @@ def read_model(
     """The configuration and the weights of a Hugging Face folder, by our names.
 
     Args:
-        say: told of what the model is not taken with.
+        say: gets a line for each setting that is left out.
         fields: of the configuration, over what the folder says.
 
     Raises:

@@ -25,7 +25,7 @@ from mb_train.config import TrainConfig
 from mb_train.convert import safe_pickle
 from mb_train.convert.architectures import imported_config
 from mb_train.convert.hugging_face import check_shapes, refuse_run, shapes_of, write_run
-from mb_train.run_folder import LATEST
+from mb_train.run_folder import LATEST, iteration_folder
 from mb_train.tasks.architecture import transformer_config
 
 _GPT2 = "GPT2BPETokenizer"
@@ -130,10 +130,13 @@ def _iteration(folder: Path) -> Path:
     if any(folder.glob("mp_rank_*")):
         return folder
     latest = folder / LATEST
-    name = latest.read_text().strip() if latest.is_file() else ""
-    found = folder / (f"iter_{int(name):07d}" if name.isdigit() else name)
+    name = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    found = folder / (iteration_folder(int(name)) if name.isdecimal() else name)
     if not name or not any(found.glob("mp_rank_*")):
-        raise ValueError(f"Expected {latest} to name a checkpoint, got {name!r}.")
+        raise ValueError(
+            f"Expected {latest} to name a checkpoint, got {name[:40]!r}. Give the folder that the "
+            "mp_rank_* are in."
+        )
     return found
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mb_train.run_folder import write_text
+from mb_train.whole_files import write_text
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SHARD_BYTES = 5_000_000_000
-# How the text begins that git-lfs leaves in a file's place until it is fetched.
+# Beginning of the text that git-lfs leaves in place of a file until it is fetched.
 _POINTER = b"version https://git-lfs"
 
 
@@ -110,12 +110,16 @@ def write_tensors(
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    """A file that those may read who may read others made here: the library's is its owner's."""
+    """With the permissions of any new file: the library gives them to the owner alone."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # of a full disk, say
+        raise OSError(f"Cannot write {path}: {error}.") from None
     path.chmod(mode)
 
 

@@ -34,7 +34,8 @@ def upcycle(
     """Make a run folder with experts of a dense one: to `--load` with `--finetune`.
 
     Args:
-        experts: flags of the experts; not said, two a token, whose weights sum to one.
+        experts: flags of the experts. The default is two for each token, with weights that sum to
+            one.
 
     Raises:
         ValueError: a model with experts; other flags than theirs; experts that no copy fits.

@@ -26,10 +26,10 @@ import torch
 from mb_train.config import TrainConfig, whole
 from mb_train.data import check_tokens
 from mb_train.loading import Trained, load_trained
-from mb_train.run_folder import replaceable, replaced_folder
 from mb_train.tasks.base import EVALUATED_AT_ONCE, kept_places
 from mb_train.tasks.ict import titles_beside
 from mb_train.tasks.make import one_process_task
+from mb_train.whole_files import replaceable, replaced_folder
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer

@@ -1,0 +1,204 @@
+"""The words that ``mb-data`` takes: a parser for each command."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from typing import Any, NoReturn
+
+from mb_data import __version__
+from mb_data.sample_corpus import DEFAULT_MAX_BYTES
+from mb_data.sources import TEXT_UNITS
+from mb_data.tokenizer.load import MEGATRON_TYPES, NAMES
+
+_SETTLED: dict[str, dict[str, Any]] = {
+    "--log-interval": {"type": int, "help": "progress is shown by time"},
+    "--chunk-size": {"type": int, "help": "work is cut by bytes"},
+    "--partitions": {"type": int, "help": "any number of workers writes one output"},
+    "--keep-sequential-samples": {"action": "store_true", "help": "always kept"},
+    "--find-optimal-num-workers": {"action": "store_true", "help": "one per core"},
+    "--workers-to-check": {"nargs": "+", "type": int},
+    "--max-documents": {"type": int},
+    "--performance-dir": {},
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """No abbreviated flags, one line for a mistake, the nearest flag for an unknown one."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(allow_abbrev=False, **options)  # ty: ignore[invalid-argument-type]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def refuse(self, word: str) -> NoReturn:
+        near = difflib.get_close_matches(word.split("=")[0], self._option_string_actions, n=1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        self.error(f"unknown argument {word}{hint}")
+
+
+def command_line() -> Parser:
+    """The parser of all commands; ``settled`` of ``preprocess`` names what has no effect."""
+    parser = Parser(prog="mb-data", description="Text to tokens, in Megatron's file format.")
+    parser.add_argument("--version", action="version", version=f"mb-data {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+
+    command = commands.add_parser("preprocess", help="tokenize JSON Lines")
+    command.add_argument(
+        "--input",
+        nargs="+",
+        action="extend",
+        help="JSON Lines, .txt or Parquet: files, directories, quoted patterns, pipes, URLs, or - "
+        "for stdin; plain, .gz, .bz2, .xz or .zst",
+    )
+    command.add_argument("--output-prefix", help="path without _<key>_document.bin")
+    command.add_argument("--json-keys", nargs="+", action="extend", help="default: text")
+    command.add_argument("--append-eod", action="store_true", help="end documents with a token")
+    command.add_argument(
+        "--prepend-bos", action="store_true", default=None, help="begin documents with a token"
+    )
+    command.add_argument("--split-sentences", action="store_true", help="a sequence per sentence")
+    command.add_argument("--lang", default="english", help="of the sentences (default: english)")
+    command.add_argument(
+        "--keep-newlines", action="store_true", help="keep the white space after sentences"
+    )
+    command.add_argument("--workers", type=int, help="processes (default: one per core)")
+    command.add_argument(
+        "--on-error",
+        choices=["stop", "skip"],
+        default="stop",
+        help="at a bad line; skipped ones are listed in <prefix>_skipped.txt (default: stop)",
+    )
+    command.add_argument(
+        "--restart", action="store_true", help="drop what an interrupted run has left"
+    )
+    command.add_argument(
+        "--shard",
+        type=_shard,
+        help="I/N: read the I-th of N parts, from 0; slurm: as this task of a Slurm array",
+    )
+    command.add_argument(
+        "--text-unit", choices=TEXT_UNITS, default="line", help="a document of a .txt"
+    )
+    command.add_argument(
+        "--max-line-mb", type=_megabytes, default=64.0, help="a longer line is bad (default: 64)"
+    )
+    command.add_argument("--dtype", help="of the tokens (default: uint16 if they fit, or int32)")
+    command.add_argument(
+        "--dataset-impl", choices=["mmap"], default="mmap", help="the one format there is"
+    )
+    command.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    settled = command.add_argument_group("Megatron's, without effect here")
+    idle = [settled.add_argument(flag, **how).dest for flag, how in _SETTLED.items()]
+    _add_tokenizer(command)
+    command.set_defaults(settled=idle, parser=command)
+
+    command = commands.add_parser("inspect", help="what is in these files?")
+    command.add_argument("prefix", nargs="+", help="path without .bin or .idx")
+    command.set_defaults(parser=command)
+
+    command = commands.add_parser("validate", help="are these files whole?")
+    command.add_argument("prefix", nargs="+", help="path without .bin or .idx")
+    command.add_argument("--vocab-size", type=int, help="every token must be below it")
+    command.set_defaults(parser=command)
+
+    command = commands.add_parser("merge", help="join datasets")
+    command.add_argument(
+        "--input",
+        nargs="+",
+        action="extend",
+        required=True,
+        help="prefixes, or directories for all in them",
+    )
+    command.add_argument("--output-prefix", required=True)
+    command.set_defaults(parser=command)
+
+    command = commands.add_parser("shuffle", help="write the documents in a random order")
+    command.add_argument("--input", required=True, help="path without .bin or .idx")
+    command.add_argument("--output-prefix", required=True)
+    command.add_argument("--seed", type=int, default=1234)
+    command.set_defaults(parser=command)
+
+    command = commands.add_parser("decode", help="show a document's text")
+    command.add_argument("prefix", help="path without .bin or .idx")
+    command.add_argument("document", type=int, nargs="+", help="counted from 0")
+    _add_tokenizer(command)
+    command.set_defaults(parser=command)
+
+    command = commands.add_parser("convert", help="bring a TNTIDX dataset up to date")
+    command.add_argument("--input", required=True, help="path without .bin or .idx")
+    command.add_argument("--output-prefix", required=True)
+    command.set_defaults(parser=command)
+
+    command = commands.add_parser(
+        "sample-corpus", help="write the standard library's sources as JSON Lines"
+    )
+    command.add_argument("output")
+    command.add_argument("--max-bytes", type=int, default=DEFAULT_MAX_BYTES)
+    command.set_defaults(parser=command)
+
+    command = commands.add_parser(
+        "machine-corpus", help="write the machine's sources and documentation, each text once"
+    )
+    command.add_argument("output")
+    command.add_argument("--max-bytes", type=int, help="stop at so much text; default all")
+    command.add_argument("--seed", type=int, default=1234, help="of the order; default 1234")
+    command.add_argument(
+        "--add", action="append", default=[], metavar="NAME=FOLDER",
+        help="a folder to take as well, under that name; several times for several",
+    )  # fmt: skip
+    command.add_argument("--only-added", action="store_true", help="nothing but --add")
+    command.add_argument("--workers", type=int, default=1, help="processes that read; default 1")
+    command.set_defaults(parser=command)
+    return parser
+
+
+def _megabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text}: expected megabytes, more than 0, at most a TB")
+    return value
+
+
+def _shard(text: str) -> tuple[int, int]:
+    if text == "slurm":
+        try:
+            names = (f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT"))
+            number, first, last, count = (int(os.environ[name]) for name in names)
+        except KeyError as error:
+            raise argparse.ArgumentTypeError(f"slurm: {error} is not set; no array job") from None
+        # Else it is likely that a few tasks of a larger array are given again.
+        if first > 1 or last - first + 1 != count:
+            raise argparse.ArgumentTypeError(
+                f"slurm: expected an array from 0 or 1 without gaps, got {count} tasks from "
+                f"{first} to {last}; say --shard I/N yourself, N the tasks of the whole array"
+            )
+        return number - first, count
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text}: expected I/N, I from 0 to N - 1, as in 0/8")
+    return int(index), int(count)
+
+
+def _add_tokenizer(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer", help=f"{', '.join(NAMES)}, or a file (default: gpt2)")
+    group.add_argument("--tokenizer-type", choices=MEGATRON_TYPES, help="Megatron's name of it")
+    group.add_argument("--vocab-file", help="for --tokenizer-type")
+    group.add_argument("--merge-file", help="for --tokenizer-type")
+    group.add_argument("--tokenizer-model", help="for --tokenizer-type")
+    group.add_argument("--vocab-size", type=int, help="of the NullTokenizer, the TikTokenizer")
+    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="of the TikTokenizer")
+    group.add_argument("--tiktoken-num-special-tokens", type=int, help="of the TikTokenizer")
+    group.add_argument("--tiktoken-special-tokens", nargs="+", help="of the TikTokenizer")
+    group.add_argument("--eod-token", help="the special token that ends documents")
+    group.add_argument("--vocab-extra-ids", type=int, default=0, help="append <extra_id_0>, ...")
+    group.add_argument("--cased", action="store_true", help="a WordPiece --tokenizer file is cased")
+    group.add_argument(
+        "--engine", default="auto", help="auto, python (slow, readable) or a library's name"
+    )

@@ -110,6 +110,12 @@ def _with_gain(module):
     return module
 
 
+def _tied():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    return model
+
+
 REFUSED = {
     "key-value heads": (lambda: tiny_gpt.build(Options(kv_heads=1)), {"kv_heads": 1},
         r"stack.blocks.0.attention.qkv: Expected tp = 2 to divide the 1 key-value heads"),
@@ -140,6 +146,8 @@ REFUSED = {
     "two styles": (lambda: torch.nn.ModuleDict({"out": torch.nn.Linear(4, 4)}),
         {"*": ColumnParallel(), "out": JoinOutput()},
         r"out: Expected one pattern .* got ColumnParallel and then JoinOutput"),
+    "cut both ways": (_tied, {"0": ColumnParallel(), "1": RowParallel()},
+        r"cut 0.weight, 1.weight, which are one parameter, along one dimension"),
     "a class": (lambda: torch.nn.Linear(4, 4), {"": ColumnParallel},
         r"the model: Expected a style for '', such as .* got <class .*ColumnParallel"),
 }  # fmt: skip
@@ -254,9 +262,9 @@ def _whole_head(mesh):
             model(tokens, labels=tokens, weights=tokens + 1.0)
         except (ValueError, RuntimeError) as error:
             said.append(str(error))
-    whole, mixed = said
+    whole, tied = said
     assert "shared out by rows, got all 32 of them. Give the head ColumnParallel" in whole
-    assert "mixed torch.Tensor and DTensor" in mixed
+    assert "all of embedding.tokens.weight, head.weight, which are one parameter" in tied
 
 
 def _odd_sequence(rank, world_size):

@@ -44,6 +44,7 @@ class TiedParameter:
         to = others if self._owns else [owner]
         self._peers = [dist.get_global_rank(group, rank) for rank in to] if self._places else []
         self._check(names)
+        self._trains = any(parameter.requires_grad for parameter in self._parameters())
         with torch.no_grad():
             self._hand_round([plain(parameter) for parameter in self._parameters()])
 
@@ -81,7 +82,17 @@ class TiedParameter:
         return self._parameters()[self._owns :]
 
     def set_aside(self) -> list[Tensor | None]:
-        """Take away the gradients of earlier steps, which have been added up already."""
+        """Take away the gradients of earlier steps, which have been added up already.
+
+        Raises:
+            ValueError: a parameter was frozen, or is no longer, since the ranks agreed on it.
+        """
+        if any(parameter.requires_grad != self._trains for parameter in self._parameters()):
+            raise ValueError(
+                f"Expected a tied parameter with requires_grad={self._trains}, as when the "
+                f"pipeline was made, got {not self._trains}: other stages would wait for its "
+                "gradient. Make a new Pipeline after freezing or unfreezing it on all its stages."
+            )
         earlier = [parameter.grad for parameter in self._parameters()]
         for parameter in self._parameters():
             parameter.grad = None
@@ -91,7 +102,7 @@ class TiedParameter:
     def add_up(self, earlier: list[Tensor | None]) -> None:
         """Add the sum of all new gradients to what was set aside, for each parameter."""
         parameters = self._parameters()
-        if not parameters or not parameters[0].requires_grad:
+        if not parameters or not self._trains:
             return
         for parameter in parameters:
             if parameter.grad is None:

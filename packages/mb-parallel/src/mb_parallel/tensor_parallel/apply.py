@@ -7,16 +7,17 @@ on plain tensors, and leave DTensors where they serve: in parameters, for FSDP2 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from mb_parallel.arguments import one_module
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
-from mb_parallel.tensor_parallel.adapt import is_adapted
+from mb_parallel.tensor_parallel.adapt import adapt, is_adapted
 from mb_parallel.tensor_parallel.styles import Region, Style
 
 Plan: TypeAlias = Mapping[str, Style | Callable[[nn.Module], Style]]
@@ -74,7 +75,7 @@ def parallelize_tensors(
                 raise ValueError(f"{names[module] or 'the model'}: {error}") from error
             styles[module].append(style)
             covered.update(style.covers(module))
-    _share_again(shared)
+    _share_again(shared, names, region)
     loose = [
         f"{names[module]}.{name}".removeprefix(".")
         for module in model.modules()
@@ -130,9 +131,30 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [group for group in places.values() if len(group) > 1]
 
 
-def _share_again(shared: list[list[tuple[nn.Module, str]]]) -> None:
+def _share_again(
+    shared: list[list[tuple[nn.Module, str]]], names: Mapping[nn.Module, str], region: Region
+) -> None:
+    """Make one parameter of each group again: what a style made of it, if one did."""
     for group in shared:
         made = [module._parameters[name] for module, name in group]
-        one = max(made, key=is_dtensor)  # what a style made of it, if one did
-        for module, name in group:
+        one = max(made, key=is_dtensor)
+        where = ", ".join(f"{names[module]}.{name}".removeprefix(".") for module, name in group)
+        if len({parameter.placements for parameter in made if is_dtensor(parameter)}) > 1:
+            raise ValueError(
+                f"Expected styles that cut {where}, which are one parameter, along one dimension, "
+                "got several. Make them two parameters."
+            )
+        for (module, name), parameter in zip(group, made, strict=True):
             module._parameters[name] = one
+            if is_dtensor(one) and not is_dtensor(parameter):
+                refuse = functools.partial(_refuse_part, where)
+                adapt(module, region.adapted, where, views={name: refuse})
+
+
+def _refuse_part(where: str, parameter: Tensor) -> Tensor:
+    """Instead of a parameter that the running module expects whole."""
+    raise ValueError(
+        f"Expected all of {where}, which are one parameter, where it is used, got this rank's part "
+        "of it, for another module's style cuts it. Keep it whole (SplitSequence() for an "
+        "embedding, Replicated()), or use it in VocabParallelLoss() alone."
+    )

@@ -126,6 +126,8 @@ REFUSED = {
         {"down": RowParallel()}, r"down: Expected tp = 2 to divide the inputs of a row-parallel"),
     "padding": (lambda: torch.nn.Embedding(4, 4, padding_idx=0), {"": VocabParallelEmbedding()},
         r"the model: Expected an embedding with padding_idx=None, got 0"),
+    "frequencies": (lambda: torch.nn.Embedding(4, 4, scale_grad_by_freq=True),
+        {"": VocabParallelEmbedding()}, r"an embedding with scale_grad_by_freq=False, got True"),
     "loss": (lambda: torch.nn.Linear(4, 4), {"": VocabParallelLoss()},
         r"Linear.cross_entropy to be mb_kernels.linear_cross_entropy, got None"),
     "experts": (lambda: torch.nn.Linear(4, 4), {"": ExpertLayer()},

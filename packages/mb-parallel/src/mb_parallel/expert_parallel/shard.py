@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from mb_layers.experts import Experts
 from mb_layers.frozen import FrozenWeight
@@ -111,13 +112,9 @@ def _replace(
         local = weight.detach()
         for axis, dim in enumerate(dims):
             local = local.chunk(mesh.size(axis), dim)[mesh.get_local_rank(axis)]
-        sharded = DTensor.from_local(
-            local.clone(),  # lets go of the other ranks' parts
-            mesh,
-            [Shard(dim) for dim in dims],
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
+        # A copy lets go of the other ranks' parts.
+        local = local.clone(memory_format=torch.contiguous_format)
+        placements = [Shard(dim) for dim in dims]
+        sharded = DTensor.from_local(local, mesh, placements, run_check=False)
         spread[weight] = nn.Parameter(sharded, requires_grad=weight.requires_grad)
     module.register_parameter(name, spread[weight])

@@ -14,14 +14,14 @@ from mb_parallel.engines import is_dtensor
 
 
 class TiedParameter:
-    """The parameter on its first stage, the owner, and copies of it on others.
+    """A parameter of the first stage, whose rank is the owner, and its copies on other stages.
 
     Stages on one rank may share one tensor.
 
     Args:
-        names: by stage, in ascending order: of the parameter in that stage's module.
-        module_of: the module of a stage, None where this rank does not have it.
-        rank_of: the rank, in the group, of a stage.
+        names: the parameter's name in a stage's module, by stage, in ascending order.
+        module_of: returns the module of a stage, None if this rank does not have it.
+        rank_of: returns the rank, in the group, of a stage.
 
     Raises:
         ValueError: a module has no parameter of that name, or they differ in size or dtype, or only
@@ -49,7 +49,7 @@ class TiedParameter:
             self._hand_round([plain(parameter) for parameter in self._parameters()])
 
     def _check(self, names: Mapping[int, str]) -> None:
-        """Raise on all ranks what is wrong on one."""
+        """Raise on all ranks if something is wrong on one."""
         found: list[str] = []
         problem = None
         try:
@@ -72,13 +72,13 @@ class TiedParameter:
             )
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Those of this rank; looked up each time, since sharding replaces parameters."""
+        """This rank's parameters; looked up each time, since sharding replaces parameters."""
         found = [parameter_of(module, name) for module, name in self._places]
         return list({id(parameter): parameter for parameter in found}.values())
 
     @property
     def copies(self) -> list[nn.Parameter]:
-        """Those of this rank that the owner has too."""
+        """This rank's parameters, except the owner's first."""
         return self._parameters()[self._owns :]
 
     def set_aside(self) -> list[Tensor | None]:
@@ -100,7 +100,7 @@ class TiedParameter:
 
     @torch.no_grad()
     def add_up(self, earlier: list[Tensor | None]) -> None:
-        """Add the sum of all new gradients to what was set aside, for each parameter."""
+        """Give every parameter the sum of all new gradients, added to what was set aside."""
         parameters = self._parameters()
         if not parameters or not self._trains:
             return
@@ -123,7 +123,7 @@ class TiedParameter:
                 parameter.grad = before.add_(parameter.grad)
 
     def _hand_round(self, mine: list[Tensor]) -> None:
-        """Write the owner's first into everyone's."""
+        """Write the first tensor of the owner into all tensors of all ranks."""
         for peer in self._peers:
             if self._owns:
                 dist.send(mine[0].contiguous(), peer, group=self._group)
@@ -136,7 +136,7 @@ class TiedParameter:
 
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter itself, whatever view of it the module's attribute gives."""
+    """The parameter itself; the module's attribute may be a view of it."""
     path, _, leaf = name.rpartition(".")
     try:
         parameter = module.get_submodule(path)._parameters[leaf]
@@ -149,5 +149,5 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor; changes to it are changes to that."""
+    """This rank's part of a DTensor, or the tensor itself; in the same memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor

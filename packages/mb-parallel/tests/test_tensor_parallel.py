@@ -190,9 +190,13 @@ def _routed(rank, mesh):
     x_BSD, ids_BSK = torch.randn(3, 6, 8), torch.randint(4, (3, 6, 2))
     want = whole["moe"](x_BSD, routing=ids_BSK)
     parallelize_tensors(whole, mesh, {"moe": ExpertLayer()}, sequence_parallel=True)
-    with pytest.raises(ValueError, match="sequence_parallel=True in moe, as parallelize_tensors"):
+    with pytest.raises(ValueError, match="sequence_parallel=True in parallelize_tensors and par"):
         parallelize_experts(whole, mesh, sequence_parallel=False)
     parallelize_experts(whole, mesh)
+    late = torch.nn.ModuleDict({"moe": dMoE(config)})
+    parallelize_experts(late, mesh)
+    with pytest.raises(ValueError, match=r"moe: Expected sequence_parallel=True in .* got False"):
+        parallelize_tensors(late, mesh, {"moe": ExpertLayer()}, sequence_parallel=False)
     run = slice(3 * rank, 3 * rank + 3)
     got = whole["moe"](x_BSD[:, run], routing=ids_BSK)
     torch.testing.assert_close(got.y, want.y[:, run])

@@ -22,6 +22,7 @@ from mb_parallel.expert_parallel.balance import StepCounts
 from mb_parallel.expert_parallel.collectives import Place, mean_over
 from mb_parallel.expert_parallel.fixed import FixedDispatcher
 from mb_parallel.mesh import ParallelMesh
+from mb_parallel.tensor_parallel.experts import keep_sequence_parallel
 
 Layer = MoE | dMoE
 
@@ -31,6 +32,8 @@ def surround(
 ) -> None:
     """Change the layer's dispatchers, losses and counts as said above, in place."""
     config, tp = layer.config, mesh.axis("tp")
+    if tp is not None:
+        keep_sequence_parallel(layer, sequence_parallel)
     moves: TokenDispatcher = layer.dispatcher
     split_over = 1 if tp is None or not sequence_parallel else tp.size()
     shared = mesh.ep_size > 1 or tp is not None

@@ -47,7 +47,8 @@ class ExpertLayer(Style):
                 f"Expected mb_layers.MoE or dMoE, got {type(module).__name__}, whose router and "
                 "losses are not known here."
             )
-        setattr(module, _SEQUENCE_PARALLEL, region.sequence_parallel)
+        check_sequence_parallel(module, region.sequence_parallel)
+        keep_sequence_parallel(module, region.sequence_parallel)
         if not region.sequence_parallel:
             return
 
@@ -82,9 +83,19 @@ class ExpertLayer(Style):
         return list(module.modules())
 
 
-def sequence_parallel_of(layer: nn.Module) -> bool | None:
-    """The `sequence_parallel` given to `parallelize_tensors`, None if that was not called."""
-    return getattr(layer, _SEQUENCE_PARALLEL, None)
+def check_sequence_parallel(layer: nn.Module, given: bool) -> None:
+    """Raise ValueError if `keep_sequence_parallel` noted another value for the layer."""
+    other = getattr(layer, _SEQUENCE_PARALLEL, given)
+    if other != given:
+        raise ValueError(
+            f"Expected sequence_parallel={other} in parallelize_tensors and parallelize_experts "
+            f"alike, got {given}: experts would see tokens twice, or parts as wholes."
+        )
+
+
+def keep_sequence_parallel(layer: nn.Module, given: bool) -> None:
+    """Note what `parallelize_tensors` or `parallelize_experts` was given for the layer."""
+    setattr(layer, _SEQUENCE_PARALLEL, given)
 
 
 def _over_ranks(metrics: dict[str, Tensor], region: Region) -> dict[str, Tensor]:

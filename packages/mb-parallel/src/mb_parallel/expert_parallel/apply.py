@@ -31,7 +31,7 @@ from mb_parallel.expert_parallel.peer_memory import PeerBuffers, peer_problem
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.shard import experts_meshes, is_spread, shard_experts
-from mb_parallel.expert_parallel.surround import Layer, surround
+from mb_parallel.expert_parallel.surround import Layer, is_surrounded, surround
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 from mb_parallel.tensor_parallel.experts import check_sequence_parallel
 
@@ -181,10 +181,11 @@ def _refuse(
     name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool, dispatcher: str
 ) -> None:
     where = f"in {name or 'the layer'}"
-    if not isinstance(layer.dispatcher, LocalDispatcher):
+    if not isinstance(layer.dispatcher, LocalDispatcher) or is_surrounded(layer):
         raise ValueError(
-            f"Expected a LocalDispatcher {where}, got {type(layer.dispatcher).__name__}. "
-            "Call parallelize_experts once, on a model whose experts are not spread yet."
+            f"Expected a LocalDispatcher {where}, and no earlier call, got "
+            f"{type(layer.dispatcher).__name__}. Call parallelize_experts once, on a model whose "
+            "experts are not spread yet."
         )
     if dispatcher == "fixed" and layer.config.capacity_factor is None:
         raise ValueError(

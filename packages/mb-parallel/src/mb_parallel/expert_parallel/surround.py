@@ -74,6 +74,11 @@ def surround(
             layer.reduce_counts = StepCounts(layer.reduce_counts)
 
 
+def is_surrounded(layer: Layer) -> bool:
+    """Whether `surround` has put hooks on the layer; it may have left the dispatcher local."""
+    return _count_sequences in layer._forward_pre_hooks.values()
+
+
 def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:
     """The ranks whose tokens share the experts' capacity: those of an ep and of a tp group."""
     ep, tp = mesh.ep_size, mesh.tp_size

@@ -183,7 +183,7 @@ def _refuse(
     where = f"in {name or 'the layer'}"
     if not isinstance(layer.dispatcher, LocalDispatcher) or is_surrounded(layer):
         raise ValueError(
-            f"Expected a LocalDispatcher {where}, and no earlier call, got "
+            f"Expected no earlier call and a LocalDispatcher {where}, got "
             f"{type(layer.dispatcher).__name__}. Call parallelize_experts once, on a model whose "
             "experts are not spread yet."
         )

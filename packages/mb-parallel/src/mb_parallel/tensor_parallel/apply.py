@@ -160,6 +160,7 @@ def _refuse_part(where: str, parameter: Tensor) -> Tensor:
     """Instead of a parameter that the running module expects whole."""
     raise ValueError(
         f"Expected all of {where}, which are one parameter, where it is used, got this rank's part "
-        "of it, for another module's style cuts it. Keep it whole (SplitSequence() for an "
-        "embedding, Replicated()), or use it in VocabParallelLoss() alone."
+        "of it, for another module's style cuts it. Keep it whole for both (SplitSequence() for an "
+        "embedding, Replicated()), or cut it for both (VocabParallelEmbedding(), "
+        "ColumnParallel(enter=False)) and compute the loss by VocabParallelLoss()."
     )

@@ -170,6 +170,9 @@ def _pieces(rank, world_size):
         Pipeline([stage], mesh, tied=names, **arguments)
     except ValueError as error:
         said.append(str(error))
+    parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match="requires_grad=True, as when the pipeline was made, got"):
+        pipeline.step(batches)
     parameter.requires_grad_()
     late = {"late": torch.zeros(2)}
     stage.register_forward_hook(lambda _, __, output: output._replace(metrics=late))

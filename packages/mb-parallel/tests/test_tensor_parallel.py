@@ -110,6 +110,12 @@ def _with_gain(module):
     return module
 
 
+def _tied():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    return model
+
+
 REFUSED = {
     "key-value heads": (lambda: tiny_gpt.build(Options(kv_heads=1)), {"kv_heads": 1},
         r"stack.blocks.0.attention.qkv: Expected tp = 2 to divide the 1 key-value heads"),
@@ -120,6 +126,8 @@ REFUSED = {
         {"down": RowParallel()}, r"down: Expected tp = 2 to divide the inputs of a row-parallel"),
     "padding": (lambda: torch.nn.Embedding(4, 4, padding_idx=0), {"": VocabParallelEmbedding()},
         r"the model: Expected an embedding with padding_idx=None, got 0"),
+    "frequencies": (lambda: torch.nn.Embedding(4, 4, scale_grad_by_freq=True),
+        {"": VocabParallelEmbedding()}, r"an embedding with scale_grad_by_freq=False, got True"),
     "loss": (lambda: torch.nn.Linear(4, 4), {"": VocabParallelLoss()},
         r"Linear.cross_entropy to be mb_kernels.linear_cross_entropy, got None"),
     "experts": (lambda: torch.nn.Linear(4, 4), {"": ExpertLayer()},
@@ -140,6 +148,8 @@ REFUSED = {
     "two styles": (lambda: torch.nn.ModuleDict({"out": torch.nn.Linear(4, 4)}),
         {"*": ColumnParallel(), "out": JoinOutput()},
         r"out: Expected one pattern .* got ColumnParallel and then JoinOutput"),
+    "cut both ways": (_tied, {"0": ColumnParallel(), "1": RowParallel()},
+        r"cut 0.weight, 1.weight, which are one parameter, along one dimension"),
     "a class": (lambda: torch.nn.Linear(4, 4), {"": ColumnParallel},
         r"the model: Expected a style for '', such as .* got <class .*ColumnParallel"),
 }  # fmt: skip
@@ -180,9 +190,15 @@ def _routed(rank, mesh):
     x_BSD, ids_BSK = torch.randn(3, 6, 8), torch.randint(4, (3, 6, 2))
     want = whole["moe"](x_BSD, routing=ids_BSK)
     parallelize_tensors(whole, mesh, {"moe": ExpertLayer()}, sequence_parallel=True)
-    with pytest.raises(ValueError, match="sequence_parallel=True in moe, as parallelize_tensors"):
+    with pytest.raises(ValueError, match="sequence_parallel=True in parallelize_tensors and par"):
         parallelize_experts(whole, mesh, sequence_parallel=False)
     parallelize_experts(whole, mesh)
+    late = torch.nn.ModuleDict({"moe": dMoE(config)})
+    parallelize_experts(late, mesh)
+    with pytest.raises(ValueError, match=r"moe: Expected sequence_parallel=True in .* got False"):
+        parallelize_tensors(late, mesh, {"moe": ExpertLayer()}, sequence_parallel=False)
+    with pytest.raises(ValueError, match="Call parallelize_experts once"):
+        parallelize_experts(late, mesh)
     run = slice(3 * rank, 3 * rank + 3)
     got = whole["moe"](x_BSD[:, run], routing=ids_BSK)
     torch.testing.assert_close(got.y, want.y[:, run])
@@ -254,9 +270,9 @@ def _whole_head(mesh):
             model(tokens, labels=tokens, weights=tokens + 1.0)
         except (ValueError, RuntimeError) as error:
             said.append(str(error))
-    whole, mixed = said
+    whole, tied = said
     assert "shared out by rows, got all 32 of them. Give the head ColumnParallel" in whole
-    assert "mixed torch.Tensor and DTensor" in mixed
+    assert "all of embedding.tokens.weight, head.weight, which are one parameter" in tied
 
 
 def _odd_sequence(rank, world_size):

@@ -1,4 +1,4 @@
-"""What several functions ask of their arguments; ValueError for what they do not take."""
+"""Checks of arguments that several functions share; ValueError for what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def at_least_0(**numbers: Any) -> None:
-    """Numbers, by the names of the arguments."""
+    """Check numbers, given by the names of the arguments."""
     wrong = [
         f"{name}={number!r}"
         for name, number in numbers.items()
@@ -22,21 +22,21 @@ def at_least_0(**numbers: Any) -> None:
 
 
 def at_least_1(**counts: Any) -> None:
-    """Integers, by the names of the arguments."""
+    """Check integers, given by the names of the arguments."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
             raise ValueError(f"Expected {name} to be an integer of at least 1, got {count!r}.")
 
 
 def above_0(**numbers: Any) -> None:
-    """Numbers, by the names of the arguments."""
+    """Check numbers, given by the names of the arguments."""
     for name, number in numbers.items():
         if not (isinstance(number, Real) and number > 0):
             raise ValueError(f"Expected {name} above 0, got {number!r}.")
 
 
 def one_module(model: nn.Module) -> None:
-    """A model, or one part of it."""
+    """Check that this is a module."""
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"Expected one module, got {type(model).__name__}. Call this for each part of a model."
@@ -44,7 +44,7 @@ def one_module(model: nn.Module) -> None:
 
 
 def several(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
-    """Modules as a list."""
+    """The modules as a list, checked."""
     if not isinstance(modules, Iterable):
         raise ValueError(
             f"Expected {what} to be several modules, got one {type(modules).__name__}. Pass its "
@@ -61,7 +61,7 @@ def several(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
 
 
 def tensors(given: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Tensors as a list; one stands for itself, as with torch, and not for its rows."""
+    """The tensors as a list, checked; a single tensor is a list of one, and not its rows."""
     one = isinstance(given, Tensor) or not isinstance(given, Iterable)
     found = [given] if one else list(given)
     for tensor in found:
@@ -73,7 +73,7 @@ def tensors(given: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def floating(**dtypes: Any) -> None:
-    """Floating-point dtypes, by the names of the arguments."""
+    """Check floating-point dtypes, given by the names of the arguments."""
     for name, dtype in dtypes.items():
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
@@ -83,7 +83,7 @@ def floating(**dtypes: Any) -> None:
 
 
 def device_type_name(device_type: Any) -> None:
-    """The name of a kind of device that there is support for here."""
+    """Check the name of a kind of device."""
     if device_type not in ("cpu", "cuda"):
         raise ValueError(
             f'Expected device_type "cpu" or "cuda" (ROCm\'s name too), got {device_type!r}. Of a '

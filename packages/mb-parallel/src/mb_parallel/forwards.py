@@ -1,4 +1,4 @@
-"""Something around the forward of a module, in place."""
+"""Calling a function in place of a module's forward."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import nn
 def wrap_forward(module: nn.Module, call: Callable[..., Any]) -> None:
     """Let `call(module, forward, *args, **kwargs)` run in place of the module's forward.
 
-    On the instance: names in the state dict stay, and hooks (FSDP2's) are called around it. Modules
-    alike share one function: for one of its own the compiler would compile each of them anew.
+    It is set on the instance, so that names in the state dict stay, and hooks (FSDP2's) are called
+    around it. Modules of the same kind share one function, because the compiler would compile each
+    of them anew if each had its own.
     """
     inner = module.forward
     if isinstance(inner, MethodType) and inner.__self__ is module:

@@ -1,6 +1,6 @@
 """The units of a model that FSDP2 gathers and reduces, and their sharding."""
 
-# Apart from `data_parallel`, since one process need not import FSDP2: see `engines`.
+# Not in `data_parallel`, because one process need not import FSDP2: see `engines`.
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.distributed.tensor import Shard
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.optimizer.shards import local
 
-# In stages 1 and 2 blocks are joined until a unit has so many parameters: products wait for the
-# multiprocessors that a collective holds. GPT-2 125M by two H200s (2026-11-22): 1,074 k tokens/s by
-# blocks of 7 M parameters, 1,091 k by units of 32 M or more.
+# In stages 1 and 2 blocks are joined until a unit has this many parameters, because matrix products
+# wait for the multiprocessors that a collective occupies. GPT-2 125M on two H200s (2026-11-22):
+# 1,074 k tokens/s with blocks of 7 M parameters, 1,091 k with units of 32 M or more.
 _JOINED = 2**25
 
 
@@ -36,7 +36,7 @@ def shard_units(
     """Shard `model` as `apply_data_parallel` says, whose arguments these are.
 
     Args:
-        reshard: let go of gathered weights after each pass through a unit, as in stage 3.
+        reshard: free gathered weights after each pass through a unit, as in stage 3.
     """
     assert mesh.dense is not None
     dense = _sharding_mesh(mesh.dense, "dp_replicate", "dp_shard")
@@ -57,17 +57,20 @@ def shard_units(
     common: dict[str, Any] = {"mesh": dense, "mp_policy": policy, "ignored_params": alone}
     for unit in _units(blocks, reshard, alone):
         _shard(unit, reshard_after_forward=reshard, **common)
-    # What no block owns (embeddings, final norm, head) is needed at both ends of the step: keep it.
+    # What no block owns (embeddings, final norm, head) is used at both ends of a pass: keep it.
     _shard([model], reshard_after_forward=False, **common)
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # else by a product on the way, if by 1
+        unit.set_force_sum_reduction_for_comms(True)  # else torch multiplies by 1 on the way
 
 
 def _units(
     modules: Iterable[nn.Module], reshard: bool, alone: Set[nn.Parameter] = frozenset()
 ) -> list[list[nn.Module]]:
-    """Modules in runs of `_JOINED` parameters, those `alone` not counted; one by one to reshard."""
+    """Modules joined to units of `_JOINED` parameters, or one by one to reshard.
+
+    Parameters in `alone` do not count.
+    """
     units: list[list[nn.Module]] = []
     room = 0
     for sharing in _sharing(modules, alone):
@@ -82,7 +85,7 @@ def _units(
 def _sharing(
     modules: Iterable[nn.Module], alone: Set[nn.Parameter] = frozenset()
 ) -> list[list[nn.Module]]:
-    """Each module once, those that share parameters together: FSDP2 takes them as one unit."""
+    """Each module once, grouped by shared parameters: FSDP2 needs those in one unit."""
     groups: list[list[nn.Module]] = []
     for module in dict.fromkeys(modules):
         mine = _parameters([module]) - alone
@@ -103,7 +106,7 @@ def _parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
 def _shard(
     unit: list[nn.Module], *, ignored_params: Set[nn.Parameter] = frozenset(), **options: Any
 ) -> None:
-    """`fully_shard`, which says at the first forward pass what it does not take."""
+    """`fully_shard`, after a check that torch's makes only at the first forward pass."""
     inner = [m for one in unit for m in one.modules() if isinstance(m, FSDPModule)]
     mine = _parameters(unit) - _parameters(inner) - ignored_params
     dtypes = sorted({str(p.dtype) for p in mine if p.requires_grad})
@@ -118,7 +121,7 @@ def _shard(
 
 
 def _sharding_mesh(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
-    """Both axes for FSDP2's hybrid form, the second alone where there are no replicas."""
+    """Both axes, for FSDP2's hybrid sharding; without replicas only the second."""
     return mesh[shard] if mesh[replicate].size() == 1 else mesh[replicate, shard]
 
 
@@ -129,11 +132,11 @@ def _shard_experts(
     shards = mesh.dims.edp_shard
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        # By expert where every rank gets one, else by width.
+        # By experts if there are enough for all ranks, otherwise by width.
         few = local(parameter).shape[0] < shards
         return Shard(1) if few and local(parameter).shape[1] % shards == 0 else None
 
-    # Inputs are in the block's dtype already, and routing weights are to stay in fp32.
+    # Inputs have the block's dtype already, and routing weights have to stay in fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )

@@ -46,7 +46,7 @@ _SIZES = "_mb_sizes"
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """Sizes of the ways to share a model; `dp_replicate * dp_shard * tp * pp` ranks in all.
+    """The size of each kind of parallelism; `dp_replicate * dp_shard * tp * pp` ranks in all.
 
     Args:
         dp_replicate: whole replicas of the sharded model, which see different samples.
@@ -77,7 +77,7 @@ class ParallelDims:
     def for_world(
         cls, world_size: int, *, tp: int = 1, pp: int = 1, ep: int = 1, dp_replicate: int = 1
     ) -> ParallelDims:
-        """Give every rank that the named sizes leave over to `dp_shard`.
+        """Work out `dp_shard` from the number of ranks and the other sizes.
 
         Raises:
             ValueError: `dp_replicate * tp * pp` does not divide `world_size`, or a bad size.
@@ -141,7 +141,7 @@ class ParallelDims:
             )
         if ranks == 1:
             return ParallelMesh(self, None, None, None)
-        # Also for a rank that is gone: for groups torch waits half an hour.
+        # This also finds a rank that is gone. Making groups would wait half an hour for it.
         check_same(self, "ParallelDims")
         self._warn_of_spread_nodes()
         dense_sizes = (self.pp, self.dp_replicate, self.dp_shard, self.tp)
@@ -180,7 +180,7 @@ class ParallelMesh:
     dp: DeviceMesh | None
 
     def axis(self, name: str) -> DeviceMesh | None:
-        """The one-dimensional mesh of an axis, None where it has a single rank.
+        """The one-dimensional mesh of an axis, None if it has a single rank.
 
         Args:
             name: of `DENSE_AXES` or `EXPERT_AXES`, or "dp": dp_replicate and dp_shard in one.
@@ -202,7 +202,7 @@ class ParallelMesh:
     def all_reduce(
         self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
-        """Reduce `tensor` in place over an axis and return it; free where the axis has one rank."""
+        """Reduce `tensor` in place over an axis and return it; nothing is sent for one rank."""
         mesh = self.axis(axis)
         if mesh is not None:
             dist.all_reduce(tensor, op=op, group=mesh.get_group())
@@ -247,7 +247,7 @@ class ParallelMesh:
 
 
 def keep_timeout(mesh: DeviceMesh) -> None:
-    """Let the groups of `mesh` wait as long as the world's does; torch gives them its default."""
+    """Give the groups of `mesh` the timeout of the world's group instead of torch's default."""
     world = dist.group.WORLD
     assert world is not None
     for group in mesh.get_all_groups():
@@ -258,10 +258,10 @@ def keep_timeout(mesh: DeviceMesh) -> None:
 
 
 def check_mesh(mesh: Any, model: nn.Module | None = None) -> None:
-    """Raise ValueError for what `ParallelDims.build` did not make, or made in other sizes before.
+    """Raise ValueError if `mesh` is not from `ParallelDims.build`, or not of the model's sizes.
 
     Args:
-        model: what `keep_sizes` may have been called for.
+        model: whose sizes `keep_sizes` may have noted.
     """
     if not isinstance(mesh, ParallelMesh):
         raise ValueError(

@@ -1,15 +1,15 @@
 """Random numbers of dropout and jitter: a function of seed, step and sample, not of the ranks.
 
 The default stream is seeded for every micro-batch from its place in the global batch. So
-data-parallel ranks and pipeline stages draw different numbers, and tensor-parallel ranks of one
-sample draw equal ones. A resumed run draws what it would have drawn, also on another number of
-data-parallel ranks. (On another number of stages or, under sequence parallelism, of tensor-parallel
-ranks the masks are others, just as random.) Only the step has to be saved.
+data-parallel ranks and pipeline stages draw different numbers, and tensor-parallel ranks, which
+have the same samples, draw equal ones. A resumed run draws the same numbers as if it had not
+stopped, even on another number of data-parallel ranks. Only the step has to be saved. (With another
+number of stages or, under sequence parallelism, of tensor-parallel ranks, masks differ.)
 
-Where tensor-parallel ranks hold different parts of one activation (heads of attention, parts of the
-sequence), equal masks would be a defect. There `distinct` switches to the rank's own numbers. It
-keeps no state: what it draws follows from the default stream. `torch.utils.checkpoint` restores
-that stream, and so gets the same masks the second time.
+If tensor-parallel ranks hold different parts of one activation (heads of attention, parts of the
+sequence), equal masks would be wrong. For these, `distinct` switches to numbers of the rank's own.
+It keeps no state: what it draws depends only on the default stream. `torch.utils.checkpoint`
+restores that stream, so recomputation draws the same masks.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ def seed_micro_batch(seed: int, *, step: int, place: int) -> None:
 
 @contextmanager
 def distinct(rank: int, device: torch.device | str | None = None) -> Generator[None]:
-    """Draw numbers of this rank's own within the context, and go on as before after it.
+    """Draw numbers of this rank's own within the context.
 
-    Ranks whose default streams are equal, as those of a tensor-parallel group, stay equal outside.
-    The same context twice draws different numbers. No host sync; not for a graph under capture.
+    Default streams that were equal on several ranks, as in a tensor-parallel group, are equal again
+    afterwards. Entering twice draws different numbers. The host does not wait for the device. Not
+    for use while a CUDA graph is captured.
 
     Args:
         rank: in its group, for instance mesh.tp_rank.
-        device: whose stream to switch besides the host's; None: the host's alone.
+        device: whose stream to switch besides the host's. None: only the host's.
     """
-    # Drawn on the host, whatever the device: it waits for nothing, and the stream moves on.
+    # Drawn on the host, which so waits for no device. It also moves the host's stream on.
     draw = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     chosen = torch.device("cpu" if device is None else device)
     devices = [] if chosen.type == "cpu" else [chosen]
@@ -80,8 +81,8 @@ def distinct(rank: int, device: torch.device | str | None = None) -> Generator[N
 def make_distinct(modules: Iterable[nn.Module], rank: int) -> None:
     """Let `modules` (dropouts, attention cores) draw as in `distinct(rank)`, in place.
 
-    For those that see a part of an activation which other tensor-parallel ranks hold the rest of.
-    In eval mode, where nothing is drawn, they are called as they are.
+    For modules that see a part of an activation of which other tensor-parallel ranks have the rest.
+    In eval mode nothing is drawn, and they are called as before.
     """
     for module in several(modules, "modules"):
         wrap_forward(module, _drawing(rank))
@@ -101,7 +102,7 @@ def _drawing(rank: int) -> Callable[..., Any]:
 
 
 def rng_state(device: torch.device | str) -> dict[str, Tensor]:
-    """State of the default streams of the host and of `device`, as CPU tensors, to save."""
+    """The state of the default streams of the host and of `device`, as CPU tensors."""
     device = torch.device(device)
     state = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
@@ -110,7 +111,7 @@ def rng_state(device: torch.device | str) -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor], device: torch.device | str) -> None:
-    """Go on from `rng_state`; the state of a device that this machine has not is left out."""
+    """Restore what `rng_state` returned; the state of another kind of device is ignored."""
     device = torch.device(device)
     torch.set_rng_state(state["cpu"].cpu())
     if device.type in state and device.type != "cpu":

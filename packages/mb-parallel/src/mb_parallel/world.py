@@ -1,4 +1,4 @@
-"""The world of ranks: joining it as `torchrun` says, and what all of its ranks have to agree on."""
+"""The world of ranks: joining it under `torchrun`, and checks that all of its ranks agree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def distributed(device_type: str, *, timeout_s: float = 600.0) -> Generator[torc
 
     Args:
         device_type: "cpu" or "cuda" (ROCm answers to "cuda" as well).
-        timeout_s: a collective that takes longer ends the rank, for instance since another died.
+        timeout_s: a collective that takes longer, for instance because another rank died, fails.
 
     Raises:
         ValueError: another device type, more ranks on this host than devices, or an environment
@@ -119,7 +119,7 @@ def rank() -> int:
 def any_rank(flag: bool) -> bool:
     """Whether `flag` is true on any rank: a small host-side all-reduce, free for one process.
 
-    Of a group without host tensors ("nccl" alone) the device does it, and the host waits.
+    In a group without host tensors ("nccl" alone) the device does it, and the host waits.
     """
     if not dist.is_initialized():
         return flag
@@ -134,7 +134,8 @@ def check_same(value: Any, what: str) -> None:
     Hashes are compared; only when they differ do ranks tell each other what they have.
 
     Args:
-        value: a dataclass, a mapping, or anything whose repr tells it apart; sets count by members.
+        value: a dataclass, a mapping, or anything that differs in its repr; of sets the members are
+            compared.
         what: its name in the error, for instance "the config".
 
     Raises:
@@ -164,7 +165,7 @@ def check_same(value: Any, what: str) -> None:
 
 
 def _carried() -> torch.device:
-    """Where tensors are that the world's group carries: on the host, unless NCCL is all it has."""
+    """The device whose tensors the world's group can send: the host's, unless it has only NCCL."""
     backends = dist.get_backend_config()
     alone = "nccl" in backends and "cpu" not in backends
     return torch.device("cuda", torch.cuda.current_device()) if alone else torch.device("cpu")
@@ -179,7 +180,7 @@ def _lines(value: Any) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """The repr; that of a set has an order which differs between processes."""
+    """The repr, except for sets, whose order in it differs between processes."""
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(repr, value)))}}}"
     return repr(value)

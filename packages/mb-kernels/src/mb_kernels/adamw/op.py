@@ -132,7 +132,8 @@ def _check(
         if not _same_order(weight, tensor):
             raise ValueError(
                 f"{name}[{index}]: expected a dense tensor with its weight's strides "
-                f"{weight.stride()}; got {tensor.stride()}. Copy it into torch.empty_like(weight)."
+                f"{weight.stride()}; got {tensor.stride()}. Copy it into torch.empty_like(weight), "
+                "or replace the weight, if it has gaps in memory, by weight.contiguous()."
             )
 
 

@@ -31,9 +31,9 @@ from mb_parallel.expert_parallel.peer_memory import PeerBuffers, peer_problem
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
 from mb_parallel.expert_parallel.shard import experts_meshes, is_spread, shard_experts
-from mb_parallel.expert_parallel.surround import Layer, surround
+from mb_parallel.expert_parallel.surround import Layer, is_surrounded, surround
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
-from mb_parallel.tensor_parallel.experts import sequence_parallel_of
+from mb_parallel.tensor_parallel.experts import check_sequence_parallel
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer", "fixed"]
 
@@ -181,22 +181,18 @@ def _refuse(
     name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool, dispatcher: str
 ) -> None:
     where = f"in {name or 'the layer'}"
-    if not isinstance(layer.dispatcher, LocalDispatcher):
+    if not isinstance(layer.dispatcher, LocalDispatcher) or is_surrounded(layer):
         raise ValueError(
-            f"Expected a LocalDispatcher {where}, got {type(layer.dispatcher).__name__}. "
-            "Call parallelize_experts once, on a model whose experts are not spread yet."
+            f"Expected no earlier call and a LocalDispatcher {where}, got "
+            f"{type(layer.dispatcher).__name__}. Call parallelize_experts once, on a model whose "
+            "experts are not spread yet."
         )
     if dispatcher == "fixed" and layer.config.capacity_factor is None:
         raise ValueError(
             f"Expected a capacity for dispatcher='fixed' {where}, got a dMoE, which drops no "
             "token. Take another dispatcher, or MoE."
         )
-    told = sequence_parallel_of(layer)
-    if told is not None and told != sequence_parallel:
-        raise ValueError(
-            f"Expected sequence_parallel={told} {where}, as parallelize_tensors was told, got "
-            f"{sequence_parallel}: experts would see tokens twice, or parts as wholes."
-        )
+    check_sequence_parallel(layer, sequence_parallel)
     parts = mesh.tp_size > 1 and sequence_parallel
     if parts and layer.config.balance_over == "sequence":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Dispatchers around a dispatcher: what capacity and tensor parallelism add, whatever moves rows.
+"""Dispatchers around another one, for capacity and tensor parallelism, whichever moves the rows.
 
 - `GlobalCapacity` drops slots before they travel, by their place among the tokens of all ranks, so
   that the same slots are dropped on one rank and on many.
@@ -40,19 +40,20 @@ from mb_parallel.expert_parallel.collectives import (
 class GlobalCapacity:
     """Keeps at most C = ceil(factor K G / E) slots per expert, G being the tokens of all ranks.
 
-    Tokens count in the order of the batch: that of ranks, or, where neighbouring ranks hold runs of
-    the same sequences, sequence by sequence. Costs one exchange of ids (and weights), 4 to 8 bytes
-    a slot. Without `equal_tokens` ranks tell each other their number of tokens first.
+    Which slots are the first follows the order of the batch: rank by rank, or, if neighbouring
+    ranks hold parts of the same sequences, sequence by sequence. This takes one exchange of ids
+    (and weights), 4 to 8 bytes a slot. Without `equal_tokens` the ranks first exchange their
+    numbers of tokens.
 
     Args:
         inner: moves the slots that are left.
         num_experts, capacity_factor, min_capacity, drop_policy: as for `LocalDispatcher`.
         place: the ranks that share the capacity.
-        equal_tokens: every rank always brings as many tokens, of as many sequences.
-        split_over: so many neighbouring ranks hold runs of the same sequences, in their order
-            (sequence parallelism); 1: whole ones.
+        equal_tokens: all ranks always bring the same number of tokens and of sequences.
+        split_over: number of neighbouring ranks that hold successive parts of the same sequences
+            (sequence parallelism); 1: a rank has whole sequences.
 
-    `sequences` is how many of them the tokens to be dispatched next come from, for `split_over`.
+    `sequences`, used with `split_over`, is the number of sequences in the next call of `dispatch`.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class GlobalCapacity:
         self.sequences = 1
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Dispatched:
-        """Dispatch the slots that are kept, the others as slots of no expert."""
+        """Dispatch the slots that are kept; the others get expert id -1."""
         counts_E = mb_kernels.bin_tokens(expert_ids_TK, self.num_experts).tokens_per_expert_E
         kept_TK, limit = self._kept(weights_TK.detach(), expert_ids_TK)
         ids_TK = torch.where(kept_TK, expert_ids_TK, -1)
@@ -135,7 +136,7 @@ class GlobalCapacity:
     def _batch_order(
         self, per_rank: Sequence[Sequence[int]], longest: int, device: torch.device
     ) -> Tensor:
-        """Rows of all ranks, padded to the longest, in the order of the batch; padding anywhere."""
+        """All ranks' rows, padded to the longest, in the batch's order; padding is anywhere."""
         row_PT = torch.arange(len(per_rank) * longest, device=device).view(-1, longest)
         order = []
         for first in range(0, len(per_rank), self.split_over):
@@ -147,9 +148,9 @@ class GlobalCapacity:
 
 
 class SharedTokens:
-    """Tokens that all ranks of a group hold alike: each rank dispatches a share of them.
+    """For tokens that all ranks of a group hold: each rank dispatches a share of them.
 
-    Without it every expert would see a token once per rank of the group.
+    Otherwise every expert would see each token once for each rank of the group.
 
     Args:
         inner: moves the share.
@@ -186,7 +187,7 @@ class SharedTokens:
 
 
 class _Share(NamedTuple):
-    """State of a dispatch that `inner` is the state of, and the tokens of which it was a share."""
+    """The inner dispatcher's state, and the number of tokens before they were shared out."""
 
     inner: Any
     tokens: int

@@ -1,9 +1,9 @@
-"""Over what tokens the load of experts is counted, for losses of `balance_over="global_batch"`.
+"""Which tokens count for the load of experts, with `balance_over="global_batch"`.
 
-The loss of a micro-batch is linear in its own probabilities, and takes the load from the counts of
-the whole batch (arXiv 2501.11873). A step's later micro-batches are not known yet. So a micro-batch
-takes the counts of all ranks in the micro-batches up to its own, as the paper's buffer does. With
-one micro-batch a step these are the counts of the global batch exactly.
+The loss of a micro-batch multiplies its own probabilities by the load of the whole batch (arXiv
+2501.11873). The later micro-batches of a step are not known yet. So the load is that of all ranks
+in the micro-batches up to this one, as with the paper's buffer. In a step of one micro-batch this
+is exactly the load of the global batch.
 
 Letters: E experts.
 """
@@ -20,12 +20,12 @@ from mb_parallel.arguments import one_module
 
 
 class StepCounts:
-    """Tokens per expert of all ranks, in the micro-batches of the step up to the one under way.
+    """Tokens per expert of all ranks, in the step's micro-batches up to the current one.
 
     Args:
         over_ranks: adds counts up over the ranks.
 
-    A micro-batch that is computed again (recompute) counts once, since it has the same number.
+    A micro-batch that is recomputed keeps its number, and so counts once.
     """
 
     def __init__(self, over_ranks: Callable[[Tensor], Tensor]) -> None:

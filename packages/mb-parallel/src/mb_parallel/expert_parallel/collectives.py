@@ -81,25 +81,15 @@ def sum_rows(x_PRD: Tensor, place: Place) -> Tensor:
 
 
 @_disable_dynamo
-def exchange_rows(
-    x_SD: Tensor, to: Sequence[int], from_: Sequence[int], place: Place, *, total: int | None = None
-) -> Tensor:
-    """Send the first `sum(to)` rows of x, `to[r]` of them to rank r; return `from_[r]` from each.
-
-    Args:
-        x_SD: rows in the order of the ranks they go to; those beyond stay, and get no gradient.
-        total: rows of the result, at least `sum(from_)`; the last are left unwritten.
-    """
-    to, from_, rows = list(to), list(from_), x_SD.shape[0]
-    total = sum(from_) if total is None else total
+def exchange_rows(x_SD: Tensor, to: Sequence[int], from_: Sequence[int], place: Place) -> Tensor:
+    """Send all rows of x, `to[r]` of them to rank r in their order; return `from_[r]` from each."""
+    to, from_ = list(to), list(from_)
 
     def there(x_SD: Tensor, place: Place) -> Tensor:
-        return _exchanged(x_SD, to, from_, total, place)
+        return _exchanged(x_SD, to, from_, place)
 
     def back(grad: Tensor, place: Place) -> Tensor:
-        grad = _exchanged(grad, from_, to, rows, place)
-        grad[sum(to) :].zero_()  # rows that were not sent
-        return grad
+        return _exchanged(grad, from_, to, place)
 
     return _Pair.apply(x_SD, place, there, back)
 
@@ -152,11 +142,10 @@ def _summed(x_PRD: Tensor, place: Place) -> Tensor:
     return by_rank.sum(dim=0, dtype=accumulator).to(x_PRD.dtype)
 
 
-def _exchanged(x_SD: Tensor, to: list[int], from_: list[int], total: int, place: Place) -> Tensor:
-    out = x_SD.new_empty((total, *x_SD.shape[1:]))
-    send, receive = x_SD.contiguous()[: sum(to)], out[: sum(from_)]
+def _exchanged(x_SD: Tensor, to: list[int], from_: list[int], place: Place) -> Tensor:
+    out = x_SD.new_empty((sum(from_), *x_SD.shape[1:]))
     with place.step("exchange rows"):
-        dist.all_to_all_single(receive, send, from_, to, group=place.group)
+        dist.all_to_all_single(out, x_SD.contiguous(), from_, to, group=place.group)
     return out
 
 

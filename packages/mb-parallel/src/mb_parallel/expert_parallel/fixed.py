@@ -1,16 +1,16 @@
-"""Expert parallelism in fixed shapes, for layers with a capacity: C rows a rank and expert.
+"""Expert parallelism in fixed shapes, for layers with a capacity: C rows from a rank to an expert.
 
-A rank counts the capacity of an expert over its own tokens, as GShard and Megatron Core do, so that
-it knows by itself what it sends and what it gets: C rows a pair, empty ones included. One exchange
-brings them to the experts and one brings the results home; no count is exchanged, nothing is read
-back to the host, and a CUDA graph can hold the layer on any backend.
+An expert's capacity counts a rank's own tokens, as in GShard and Megatron Core. So every rank sends
+C rows to every expert, some of them empty, and all ranks know this beforehand. One exchange brings
+the rows to the experts and one brings the results back. No counts are exchanged, the host reads
+nothing back, and a CUDA graph can hold the layer on any backend.
 
     E = 4 experts on P = 2 ranks, C = 3       to rank 0       |  to rank 1
     rows that a rank sends, - for empty:      a c -   b d e   |  - - -   a f -
 
-Which tokens are dropped depends on how they are spread over ranks. `around.GlobalCapacity` counts
-the tokens of all ranks instead: there an expert may get all of its rows from one rank, so that
-fixed shapes would have to hold every token for every rank, as `AllGatherDispatcher` does.
+So which tokens are dropped depends on how they are spread over ranks. `around.GlobalCapacity`
+counts the tokens of all ranks instead. There an expert may get all of its rows from one rank, and
+fixed shapes would need room for every token on every rank, as in `AllGatherDispatcher`.
 
 Letters: T tokens, D hidden, E experts, K top-k, N = T K slots, P ranks, s ranks per expert,
 C capacity, J = K s places of a token, M = T J of all, R = E s C rows sent, and received.
@@ -33,14 +33,14 @@ from mb_parallel.expert_parallel.placement import Placement
 class FixedDispatcher:
     """Sends every expert as many rows as its capacity, whatever the routing.
 
-    A token goes to each of its experts, and the results are weighted at home, so that no routing
-    travels. The experts compute empty rows too.
+    A token is sent to each of its experts, and its own rank weights the results, so that no routing
+    is sent. The experts compute on empty rows too.
 
     Args:
-        local: with a capacity, that of an expert for one rank's tokens; it says who is dropped.
+        local: chooses which slots are dropped, by the capacity of an expert for one rank's tokens.
         place: the expert-parallel group.
-        equal_tokens: every rank always brings as many tokens. False: ranks tell each other how
-            many, which makes the host wait for the device, and pad to the longest.
+        equal_tokens: all ranks always bring the same number of tokens. False: they exchange their
+            numbers, for which the host waits for the device, and pad to the longest.
     """
 
     def __init__(self, local: LocalDispatcher, place: Place, *, equal_tokens: bool = False) -> None:
@@ -83,7 +83,7 @@ class FixedDispatcher:
         return mb_kernels.combine(self._exchange(y_RD), sent, weights_TJ)[:tokens]
 
     def _exchange(self, rows_RD: Tensor) -> Tensor:
-        """As many rows to each rank as from it: the way back is the way there."""
+        """Send equally many rows to each rank; the way back is the same exchange."""
         split = [rows_RD.shape[0] // self.place.size] * self.place.size
         return exchange_rows(rows_RD, split, split, self.place)
 

@@ -1,13 +1,13 @@
-"""Rows under way while experts compute: an exchange in two halves, and experts that run in chunks.
+"""Exchange and computation at the same time: exchanges in two halves, and experts run in chunks.
 
-A rank's tokens are cut into chunks. All chunks set out at once; while the experts compute on one,
-the next is under way, and so are the results of the one before:
+A rank's tokens are cut into chunks. All chunks are sent at once. While the experts compute on one
+chunk, the next one arrives, and the results of the previous one are sent home:
 
     exchange   chunk 0 | chunk 1 | home 0  | home 1       The backward pass is the mirror image:
-    experts            | chunk 0 | chunk 1 |              what began an exchange ends one there.
+    experts            | chunk 0 | chunk 1 |              there, `end` begins and `begin` ends.
 
-On a GPU the collectives have a stream of their own, on a CPU threads. Each chunk reads the experts'
-weights once more, and adds its weight gradients to the others'.
+Collectives run on a stream of their own on a GPU, in threads on a CPU. Each chunk reads the
+experts' weights once more, and adds its gradients of the weights to those of the others.
 
 Letters: S rows to send, R received rows, D columns.
 """
@@ -29,14 +29,15 @@ from mb_parallel.expert_parallel.collectives import Place
 
 
 class Exchange:
-    """One exchange of rows, and its way back in the backward pass: each begun, and awaited later.
+    """One exchange of rows, and the exchange back in the backward pass, each in two halves.
 
-    Nothing may read what `begin` returned but `end`, nor may anything else lie between the two.
+    `begin` starts sending and `end` waits. What `begin` returns may only be given to `end`.
 
     Args:
-        to: rows for each rank, in the order they lie; those beyond stay, and get no gradient.
-        from_: rows from each rank.
-        total: rows of the result, at least `sum(from_)`; the last are left unwritten.
+        to: number of rows for each rank; x holds them in this order. Further rows are not sent, and
+            their gradient is zero.
+        from_: number of rows from each rank.
+        total: number of rows of the result, at least `sum(from_)`. The last ones are not written.
     """
 
     def __init__(
@@ -49,12 +50,12 @@ class Exchange:
 
     @_disable_dynamo
     def begin(self, x_SD: Tensor) -> Tensor:
-        """Send the rows of x off; the result [total, D] has not arrived."""
+        """Start to send the rows of x; returns the result [total, D], still to be written."""
         return _Begin.apply(x_SD, self)
 
     @_disable_dynamo
     def end(self, x_RD: Tensor) -> Tensor:
-        """What `begin` returned, arrived."""
+        """Wait for what `begin` returned."""
         return _End.apply(x_RD, self)
 
     def send(self, x: Tensor, to: list[int], from_: list[int], total: int) -> Tensor:
@@ -67,7 +68,7 @@ class Exchange:
         return out
 
     def wait(self) -> Tensor:
-        """What is under way, arrived."""
+        """Wait for the exchange that was started last, and return its result."""
         assert self._under_way is not None
         work, out, _ = self._under_way
         with self.place.step("exchange rows"):
@@ -84,7 +85,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
-        grad_SD = ctx.exchange.wait()  # the true one; autograd's own hand-over was for its order
+        grad_SD = ctx.exchange.wait()  # `grad` only ensures that `_End.backward` has run
         grad_SD[sum(ctx.exchange.to) :].zero_()
         return grad_SD, None
 
@@ -107,8 +108,8 @@ class Chunk:
     """One chunk of a dispatch: on its way to the experts here, or on its way home.
 
     Args:
-        arrive: what the experts compute on; waits for it.
-        home: the way back of their rows.
+        arrive: waits for the chunk, and returns what the experts compute on.
+        home: the exchange that brings their results back.
     """
 
     def __init__(self, arrive: Callable[[], Dispatched], home: Exchange) -> None:
@@ -116,16 +117,16 @@ class Chunk:
 
 
 class Chunks:
-    """The `state` of a dispatch in chunks; what was dispatched itself is the first, arrived."""
+    """The `state` of a dispatch in chunks. The `Dispatched` around it is the first chunk."""
 
     def __init__(self, chunks: Iterable[Chunk], state: Any) -> None:
         self.chunks, self.state = list(chunks), state
 
 
 def compute_in_chunks(experts: Experts) -> None:
-    """Let `experts` take what was dispatched in chunks, one after the other, in place.
+    """Change `experts`, in place, to compute on one chunk after the other.
 
-    They return then the rows of each chunk, on their way home.
+    They then return a list of what `Exchange.begin` of each chunk's way home returned.
     """
     experts.forward = functools.partial(_in_chunks, experts.forward)
 

@@ -1,14 +1,15 @@
-"""Expert parallelism by stores into the other ranks' memory: no host in between, no NCCL.
+"""Expert parallelism by stores into the other ranks' memory, without the host and without NCCL.
 
-Kernels of `mb_kernels.exchange` gather a token and store it straight into the receiver's memory,
-once per rank however many of its experts are there, and the results come home the same way, summed
-in fp32 in fixed order. Nothing is read back between logits and output, shapes are static, and a
-CUDA graph can hold the layer. Buffers have room for every token of every rank: nothing overflows.
+Kernels of `mb_kernels.exchange` gather a token and store it in the receiver's memory, once for each
+rank, even if several of its experts are there. The results come back in the same way, and are
+summed in fp32 in a fixed order. The host reads nothing between logits and output, shapes are
+static, and a CUDA graph can hold the layer. The buffers have room for every token of every rank, so
+nothing overflows.
 
-All layers share the buffers, so what a rank received is gone when the backward comes. It is sent
-again from where it belongs, beside the gradients, or the experts keep it (`keep_rows`): twice the
-traffic of tokens, or P T rows of memory a layer. With one choice of a token on a rank they keep its
-row anyway.
+All layers share the buffers, so what a rank received has been overwritten when the backward pass
+comes. Either the tokens are sent again, beside the gradients, or the experts keep them
+(`keep_rows`). The first doubles the traffic of tokens, the second takes P T rows of memory a layer.
+If a token has only one choice on a rank, the experts keep its row in any case.
 
 Letters: T tokens, D hidden, K top-k, P ranks, R rows that the buffers hold, J choices of a token on
 one rank, W words of routing.
@@ -37,7 +38,7 @@ from mb_parallel.expert_parallel.rows import Rows
 
 @dataclass
 class _Route:
-    """What one dispatch sent where; made on the origin, read until its backward."""
+    """What a dispatch of this rank sent where; used until the end of its backward pass."""
 
     buffers: PeerBuffers
     memory: PeerMemory
@@ -46,10 +47,10 @@ class _Route:
     peers_TC: Tensor
     bins: Bins
     keep_rows: bool
-    home_P: Tensor | None  # given to the experts, which store there what else is pushed
+    home_P: Tensor | None  # where the experts store their result; None: `collect` sends it
     counts_P: Tensor | None = None  # rows that came from each rank
     ids_RJ: Tensor | None = None  # local ids of the choices that came
-    use: int = 0  # of the buffers, when they were filled for this route
+    use: int = 0  # the buffers' `uses` when they were filled for this route
 
     def send(self, x_TD: Tensor, payload_TW: Tensor | None, buffer: Any, step: int) -> Tensor:
         self.memory.push(
@@ -65,7 +66,7 @@ class _Route:
         return self.memory.wait(buffer, self.buffers.place_of(self.layer, step))
 
     def collect(self, rows_RD: Tensor, payload_RW: Tensor | None, step: int) -> list[Tensor]:
-        """Send rows, if the experts have not, and payload home; the sums of each token's."""
+        """Send payload and, unless the experts have, rows home; returns each token's sums."""
         if self.use != self.buffers.uses:
             raise RuntimeError(
                 f"Expected nothing to be dispatched between dispatch and combine of "
@@ -92,11 +93,11 @@ class PeerDispatcher:
         num_experts: E of the layer.
         place: the expert-parallel group.
         buffers: shared with the other layers.
-        keep_rows: let the experts keep what they will need of what was received, for the backward,
-            instead of sending it again.
-        rows: how much room the experts make; None: for the worst case.
-        stores_home: whether the experts can store their result in the peers' memory themselves, as
-            `Experts.stores_home`: it travels while they compute, and is not written here first.
+        keep_rows: whether the experts keep the received tokens for the backward pass. False: they
+            are sent again.
+        rows: how much memory the experts allocate; None: for the worst case.
+        stores_home: returns whether the experts can store their result in the peers' memory
+            themselves, as `Experts.stores_home`. It is then sent while they compute.
     """
 
     def __init__(
@@ -144,14 +145,14 @@ class PeerDispatcher:
 
     @_disable_dynamo
     def _home(self, memory: PeerMemory) -> Tensor | None:
-        # Rows beyond a budget are stored nowhere. What is elsewhere reads as NaN here, which a
-        # search for NaN would stop at. In float64 nothing runs in kernels.
+        # Rows beyond a budget are not stored at all. A result that is stored elsewhere reads as NaN
+        # here, which autograd's search for NaN would report. There are no kernels for float64.
         all_stored = self.rows.policy != "budget" and memory.layout.dtype is not torch.float64
         searched = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         return memory.home_P if all_stored and not searched and self.stores_home() else None
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Store the experts' rows into the memory of where their tokens belong, and sum there.
+        """Store the experts' rows in the memory of the ranks that their tokens are from; sum there.
 
         Raises:
             ValueError: rows that were changed after the experts had stored them.

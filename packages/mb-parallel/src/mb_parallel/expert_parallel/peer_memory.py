@@ -1,7 +1,7 @@
-"""The memory that the ranks of one host exchange rows through, and whether there can be any.
+"""The memory through which ranks of one host exchange rows, and a check whether it is available.
 
-Every rank has an arena that the others' kernels store into (`mb_kernels.exchange`), torch's
-symmetric memory unless a test brings another.
+Every rank has an arena that the kernels of the other ranks store into (`mb_kernels.exchange`). It
+is torch's symmetric memory, unless a test passes another.
 
 Letters: T tokens, D hidden, M the most tokens a rank may bring.
 """
@@ -29,10 +29,10 @@ class PeerBuffers:
     """The memory that all layers of a model exchange through, made at the first dispatch.
 
     Args:
-        place: the expert-parallel group; its layer is of no account here.
+        place: the expert-parallel group; its `layer` is not used.
         max_tokens: M. None: the most that any rank brings to its first dispatch.
-        timeout_s: how long, about, a kernel waits for a peer before the rank gives up.
-        allocate: where memory comes from; torch's symmetric memory by default.
+        timeout_s: about how long a kernel waits for a peer before it gives up.
+        allocate: makes the memory; by default torch's symmetric memory.
     """
 
     def __init__(
@@ -56,21 +56,23 @@ class PeerBuffers:
         return self  # the layers of a model's copy run beside the model's, one after the other
 
     def register(self, layer: str) -> int:
-        """Number of a layer, for messages."""
+        """Give a layer a number, for messages."""
         self._layers.append(layer)
         return len(self._layers) - 1
 
     def name_of(self, layer: int) -> str:
-        """What the layer of this number was registered as."""
+        """The name that the layer of this number was registered with."""
         return self._layers[layer]
 
     def place_of(self, layer: int, step: int) -> int:
-        """A number for one of `STEPS` of a layer, by which a kernel that gives up tells it."""
+        """The number by which a kernel that gives up reports a layer and one of its `STEPS`."""
         return layer * len(STEPS) + step
 
     @_disable_dynamo
     def memory(self, x_TD: Tensor, words: int) -> PeerMemory:
-        """The memory for rows like those of x; all ranks ask for the same ones in the same order.
+        """The memory for rows of x's width and dtype, made if there is none yet.
+
+        All ranks ask for the same ones in the same order.
 
         Raises:
             ValueError: more tokens than there is room for.
@@ -97,7 +99,7 @@ class PeerBuffers:
         return memory
 
     def check(self, memory: PeerMemory) -> None:
-        """Raise if a kernel has given up on a peer. Reads host memory alone."""
+        """Raise if a kernel has given up waiting for a peer. Reads only host memory."""
         failed, where, peer = memory.error.tolist()
         if not failed:
             return
@@ -126,9 +128,9 @@ def symmetric_arena(nbytes: int, place: Place) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def peer_problem(place: Place, device_type: str, hidden_size: int) -> str | None:
-    """Why peers cannot write each other's memory here, alike on all ranks; None if they can.
+    """Why peers cannot write each other's memory here; None if they can. Equal on all ranks.
 
-    Tries it on a few bytes. Collective over the ranks of `place`.
+    Tries to allocate a few bytes. Collective over the ranks of `place`.
     """
     if device_type != "cuda":
         return "the model is not on a GPU"

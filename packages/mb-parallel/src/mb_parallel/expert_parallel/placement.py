@@ -1,8 +1,8 @@
 """Which rank holds which experts, and which ranks a token has to reach.
 
-With E experts on P ranks, rank r holds the E / P experts from r E / P on. More ranks than experts
-share the width: an expert's F is cut into P / E parts, held by neighbouring ranks, and a token that
-visits the expert visits all of them; their partial outputs add up.
+With E experts on P ranks, rank r holds the E / P experts from r E / P on. If there are more ranks
+than experts, an expert's width F is cut into P / E parts, held by neighbouring ranks. A token that
+chose the expert goes to all of them, and their outputs add up.
 
     E = 4, P = 2:  rank 0: experts 0, 1      E = 2, P = 4:  rank 0: expert 0, F first half
                    rank 1: experts 2, 3                     rank 1: expert 0, F second half
@@ -49,11 +49,11 @@ class Placement:
         return max(self.ranks // self.num_experts, 1)
 
     def balanced_slots(self, tokens: int, top_k: int) -> float:
-        """This rank's slots when `tokens` of all ranks load the experts evenly."""
+        """This rank's slots if the `tokens` of all ranks load the experts evenly."""
         return tokens * top_k * self.experts_per_rank / self.num_experts
 
     def pack(self, weights_TK: Tensor, expert_ids_TK: Tensor) -> PackedRouting:
-        """Where each token has to go, with what choices: see `mb_kernels.exchange`."""
+        """Where each token goes, and with which choices, see `mb_kernels.exchange`."""
         return pack_routing(
             weights_TK, expert_ids_TK, num_experts=self.num_experts, ranks=self.ranks
         )
@@ -61,6 +61,6 @@ class Placement:
     def unpack(
         self, words_RW: Tensor, counts_P: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights and local ids [R, J] of the choices on this rank, and columns: see there."""
+        """Weights and local ids [R, J] of the choices on this rank, and columns, see there."""
         sizes = {"num_experts": self.num_experts, "ranks": self.ranks, "rank": self.rank}
         return unpack_routing(words_RW, **sizes, counts_P=counts_P)

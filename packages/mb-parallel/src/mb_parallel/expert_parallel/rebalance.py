@@ -1,16 +1,16 @@
-"""`rebalance_experts`: popular experts apart from each other, by giving experts other numbers.
+"""`rebalance_experts`: moves popular experts to different ranks, by giving experts new numbers.
 
-A rank computes for the experts it holds, and all wait for the fullest one. Which expert has which
-number is arbitrary: with the rows of the router, the experts' weights and the optimizer's state in
-another order the layer is the same function, its state dict as good as before, and there is no map
-to keep. So experts are numbered anew such that the loads of ranks are as even as whole experts
-allow: the fullest first, each to the emptiest rank that has room (Graham, 1969: longest processing
-time first).
+All ranks wait for the one whose experts have the most tokens. Which expert has which number is
+arbitrary. If the rows of the router, the experts' weights and the optimizer's state are put into
+another order together, the layer computes the same function, and its state dict needs no
+translation. So experts are numbered anew such that the loads of ranks are as even as possible: from
+the most popular expert to the least, each goes to the rank with the lowest load that has room
+(Graham, 1969: longest processing time first).
 
-Routers that have settled keep their favourites, so it pays later in a run. With the loads of a dMoE
-46M of 256 experts, four for a token, trained for 1,600 steps (mb-train's benchmarks/results,
-2026-11-23), the fullest of 8 ranks would have had 1.13 times an even share from step 832 on, and
-1.03 with new numbers every 160 steps. In the first 320 steps these were 1.20 and 1.17.
+It helps more later in a run, when popular experts stay popular. With the loads of a dMoE 46M of 256
+experts, four for a token, trained for 1,600 steps (mb-train's benchmarks/results, 2026-11-23), the
+fullest of 8 ranks would have had 1.13 times an even share from step 832 on, and 1.03 times with new
+numbers every 160 steps. In the first 320 steps these would have been 1.20 and 1.17.
 
 Letters: E experts, P ranks, n the ranks' experts E / P.
 """
@@ -37,7 +37,7 @@ _TOGETHER = 2**28
 
 @dataclass(frozen=True)
 class Rebalanced:
-    """A layer whose experts got other numbers.
+    """A layer whose experts got new numbers.
 
     Attributes:
         layer: its name in the model.
@@ -61,20 +61,23 @@ def rebalance_experts(
     """Number the experts of each layer anew so that the ranks of its ep group have equal loads.
 
     Call it on every rank between two steps. What the model computes stays the same up to rounding.
-    What it counts by expert (`tokens_per_expert`, the columns of routing that was kept) is in the
-    new numbers from here on. The ranks exchange whole tensors, piece by piece, so call it every few
-    hundred steps. Some layers are left as they are, because an expert's number has a meaning there
-    or cannot change: experts in groups (`num_expert_groups`), uniform assignment, routers that are
-    no `mb_layers.Router`, parameters that layers share, and experts that several ranks share. A
-    router of your own that derives from `mb_layers.Router` must know experts by its rows alone.
+    Counts by expert (`tokens_per_expert`) and recorded routing use the new numbers from then on.
+    The ranks exchange whole tensors, piece by piece, so call it only every few hundred steps.
+
+    Layers are left as they are if an expert's number has a meaning there or cannot change: with
+    groups of experts (`num_expert_groups`), uniform assignment, routers other than
+    `mb_layers.Router`, parameters that layers share, or experts that several ranks share. In a
+    router of your own that derives from `mb_layers.Router`, an expert's number must only be the
+    index of a row of its parameters and buffers.
 
     Args:
         model: after `parallelize_experts`, and `apply_data_parallel` if that is called.
         tokens_per_expert: by the name of a layer in `model`, this rank's tokens of each expert in a
             step, [E] or longer, as `MoEOutput.metrics` counts them; added up over the ranks here.
         mesh: the one that the experts are spread over.
-        optimizer: whose state goes along. None: there is no state worth keeping.
-        least_gain: a layer whose fullest rank gains less than this part of its load is left.
+        optimizer: its state is put into the new order too. None: there is none to keep.
+        least_gain: a layer is left as it is if the load of its fullest rank would fall by less than
+            this fraction.
 
     Returns:
         The layers that changed, in the model's order; the same on all ranks.
@@ -126,7 +129,7 @@ def rebalance_experts(
 
 
 def balanced_order(tokens_per_expert_E: Tensor, ranks: int) -> Tensor:
-    """The experts, int64 [E], in an order that shares their loads out over `ranks` equal runs.
+    """The experts, int64 [E], in an order that spreads their loads evenly over `ranks`.
 
     Args:
         tokens_per_expert_E: loads, not negative, [E].
@@ -136,8 +139,8 @@ def balanced_order(tokens_per_expert_E: Tensor, ranks: int) -> Tensor:
         ValueError: it is none.
 
     Returns:
-        On the loads' device: of n = E / ranks each, the experts of rank 0, of rank 1, ...; within a
-        rank by number.
+        On the loads' device: the n = E / ranks experts of rank 0, those of rank 1, and so on; those
+        of one rank by number.
     """
     _check_divides(ranks, tokens_per_expert_E.numel())
     loads = tokens_per_expert_E.tolist()
@@ -172,7 +175,7 @@ def _check_divides(ranks: int, experts: int) -> None:
 
 
 def _renumbers(layer: MoE | dMoE, ranks: int) -> bool:
-    """Whether other numbers leave the layer what it is, and it has some to give."""
+    """Whether the layer's experts can get new numbers without changing what it computes."""
     config, router = layer.config, layer.router
     by_choice = isinstance(router, Router) and all(
         tensor.shape[:1] == (config.num_choices,)

@@ -1,13 +1,13 @@
-"""Room for rows whose number only the device knows: three policies, none of which drops a row.
+"""How much memory to allocate for rows whose number only the device knows: three policies.
 
-"all_gather" and "peer" bring tokens to experts in static shapes. The device knows how many of their
-slots are for this rank's experts, but the host has to allocate what the experts save for the
-backward:
+"all_gather" and "peer" bring tokens to experts in static shapes. Only the device knows how many
+slots are for this rank's experts, but the host allocates what the experts save for the backward.
+No policy drops a row:
 
-    "worst"    room for every slot that could come; nothing overflows, and nobody waits
-    "exact"    the host reads how many came, once a layer: the room that is needed, and a wait
-    "budget"   room for `budget` times the slots of balanced routing. With more the output is NaN,
-               the device notes it, and `within_budget` runs the step again with "exact"
+    "worst"    room for every slot that could come. Nothing overflows, the host never waits.
+    "exact"    room for the slots that came. The host reads their number once a layer, and waits.
+    "budget"   room for `budget` times the slots of balanced routing. If more come, the output is
+               NaN, the device notes it, and `within_budget` runs the step again with "exact".
 
 Letters: E experts, P ranks.
 """
@@ -34,11 +34,11 @@ Result = TypeVar("Result")
 
 
 class Rows:
-    """How much room the experts make; one for all layers of a model.
+    """The policy, one object for all layers of a model.
 
     Args:
         policy: see above.
-        budget: for "budget": of the slots of balanced routing, at least 1.
+        budget: for "budget": room as a multiple of the slots of balanced routing, at least 1.
 
     Raises:
         ValueError: another policy or a budget below 1.
@@ -56,7 +56,7 @@ class Rows:
         self._overflow: Tensor | None = None
 
     def most(self, bins: Bins, placement: Placement, tokens: int, top_k: int) -> int | None:
-        """The most slots to make room for, or None for all that could come.
+        """The number of slots to make room for, or None for all that could come.
 
         Args:
             bins: slots of this rank's experts.
@@ -66,7 +66,7 @@ class Rows:
         """
         return None if self.policy == "worst" else self._room(bins, placement, tokens, top_k)
 
-    # Takes integers: a float made of sizes is lost at a break of torch 2.13's graph in a mode.
+    # Takes integers: torch 2.13 loses a float made of sizes at a break of its graph (in a mode).
     @_disable_dynamo
     def _room(self, bins: Bins, placement: Placement, tokens: int, top_k: int) -> int:
         if self.policy == "exact" or not torch.is_grad_enabled():
@@ -81,7 +81,7 @@ class Rows:
         return room
 
     def take_overflow(self) -> Tensor | None:
-        """Whether there was any since the last call, on the device; None if no layer ran."""
+        """Whether rows overflowed since the last call, on the device; None if no layer ran."""
         if self._overflow is None:
             return None
         found = self._overflow.clone()
@@ -103,13 +103,15 @@ def within_budget(
 ) -> tuple[Result, bool]:
     """Run a step's forward and backward passes; if rows overflowed on any rank, run them again.
 
-    The second time there is room for whatever comes. Gradients begin anew, the streams of random
-    numbers where they began. Every rank of the world calls it. The host waits for the device once.
+    The second time there is room for all rows. It starts without gradients, and draws the same
+    random numbers as the first. Every rank of the world calls this. The host waits for the device
+    once.
 
     Args:
         parts: the model's stages on this rank, without gradients, after `parallelize_experts` with
             `row_policy="budget"`; a stage without experts is fine.
-        step: adds the step's gradients up; called twice at most, with the same batches.
+        step: runs the forward and backward passes of all micro-batches. Called once or twice, and
+            must use the same batches both times.
         device: this rank's.
 
     Returns:
@@ -142,7 +144,7 @@ def within_budget(
 
 
 def budgets_of(parts: Iterable[nn.Module]) -> set[Rows]:
-    """The budgets that layers of `parts` can overflow; none if there is no such layer."""
+    """The `Rows` of the layers in `parts` that have the policy "budget"."""
     found = (_rows_of(module) for part in parts for module in part.modules())
     return {rows for rows in found if rows is not None and rows.policy == "budget"}
 

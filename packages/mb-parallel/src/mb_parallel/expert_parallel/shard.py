@@ -1,6 +1,6 @@
-"""The parameters of experts as DTensors over the ep axis: each rank keeps its part.
+"""The parameters of experts as DTensors over the ep axis, each rank keeping its part.
 
-Names and global shapes, [E, F, D], stay: a checkpoint of any number of ranks loads on any other.
+Names and global shapes, [E, F, D], stay the same, so that checkpoints load on any number of ranks.
 
 Letters: E experts, F expert ffn width, D hidden, s ranks per expert.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from mb_layers.experts import Experts
 from mb_layers.frozen import FrozenWeight
@@ -29,10 +30,11 @@ def is_spread(experts: Experts) -> bool:
 
 
 def experts_meshes(mesh: ParallelMesh, numbers: Iterable[int]) -> dict[int, DeviceMesh]:
-    """What layers of so many experts are spread over, by their numbers; every rank calls it.
+    """The mesh for layers of each number of experts, by that number; every rank calls it.
 
-    That is the ep axis, or, where ranks outnumber experts, a grid of experts and widths. It takes
-    new groups, which all ranks make alike: stages tell each other what their layers need.
+    This is the ep axis or, if there are more ranks than experts, a mesh (experts, width). That
+    needs new groups, which all ranks have to make in the same order. So the pipeline's stages tell
+    each other what their layers need.
 
     Raises:
         ValueError: a number that neither divides ep nor is a multiple of it, on any stage.
@@ -62,9 +64,13 @@ def shard_experts(
 ) -> None:
     """Keep this rank's part of each parameter, as a DTensor of the global shape over `mesh`.
 
-    Experts are split along E, their adapters with them; where ranks outnumber them, along E and F
-    (b2: along E and D). `mesh` is of `experts_meshes`. `spread` maps parameters to what
-    became of them, for those that several modules share, and is added to.
+    Experts, and adapters on them, are split along E or, if there are more ranks than experts, along
+    E and F (b2: along E and D).
+
+    Args:
+        mesh: from `experts_meshes`.
+        spread: the new parameters by the old ones, added to. A parameter that is in it, since an
+            earlier module shares it, is replaced by the same new one.
 
     Raises:
         ValueError: s does not divide F (or D, with biases); weights of a form that is not split.
@@ -111,13 +117,9 @@ def _replace(
         local = weight.detach()
         for axis, dim in enumerate(dims):
             local = local.chunk(mesh.size(axis), dim)[mesh.get_local_rank(axis)]
-        sharded = DTensor.from_local(
-            local.clone(),  # lets go of the other ranks' parts
-            mesh,
-            [Shard(dim) for dim in dims],
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
+        # A copy lets go of the other ranks' parts.
+        local = local.clone(memory_format=torch.contiguous_format)
+        placements = [Shard(dim) for dim in dims]
+        sharded = DTensor.from_local(local, mesh, placements, run_check=False)
         spread[weight] = nn.Parameter(sharded, requires_grad=weight.requires_grad)
     module.register_parameter(name, spread[weight])

@@ -1,7 +1,7 @@
-"""What a layer needs around its dispatcher where ranks share its experts or its tokens.
+"""What a layer needs around its dispatcher if several ranks share its experts or its tokens.
 
-Capacity is counted over all of them, and so are load and auxiliary loss; tokens that tensor-
-parallel ranks hold alike are shared out.
+Capacity, load and auxiliary loss are then those of all these ranks. Tokens that all tensor-parallel
+ranks hold are shared out among them.
 
 Letters: B sequences, S tokens of a sequence, D hidden, E experts.
 """
@@ -22,6 +22,7 @@ from mb_parallel.expert_parallel.balance import StepCounts
 from mb_parallel.expert_parallel.collectives import Place, mean_over
 from mb_parallel.expert_parallel.fixed import FixedDispatcher
 from mb_parallel.mesh import ParallelMesh
+from mb_parallel.tensor_parallel.experts import keep_sequence_parallel
 
 Layer = MoE | dMoE
 
@@ -29,13 +30,15 @@ Layer = MoE | dMoE
 def surround(
     layer: Layer, mesh: ParallelMesh, name: str, sequence_parallel: bool, equal_tokens: bool
 ) -> None:
-    """Capacity over all ranks that share the experts or the tokens; tokens that tp ranks share."""
+    """Change the layer's dispatchers, losses and counts as said above, in place."""
     config, tp = layer.config, mesh.axis("tp")
+    if tp is not None:
+        keep_sequence_parallel(layer, sequence_parallel)
     moves: TokenDispatcher = layer.dispatcher
     split_over = 1 if tp is None or not sequence_parallel else tp.size()
     shared = mesh.ep_size > 1 or tp is not None
     if isinstance(moves, LocalDispatcher) and shared:
-        moves = LocalDispatcher(config.num_experts)  # capacity is the business of all ranks
+        moves = LocalDispatcher(config.num_experts)  # the capacity is that of all ranks
 
     def around(inner: TokenDispatcher, capacity_factor: float | None) -> TokenDispatcher:
         if capacity_factor is not None and not isinstance(inner, FixedDispatcher):
@@ -71,6 +74,11 @@ def surround(
             layer.reduce_counts = StepCounts(layer.reduce_counts)
 
 
+def is_surrounded(layer: Layer) -> bool:
+    """Whether `surround` has put hooks on the layer; it may have left the dispatcher local."""
+    return _count_sequences in layer._forward_pre_hooks.values()
+
+
 def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:
     """The ranks whose tokens share the experts' capacity: those of an ep and of a tp group."""
     ep, tp = mesh.ep_size, mesh.tp_size
@@ -85,7 +93,7 @@ def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:
 
 
 def _count_sequences(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before forward: how many sequences x [..., S, D] holds runs of."""
+    """A hook before forward: tells dispatchers the number of sequences in x [..., S, D]."""
     x: Tensor = args[0] if args else kwargs["x"]
     for dispatcher in (layer.dispatcher, layer.eval_dispatcher):
         if isinstance(dispatcher, GlobalCapacity):
@@ -105,7 +113,7 @@ def _sum_counts(mesh: ParallelMesh, axes: list[str]) -> Callable[[Tensor], Tenso
 
 
 def _mean_losses(place: Place) -> Callable[..., Any]:
-    """A forward hook: aux_loss as the mean over ranks that see parts of the same sequences."""
+    """A forward hook: averages aux_loss over ranks that have parts of the same sequences."""
 
     def hook(layer: nn.Module, args: Any, output: Any) -> Any:
         return replaced(output, aux_loss=mean_over(output.aux_loss, place))

@@ -1,13 +1,12 @@
-"""Experts whose width is shared by ranks: what there is when ranks outnumber experts.
+"""Experts whose width is split over ranks, for more ranks than experts.
 
-A rank holds one expert and an s-th of its F: w1 [E, F, D] is sharded over (expert, F), w2 [E, D, F]
-over (expert, F). A partial output is complete in D and sums over the s ranks to the expert's.
+A rank holds an s-th of the width F of one expert: w1 [E, F, D] and w2 [E, D, F] are sharded along E
+and F. The outputs [R, D] of the s ranks add up to the expert's output.
 
-For a gated activation w1 is [E, 2F, D], gate over up, and a contiguous s-th of 2F rows is a piece
-of either. Stored that way a checkpoint reads as one [E, 2F, D] matrix on any number of ranks, so
-that is how it is stored; before use, the ranks exchange rows so that each has the gate and the up
-projection of the same s-th of F. That moves at most the rank's own rows, once forward and once
-back.
+For a gated activation w1 is [E, 2F, D], gate over up. It is sharded by contiguous rows, so that a
+checkpoint is one [E, 2F, D] matrix for any number of ranks. A rank's rows are then a piece of the
+gate or of the up projection. Before use the ranks exchange rows, so that each has gate and up
+projection of the same s-th of F. Each sends at most its own rows, once forward and once backward.
 
 Letters: E experts, D hidden, F expert ffn width, s ranks per expert.
 """
@@ -23,7 +22,7 @@ from mb_parallel.expert_parallel.collectives import Place, exchange_rows
 
 
 class WidthShardedExperts(Experts):
-    """`Experts` of which this rank has one expert's s-th. Made by `parallelize_experts`."""
+    """`Experts` of which this rank has an s-th of one. Made by `parallelize_experts`."""
 
     width: Place
 

@@ -1,6 +1,6 @@
 """A stage as torch's schedules run it."""
 
-# Apart from `stage`, for importing torch's pipelining takes seconds.
+# Not in `stage`, because importing torch's pipelining takes seconds.
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from mb_parallel.pipeline_parallel.stage import Pass, StageOutput
 class Stage(PipelineStage):
     """A stage module on this rank.
 
-    What travels between stages are hidden states, in one stream or several. The micro-batch itself
-    is known to all stages of a data-parallel rank, so nothing of it is sent: torch's schedule
-    passes its number alone.
+    Only hidden states are sent between stages, in one stream or several. All stages of a
+    data-parallel rank have the micro-batches themselves, so torch's schedule passes only a
+    micro-batch's number.
     """
 
     passing: Pass
     number: int
     in_halves: bool
-    leaving: tuple[Tensor, ...]  # as large as the streams that go on; none from the last stage
+    leaving: tuple[Tensor, ...]  # examples of the streams for the next stage; empty on the last
     counts: list[StepCounts]
-    # By micro-batch, between the halves of its backward pass. Torch keeps the nodes where the other
-    # half begins, but Python has no share in that of an `autograd.Function`: it goes with its graph
-    # (before torch 2.13). A view's node, which is not of that kind, owns all behind it.
+    # Keeps a micro-batch's graph alive between the halves of its backward pass. Torch keeps the
+    # nodes where the second half begins. But the Python object of an `autograd.Function`'s node
+    # does not own the node (before torch 2.13), which is freed with its graph. The node of a view
+    # does own what is behind it, so one of these is kept.
     graphs: dict[int, list[Any]]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """See the base class; notes which micro-batch it is."""
+        """See the base class; notes the number of the micro-batch."""
         self.number = fwd_chunk_id
         for counts in self.counts:
             counts.begin(fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, and make of its output the tensors that go on."""
+        """Run the module; returns the tensors for the next stage or, on the last, the loss."""
         passing = self.passing
         passing.before(self.number + self.stage_index * len(passing.batches))
         batch = passing.batches[self.number]
@@ -68,7 +69,7 @@ class Stage(PipelineStage):
         return streams[0] if len(streams) == 1 else streams
 
     def _checked(self, x: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """The streams that go on; others than the next stage awaits would be read as such."""
+        """The streams for the next stage, which would take others for what it awaits."""
         streams = x if isinstance(x, tuple) else () if x is None else (x,)
         awaited, got = ([(x.shape, x.dtype) for x in of] for of in (self.leaving, streams))
         if awaited != got:
@@ -87,13 +88,13 @@ class Stage(PipelineStage):
             self.graphs[self.number] = [x.view_as(x).grad_fn for x in outputs]
 
     def _own(self, stream: Tensor) -> Tensor:
-        """A stream that is no other's memory where the schedule would mind."""
-        if stream.is_leaf:  # passed on as it came: an output has to have a way back
+        """A stream as the schedule needs it: with a graph, and no view if it will be detached."""
+        if stream.is_leaf:  # passed on as it came, but an output needs a graph
             stream = stream.view_as(stream)
         # A zero-bubble schedule detaches outputs in place after half of their backward pass.
         return stream.clone() if self.in_halves and stream._is_view() else stream
 
-    # What a backward pass computes again is of its own micro-batch, not of the forward's latest.
+    # What is recomputed in a backward pass belongs to its micro-batch, not to the latest forward's.
 
     def backward_one_chunk(
         self,
@@ -119,7 +120,7 @@ class Stage(PipelineStage):
         for counts in self.counts:
             counts.resume(number)
 
-    # Torch hands gradients over between the two stages of a V's rank in evaluation too, and fails.
+    # Torch passes gradients between the two stages of a V's rank in evaluation too, and fails.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """See the base class; nothing without a backward pass."""
@@ -131,7 +132,7 @@ class Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """See the base class; none of a rank with itself (in a V), which gloo does not do."""
+        """See the base class; without those from a rank to itself (in a V), which gloo refuses."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def _total(self, output: StageOutput) -> Tensor:

@@ -74,7 +74,7 @@ class Pipeline:
             {"embedding.tokens.weight": "head.weight"}; for copies in other stages, names by stage:
             {"embedding.tokens.weight": {2: "embedding.tokens.weight", -1: "head.weight"}}.
             Copies get the first's values now. In each step all get the sum of their gradients, so
-            they stay equal.
+            they stay equal. To freeze or unfreeze them later, make a new Pipeline afterwards.
 
     Raises:
         ValueError: a mesh without stages, an unknown schedule, a number of stages it cannot run,
@@ -176,7 +176,8 @@ class Pipeline:
 
         Raises:
             ValueError: micro-batches without an entry they need, or of different shapes; a stage
-                whose losses or metrics have other names, shapes or dtypes than in its first step.
+                whose losses or metrics have other names, shapes or dtypes than in its first step;
+                a tied parameter that was frozen or unfrozen since the pipeline was made.
         """
         batches = self._checked(batches)  # before a gradient is touched
         waiting = [tied.set_aside() for tied in self.tied]

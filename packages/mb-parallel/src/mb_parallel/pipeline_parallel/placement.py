@@ -1,7 +1,7 @@
 """Which layers make a stage, and which stages a rank runs.
 
-looped (1f1b with one stage a rank,        V (zbv): each rank has a stage of
-or several)                                the way there and one of the way back
+looped (all schedules but zbv, with        V (zbv): each rank has one stage of the
+one stage a rank or several)               way down and one of the way up
 
 rank   0  1  2  3                          rank   0  1  2  3
 stage  0  1  2  3                          stage  0  1  2  3
@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """A schedule: its class in `torch.distributed.pipelining.schedules`, and its stages.
+    """A schedule.
 
-    many: whether a rank may run several stages. v: two of them, in the V above. in_halves: whether
-        gradients of inputs and of weights are computed apart.
+    name: of its class in `torch.distributed.pipelining.schedules`.
+    many: whether a rank may run several stages.
+    v: whether a rank runs two, in the V above.
+    in_halves: whether gradients of inputs and of weights are computed separately.
     """
 
     name: str
@@ -34,7 +36,7 @@ class Kind(NamedTuple):
 
         name = self.name
         if not self.many and (not train or micro_batches < num_stages):
-            name = "ScheduleGPipe"  # all forward passes first: what 1F1B comes to, and refuses
+            name = "ScheduleGPipe"  # 1F1B would run alike, but torch's refuses so few micro-batches
         elif not self.v and not train:
             name = "ScheduleLoopedBFS"
         return getattr(schedules, name)
@@ -55,7 +57,7 @@ def schedule_kind(name: str) -> Kind:
     """The schedule of this name.
 
     Raises:
-        ValueError: none has it.
+        ValueError: there is none.
     """
     if name not in SCHEDULES:
         raise ValueError(f"Expected a schedule of {', '.join(SCHEDULES)}, got {name!r}.")
@@ -94,11 +96,11 @@ def rank_of_stage(schedule: str, stage: int, *, pp_size: int) -> int:
 def split_layers(
     num_layers: int, num_stages: int, *, first_lighter: int = 0, last_lighter: int = 0
 ) -> list[range]:
-    """Runs of layers for the stages, as even as can be; what is left over goes to the early ones.
+    """The layers of each stage, split as evenly as possible; early stages get the remainder.
 
     Args:
-        first_lighter, last_lighter: how many layers fewer the first and the last stage get, since
-            they have the embedding and the head: a head over a vocabulary of V costs as much as
+        first_lighter, last_lighter: how many layers fewer the first and the last stage get, because
+            they have the embedding and the head. A head over a vocabulary of V costs as much as
             V / (12 D) dense layers of width D.
 
     Raises:

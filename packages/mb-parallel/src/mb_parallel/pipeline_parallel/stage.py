@@ -1,4 +1,4 @@
-"""What a stage module has to return, and what is kept of a step's pass through the stages."""
+"""What a stage module returns, and what is recorded while a step's micro-batches pass."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Batch = Mapping[str, Tensor]
 class StageOutput(Protocol):
     """What a stage module returns; any object with these attributes will do.
 
-    x: hidden states for the next stage, a floating-point tensor, or a tuple of several streams of
-        them (a decoder's and the encoder's); not read on the last stage.
-    losses: scalars by name on the last stage, which add up over micro-batches to those of the step.
-    aux_loss: scalar, this stage's share of the model's auxiliary loss, the shares adding up over
-        stages to the mean over all its MoE layers; or None.
+    x: hidden states for the next stage, a floating-point tensor, or a tuple of several streams (a
+        decoder's and the encoder's). Not read on the last stage.
+    losses: scalars by name, on the last stage. Their sums over micro-batches are the step's.
+    aux_loss: scalar, or None. The sum over stages is the model's auxiliary loss, the mean over all
+        of its MoE layers.
     metrics: detached tensors [l, ...], a row for each of this stage's l MoE layers; or {}.
 
     Losses and metrics have the same names, shapes and dtypes in every micro-batch.
@@ -38,9 +38,9 @@ class StageOutput(Protocol):
 class Pass:
     """One pass of a step's micro-batches through the stages of this rank, and what they reported.
 
-    passes: micro-batches of all data-parallel ranks in the step, over which auxiliary losses are
-        averaged.
-    losses, metrics: by stage, a value for each micro-batch, in their order.
+    passes: the number of micro-batches of all data-parallel ranks in the step. Auxiliary losses are
+        averaged over them.
+    losses, metrics: by stage, those of each micro-batch, in order.
     """
 
     batches: Sequence[Batch]

@@ -14,14 +14,14 @@ from mb_parallel.engines import is_dtensor
 
 
 class TiedParameter:
-    """The parameter on its first stage, the owner, and copies of it on others.
+    """A parameter of the first stage, whose rank is the owner, and its copies on other stages.
 
     Stages on one rank may share one tensor.
 
     Args:
-        names: by stage, in ascending order: of the parameter in that stage's module.
-        module_of: the module of a stage, None where this rank does not have it.
-        rank_of: the rank, in the group, of a stage.
+        names: the parameter's name in a stage's module, by stage, in ascending order.
+        module_of: returns the module of a stage, None if this rank does not have it.
+        rank_of: returns the rank, in the group, of a stage.
 
     Raises:
         ValueError: a module has no parameter of that name, or they differ in size or dtype, or only
@@ -44,11 +44,12 @@ class TiedParameter:
         to = others if self._owns else [owner]
         self._peers = [dist.get_global_rank(group, rank) for rank in to] if self._places else []
         self._check(names)
+        self._trains = any(parameter.requires_grad for parameter in self._parameters())
         with torch.no_grad():
             self._hand_round([plain(parameter) for parameter in self._parameters()])
 
     def _check(self, names: Mapping[int, str]) -> None:
-        """Raise on all ranks what is wrong on one."""
+        """Raise on all ranks if something is wrong on one."""
         found: list[str] = []
         problem = None
         try:
@@ -71,17 +72,27 @@ class TiedParameter:
             )
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Those of this rank; looked up each time, since sharding replaces parameters."""
+        """This rank's parameters; looked up each time, since sharding replaces parameters."""
         found = [parameter_of(module, name) for module, name in self._places]
         return list({id(parameter): parameter for parameter in found}.values())
 
     @property
     def copies(self) -> list[nn.Parameter]:
-        """Those of this rank that the owner has too."""
+        """This rank's parameters, except the owner's first."""
         return self._parameters()[self._owns :]
 
     def set_aside(self) -> list[Tensor | None]:
-        """Take away the gradients of earlier steps, which have been added up already."""
+        """Take away the gradients of earlier steps, which have been added up already.
+
+        Raises:
+            ValueError: a parameter was frozen, or is no longer, since the ranks agreed on it.
+        """
+        if any(parameter.requires_grad != self._trains for parameter in self._parameters()):
+            raise ValueError(
+                f"Expected a tied parameter with requires_grad={self._trains}, as when the "
+                f"pipeline was made, got {not self._trains}: other stages would wait for its "
+                "gradient. Make a new Pipeline after freezing or unfreezing it on all its stages."
+            )
         earlier = [parameter.grad for parameter in self._parameters()]
         for parameter in self._parameters():
             parameter.grad = None
@@ -89,9 +100,9 @@ class TiedParameter:
 
     @torch.no_grad()
     def add_up(self, earlier: list[Tensor | None]) -> None:
-        """Add the sum of all new gradients to what was set aside, for each parameter."""
+        """Give every parameter the sum of all new gradients, added to what was set aside."""
         parameters = self._parameters()
-        if not parameters or not parameters[0].requires_grad:
+        if not parameters or not self._trains:
             return
         for parameter in parameters:
             if parameter.grad is None:
@@ -112,7 +123,7 @@ class TiedParameter:
                 parameter.grad = before.add_(parameter.grad)
 
     def _hand_round(self, mine: list[Tensor]) -> None:
-        """Write the owner's first into everyone's."""
+        """Write the first tensor of the owner into all tensors of all ranks."""
         for peer in self._peers:
             if self._owns:
                 dist.send(mine[0].contiguous(), peer, group=self._group)
@@ -125,7 +136,7 @@ class TiedParameter:
 
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter itself, whatever view of it the module's attribute gives."""
+    """The parameter itself; the module's attribute may be a view of it."""
     path, _, leaf = name.rpartition(".")
     try:
         parameter = module.get_submodule(path)._parameters[leaf]
@@ -138,5 +149,5 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor; changes to it are changes to that."""
+    """This rank's part of a DTensor, or the tensor itself; in the same memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -1,10 +1,10 @@
 """How a style changes a module: its class gets a subclass, its parameters stay where they are.
 
-While the module's forward runs it sees a parameter through a view: this rank's shard as a plain
-tensor, or the parameter with its gradient summed over the ranks. At all other times, and for
-`parameters()`, `state_dict()`, FSDP2 and the optimizer, it is the parameter itself, a DTensor where
-it is sharded. So the model's text needs no case for DTensors, its own casts and functions work on
-plain tensors, and an op costs the host what it costs without tensor parallelism.
+While the module's forward runs, `self.weight` is a view of the parameter: this rank's shard as a
+plain tensor, or the parameter with its gradient summed over the ranks. At all other times, and for
+`parameters()`, `state_dict()`, FSDP2 and the optimizer, it is the parameter itself, a DTensor if it
+is sharded. So the model's code needs no case for DTensors, its casts and functions see plain
+tensors, and an op costs the host no more than without tensor parallelism.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def adapt(
     """Give one module views of its own parameters, by name, and another forward.
 
     Args:
-        adapted: the classes that there are already. Modules alike get one class: the compiler tells
-            modules apart by their classes, and would compile each of a model's layers anew.
-        how: what `views` and `forward` are made of, but for the names of the former.
-        views: what reading a parameter within the module's forward returns.
+        adapted: the classes made so far, added to. Modules of the same kind get one class, because
+            the compiler compiles anew for each class, and would do so for each layer of a model.
+        how: identifies `views` and `forward` apart from the names in `views`: modules of one class
+            with equal `how` and names share a class.
+        views: by the name of a parameter, a function of it whose result the module's forward sees.
         forward: called as `forward(original, *args, **kwargs)`, `original` being the module's own.
     """
     key = (type(module), how, tuple(views or ()))
@@ -84,12 +85,16 @@ def _viewed(name: str, view: View) -> property:
 
 
 def shard(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, *, what: str) -> None:
-    """Make a parameter of `module` a DTensor, of which each rank keeps a run along `dim`.
+    """Make a parameter of `module` a DTensor, split along `dim` into one part for each rank.
 
-    All ranks hold the same values before; nothing is sent.
+    All ranks have the same values before, so nothing is sent.
+
+    Args:
+        what: what the dimension counts, for the error.
 
     Raises:
-        ValueError: the ranks do not divide the dimension, or there is no such parameter.
+        ValueError: the number of ranks does not divide the dimension, or there is no such
+            parameter.
     """
     parameter = module._parameters.get(name)
     if parameter is None:
@@ -116,14 +121,14 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def summed(group: ProcessGroup) -> View:
-    """A replicated parameter with which each rank computes a part: gradients are added up."""
+    """View of a replicated parameter that each rank uses for a part: adds up the gradients."""
     return functools.partial(collectives.copy, group=group)
 
 
 def once(group: ProcessGroup) -> View:
-    """A replicated parameter that is added before a sum over the ranks: only the first adds it.
+    """View of a replicated parameter that is added before a sum over ranks: zeros but on the first.
 
-    Every rank sees the gradient of the whole sum, so it is each rank's gradient as it stands.
+    The gradient of the sum is the same on every rank, and is the parameter's whole gradient.
     """
     return functools.partial(_Once.apply, dist.get_rank(group) == 0)
 

@@ -1,22 +1,24 @@
 """`parallelize_tensors`: a plan of styles applied to a model.
 
-Plans read like those of torch's `parallelize_module`. Its styles compute on DTensors, which takes
-the host 50 to 100 us an op and knows neither our ops nor weights that are cast on use; ours compute
-on plain tensors, and leave DTensors where they serve: in parameters, for FSDP2 and checkpoints.
+Plans read like those of torch's `parallelize_module`, but the styles are our own. Torch's compute
+on DTensors, which costs the host 50 to 100 us for each op, and which supports neither our ops nor
+weights that are cast on use. Ours compute on plain tensors. Only parameters are DTensors, as FSDP2
+and checkpoints need them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from mb_parallel.arguments import one_module
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
-from mb_parallel.tensor_parallel.adapt import is_adapted
+from mb_parallel.tensor_parallel.adapt import adapt, is_adapted
 from mb_parallel.tensor_parallel.styles import Region, Style
 
 Plan: TypeAlias = Mapping[str, Style | Callable[[nn.Module], Style]]
@@ -25,28 +27,32 @@ Plan: TypeAlias = Mapping[str, Style | Callable[[nn.Module], Style]]
 def parallelize_tensors(
     model: nn.Module, mesh: ParallelMesh, plan: Plan, *, sequence_parallel: bool = True
 ) -> None:
-    """Share the dense layers of `model` out over the tp ranks, in place; free for one rank.
+    """Split the dense layers of `model` over the tp ranks, in place; does nothing for one rank.
 
-    Parameters that a style shards become DTensors on the tp axis with their global shape, in the
-    model's own names; the others stay plain, equal on all tp ranks with equal gradients. Where one
-    parameter belongs to two modules (a tied head) it goes on doing so.
+    Parameters that a style shards become DTensors on the tp axis. They keep their names and their
+    global shapes. The others stay plain tensors, with equal values and gradients on all tp ranks.
+    A parameter that two modules share (a tied head) stays shared.
 
-    Apply it before `parallelize_experts` and `apply_data_parallel`. All tp ranks see the same
-    batch; the gradients of a loss that each of them computes are right as they stand, but for the
-    experts', see `ExpertLayer`.
+    Call it before `parallelize_experts` and `apply_data_parallel`. All tp ranks see the same batch,
+    and each computes the loss. Every gradient is then complete, except those of experts, see
+    `ExpertLayer`.
 
     Args:
-        model: the same weights on every tp rank. A pipeline stage may lack modules of the plan.
-        plan: style by pattern of module names, "blocks.*.norm_1"; "" is the model itself. A
-            function of the module returns its style. Patterns that fit nothing are passed over.
-        sequence_parallel: between the blocks each rank holds its own run of the sequence, which tp
-            must divide, instead of all of it: norms, dropout and residuals are computed once, the
-            same bytes travel, and dropout must be seeded differently on every tp rank.
+        model: with the same weights on every tp rank. It may lack modules of the plan, as a
+            pipeline stage does.
+        plan: styles by patterns of module names, such as "blocks.*.norm_1"; "" is the model itself.
+            Instead of a style, a function that is given the module and returns its style. Patterns
+            that fit no module are ignored.
+        sequence_parallel: between the blocks each rank holds its part of the sequence, which tp
+            must divide, instead of all of it. Norms, dropout and residuals are then computed once
+            instead of on every rank, and as many bytes are sent. Dropout must be seeded differently
+            on every tp rank.
 
     Raises:
-        ValueError: heads, widths or a vocabulary that tp does not divide, a parameter of which no
-            style of the plan says what becomes of it, a module that two styles claim, or a model
-            that is shared out already; names the module.
+        ValueError: heads, widths or a vocabulary that tp does not divide, a parameter that no style
+            of the plan covers, a module that two styles claim, a shared parameter that two styles
+            split along different dimensions, or a model that is split already. The message names
+            the module.
     """
     one_module(model)
     check_mesh(mesh, model)
@@ -74,7 +80,7 @@ def parallelize_tensors(
                 raise ValueError(f"{names[module] or 'the model'}: {error}") from error
             styles[module].append(style)
             covered.update(style.covers(module))
-    _share_again(shared)
+    _share_again(shared, names, region)
     loose = [
         f"{names[module]}.{name}".removeprefix(".")
         for module in model.modules()
@@ -92,7 +98,7 @@ def parallelize_tensors(
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a module's name fits, part by part."""
+    """Whether a module's name fits a pattern; the parts between dots are compared one by one."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
@@ -110,7 +116,7 @@ def _style(entry: Any, module: nn.Module, pattern: str) -> Style:
 
 
 def _refuse_second(module: nn.Module, earlier: list[Style], style: Style) -> None:
-    """Two styles of a module would enter, or leave, the region twice: sums of sums."""
+    """Two styles on one module would communicate twice, and so add up sums again."""
     for other in earlier:
         both = all(module in one.covers(module) for one in (other, style))
         if both or type(other) is type(style):
@@ -121,7 +127,7 @@ def _refuse_second(module: nn.Module, earlier: list[Style], style: Style) -> Non
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Places of each parameter that more than one module has."""
+    """For each parameter that several modules share: the modules, and its name in each."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -130,9 +136,31 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [group for group in places.values() if len(group) > 1]
 
 
-def _share_again(shared: list[list[tuple[nn.Module, str]]]) -> None:
+def _share_again(
+    shared: list[list[tuple[nn.Module, str]]], names: Mapping[nn.Module, str], region: Region
+) -> None:
+    """Make one parameter of each group again: what a style made of it, if one did."""
     for group in shared:
         made = [module._parameters[name] for module, name in group]
-        one = max(made, key=is_dtensor)  # what a style made of it, if one did
-        for module, name in group:
+        one = max(made, key=is_dtensor)
+        where = ", ".join(f"{names[module]}.{name}".removeprefix(".") for module, name in group)
+        if len({parameter.placements for parameter in made if is_dtensor(parameter)}) > 1:
+            raise ValueError(
+                f"Expected styles that cut {where}, which are one parameter, along one dimension, "
+                "got several. Make them two parameters."
+            )
+        for (module, name), parameter in zip(group, made, strict=True):
             module._parameters[name] = one
+            if is_dtensor(one) and not is_dtensor(parameter):
+                refuse = functools.partial(_refuse_part, where)
+                adapt(module, region.adapted, where, views={name: refuse})
+
+
+def _refuse_part(where: str, parameter: Tensor) -> Tensor:
+    """Instead of a parameter that the running module expects whole."""
+    raise ValueError(
+        f"Expected all of {where}, which are one parameter, where it is used, got this rank's part "
+        "of it, for another module's style cuts it. Keep it whole for both (SplitSequence() for an "
+        "embedding, Replicated()), or cut it for both (VocabParallelEmbedding(), "
+        "ColumnParallel(enter=False)) and compute the loss by VocabParallelLoss()."
+    )

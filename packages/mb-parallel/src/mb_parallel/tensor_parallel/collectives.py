@@ -1,15 +1,15 @@
 """Six collectives in three pairs, each the other's backward, on plain tensors.
 
     forward                       backward
-    copy      nothing             sum over the ranks      into a region, of which each rank
+    copy      nothing             sum over the ranks      into a region, where each rank
     reduce    sum over the ranks  nothing                 computes a part, and out of it
-    gather    concatenate         sum, keep one's slice   the same two, tokens being spread over
-    scatter   sum, keep one's     concatenate             the ranks outside of the region
-    split     keep one's slice    concatenate             where all ranks hold the same tensor and
-    join      concatenate         keep one's slice        do the same with it
+    gather    concatenate         sum, keep own slice     the same two, if outside of the region
+    scatter   sum, keep own slice concatenate             tokens are spread over the ranks
+    split     keep own slice      concatenate             if all ranks hold the same tensor and
+    join      concatenate         keep own slice          compute the same with it
 
 (Megatron-LM's regions, arXiv 1909.08053 and, with sequence parallelism, 2205.05198.) `dim` is the
-dimension that is spread, which the number of ranks divides.
+dimension that is spread. The number of ranks has to divide it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Collective = Callable[[Tensor, ProcessGroup, int], Tensor]
 
 
 def copy(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x, whose gradients are added up over the ranks."""
+    """x itself; its gradients are added up over the ranks."""
     return _Pair.apply(x, group, 0, _same, _sum)
 
 
 def reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks; the gradient is every rank's alike."""
+    """The sum over the ranks; the gradient, the same on every rank, is passed on."""
     return _Pair.apply(x, group, 0, _sum, _same)
 
 
 def gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """All ranks' slices in one; each gets back the sum of the gradients of its own."""
+    """All ranks' slices in one; each rank gets the sum of the gradients of its slice."""
     return _Pair.apply(x, group, dim, _concatenate, _sum_of_slice)
 
 
@@ -50,22 +50,22 @@ def scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def split(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """This rank's slice of what all ranks hold alike."""
+    """This rank's slice of a tensor that is equal on all ranks."""
     return _Pair.apply(x, group, dim, _slice, _concatenate)
 
 
 def join(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """All ranks' slices in one, with which all go on alike."""
+    """All ranks' slices in one, with which all ranks compute the same."""
     return _Pair.apply(x, group, dim, _concatenate, _slice)
 
 
 def own_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """This rank's slice, a view; what the others keep is theirs to differentiate."""
+    """This rank's slice, a view. The other slices get no gradient from this rank."""
     return _slices(x, group, dim)[group.rank()]
 
 
 def stacked(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Every rank's x, [ranks, *x.shape], without a gradient."""
+    """The x of every rank, [ranks, *x.shape], without a gradient."""
     everyone = x.new_empty((group.size(), *x.shape))
     _all_gather(everyone.flatten(0, 1), x.contiguous(), group=group)
     return everyone
@@ -95,8 +95,7 @@ def _sum(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def _new(x: Tensor) -> Tensor:
-    # What a collective wrote to in place has no gradient in a graph of torch 2.11's compiler: zeros
-    # came back, without a word.
+    # In a graph of torch 2.11's compiler, what a collective wrote in place has a gradient of zeros.
     return x.view_as(x)
 
 

@@ -1,9 +1,9 @@
 """A Mixture-of-Experts layer between tensor-parallel ones.
 
-Experts are no matter of tensor parallelism: `parallelize_experts` spreads them over ep ranks, of
-which tp ranks are some, and sees to it that tp ranks share out tokens that they hold alike, that
-load is counted over them and the auxiliary loss is their mean. What is left are the layer's other
-parameters, the padding mask and the metrics where each tp rank has tokens of its own.
+Tensor parallelism does not split experts. `parallelize_experts` spreads them over the ep ranks, tp
+ranks among them. It also splits the tokens that tp ranks hold in common, counts the load over these
+ranks and averages the auxiliary loss. What is left for here is sequence parallelism, where each tp
+rank has tokens of its own: the layer's other parameters, the padding mask and the metrics.
 
 Letters: B sequences, S tokens of a sequence, D hidden, E experts.
 """
@@ -32,13 +32,13 @@ _SEQUENCE_PARALLEL = "_mb_sequence_parallel"
 class ExpertLayer(Style):
     """`mb_layers.dMoE` or `MoE` in the stream; `parallelize_experts` is to follow, with ep = 1 too.
 
-    Without sequence parallelism every tp rank routes all tokens alike. With it each rank routes its
-    own run of the sequence: the gradients of router, shared expert and bias are added up, a mask
-    [B, S] and expert ids [B, S, K] from outside are cut to the rank's run (a `RouterOutput` is of
-    that run alone), and metrics are those of all tokens.
+    Without sequence parallelism every tp rank routes all tokens in the same way. With it each rank
+    routes its part of the sequence. Then the gradients of router, shared expert and bias are added
+    up, and metrics are those of all tokens. A mask [B, S] and expert ids [B, S, K] are given for
+    the whole sequence and cut to the rank's part; a `RouterOutput` is given for that part only.
 
-    The gradients of the experts are each rank's own part in either case; `apply_data_parallel` adds
-    them up with those of the other ranks that hold the same experts.
+    In both cases a rank's gradients of the experts are a part of the sum. `apply_data_parallel`
+    adds them up over the ranks that hold the same experts.
     """
 
     def apply(self, module: nn.Module, region: Region) -> None:
@@ -47,7 +47,8 @@ class ExpertLayer(Style):
                 f"Expected mb_layers.MoE or dMoE, got {type(module).__name__}, whose router and "
                 "losses are not known here."
             )
-        setattr(module, _SEQUENCE_PARALLEL, region.sequence_parallel)
+        check_sequence_parallel(module, region.sequence_parallel)
+        keep_sequence_parallel(module, region.sequence_parallel)
         if not region.sequence_parallel:
             return
 
@@ -82,13 +83,23 @@ class ExpertLayer(Style):
         return list(module.modules())
 
 
-def sequence_parallel_of(layer: nn.Module) -> bool | None:
-    """What `parallelize_tensors` was told, None where it did not come by."""
-    return getattr(layer, _SEQUENCE_PARALLEL, None)
+def check_sequence_parallel(layer: nn.Module, given: bool) -> None:
+    """Raise ValueError if `keep_sequence_parallel` noted another value for the layer."""
+    other = getattr(layer, _SEQUENCE_PARALLEL, given)
+    if other != given:
+        raise ValueError(
+            f"Expected sequence_parallel={other} in parallelize_tensors and parallelize_experts "
+            f"alike, got {given}: experts would see tokens twice, or parts as wholes."
+        )
+
+
+def keep_sequence_parallel(layer: nn.Module, given: bool) -> None:
+    """Note what `parallelize_tensors` or `parallelize_experts` was given for the layer."""
+    setattr(layer, _SEQUENCE_PARALLEL, given)
 
 
 def _over_ranks(metrics: dict[str, Tensor], region: Region) -> dict[str, Tensor]:
-    """The metrics of all ranks' tokens: counts added up, means averaged, in one exchange."""
+    """The metrics of all ranks' tokens in one exchange: counts are added up, means averaged."""
     counts_E = metrics["tokens_per_expert"]
     slots = counts_E.sum().double()
     means = [name for name in metrics if name not in ("tokens_per_expert", "load_imbalance")]

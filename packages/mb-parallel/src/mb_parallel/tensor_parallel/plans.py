@@ -5,7 +5,7 @@
     blocks.N.mlp.{gate, up, down}, or mb_layers' dMoE or MoE as blocks.N.mlp
     embedding.{tokens, positions, token_types, norm, dropout}
 
-`core` is softmax(q k^T) v, with its dropout. Of these, a model has what it has.
+`core` is softmax(q k^T) v, with its dropout. A model need not have all of these parts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from mb_parallel.tensor_parallel.vocabulary import VocabParallelEmbedding
 
 
 def block_plan(num_kv_heads: int, *, blocks: str = "blocks") -> Plan:
-    """Of a stack of transformer blocks.
+    """The plan of a stack of transformer blocks.
 
     Args:
-        num_kv_heads: key-value heads, of which each rank gets whole ones with their query heads.
+        num_kv_heads: key-value heads. Each rank gets whole ones, with their query heads.
         blocks: path of the stack.
     """
     heads = ColumnParallel(units=num_kv_heads, unit="key-value heads")
@@ -57,7 +57,7 @@ def block_plan(num_kv_heads: int, *, blocks: str = "blocks") -> Plan:
 
 
 def embedding_plan(embedding: str = "embedding") -> Plan:
-    """Of token embeddings and what is added to them, where the stream begins.
+    """The plan of token embeddings and what is added to them, where the stream begins.
 
     Args:
         embedding: path of the module.

@@ -1,12 +1,13 @@
-"""What becomes of one module under tensor parallelism: the styles that plans are made of.
+"""The styles that plans are made of: what tensor parallelism does to one module.
 
-In the residual stream tensors are plain. Without sequence parallelism every rank holds all of it;
-with it each rank holds its run of the sequence, the dimension before the last of x [..., S, D]. A
-column-parallel map takes the whole stream in (`copy` or `gather`) and gives a slice of the width,
-a row-parallel one takes that slice and gives the stream back (`reduce` or `scatter`).
+"The stream" is the residual stream, x [..., S, D], of plain tensors. Without sequence parallelism
+every rank holds all of it. With it each rank holds its part of the sequence, S. A column-parallel
+layer takes in the whole stream (`copy` or `gather`) and returns a slice of its outputs. A
+row-parallel layer takes such a slice and returns the stream (`reduce` or `scatter`). What lies
+between the two is called a region.
 
-A parameter is sharded (a DTensor), or replicated on the tp ranks: then it stays a plain parameter,
-and a style sees to it that every rank ends up with its whole gradient.
+A parameter is either sharded, as a DTensor, or replicated on the tp ranks. A replicated one stays a
+plain parameter, and its style makes sure that every rank ends up with its whole gradient.
 
 Letters: B sequences, S tokens of a sequence, D hidden.
 """
@@ -31,7 +32,7 @@ SEQUENCE = -2  # dimension of x [..., S, D]
 
 @dataclass(frozen=True)
 class Region:
-    """Where a style is applied: the tp ranks, and whether tokens are spread over them outside."""
+    """The tp ranks, and whether the stream's tokens are spread over them."""
 
     mesh: DeviceMesh
     sequence_parallel: bool
@@ -50,13 +51,13 @@ class Region:
         return self.mesh.get_group()
 
     def enter(self, x: Tensor) -> Tensor:
-        """The whole stream, of which each rank will compute a part."""
+        """The whole stream, for layers of which each rank computes a part."""
         if self.sequence_parallel:
             return collectives.gather(x, self.group, SEQUENCE)
         return collectives.copy(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The stream again, from each rank's part of the sum."""
+        """The stream, as the sum of what each rank has."""
         if self.sequence_parallel:
             return collectives.scatter(x, self.group, SEQUENCE)
         return collectives.reduce(x, self.group)
@@ -69,25 +70,26 @@ class Style:
         """Change `module` in place.
 
         Raises:
-            ValueError: the module cannot be shared by so many ranks.
+            ValueError: the module cannot be split over so many ranks.
         """
         raise NotImplementedError
 
     def covers(self, module: nn.Module) -> list[nn.Module]:
-        """The modules whose own parameters this style has seen to."""
+        """The modules whose own parameters this style handles."""
         return [module]
 
 
 @dataclass(frozen=True)
 class ColumnParallel(Style):
-    """A linear map whose outputs are shared out: weight [out, in] and bias by rows.
+    """A linear layer that is split by outputs: weight [out, in] and bias by rows.
 
     Args:
-        units: how many indivisible units the rows are (heads, key-value groups); None: the rows.
-            Each rank gets whole units, so a fused projection has its rows ordered by unit: for
-            grouped queries `[key-value group][its query heads, key, value][head size]`.
+        units: number of indivisible units that the rows consist of (heads, key-value groups). Each
+            rank gets whole units, so the rows of a fused projection must be ordered by unit: for
+            grouped queries `[key-value group][its query heads, key, value][head size]`. None: every
+            row is a unit.
         unit: their name, for the error.
-        enter: take in the whole stream; False where a parent has (`ParallelInput`).
+        enter: take in the whole stream. False if a parent has done so (`ParallelInput`).
     """
 
     units: int | None = None
@@ -113,7 +115,7 @@ class ColumnParallel(Style):
 
 @dataclass(frozen=True)
 class RowParallel(Style):
-    """A linear map whose inputs are shared out: weight [out, in] by columns, bias replicated."""
+    """A linear layer that is split by inputs: weight [out, in] by columns, bias replicated."""
 
     def apply(self, module: nn.Module, region: Region) -> None:
         names = own(module, "weight", "bias")
@@ -128,10 +130,9 @@ class RowParallel(Style):
 
 @dataclass(frozen=True)
 class ParallelInput(Style):
-    """A module whose children are column parallel with `enter=False`: the stream is taken in once.
+    """The parent of column-parallel layers with `enter=False`: takes in the stream once for all.
 
-    Parameters of its own are for another style to see to: `PartialGradients` if it computes with
-    them what its children do, each rank a part.
+    Its own parameters need a second style: `PartialGradients` if each rank uses them for its part.
 
     Args:
         count: how many leading arguments of its forward are streams, given by position or by name
@@ -165,7 +166,7 @@ class ParallelInput(Style):
 class SequenceParallel(Style):
     """A module that works token by token in the stream: norms, a head's dense layer.
 
-    Its parameters are replicated. With sequence parallelism each rank sees its own tokens, and
+    Its parameters are replicated. With sequence parallelism each rank sees its own tokens only, so
     gradients are added up.
     """
 
@@ -180,7 +181,7 @@ class SequenceParallel(Style):
 class PartialGradients(Style):
     """Replicated parameters inside a region, such as a norm that all heads share.
 
-    Each rank computes a part of what they are used for, and gradients are added up.
+    Each rank uses them for its part only, so gradients are added up.
     """
 
     def apply(self, module: nn.Module, region: Region) -> None:
@@ -189,7 +190,7 @@ class PartialGradients(Style):
 
 @dataclass(frozen=True)
 class SplitSequence(Style):
-    """A replicated module at the head of the stream, [..., S, D]: position embeddings."""
+    """A replicated module whose output [..., S, D] begins the stream, such as an embedding."""
 
     def apply(self, module: nn.Module, region: Region) -> None:
         if not region.sequence_parallel:
@@ -203,10 +204,10 @@ class SplitSequence(Style):
 
 @dataclass(frozen=True)
 class JoinOutput(Style):
-    """A module at the end of the stream, before what needs whole sequences: a pooler, a gather.
+    """A module at the end of the stream, such as the last norm, before what needs whole sequences.
 
-    Its output, or the first of several, is joined; all ranks go on alike with it. Parameters of its
-    own are taken to work token by token, as a last norm's do.
+    Its output, or the first of several, is joined, and all ranks compute the same from there on. It
+    is assumed to work token by token.
     """
 
     def apply(self, module: nn.Module, region: Region) -> None:
@@ -226,11 +227,11 @@ class JoinOutput(Style):
 
 @dataclass(frozen=True)
 class Sharded(Style):
-    """Parameters of which each rank has a run and computes with it alone, without a collective.
+    """Parameters that are split, each rank computing with its part, without communication.
 
     Args:
-        dims: dimension to share out, by name: {"weight": 1} of a table [buckets, heads] whose
-            output is added to the scores of a rank's own heads.
+        dims: the dimension to split, by parameter name: {"weight": 1} for a table [buckets, heads]
+            whose output is added to the scores of a rank's own heads.
     """
 
     dims: Mapping[str, int]
@@ -244,15 +245,15 @@ class Sharded(Style):
 
 @dataclass(frozen=True)
 class DistinctRandom(Style):
-    """A dropout, or whatever draws random numbers: each rank its own, see `mb_parallel.random`.
+    """A dropout, or another module that draws random numbers: each rank draws its own.
 
-    A module whose rate (`p`, or `dropout`) is 0 is left alone.
-
-    In the stream that is wanted with sequence parallelism alone: without it ranks hold the same
-    tokens, and must drop the same.
+    See `mb_parallel.random`. A module whose rate (`p`, or `dropout`) is 0 is left alone.
 
     Args:
-        stream: False within a region, where ranks hold different heads or channels: always.
+        stream: whether the module is in the stream. There ranks draw their own numbers only with
+            sequence parallelism; without it they hold the same tokens, and must drop the same.
+            False: it is within a region, where ranks hold different heads or channels, and always
+            draw their own.
     """
 
     stream: bool = True
@@ -268,7 +269,7 @@ class DistinctRandom(Style):
 
 @dataclass(frozen=True)
 class Replicated(Style):
-    """A module that all ranks run alike on equal inputs: nothing to do."""
+    """A module that all ranks run on equal inputs: nothing is done."""
 
     def apply(self, module: nn.Module, region: Region) -> None:
         pass
@@ -278,10 +279,13 @@ class Replicated(Style):
 
 
 def own(module: nn.Module, *names: str) -> list[str]:
-    """The module's own parameters that are there, which are of these names, if any are given.
+    """The names of the module's own parameters.
+
+    Args:
+        names: those that it may have; none given: any.
 
     Raises:
-        ValueError: there are others.
+        ValueError: it has others.
     """
     found = [name for name, parameter in module._parameters.items() if parameter is not None]
     if more := [name for name in found if names and name not in names]:

@@ -1,4 +1,4 @@
-"""The two ends of a language model, its vocabulary shared out by rows of the embedding.
+"""The two ends of a language model, with the vocabulary split by rows of the embedding.
 
 Letters: B sequences, S tokens of a sequence, D hidden, V vocabulary, R tokens, P ranks.
 """
@@ -23,16 +23,23 @@ from mb_parallel.tensor_parallel.styles import Region, Style, own
 class VocabParallelEmbedding(Style):
     """An `nn.Embedding` of tokens: each rank looks up its own rows, and the ranks add up.
 
-    A token outside the vocabulary fails on every rank, as it does in the embedding itself. A head
-    tied to it passes `embedding.weight` to its loss, as `VocabParallelLoss` says.
+    A token outside the vocabulary raises on every rank, as in the embedding itself. If the head is
+    tied to the embedding, pass `embedding.weight` to the loss (see `VocabParallelLoss`).
     """
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        if getattr(module, "padding_idx", None) is not None:
-            raise ValueError(
-                f"Expected an embedding with padding_idx=None, got {module.padding_idx}. Its row "
-                "is one rank's alone: mask padded tokens in the loss instead."
-            )
+        for option, unset in (
+            ("padding_idx", None),
+            ("max_norm", None),
+            ("scale_grad_by_freq", False),
+        ):
+            given = getattr(module, option, unset)
+            if given != unset:
+                raise ValueError(
+                    f"Expected an embedding with {option}={unset}, got {given}, which would act on "
+                    "a rank's rows as if they were all. Make the embedding without it, and mask "
+                    "padded tokens in the loss."
+                )
         own(module, "weight")
         shard(module, "weight", 0, region.mesh, what="vocabulary")
         size = module.get_parameter("weight").shape[0]
@@ -53,15 +60,15 @@ class VocabParallelEmbedding(Style):
 class VocabParallelLoss(Style):
     """A module that calls a head's loss, whose weight is sharded over the vocabulary.
 
-    The module keeps `mb_kernels.linear_cross_entropy` in an attribute and calls it there as
-    `self.cross_entropy(x_BSD, weight, labels_BS, weights_BS, ...)`: the stream, unflattened, and
-    the embedding's or the head's weight. Every rank gets the whole loss.
+    The module has `mb_kernels.linear_cross_entropy` as an attribute and calls it as
+    `self.cross_entropy(x_BSD, weight, labels_BS, weights_BS, ...)`, with the stream, unflattened,
+    and the embedding's or the head's weight. Every rank gets the whole loss.
 
     Args:
         attribute: its name.
-        bias: a parameter of the module itself that is added to the scores, [V].
-        whole: the hidden states are no stream: all of them are on every rank, also with sequence
-            parallelism (after a `JoinOutput`).
+        bias: the name of a parameter [V] of the module itself that is added to the scores.
+        whole: whether all hidden states are on every rank even with sequence parallelism (after a
+            `JoinOutput`), instead of being spread as the stream is.
     """
 
     attribute: str = "cross_entropy"
@@ -96,18 +103,18 @@ def vocab_parallel_cross_entropy(
     bias_V: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """`mb_kernels.linear_cross_entropy` over the ranks' shares of the vocabulary.
+    """`mb_kernels.linear_cross_entropy` over a vocabulary that is split over the ranks.
 
-    Highest score, sum of exponentials and the label's score of every token are exchanged, three
-    numbers; a slice's logits never leave their rank.
+    For every token the ranks exchange three numbers: the highest score, the sum of exponentials and
+    the label's score. Logits stay on their rank.
 
     Args:
-        x: the stream, [..., S, D] or, with sequence parallelism, this rank's run of S.
+        x: the stream, [..., S, D] or, with sequence parallelism, this rank's part of S.
         weight_VD, bias_V: DTensors sharded by rows, or this rank's rows.
         labels, weights: [..., S], all of them on every rank.
 
     Raises:
-        ValueError: a weight that no style has shared out.
+        ValueError: a weight that no style has split.
     """
     if isinstance(weight_VD, nn.Parameter) and not is_dtensor(weight_VD):
         raise ValueError(

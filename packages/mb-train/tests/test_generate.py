@@ -280,6 +280,7 @@ def test_wrong_input_is_one_line(run, tmp_path, capsys):
         ([str(tmp_path)], "Expected a checkpoint in"),
         ([str(run), "--top-p", "2"], "Expected top-p in (0, 1], got 2.0"),
         ([str(run), "--tpo-k", "2"], "Unrecognized arguments: --tpo-k"),
+        ([str(run), "--temp", "2"], "Unrecognized arguments: --temp"),
     ):
         assert main(["generate", *words]) == 2
         error = capsys.readouterr().err

@@ -319,6 +319,10 @@ def test_bin_shorter_than_its_index(tmp_path):
 def test_missing_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"a\.idx: no such file$"):
         IndexedDataset(tmp_path / "a")
+    build(tmp_path / "a_text_sentence")
+    for name in ("a", "a_text_document"):
+        with pytest.raises(FileNotFoundError, match=r"no such file; there is .*a_text_sentence$"):
+            IndexedDataset(tmp_path / name)
     build(tmp_path / "a")
     with pytest.raises(FileNotFoundError, match=r"without \.bin or \.idx"):
         IndexedDataset(tmp_path / "a.bin")

@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import importlib.util
 import io
 import json
 import os
@@ -869,6 +870,9 @@ def test_an_object_store(tmp_path):
         )
     with pytest.raises(FileNotFoundError, match="memory://nothing: no such file"):
         preprocess("memory://nothing", tmp_path / "out")
+    if importlib.util.find_spec("s3fs") is None:
+        with pytest.raises(ModuleNotFoundError, match=r"s3://a/b: Install s3fs"):
+            preprocess("s3://a/b", tmp_path / "out")
 
 
 @pytest.mark.parametrize("packing", [bytes, gzip.compress], ids=["plain", "gz"])

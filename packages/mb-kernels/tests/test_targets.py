@@ -15,7 +15,7 @@ import torch
 from mb_kernels.activation import Activation
 from mb_kernels.bins import SMALLEST_BLOCK_M
 from mb_kernels.targets import TARGETS, TILES, gate
-from mb_kernels.targets.gate import kernel_modules
+from mb_kernels.targets.gate import kernel_modules, main
 from mb_kernels.targets.record import record
 from mb_kernels.targets.table import _amd_target, _nvidia_target
 
@@ -87,6 +87,13 @@ def test_gate_fails_on_findings_and_on_a_kernel_in_no_case(
 def test_gate_refuses_a_module_without_cases() -> None:
     with pytest.raises(ValueError, match=r"json has no gate_cases\(target\)"):
         kernel_modules(["json"])
+
+
+def test_gate_says_that_triton_is_missing(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(SystemExit):
+        main([])
+    assert "Triton is not installed" in capsys.readouterr().err
 
 
 def test_gate_finds_the_package_modules() -> None:

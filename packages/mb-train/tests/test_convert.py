@@ -609,6 +609,7 @@ def test_the_command_line(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
     assert main(["convert", str(tmp_path / "hf"), run, "--tokenizer", "null:76"]) == 0
     assert main(["convert", run, back, "--dtype", "bf16"]) == 0
+    assert "no files of its tokenizer, null:76, are in it" in capsys.readouterr().out
     assert TensorFolder(tmp_path / "back")["transformer.wte.weight"].dtype == torch.bfloat16
     for source, *flag in (
         (run, "--tokenizer", "null:76"),

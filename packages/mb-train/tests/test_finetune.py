@@ -224,7 +224,9 @@ def test_what_is_no_data_is_refused_and_nothing_is_written(bert, tmp_path, capsy
         assert not out.exists()
 
     bad.write_text("header\n1\t2\n")
-    refused("line 2: expected at least 6 columns of qqp, got 2", bad)
+    refused(
+        "6 columns of qqp, the sentences in columns 4 and 5 and the label in the 6th, got 2", bad
+    )
     bad.write_text("header\n" + qqp_row("a", "b", "2"))
     refused("line 2: expected a label of 0, 1, got '2'", bad)
     bad.write_text("header\n")

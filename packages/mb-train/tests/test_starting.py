@@ -216,6 +216,9 @@ def test_separate_data_for_each_part(finished, tmp_path, capsys):
     missing = ["--train-data-path", whole, "--test-data-path", "nowhere"]
     assert main([*TINY, *missing, "--train-iters", "2"]) == 2
     assert "nowhere.bin to be a file (from --test-data-path), found" in capsys.readouterr().err
+    (tmp_path / "near_text_document.idx").touch()
+    assert main([*TINY, "--data-path", f"{tmp_path}/near", "--train-iters", "2"]) == 2
+    assert f"found none. There is {tmp_path}/near_text_document." in capsys.readouterr().err
     # The same from a file, as Megatron Core has it.
     parts = {"train": [1, whole, "2", str(other)], "valid": [str(other)], "test": []}
     (tmp_path / "parts.json").write_text(json.dumps(parts))

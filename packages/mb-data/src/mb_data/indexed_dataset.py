@@ -25,6 +25,7 @@ start at an odd multiple of two bytes; NumPy reads them unaligned.
 
 from __future__ import annotations
 
+import glob
 import mmap
 import os
 import struct
@@ -220,6 +221,14 @@ class Index(NamedTuple):
     modes: npt.NDArray[np.int8] | None  # [N]
 
 
+def similar_prefixes(prefix: str | os.PathLike[str]) -> list[str]:
+    """Datasets that `preprocess` may have written for this name, without their suffix."""
+    path = Path(prefix)
+    stem = path.name.removesuffix("_document").removesuffix("_sentence")
+    found = path.parent.glob(f"{glob.escape(stem)}_*.idx")
+    return sorted(str(index.with_suffix("")) for index in found)
+
+
 def read_index(prefix: str | os.PathLike[str]) -> Index:
     """Map ``<prefix>.idx``.
 
@@ -231,6 +240,8 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
         hint = ""
         if Path(prefix).suffix in (".bin", ".idx"):
             hint = "; give the path without .bin or .idx"
+        elif similar := similar_prefixes(prefix):
+            hint = f"; there is {', '.join(similar)}"
         raise FileNotFoundError(f"{path}: no such file{hint}")
     buffer = _map(path)
     if bytes(buffer[: len(LEGACY_MAGIC)]) == LEGACY_MAGIC:

@@ -244,7 +244,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
         raise ModuleNotFoundError(
             f"{url}: pip install 'mb-data[remote]', and the package of that store", name="fsspec"
         ) from error
-    with contextlib.suppress(ImportError):  # a protocol whose package is missing, see below
+    try:
         return fsspec.core.url_to_fs(url)
-    protocol = url.partition("://")[0]
-    raise ModuleNotFoundError(f"{url}: install the package that fsspec needs for {protocol}://")
+    except ImportError as error:  # fsspec names the package of the store
+        raise ModuleNotFoundError(f"{url}: {error}") from None

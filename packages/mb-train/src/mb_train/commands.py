@@ -26,7 +26,7 @@ def doctor(parser: Parser, arguments: Sequence[str]) -> int:
     print("\n".join(facts))
     for problem in problems:
         print(f"problem: {problem}")
-    print(f"{len(problems)} problems found" if problems else "no problem found")
+    print(f"problems found: {len(problems)}" if problems else "no problem found")
     return 1 if problems else 0
 
 

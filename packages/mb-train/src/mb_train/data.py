@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 from mb_data import Tokenizer
-from mb_data.indexed_dataset import best_dtype
+from mb_data.indexed_dataset import best_dtype, similar_prefixes
 from mb_parallel import ParallelMesh, rank, world_size
 
 from mb_train.config import TrainConfig
@@ -134,10 +134,10 @@ def check_files(config: TrainConfig) -> None:
     Apart from `prepare_data`, since it can be asked before a model is built, which takes minutes.
     """
     if config.model == "ict" and config.titles_data_path is not None:
-        _check_files([config.titles_data_path], (".bin", ".idx"), "--titles-data-path")
+        check_prefixes([config.titles_data_path], (".bin", ".idx"), "--titles-data-path")
     paths = config.data_by_part() or config.data_words()
     for part, named in _prefixes(paths or {}).items():
-        _check_files(named, _suffixes(config), _named_by(config, part))
+        check_prefixes(named, _suffixes(config), _named_by(config, part))
 
 
 def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
@@ -189,7 +189,8 @@ def _named_by(config: TrainConfig, part: str) -> str:
     return file or (f"--{part}-data-path" if part else "--data-path")
 
 
-def _check_files(prefixes: list[str], suffixes: tuple[str, ...], source: str) -> None:
+def check_prefixes(prefixes: list[str], suffixes: tuple[str, ...], source: str) -> None:
+    """Refuse data sets whose files are not there; `source` is the flag or file that names them."""
     if not prefixes:
         raise ValueError(f"Expected {source} to name a data set, got a number alone.")
     for prefix in prefixes:
@@ -197,6 +198,8 @@ def _check_files(prefixes: list[str], suffixes: tuple[str, ...], source: str) ->
             path = Path(prefix + suffix)
             if not (path.is_file() if suffix else path.exists()):
                 way = "Give the path without .bin, and make the files with mb-data preprocess."
+                if similar := similar_prefixes(prefix):
+                    way = f"There is {', '.join(similar)}."
                 where = "" if Path(prefix).is_absolute() else f" in {Path.cwd()}"
                 raise ValueError(
                     f"Expected {prefix}{suffix} to be a file (from {source}), "

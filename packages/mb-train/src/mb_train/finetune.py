@@ -48,7 +48,8 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     for part in ("train", "valid"):
         parser.add_argument(
             f"--{part}-data", required=True, nargs="+", metavar="FILE",
-            help="TSV; of race JSON Lines, or a folder with files *.txt of them",
+            help="TSV below a line of names: sentences and label in columns 9, 10 and the last "
+            "(mnli), or 4, 5 and 6 (qqp); of race JSON Lines, or a folder with files *.txt of them",
         )  # fmt: skip
     parser.add_argument("--epochs", type=float, default=3, help="passes over the data; default 3")
     command = parse(_run_first(arguments), own=parser)

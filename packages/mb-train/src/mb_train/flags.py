@@ -61,7 +61,9 @@ Command = Callable[[Parser, Sequence[str]], int]
 
 def run_command(name: str, command: Command, arguments: Sequence[str]) -> int:
     """Run `mb-train NAME`; what its help says of it is the command's docstring."""
-    return command(Parser(prog=f"mb-train {name}", description=inspect.getdoc(command)), arguments)
+    about = inspect.getdoc(command)
+    parser = Parser(prog=f"mb-train {name}", description=about, allow_abbrev=False)
+    return command(parser, arguments)
 
 
 def add_run(parser: Parser) -> None:

@@ -101,7 +101,8 @@ def build_schedule(config: TrainConfig, batch_size: int) -> Schedule:
     if warmup >= decay:
         raise ValueError(
             f"Expected the warm-up to be shorter than the decay, got {warmup:.0f} and {decay} "
-            "samples. Shorten the warm-up or lengthen --lr-decay-iters (or -samples)."
+            "samples. Shorten the warm-up (--lr-warmup-iters, -samples or -fraction) or lengthen "
+            "--lr-decay-iters (or -samples)."
         )
     anneal = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * batch_size
     if config.lr_decay_style == "WSD" and anneal > decay:

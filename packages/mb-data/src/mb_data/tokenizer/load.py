@@ -305,7 +305,8 @@ def _there(path: str | os.PathLike[str]) -> Path:
     if not os.path.isfile(path):
         raise FileNotFoundError(
             f"tokenizer {os.fspath(path)}: no such file; nothing is downloaded, so give a file or "
-            "a folder that is here"
+            "a folder that is here. GPT-2's and BERT's vocabularies are inside the package: gpt2 "
+            "and bert-base-uncased need no files"
         )
     return Path(path)
 

@@ -271,8 +271,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print builds as JSON, not a table")
     arguments = parser.parse_args(argv)
 
-    from triton import knobs
-
+    try:
+        from triton import knobs
+    except ModuleNotFoundError:
+        parser.error("Triton is not installed, which compiles the kernels: pip install triton")
     if knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: kernels are interpreted, unset it to compile them")
     try:

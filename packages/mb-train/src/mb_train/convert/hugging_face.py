@@ -291,7 +291,8 @@ def export_model(
     if config.moe_num_experts is not None and config.moe_capacity_factor:
         say("its experts had a capacity in training; elsewhere no token is dropped")
     if not copied:
-        say(f"its tokenizer is {config.tokenizer or config.tokenizer_type or 'gpt2'}")
+        name = config.tokenizer or config.tokenizer_type or "gpt2"
+        say(f"no files of its tokenizer, {name}, are in it: transformers loads an empty one")
 
 
 def shapes_of(config: TrainConfig, vocab_size: int) -> dict[str, torch.Size]:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from mb_train.config import TrainConfig, whole
-from mb_train.data import check_tokens
+from mb_train.data import check_prefixes, check_tokens
 from mb_train.loading import Trained, load_trained
 from mb_train.tasks.base import EVALUATED_AT_ONCE, kept_places
 from mb_train.tasks.ict import titles_beside
@@ -233,12 +233,7 @@ def _every_block(
     config: TrainConfig, tokenizer: Tokenizer, corpus: str, titles: str | None
 ) -> mb_data.ICTDataset:
     """Every block of a corpus at least once; a query of it is taken out of its block."""
-    for suffix in (".bin", ".idx"):
-        if not Path(corpus + suffix).is_file():
-            raise ValueError(
-                f"Expected {corpus}{suffix} to be a file (from --corpus), found none. Make the "
-                "files with mb-data preprocess --split-sentences."
-            )
+    check_prefixes([corpus], (".bin", ".idx"), "--corpus")
     dataset, _, _ = mb_data.build_ict_datasets(
         corpus,
         titles_prefix=titles or titles_beside(corpus),

@@ -47,8 +47,9 @@ def read_pairs(path: Path, task: str) -> list[Example]:
         row = line.rstrip("\r").split("\t")
         if len(row) < form.columns:
             raise ValueError(
-                f"{path}, line {number}: expected at least {form.columns} columns of {task}, got "
-                f"{len(row)}."
+                f"{path}, line {number}: expected at least {form.columns} columns of {task}, the "
+                f"sentences in columns {form.first + 1} and {form.second + 1} and the label in the "
+                f"{'last' if form.label < 0 else f'{form.label + 1}th'}, got {len(row)}."
             )
         label = row[form.label].strip()
         if label not in form.classes:

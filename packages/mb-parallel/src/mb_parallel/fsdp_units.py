@@ -117,6 +117,9 @@ def _shard(
             f"owns, got {' and '.join(dtypes)} in {names}. Give all one dtype, or pass the modules "
             "that are in fp32 as `keep_fp32`, with a `compute_dtype` of 16 bits."
         )
+    for parameter in mine:
+        if not parameter.is_contiguous():  # a transposed weight, which `fully_shard` refuses
+            parameter.data = parameter.data.contiguous()
     fully_shard(unit, ignored_params=set(ignored_params), **options)
 
 

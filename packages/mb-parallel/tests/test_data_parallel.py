@@ -430,9 +430,8 @@ def expert_grads(rank, world_size, layouts):
     results = []
     for sizes in layouts:
         model, mesh = build(), ParallelDims(**sizes).build("cpu")
-        if mesh.ep_size > 1:  # in another order in memory, as transposed weights come
-            experts = model[0].moe.experts
-            experts.w1 = nn.Parameter(experts.w1.detach().mT.contiguous().mT)
+        experts = model[0].moe.experts  # in another order in memory, as transposed weights come
+        experts.w1 = nn.Parameter(experts.w1.detach().mT.contiguous().mT)
         parallelize_experts(model, mesh, dispatcher="all_to_all")
         apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=2)
         part = mesh.dp_rank * mesh.tp_size + mesh.tp_rank

@@ -197,7 +197,7 @@ def _routed(rank, mesh):
     parallelize_experts(late, mesh)
     with pytest.raises(ValueError, match=r"moe: Expected sequence_parallel=True in .* got False"):
         parallelize_tensors(late, mesh, {"moe": ExpertLayer()}, sequence_parallel=False)
-    with pytest.raises(ValueError, match="Call parallelize_experts once"):
+    with pytest.raises(ValueError, match=r"got an earlier call's\. Call parallelize_experts once"):
         parallelize_experts(late, mesh)
     run = slice(3 * rank, 3 * rank + 3)
     got = whole["moe"](x_BSD[:, run], routing=ids_BSK)

@@ -61,7 +61,7 @@ def several(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
 
 
 def tensors(given: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """The tensors as a list, checked; a single tensor is a list of one, and not its rows."""
+    """The tensors as a list, checked; a single tensor gives a list of one, not of its rows."""
     one = isinstance(given, Tensor) or not isinstance(given, Iterable)
     found = [given] if one else list(given)
     for tensor in found:

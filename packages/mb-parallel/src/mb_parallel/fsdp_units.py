@@ -106,7 +106,7 @@ def _parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
 def _shard(
     unit: list[nn.Module], *, ignored_params: Set[nn.Parameter] = frozenset(), **options: Any
 ) -> None:
-    """`fully_shard`, after a check that torch's makes only at the first forward pass."""
+    """`fully_shard`, after a check that torch makes only at the first forward pass."""
     inner = [m for one in unit for m in one.modules() if isinstance(m, FSDPModule)]
     mine = _parameters(unit) - _parameters(inner) - ignored_params
     dtypes = sorted({str(p.dtype) for p in mine if p.requires_grad})
@@ -117,6 +117,9 @@ def _shard(
             f"owns, got {' and '.join(dtypes)} in {names}. Give all one dtype, or pass the modules "
             "that are in fp32 as `keep_fp32`, with a `compute_dtype` of 16 bits."
         )
+    for parameter in mine:
+        if not parameter.is_contiguous():  # a transposed weight, which `fully_shard` refuses
+            parameter.data = parameter.data.contiguous()
     fully_shard(unit, ignored_params=set(ignored_params), **options)
 
 

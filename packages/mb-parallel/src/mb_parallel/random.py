@@ -64,7 +64,7 @@ def distinct(rank: int, device: torch.device | str | None = None) -> Generator[N
         rank: in its group, for instance mesh.tp_rank.
         device: whose stream to switch besides the host's. None: only the host's.
     """
-    # Drawn on the host, which so waits for no device. It also moves the host's stream on.
+    # Drawn on the host, so that it waits for no device; this also moves the host's stream on.
     draw = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     chosen = torch.device("cpu" if device is None else device)
     devices = [] if chosen.type == "cpu" else [chosen]

@@ -1,8 +1,8 @@
 """Triton kernel of ``mb_kernels.adamw_step``: a program takes a block of one tensor.
 
 One launch serves up to 512 tensors. A program finds its tensor in a table of addresses and of how
-many programs each tensor takes. So a step of a whole model is one launch per combination of dtypes
-and 512 tensors. Addresses are 64-bit: a tensor may have any number of elements.
+many programs each tensor takes. So a step of a whole model is one launch for every 512 tensors of
+the same dtypes. Addresses are 64-bit: a tensor may have any number of elements.
 """
 
 from collections.abc import Sequence

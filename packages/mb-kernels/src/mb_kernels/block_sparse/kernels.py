@@ -134,7 +134,7 @@ def empty_stack(like: Tensor, groups: int, rows: int, columns: int, column_major
 
 def _addressable(x: Tensor) -> Tensor:
     """x itself if each matrix of the stack is row- or column-major, else a copy that is."""
-    require_countable("rows or columns of a dense matrix", max(x.shape[1:]))
+    require_countable("rows or columns of a dense matrix", max(x.shape))
     if 1 in x.stride()[1:] and 0 not in x.stride()[1:]:
         return x
     return x.contiguous()

@@ -6,8 +6,9 @@ activation acts on its blocks, dsd brings it back. The same experts, parameters 
 ``expert_mlp``, whose fused kernels are the faster route; this one is for comparison, and for those
 who want to put their own sparse operations in between.
 
-The number of padded rows depends on the routing, but a bound of it on sizes alone. Tensors have the
-size of the bound, and only the device knows how much of them is used. So the host never waits.
+The number of padded rows depends on the routing, but has a bound that depends on sizes alone.
+Tensors have the size of the bound, and only the device knows how much of them is used. So the host
+never waits.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows, R padded rows.
 """

@@ -3,9 +3,9 @@
 ``pack_routing`` runs on the rank a token belongs to, ``unpack_routing`` on the rank it was sent to.
 Each is one launch, where the references take a dozen: the exchange has to wait for them.
 
-Of E experts on P ranks, rank r holds those from r E / P to (r + 1) E / P. If there are more ranks
-than experts, P / E neighbouring ranks hold a part of one expert's width each, and its tokens go to
-all of them.
+Of E experts on P ranks, rank r holds the E / P from r E / P on. If there are more ranks than
+experts, P / E neighbouring ranks hold a part of one expert's width each, and its tokens go to all
+of them.
 
 Letters: T tokens, K top-k, E experts, P ranks, C destinations of a token at most, R received rows,
 J = min(K, experts on a rank) choices of a token there at most.

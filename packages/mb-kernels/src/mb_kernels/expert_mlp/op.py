@@ -108,7 +108,7 @@ def expert_mlp(
     x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED = arguments.fitted(
         *(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED, activation), even=saved_activation_bits == 4
     )
-    checks.require_addressable("w1_EFD", w1_EFD, *w1_EFD.shape[1:])
+    checks.require_addressable("w1_EFD", w1_EFD, w1_EFD.shape)
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x_TD, w1_EFD, w2_EDF, weights_TK, b1_EF, b2_ED)
     )

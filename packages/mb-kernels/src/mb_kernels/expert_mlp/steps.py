@@ -12,9 +12,9 @@ copy too, it copies them to rows first ("spread", which reads each token once). 
 works on rows: its products read each row many times, and gathering in the loop of a weight gradient
 costs more than the copy (540 against 650 TFLOP/s on an H200).
 
-Weights stored transposed, w1 [E, D, F] and w2 [E, F, D], are read in place: a product of the
-forward loads blocks as that of the backward does otherwise, and the reverse. For their gradients
-the two operands are exchanged.
+Weights stored transposed, w1 [E, D, F] and w2 [E, F, D], are read in place: products of the forward
+load their blocks as products of the backward do for other weights, and the reverse. For their
+gradients the two operands are exchanged.
 
 With ``home`` the last kernel of y, and that of dX, stores each token's row in the memory of the
 rank it came from. So rows travel while other products are still computed.
@@ -225,7 +225,7 @@ def _to_tokens(
 
 
 class _Tiles:
-    """Row tiles of one set of offsets by height, built once each; ``first`` of ``block_m``."""
+    """Row tiles of one set of offsets, built once per height; ``first`` has height ``block_m``."""
 
     def __init__(self, offsets: Tensor, rows: int, block_m: int, first: Tensor) -> None:
         self.offsets, self.rows = offsets, rows

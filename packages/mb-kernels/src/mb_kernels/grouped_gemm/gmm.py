@@ -53,7 +53,7 @@ def gmm(
     offsets_E1 = offsets_of(batch_sizes)
     if not trans_a:
         return product("b", a, b, offsets_E1, transpose_weight=trans_b)
-    checks.require_addressable("a, b", a, a.shape[1], b.shape[1])
+    checks.require_addressable("a, b", a, (a.shape[1], b.shape[1]))
     wider = (widened(t, lacking(t, t.shape[1])) for t in (a, b))
     out_EKM = torch.ops.mb.grouped_outer(*wider, offsets_E1)
     return cut(out_EKM, b.shape[1], a.shape[1])

@@ -99,7 +99,7 @@ def product(
     columns = w_EMK.shape[1 if transpose_weight else 2]
     more_K, more_M = lacking(x_NK, x_NK.shape[1]), lacking(x_NK, columns)
     w = widened(w_EMK, *((more_K, more_M) if transpose_weight else (more_M, more_K)))
-    checks.require_addressable(name, w, *w.shape[1:])
+    checks.require_addressable(name, w, w.shape)
     (offsets,) = checks.int32(offsets_E1)
     y_NM = torch.ops.mb.grouped_gemm(widened(x_NK, more_K), w, offsets, transpose_weight)
     return cut(y_NM, columns)

@@ -4,9 +4,9 @@ A program owns a block of queries, or of keys, of one segment and head. For each
 bias at the tile's distances, and -inf for keys that a query may not see.
 
 The gradient of the bias sums the scores' gradients along diagonals, over all segments. It has its
-own kernel, because in the others a program meets another diagonal at each step. There a program
-computes all tiles on one diagonal of blocks again. They have the same distances, so their sum stays
-in registers, and is summed by distance once, at the end.
+own kernel, because in the others a program meets another diagonal at each step. A program of this
+kernel computes all tiles on one diagonal of blocks again. They have the same distances, so their
+sum stays in registers, and is summed by distance once, at the end.
 
 Grids are large enough for the longest possible segment, because the host does not know the lengths.
 Programs beyond the end of a segment end at once.

@@ -17,7 +17,7 @@ def lacking(x: Tensor, size: int) -> int:
 
 
 def widened(x: Tensor, *more: int) -> Tensor:
-    """``x`` with so many zeros added to its last dimension, the one before; itself if none."""
+    """``x`` with ``more`` zeros added to its last dimension, the one before; itself if none."""
     return functions.pad(x, [n for one in more for n in (0, one)]) if any(more) else x
 
 

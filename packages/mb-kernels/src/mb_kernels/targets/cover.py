@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from mb_kernels.targets.table import GateCase
 
 _SMALL = 16  # numbers up to here are switches or counts of parts: each value is a trait
-_DIVISORS = (16, 64, 256)  # of larger numbers these: the width of a load, a product's step and tile
+_DIVISORS = (16, 64, 256)  # the trait of a larger one is which divide it: load, step, tile
 
 
 def cover(cases: Iterable[GateCase], *, depth: int) -> list[GateCase]:

@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from triton import knobs
     except ModuleNotFoundError:
-        parser.error("Triton is not installed, which compiles the kernels: pip install triton")
+        parser.error("Triton is not installed; it compiles the kernels: pip install triton")
     if knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: kernels are interpreted, unset it to compile them")
     try:

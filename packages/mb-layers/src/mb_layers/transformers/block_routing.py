@@ -169,6 +169,6 @@ _CLASSES: dict[ToFields, tuple[str, ...]] = {
         "SolarOpenMoE",
     ),
 }
-BLOCKS = {name: form for form, names in _CLASSES.items() for name in names}
+BLOCKS = {name: fields for fields, names in _CLASSES.items() for name in names}
 # Blocks that return (hidden states, routing weights); their layers throw the latter away.
 RETURN_PAIRS = frozenset({"GptOssMLP"})

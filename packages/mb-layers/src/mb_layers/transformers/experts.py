@@ -125,7 +125,7 @@ def recognise_gate(experts: Any) -> None:
     """Let experts with their own gate run fused if `expert_mlp` has an activation equal to it.
 
     Possible names are made from the parameters that transformers' classes have. A name is taken if
-    it gives what the gate gives for all pairs of values from -1e6 to 1e6. So nothing is assumed
+    it gives what the gate gives for sample pairs of values from -1e6 to 1e6. So nothing is assumed
     about a class, which may change in transformers' next release. Call it again if the module's
     parameters change.
     """

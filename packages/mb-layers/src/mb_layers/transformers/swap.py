@@ -1,8 +1,8 @@
 """Replaces the MoE blocks of a transformers model by `dMoE` layers, and puts them back.
 
 From outside the model stays the same: its forward takes and returns the same, and its state dict,
-and so `save_pretrained`, has the names and shapes of the original blocks. New is the balancing loss
-of our layers. It is added to `outputs.loss`, so that whatever the trainer does to the loss
+and so `save_pretrained`, has the names and shapes of the original blocks. Only the balancing loss
+of our layers is new. It is added to `outputs.loss`, so that whatever the trainer does to the loss
 (division by accumulation steps, loss scale, mean over ranks) applies to it too.
 """
 

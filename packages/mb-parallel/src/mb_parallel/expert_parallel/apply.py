@@ -182,10 +182,10 @@ def _refuse(
 ) -> None:
     where = f"in {name or 'the layer'}"
     if not isinstance(layer.dispatcher, LocalDispatcher) or is_surrounded(layer):
+        got = "an earlier call's" if is_surrounded(layer) else type(layer.dispatcher).__name__
         raise ValueError(
-            f"Expected no earlier call and a LocalDispatcher {where}, got "
-            f"{type(layer.dispatcher).__name__}. Call parallelize_experts once, on a model whose "
-            "experts are not spread yet."
+            f"Expected a LocalDispatcher {where}, got {got}. Call parallelize_experts once, on a "
+            "model whose experts are not spread yet."
         )
     if dispatcher == "fixed" and layer.config.capacity_factor is None:
         raise ValueError(

@@ -40,10 +40,9 @@ from mb_parallel.expert_parallel.collectives import (
 class GlobalCapacity:
     """Keeps at most C = ceil(factor K G / E) slots per expert, G being the tokens of all ranks.
 
-    Which slots are the first follows the order of the batch: rank by rank, or, if neighbouring
-    ranks hold parts of the same sequences, sequence by sequence. This takes one exchange of ids
-    (and weights), 4 to 8 bytes a slot. Without `equal_tokens` the ranks first exchange their
-    numbers of tokens.
+    Slots are counted in the order of the batch: rank by rank or, if neighbouring ranks hold parts
+    of the same sequences, sequence by sequence. This takes one exchange of ids (and weights), 4 to
+    8 bytes a slot. Without `equal_tokens` the ranks first exchange their numbers of tokens.
 
     Args:
         inner: moves the slots that are left.

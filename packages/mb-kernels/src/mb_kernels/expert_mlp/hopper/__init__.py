@@ -1,1 +1,1 @@
-"""For Hopper, in Gluon: two products of the expert MLP, the epilogue during the next product."""
+"""Two products of the expert MLP in Gluon, for Hopper: the epilogue runs during the next one."""

@@ -149,14 +149,18 @@ def test_uncertainty_comes_from_seeds(tmp_path):
 
 
 def test_runs_of_two_rates_are_no_seeds_of_one_point(tmp_path):
-    """Nor are those of two numbers of experts; where a run was saved makes no difference."""
+    """Nor are those of two numbers of experts; where a run was saved makes no difference.
+
+    Nor does the version that wrote a log, which may lack a field, or a number's decimal point.
+    """
     settings = [{"lr": 1e-3}, {"lr": 2e-3}, DROPLESS, DROPLESS | {"moe_num_experts": 8}]
+    same = [{"min_lr": 0, "num_workers": 4}, {"min_lr": 0.0, "moe_router_bias": False}]
     runs = [
         read_run(
-            finished(tmp_path / f"{i}-{seed}", 9.0, 3.0 + i, seed=seed, save=f"{i}-{seed}", **to)
+            finished(tmp_path / f"{i}-{seed}", 9.0, 3.0 + i, seed=seed, save=f"{seed}", **to | also)
         )
         for i, to in enumerate(settings)
-        for seed in (1, 2)
+        for seed, also in enumerate(same)
     ]
     points = points_of(runs)
     assert sorted(point.loss for point in points) == [3.0, 4.0, 5.0, 6.0]

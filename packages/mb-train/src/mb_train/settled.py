@@ -46,6 +46,7 @@ _ANSWERS: Mapping[str, str] = {
     "--sequence-parallel shares them": """
         --distribute-saved-activations --distribute-checkpointed-activations
     """,
+    "no example is left out at the end of a pass": "--keep-last",
     "T5's layers are shared out evenly, the decoder's behind the encoder's": """
         --pipeline-model-parallel-split-rank=1
     """,

@@ -199,7 +199,7 @@ _ANSWERS: Mapping[str, str] = {
         --app-tag-run-name=1 --app-tag-run-version=1 --one-logger-async
         --run-workload-inspector-server
     """,
-    "there is one kind of tokenizers": """
+    "there is one kind of tokenizer": """
         --legacy-tokenizer --tokenizer-metadata=1 --tokenizer-hf-no-use-fast
     """,
     "samples of text are never padded": "--max-padding-length=1 --allow-ambiguous-pad-tokens",
@@ -217,7 +217,7 @@ _ANSWERS: Mapping[str, str] = {
     "see --log-memory-to-tensorboard": "--log-memory-interval=1 --log-device-memory-used",
     "it is not measured": "--log-energy --log-max-attention-logit",
     "a global batch that the ranks cannot share is an error": "--decrease-batch-size-if-needed",
-    "--distributed-timeout-minutes holds all the time": """
+    "--distributed-timeout-minutes holds for the whole run": """
         --distributed-timeout-seconds-after-init=1
     """,
     "the optimizer stays on the GPUs": """
@@ -231,7 +231,7 @@ _ANSWERS: Mapping[str, str] = {
         --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=1
         --pipeline-model-parallel-layout=1 --pp-partition-method=1
     """,
-    "no code of a model's is run": "--trust-remote-code",
+    "no code that comes with a model is run": "--trust-remote-code",
     "Muon's momentum is Nesterov's": "--muon-use-nesterov",
     "Muon iterates in bf16": "--muon-fp32-matmul-prec=1",
 }

@@ -2,8 +2,8 @@
 
 Each is an error with its reason, because a model trained without it would be another one. Megatron
 Core's come first, then those of Megatron's old tasks, DeepSpeed's (Megatron-DeepSpeed, BigScience)
-and Alibaba's (Pai-Megatron-Patch). None of the last two are translated, because the defaults of
-their scripts are not ours either.
+and Alibaba's (Pai-Megatron-Patch). DeepSpeed's and Alibaba's are never translated, because their
+scripts also rely on defaults that are not ours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REASONS: Mapping[str, str] = {
         --original-max-position-embeddings
     """,
     "every layer has the same positions": "--no-rope-freq --rotary-base-per-layer",
-    "a rotation turns a number of a head's first half with one of its second": """
+    "rotary positions pair each number of a head's first half with one of its second": """
         --rotary-interleaved
     """,
     "a model predicts the next token only": """

@@ -13,8 +13,8 @@ from typing import Any
 from mb_train import core_flags
 
 _NORMAL = (
-    "weights are drawn normal, by --init-method-std, as in the fork, whose ViT alone heeds it; "
-    "Megatron Core would draw them uniform"
+    "weights are drawn from a normal distribution, by --init-method-std, as in MegaBlocks' fork, "
+    "where only ViT heeds this flag; Megatron Core draws them uniformly"
 )
 _FAULTS = "a run is started again by who launched it: see --nan-limit for the rest"
 
@@ -74,12 +74,10 @@ _ANSWERS: Mapping[str, str] = {
     "it belongs to Megatron's text server, not to training": """
         --inference-batch-times-seqlen-threshold=1 --max-tokens-to-oom=1
     """,
-    _NORMAL: """
-        --init-method-xavier-uniform
-    """,
+    _NORMAL: "--init-method-xavier-uniform",
     "all ranks begin from one initialization": "--data-parallel-random-init",
     "initialization does not depend on the number of ranks": "--use-cpu-initialization",
-    "rearranged samples are never short": "--fim-pad-token=1",
+    "rearranged samples need no padding": "--fim-pad-token=1",
     "documents end with the tokenizer's own end of document": "--fim-eod-token=1",
     "there is no such switch": "--lazy-mpu-init=1 --enable-experimental --disable-msc",
     "weights that are loaded are not drawn before": "--no-initialization",

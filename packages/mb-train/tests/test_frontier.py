@@ -207,6 +207,7 @@ def test_report_draws_and_says(tmp_path, capsys):
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "dMoE 3.1M over MoE cf 1.5: below all of it, whose end took 0.83 x the time" in said
+    assert "dMoE        3.1M: loss 2.5010 in 3.0 s (2,133 tokens/s, experts and again)" in said
     assert "not at their end, or diverged: going, nan" in said
     numbers = json.loads((tmp_path / "out" / "frontier.json").read_text())
     assert numbers["noise"]["degrees_of_freedom"] == 1

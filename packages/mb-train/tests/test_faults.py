@@ -15,9 +15,10 @@ import pytest
 import torch
 from mb_train import train as loop
 from mb_train.cli import main
-from mb_train.data import DataError, _sample_corpus, check_tokens
+from mb_train.data import DataError, check_tokens
 from mb_train.run_folder import checkpoints, find_checkpoint
 from mb_train.run_log import read_log
+from mb_train.sample_data import sample_corpus
 
 TINY = [
     "--recipe=quickstart", "--num-layers=1", "--hidden-size=16", "--ffn-hidden-size=16",
@@ -114,7 +115,7 @@ def test_runs_at_once_without_a_folder_make_the_sample_corpus_once(tmp_path, mon
     task, tokenizer, said = SimpleNamespace(sentences=False), SimpleNamespace(name="a b"), []
     with ThreadPoolExecutor(3) as pool:
         runs = [
-            pool.submit(_sample_corpus, tokenizer, task, tmp_path / "data", said.append)
+            pool.submit(sample_corpus, tokenizer, task, tmp_path / "data", said.append)
             for _ in range(3)
         ]
     prefix = f"{tmp_path}/data/sample-a-b_text_document"

@@ -125,7 +125,7 @@ def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatc
     there = sorted(bert.parent.rglob("*"))
     monkeypatch.chdir(bert)
     for run in ([".", *files], ["iter_0000000", *files], [*files, "--pretrained-checkpoint", bert]):
-        words = ["finetune", *map(str, run), "--print-config", "--use-flash-attn"]
+        words = ["finetune", *map(str, run), "--print-config", "--keep-last"]
         assert main(words) == 0
         assert f'save = "{bert}-qqp"' in capsys.readouterr().out
     # Ranks that share a model see the same samples: a step has those of two.

@@ -78,6 +78,10 @@ def test_mistakes_are_named(arguments, says):
         parse(arguments)
 
 
+def test_a_value_of_several_words_may_begin_like_a_flag():
+    assert parse(["--wandb-exp-name", "-a b"]).values == {"wandb_exp_name": "-a b"}
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

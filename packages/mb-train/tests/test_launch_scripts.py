@@ -71,9 +71,6 @@ def test_a_qwen3_of_megatron_core_is_the_model_it_is():
     assert (config.moe_num_experts, config.moe_top_k, config.moe_renormalize) == (128, 8, True)
     assert (config.moe_loss_weight, config.qk_layernorm, config.head_size) == (0.048, True, 128)
     assert (config.mock_data, config.eval_iters, config.log_throughput) == (True, 0, True)
-    zoo = resolve(parse(CORE["Qwen3-30B-A3B.yaml"][1]))
-    same = ("expert_ffn_size", "kv_heads", "moe_top_k", "moe_renormalize", "moe_loss_weight")
-    assert [getattr(zoo, name) for name in same] == [getattr(config, name) for name in same]
 
 
 @pytest.mark.parametrize("words", ONE_BY_ONE, ids=lambda words: " ".join(words[:2]))

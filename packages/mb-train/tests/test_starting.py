@@ -219,19 +219,26 @@ def test_separate_data_for_each_part(finished, tmp_path, capsys):
     (tmp_path / "near_text_document.idx").touch()
     assert main([*TINY, "--data-path", f"{tmp_path}/near", "--train-iters", "2"]) == 2
     assert f"found none. There is {tmp_path}/near_text_document." in capsys.readouterr().err
+    assert main([*TINY, "--data-path", f"{tmp_path}/near_text_document", "--train-iters", "2"]) == 2
+    assert "_document.bin to be a file (from --data-path), found none. Give" in (
+        capsys.readouterr().err
+    )
     # The same from a file, as Megatron Core has it.
     parts = {"train": [1, whole, "2", str(other)], "valid": [str(other)], "test": []}
     (tmp_path / "parts.json").write_text(json.dumps(parts))
-    (tmp_path / "words").write_text(f"{whole}\n{other}\n")  # which weigh as many as their tokens
+    empty = tmp_path / "empty"
+    mb_data.IndexedDatasetBuilder(empty, np.uint16).finalize()
+    (tmp_path / "words").write_text(f"{whole}\n{other}\n{empty}")  # which weigh as their tokens
     named = TrainConfig(**recipe("quickstart"), per_split_data_args_path=f"{tmp_path}/parts.json")
     assert named.data_by_part() == {
         "train": ["1", whole, "2", str(other)], "valid": [str(other)], "test": None,
     }  # fmt: skip
     words = ["--data-args-path", f"{tmp_path}/words", "--train-iters", "2"]
-    assert main([*TINY, *words, "--save", str(tmp_path / "other")]) == 0
+    with pytest.warns(RuntimeWarning, match="in .*empty: left out of that blend"):
+        assert main([*TINY, *words, "--save", str(tmp_path / "other")]) == 0
     saved = json.loads((tmp_path / "other" / "iter_0000002" / "run.json").read_text())
-    assert saved["data"]["bin_bytes"] == sizes[:2]
-    tokens = [int(mb_data.IndexedDataset(prefix).sizes.sum()) for prefix in (whole, other)]
+    assert saved["data"]["bin_bytes"] == [*sizes[:2], 0]
+    tokens = [int(mb_data.IndexedDataset(prefix).sizes.sum()) for prefix in (whole, other)] + [1]
     assert saved["data"]["weights"] == pytest.approx([n / sum(tokens) for n in tokens], abs=1e-6)
     gone = {"train": [whole], "valid": ["nowhere"], "test": []}
     (tmp_path / "parts.json").write_text(json.dumps(gone))

@@ -222,11 +222,11 @@ class Index(NamedTuple):
 
 
 def similar_prefixes(prefix: str | os.PathLike[str]) -> list[str]:
-    """Datasets that `preprocess` may have written for this name, without their suffix."""
+    """At most five other datasets that `preprocess` may have written for this name."""
     path = Path(prefix)
     stem = path.name.removesuffix("_document").removesuffix("_sentence")
     found = path.parent.glob(f"{glob.escape(stem)}_*.idx")
-    return sorted(str(index.with_suffix("")) for index in found)
+    return sorted(str(index.with_suffix("")) for index in found if index.stem != path.name)[:5]
 
 
 def read_index(prefix: str | os.PathLike[str]) -> Index:

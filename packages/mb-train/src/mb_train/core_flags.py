@@ -69,7 +69,7 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "optim_grads": {"zero_stage": 2},
         "optim_grads_params": {"zero_stage": 3},
     },
-    # Of the rest there is one kind here, and a script may say so.
+    # Here there is only this choice, which a script may name.
     "--outer-dp-sharding-strategy": {"no_shard": {}},
     "--context-parallel-size": {"1": {}},
     "--expert-tensor-parallel-size": {"1": {}},
@@ -114,7 +114,7 @@ def _one_of(flag: str, said: str | Sequence[str]) -> Mapping[str, Any]:
 
 
 def _alone(flag: str, said: str | Sequence[str]) -> str:
-    """The value of a flag that Megatron gives several of."""
+    """The only value of a flag that may have several in Megatron."""
     if isinstance(said, str):
         return said
     if len(said) > 1:

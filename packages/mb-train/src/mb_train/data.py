@@ -1,9 +1,6 @@
-"""Token files, datasets and batches of a run.
+"""Datasets and batches of a run, from the token files that its flags name.
 
-With no `--data-path` a run reads text that is on every machine: the running Python's own library,
-its source or, where a task wants sentences, its docstrings, written as JSON Lines and tokenized
-once into the run folder. Batches are prepared ahead by a few threads, in the sampler's order
-whatever thread is first.
+Batches are prepared ahead by a few threads, and come in the sampler's order.
 """
 
 from __future__ import annotations
@@ -20,23 +17,18 @@ import mb_data
 import numpy as np
 import torch
 import torch.distributed as dist
-from filelock import FileLock
 from mb_data import Tokenizer
-from mb_data.indexed_dataset import best_dtype, similar_prefixes
+from mb_data.indexed_dataset import similar_prefixes
 from mb_parallel import ParallelMesh, rank, world_size
 
 from mb_train.config import TrainConfig
 from mb_train.config.data import weight_in
-from mb_train.folder_lock import LOCK_FILE
+from mb_train.sample_data import sample_corpus
 from mb_train.tasks import Batch, Dataset, Task
 from mb_train.tasks.race import files_in
 
 T = TypeVar("T")
 
-# 5 MB of source is 2.1 M tokens, of which nine tenths are trained on: about 3,800 steps of
-# `quickstart` see new samples only.
-_SAMPLE_BYTES = 5_000_000
-_MOCK_DOCUMENTS, _MOCK_LENGTH = 1000, 4096  # 2 M tokens
 # Samples whose tokens are looked at before a run begins; the others when they are read.
 _LOOKED_AT = 8
 # How the arrays of a batch that hold tokens are named; in some of them -1 is none, perhaps all.
@@ -92,7 +84,11 @@ def prepare_data(
     parts = config.data_by_part()
     paths = parts or config.data_words()
     if paths is None:
-        paths = [_sample_corpus(tokenizer, task, folder, say, mock=config.mock_data)]
+        paths = [
+            _on_rank_zero_first(
+                lambda: sample_corpus(tokenizer, task, folder, say, mock=config.mock_data)
+            )
+        ]
     prefixes = [prefix for named in _prefixes(paths).values() for prefix in named]
     if config.task is None:  # a task's files are no token files
         paths = (
@@ -171,11 +167,13 @@ def _prefixes(paths: list[str] | Mapping[str, list[str] | None]) -> dict[str, li
 
 
 def _weighed(words: list[str]) -> list[str]:
-    """Several prefixes without weights get their numbers of tokens, as in Megatron Core."""
+    """Several prefixes without weights get their numbers of tokens as weights."""
     if len(words) == 1 or any(weight_in(word) is not None for word in words):
         return words
-    tokens = [mb_data.IndexedDataset(prefix).sizes.sum(dtype=np.int64) for prefix in words]
-    return [word for pair in zip(map(str, tokens), words, strict=True) for word in pair]
+    tokens = [int(mb_data.IndexedDataset(prefix).sizes.sum(dtype=np.int64)) for prefix in words]
+    # An empty one weighs something too: it is left out of the blend with a warning.
+    weights = (str(max(count, 1)) for count in tokens)
+    return [word for pair in zip(weights, words, strict=True) for word in pair]
 
 
 def _suffixes(config: TrainConfig) -> tuple[str, ...]:
@@ -210,79 +208,6 @@ def check_prefixes(prefixes: list[str], suffixes: tuple[str, ...], source: str) 
 def _size(path: Path) -> int:
     """Bytes of a file, or of those that are read of a folder."""
     return sum(file.stat().st_size for file in files_in(path))
-
-
-def _sample_corpus(
-    tokenizer: Tokenizer,
-    task: Task,
-    folder: Path,
-    say: Callable[[str], None],
-    *,
-    mock: bool = False,
-) -> str:
-    """Prefix of the sample corpus's token files, or the mock one's, made if they are not there."""
-    name = "".join(c if c.isalnum() else "-" for c in tokenizer.name)
-    output = folder / f"{'mock' if mock else 'sample'}-{name}"
-    prefix = f"{output}_text_{'sentence' if task.sentences else 'document'}"
-
-    def there() -> bool:
-        found = Path(f"{prefix}.idx").exists() and Path(f"{prefix}.bin").exists()
-        if found:
-            say(f"data: {prefix}.bin, made by an earlier run")
-        return found
-
-    def make() -> None:
-        if there():
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / LOCK_FILE):  # runs without a folder of their own share this one
-            if not there():
-                if mock:
-                    tokens = _write_mock_corpus(tokenizer, prefix)
-                else:
-                    tokens = _write_corpus(tokenizer, task.sentences, folder, output, say)
-                say(f"data: {tokens}: {prefix}.bin")
-
-    try:
-        _on_rank_zero_first(make)
-    except OSError as error:
-        raise ValueError(
-            f"Cannot write the sample corpus into {folder}: {error.strerror or error}. Give "
-            "--data-path, or a --save that can be written."
-        ) from error
-    return prefix
-
-
-def _write_corpus(
-    tokenizer: Tokenizer, sentences: bool, folder: Path, output: Path, say: Callable[[str], None]
-) -> str:
-    """Write the text, if it is not there, and the token files; what they hold, in words."""
-    common: dict[str, Any] = {"tokenizer": tokenizer, "workers": 1}
-    if sentences:
-        text = folder / "documentation.jsonl"
-        if not text.exists():
-            mb_data.write_documentation_corpus(text, max_bytes=_SAMPLE_BYTES)
-            say(f"data: wrote {text}, the docstrings of Python's own library")
-        # Titles first: what is there last says that all is.
-        mb_data.preprocess(text, output, json_keys=("title",), **common)
-        summary = mb_data.preprocess(text, output, split_sentences=True, **common)
-    else:
-        text = folder / "sample.jsonl"
-        if not text.exists():
-            mb_data.write_sample_corpus(text, max_bytes=_SAMPLE_BYTES)
-            say(f"data: wrote {text}, the source of Python's own library")
-        summary = mb_data.preprocess(text, output, append_eod=True, **common)
-    return f"{summary.documents} documents, {summary.tokens} tokens in {summary.seconds:.1f} s"
-
-
-def _write_mock_corpus(tokenizer: Tokenizer, prefix: str) -> str:
-    """Documents as Megatron Core's mock data has them, 1, 2, 3, … and an end, fewer of them."""
-    lengths = np.random.default_rng(0).integers(1, _MOCK_LENGTH, _MOCK_DOCUMENTS)
-    with mb_data.IndexedDatasetBuilder(prefix, best_dtype(tokenizer.vocab_size)) as builder:
-        for length in lengths:
-            counted = np.arange(1, length) % tokenizer.vocab_size
-            builder.add_document(np.append(counted, tokenizer.eod))
-    return f"{len(lengths)} mock documents, {lengths.sum()} tokens"
 
 
 def _on_rank_zero_first(make: Callable[[], T]) -> T:

@@ -270,7 +270,7 @@ def _wrong_flags(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[
     """A sentence on each flag that does not exist here, or on several refused for one reason."""
     helps = {option: a.help for a in parser._actions for option in a.option_strings}
     listed = [option for option, text in helps.items() if text != argparse.SUPPRESS]
-    absent = [word for word in typed if re.match("--?[a-zA-Z]", word) and word not in helps]
+    absent = [word for word in typed if re.fullmatch(r"--?[a-zA-Z]\S*", word) and word not in helps]
     whys = {name: refusal(name) for name in absent}
     said = []
     for why in dict.fromkeys(why for why in whys.values() if why):

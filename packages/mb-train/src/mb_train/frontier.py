@@ -36,7 +36,8 @@ _DRAWS = 4000
 _SHARED = ("train_iters", "global_batch_size", "seq_length", "data_path", "split", "tokenizer")
 _SHARED += ("eval_iters",)  # the validation set is its first so many batches
 # Runs of one point must agree in all fields but these.
-_OF_A_RUN = {"seed", *(f.name for f in fields(TrainConfig) if spec(f).on_load == "own")}
+_OF_A_RUN = {"seed", "device", "data_cache_path", "num_workers"}
+_OF_A_RUN |= {f.name for f in fields(TrainConfig) if spec(f).on_load == "own"}
 _OF_A_RUN |= {f.name for group in ("checkpointing", "logging") for f in fields(GROUPS[group])}
 
 
@@ -49,7 +50,7 @@ class FrontierRun:
         overhead_s: left out of the seconds: what first steps after a start took beyond the pace.
         finished: whether its last evaluation is at the end of its schedule, and a number.
         shared: what all runs of a picture must agree in.
-        settings: what all runs of a point must agree in, as text.
+        settings: what all runs of a point must agree in.
     """
 
     name: str
@@ -64,7 +65,7 @@ class FrontierRun:
     overhead_s: float
     finished: bool
     shared: tuple[Any, ...]
-    settings: str
+    settings: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -163,12 +164,11 @@ def _run_of(path: Path) -> FrontierRun:
         overhead_s=overhead,
         finished=at[-1] == config["train_iters"] and math.isfinite(valid[at[-1]]),
         shared=tuple(config.get(name) for name in _SHARED),
-        settings=str(
-            {
-                f.name: config.get(f.name, f.default)
-                for f in fields(TrainConfig)
-                if f.name not in _OF_A_RUN
-            }
+        settings=tuple(
+            tuple(value) if isinstance(value, list) else value
+            for f in fields(TrainConfig)
+            if f.name not in _OF_A_RUN
+            for value in [config.get(f.name, f.default)]
         ),
     )
 
@@ -199,7 +199,7 @@ def points_of(runs: Iterable[FrontierRun]) -> list[Point]:
                     f"Expected runs of one {name}, got {values[0]!r} of {runs[0].name} and "
                     f"{value!r} of {run.name}. Draw them apart."
                 )
-    grouped: dict[str, list[FrontierRun]] = {}
+    grouped: dict[tuple[Any, ...], list[FrontierRun]] = {}
     for run in runs:
         if run.finished:
             grouped.setdefault(run.settings, []).append(run)

@@ -108,7 +108,7 @@ def _words(found: dict[str, Any]) -> str:
         lines.append(
             f"  {p['family']:<10} {p['size']:>5}: loss {p['valid_loss']:.4f} in "
             f"{p['train_seconds']:,.1f} s ({p['tokens_per_second']:,.0f} tokens/s, "
-            f"{len(p['runs'])} seed{'s' if len(p['runs']) > 1 else ''})"
+            f"{' and '.join(run['name'] for run in p['runs'])})"
         )
     for c in found["speed_ups"]:
         if c["lower_bound"] and c["speed_up"] < 1 and c["same_size_speed_up"] is None:

@@ -1,9 +1,9 @@
-"""Flags of Megatron and its forks that ask for what there is not, or what here is said otherwise.
+"""Flags of Megatron and its forks for what does not exist here, or has another name.
 
-They are errors with a reason, not words unheard of: trained without what they ask for, a model
-would be another one. Megatron Core's come first, then those of Megatron's old tasks, DeepSpeed's
-(Megatron-DeepSpeed, BigScience) and Alibaba's (Pai-Megatron-Patch), of which none is translated:
-where a script of these two says nothing, its defaults are others.
+Each is an error with its reason, because a model trained without it would be another one. Megatron
+Core's come first, then those of Megatron's old tasks, DeepSpeed's (Megatron-DeepSpeed, BigScience)
+and Alibaba's (Pai-Megatron-Patch). DeepSpeed's and Alibaba's are never translated, because their
+scripts also rely on defaults that are not ours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REASONS: Mapping[str, str] = {
         --original-max-position-embeddings
     """,
     "every layer has the same positions": "--no-rope-freq --rotary-base-per-layer",
-    "a rotation turns a number of a head's first half with one of its second": """
+    "rotary positions pair each number of a head's first half with one of its second": """
         --rotary-interleaved
     """,
     "a model predicts the next token only": """
@@ -94,7 +94,7 @@ _REASONS: Mapping[str, str] = {
     "--load RUN --finetune begins from weights, and mb-train finetune RUN learns a task": """
         --pretrained-checkpoint
     """,
-    "it is for mb-train finetune RUN --task mnli, qqp or race": "--epochs --keep-last",
+    "it is for mb-train finetune RUN --task mnli, qqp or race": "--epochs",
     "say mb-train eval RUN FILE --task lambada --strict": "--strict-lambada",
     "say mb-train eval RUN FILE --task wikitext --stride": "--overlapping-eval",
     "see mb-train index and mb-train retrieve": "--qa-data-dev --qa-data-test --faiss-*",

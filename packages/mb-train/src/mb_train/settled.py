@@ -13,8 +13,8 @@ from typing import Any
 from mb_train import core_flags
 
 _NORMAL = (
-    "weights are drawn normal, by --init-method-std, as in the fork, whose ViT alone heeds it; "
-    "Megatron Core would draw them uniform"
+    "weights are drawn from a normal distribution, by --init-method-std, as in MegaBlocks' fork, "
+    "where only ViT heeds this flag; Megatron Core draws them uniformly"
 )
 _FAULTS = "a run is started again by who launched it: see --nan-limit for the rest"
 
@@ -46,6 +46,7 @@ _ANSWERS: Mapping[str, str] = {
     "--sequence-parallel shares them": """
         --distribute-saved-activations --distribute-checkpointed-activations
     """,
+    "no example is left out at the end of a pass": "--keep-last",
     "T5's layers are shared out evenly, the decoder's behind the encoder's": """
         --pipeline-model-parallel-split-rank=1
     """,
@@ -73,12 +74,10 @@ _ANSWERS: Mapping[str, str] = {
     "it belongs to Megatron's text server, not to training": """
         --inference-batch-times-seqlen-threshold=1 --max-tokens-to-oom=1
     """,
-    _NORMAL: """
-        --init-method-xavier-uniform
-    """,
+    _NORMAL: "--init-method-xavier-uniform",
     "all ranks begin from one initialization": "--data-parallel-random-init",
     "initialization does not depend on the number of ranks": "--use-cpu-initialization",
-    "rearranged samples are never short": "--fim-pad-token=1",
+    "rearranged samples need no padding": "--fim-pad-token=1",
     "documents end with the tokenizer's own end of document": "--fim-eod-token=1",
     "there is no such switch": "--lazy-mpu-init=1 --enable-experimental --disable-msc",
     "weights that are loaded are not drawn before": "--no-initialization",
@@ -198,7 +197,7 @@ _ANSWERS: Mapping[str, str] = {
         --app-tag-run-name=1 --app-tag-run-version=1 --one-logger-async
         --run-workload-inspector-server
     """,
-    "there is one kind of tokenizers": """
+    "there is one kind of tokenizer": """
         --legacy-tokenizer --tokenizer-metadata=1 --tokenizer-hf-no-use-fast
     """,
     "samples of text are never padded": "--max-padding-length=1 --allow-ambiguous-pad-tokens",
@@ -216,7 +215,7 @@ _ANSWERS: Mapping[str, str] = {
     "see --log-memory-to-tensorboard": "--log-memory-interval=1 --log-device-memory-used",
     "it is not measured": "--log-energy --log-max-attention-logit",
     "a global batch that the ranks cannot share is an error": "--decrease-batch-size-if-needed",
-    "--distributed-timeout-minutes holds all the time": """
+    "--distributed-timeout-minutes holds for the whole run": """
         --distributed-timeout-seconds-after-init=1
     """,
     "the optimizer stays on the GPUs": """
@@ -230,7 +229,7 @@ _ANSWERS: Mapping[str, str] = {
         --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=1
         --pipeline-model-parallel-layout=1 --pp-partition-method=1
     """,
-    "no code of a model's is run": "--trust-remote-code",
+    "no code that comes with a model is run": "--trust-remote-code",
     "Muon's momentum is Nesterov's": "--muon-use-nesterov",
     "Muon iterates in bf16": "--muon-fp32-matmul-prec=1",
 }

@@ -57,7 +57,8 @@ def check_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     before = TrainConfig(**inherited(saved, "The checkpoint"))
     for name, there, here in _differences(before, config, "model"):
         raise ValueError(
-            f"The checkpoint is of another model: its {name} is {there}, this run's is {here}."
+            f"The checkpoint is of another model: its {name} is {there}, this run's is {here}. "
+            "Give the checkpoint's to go on, or leave --load out."
         )
     if config.finetune:
         return []

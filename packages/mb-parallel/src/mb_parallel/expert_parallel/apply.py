@@ -181,8 +181,9 @@ def _refuse(
     name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool, dispatcher: str
 ) -> None:
     where = f"in {name or 'the layer'}"
-    if not isinstance(layer.dispatcher, LocalDispatcher) or is_surrounded(layer):
-        got = "an earlier call's" if is_surrounded(layer) else type(layer.dispatcher).__name__
+    local = isinstance(layer.dispatcher, LocalDispatcher)
+    if not local or is_surrounded(layer):
+        got = "an earlier call's" if local else type(layer.dispatcher).__name__
         raise ValueError(
             f"Expected a LocalDispatcher {where}, got {got}. Call parallelize_experts once, on a "
             "model whose experts are not spread yet."

@@ -24,7 +24,7 @@ from mb_train.models.t5 import T5
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
 from mb_train.tasks.bert import BertTask
 from mb_train.tasks.make import whole_model
-from mb_train.tasks.packed import PackedSamples, sample_lengths
+from mb_train.tasks.packed import sample_lengths
 from mb_train.tasks.t5 import T5Task
 
 B, S, R, M, V = 3, 10, 7, 3, 37
@@ -451,10 +451,10 @@ def test_flash_attention_over_segments_is_the_masked_one(dtype):
 
 def test_samples_are_packed_in_their_order():
     lengths = np.array([4, 3, 2, 2, 10, 1, 1, 1, 1])
-    packed = PackedSamples(list(range(9)), lengths[:, None], rooms=[10], most=3)
+    packed = mb_data.PackedSamples(list(range(9)), lengths[:, None], rooms=[10], most=3)
     assert [packed[i] for i in range(len(packed))] == [[0, 1, 2], [3], [4], [5, 6, 7], [8]]
     two = np.stack([lengths, [1, 1, 1, 5, 1, 5, 1, 1, 1]], axis=1)
-    packed = PackedSamples(list(range(9)), two, rooms=[10, 5], most=3)
+    packed = mb_data.PackedSamples(list(range(9)), two, rooms=[10, 5], most=3)
     assert [packed[i] for i in range(len(packed))] == [[0, 1, 2], [3], [4], [5], [6, 7, 8]]
 
 

@@ -6,7 +6,8 @@
 - Files: `IndexedDataset`, `IndexedDatasetBuilder`; `mb_data.maintenance` joins and checks them.
 - Samples: `build_gpt_datasets`, `GPTDataset`, `build_bert_datasets`, `BertDataset`,
   `build_t5_datasets`, `T5Dataset`, `build_ict_datasets`, `ICTDataset`, `build_packed_datasets`,
-  `PackedDataset`, `BlendedDataset`, `parse_split`.
+  `PackedDataset`, `PackedSamples`, `BlendedDataset`, `parse_split`.
+- Samples from other processes: `SampleReaders`.
 - Documents in a sample: `document_layout`, `DocumentLayout`, `FillInTheMiddle`, `MiddleTokens`.
 - Order: `SequentialSampler`, `CyclicSampler`, `BatchRampup`.
 """
@@ -26,12 +27,14 @@ from mb_data.gpt_dataset import build_gpt_datasets as build_gpt_datasets
 from mb_data.ict_dataset import ICTDataset as ICTDataset
 from mb_data.ict_dataset import build_ict_datasets as build_ict_datasets
 from mb_data.indexed_dataset import IndexedDataset as IndexedDataset
+from mb_data.packed_samples import PackedSamples as PackedSamples
 from mb_data.packing import PackedDataset as PackedDataset
 from mb_data.packing import build_packed_datasets as build_packed_datasets
 from mb_data.preprocess import Summary as Summary
 from mb_data.preprocess import preprocess as preprocess
 from mb_data.sample_corpus import write_documentation_corpus as write_documentation_corpus
 from mb_data.sample_corpus import write_sample_corpus as write_sample_corpus
+from mb_data.sample_readers import SampleReaders as SampleReaders
 from mb_data.sampler import BatchRampup as BatchRampup
 from mb_data.sampler import CyclicSampler as CyclicSampler
 from mb_data.sampler import SequentialSampler as SequentialSampler

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mb_data.blend import DataPaths, Parts, build_parts
 from mb_data.indexed_dataset import IndexedDataset
-from mb_data.masking import MaskingTokenizer, Vocabulary, mask_bert, pad_to
+from mb_data.masking import MaskingTokenizer, Vocabulary, mask_bert, ones, pad_to
 from mb_data.mersenne import check_seed
 from mb_data.sentence_index import SentenceSamples, sample_mapping
 
@@ -105,10 +105,9 @@ class BertDataset(SentenceSamples):
 
         vocabulary = self.vocabulary
         tokens = [vocabulary.cls, *a, vocabulary.sep]
-        types = [0] * len(tokens)
+        b_start = len(tokens)
         if b:
             tokens += [*b, vocabulary.sep]
-            types += [1] * (len(b) + 1)
         shown, hidden = mask_bert(
             tokens,
             vocabulary,
@@ -120,11 +119,11 @@ class BertDataset(SentenceSamples):
         labels[hidden] = [tokens[position] for position in hidden]
         return {
             "text": pad_to(shown, self.seq_length, vocabulary.pad),
-            "types": pad_to(types, self.seq_length, 0),
+            "types": ones(range(b_start, len(tokens)), self.seq_length),
             "labels": labels,
             "is_random": int(swapped),
             "loss_mask": (labels >= 0).astype(np.int64),
-            "padding_mask": pad_to([1] * len(tokens), self.seq_length, 0),
+            "padding_mask": ones(range(len(tokens)), self.seq_length),
             "truncated": int(truncated),
         }
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from mb_data.blend import Parts, build_parts
 from mb_data.indexed_dataset import IndexedDataset
-from mb_data.masking import MaskingTokenizer, pad_to
+from mb_data.masking import MaskingTokenizer, ones, pad_to
 from mb_data.mersenne import check_seed
 from mb_data.sentence_index import SentenceSamples, block_mapping
 
@@ -114,7 +114,7 @@ class ICTDataset(SentenceSamples):
         block_tokens, block_mask = self._block(sentences, document)
         return {
             "query_tokens": pad_to(query_tokens, self.seq_length, self.pad),
-            "query_pad_mask": pad_to([1] * len(query_tokens), self.seq_length, 0),
+            "query_pad_mask": ones(range(len(query_tokens)), self.seq_length),
             "block_tokens": block_tokens,
             "block_pad_mask": block_mask,
             "block_data": np.array(row, dtype=np.int64),
@@ -140,7 +140,7 @@ class ICTDataset(SentenceSamples):
         tokens += [*text[: self.seq_length - len(tokens) - 1], self.sep]
         return (
             pad_to(tokens, self.seq_length, self.pad),
-            pad_to([1] * len(tokens), self.seq_length, 0),
+            ones(range(len(tokens)), self.seq_length),
         )
 
 

@@ -16,12 +16,17 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 BERT_NGRAMS = 3
+_WEIGHTS = 1.0 / np.arange(1, BERT_NGRAMS + 1)
+_WEIGHTS /= _WEIGHTS.sum()
+# Share of the runs that have at most n words, rounded as Megatron and RandomState.choice do it.
+_CUMULATIVE = np.cumsum(_WEIGHTS / _WEIGHTS.sum())
+_SHARES: list[float] = (_CUMULATIVE / _CUMULATIVE[-1]).tolist()
 T5_LONGEST_SPAN = 10  # words
 T5_MEAN_SPAN = 5.0  # words, before clipping: SpanBERT's geometric distribution with p = 0.2
 
@@ -46,6 +51,18 @@ class MaskingTokenizer(Protocol):
     @property
     def eos(self) -> int: ...
     def word_starts(self) -> npt.NDArray[np.bool_]: ...
+
+
+class Words(NamedTuple):
+    """Word i of W is `positions[edges[i] : edges[i + 1]]`.
+
+    Attributes:
+        positions: of the tokens that belong to words, ascending.
+        edges: W + 1 indices into `positions`.
+    """
+
+    positions: list[int]
+    edges: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,28 +109,24 @@ class Vocabulary:
             sentinels=tuple(tokenizer.extra_ids),
         )
 
-    def words(self, tokens: Sequence[int]) -> list[list[int]]:
-        """Positions of each word's tokens. [CLS] and [SEP] belong to none.
+    def words(self, tokens: Sequence[int]) -> Words:
+        """The words of a text. [CLS] and [SEP] belong to none.
 
         A token that continues a word belongs to the word before, even across [SEP]: as in
         Megatron, where trimming may cut a segment in the middle of a word.
         """
+        ids = np.asarray(tokens, dtype=np.int64)
         try:
-            starts = self.word_starts[np.asarray(tokens, dtype=np.int64)].tolist()
+            starts = self.word_starts[ids]
         except IndexError:
             raise ValueError(
                 f"token {max(tokens)}: the vocabulary has ids 0 to {len(self.word_starts) - 1:,}; "
                 "was the dataset made with another tokenizer?"
             ) from None
-        words: list[list[int]] = []
-        for position, (token, start) in enumerate(zip(tokens, starts, strict=True)):
-            if token in (self.cls, self.sep):
-                continue
-            if start or not words:
-                words.append([position])
-            else:
-                words[-1].append(position)
-        return words
+        positions = np.flatnonzero((ids != self.cls) & (ids != self.sep))
+        starts = starts[positions]
+        starts[:1] = True
+        return Words(positions.tolist(), [*np.flatnonzero(starts).tolist(), len(positions)])
 
 
 def mask_bert(
@@ -131,13 +144,9 @@ def mask_bert(
     """
     shown = list(tokens)
     hidden: list[int] = []
-    weights = 1.0 / np.arange(1, BERT_NGRAMS + 1)
-    weights /= weights.sum()
-    cumulative = np.cumsum(weights / weights.sum())
-    edges = (cumulative / cumulative[-1]).tolist()
 
-    def words_to_hide() -> int:  # RandomState.choice with these weights, without its 20 us
-        return bisect_right(edges, rng.random_sample()) + 1
+    def words_to_hide() -> int:  # RandomState.choice with weights 1/n, without its 20 us
+        return bisect_right(_SHARES, rng.random_sample()) + 1
 
     budget = _budget(len(tokens), probability, max_predictions)
     for span in _spans(vocabulary.words(tokens), rng, budget=budget, draw=words_to_hide):
@@ -189,7 +198,7 @@ def _budget(num_tokens: int, probability: float, max_predictions: float) -> floa
 
 
 def _spans(
-    words: list[list[int]],
+    words: Words,
     rng: np.random.RandomState,
     *,
     budget: float,
@@ -198,24 +207,31 @@ def _spans(
 ) -> Iterator[list[int]]:
     """Runs of whole words, disjoint, of ``budget`` tokens at most, as positions.
 
-    A generator, because BERT draws its replacements between one run and the next.
+    A generator, because BERT draws its replacements between one run and the next. The last draws of
+    a sample are these, so they end where no word fits any more; Megatron visits the others in vain.
     """
-    if budget <= 0:
-        return
-    order = np.arange(len(words))
+    positions, edges = words
+    count = len(edges) - 1
+    order = np.arange(count)
     rng.shuffle(order)
-    covered: set[int] = set()
+    shortest = min((stop - start for start, stop in pairwise(edges)), default=0)
+    covered: set[int] = set()  # words
+    used = 0  # tokens
     for first in order.tolist():
-        if len(covered) >= budget:
+        if used + shortest > budget:
             return
+        start = edges[first]
         for n in range(draw(), 0, -1):
-            span = list(chain.from_iterable(words[first : first + n]))
-            if len(covered) + len(span) <= budget:
+            run = range(first, min(first + n, count))
+            stop = edges[run.stop]
+            if used + stop - start <= budget:
                 break
         else:
             continue
-        if covered.isdisjoint(span) and fits(span):
-            covered.update(span)
+        span = positions[start:stop]
+        if covered.isdisjoint(run) and fits(span):
+            covered.update(run)
+            used += len(span)
             yield span
 
 
@@ -224,6 +240,13 @@ def pad_to(values: Sequence[int], length: int, filler: int) -> npt.NDArray[np.in
     padded = np.full(length, filler, dtype=np.int64)
     padded[: len(values)] = values
     return padded
+
+
+def ones(places: range, length: int) -> npt.NDArray[np.int64]:
+    """int64 [length]: 1 at the places, 0 elsewhere."""
+    marked = np.zeros(length, dtype=np.int64)
+    marked[places.start : places.stop] = 1
+    return marked
 
 
 def visible(tokens: Sequence[int], spans: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:

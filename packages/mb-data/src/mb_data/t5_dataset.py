@@ -26,6 +26,7 @@ from mb_data.masking import (
     MaskingTokenizer,
     Vocabulary,
     mask_t5,
+    ones,
     pad_to,
     visible,
 )
@@ -133,13 +134,13 @@ class T5Dataset(SentenceSamples):
             encoder += [sentinel, *piece]
             generated += [sentinel, *(tokens[position] for position in span)]
         decoder, labels = [vocabulary.bos, *generated], [*generated, vocabulary.eos]
-        filled = pad_to([1] * len(decoder), self.decoder_seq_length, 0)
+        filled = ones(range(len(decoder)), self.decoder_seq_length)
         return {
             "text_enc": pad_to(encoder, self.encoder_seq_length, vocabulary.pad),
             "text_dec": pad_to(decoder, self.decoder_seq_length, vocabulary.pad),
             "labels": pad_to(labels, self.decoder_seq_length, -1),
             "loss_mask": filled,
-            "enc_mask": pad_to([1] * len(encoder), self.encoder_seq_length, 0),
+            "enc_mask": ones(range(len(encoder)), self.encoder_seq_length),
             "dec_mask": filled.copy(),
             "truncated": int(len(text) > target),
         }

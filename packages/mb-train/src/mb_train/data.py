@@ -5,6 +5,7 @@ Batches are prepared ahead by a few threads, and come in the sampler's order.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -238,14 +239,21 @@ def batches(
     workers: int,
     vocab_size: int,
     cyclic: bool = False,
+    apart: bool = False,
 ) -> Generator[Batch]:
     """This data-parallel rank's micro-batches from `consumed_samples` on, on the device.
 
-    Ranks that share a model (tensor and pipeline parallel) each read the same samples. `cyclic`
-    goes through the samples again and again, each time in another order.
+    Ranks that share a model (tensor and pipeline parallel) each read the same samples.
+
+    Args:
+        workers: threads that prepare batches ahead; 0: none.
+        cyclic: go through the samples again and again, each time in another order.
+        apart: each worker has a process that makes the samples, see `mb_data.SampleReaders`; of
+            use beside a GPU alone, since on a CPU a step takes longer than its samples.
 
     Raises:
         DataError: a token that is not below `vocab_size`.
+        RuntimeError: such a process has ended.
     """
     order = mb_data.CyclicSampler if cyclic else mb_data.SequentialSampler
     sampler = order(
@@ -258,18 +266,23 @@ def batches(
     pin = device.type == "cuda"
 
     def load(indices: list[int]) -> Batch:
-        arrays = task.collate([dataset[i] for i in indices])
+        samples = readers(indices) if readers else [dataset[i] for i in indices]
+        arrays = task.collate(samples)
         check_tokens(arrays, vocab_size)
         batch = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
         return {name: t.pin_memory() for name, t in batch.items()} if pin else batch
 
-    for batch in _ahead(load, iter(sampler), workers):
-        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    apart = apart and workers > 0
+    with contextlib.ExitStack() as stack:
+        readers = stack.enter_context(mb_data.SampleReaders(dataset, workers)) if apart else None
+        loaded = stack.enter_context(contextlib.closing(_ahead(load, iter(sampler), workers)))
+        for batch in loaded:
+            yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def _ahead(
     load: Callable[[list[int]], Batch], items: Iterator[list[int]], workers: int
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     if workers == 0:
         yield from map(load, items)
         return

@@ -15,6 +15,7 @@ import mb_data
 import torch
 import torch.distributed as dist
 from mb_data import Tokenizer
+from mb_data.sample_readers import made_by_python
 from mb_parallel import check_same, rank, world_size
 from mb_parallel.optimizer import describe
 from torch import Tensor
@@ -263,6 +264,7 @@ class Run:
             workers=self.config.num_workers,
             vocab_size=self.vocab_size,
             cyclic=self.config.dataloader_type == "cyclic",
+            apart=self.device.type == "cuda" and made_by_python(dataset),
         )
 
     def reports(self, iteration: int) -> bool:

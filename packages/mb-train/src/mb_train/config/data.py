@@ -117,7 +117,11 @@ class DataFields:
         on_load="said",
         needs=("fim_data",),
     )
-    num_workers: int = flag("threads that prepare batches ahead", 2, bounds=AT_LEAST_0)
+    num_workers: int = flag(
+        "threads (for BERT, T5 and ICT on a GPU processes) that prepare batches ahead",
+        2,
+        bounds=AT_LEAST_0,
+    )
     data_cache_path: str | None = flag("folder for sample indices; default beside the data")
     # Another tokenizer is refused by its content, wherever its files lie: see `Run.identity`.
     tokenizer: str | None = flag(

@@ -1,8 +1,4 @@
-"""Short samples laid one behind the other into sequences.
-
-Next fit: a sequence takes the samples that come next in the data's order as long as they fit, so
-the order of samples, and with it what a run has seen at any step, stays that of the data.
-"""
+"""Datasets and batches of several short samples in a sequence: see `mb_data.PackedSamples`."""
 
 from __future__ import annotations
 
@@ -17,45 +13,6 @@ import numpy.typing as npt
 from mb_train.tasks.base import Dataset, Datasets
 
 
-class PackedSamples:
-    """Sequences of one or several samples each: `self[i]` is a list of a dataset's items.
-
-    Args:
-        dataset: the samples.
-        lengths: [samples, streams]: tokens of each sample in each stream (a T5 has two), or more.
-        rooms: tokens of a sequence in each stream; no sample has more.
-        most: samples of a sequence at most.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        lengths: npt.NDArray[np.integer],
-        *,
-        rooms: Sequence[int],
-        most: int,
-    ) -> None:
-        self.dataset = dataset
-        starts, left, held = [], [0] * len(rooms), most
-        for sample, taken in enumerate(lengths.tolist()):
-            left = [room - length for room, length in zip(left, taken, strict=True)]
-            if min(left) < 0 or held == most:
-                starts.append(sample)
-                left = [room - length for room, length in zip(rooms, taken, strict=True)]
-                held = 0
-            held += 1
-        self._starts = np.array([*starts, len(lengths)], np.int64)
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def __getitem__(self, index: int) -> list[Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        start, end = self._starts[index : index + 2].tolist()
-        return [self.dataset[sample] for sample in range(start, end)]
-
-
 def pack(
     build: Callable[[Sequence[int]], Datasets],
     num_samples: tuple[int, int, int],
@@ -68,7 +25,7 @@ def pack(
     Args:
         build: makes the sets of samples, at least so many in each.
         num_samples: sequences that each must have.
-        rooms, most: see `PackedSamples`; a `most` of 1 leaves samples as they are.
+        rooms, most: see `mb_data.PackedSamples`; a `most` of 1 leaves samples as they are.
     """
     if most == 1:
         return build(num_samples)
@@ -77,7 +34,7 @@ def pack(
         train, valid, test = (
             None
             if part is None
-            else PackedSamples(part, sample_lengths(part), rooms=rooms, most=most)
+            else mb_data.PackedSamples(part, sample_lengths(part), rooms=rooms, most=most)
             for part in build(wanted)
         )
         counts = [math.inf if part is None else len(part) for part in (train, valid, test)]

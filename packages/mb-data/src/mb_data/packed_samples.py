@@ -1,0 +1,54 @@
+"""Short samples laid one behind the other into sequences.
+
+Next fit: a sequence takes the samples that come next in the data's order as long as they fit, so
+the order of samples, and with it what a run has seen at any step, stays that of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mb_data.blend import Samples
+
+
+class PackedSamples:
+    """Sequences of one or several samples each: ``self[i]`` is a list of a dataset's items.
+
+    Args:
+        dataset: the samples.
+        lengths: [samples, streams]: tokens of each sample in each stream (a T5 has two), or more.
+        rooms: tokens of a sequence in each stream; no sample has more.
+        most: samples of a sequence at most.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples[Any],
+        lengths: npt.NDArray[np.integer],
+        *,
+        rooms: Sequence[int],
+        most: int,
+    ) -> None:
+        self.dataset = dataset
+        starts, left, held = [], [0] * len(rooms), most
+        for sample, taken in enumerate(lengths.tolist()):
+            left = [room - length for room, length in zip(left, taken, strict=True)]
+            if min(left) < 0 or held == most:
+                starts.append(sample)
+                left = [room - length for room, length in zip(rooms, taken, strict=True)]
+                held = 0
+            held += 1
+        self._starts = np.array([*starts, len(lengths)], np.int64)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> list[Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        start, end = self._starts[index : index + 2].tolist()
+        return [self.dataset[sample] for sample in range(start, end)]

@@ -1,0 +1,146 @@
+"""Samples from processes of their own, for datasets that make them in Python.
+
+A BERT or T5 sample takes Python half a millisecond. In a thread of the training process that holds
+the interpreter's lock, which the training loop needs between any two kernels: a GPU stood idle for
+three quarters of a BERT's step. A process takes nothing from the loop but the reading of a pipe.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from mb_data.blend import BlendedDataset
+from mb_data.packed_samples import PackedSamples
+from mb_data.sentence_index import SentenceSamples
+
+# A terminal, a batch system or a launcher may signal all processes of a run. It is the training
+# process that decides when these end: it closes their input.
+_IGNORED = [
+    name for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+]
+
+
+def made_by_python(dataset: Any) -> bool:
+    """Whether the samples of a dataset, of a blend or of packed ones, are worth processes."""
+    if isinstance(dataset, BlendedDataset):
+        return any(map(made_by_python, dataset.datasets))
+    if isinstance(dataset, PackedSamples):
+        return made_by_python(dataset.dataset)
+    return isinstance(dataset, SentenceSamples)
+
+
+class SampleReaders:
+    """A few processes that each hold a copy of a dataset; any thread may ask for samples.
+
+        with SampleReaders(dataset, 2) as read:
+            samples = read([3, 5])  # [dataset[3], dataset[5]]
+
+    A reader is a new interpreter, so neither locks nor the main module of this process are copied.
+    It ends with this process, however that ends.
+
+    Args:
+        dataset: is pickled, so its class must be in a module that can be imported; token files and
+            cached indices are opened anew.
+        processes: at most so many calls are answered at a time, others wait.
+
+    Raises:
+        RuntimeError: (a call) a reader has ended, as the system ends what takes too much memory.
+            What a sample raises is raised as it is.
+    """
+
+    def __init__(self, dataset: Any, processes: int) -> None:
+        pickled = pickle.dumps(dataset)
+        self._readers = [_Reader() for _ in range(processes)]
+        self._free: SimpleQueue[_Reader] = SimpleQueue()
+        for reader in self._readers:
+            reader.send(pickled)
+            self._free.put(reader)
+
+    def __call__(self, indices: Sequence[int]) -> list[Any]:
+        reader = self._free.get()
+        try:
+            return reader.read(indices)
+        finally:
+            self._free.put(reader)
+
+    def close(self) -> None:
+        """End the processes; no call may be under way."""
+        for reader in self._readers:
+            reader.close()
+
+    def __enter__(self) -> SampleReaders:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Reader:
+    """One process, seen from the parent."""
+
+    def __init__(self) -> None:
+        ignore = f"import signal as s; [s.signal(getattr(s, n), s.SIG_IGN) for n in {_IGNORED}]"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"{ignore}; from mb_data.sample_readers import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        assert self._process.stdout is not None
+        self.send(pickle.dumps(indices))
+        try:
+            done, value = pickle.load(self._process.stdout)
+        except EOFError:
+            raise self._ended() from None
+        if not done:
+            raise value
+        return value
+
+    def send(self, pickled: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(pickled)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _ended(self) -> RuntimeError:
+        code = self._process.wait()
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return RuntimeError(
+            f"process {self._process.pid}, which reads samples, ended {how}. If it printed no "
+            "error, memory may have run out: use fewer (--num-workers)"
+        )
+
+
+def serve() -> None:
+    """The reader's side: answer indices with samples until the input ends."""
+    questions = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anything prints is no answer
+    dataset = pickle.load(questions)
+    while True:
+        try:
+            indices = pickle.load(questions)
+        except EOFError:
+            return
+        try:
+            answer = True, [dataset[index] for index in indices]
+        except Exception as error:
+            error.add_note(f"In a process that reads samples:\n{traceback.format_exc()}")
+            answer = False, error
+        answers.write(pickle.dumps(answer))
+        answers.flush()

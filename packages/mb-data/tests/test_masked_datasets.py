@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -222,7 +223,10 @@ class TestBert:
         unhidden = set(range(len(tokens))) - set(hidden)
         assert all(shown[i] == tokens[i] for i in unhidden)
         # Whole words: what is hidden is a union of words.
-        words = VOCABULARY.words(tokens)
+        positions, edges = VOCABULARY.words(tokens)
+        assert positions == list(range(1, 4001))
+        words = [positions[start:stop] for start, stop in pairwise(edges)]
+        assert len(words) == 1 + sum(WORD_STARTS[t] for t in tokens[2:-1])
         assert all(len({i in set(hidden) for i in word}) == 1 for word in words if len(word) < 9)
 
     def test_trim_takes_from_the_longer(self):

@@ -70,6 +70,7 @@ def measure(name: str, folder: Path, steps: int, device: str) -> dict[str, Any]:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    torch._dynamo.reset()  # shapes of other cases count towards its limit of recompilations
     train(words)
     log = read_log(folder / name / "log.jsonl")
     events = [e for e in log if e["event"] == "train"]

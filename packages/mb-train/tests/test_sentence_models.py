@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mb_layers import MoEConfig
+from mb_parallel import ParallelDims
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
+from mb_train.data import batches
 from mb_train.from_bert import begin_from_bert
 from mb_train.models.attention import BlockContext, CoreAttention
 from mb_train.models.bert import Bert
@@ -485,6 +487,14 @@ def test_fewer_sequences_take_the_same_samples(tmp_path):
     lengths = sample_lengths(train.dataset).tolist()
     assert lengths == [[int(sample["padding_mask"].sum())] for sample in train.dataset]
     assert max(len(train[index]) for index in range(len(train))) > 1
+    kept, apart = (
+        batches(task, train, torch.device("cpu"), ParallelDims().build("cpu"), consumed_samples=4,
+                micro_batch_size=3, workers=workers, vocab_size=128, apart=True)
+        for workers in (0, 2)
+    )  # fmt: skip
+    for _ in range(3):
+        torch.testing.assert_close(next(apart), next(kept), rtol=0, atol=0)
+    apart.close()
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

@@ -1,0 +1,100 @@
+"""Samples from processes of their own are the same, so are errors, and no process outlives us."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from mb_data import (
+    BertDataset,
+    BlendedDataset,
+    GPTDataset,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    PackedSamples,
+    SampleReaders,
+)
+from mb_data.masking import Vocabulary
+from mb_data.sample_readers import made_by_python
+
+VOCABULARY = Vocabulary(cls=1, sep=2, mask=3, pad=0, word_starts=np.arange(60) % 4 != 0)
+
+
+@pytest.fixture
+def bert(tmp_path):
+    rng = np.random.default_rng(0)
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        for _ in range(20):
+            lengths = rng.integers(3, 12, 6)
+            builder.add_document(rng.integers(20, 60, lengths.sum()), lengths)
+    indexed = IndexedDataset(tmp_path / "x")
+    return BertDataset(
+        indexed, range(20), vocabulary=VOCABULARY, seq_length=32, num_samples=40, seed=1
+    )
+
+
+def equal(found, wanted):
+    np.testing.assert_equal(found, wanted)
+    return True
+
+
+def test_samples_and_errors_are_those_of_the_dataset(bert):
+    blend = BlendedDataset([bert, bert], [1.0, 2.0], size=30)
+    packed = PackedSamples(blend, np.full((30, 1), 12), rooms=[32], most=2)
+    with SampleReaders(packed, 2) as read:
+        for indices in ([0, 3, 1], [], [14]):
+            assert equal(read(indices), [packed[i] for i in indices])
+        with pytest.raises(IndexError, match="sequence 15 of 15") as error:
+            read([15])
+        assert "In a process that reads samples" in error.value.__notes__[0]
+        assert equal(read([2]), [packed[2]])
+        processes = [reader._process for reader in read._readers]
+    assert [process.poll() for process in processes] == [0, 0]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_a_reader_heeds_no_signal_but_the_last(bert):
+    with SampleReaders(bert, 1) as read:
+        (reader,) = read._readers
+        read([0])
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            os.kill(reader._process.pid, each)
+        assert equal(read([5]), [bert[5]])
+        reader._process.kill()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"ended by signal 9.*--num-workers"):
+                read([5])
+
+
+ORPHAN = """
+import os, pickle, sys
+from mb_data import SampleReaders
+read = SampleReaders(pickle.load(open(sys.argv[1], "rb")), 1)
+read([0])
+print(read._readers[0]._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_killed_training_leaves_no_reader_behind(bert, tmp_path):
+    (tmp_path / "dataset").write_bytes(pickle.dumps(bert))
+    words = [sys.executable, "-c", ORPHAN, str(tmp_path / "dataset")]
+    said = subprocess.run(words, stdout=subprocess.PIPE, text=True).stdout
+    while os.path.exists(f"/proc/{int(said)}"):  # it ends as soon as it reads the end of its input
+        time.sleep(0.01)
+
+
+def test_who_makes_samples_in_python(bert, tmp_path):
+    text = GPTDataset(bert.indexed, range(20), seq_length=8, num_samples=4, seed=1)
+    assert made_by_python(bert)
+    assert made_by_python(PackedSamples(bert, bert.lengths(), rooms=[32], most=2))
+    assert made_by_python(BlendedDataset([text, bert], [1.0, 1.0], size=4))
+    assert not made_by_python(text)
+    assert not made_by_python(BlendedDataset([text, text], [1.0, 1.0], size=4))

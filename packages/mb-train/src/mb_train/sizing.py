@@ -25,7 +25,7 @@ from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
 from mb_train.optimizer import parameter_groups
 from mb_train.schedule import BatchSizes, train_iterations, train_samples
-from mb_train.step_time import MEASURED, Work, orthogonalising
+from mb_train.step_time import MEASURED, Work, attending, keeping, orthogonalising
 from mb_train.tasks.make import one_process_task
 
 GIB = 2**30
@@ -223,14 +223,19 @@ def _work(
     blocks, attention, heads = flops(work)
     logits = sum(head.places * head.outputs for head in work.heads)
     ranks = dims.tp * dims.pp
-    step = Work(
-        products=(blocks * again + heads) * samples / ranks,
-        attention=attention * again * samples / ranks,
-        kept=2 * sum(layer.all for layer in layers) * samples,
-        logits=2 * logits * samples / ranks,
-        weights=sum(part.traffic(micro_batches) for part in parts),
-    )
-    return sum((part.turning for part in parts), step)
+    of_gpt = config.model == "gpt"
+    dropout = bool(config.attention_dropout)
+    step = [
+        Work(products=(blocks * again + heads) * samples / ranks),
+        attending(attention * again * samples / ranks, causal=of_gpt, dropout=dropout),
+        keeping(
+            2 * sum(layer.all for layer in layers) * samples,
+            2 * logits * samples / ranks,
+            sentences=not of_gpt,
+        ),
+        *(Work(moved=part.traffic(micro_batches)) + part.turning for part in parts),
+    ]
+    return sum(step, Work())
 
 
 def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> list[str]:
@@ -257,8 +262,8 @@ def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> l
         )
         if config.model not in MEASURED:
             lines.append(
-                f"              arithmetic alone, rather too short: it was not fitted to measured "
-                f"steps of --model {config.model}"
+                f"              of the GPU alone, and not fitted to measured steps of --model "
+                f"{config.model}: without --cuda-graph the host may take longer"
             )
         steps = train_iterations(config, BatchSizes(config, batch))
         # Of a ramp-up the smaller steps take their share of a whole one.

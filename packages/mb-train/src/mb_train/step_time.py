@@ -17,18 +17,23 @@ from torch import Tensor
 
 from mb_train.flops import of_device, peak_flops
 
-# Models whose steps the figures below are fitted to. For others a step takes longer: a packed BERT
-# of 110M 492 k tokens/s, not 722 k (benchmarks/results/2026-11-22-models.md).
-MEASURED = ("gpt",)
-# Of a dense GPT-2 125M on an H200, by --profile: products 703 and 723 TFLOP/s, attention 490 of
-# the whole square of positions (benchmarks/results/2026-11-22-h200.md).
-_PRODUCTS, _ATTENTION = 0.71, 0.5
+# Models whose steps the figures below are fitted to. A T5 or a retriever takes the GPU as long to a
+# fifth; without --cuda-graph the host takes longer (benchmarks/results/2026-11-24-h200.md).
+MEASURED = ("gpt", "bert")
+# Share of the peak, by --profile on an H200. Products of a dense GPT-2 125M: 703 and 723 TFLOP/s
+# (benchmarks/results/2026-11-22-h200.md).
+_PRODUCTS = 0.71
+# Attention, of the whole square of positions, half of which a causal kernel computes: that GPT-2's
+# 490 TFLOP/s, and 327 with dropout; with dropout a BERT's 133, at 512 positions, and a T5's 121
+# (2026-11-24-h200.md). A BERT's without dropout was not measured: it is put in proportion.
+_CAUSAL, _BIDIRECTIONAL, _WITH_DROPOUT = 0.5, 0.2, 0.66
 # The optimizer's pass over 3.7 B weights, with the norm before it: 3.4 to 3.7 of 4.8 TB/s.
 _BANDWIDTH = 0.75
 # How often what blocks keep passes through the memory beside the products, there and as gradients;
 # and the logits, written and read by three products and twice by the loss. Fitted to the measured
-# steps of tests/test_sizing.py, and older ones of benchmarks/results/2026-11-22-frontier.md.
-_KEPT_PASSES, _LOGIT_PASSES = 5.0, 5.4
+# steps of tests/test_sizing.py, and older ones of benchmarks/results/2026-11-22-frontier.md. Where
+# padding is left out, tokens are gathered for every block's attention and laid out again.
+_KEPT_PASSES, _KEPT_PASSES_OF_SENTENCES, _LOGIT_PASSES = 5.0, 7.5, 5.4
 # TB/s by a part of the device's name, the more particular first: the makers' data sheets.
 _BANDWIDTH_TB = {
     "GB200": 8.0, "B200": 8.0, "H200": 4.8, "H100 PCIe": 2.0, "H100": 3.35, "A100": 2.04,
@@ -43,32 +48,39 @@ class Work:
     """What a step asks of one GPU.
 
     Attributes:
-        products, attention: FLOPs, both apart.
-        kept: bytes that blocks keep of all its tokens; logits: bytes of theirs.
-        weights: bytes that are moved for weights, gradients and the optimizer.
+        products: FLOPs of large products.
+        moved: bytes through the memory, beside these.
     """
 
     products: float = 0.0
-    attention: float = 0.0
-    kept: float = 0.0
-    logits: float = 0.0
-    weights: float = 0.0
+    moved: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(**{n: value + getattr(other, n) for n, value in vars(self).items()})
+        return Work(products=self.products + other.products, moved=self.moved + other.moved)
 
     def shared(self, ranks: int) -> Work:
         """The share of one of so many ranks."""
-        return Work(**{n: value / ranks for n, value in vars(self).items()})
+        return Work(products=self.products / ranks, moved=self.moved / ranks)
 
     def seconds(self, device: str) -> float | None:
         """Seconds on a GPU of this name; None if its data sheet is not known."""
         peak, bandwidth = peak_flops(device), of_device(_BANDWIDTH_TB, device)
         if peak is None or bandwidth is None:
             return None
-        moved = _KEPT_PASSES * self.kept + _LOGIT_PASSES * self.logits + self.weights
-        computed = self.products / _PRODUCTS + self.attention / _ATTENTION
-        return computed / peak + moved / (_BANDWIDTH * 1e12 * bandwidth)
+        moved_s = self.moved / (_BANDWIDTH * 1e12 * bandwidth)
+        return self.products / (_PRODUCTS * peak) + moved_s
+
+
+def attending(flops: float, *, causal: bool, dropout: bool) -> Work:
+    """Attention of so many FLOPs over whole squares of positions, with dropout of its weights."""
+    share = (_CAUSAL if causal else _BIDIRECTIONAL) * (_WITH_DROPOUT if dropout else 1)
+    return Work(products=flops * _PRODUCTS / share)
+
+
+def keeping(kept: float, logits: float, *, sentences: bool) -> Work:
+    """What blocks keep for the backward pass, and the logits, in bytes; beside the products."""
+    passes = _KEPT_PASSES_OF_SENTENCES if sentences else _KEPT_PASSES
+    return Work(moved=passes * kept + _LOGIT_PASSES * logits)
 
 
 def orthogonalising(weights: Iterable[Tensor], fused: tuple[int, ...]) -> Work:
@@ -92,4 +104,4 @@ def orthogonalising(weights: Iterable[Tensor], fused: tuple[int, ...]) -> Work:
             flops += count * (rounds * (half * long + 2 * short**2 * long) + small * half * short)
             passes = rounds + 2 * _NEWTON_SCHULZ + 9 * twice + 4
             moved += count * 2 * (3 * rounds * short * long + passes * short**2)  # in 16 bits
-    return Work(products=flops, weights=moved)
+    return Work(products=flops, moved=moved)

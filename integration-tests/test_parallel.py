@@ -115,6 +115,8 @@ def _gradients_kept() -> Iterator[None]:
     def train_step(run: Run, *arguments: Any) -> Any:
         def keep(*_: Any) -> None:
             named = [pair for part in run.model.parts for pair in part.named_parameters()]
+            without = [name for name, p in named if p.grad is None]
+            assert not without, f"no gradient of {without}"
             steps.append([(name, *_offset_and_part(p.grad)) for name, p in named])
 
         runs.append(run)
@@ -335,18 +337,20 @@ def test_the_experts_of_all_stages_are_told_of_once(runs):
 @pytest.mark.timeout(1200)
 def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
     """Written with tensor, pipeline, expert and data parallelism at once, and read by others."""
+    halves = "--num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule interleaved-zero-bubble"
+    others = {"one": "", "ep": f"{EP} 2", "tp": f"{TP} 2 {SP}", "halves": f"{PP} 2 {halves} --bf16"}
     lines = []
-    for name, flags in {"one": "", "ep": f"{EP} 2", "tp": f"{TP} 2 {SP}"}.items():
+    for name, flags in others.items():
         go_on = ["--load", str(runs["dp2 tp2 pp2 ep2"]), "--save", str(tmp_path / name)]
         plain = f"--train-iters 7 {TP} 1 {PP} 1 {EP} 1 --no-sequence-parallel {flags}"
         lines.append([*go_on, *plain.split()])
     assert tiny_run.train(lines[0]) == 0
     for said in run_ranks(_train, 2, lines[1:], timeout_s=300.0):
-        assert said == ["", ""]
+        assert said == ["", "", ""]
     wanted = tiny_run.losses(tmp_path / "one")
     assert len(wanted) == 2
-    for name in ("ep", "tp"):
-        assert tiny_run.losses(tmp_path / name) == pytest.approx(wanted, rel=1e-5)
+    for name, limit in {"ep": 1e-5, "tp": 1e-5, "halves": 1e-3}.items():
+        assert tiny_run.losses(tmp_path / name) == pytest.approx(wanted, rel=limit)
     whole = tmp_path / "whole"
     from_one = ["--load", str(runs["one moe 8"]), "--save", str(whole), "--train-iters", "7"]
     assert tiny_run.train(from_one) == 0

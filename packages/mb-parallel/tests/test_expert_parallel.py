@@ -328,7 +328,8 @@ def test_checkpoints_cross_expert_parallel_sizes(saved, loaded, tmp_path):
 def _refusals(rank, ranks):
     mesh = ParallelDims(tp=2, ep=2).build("cpu")
     said = []
-    for overrides, twice in (({"num_experts": 3}, False), ({}, True)):
+    blocks = {"num_experts": 1, "top_k": 1, "mlp_impl": "sparse", "ffn_hidden_size": 128}
+    for overrides, twice in (({"num_experts": 3}, False), (blocks, False), ({}, True)):
         model = _build(overrides)
         try:
             for _ in range(1 + twice):
@@ -405,8 +406,9 @@ def test_peers_that_cannot_be_reached_are_done_without():
 
 
 def test_models_that_cannot_be_spread_are_named():
-    uneven, twice, sequence, wrapped, sharded, elsewhere = run_ranks(_refusals, 2)[0]
+    uneven, halved, twice, sequence, wrapped, sharded, elsewhere = run_ranks(_refusals, 2)[0]
     assert "ep = 2 for 3 experts" in uneven
+    assert "multiples of 128 for mlp_impl='sparse' where 2 ranks share an expert" in halved
     assert "layers.0.moe, got AllToAllDispatcher" in twice
     assert "whole sequences" in sequence
     assert "got DistributedDataParallel" in wrapped

@@ -6,6 +6,7 @@ import pytest
 import tiny_gpt
 import torch
 from mb_parallel import ParallelDims
+from mb_parallel.optimizer import hold_working_copies
 from mb_parallel.pipeline_parallel import SCHEDULES, Pipeline, split_layers, stage_indices
 from mb_parallel.testing import run_ranks
 from tiny_gpt import Options, compare
@@ -158,11 +159,16 @@ def _pieces(rank, world_size):
         except ValueError as error:
             said.append(str(error))
     copies, twice = [parameter is copy for copy in pipeline.copies], parameter.grad.clone()
+    halves = arguments | {"schedule": "zbv-zero-bubble"}
+    copied = [tiny_gpt.build(replace(options, experts=2)) for _ in range(2)]
+    hold_working_copies(copied, torch.bfloat16)
+    with pytest.raises(ValueError, match="without working copies with zbv-zero-bubble"):
+        Pipeline(copied, mesh, **halves)
     sharded = [tiny_gpt.build(options) for _ in range(2)]
     for one in sharded:
         setattr(one, "_mb_zero_stage", 3)  # noqa: B010, as `apply_data_parallel` leaves it
     try:
-        Pipeline(sharded, mesh, **(arguments | {"schedule": "zbv-zero-bubble"}))
+        Pipeline(sharded, mesh, **halves)
     except ValueError as error:
         said.append(str(error))
     parameter.requires_grad_(rank == 1)

@@ -81,11 +81,12 @@ class CyclicSampler:
     The order of epoch e is ``torch.randperm`` seeded with ``seed + e``, as in Megatron (where the
     seed is 0), computed without torch.
 
-    By default one order covers the whole dataset, epochs follow each other without a gap, and each
-    step deals the next micro_batch_size × world_size samples to the ranks in turn. So position
-    ``consumed_samples`` means the same on any number of ranks. This equals Megatron's
-    ``--no-data-sharding`` if the dataset is a multiple of a step, the only case in which that
-    resumes on another number of ranks.
+    By default one order covers the whole dataset, epochs follow each other without a gap, and of
+    the next micro_batch_size × world_size samples rank r gets the r-th slice. So position
+    ``consumed_samples`` means the same on any number of ranks, and micro-batches hold the same
+    samples. The steps are those of Megatron's ``--no-data-sharding`` if the dataset is a multiple
+    of a step, the only case in which that resumes on another number of ranks; there the ranks get
+    the samples of a step by turns.
 
     With ``data_sharding``, Megatron's default, every rank shuffles its own contiguous part of the
     dataset, and samples beyond a multiple of a step are left out. The parts follow from the number
@@ -151,7 +152,7 @@ class CyclicSampler:
                 epoch += 1
                 order = permutation(self.total_samples, self.seed + epoch)
                 chunk = chunk + order[:position]
-            yield chunk[self.rank :: self.world_size]
+            yield chunk[self.rank * self.micro_batch_size :][: self.micro_batch_size]
 
     def _iterate_sharded(self) -> Iterator[list[int]]:
         steps = self.total_samples // (self.micro_batch_size * self.world_size)

@@ -14,7 +14,7 @@ from mb_layers.router import Router
 from mb_parallel import ParallelMesh, any_rank, apply_data_parallel, parallelize_experts
 from mb_parallel.expert_parallel import budgets_of
 from mb_parallel.optimizer import WorkingCopies, hold_working_copies
-from mb_parallel.pipeline_parallel import Pipeline, stage_indices
+from mb_parallel.pipeline_parallel import SCHEDULES, Pipeline, stage_indices
 from mb_parallel.recompute import apply_recompute
 from mb_parallel.tensor_parallel import parallelize_tensors
 from torch import nn
@@ -102,7 +102,9 @@ def assemble(
             model.keep(runs[index], first=index == 0, last=index == len(runs) - 1)
         notes[index] = _spread(model, task, config, mesh, device, compute_dtype)
         parts.append(model)
-    working_copies = hold_working_copies(parts, compute_dtype)
+    # Schedules in halves compute the gradients of parameters, and would leave out those of copies.
+    in_halves = SCHEDULES[config.schedule_in_force].in_halves
+    working_copies = hold_working_copies([] if in_halves else parts, compute_dtype)
     executor: Executor
     copies: list[nn.Parameter] = []
     if borders is not None:

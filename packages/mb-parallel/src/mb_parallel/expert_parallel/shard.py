@@ -73,7 +73,8 @@ def shard_experts(
             earlier module shares it, is replaced by the same new one.
 
     Raises:
-        ValueError: s does not divide F (or D, with biases); weights of a form that is not split.
+        ValueError: s does not divide F (or D, with biases), for sparse products into multiples of
+            128; weights of a form that is not split.
     """
     shards = placement.width_shards
     adapted = len(list(experts.modules())) > 1
@@ -94,6 +95,12 @@ def shard_experts(
             f"Expected the {shards} ranks that share an expert of {name} to divide its width, got "
             f"ffn_hidden_size = {config.ffn_hidden_size}, hidden_size = {config.hidden_size}. "
             "Lower ep or change the width."
+        )
+    if config.mlp_impl == "sparse" and config.ffn_hidden_size // shards % 128:
+        raise ValueError(
+            f"Expected parts in multiples of 128 for mlp_impl='sparse' where {shards} ranks share "
+            f"an expert of {name}, got ffn_hidden_size = {config.ffn_hidden_size}. Lower ep, or "
+            "pass mlp_impl='grouped'."
         )
     experts.__class__ = WidthShardedExperts  # as FSDP2 does: same parameters, other `forward`
     assert isinstance(experts, WidthShardedExperts)

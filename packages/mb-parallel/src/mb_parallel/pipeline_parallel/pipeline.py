@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from mb_layers import Experts
 from torch import Tensor, nn
 
 from mb_parallel.arguments import at_least_1, floating, several
@@ -78,9 +79,9 @@ class Pipeline:
 
     Raises:
         ValueError: a mesh without stages, an unknown schedule, a number of stages it cannot run,
-            ZeRO stage 3 or two streams with a zero-bubble schedule, streams for another number of
-            borders, or tied parameters that do not exist, differ in size or dtype, or of which only
-            some are frozen.
+            ZeRO stage 3, working copies or two streams with a zero-bubble schedule, streams for
+            another number of borders, or tied parameters that do not exist, differ in size or
+            dtype, or of which only some are frozen.
     """
 
     def __init__(
@@ -117,6 +118,17 @@ class Pipeline:
             raise ValueError(
                 f"Expected zero_stage 1 or 2 with {schedule}, which computes the gradients of "
                 "weights apart and needs the weights whole from forward to backward, got 3."
+            )
+        if self.kind.in_halves and any(
+            module.working_copies
+            for stage in stages
+            for module in stage.modules()
+            if isinstance(module, Experts)
+        ):
+            # Torch computes the gradients of a stage's parameters, and copies are none of them.
+            raise ValueError(
+                f"Expected experts without working copies with {schedule}, which would leave them "
+                "without gradients. Do not call hold_working_copies, or take another schedule."
             )
         self.stages, self.group = stages, pp.get_group()
         self.dp_size = mesh.dp_size

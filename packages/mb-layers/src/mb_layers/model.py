@@ -42,7 +42,10 @@ class Collected:
         """
         losses = [aux_loss for _, aux_loss, _ in self.passes]
         if not losses:
-            raise ValueError("expected MoE layers to run inside collect(model), none did")
+            raise ValueError(
+                "expected MoE layers to run inside collect(model), none did; a model that was "
+                "compiled before has no hooks: let it return its aux_loss"
+            )
         lost = {name for name, _, _ in self.passes} - self.ran_with_gradients
         lost = sorted(name for name in lost if _router_learns(self.layers[name]))
         if lost and torch.is_grad_enabled():

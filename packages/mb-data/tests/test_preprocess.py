@@ -125,6 +125,8 @@ def test_several_keys_and_files(tmp_path):
     assert documents(tmp_path / "out_text_document") == [*map(encode, ["first", "x", "last"])]
     assert documents(tmp_path / "out_title_document") == [encode("A"), encode("B")]
     assert (summary.documents, summary.empty) == (5, 1)
+    preprocess(b, tmp_path / "one", json_keys="title", workers=1)
+    assert documents(tmp_path / "one_title_document") == [encode("B")]
 
 
 @pytest.mark.parametrize("append_eod", [False, True])

@@ -254,6 +254,7 @@ def test_a_line_of_200_megabytes(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"tokenizer": object()}, "file or folder, got object; give one of transformers as"),
         ({"tokenizer": "gpt3"}, "unknown tokenizer 'gpt3'; did you mean gpt2"),
         ({"dtype": "uint8"}, "gpt2 has 50,257 entries, uint8 holds ids up to 255"),
         ({"dtype": "float64"}, "dtype 'float64': expected one of uint8, "),

@@ -91,7 +91,7 @@ def preprocess(
             one JSON object; ``.txt`` is plain text, Parquet is known by its first bytes.
         output_prefix: ``out/wiki`` gives ``out/wiki_text_document.bin`` and ``.idx``;
             ``out/wiki_text_sentence.*`` with ``split_sentences``.
-        tokenizer: name or file for ``load_tokenizer``, or a tokenizer.
+        tokenizer: name or file for ``load_tokenizer``, or the ``Tokenizer`` that it returned.
         json_keys: which values of the object to tokenize: a key, or several.
         append_eod: end each document with the tokenizer's end-of-document token.
         prepend_bos: begin each with its beginning-of-sequence token; by default the tokenizer

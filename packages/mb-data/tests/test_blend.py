@@ -136,6 +136,7 @@ def test_blend_of_gpt_datasets(prefixes):
     sources = [int(train[i].min() // 1000) for i in range(50)]
     assert sources == train.dataset_index.tolist()
     assert np.bincount(sources).tolist() == [25, 13, 12]
+    assert repr(train).startswith(f"BlendedDataset(50 samples: 25 of GPTDataset({a!r}, ")
     alone = build_gpt_datasets(a, **{**SETTINGS, "num_samples": (26, 4, 1)})[0]
     assert isinstance(alone, GPTDataset)
     assert train.datasets[0].doc_idx.tolist() == alone.doc_idx.tolist()

@@ -244,6 +244,7 @@ class TestBadInput:
             ({"seq_length": 0}, "seq_length of at least 1"),
             ({"num_samples": (1, -1, 0)}, "num_samples of at least 0"),
             ({"num_samples": (1, 1)}, "expected three numbers"),
+            ({"num_samples": 300}, "expected three numbers"),
             ({"seed": -1}, "seed must lie between"),
             ({"seed": 2**32}, "seed must lie between"),
             ({"split": "x"}, "expected one to three shares"),

@@ -125,6 +125,8 @@ def test_several_keys_and_files(tmp_path):
     assert documents(tmp_path / "out_text_document") == [*map(encode, ["first", "x", "last"])]
     assert documents(tmp_path / "out_title_document") == [encode("A"), encode("B")]
     assert (summary.documents, summary.empty) == (5, 1)
+    preprocess(b, tmp_path / "one", json_keys="title", workers=1)
+    assert documents(tmp_path / "one_title_document") == [encode("B")]
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
@@ -252,6 +254,7 @@ def test_a_line_of_200_megabytes(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"tokenizer": object()}, "file or folder, got object; give one of transformers as"),
         ({"tokenizer": "gpt3"}, "unknown tokenizer 'gpt3'; did you mean gpt2"),
         ({"dtype": "uint8"}, "gpt2 has 50,257 entries, uint8 holds ids up to 255"),
         ({"dtype": "float64"}, "dtype 'float64': expected one of uint8, "),

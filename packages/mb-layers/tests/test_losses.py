@@ -85,6 +85,22 @@ def test_layer_reduces_counts_over_the_global_batch() -> None:
     assert_close("loss", layer(x).metrics["load_balancing_loss"], expected.detach())
 
 
+def test_counts_may_be_reduced_in_place_but_have_to_be_returned() -> None:
+    """As `dist.all_reduce` does, which returns None."""
+    config = MoEConfig(
+        hidden_size=8, ffn_hidden_size=16, num_experts=4, top_k=2, balance_over="global_batch"
+    )
+    x = torch.randn(16, 8)
+    layer = dMoE(config, reduce_counts=lambda counts_E: counts_E.mul_(2))
+    metrics = layer(x).metrics
+    assert metrics["tokens_per_expert"].sum() == 32
+    assert metrics["dropped_fraction"] == 0
+    for returned in (None, torch.ones(3)):
+        layer.reduce_counts = lambda counts_E, value=returned: value
+        with pytest.raises(ValueError, match=r"to return counts of shape \(4,\), got"):
+            layer(x)
+
+
 def test_reduce_counts_needs_the_global_batch() -> None:
     config = MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4)
     with pytest.raises(ValueError, match="balance_over='micro_batch'"):

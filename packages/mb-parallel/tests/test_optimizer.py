@@ -481,6 +481,7 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: Adafactor(p, weight_decay=float("nan")), "got weight_decay=nan"),
         (lambda p: SGD(p, lr=-1.0), "got lr=-1.0"),
         (lambda p: AdamW(p, betas=(0.9,)), "two betas"),
+        (lambda p: Muon(p), r"Expected groups, .* got parameters alone, .*muon_groups\(model"),
         (lambda p: Muon(p, ns_steps=0), "ns_steps to be an integer of at least 1, got 0"),
         (lambda p: Muon(p, ns_dtype="bfloat16"), "ns_dtype to be a floating-point dtype"),
         (lambda p: Muon(p, ns_dtype=torch.float16), "ns_dtype to be torch.bfloat16 or wider"),
@@ -548,7 +549,7 @@ def test_a_group_that_is_refused_is_not_added():
         (AdamW, torch.float32, {"betas": 0.9}, "two betas"),
     )
     for kind, dtype, more, says in cases:
-        optimizer = kind([nn.Parameter(torch.zeros(2))])
+        optimizer = kind([{"params": [nn.Parameter(torch.zeros(2))]}])
         with pytest.raises(ValueError, match=says):
             optimizer.add_param_group(
                 {"params": [nn.Parameter(torch.zeros(2, dtype=dtype))], **more}

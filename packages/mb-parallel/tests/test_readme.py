@@ -1,9 +1,13 @@
 """The README's example runs as printed; the example of a test is collected with the tests."""
 
+import copy
 import re
 from pathlib import Path
 
-from mb_parallel import ParallelDims, tensor_parallel
+import torch
+from mb_kernels.testing import assert_close
+from mb_layers import MoEConfig, dMoE
+from mb_parallel import ParallelDims, parallelize_experts, tensor_parallel
 from mb_parallel.testing import run_ranks
 from torch import nn
 
@@ -38,8 +42,30 @@ def _plan(rank, world_size):
     )
 
 
-def test_readme_plan():
-    for shared in run_ranks(_plan, 2):
+def _own_units(rank, world_size):
+    """Shard by the third example; compare gradients with those of one process."""
+    torch.manual_seed(1)
+    config = MoEConfig(hidden_size=8, ffn_hidden_size=8, num_experts=4)
+    whole = nn.Sequential(nn.Linear(8, 8), dMoE(config))
+    model = copy.deepcopy(whole)
+    mesh = ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
+    parallelize_experts(model, mesh)
+    given = {"model": model, "mesh": mesh, "blocks": list(model)}
+    exec(compile(_examples()[2], "README.md", "exec"), given)
+    x = torch.randn(world_size, 6, 8)
+    (model(x[rank]).y.square().mean() / mesh.dp_size).backward()
+    whole(x).y.square().mean().backward()
+    for (name, mine), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert_close(f"d {name}", mine.grad.full_tensor(), expected.grad)
+
+
+def _plan_and_units(rank, world_size):
+    _own_units(rank, world_size)
+    return _plan(rank, world_size)
+
+
+def test_readme_plan_and_units():
+    for shared in run_ranks(_plan_and_units, 2):
         assert shared == sorted(
             ["embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj",
              "gate_proj", "up_proj", "down_proj"]

@@ -11,7 +11,9 @@ README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
 def test_readme_example(capsys, tmp_path, monkeypatch):
     (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    exec(compile(example, "README.md", "exec"), {})
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["scores"].isfinite().all()
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"loss 10\.\d\d -> \d+\.\d\d, kept in runs/quickstart/iter_0000004", last)
 

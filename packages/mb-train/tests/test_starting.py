@@ -1,6 +1,7 @@
 """What a command line starts: what is said before the first step, and when a run goes on."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from mb_train.flags import parse
 from mb_train.recipes import recipe
 from mb_train.run import vocabulary_rows
 from mb_train.starting import command_line, plan
+from mb_train.train import train
 
 TINY = [
     "--recipe=quickstart", "--num-layers=1", "--hidden-size=16", "--ffn-hidden-size=16",
@@ -145,6 +147,20 @@ def test_an_iteration_is_asked_for_by_its_number(finished, tmp_path):
     assert plan(parse(begins)).start is None
     with pytest.raises(ValueError, match="found none"):
         plan(parse([*begins, "--exit-on-missing-checkpoint"]))
+
+
+def test_going_on_from_python(finished, tmp_path, capsys):
+    """`train` with a `load` goes on from there; it began from scratch, and set the run aside."""
+    folder, _ = finished
+    config = TrainConfig(**json.loads((folder / "iter_0000002" / "run.json").read_text())["config"])
+    config = dataclasses.replace(config, load=str(folder), save=str(tmp_path), train_iters=3)
+    assert train(config).iteration == 3
+    out = capsys.readouterr().out
+    assert re.search(" note: .* was 2 steps until now, and is 3 steps from here on\n", out)
+    lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert [line["iteration"] for line in lines if line["event"] == "train"] == [3]
+    with pytest.raises(ValueError, match="Expected a checkpoint in nowhere, found none"):
+        train(dataclasses.replace(config, load="nowhere"))
 
 
 def test_a_vocabulary_that_ranks_cannot_share_is_said():

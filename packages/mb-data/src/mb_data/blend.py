@@ -114,6 +114,11 @@ class BlendedDataset(Generic[T_co]):
         source = self.datasets[int(self.dataset_index[index])]
         return source[int(self.dataset_sample_index[index])]
 
+    def __repr__(self) -> str:
+        taken = np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()
+        parts = (f"{n:,} of {d!r}" for n, d in zip(taken, self.datasets, strict=True))
+        return f"BlendedDataset({len(self):,} samples: {', '.join(parts)})"
+
 
 # Train, validation and test; a part without documents is None.
 Parts = tuple[
@@ -146,7 +151,7 @@ def build_parts(
         A part without documents is None. A source without documents in some part is left out
         there, with a warning, and the others share its weight.
     """
-    if len(num_samples) != len(PARTS):
+    if np.shape(num_samples) != (len(PARTS),):
         raise ValueError(
             f"num_samples: expected three numbers, train, valid and test, got {num_samples!r}"
         )

@@ -67,7 +67,7 @@ def preprocess(
     output_prefix: str | os.PathLike[str],
     *,
     tokenizer: str | os.PathLike[str] | Tokenizer = "gpt2",
-    json_keys: Sequence[str] = ("text",),
+    json_keys: str | Sequence[str] = ("text",),
     append_eod: bool = False,
     prepend_bos: bool | None = None,
     split_sentences: bool = False,
@@ -91,8 +91,8 @@ def preprocess(
             one JSON object; ``.txt`` is plain text, Parquet is known by its first bytes.
         output_prefix: ``out/wiki`` gives ``out/wiki_text_document.bin`` and ``.idx``;
             ``out/wiki_text_sentence.*`` with ``split_sentences``.
-        tokenizer: name or file for ``load_tokenizer``, or a tokenizer.
-        json_keys: which values of the object to tokenize.
+        tokenizer: name or file for ``load_tokenizer``, or the ``Tokenizer`` that it returned.
+        json_keys: which values of the object to tokenize: a key, or several.
         append_eod: end each document with the tokenizer's end-of-document token.
         prepend_bos: begin each with its beginning-of-sequence token; by default the tokenizer
             decides, see ``Tokenizer``.
@@ -124,7 +124,7 @@ def preprocess(
     started = time.perf_counter()
     if isinstance(inputs, (str, os.PathLike)):
         inputs = [inputs]
-    keys = tuple(json_keys)
+    keys = (json_keys,) if isinstance(json_keys, str) else tuple(json_keys)
     workers = cores() if workers is None else workers
     sizes = {"workers": workers, "block_bytes": block_bytes, "max_line_bytes": max_line_bytes}
     _check_settings(keys, on_error, text_unit, shard, sizes)

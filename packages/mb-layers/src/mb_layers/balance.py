@@ -10,6 +10,7 @@ Letters: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import mb_kernels
 import torch
@@ -100,6 +101,18 @@ def router_losses(
             load_imbalance=counts_E.max() * counts_E.shape[0] / slots.clamp(min=1),
             dropped_fraction=(slots - dispatched.kept_slots) / slots.clamp(min=1),
         )
+
+
+def reduced(counts: Tensor, reduce_counts: Callable[[Tensor], Tensor]) -> Tensor:
+    """The counts [..., E] of all ranks. `reduce_counts` may change the tensor that it is given."""
+    total = reduce_counts(counts.clone())
+    if not isinstance(total, Tensor) or total.shape != counts.shape:
+        got = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise ValueError(
+            f"expected reduce_counts to return counts of shape {tuple(counts.shape)}, got {got}; "
+            "torch.distributed.all_reduce adds up in place: return the tensor behind it"
+        )
+    return total
 
 
 def _one_number(valid_tokens: Tensor | float | None) -> Tensor | float | None:

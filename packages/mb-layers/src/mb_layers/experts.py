@@ -280,6 +280,11 @@ class SharedExpert(_StackedMLP):
         offsets_E1 = torch.arange(2, device=x_TD.device, dtype=torch.int32) * num_tokens
         return self.run(x_TD, Bins(rows_N, rows_N, offsets_E1[1:], offsets_E1), weights_T1)
 
+    def extra_repr(self) -> str:
+        config = self.config
+        widths = f"{config.hidden_size} -> {config.shared_expert_hidden_size} -> "
+        return f"{widths}{config.hidden_size}, gate={config.shared_expert_gate}"
+
     def _weights(self, x_TD: Tensor) -> Tensor:
         if self.gate is None:
             return at_least_fp32(x_TD.new_ones(x_TD.shape[0], 1))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from mb_layers.balance import reduced
 from mb_layers.losses import attach_aux_loss, in_backward
 from mb_layers.moe import MoELayer, MoEOutput
 from mb_layers.router import Router, update_balancing_bias
@@ -41,7 +42,10 @@ class Collected:
         """
         losses = [aux_loss for _, aux_loss, _ in self.passes]
         if not losses:
-            raise ValueError("expected MoE layers to run inside collect(model), none did")
+            raise ValueError(
+                "expected MoE layers to run inside collect(model), none did; a model that was "
+                "compiled before has no hooks: let it return its aux_loss"
+            )
         lost = {name for name, _, _ in self.passes} - self.ran_with_gradients
         lost = sorted(name for name in lost if _router_learns(self.layers[name]))
         if lost and torch.is_grad_enabled():
@@ -133,7 +137,8 @@ def update_balancing_biases(
             instance by an all-reduce; one call for all layers, E the most experts of any.
 
     Raises:
-        ValueError: no pass, or none through a layer with a balancing bias.
+        ValueError: no pass, or none through a layer with a balancing bias; `reduce_counts` returns
+            something else than counts.
     """
     passes = list(passes)
     routers = {
@@ -158,7 +163,7 @@ def update_balancing_biases(
     counts = [summed(name, router) for name, router in routers.items()]
     counts_LE = _rows(counts)
     if reduce_counts is not None:
-        counts_LE = reduce_counts(counts_LE)
+        counts_LE = reduced(counts_LE, reduce_counts)
     for router, mine_E, counts_E in zip(routers.values(), counts, counts_LE, strict=True):
         update_balancing_bias(router, counts_E[: len(mine_E)], rate=rate)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
-from mb_layers.balance import router_losses
+from mb_layers.balance import reduced, router_losses
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched, LocalDispatcher, TokenDispatcher, replaced
 from mb_layers.experts import Experts, SharedExpert, to_plain
@@ -224,7 +224,7 @@ class MoELayer(nn.Module):
         is_ours = self._router_is_ours()
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
         if self.reduce_counts is not None:
-            balance_counts_E = self.reduce_counts(counts_E)
+            balance_counts_E = reduced(counts_E, self.reduce_counts)
         elif self.config.balance_over == "global_batch" and self.training:
             raise ValueError(
                 "expected reduce_counts with balance_over='global_batch', got None: pass it to the "

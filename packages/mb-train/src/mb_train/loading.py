@@ -46,7 +46,7 @@ class Trained:
 
 
 def load_trained(
-    run: Path,
+    run: Path | str,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     *,
@@ -62,7 +62,7 @@ def load_trained(
     Raises:
         ValueError: no checkpoint there, one that does not load, or a model of another kind.
     """
-    checkpoint = checkpoint_in(run)
+    checkpoint = checkpoint_in(Path(run))
     saved = read_saved_run(checkpoint)
     config = TrainConfig(**saved.inherited())
     if config.model not in kinds:

@@ -71,17 +71,11 @@ def plan(command: CommandLine) -> Plan:
         config = resolve(command)
         load = config.load
         if load is None:
-            if config.ckpt_step is not None:
-                raise ValueError(f"Expected --load with --ckpt-step {config.ckpt_step}, got none.")
-            return Plan(config)
-    # Scripts that restart themselves load from where they save, the first time as well.
-    may_begin = save is not None and Path(save) == Path(load)
-    may_begin = may_begin and not command.values.get("exit_on_missing_checkpoint")
-    step = command.values.get("ckpt_step")
-    if step is not None:
-        checkpoint = checkpoint_in(Path(load) / iteration_folder(step))
-    else:
-        checkpoint = (find_checkpoint if may_begin else checkpoint_in)(Path(load))
+            return plan_of(config)
+    values = command.values
+    checkpoint = _checkpoint(
+        load, save, values.get("ckpt_step"), bool(values.get("exit_on_missing_checkpoint"))
+    )
     if checkpoint is None:
         return Plan(dataclasses.replace(resolve(command), load=None))
     saved = read_saved_run(checkpoint)
@@ -93,6 +87,34 @@ def plan(command: CommandLine) -> Plan:
     if not asked and start.is_end_of(config):
         config = _prolong(config, saved)
     return Plan(config, start, tuple(check_changes(saved.config, config)))
+
+
+def plan_of(config: TrainConfig) -> Plan:
+    """The run of a whole configuration, which goes on from its `load` if it has one.
+
+    Raises:
+        ValueError, OSError: as `plan`.
+    """
+    if config.load is None:
+        if config.ckpt_step is not None:
+            raise ValueError(f"Expected --load with --ckpt-step {config.ckpt_step}, got none.")
+        return Plan(config)
+    checkpoint = _checkpoint(
+        config.load, config.save, config.ckpt_step, config.exit_on_missing_checkpoint
+    )
+    if checkpoint is None:
+        return Plan(dataclasses.replace(config, load=None))
+    saved = read_saved_run(checkpoint)
+    return Plan(config, Start(checkpoint, saved), tuple(check_changes(saved.config, config)))
+
+
+def _checkpoint(load: str, save: str | None, step: int | None, must_exist: bool) -> Path | None:
+    """The checkpoint to go on from; None for a run that begins where it will go on from later."""
+    if step is not None:
+        return checkpoint_in(Path(load) / iteration_folder(step))
+    # Scripts that restart themselves load from where they save, the first time as well.
+    may_begin = save is not None and Path(save) == Path(load) and not must_exist
+    return (find_checkpoint if may_begin else checkpoint_in)(Path(load))
 
 
 def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:

@@ -32,7 +32,7 @@ from mb_train.profiling import Profiler
 from mb_train.reporting import datetime_line, validation_lines
 from mb_train.run import Run, device_type, only_writer
 from mb_train.signals import StopFlag, stop_signals
-from mb_train.starting import Start
+from mb_train.starting import Start, plan_of
 from mb_train.step import Step, params_norm, train_step
 from mb_train.tasks import Batch
 from mb_train.timers import Clock
@@ -64,13 +64,19 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
     """Train as `config` says, on this process or as one rank of a torchrun job.
 
     Args:
-        start: the checkpoint to go on from; None starts from scratch.
+        config: all settings. If it has a `load`, the run goes on from there, up to `train_iters`
+            in all; it does not take settings from there, as `--load` does.
+        start: the checkpoint that was found there already.
 
     Raises:
         ValueError: what was asked for does not fit together, the data or the machine; nothing has
             been written but, perhaps, the sample corpus. Or the data is damaged further on.
         OSError: files that cannot be read or written.
     """
+    notes: tuple[str, ...] = ()
+    if start is None:
+        found = plan_of(config)
+        config, start, notes = found.config, found.start, found.notes
     with (
         warnings.catch_warnings(),
         distributed(
@@ -83,7 +89,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         # torch's checkpoint writer, in whatever thread: one process is what was asked for.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         run = Run(config, device, start)
-        for line in recovered:
+        for line in (*recovered, *(f"note: {note}" for note in notes)):
             run.say(f" {line}")
         try:
             return _loop(run, stop)

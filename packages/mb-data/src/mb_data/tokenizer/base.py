@@ -91,9 +91,10 @@ class Tokenizer(ABC):
     def special_id(self, role: str) -> int:
         """Id of the special token in a role; ValueError if this vocabulary has none."""
         if role not in self.special:
+            hint = "; eod_token (mb-data preprocess --eod-token) names one" * (role == "eod")
             raise ValueError(
                 f"tokenizer {self.name} has no {role} token; it has: "
-                f"{', '.join(self.special) or 'no special tokens'}"
+                f"{', '.join(self.special) or 'no special tokens'}{hint}"
             )
         return self.special[role]
 

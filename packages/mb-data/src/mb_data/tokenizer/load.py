@@ -83,9 +83,14 @@ def load_tokenizer(
         eod_token: the special token that ends documents, if it is not the file's own choice.
 
     Raises:
-        ValueError: an unknown name, or a file that is no vocabulary.
+        ValueError: an unknown name, a file that is no vocabulary, or neither a name nor a file.
         ModuleNotFoundError: a library that the file needs is not installed.
     """
+    if not isinstance(name, (str, os.PathLike)):
+        raise ValueError(
+            f"expected a tokenizer's name, file or folder, got {type(name).__name__}; give one of "
+            "transformers as the folder that its save_pretrained wrote"
+        )
     name = os.fspath(name)
     if num_extra_ids < 0:
         raise ValueError(f"the number of extra ids must be at least 0, got {num_extra_ids}")

@@ -59,8 +59,8 @@ class Muon(AdamW):
     State of a matrix: `momentum_buffer`, fp32.
 
     Raises:
-        ValueError: a number or dtype outside its range; a vector, or a 16-bit parameter, in a group
-            of Muon's; rows that `fused` does not divide.
+        ValueError: parameters without groups; a number or dtype outside its range; a vector, or a
+            16-bit parameter, in a group of Muon's; rows that `fused` does not divide.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Muon(AdamW):
                 "gradients of 1e-7 are 0."
             )
         self.ns_dtype = ns_dtype
+        params = list(params)
         self._more_of_groups = {"muon": False, "momentum": momentum, "ns_steps": ns_steps,
                                 "fused": ()}  # fmt: skip
         self._matrices: set[Tensor] = set()
@@ -96,6 +97,11 @@ class Muon(AdamW):
             state_dtype=state_dtype,
             working_copies=working_copies,
         )
+        if not any(isinstance(group, dict) for group in params):
+            raise ValueError(
+                "Expected groups, those of matrices with muon=True, got parameters alone, all of "
+                "which AdamW would train. Make groups by muon_groups(model, weight_decay)."
+            )
 
     def check(self, group: dict[str, Any]) -> None:
         super().check(group)

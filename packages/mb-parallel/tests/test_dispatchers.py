@@ -153,6 +153,8 @@ def _run(case: Case, name: str, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
     first = sum(lengths[:rank])
     mine = slice(first, first + lengths[rank])
     once = _through(layer, x[mine], weights[mine], ids[mine])
+    if ranks > 2 and case is not CASES["random"]:  # two ranks run every case again
+        return once
     layer.zero_grad()
     again = _through(layer, x[mine], weights[mine], ids[mine])
     for key, value in once.items():

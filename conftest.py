@@ -14,14 +14,23 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-# A worker runs a file at a time: what takes long begins first, or it would run alone at the end.
+# A worker runs a file at a time: what takes long begins first, or it would run alone at the end. Of
+# these, files of one process come beside the one that starts up to eight.
 LONGEST_FIRST = (
     "integration-tests/test_parallel.py",
     "mb-kernels/tests/test_interpreter.py",
-    "mb-parallel/tests/test_layouts.py",
     "integration-tests/test_standalone.py",
-    "mb-parallel/tests/test_expert_parallel.py",
+    "mb-layers/tests/test_living.py",
+    "mb-kernels/tests/test_hopper.py",
+    "integration-tests/test_sentence_models.py",
+    "mb-parallel/tests/test_dispatchers.py",
     "mb-parallel/tests/test_data_parallel.py",
+    "mb-parallel/tests/test_expert_parallel.py",
+    "mb-parallel/tests/test_tensor_parallel.py",
+    "mb-parallel/tests/test_pipeline_parallel.py",
+    "mb-parallel/tests/test_rebalance.py",
+    "mb-parallel/tests/test_layouts.py",
+    "integration-tests/test_data_parallel.py",
     "integration-tests/test_train_cli.py",
     "mb-parallel/tests/test_interpreter.py",
 )

@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -14,10 +15,11 @@ from mb_parallel.testing import run_ranks
 
 
 def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `mb-train` on one of several ranks."""
+    """Exit code, stdout and stderr of `mb-train` on one of several ranks; it leaves no thread."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = tiny_run.train(arguments)
+    assert threading.enumerate() == [threading.main_thread()]
     return code, out.getvalue(), err.getvalue()
 
 

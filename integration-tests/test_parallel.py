@@ -4,7 +4,7 @@ And it reports what one process does: every number of the log that does not tell
 
     python integration-tests/test_parallel.py      # prints the matrix with the largest deviations
 
-fp32 on gloo, five steps with accumulation, the same global batch as that process has. Ranks of one
+fp32 on gloo, four steps with accumulation, the same global batch as that process has. Ranks of one
 world size are started once and train one layout after the other.
 """
 
@@ -36,8 +36,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 # Micro-batches of one sequence everywhere: the balance of load is a matter of the micro-batch.
 SAME = (
-    "--num-layers 4 --micro-batch-size 1 --train-iters 5 --log-interval 1 "
-    "--eval-interval 5 --eval-iters 1 --attention-dropout 0 --hidden-dropout 0 "
+    "--micro-batch-size 1 --train-iters 4 --log-interval 1 "
+    "--eval-interval 4 --eval-iters 1 --attention-dropout 0 --hidden-dropout 0 "
     "--make-vocab-size-divisible-by 128 --adam-eps 1e-3 --log-params-norm"
 )
 # What an MoE layer has besides its experts, so that every layout has to spread it right.
@@ -53,6 +53,7 @@ SP, A2A, GATHER = (
 )
 PLACES = "--moe-rebalance-interval 2"
 BUDGET = "--moe-row-policy budget --moe-row-budget 1.05"
+FOUR = "--num-layers 4"  # for four stages; the others make do with two
 # Name: ranks, flags, whether with experts.
 LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "dp2 zero1": (2, "", True),
@@ -66,7 +67,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "pp2 dense": (2, f"{PP} 2", False),
     "pp2": (2, f"{PP} 2", True),
     "pp2 gpipe": (2, f"{PP} 2 --pipeline-schedule gpipe", True),
-    "pp2 interleaved": (2, f"{PP} 2 --num-layers-per-virtual-pipeline-stage 1", True),
+    "pp2 interleaved": (2, f"{PP} 2 {FOUR} --num-layers-per-virtual-pipeline-stage 1", True),
     "ep2 exchange": (2, f"{EP} 2 {A2A}", True),
     "ep2, places changed": (2, f"{EP} 2 {A2A} {PLACES}", True),
     "ep2 gather, steps redone": (2, f"{EP} 2 {GATHER} {BUDGET}", True),
@@ -82,7 +83,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     "hybrid 2 x 2": (4, f"--data-parallel-replicas 2 {EP} 2", True),
     "ep4": (4, f"{EP} 4", True),
     "dp2 ep2 zero3, chunks": (4, f"{EP} 2 --zero-stage 3 {A2A} --moe-a2a-overlap-degree 2", True),
-    "pp4": (4, f"{PP} 4", True),
+    "pp4": (4, f"{PP} 4 {FOUR}", True),
     "tp2 pp2 ep2": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP}", True),
     "tp2 pp2 ep2, places changed": (4, f"{TP} 2 {PP} 2 {EP} 2 {SP} {PLACES}", True),
     "zero3, places changed": (4, f"{EP} 2 --zero-stage 3 {A2A} {PLACES}", True),
@@ -249,8 +250,9 @@ def _batch(ranks: int) -> int:
 
 
 def _expected(layout: str) -> str:
-    ranks, _, moe = LAYOUTS[layout]
-    return f"one {'moe' if moe else 'dense'} {_batch(ranks)}"
+    """Name of the run of one process: its kind, its global batch, its layers if they are four."""
+    ranks, more, moe = LAYOUTS[layout]
+    return f"one {'moe' if moe else 'dense'} {_batch(ranks)}{' deep' if FOUR in more else ''}"
 
 
 def _all_runs(folder: Path) -> dict[str, Path]:
@@ -259,8 +261,9 @@ def _all_runs(folder: Path) -> dict[str, Path]:
     ones = {_expected(layout) for layout in LAYOUTS}
     runs = {name: folder / name.replace(" ", "-") for name in (*LAYOUTS, *ones)}
     for one in ones:
-        batch = int(one.split()[-1])
-        assert _train(0, 1, [_flags(tokens, runs[one], moe="moe" in one, batch=batch)]) == [""]
+        _, kind, batch, *deep = one.split()
+        line = _flags(tokens, runs[one], FOUR if deep else "", moe=kind == "moe", batch=int(batch))
+        assert _train(0, 1, [line]) == [""]
     for ranks in sorted({ranks for ranks, *_ in LAYOUTS.values()}):
         names = [name for name in LAYOUTS if LAYOUTS[name][0] == ranks]
         lines = [
@@ -330,7 +333,7 @@ def test_the_experts_of_all_stages_are_told_of_once(runs):
 
     alike = "expert parallelism: ep = 1, all experts of 1 layer on every rank"
     assert notes("pp2 interleaved") == [f"stages 0, 1, 2, 3: {alike}"]
-    assert notes("dp2 zero1") == [alike.replace("1 layer", "4 layers")]
+    assert notes("dp2 zero1") == [alike.replace("1 layer", "2 layers")]
     assert notes("pp2 dense") == []
 
 
@@ -342,7 +345,7 @@ def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
     lines = []
     for name, flags in others.items():
         go_on = ["--load", str(runs["dp2 tp2 pp2 ep2"]), "--save", str(tmp_path / name)]
-        plain = f"--train-iters 7 {TP} 1 {PP} 1 {EP} 1 --no-sequence-parallel {flags}"
+        plain = f"--train-iters 6 {TP} 1 {PP} 1 {EP} 1 --no-sequence-parallel {flags}"
         lines.append([*go_on, *plain.split()])
     assert tiny_run.train(lines[0]) == 0
     for said in run_ranks(_train, 2, lines[1:], timeout_s=300.0):
@@ -352,7 +355,7 @@ def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
     for name, limit in {"ep": 1e-5, "tp": 1e-5, "halves": 1e-3}.items():
         assert tiny_run.losses(tmp_path / name) == pytest.approx(wanted, rel=limit)
     whole = tmp_path / "whole"
-    from_one = ["--load", str(runs["one moe 8"]), "--save", str(whole), "--train-iters", "7"]
+    from_one = ["--load", str(runs["one moe 8"]), "--save", str(whole), "--train-iters", "6"]
     assert tiny_run.train(from_one) == 0
     assert wanted == pytest.approx(tiny_run.losses(whole), rel=1e-5)
 

@@ -19,7 +19,7 @@ from test_parallel import EP, PP, SP, TP, _deviations, _tensors, _train
 
 SAME = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 48 --seq-length 24 "
-    "--micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 3e-3 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 3e-3 "
     "--lr-decay-style constant "
     "--log-interval 1 --eval-interval 3 --eval-iters 2 --split 80,20,0 --device cpu "
     "--attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 128 --adam-eps 1e-3"
@@ -33,8 +33,8 @@ ONE = {
     "classifier": "--model classifier --task qqp --position-embedding-type relative",
     "race": f"--model classifier --task race {MOE}",
     # A query is held against the blocks of all ranks: one process has them in one micro-batch.
-    "ict": "--model ict --micro-batch-size 8",
-    "ict experts": f"--model ict --micro-batch-size 8 {MOE} --moe-loss-weight 0",
+    "ict": "--model ict --micro-batch-size 4",
+    "ict experts": f"--model ict --micro-batch-size 4 {MOE} --moe-loss-weight 0",
 }
 # Name: what it must equal, flags. Of two ranks, or of four.
 LAYOUTS: dict[str, tuple[str, str]] = {
@@ -52,10 +52,10 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "classifier pp2": ("classifier", f"{PP} 2"),
     "race pp2": ("race", f"{PP} 2"),
     "race ep2": ("race", f"{EP} 2"),
-    "ict dp2": ("ict", "--micro-batch-size 4"),
-    "ict ep2": ("ict experts", f"--micro-batch-size 4 {EP} 2"),
+    "ict dp2": ("ict", "--micro-batch-size 2"),
+    "ict ep2": ("ict experts", f"--micro-batch-size 2 {EP} 2"),
     "ict tp2 sp": ("ict experts", f"{TP} 2 {SP}"),
-    "ict dp2 tp2": ("ict experts", f"--micro-batch-size 4 {TP} 2"),
+    "ict dp2 tp2": ("ict experts", f"--micro-batch-size 2 {TP} 2"),
 }
 FOUR = ("ict dp2 tp2",)
 
@@ -122,7 +122,7 @@ def trained(tmp_path_factory) -> tuple[dict[str, Path], list[str]]:
     saves = {name: folder / name.replace(" ", "-") for name in (*ONE, *LAYOUTS)}
     for model in ONE:
         assert tiny_run.train(_line(data, saves[model], model)) == 0
-    refusal = _line(data, folder / "refused", "ict", f"--micro-batch-size 4 {PP} 2")
+    refusal = _line(data, folder / "refused", "ict", f"--micro-batch-size 2 {PP} 2")
     refused = []
     for ranks, names in {4: FOUR, 2: LAYOUTS.keys() - FOUR}.items():
         lines = [_line(data, saves[name], *LAYOUTS[name]) for name in names]
@@ -164,7 +164,7 @@ def test_tokens_of_both_sides_are_counted(trained):
     for model, tokens in {"bert": 24, "t5": 24 + 12, "ict": 2 * 24, "race": 4 * 24}.items():
         event = tiny_run.events(trained[0][model], "train")[-1]
         of_a_step = event["tokens_per_s"] * event["ms_per_iteration"] / 1000
-        assert of_a_step == pytest.approx(8 * tokens)
+        assert of_a_step == pytest.approx(4 * tokens)
 
 
 def _measured(run: Path) -> list[dict[str, object]]:

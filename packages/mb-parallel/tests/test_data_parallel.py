@@ -41,7 +41,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.tensor import DTensor
 
-STEPS, MICRO_BATCHES, SAMPLES, WIDTH = 3, 4, 6, 7  # odd width: shards are uneven
+STEPS, MICRO_BATCHES, SAMPLES, WIDTH = 2, 4, 6, 7  # odd width: shards are uneven
 
 
 class Block(nn.Module):

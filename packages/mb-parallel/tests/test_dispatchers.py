@@ -153,6 +153,8 @@ def _run(case: Case, name: str, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
     first = sum(lengths[:rank])
     mine = slice(first, first + lengths[rank])
     once = _through(layer, x[mine], weights[mine], ids[mine])
+    if ranks > 2 and case is not CASES["random"]:  # two ranks run every case again
+        return once
     layer.zero_grad()
     again = _through(layer, x[mine], weights[mine], ids[mine])
     for key, value in once.items():
@@ -411,8 +413,8 @@ def _evaluated_and_compiled(rank, ranks):
     parallelize_experts(
         exact, ParallelDims(dp_shard=2, ep=2).build("cpu"), row_policy="exact", **rows
     )
-    with BaseTorchFunctionMode():
-        compiled = torch.compile(exact, backend="aot_eager", dynamic=True)(x[:5])
+    with BaseTorchFunctionMode(), torch.no_grad():
+        compiled = torch.compile(exact, backend="eager", dynamic=True)(x[:5])
     assert torch.equal(compiled.y, exact(x[:5]).y)
     with pytest.raises(ValueError, match="add adapters first"):
         add_lora(layer.experts, rank=2, alpha=4)

@@ -1,6 +1,6 @@
 """All kinds of parallelism together, with the sharded optimizer, against one process.
 
-Steps with accumulation, clipping and AdamW, three here and five in `benchmarks/equality.py`:
+Steps with accumulation, clipping and AdamW, two here and five in `benchmarks/equality.py`:
 losses, gradient norms, every gradient (the router's by name), every parameter and every moment at
 the end.
 """
@@ -89,7 +89,7 @@ def train_all(rank, world_size, cases):
     return [train(*case) for case in cases]
 
 
-def run_all(layouts, steps=3):
+def run_all(layouts, steps):
     """What each rank has of every layout, and one process of both models; each size starts once."""
 
     def case(options, dims, zero_stage):
@@ -136,7 +136,7 @@ def _tied(name, known):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_all(TESTED)
+    return run_all(TESTED, steps=2)
 
 
 @pytest.mark.parametrize("layout", TESTED)

@@ -22,7 +22,7 @@ from mb_parallel.optimizer import (
 from mb_parallel.testing import run_ranks
 from torch import nn
 
-HIDDEN, EXPERTS, TOKENS, STEPS = 8, 8, 24, 6
+HIDDEN, EXPERTS, TOKENS, STEPS = 8, 8, 24, 5
 CONFIG: dict[str, Any] = {
     "hidden_size": HIDDEN, "ffn_hidden_size": 16, "num_experts": EXPERTS, "top_k": 2,
     "init_method_std": 0.4, "router_bias": True, "mlp_bias": True, "balancing_bias": True,

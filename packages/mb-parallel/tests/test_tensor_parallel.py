@@ -33,11 +33,12 @@ from torch.distributed.tensor import DTensor
 # torch 2.13's compiler saves a DTensor's mesh among the tensors where it is to compute anew. When
 # this fails, what mb_train.assemble refuses for it can go.
 COMPILER_LOSES_MESHES = torch.__version__.startswith("2.13.")
+TWO = Options(layers=2)  # the second has the experts, if any
 CASES = {
-    "dense": Options(),
-    "gated-rms-qknorm-untied": Options(gated=True, rms=True, qk_norm=True, tied=False),
-    "moe-padded-shared": Options(experts=4, padded=True, shared_expert=16),
-    "moe-capacity": Options(experts=4, capacity_factor=0.75, batch=3),
+    "dense": TWO,
+    "gated-rms-qknorm-untied": replace(TWO, gated=True, rms=True, qk_norm=True, tied=False),
+    "moe-padded-shared": replace(TWO, experts=4, padded=True, shared_expert=16),
+    "moe-capacity": replace(TWO, experts=4, capacity_factor=0.75, batch=3),
 }
 
 
@@ -56,10 +57,10 @@ def test_equals_one_process(sequence_parallel):
 
 
 MIXED = {
-    "dp2-tp2": Options(dp=2, tp=2, experts=4),
-    "dp2-tp2-ep2": Options(dp=2, tp=2, ep=2, experts=4, padded=True),
-    "dp2-tp2-sp-ep4": Options(
-        dp=2, tp=2, ep=4, experts=4, padded=True, sequence_parallel=True, zero_stage=2
+    "dp2-tp2": replace(TWO, dp=2, tp=2, experts=4),
+    "dp2-tp2-ep2": replace(TWO, dp=2, tp=2, ep=2, experts=4, padded=True),
+    "dp2-tp2-sp-ep4": replace(
+        TWO, dp=2, tp=2, ep=4, experts=4, padded=True, sequence_parallel=True, zero_stage=2
     ),
 }
 

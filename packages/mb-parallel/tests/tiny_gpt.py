@@ -31,7 +31,8 @@ from mb_parallel.tensor_parallel import (
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-D, H, C, V, L, S = 16, 4, 4, 32, 4, 8
+D, H, C, V, S = 16, 4, 4, 32, 8
+L = 4  # layers, unless `Options` says otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Options:
     recompute: bool = False
     frozen: str = ""  # parameters whose name holds this do not train
     dropout: float = 0.0
+    layers: int = L
     steps: int = 2
     micro_batches: int = 4
     batch: int = 2
@@ -161,7 +163,7 @@ class Embedding(nn.Module):
 class Stack(nn.Module):
     def __init__(self, options):
         super().__init__()
-        self.blocks = nn.ModuleDict({str(layer): Block(options, layer) for layer in range(L)})
+        self.blocks = nn.ModuleDict({str(i): Block(options, i) for i in range(options.layers)})
         self.norm = norm(options)
 
 
@@ -173,7 +175,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(D, V, bias=False)
         if options.tied:
             self.head.weight = self.embedding.tokens.weight
-        self.moe_layers = L // 2
+        self.moe_layers = options.layers // 2
         self.cross_entropy = linear_cross_entropy
 
     def keep(self, layers, *, first, last):
@@ -263,7 +265,7 @@ def train(rank, world_size, options):
     dims = ParallelDims(dp_shard=options.dp, tp=options.tp, pp=options.pp, ep=options.ep)
     mesh = dims.build(options.device)
     count = options.pp * options.stages_per_rank
-    layers = split_layers(L, count, first_lighter=options.first_lighter)
+    layers = split_layers(options.layers, count, first_lighter=options.first_lighter)
     indices = [0]
     if options.pp > 1:
         indices = stage_indices(
@@ -322,6 +324,8 @@ def train(rank, world_size, options):
         history["grads"].append({name: whole(p.grad) for name, p in trained.items()})
         optimizer.step()
         optimizer.zero_grad()
+        if history["eval"]:  # once, and with a step after it
+            continue
         for stage in stages:
             stage.eval()
         if pipeline is not None:

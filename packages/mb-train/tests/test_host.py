@@ -1,4 +1,4 @@
-"""Freed memory is used again instead of being asked for anew."""
+"""What the program does with its process: the memory it freed, and its end."""
 
 import ctypes
 import os
@@ -55,3 +55,28 @@ def test_windows_lacks_some_of_it(monkeypatch, tmp_path):
     facts = []
     _check_memory(facts)
     assert not any(fact.startswith("memory") for fact in facts)
+
+
+ENDING = """
+import atexit
+from mb_train import cli
+
+class Last:
+    def __del__(self):
+        print("taken down")
+
+cli.last = Last()
+cli.main = lambda: print("said, ", end="") or 3
+atexit.register(print, "tidied up")
+cli.program()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_several_ranks_none_takes_the_interpreter_down(ranks):
+    """Threads of gloo may be at work, which abort the process then (see `cli.program`)."""
+    environment = {**os.environ, "WORLD_SIZE": str(ranks)}
+    words = [sys.executable, "-c", ENDING]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    last = "taken down\n" if ranks == 1 else ""
+    assert (done.returncode, done.stdout, done.stderr) == (3, "said, tidied up\n" + last, "")

@@ -1,7 +1,5 @@
 """`python -m mb_train`, for torchrun."""
 
-import sys
+from mb_train.cli import program
 
-from mb_train.cli import main
-
-sys.exit(main())
+program()

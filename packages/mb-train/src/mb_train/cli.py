@@ -6,13 +6,14 @@ line makes sense, so that `--help` and typing errors answer at once.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mb_train import __version__
 from mb_train.commands import COMMANDS
@@ -25,6 +26,24 @@ from mb_train.toml_file import to_toml
 
 if TYPE_CHECKING:
     from mb_train.train import Result
+
+
+def program() -> NoReturn:
+    """Run the command line of this process, and end the process with its exit code.
+
+    One of several ranks ends as a process of `multiprocessing` does, without taking the interpreter
+    down. gloo's threads outlive the process groups, which caches of torch hold, and one that lets
+    go of a tensor while the interpreter goes down aborts the process: torchrun then counts a run
+    that is complete as failed, and kills rank 0 (pytorch issue 190489).
+    """
+    code = main()
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            print(end="", file=stream, flush=True)
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,4 +185,4 @@ def _picture(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

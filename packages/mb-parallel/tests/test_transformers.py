@@ -1,4 +1,4 @@
-"""transformers' own expert parallelism with our experts: two processes, one model, one process."""
+"""transformers' models on two processes: its own expert parallelism with our experts, FSDP2."""
 
 import pytest
 import torch
@@ -45,7 +45,43 @@ def _through(model) -> dict[str, torch.Tensor]:
     return result
 
 
+def _keep_swapped_state() -> None:
+    """FSDP2 cuts a shared expert, a stack of one, into all of it and nothing."""
+    from mb_layers.transformers import swap_blocks
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    model = Qwen2MoeForCausalLM(config)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    swap_blocks(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    for _ in range(2):
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert state.keys() == expected.keys()
+        for name, tensor in state.items():
+            assert torch.equal(tensor.full_tensor(), expected[name]), name
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model.load_state_dict(state)
+
+
 def _spread(rank: int, ranks: int, folder: str):
+    _keep_swapped_state()
     import mb_layers.transformers  # noqa: F401, registers "mb"
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig

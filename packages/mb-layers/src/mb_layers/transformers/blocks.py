@@ -162,13 +162,13 @@ def _rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
         w1 = tuple(f"experts.{e}.{name}.weight" for e in experts for name in (gate, up))
         w2 = tuple(f"experts.{e}.{down}.weight" for e in experts)
         rules.append(Rule("experts.w1", w1, _stack_pairs, _split_pairs))
-        rules.append(Rule("experts.w2", w2, _stack, Tensor.unbind))
+        rules.append(Rule("experts.w2", w2, _stack, _unstack))
     if config.shared_expert_hidden_size is not None:
         shared = called(_SHARED, ".gate_proj.weight")
         pair = (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
         rules.append(Rule("shared_expert.w1", pair, _stack_pairs, _split_pairs))
         down = (f"{shared}.down_proj.weight",)
-        rules.append(Rule("shared_expert.w2", down, _stack, Tensor.unbind))
+        rules.append(Rule("shared_expert.w2", down, _stack, _unstack))
     if config.shared_expert_gate:
         rules.append(Rule("shared_expert.gate", ("shared_expert_gate.weight",)))
     return rules
@@ -185,7 +185,17 @@ def _stack_pairs(*tensors: Tensor) -> Tensor:
 
 
 def _split_pairs(stacked: Tensor) -> Sequence[Tensor]:
-    return [half for expert in stacked for half in expert.chunk(2)]
+    return [half for expert in _unstack(stacked) for half in expert.chunk(2)]
+
+
+def _unstack(stacked: Tensor) -> Sequence[Tensor]:
+    """The matrices of a stack. Of one that FSDP2 shards, each rank gets all of it."""
+    if type(stacked) not in (Tensor, nn.Parameter):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if isinstance(stacked, DTensor):  # which cannot be taken apart where it is sharded
+            stacked = stacked.redistribute(placements=[Replicate()] * stacked.device_mesh.ndim)
+    return stacked.unbind()
 
 
 def _gates_then_ups(alternating: Tensor) -> Tensor:

@@ -96,7 +96,8 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
 
     The state dict has the names of the original blocks, while modules and parameters have those of
     the new layers. `torch.distributed.checkpoint.state_dict` looks modules up by names of the state
-    dict, and so needs `restore_blocks` first; saving `model.state_dict()` does not.
+    dict, and so needs `restore_blocks` first; saving `model.state_dict()` does not. Under FSDP2 all
+    ranks have to call it, for it gathers shared experts.
     """
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
@@ -243,9 +244,18 @@ def _load_block_names(adapter: nn.Module, state: dict[str, Tensor], prefix: str,
     if not given.keys() >= set(adapter._names):
         return  # incomplete: load_state_dict names what is missing
     theirs = {name: state.pop(given[name]) for name in adapter._names}
-    places = _places(adapter.moe.state_dict())
+    ours = adapter.moe.state_dict()
+    places = _places(ours)
     for name, tensor in translate_block(theirs, adapter.moe.config).items():
-        state[f"{prefix}moe.{places[name]}"] = tensor
+        state[f"{prefix}moe.{places[name]}"] = _sharded_as(tensor, ours[places[name]])
+
+
+def _sharded_as(tensor: Any, ours: Any) -> Tensor:
+    """A DTensor sharded as ours is: `state_dict` gathered what it had to take apart."""
+    placements = getattr(ours, "placements", None)
+    if placements is None or getattr(tensor, "placements", placements) == placements:
+        return tensor
+    return tensor.redistribute(placements=placements)
 
 
 def _places(names: Iterable[str]) -> dict[str, str]:

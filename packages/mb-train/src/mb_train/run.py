@@ -139,6 +139,7 @@ class Run:
         per_pass = self.micro_batch_size * self.mesh.dp_size
         self.micro_batches = self.batch_size // per_pass
         self.batch_sizes = BatchSizes(config, self.batch_size, step=per_pass)
+        layout.check_schedule(config, [size // per_pass for size in self.batch_sizes.all])
         self.iterations = train_iterations(config, self.batch_sizes)
         self.schedule: Schedule = build_schedule(config, self.batch_size)
         self.compute_dtype = compute_dtype(config, self.device)

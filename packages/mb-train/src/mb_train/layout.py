@@ -15,6 +15,14 @@ FIELDS = {
     "ep": "expert_model_parallel_size",
     "dp_replicate": "data_parallel_replicas",
 }
+# And behind what else it names of a model that it refuses.
+NAMED = FIELDS | {
+    "sequence_parallel": "sequence_parallel",
+    "zero_stage": "zero_stage",
+    "num_experts": "moe_num_experts",
+    "balance_over": "moe_balance_over",
+    "mlp_impl": "moe_mlp_impl",
+}
 
 
 def parallel_dims(config: TrainConfig, ranks: int) -> ParallelDims:

@@ -154,7 +154,7 @@ class Run:
         self.skipped_samples = 0
         # This rank's of the last step, on the device.
         self.last_losses: dict[str, Tensor] = {}
-        with in_flags(layout.FIELDS):
+        with in_flags(layout.NAMED):
             self.model: Assembled = assemble(
                 self.task, config, self.mesh, self.device, self.compute_dtype
             )

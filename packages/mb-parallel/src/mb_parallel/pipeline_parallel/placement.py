@@ -82,7 +82,10 @@ def stage_indices(
         )
     if kind.v:
         if stages_per_rank != 2:
-            raise ValueError(f"Expected 2 stages per rank with {schedule}, got {stages_per_rank}.")
+            raise ValueError(
+                f"Expected 2 stages per rank with {schedule}, got {stages_per_rank}. Cut the "
+                f"layers into {2 * pp_size} stages."
+            )
         return [pp_rank, 2 * pp_size - 1 - pp_rank]
     return [pp_rank + turn * pp_size for turn in range(stages_per_rank)]
 

@@ -112,6 +112,8 @@ def draw(rng: random.Random) -> tuple[int, str, str]:
     if rng.random() < 0.8:
         experts(rng, ranks // pp, tp, model, layout)
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
+    model += [rng.choice(["", "", "--fp32-residual-connection"])]
+    model += [rng.choice(["", "", "--dataloader-type cyclic"])]
     return ranks, " ".join(filter(None, model)), " ".join(filter(None, layout))
 
 

@@ -7,7 +7,13 @@ import tiny_gpt
 import torch
 from mb_parallel import ParallelDims
 from mb_parallel.optimizer import hold_working_copies
-from mb_parallel.pipeline_parallel import SCHEDULES, Pipeline, split_layers, stage_indices
+from mb_parallel.pipeline_parallel import (
+    SCHEDULES,
+    Pipeline,
+    check_micro_batches,
+    split_layers,
+    stage_indices,
+)
 from mb_parallel.testing import run_ranks
 from tiny_gpt import Options, compare
 
@@ -113,6 +119,12 @@ def test_bad_places_are_named():
         stage_indices("1f1b", pp_size=2, pp_rank=0, stages_per_rank=2)
     with pytest.raises(ValueError, match="2 stages per rank with zbv-zero-bubble, got 1"):
         stage_indices("zbv-zero-bubble", pp_size=2, pp_rank=0)
+    for micro_batches, pp_size in ((1, 2), (3, 2), (4, 2), (10, 4), (5, 1)):
+        check_micro_batches("interleaved-1f1b", micro_batches, pp_size=pp_size)
+    for schedule in ("1f1b", "zbv-zero-bubble"):
+        check_micro_batches(schedule, 5, pp_size=2)
+    with pytest.raises(ValueError, match="with interleaved-zero-bubble, got 5 and pp = 2"):
+        check_micro_batches("interleaved-zero-bubble", 5, pp_size=2)
     with pytest.raises(ValueError, match="pp_rank from 0 up to but not 2, got 2"):
         stage_indices("1f1b", pp_size=2, pp_rank=2)
     with pytest.raises(ValueError, match="mesh with pp > 1"):

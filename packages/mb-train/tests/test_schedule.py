@@ -1,9 +1,11 @@
 """Rates of a run against published log lines and against the formulas' corners."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from mb_train.config import TrainConfig
+from mb_train.layout import check_schedule
 from mb_train.recipes import RECIPES, recipe
 from mb_train.schedule import BatchSizes, build_schedule, train_iterations, train_samples
 
@@ -170,3 +172,16 @@ def test_a_ramp_up_that_does_not_fit_is_refused(rampup, step, says):
     )  # fmt: skip
     with pytest.raises(ValueError, match=says):
         BatchSizes(config, 16, step=step)
+
+
+def test_a_ramp_up_that_an_interleaved_pipeline_cannot_run_is_refused():
+    run = RUN | {"num_layers": 4, "train_iters": None, "global_batch_size": 48}
+    config = TrainConfig(
+        **run, train_samples=100, rampup_batch_size=[32, 8, 60], pipeline_model_parallel_size=2,
+        num_layers_per_virtual_pipeline_stage=1,
+    )  # fmt: skip
+    numbers = [size // 8 for size in BatchSizes(config, 48, step=8).all]
+    assert numbers == [4, 5, 6]
+    with pytest.raises(ValueError, match="got 5 and --pipeline-model-parallel-size = 2"):
+        check_schedule(config, numbers)
+    check_schedule(replace(config, num_layers_per_virtual_pipeline_stage=0), numbers)

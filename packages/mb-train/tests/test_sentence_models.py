@@ -423,6 +423,29 @@ def test_packed_samples_of_a_t5_give_the_losses_of_each_by_itself(positions):
     _assert_alike(*found)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_states_of_a_t5_travel_in_fp32_if_the_residual_stream_is(kind):
+    """Those of the whole encoder too, which its norm leaves in 16 bit."""
+
+    def model():
+        torch.manual_seed(0)
+        config = replace(CONFIGS[kind], fp32_residual=True)
+        return T5(config, decoder_layers=2, compute_dtype=torch.bfloat16)
+
+    x, batch = t5_batch()
+    expected = model()(x, **batch).losses["lm loss"]
+    for layer in range(4):
+        stage = model()
+        stage.keep(range(layer, layer + 1), first=layer == 0, last=layer == 3)
+        output = stage(x, **batch)
+        x = output.x
+        sent = {0: 1, 1: 1, 2: 2, 3: 0}[layer]
+        streams = x if isinstance(x, tuple) else [] if x is None else [x]
+        assert [stream.dtype for stream in streams] == [torch.float32] * sent
+    assert torch.equal(output.losses["lm loss"], expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_flash_attention_over_segments_is_the_masked_one(dtype):

@@ -200,6 +200,22 @@ def test_a_balancing_bias_moves_by_the_load_of_its_own_layer(kind):
     assert [int(router.balancing_bias.argmin()) for router in routers] == [*range(len(routers))]
 
 
+def test_a_balancing_bias_moves_by_both_texts_of_a_tower():
+    config = TrainConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, micro_batch_size=1,
+        train_iters=1, lr=1.0, model="ict", biencoder_shared_query_context_model=True,
+        moe_num_experts=4, moe_router_enable_expert_bias=True,
+    )  # fmt: skip
+    model = whole_model(config, vocab_size=16)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    mesh = SimpleNamespace(pp_size=1, all_reduce=lambda tensor, axis: tensor)
+    balance = LoadBalance([model], config, mesh)
+    queries, blocks = torch.eye(4)[:2], 8.0 * torch.eye(4)[2:]
+    balance.see({"tokens_per_expert": torch.cat([queries, blocks])})
+    balance.update(1, torch.optim.SGD(model.parameters()))
+    assert [int(router.balancing_bias.argmin()) for router in routers] == [2, 3]
+
+
 @pytest.mark.parametrize("positions", ["learned", "rope", "relative"])
 @pytest.mark.parametrize("kind", ["gpt", "bert", "t5", "classifier"])
 def test_what_two_stages_have_is_to_stay_equal(kind, positions):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mb_parallel import ParallelDims
-from mb_parallel.pipeline_parallel import split_layers
+from mb_parallel.pipeline_parallel import check_micro_batches, split_layers
 
 from mb_train.config import TrainConfig
 from mb_train.config.field import in_flags
@@ -14,6 +14,14 @@ FIELDS = {
     "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
     "dp_replicate": "data_parallel_replicas",
+}
+# And behind what else it names of a model that it refuses.
+NAMED = FIELDS | {
+    "sequence_parallel": "sequence_parallel",
+    "zero_stage": "zero_stage",
+    "num_experts": "moe_num_experts",
+    "balance_over": "moe_balance_over",
+    "mlp_impl": "moe_mlp_impl",
 }
 
 
@@ -37,3 +45,12 @@ def stage_layers(config: TrainConfig, layers: int, pp: int) -> list[range]:
     chunk = config.layers_of_a_chunk
     per_rank = 1 if chunk is None else layers // (pp * chunk)
     return split_layers(layers, pp * per_rank)
+
+
+def check_schedule(config: TrainConfig, micro_batches: list[int]) -> None:
+    """Raise ValueError if a pipeline cannot run steps of so many micro-batches."""
+    with in_flags(FIELDS):
+        for number in micro_batches:
+            check_micro_batches(
+                config.schedule_in_force, number, pp_size=config.pipeline_model_parallel_size
+            )

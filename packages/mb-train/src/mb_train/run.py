@@ -140,6 +140,7 @@ class Run:
         per_pass = self.micro_batch_size * self.mesh.dp_size
         self.micro_batches = self.batch_size // per_pass
         self.batch_sizes = BatchSizes(config, self.batch_size, step=per_pass)
+        layout.check_schedule(config, [size // per_pass for size in self.batch_sizes.all])
         self.iterations = train_iterations(config, self.batch_sizes)
         self.schedule: Schedule = build_schedule(config, self.batch_size)
         self.compute_dtype = compute_dtype(config, self.device)
@@ -154,7 +155,7 @@ class Run:
         self.skipped_samples = 0
         # This rank's of the last step, on the device.
         self.last_losses: dict[str, Tensor] = {}
-        with in_flags(layout.FIELDS):
+        with in_flags(layout.NAMED):
             self.model: Assembled = assemble(
                 self.task, config, self.mesh, self.device, self.compute_dtype
             )

@@ -159,6 +159,11 @@ class BatchSizes:
                     f"x data-parallel ranks = {step}, got {uneven[0]}. Change START or INCREMENT."
                 )
 
+    @property
+    def all(self) -> list[int]:
+        """Every size that a step may have."""
+        return [self.full] if self._rampup is None else list(self._rampup.sizes)
+
     def size(self, consumed_samples: int) -> int:
         """Sequences of the step that begins after `consumed_samples`."""
         if self._rampup is None:

@@ -46,6 +46,7 @@ from mb_parallel.data_parallel import zero_stage_of
 from mb_parallel.expert_parallel.balance import step_counts
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.pipeline_parallel.placement import (
+    check_micro_batches,
     rank_of_stage,
     schedule_kind,
     stage_indices,
@@ -108,7 +109,7 @@ class Pipeline:
                 "Expected a mesh with pp > 1, got pp = 1: run the whole model, micro-batch by "
                 "micro-batch."
             )
-        self.kind = schedule_kind(schedule)
+        self.schedule, self.kind = schedule, schedule_kind(schedule)
         self.indices = stage_indices(
             schedule, pp_size=mesh.pp_size, pp_rank=mesh.pp_rank, stages_per_rank=len(stages)
         )
@@ -187,11 +188,13 @@ class Pipeline:
             The losses by name, summed over the micro-batches, on every rank, detached.
 
         Raises:
-            ValueError: micro-batches without an entry they need, or of different shapes; a stage
-                whose losses or metrics have other names, shapes or dtypes than in its first step;
-                a tied parameter that was frozen or unfrozen since the pipeline was made.
+            ValueError: micro-batches without an entry they need, of different shapes, or of a
+                number that an interleaved schedule cannot run; a stage whose losses or metrics have
+                other names, shapes or dtypes than in its first step; a tied parameter that was
+                frozen or unfrozen since the pipeline was made.
         """
         batches = self._checked(batches)  # before a gradient is touched
+        check_micro_batches(self.schedule, len(batches), pp_size=self.group.size())
         waiting = [tied.set_aside() for tied in self.tied]
         passing = self._run(batches, loss_scale, before, train=True)
         for tied, earlier in zip(self.tied, waiting, strict=True):

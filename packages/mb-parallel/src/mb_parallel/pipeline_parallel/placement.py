@@ -82,9 +82,25 @@ def stage_indices(
         )
     if kind.v:
         if stages_per_rank != 2:
-            raise ValueError(f"Expected 2 stages per rank with {schedule}, got {stages_per_rank}.")
+            raise ValueError(
+                f"Expected 2 stages per rank with {schedule}, got {stages_per_rank}. Cut the "
+                f"layers into {2 * pp_size} stages."
+            )
         return [pp_rank, 2 * pp_size - 1 - pp_rank]
     return [pp_rank + turn * pp_size for turn in range(stages_per_rank)]
+
+
+def check_micro_batches(schedule: str, micro_batches: int, *, pp_size: int) -> None:
+    """Raise ValueError if a step of so many micro-batches cannot be run by `schedule`.
+
+    Interleaved schedules take them in rounds of as many, micro_batches // pp_size rounds.
+    """
+    kind = schedule_kind(schedule)
+    if kind.many and not kind.v and micro_batches % max(micro_batches // pp_size, 1):
+        raise ValueError(
+            f"Expected micro-batches of a step in a multiple of pp with {schedule}, got "
+            f"{micro_batches} and pp = {pp_size}. Change their number, or take 1f1b."
+        )
 
 
 def rank_of_stage(schedule: str, stage: int, *, pp_size: int) -> int:

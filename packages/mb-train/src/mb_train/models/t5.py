@@ -151,6 +151,8 @@ class T5(nn.Module):
         reports = ExpertReports(self.encoder.num_moe_layers)
         if self.first or len(self.encoder.blocks):
             memory_BSD, reports = self.encode(memory_BSD, read, valid_BS)
+        if self.encoder.narrow is not None and not self.last:  # states travel in fp32
+            memory_BSD = memory_BSD.float()
         if x_BRD is None and not self.begins:
             reports = ExpertReports.joined(reports, ExpertReports(self.decoder.num_moe_layers))
             return reports.output(memory_BSD, {})
@@ -199,6 +201,8 @@ class T5(nn.Module):
             written: their segments. States are of the places that it keeps.
             memory_BSD: what `encode` returned, read: what it was given.
         """
+        if self.encoder.narrow is not None:
+            memory_BSD = memory_BSD.to(self.encoder.narrow)
         context = self._context(written, valid_BR, self.decoder_bias, causal=True)
         flash = self._flash(valid_BR.device)
         within = within_segments(written, causal=False, flash=flash, attended=read)

@@ -337,6 +337,22 @@ def test_the_experts_of_all_stages_are_told_of_once(runs):
     assert notes("pp2 dense") == []
 
 
+def test_a_pipeline_in_halves_takes_one_micro_batch(tmp_path):
+    """In 16 bit over data-parallel ranks: FSDP2 had gradients of two dtypes to reduce."""
+    tokens = tiny_run.write_tokens(tmp_path)
+    halves = "--num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule zbv-zero-bubble"
+    layouts = {"halves": f"{PP} 2 {halves} --bf16", "one": ""}
+    (tmp_path / "runs").mkdir()
+    lines = [
+        _flags(tokens, tmp_path / "runs" / name, f"{FOUR} --eval-iters 0 {more}", moe=True, batch=2)
+        for name, more in layouts.items()
+    ]
+    assert run_ranks(_train, 4, lines[:1], timeout_s=300.0) == [[""]] * 4
+    assert tiny_run.train(lines[1]) == 0
+    got, wanted = (tiny_run.losses(tmp_path / "runs" / name) for name in layouts)
+    assert got == pytest.approx(wanted, rel=1e-2)
+
+
 @pytest.mark.timeout(1200)
 def test_a_checkpoint_goes_on_in_another_layout(runs, tmp_path):
     """Written with tensor, pipeline, expert and data parallelism at once, and read by others."""

@@ -103,7 +103,12 @@ class Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        """See the base class."""
+        """See the base class; nothing is left for a second half behind the only micro-batch.
+
+        Halves would fill no idle time there, and leave FSDP2 gradients of two dtypes in 16 bit:
+        those of the second half come behind its hooks, which only another micro-batch sets off.
+        """
+        full_backward = full_backward or self._alone
         self._resume(bwd_chunk_id)
         if full_backward:
             self.graphs.pop(bwd_chunk_id, None)
@@ -111,10 +116,16 @@ class Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See the base class."""
+        if self._alone:
+            return None
         self._resume(bwd_chunk_id)
         done = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.graphs.pop(bwd_chunk_id, None)
         return done
+
+    @property
+    def _alone(self) -> bool:
+        return len(self.passing.batches) == 1
 
     def _resume(self, number: int) -> None:
         for counts in self.counts:

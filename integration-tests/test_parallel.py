@@ -342,14 +342,13 @@ def test_a_pipeline_in_halves_takes_one_micro_batch(tmp_path):
     tokens = tiny_run.write_tokens(tmp_path)
     halves = "--num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule zbv-zero-bubble"
     layouts = {"halves": f"{PP} 2 {halves} --bf16", "one": ""}
-    (tmp_path / "runs").mkdir()
     lines = [
-        _flags(tokens, tmp_path / "runs" / name, f"{FOUR} --eval-iters 0 {more}", moe=True, batch=2)
+        _flags(tokens, tmp_path / name, f"{FOUR} --eval-iters 0 {more}", moe=True, batch=2)
         for name, more in layouts.items()
     ]
     assert run_ranks(_train, 4, lines[:1], timeout_s=300.0) == [[""]] * 4
     assert tiny_run.train(lines[1]) == 0
-    got, wanted = (tiny_run.losses(tmp_path / "runs" / name) for name in layouts)
+    got, wanted = (tiny_run.losses(tmp_path / name) for name in layouts)
     assert got == pytest.approx(wanted, rel=1e-2)
 
 

@@ -66,6 +66,13 @@ class WorkerDiedError(RuntimeError):
     """A worker process ended by itself, as when the system ran out of memory."""
 
 
+def how_it_ended(exit_code: int | None) -> str:
+    """Of a process: by which signal, or with which exit code."""
+    if exit_code is not None and exit_code < 0:
+        return f"by signal {-exit_code}"
+    return f"with exit code {exit_code}"
+
+
 # A block by its unit of work and its place in that, 0 where the unit is a block.
 Key = tuple[int, int]
 
@@ -212,8 +219,6 @@ class _Worker:
 
     def death(self) -> WorkerDiedError:
         self.process.join(1)
-        code = self.process.exitcode
-        how = f"by signal {-code}" if code and code < 0 else f"with exit code {code}"
         places = [
             f"{task.path}, bytes {task.start:,} to {task.stop:,}"
             if isinstance(task, Block)
@@ -221,7 +226,8 @@ class _Worker:
             for task in self.tasks.values()
         ]
         return WorkerDiedError(
-            f"worker process {self.process.pid} ended {how} while it worked on "
+            f"worker process {self.process.pid} ended {how_it_ended(self.process.exitcode)} while "
+            "it worked on "
             f"{'; '.join(places) or 'nothing'}. If memory ran out, use fewer --workers. "
             "Then run the same command again"
         )

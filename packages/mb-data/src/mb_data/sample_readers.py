@@ -1,8 +1,9 @@
 """Samples from processes of their own, for datasets that make them in Python.
 
-A BERT or T5 sample takes Python half a millisecond. In a thread of the training process that holds
-the interpreter's lock, which the training loop needs between any two kernels: a GPU stood idle for
-three quarters of a BERT's step. A process takes nothing from the loop but the reading of a pipe.
+A BERT or T5 sample takes Python some 0.4 ms (benchmarks/samples.py). In a thread of the training
+process that holds the interpreter's lock, which the training loop needs between any two kernels: a
+GPU stood idle for two thirds of a BERT's step (mb-train's benchmarks/results/2026-11-24-h200.md). A
+process takes nothing from the loop but the reading of a pipe.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from mb_data.blend import BlendedDataset
 from mb_data.packed_samples import PackedSamples
+from mb_data.pipeline import WorkerDiedError, how_it_ended
 from mb_data.sentence_index import SentenceSamples
 
 # A terminal, a batch system or a launcher may signal all processes of a run. It is the training
@@ -52,7 +54,7 @@ class SampleReaders:
         processes: at most so many calls are answered at a time, others wait.
 
     Raises:
-        RuntimeError: (a call) a reader has ended, as the system ends what takes too much memory.
+        WorkerDiedError: (a call) a reader has ended, as the system ends what takes too much memory.
             What a sample raises is raised as it is.
     """
 
@@ -117,10 +119,9 @@ class _Reader:
     def close(self) -> None:
         self._process.communicate()
 
-    def _ended(self) -> RuntimeError:
-        code = self._process.wait()
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        return RuntimeError(
+    def _ended(self) -> WorkerDiedError:
+        how = how_it_ended(self._process.wait())
+        return WorkerDiedError(
             f"process {self._process.pid}, which reads samples, ended {how}. If it printed no "
             "error, memory may have run out: use fewer (--num-workers)"
         )

@@ -253,7 +253,7 @@ def batches(
 
     Raises:
         DataError: a token that is not below `vocab_size`.
-        RuntimeError: such a process has ended.
+        RuntimeError: such a process has ended (mb_data's WorkerDiedError).
     """
     order = mb_data.CyclicSampler if cyclic else mb_data.SequentialSampler
     sampler = order(

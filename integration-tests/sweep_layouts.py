@@ -2,6 +2,7 @@
 
     python integration-tests/sweep_layouts.py --draws 20 --seed 1 --go-on
     python integration-tests/sweep_layouts.py --draws 20 --seed 1 --resume
+    python integration-tests/sweep_layouts.py --draws 20 --seed 1 --device cuda
 
 A draw is a GPT, a BERT, a T5 or an ICT (experts, top-k, capacity, biases, shared experts,
 positions, heads, norms), in fp32, fp16 or bf16, an optimizer, and a layout of two or four ranks
@@ -11,8 +12,9 @@ unequal numbers of tokens that count: the largest deviation of losses, gradient 
 moments is printed. With `--go-on` two more steps follow: of the ranks from the process's
 checkpoint, and of the process from theirs. With `--resume` nothing is compared with one process:
 the ranks take five steps, and five with a stop after three, dropout and jitter drawn: losses,
-weights and moments are to be equal to the bit. What the configuration refuses is said with its
-message.
+weights and moments are to be equal to the bit. With `--device cuda` the ranks are two GPUs, joined
+by NCCL, and the one process stays on the CPU: losses, norms and validation are held to what a GPU's
+rounding allows. What the configuration refuses is said with its message.
 
 Draws leave out what is not equal by definition: dropping slots where ranks of different samples
 share a capacity, a balance over the global batch, of an ICT also one over a micro-batch, which has
@@ -58,10 +60,11 @@ OPTIMIZERS = {
 # A T5's scores of relative positions begin large, and with them errors of rounding; an ICT's towers
 # embed all texts nearly alike at first, and what tells them apart cancels.
 KINDS = {"--model t5": 1e-4, "--model ict": 1e-3, "--fp16": 5e-2, "--bf16": 5e-2}
+GPU_LIMIT = 3e-3  # of fp32: the order of sums moves tokens whose experts score alike
 ONE_PROCESS = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1"
     " --no-sequence-parallel --data-parallel-replicas 1 --pipeline-schedule 1f1b"
-    " --num-layers-per-virtual-pipeline-stage 0"
+    " --num-layers-per-virtual-pipeline-stage 0 --device cpu"
 )
 
 
@@ -75,9 +78,9 @@ def write_tokens(folder: Path) -> str:
     return str(prefix)
 
 
-def draw(rng: random.Random) -> tuple[int, str, str]:
+def draw(rng: random.Random, device: str = "cpu") -> tuple[int, str, str]:
     """Ranks, the model's flags and the layout's."""
-    ranks = rng.choice([2, 4, 4])
+    ranks = rng.choice([2, 4, 4]) if device == "cpu" else 2
     kind = rng.choice(["gpt", "gpt", "bert", "t5", "ict"])
     stages = (1,) if kind == "ict" else (1, 2, 4)
     tp, pp = rng.choice([(t, p) for t in (1, 2, 4) for p in stages if ranks % (t * p) == 0])
@@ -114,6 +117,9 @@ def draw(rng: random.Random) -> tuple[int, str, str]:
     model += [rng.choice(["--activation gelu", "--swiglu", "--activation squared_relu"])]
     model += [rng.choice(["", "", "--fp32-residual-connection"])]
     model += [rng.choice(["", "", "--dataloader-type cyclic"])]
+    if device != "cpu":
+        model += ["--no-bf16"] if half >= 0.3 else []
+        layout += [f"--device {device} --no-compile"]
     return ranks, " ".join(filter(None, model)), " ".join(filter(None, layout))
 
 
@@ -267,7 +273,8 @@ def differing(pair: Pair) -> list[str]:
 
 def on_ranks(ranks: int, lines: list[list[str]]) -> list[str]:
     """What a rank said of each line that failed, "" of the others."""
-    by_rank = run_ranks(exactly, ranks, lines, timeout_s=1800.0)
+    device = "cuda" if any("cuda" in line for line in lines) else "cpu"
+    by_rank = run_ranks(exactly, ranks, lines, timeout_s=1800.0, device_type=device)
     return [next((error for error in errors if error), "") for errors in zip(*by_rank, strict=True)]
 
 
@@ -289,18 +296,21 @@ def told(ranks: int, pair: Pair, error: str) -> bool:
         defect = "Traceback" in error or pair.spread.name.endswith("-on")
         print("DEFECT" if defect else "refused", what, error, flush=True)
         return not defect
-    if "--model ict" in pair.model:
+    if "cuda" in pair.layout:
+        worst = _deviations(pair.spread, pair.alone, without=("reported",))
+    elif "--model ict" in pair.model:
         worst = _ict_deviations(pair.spread, pair.alone)
     else:
         scaled = "adafactor" in pair.model
         biases = r"^model.*(attention|cross)\.(qkv|kv)\.bias" if scaled else "$^"
         worst = _deviations(pair.spread, pair.alone, biases)
-    if (
-        "--fp16" in pair.model or "--bf16" in pair.model
-    ):  # rounding decides who is chosen of two experts that score alike
+    # Rounding decides who is chosen of two experts that score alike.
+    if any(flag in f"{pair.model} {pair.layout}" for flag in ("--fp16", "--bf16", "cuda")):
         worst = {name: worst[name] for name in ("loss", "grad norm", "validation")}
     limits = KINDS | {f"--optimizer {name} ": limit for name, limit in OPTIMIZERS.items()}
     limit = max(limit for flag, limit in limits.items() if flag in pair.model)
+    if "cuda" in pair.layout:
+        limit = max(limit, GPU_LIMIT)
     if "--model ict" in pair.model and "adafactor" in pair.model:
         limit = 1e-2  # of steps of weights that nothing depends on
     fine = max(worst.values()) < limit
@@ -315,8 +325,12 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--go-on", action="store_true", help="from each other's checkpoints, too")
     parser.add_argument("--resume", action="store_true", help="a stop changes nothing, to the bit")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks")
     arguments = parser.parse_args()
-    drawn = [draw(random.Random(f"{arguments.seed} {n}")) for n in range(arguments.draws)]
+    drawn = [
+        draw(random.Random(f"{arguments.seed} {n}"), arguments.device)
+        for n in range(arguments.draws)
+    ]
     with tempfile.TemporaryDirectory() as made:
         if arguments.resume:
             raise SystemExit(not resume(drawn, Path(made)))

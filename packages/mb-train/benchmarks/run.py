@@ -10,7 +10,8 @@
 factor 1. `step`: the same models in the recipes' steps of 512 sequences, of several micro-batches,
 so that the optimizer's share is that of the recipe on one GPU. `olmoe`: four layers of
 OLMoE-1B-7B, 16 sequences of 1024 a step. `scaling`: under torchrun, tokens of all GPUs, beside
-what each of them does alone at the same time; `dispatchers`: the other ways of tokens to experts.
+what each of them does alone at the same time; `dispatchers`: the other ways of tokens to experts,
+and experts with a capacity.
 `dense`: GPT-2 125M, 32 sequences of 1024, against the same model written by hand in plain PyTorch
 (bf16 autocast, fused AdamW), eager and compiled. `dmoe`: 64 top-1 SwiGLU experts of width 2048 in
 every layer, 16 sequences.
@@ -277,9 +278,9 @@ def spread(sequences: int, **change: object) -> dict[str, float]:
     return ours(sequences, compiled=True, ranks=world_size(), **change)
 
 
-def by_experts(dispatcher: str) -> dict[str, float]:
+def by_experts(dispatcher: str, **change: object) -> dict[str, float]:
     ep = {"expert_model_parallel_size": world_size(), "moe_dispatcher": dispatcher}
-    return spread(64, **PAPER, **ep)
+    return spread(64, **PAPER, **ep, **change)
 
 
 CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
@@ -328,6 +329,8 @@ CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
     "dispatchers": {
         "dMoE ep, all_to_all": lambda: by_experts("all_to_all"),
         "dMoE ep, all_gather": lambda: by_experts("all_gather"),
+        "MoE cf 1 ep, peer": lambda: by_experts("peer", moe_capacity_factor=1.0),
+        "MoE cf 1 ep, fixed": lambda: by_experts("fixed", moe_capacity_factor=1.0),
     },
 }
 

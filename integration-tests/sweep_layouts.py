@@ -274,7 +274,12 @@ def differing(pair: Pair) -> list[str]:
 def on_ranks(ranks: int, lines: list[list[str]]) -> list[str]:
     """What a rank said of each line that failed, "" of the others."""
     device = "cuda" if any("cuda" in line for line in lines) else "cpu"
-    by_rank = run_ranks(exactly, ranks, lines, timeout_s=1800.0, device_type=device)
+    try:
+        by_rank = run_ranks(exactly, ranks, lines, timeout_s=1800.0, device_type=device)
+    except RuntimeError as error:  # a line that ends the ranks: each by itself, to see which
+        if len(lines) == 1:
+            return [str(error)]
+        return [said for line in lines for said in on_ranks(ranks, [line])]
     return [next((error for error in errors if error), "") for errors in zip(*by_rank, strict=True)]
 
 

@@ -187,6 +187,44 @@ def test_two_processes(tmp_path):
         assert "another layer's exchange" in between
 
 
+def _grown(rank: int, ranks: int, folder: str):
+    """A batch of two tokens a rank, one of four, whose backward pass comes first, and two again."""
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    place = Place(mesh.axis("ep").get_group())
+    buffers = PeerBuffers(place, equal_tokens=True, allocate=SharedFiles(folder))
+    layer = _layer(GROWN)
+    _spread(layer, GROWN, mesh, buffers)
+    x, weights, ids = _inputs(GROWN)
+    parts = [slice(2 * rank, 2 * rank + 2), slice(4 + 4 * rank, 8 + 4 * rank)]
+    sources = [x[part].clone().requires_grad_() for part in parts]
+
+    def through(x: torch.Tensor, part: slice) -> torch.Tensor:
+        dispatched = layer.dispatcher.dispatch(x, weights[part], ids[part])
+        return layer.dispatcher.combine(layer.experts(dispatched), dispatched)
+
+    ys = [through(*pair) for pair in zip(sources, parts, strict=True)]
+    for y, source in reversed(list(zip(ys, sources, strict=True))):
+        (y * torch.cos(3 * source.detach())).sum().backward()
+    assert torch.equal(through(sources[0], parts[0]), ys[0])
+    return [(y.detach(), source.grad) for y, source in zip(ys, sources, strict=True)]
+
+
+GROWN = Case((6, 6))
+
+
+def test_a_larger_batch_gets_larger_memory(tmp_path):
+    results = run_ranks(_grown, 2, str(tmp_path))
+    x, weights, ids = _inputs(GROWN)
+    layer, x = _layer(GROWN), x.requires_grad_()
+    dispatched = layer.dispatcher.dispatch(x, weights, ids)
+    y = layer.dispatcher.combine(layer.experts(dispatched), dispatched)
+    (y * torch.cos(3 * x.detach())).sum().backward()
+    for number, rows in enumerate((slice(0, 4), slice(4, 12))):
+        got_y, got_dx = (torch.cat(two) for two in zip(*(r[number] for r in results), strict=True))
+        assert_close("y", got_y, y.detach()[rows])
+        assert_close("dx", got_dx, x.grad[rows])
+
+
 def _absent(rank: int, ranks: int, folder: str):
     case = Case((2, 2))
     mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")

@@ -76,7 +76,7 @@ def parallelize_experts(
             counts are exchanged, and with "all_gather" and "fixed" the host never waits for the
             device.
         max_tokens: for "peer": the most tokens a rank ever brings to a layer. None: the most that
-            any rank brings to the first one.
+            any rank brings to the first one, and with `equal_tokens` more, if more come later.
         keep_rows: for "peer": keep received tokens for the backward instead of sending them again.
             None: only where the experts keep them anyway, with one choice of a token on a rank.
         chunks: for "all_to_all": cut a rank's tokens into so many parts, and exchange one while the
@@ -126,7 +126,9 @@ def parallelize_experts(
         if dispatcher in ("auto", "peer"):
             found = [peer_problem(everywhere, ep.device_type, width) for width in sorted(widths)]
             problem = next((text for text in found if text), None)
-        buffers = PeerBuffers(everywhere, max_tokens=max_tokens, timeout_s=timeout_s)
+        buffers = PeerBuffers(
+            everywhere, max_tokens=max_tokens, equal_tokens=equal_tokens, timeout_s=timeout_s
+        )
         spreading = _Spreading(ep, meshes, buffers, rows, keep_rows, equal_tokens, chunks)
         bounded = row_policy != "worst"
         for name, layer in layers.items():

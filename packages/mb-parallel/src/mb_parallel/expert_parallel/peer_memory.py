@@ -31,6 +31,8 @@ class PeerBuffers:
     Args:
         place: the expert-parallel group; its `layer` is not used.
         max_tokens: M. None: the most that any rank brings to its first dispatch.
+        equal_tokens: all ranks bring equally many tokens. Then all of them see when there are more
+            than M, and make larger memory, unless `max_tokens` says that there never are.
         timeout_s: about how long a kernel waits for a peer before it gives up.
         allocate: makes the memory; by default torch's symmetric memory.
     """
@@ -40,11 +42,13 @@ class PeerBuffers:
         place: Place,
         *,
         max_tokens: int | None = None,
+        equal_tokens: bool = False,
         timeout_s: float = 600.0,
         allocate: Allocate | None = None,
     ) -> None:
         self.place = place
         self.max_tokens = max_tokens
+        self.grows = equal_tokens and max_tokens is None
         self.timeout_s = timeout_s
         self._allocate = allocate or symmetric_arena
         self._memories: dict[tuple[int, torch.dtype, int], PeerMemory] = {}
@@ -80,16 +84,9 @@ class PeerBuffers:
         """
         tokens, hidden = x_TD.shape
         key = (hidden, x_TD.dtype, words)
-        if key not in self._memories:
-            most = longest_of_ranks(self.max_tokens or tokens, self.place, x_TD.device)
-            layout = Layout(self.place.size, max(most, 1), hidden, words, x_TD.dtype)
-            arena, table, error, kept = self._allocate(layout.nbytes, self.place)
-            self._kept.append(kept)
-            polls = min(int(self.timeout_s * 1e6), 2**31 - 1)
-            self._memories[key] = PeerMemory(
-                layout, self.place.rank, arena, table, error, polls=polls
-            )
-        memory = self._memories[key]
+        memory = self._memories.get(key)
+        if memory is None or (self.grows and tokens > memory.layout.tokens):
+            memory = self._memories[key] = self._make(x_TD, words)
         self.check(memory)
         if tokens > memory.layout.tokens:
             raise ValueError(
@@ -97,6 +94,16 @@ class PeerBuffers:
                 f"made for, got {tokens}. Pass max_tokens={tokens} to parallelize_experts."
             )
         return memory
+
+    def _make(self, x_TD: Tensor, words: int) -> PeerMemory:
+        """New memory. What it takes the place of stays: routes and CUDA graphs refer to it."""
+        tokens, hidden = x_TD.shape
+        most = longest_of_ranks(self.max_tokens or tokens, self.place, x_TD.device)
+        layout = Layout(self.place.size, max(most, 1), hidden, words, x_TD.dtype)
+        arena, table, error, kept = self._allocate(layout.nbytes, self.place)
+        self._kept += [arena, kept]
+        polls = min(int(self.timeout_s * 1e6), 2**31 - 1)
+        return PeerMemory(layout, self.place.rank, arena, table, error, polls=polls)
 
     def check(self, memory: PeerMemory) -> None:
         """Raise if a kernel has given up waiting for a peer. Reads only host memory."""

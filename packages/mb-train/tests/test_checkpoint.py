@@ -70,6 +70,38 @@ def test_round_trip(tmp_path):
         assert torch.equal(optimizer.state[a]["exp_avg_sq"], other_optimizer.state[b]["exp_avg_sq"])
 
 
+def test_a_state_of_several_files(tmp_path, monkeypatch):
+    """torch's writer keeps in memory what goes into one file."""
+    monkeypatch.setattr(checkpoint_files, "_FILE_BYTES", 100)
+    held = []
+
+    def write_data(writer, plan, planner):
+        held.append(sum(checkpoint_files._bytes_of(item) for item in plan.items))
+        return write(writer, plan, planner)
+
+    write = dcp.FileSystemWriter.write_data
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_data)
+    model, optimizer = make(width=30)
+    step(model, optimizer)
+    path = save(tmp_path, model, optimizer)
+    tensors = [t for p in model.parameters() for t in (p, *optimizer.state[p].values())]
+    largest = 4 * 90
+    assert sum(held) == sum(tensor.nbytes for tensor in tensors)
+    assert len(held) > 3
+    assert max(held) < 100 + largest
+    assert len(list(path.glob("*.distcp"))) == len(held)
+
+    other, other_optimizer = make(width=30, seed=1)
+    load_checkpoint(path, other, other_optimizer)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(optimizer.state[a]["exp_avg"], other_optimizer.state[b]["exp_avg"])
+    damaged = max(path.glob("*.distcp"))
+    damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
+    with pytest.raises(CheckpointError, match=damaged.name):
+        load_checkpoint(path, other, other_optimizer)
+
+
 def test_stages_on_one_rank_that_share_a_name_both_get_it(tmp_path):
     """An interleaved schedule's rank has a copy of a tied table in each of its stages."""
     model, optimizer = make()
@@ -246,7 +278,7 @@ def test_metadata_that_leads_out_of_the_folder_is_refused(tmp_path):
     path = save(tmp_path, model, optimizer)
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for key, info in metadata.storage_data.items():
-        metadata.storage_data[key] = replace(info, relative_path="../other/__0_0.distcp")
+        metadata.storage_data[key] = replace(info, relative_path="../other/__0_0_0.distcp")
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     sum_again(path)
     with pytest.raises(CheckpointError, match="points outside its folder"):
@@ -254,7 +286,7 @@ def test_metadata_that_leads_out_of_the_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "removed", "flipped"])
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "run.json", "SHA256SUMS"])
+@pytest.mark.parametrize("name", ["__0_0_0.distcp", ".metadata", "run.json", "SHA256SUMS"])
 def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(tmp_path, damage, name):
     model, optimizer = make()
     step(model, optimizer)

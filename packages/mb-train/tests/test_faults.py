@@ -342,7 +342,7 @@ def test_a_log_torn_by_a_kill_is_no_obstacle(run, capsys):
 
 def test_a_damaged_checkpoint_offers_the_one_before(run, capsys):
     assert run("--train-iters", 2, "--save-interval", 1) == 0
-    shard = run.folder / "iter_0000002" / "__0_0.distcp"
+    shard = run.folder / "iter_0000002" / "__0_0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[1000] ^= 4
     shard.write_bytes(content)

@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import shutil
-from dataclasses import asdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mb_train.checksums import SUMS_FILE, CheckpointError, format_sums, sum_of
@@ -73,10 +76,18 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
+# Bytes of a rank's state that go into one file, or a tensor that has more. torch's writer copies
+# from a GPU into pinned memory, and keeps all copies until their file is whole: of one file for a
+# rank's 21 GB it pinned memory for all of them, and the steps beside it took up to twice as long
+# (benchmarks/results/2026-11-24-two-gpus.md).
+_FILE_BYTES = 2**30
+
+
 class Writer(dcp.FileSystemWriter):
     """torch's writer, which also leaves a SHA256SUMS and makes the draft the latest checkpoint.
 
-    The sums travel among the write results. What `finish` raises on rank 0 is raised on all.
+    A rank writes files of about `_FILE_BYTES`, and sums up one while it writes the next. The sums
+    travel among the write results. What `finish` raises on rank 0 is raised on all.
     """
 
     def __init__(self, draft: Path, run: SavedRun) -> None:
@@ -84,14 +95,18 @@ class Writer(dcp.FileSystemWriter):
         self._run = run
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        results = super().write_data(plan, planner).wait()
-        if len(results) != len(plan.items):
-            raise OSError(f"{len(results)} of {len(plan.items)} tensors were written")
-        folder = Path(self.path)
-        names = sorted({result.storage_data.relative_path for result in results})
-        sums = [WriteResult(MetadataIndex(name), 0, sum_of(folder / name)) for name in names]
+        folder, results, sums = Path(self.path), [], {}
+        with ThreadPoolExecutor(1, thread_name_prefix="sums") as beside:
+            for piece in _pieces(plan):
+                written = super().write_data(piece, planner).wait()
+                if len(written) != len(piece.items):
+                    raise OSError(f"{len(written)} of {len(piece.items)} tensors were written")
+                results += written
+                for name in sorted({result.storage_data.relative_path for result in written}):
+                    sums[name] = beside.submit(sum_of, folder / name)
+        results += [WriteResult(MetadataIndex(n), 0, value.result()) for n, value in sums.items()]
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result([*results, *sums])
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -109,6 +124,26 @@ class Writer(dcp.FileSystemWriter):
         write_text(folder / SUMS_FILE, format_sums(sums))
         _replace_folder(folder, folder.with_name(iteration_folder(self._run.iteration)))
         write_text(folder.with_name(LATEST), f"{self._run.iteration}\n")
+
+
+def _pieces(plan: SavePlan) -> Iterator[SavePlan]:
+    """Parts of a plan, a file each."""
+    pieces: list[list[WriteItem]] = []
+    room = 0
+    for item in plan.items:
+        if room <= 0:
+            pieces.append([])
+            room = _FILE_BYTES
+        pieces[-1].append(item)
+        room -= _bytes_of(item)
+    for number, items in enumerate(pieces):
+        prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+        yield replace(plan, items=items, storage_data=prefix)
+
+
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def _replace_folder(draft: Path, final: Path) -> None:

@@ -8,9 +8,9 @@ go on from.
 
 Asynchronous, the training waits only for a copy of the state: on the device if it has room for one
 beside the largest step so far, else in host memory. A thread does the rest, and whatever waits for
-a disk: the syncs of a checkpoint take seconds on some. Its copies to the host, into memory that is
-not pinned, go in turn with the training's kernels: on a stream of its own they came at once, and a
-step of 165 ms took 302 (dMoE-125M, one H200). The loop's `poll` tells when every rank is done.
+a disk: the syncs of a checkpoint take seconds on some. Its copies to the host go in turn with the
+training's kernels: on a stream of its own they came at once, and a step of 165 ms took 302
+(dMoE-125M, one H200). The loop's `poll` tells when every rank is done.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import pytest
 import torch
 from mb_kernels import reference
 from mb_kernels.block_sparse.reference import BLOCK, Topology, make_matrix
+from mb_kernels.exchange import pack_routing, routing_reference, unpack_routing
 from mb_kernels.runtime.registration import interpret
 from mb_kernels.testing import assert_close, make_expert_ids
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -208,6 +209,19 @@ def make_op(
         tensors |= {"v": normal(tokens, 2, hidden), "bias": normal(4, 2 * max(tokens, 1) - 1)}
         offsets = torch.tensor([0, tokens // 3, tokens])
         return Op(call, tensors | {"offsets": offsets}, ("q", "k", "v", "bias"), twin)
+    if name == "routing_of_rows":  # packed for ranks of one expert each, and unpacked on the first
+
+        def packed(weights, ids):
+            sizes = {"num_experts": experts, "ranks": experts}
+            words, peers, counts, _ = pack_routing(weights, ids, **sizes)
+            return words, peers, counts, *unpack_routing(words, rank=0, **sizes)
+
+        def packed_twin(weights, ids):
+            words, peers, counts = routing_reference.pack_routing(weights, ids, experts, experts)
+            unpacked = routing_reference.unpack_routing(words, None, 0, 1)
+            return words, peers, counts[:-1], *unpacked
+
+        return Op(packed, {"weights": weights, "ids": ids}, ("weights",), packed_twin)
     if name in ("sdd", "dsd", "dds"):
         return _block_sparse(name, min(tokens, 2), hidden, normal)
     if name == "sparse_expert_mlp":
@@ -263,7 +277,7 @@ OPS = (
     *("grouped_experts", "grouped_experts_w3", "grouped_experts_plain"),
     *("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit", "expert_mlp_bias"),
     *("quantize", "dequantize", "sum_of_squares", "symmetric_matmul"),
-    *("linear_cross_entropy", "relative_attention"),
+    *("linear_cross_entropy", "relative_attention", "routing_of_rows"),
     *(("sdd", "dsd", "dds") if importlib.util.find_spec("stk") else ()),  # the extra block-sparse
     "sparse_expert_mlp",
 )

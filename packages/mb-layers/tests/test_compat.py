@@ -191,6 +191,8 @@ def test_a_mapping_a_dataclass_and_a_namespace_read_alike() -> None:
     assert config_from_arguments(megatron) == expected
     with pytest.raises(ValueError, match="got 'moe_topk'; did you mean 'moe_top_k'"):
         config_from_arguments({"moe_topk": 2})
+    with pytest.raises(ValueError, match="with some of its fields, got None"):
+        config_from_arguments(None)
 
 
 def test_dtype_and_custom_init_reach_the_layer() -> None:
@@ -204,7 +206,7 @@ def test_dtype_and_custom_init_reach_the_layer() -> None:
 
     def init(weight: Tensor) -> None:
         seen.append(tuple(weight.shape))
-        weight.fill_(3)
+        weight.view(-1).fill_(3)  # as nn.init.orthogonal_ does
 
     arguments = SMALL | {"mlp_type": "glu", "activation_fn": F.silu}
     layer = layer_from_arguments(

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 import mb_layers.transformers as mb  # noqa: E402
 from mb_layers import MoEConfig, add_lora, collect, merge_lora  # noqa: E402
-from tiny_models import BLOCKS, build, outputs_and_gradients  # noqa: E402
+from tiny_models import BLOCKS, COMMON, FAMILIES, build, outputs_and_gradients  # noqa: E402
 
 
 def same(got: dict, expected: dict, **tolerance: float) -> None:
@@ -251,6 +251,22 @@ def test_save_pretrained_of_a_swapped_model_loads_as_the_original(
             p.zero_()
     swapped.load_state_dict(other.state_dict())
     same(outputs_and_gradients(swapped.eval()), {"logits": outputs_and_gradients(model)["logits"]})
+
+
+def test_saving_that_looks_up_the_shapes_of_experts(tmp_path: Path) -> None:
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    config = transformers.AutoConfig.for_model(
+        "qwen3_vl_moe",
+        text_config=COMMON | FAMILIES["qwen3_moe"],
+        vision_config=vision | {"out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config).float()
+    swapped = copy.deepcopy(model)
+    mb.swap_blocks(swapped)
+    swapped.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded[name], tensor), name
 
 
 @pytest.mark.parametrize("family", BLOCKS)

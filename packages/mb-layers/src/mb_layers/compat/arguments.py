@@ -149,8 +149,17 @@ class Arguments:
 
 
 def from_megatron(megatron_arguments: object) -> Arguments:
-    """Return `Arguments` with the fields that Megatron's namespace has; the others by default."""
+    """Return `Arguments` with the fields that Megatron's namespace has; the others by default.
+
+    Raises:
+        ValueError: it has none of them.
+    """
     names = {name for name in FIELDS if hasattr(megatron_arguments, name)}
+    if not names:
+        raise ValueError(
+            "expected megablocks.Arguments, or a mapping or namespace with some of its fields, got "
+            f"{megatron_arguments!r}"
+        )
     return Arguments(**{name: getattr(megatron_arguments, name) for name in names})
 
 
@@ -192,7 +201,10 @@ def layer_from_arguments(
     ):
         if _normal_std(values[name]) is None:
             for weight in weights:
-                values[name](weight)
+                # Contiguous as in MegaBlocks: some functions, orthogonal_ for one, need a view.
+                drawn = weight.contiguous()
+                values[name](drawn)
+                weight.copy_(drawn)
     return built
 
 

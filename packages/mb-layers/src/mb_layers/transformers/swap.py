@@ -38,6 +38,12 @@ class BlockAdapter(nn.Module):
         self._block = (_emptied(block),)
         self.register_load_state_dict_pre_hook(_load_block_names)
 
+    @property
+    def experts(self) -> nn.Module:
+        """The block's experts without weights: some models' `save_pretrained` looks up shapes."""
+        (block,) = self._block
+        return block.get_submodule("experts")
+
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
         """hidden_states [B, S, D] to the same shape; with None if the block returned a pair."""
         y, aux_loss, _ = self.moe(hidden_states)

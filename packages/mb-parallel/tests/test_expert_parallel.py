@@ -417,17 +417,36 @@ def test_models_that_cannot_be_spread_are_named():
 
 
 def _unequal_stages(rank, world_size):
-    """A group made later, and how many were made before: two by a grid of ranks for all layers."""
+    """What is said of layers that stage 0 alone has and refuses. Then, of more layers on stage 0, a
+    group made later, and how many were made before: two by a grid of ranks for all layers.
+    """
     mesh = ParallelDims(pp=2, dp_shard=2, ep=2).build("cpu")
-    config = MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=1, top_k=1)
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 4, "num_experts": 1, "top_k": 1}
+    said = []
+    for change, how in (
+        ({}, "fixed"),
+        ({"num_experts": 3}, "auto"),
+        ({"ffn_hidden_size": 3}, "auto"),
+    ):
+        refused = dMoE(MoEConfig(**sizes | change))
+        with pytest.raises(ValueError, match="Expected") as error:
+            parallelize_experts(nn.Linear(2, 2) if mesh.pp_rank else refused, mesh, dispatcher=how)
+        said.append(str(error.value))
+    config = MoEConfig(**sizes)
     layers = [nn.ModuleList(dMoE(config) for _ in range(count)) for count in (3, 0)]
     before = len(dist.distributed_c10d._world.pg_map)
     parallelize_experts(layers[mesh.pp_rank], mesh)
     made = len(dist.distributed_c10d._world.pg_map) - before
     total = torch.ones(())
     dist.all_reduce(total, group=dist.new_group())
-    return made, total.item()
+    return said, made, total.item()
 
 
 def test_stages_may_have_other_numbers_of_layers_whose_experts_ranks_share():
-    assert run_ranks(_unequal_stages, 4, timeout_s=60.0) == [(2, 4.0)] * 4
+    first, *others = run_ranks(_unequal_stages, 4, timeout_s=60.0)
+    assert others == [first] * 3
+    (capacity, uneven, width), made, total = first
+    assert (made, total) == (2, 4.0)
+    assert "capacity for dispatcher='fixed' in the layer" in capacity
+    assert "ep = 2 for 3 experts" in uneven
+    assert "the 2 ranks that share an expert of the layer to divide its width" in width

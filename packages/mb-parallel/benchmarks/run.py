@@ -3,11 +3,12 @@
     torchrun --nproc_per_node=2 packages/mb-parallel/benchmarks/run.py
     torchrun --nproc_per_node=2 packages/mb-parallel/benchmarks/run.py --only layer --seconds 5
 
-- exchange: every rank sends its tokens of 16, 64 and 256 MiB to uniformly drawn ranks (top-1), and
-  gets them back. "peer" gathers the rows, stores them and waits; the baseline is an
-  `all_to_all_single` of the same bytes in equal parts, without gathering or sorting anything. Both
-  are captured as CUDA graphs of several exchanges: launched one by one, what is small waits for
-  Python. GB/s are bus bytes: those that leave a rank, (P - 1) / P of all.
+- exchange: every rank sends its tokens of 16, 64 and 256 MiB, and those of the layer paper-125m
+  below (48 MiB), to uniformly drawn ranks (top-1), and gets them back. "peer" gathers the rows,
+  stores them and waits; the baseline is an `all_to_all_single` of the same bytes in equal parts,
+  without gathering or sorting anything. Both are captured as CUDA graphs of several exchanges:
+  launched one by one, what is small waits for Python. GB/s are bus bytes: those that leave a rank,
+  (P - 1) / P of all.
 - layer: a dMoE layer, forward and backward, with each dispatcher, against a layer with all experts
   on this GPU and the same tokens. Routing is uniform or by Zipf's law, the popular experts
   anywhere, "sorted", all on the first rank, or "placed" by `rebalance_experts`. Ranks wait for the
@@ -57,6 +58,9 @@ LAYERS = {
     "paper-125m": (32768, 768, 3072, 64, 1, "gelu"),
     "olmoe": (16384, 2048, 1024, 64, 8, "swiglu"),
 }
+# name: tokens of each rank, hidden
+EXCHANGES = {f"{size} MiB": (size * MIB // (2 * HIDDEN), HIDDEN) for size in (16, 64, 256)}
+EXCHANGES["paper-125m"] = LAYERS["paper-125m"][:2]
 # How rows come to experts: arguments of `parallelize_experts`.
 WAYS: dict[str, dict[str, Any]] = {
     "all_gather": {"dispatcher": "all_gather"},
@@ -120,13 +124,12 @@ def say(line: str) -> None:
     faulthandler.dump_traceback_later(_SILENT, repeat=True)
 
 
-def exchange(mesh: ParallelMesh, size: int, seconds: float) -> dict[str, float]:
-    """Times of `size` bytes per rank, there and back."""
+def exchange(mesh: ParallelMesh, tokens: int, hidden: int, seconds: float) -> dict[str, float]:
+    """Times of so many bf16 rows per rank, there and back."""
     ep = mesh.axis("ep")
     assert ep is not None
     place, ranks = Place(ep.get_group(), "the benchmark"), mesh.ep_size
-    tokens = size // (2 * HIDDEN)
-    x_TD = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    x_TD = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     memory = PeerBuffers(place, max_tokens=tokens).memory(x_TD, words=2)
     peers_T1 = torch.randint(0, ranks, (tokens, 1), device="cuda", dtype=torch.int32)
     bins = bin_tokens(peers_T1, ranks)
@@ -282,14 +285,14 @@ def main() -> None:
         mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cuda")
 
         if arguments.only in (None, "exchange"):
-            say(f"exchange over {ranks} ranks, bf16 rows of {HIDDEN}: ms, and GB/s of bus bytes")
-            for size in (16, 64, 256):
-                times = exchange(mesh, size * MIB, arguments.seconds)
-                result[f"exchange {size} MiB"] = times
-                bus = size * MIB * (ranks - 1) / ranks
+            say(f"exchange over {ranks} ranks, bf16 rows: ms, and GB/s of bus bytes")
+            for name, (tokens, hidden) in EXCHANGES.items():
+                times = exchange(mesh, tokens, hidden, arguments.seconds)
+                result[f"exchange {name}"] = times
+                bus = 2 * tokens * hidden * (ranks - 1) / ranks
                 told = [f"{n} {ms:.3f} ({bus / ms / 1e6:.0f})" for n, ms in times.items()]
                 ratio = times["all_to_all"] / times["peer dispatch"]
-                say(f"  {size:4d} MiB  {'  '.join(told)}  dispatch x {ratio:.2f}")
+                say(f"  {name:>10}  {'  '.join(told)}  dispatch x {ratio:.2f}")
         if arguments.only in (None, "layer"):
             say("layer, forward and backward, ms (against one GPU with the same tokens)")
             start = time.monotonic()

@@ -169,13 +169,8 @@ def exchange(mesh: ParallelMesh, tokens: int, hidden: int, seconds: float) -> di
     return {name: ms / CAPTURED for name, ms in in_turns(graphs, seconds).items()}
 
 
-def layer(
-    mesh: ParallelMesh, name: str, routing: str, seconds: float, *, graphs: bool
-) -> tuple[dict[str, float], float]:
-    """Times of one layer forward and backward with each dispatcher, and on this GPU alone.
-
-    Also the rows of the fullest rank over the mean.
-    """
+def layer_and_tokens(name: str, **options: Any) -> tuple[MoEConfig, Tensor]:
+    """The config of a layer of `LAYERS`, and a rank's tokens for it."""
     tokens, hidden, ffn, experts, top_k, activation = LAYERS[name]
     config = MoEConfig(
         hidden_size=hidden,
@@ -183,10 +178,22 @@ def layer(
         num_experts=experts,
         top_k=top_k,
         activation=activation,
-        router_bias=True,
+        **options,
     )
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return config, x
+
+
+def layer(
+    mesh: ParallelMesh, name: str, routing: str, seconds: float, *, graphs: bool
+) -> tuple[dict[str, float], float]:
+    """Times of one layer forward and backward with each dispatcher, and on this GPU alone.
+
+    Also the rows of the fullest rank over the mean.
+    """
+    config, x = layer_and_tokens(name, router_bias=True)
     dy = torch.randn_like(x)
+    hidden, experts = config.hidden_size, config.num_experts
 
     # Softmax of -log(rank) is Zipf's law.
     popularity = torch.arange(experts) + 1.0
@@ -249,20 +256,12 @@ def _compile_ahead(ranks: int) -> None:
 
 def memory_of(mesh: ParallelMesh, name: str) -> dict[str, float]:
     """MiB that a layer holds between forward and backward, with each way of keeping rows."""
-    tokens, hidden, ffn, experts, top_k, activation = LAYERS[name]
-    config = MoEConfig(
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_experts=experts,
-        top_k=top_k,
-        activation=activation,
-    )
+    config, x = layer_and_tokens(name)
     held = {}
     budget = {"dispatcher": "peer", "row_policy": "budget", "row_budget": 1.25}
     for way, options in (WAYS | {"peer, budget 1.25": budget}).items():
         moe = dMoE(config, device="cuda", dtype=torch.bfloat16)
         _spread(moe, mesh, **options)
-        x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         moe(x).y.sum().backward()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

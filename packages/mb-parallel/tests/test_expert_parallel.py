@@ -417,8 +417,8 @@ def test_models_that_cannot_be_spread_are_named():
 
 
 def _unequal_stages(rank, world_size):
-    """What is said of layers that stage 0 alone has and refuses. Then, of more layers on stage 0, a
-    group made later, and how many were made before: two by a grid of ranks for all layers.
+    """What is said of layers that stage 0 alone has and that are refused. Then, with more layers on
+    stage 0, how many groups are made (two, for a grid of ranks), and whether one made later works.
     """
     mesh = ParallelDims(pp=2, dp_shard=2, ep=2).build("cpu")
     sizes = {"hidden_size": 8, "ffn_hidden_size": 4, "num_experts": 1, "top_k": 1}

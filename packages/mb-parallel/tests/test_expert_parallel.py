@@ -119,6 +119,8 @@ CASES = {
     "a-rank-without-tokens": ("all_to_all", {}, (11, 0)),
     "shared-experts": ("all_gather", {"share": "module"}, (9,)),
     "shared-experts-in-chunks": ("all_to_all", {"share": "module"}, (9,)),
+    # The first layer gathers, since its tokens need all ranks.
+    "experts-shared-with-chunks": ("auto", {"share": "module", "first_top_k": 4}, (9,)),
     "tied-weights": ("all_to_all", {"share": "w1"}, (9,)),
     "router-bias-to-one-expert": ("all_to_all", {"router_bias": True, "top_k": 1}, (7,)),
 }
@@ -126,8 +128,10 @@ CASES = {
 
 def _build(overrides: dict[str, Any]) -> Model:
     overrides = dict(overrides)
-    share = overrides.pop("share", None)
+    share, first_top_k = overrides.pop("share", None), overrides.pop("first_top_k", None)
     model = Model(**overrides)
+    if first_top_k is not None:
+        model.layers[0]["moe"] = dMoE(MoEConfig(**(CONFIG | {"top_k": first_top_k})))
     first, second = (layer["moe"] for layer in model.layers)
     if share == "module":
         second.experts = first.experts

@@ -264,7 +264,7 @@ class _Spreading:
         placement = Placement(experts, place.size, place.rank)
         if not is_spread(layer.experts):  # else they are an earlier layer's too
             shard_experts(layer.experts, self.meshes[experts], placement, name, self.shared)
-            if dispatcher == "all_to_all" and self.chunks > 1:
+            if self.chunks > 1:  # whichever dispatcher this layer has: a later one may share them
                 compute_in_chunks(layer.experts)
         layer.dispatcher = self._dispatcher(layer, place, placement, dispatcher)
         if dispatcher == "fixed" and layer.eval_dispatcher is not None:

@@ -183,8 +183,8 @@ def _refuse(
     name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool, dispatcher: str
 ) -> None:
     where = f"in {name or 'the layer'}"
-    local = isinstance(layer.dispatcher, LocalDispatcher)
-    if not local or is_surrounded(layer):
+    if is_surrounded(layer):
+        local = isinstance(layer.dispatcher, LocalDispatcher)
         got = "an earlier call's" if local else type(layer.dispatcher).__name__
         raise ValueError(
             f"Expected a LocalDispatcher {where}, got {got}. Call parallelize_experts once, on a "

@@ -3,12 +3,11 @@
     torchrun --nproc_per_node=2 packages/mb-parallel/benchmarks/run.py
     torchrun --nproc_per_node=2 packages/mb-parallel/benchmarks/run.py --only layer --seconds 5
 
-- exchange: every rank sends its tokens of 16, 64 and 256 MiB, and those of the layer paper-125m
-  below (48 MiB), to uniformly drawn ranks (top-1), and gets them back. "peer" gathers the rows,
-  stores them and waits; the baseline is an `all_to_all_single` of the same bytes in equal parts,
-  without gathering or sorting anything. Both are captured as CUDA graphs of several exchanges:
-  launched one by one, what is small waits for Python. GB/s are bus bytes: those that leave a rank,
-  (P - 1) / P of all.
+- exchange: every rank sends its tokens of 16, 64 and 256 MiB to uniformly drawn ranks (top-1), and
+  gets them back. "peer" gathers the rows, stores them and waits; the baseline is an
+  `all_to_all_single` of the same bytes in equal parts, without gathering or sorting anything. Both
+  are captured as CUDA graphs of several exchanges: launched one by one, what is small waits for
+  Python. GB/s are bus bytes: those that leave a rank, (P - 1) / P of all.
 - layer: a dMoE layer, forward and backward, with each dispatcher, against a layer with all experts
   on this GPU and the same tokens. Routing is uniform or by Zipf's law, the popular experts
   anywhere, "sorted", all on the first rank, or "placed" by `rebalance_experts`. Ranks wait for the
@@ -58,9 +57,6 @@ LAYERS = {
     "paper-125m": (32768, 768, 3072, 64, 1, "gelu"),
     "olmoe": (16384, 2048, 1024, 64, 8, "swiglu"),
 }
-# name: tokens of each rank, hidden
-EXCHANGES = {f"{size} MiB": (size * MIB // (2 * HIDDEN), HIDDEN) for size in (16, 64, 256)}
-EXCHANGES["paper-125m"] = LAYERS["paper-125m"][:2]
 # How rows come to experts: arguments of `parallelize_experts`.
 WAYS: dict[str, dict[str, Any]] = {
     "all_gather": {"dispatcher": "all_gather"},
@@ -124,12 +120,13 @@ def say(line: str) -> None:
     faulthandler.dump_traceback_later(_SILENT, repeat=True)
 
 
-def exchange(mesh: ParallelMesh, tokens: int, hidden: int, seconds: float) -> dict[str, float]:
-    """Times of so many bf16 rows per rank, there and back."""
+def exchange(mesh: ParallelMesh, size: int, seconds: float) -> dict[str, float]:
+    """Times of `size` bytes per rank, there and back."""
     ep = mesh.axis("ep")
     assert ep is not None
     place, ranks = Place(ep.get_group(), "the benchmark"), mesh.ep_size
-    x_TD = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    tokens = size // (2 * HIDDEN)
+    x_TD = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     memory = PeerBuffers(place, max_tokens=tokens).memory(x_TD, words=2)
     peers_T1 = torch.randint(0, ranks, (tokens, 1), device="cuda", dtype=torch.int32)
     bins = bin_tokens(peers_T1, ranks)
@@ -169,21 +166,6 @@ def exchange(mesh: ParallelMesh, tokens: int, hidden: int, seconds: float) -> di
     return {name: ms / CAPTURED for name, ms in in_turns(graphs, seconds).items()}
 
 
-def layer_and_tokens(name: str, **options: Any) -> tuple[MoEConfig, Tensor]:
-    """The config of a layer of `LAYERS`, and a rank's tokens for it."""
-    tokens, hidden, ffn, experts, top_k, activation = LAYERS[name]
-    config = MoEConfig(
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_experts=experts,
-        top_k=top_k,
-        activation=activation,
-        **options,
-    )
-    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    return config, x
-
-
 def layer(
     mesh: ParallelMesh, name: str, routing: str, seconds: float, *, graphs: bool
 ) -> tuple[dict[str, float], float]:
@@ -191,9 +173,17 @@ def layer(
 
     Also the rows of the fullest rank over the mean.
     """
-    config, x = layer_and_tokens(name, router_bias=True)
+    tokens, hidden, ffn, experts, top_k, activation = LAYERS[name]
+    config = MoEConfig(
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_experts=experts,
+        top_k=top_k,
+        activation=activation,
+        router_bias=True,
+    )
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
-    hidden, experts = config.hidden_size, config.num_experts
 
     # Softmax of -log(rank) is Zipf's law.
     popularity = torch.arange(experts) + 1.0
@@ -256,12 +246,20 @@ def _compile_ahead(ranks: int) -> None:
 
 def memory_of(mesh: ParallelMesh, name: str) -> dict[str, float]:
     """MiB that a layer holds between forward and backward, with each way of keeping rows."""
-    config, x = layer_and_tokens(name)
+    tokens, hidden, ffn, experts, top_k, activation = LAYERS[name]
+    config = MoEConfig(
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_experts=experts,
+        top_k=top_k,
+        activation=activation,
+    )
     held = {}
     budget = {"dispatcher": "peer", "row_policy": "budget", "row_budget": 1.25}
     for way, options in (WAYS | {"peer, budget 1.25": budget}).items():
         moe = dMoE(config, device="cuda", dtype=torch.bfloat16)
         _spread(moe, mesh, **options)
+        x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         moe(x).y.sum().backward()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -284,14 +282,14 @@ def main() -> None:
         mesh = ParallelDims(dp_shard=ranks, ep=ranks).build("cuda")
 
         if arguments.only in (None, "exchange"):
-            say(f"exchange over {ranks} ranks, bf16 rows: ms, and GB/s of bus bytes")
-            for name, (tokens, hidden) in EXCHANGES.items():
-                times = exchange(mesh, tokens, hidden, arguments.seconds)
-                result[f"exchange {name}"] = times
-                bus = 2 * tokens * hidden * (ranks - 1) / ranks
+            say(f"exchange over {ranks} ranks, bf16 rows of {HIDDEN}: ms, and GB/s of bus bytes")
+            for size in (16, 64, 256):
+                times = exchange(mesh, size * MIB, arguments.seconds)
+                result[f"exchange {size} MiB"] = times
+                bus = size * MIB * (ranks - 1) / ranks
                 told = [f"{n} {ms:.3f} ({bus / ms / 1e6:.0f})" for n, ms in times.items()]
                 ratio = times["all_to_all"] / times["peer dispatch"]
-                say(f"  {name:>10}  {'  '.join(told)}  dispatch x {ratio:.2f}")
+                say(f"  {size:4d} MiB  {'  '.join(told)}  dispatch x {ratio:.2f}")
         if arguments.only in (None, "layer"):
             say("layer, forward and backward, ms (against one GPU with the same tokens)")
             start = time.monotonic()

@@ -80,7 +80,7 @@ LAYOUTS: dict[str, tuple[int, str, bool]] = {
     ),
     "recompute selective": (2, "--recompute-granularity selective", True),
     "dp4": (4, "", True),
-    "hybrid 2 x 2": (4, f"--data-parallel-replicas 2 {EP} 2", True),
+    "hybrid 2 x 2, recompute moe": (4, f"--data-parallel-replicas 2 {EP} 2 --moe-recompute", True),
     "ep4": (4, f"{EP} 4", True),
     "dp2 ep2 zero3, chunks": (4, f"{EP} 2 --zero-stage 3 {A2A} --moe-a2a-overlap-degree 2", True),
     "pp4": (4, f"{PP} 4 {FOUR}", True),

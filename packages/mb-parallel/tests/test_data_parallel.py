@@ -363,8 +363,16 @@ def test_gradients_of_another_method_than_forward():
 
 
 def mixed_dtypes(rank, world_size):
-    """What is said of bf16 blocks with an fp32 norm; and what trains where that is named."""
+    """What is said of bf16 blocks with an fp32 norm; what trains where that is named.
+
+    Other models are refused on the way.
+    """
     half, mesh = torch.bfloat16, ParallelDims(dp_shard=world_size).build("cpu")
+    whole, spread = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
+    with pytest.raises(ValueError, match="spread over ep = 2, got whole ones"):
+        apply_data_parallel(whole, spread, blocks=list(whole)[:2])
+    with pytest.raises(ValueError, match="know of tp = 2, got one that counts"):
+        apply_data_parallel(whole, ParallelDims(tp=world_size).build("cpu"), blocks=[])
     early = build()
     hold_working_copies([early], half)
     with pytest.raises(ValueError, match="hold_working_copies after apply_data_parallel"):

@@ -119,6 +119,8 @@ CASES = {
     "a-rank-without-tokens": ("all_to_all", {}, (11, 0)),
     "shared-experts": ("all_gather", {"share": "module"}, (9,)),
     "shared-experts-in-chunks": ("all_to_all", {"share": "module"}, (9,)),
+    # The first layer gathers, since its tokens need all ranks.
+    "experts-shared-with-chunks": ("auto", {"share": "module", "first_top_k": 4}, (9,)),
     "tied-weights": ("all_to_all", {"share": "w1"}, (9,)),
     "router-bias-to-one-expert": ("all_to_all", {"router_bias": True, "top_k": 1}, (7,)),
 }
@@ -126,8 +128,10 @@ CASES = {
 
 def _build(overrides: dict[str, Any]) -> Model:
     overrides = dict(overrides)
-    share = overrides.pop("share", None)
+    share, first_top_k = overrides.pop("share", None), overrides.pop("first_top_k", None)
     model = Model(**overrides)
+    if first_top_k is not None:
+        model.layers[0]["moe"] = dMoE(MoEConfig(**(CONFIG | {"top_k": first_top_k})))
     first, second = (layer["moe"] for layer in model.layers)
     if share == "module":
         second.experts = first.experts
@@ -417,17 +421,36 @@ def test_models_that_cannot_be_spread_are_named():
 
 
 def _unequal_stages(rank, world_size):
-    """A group made later, and how many were made before: two by a grid of ranks for all layers."""
+    """What is said of layers that stage 0 alone has and that are refused. Then, with more layers on
+    stage 0, how many groups are made (two, for a grid of ranks), and whether one made later works.
+    """
     mesh = ParallelDims(pp=2, dp_shard=2, ep=2).build("cpu")
-    config = MoEConfig(hidden_size=8, ffn_hidden_size=4, num_experts=1, top_k=1)
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 4, "num_experts": 1, "top_k": 1}
+    said = []
+    for change, how in (
+        ({}, "fixed"),
+        ({"num_experts": 3}, "auto"),
+        ({"ffn_hidden_size": 3}, "auto"),
+    ):
+        refused = dMoE(MoEConfig(**sizes | change))
+        with pytest.raises(ValueError, match="Expected") as error:
+            parallelize_experts(nn.Linear(2, 2) if mesh.pp_rank else refused, mesh, dispatcher=how)
+        said.append(str(error.value))
+    config = MoEConfig(**sizes)
     layers = [nn.ModuleList(dMoE(config) for _ in range(count)) for count in (3, 0)]
     before = len(dist.distributed_c10d._world.pg_map)
     parallelize_experts(layers[mesh.pp_rank], mesh)
     made = len(dist.distributed_c10d._world.pg_map) - before
     total = torch.ones(())
     dist.all_reduce(total, group=dist.new_group())
-    return made, total.item()
+    return said, made, total.item()
 
 
 def test_stages_may_have_other_numbers_of_layers_whose_experts_ranks_share():
-    assert run_ranks(_unequal_stages, 4, timeout_s=60.0) == [(2, 4.0)] * 4
+    first, *others = run_ranks(_unequal_stages, 4, timeout_s=60.0)
+    assert others == [first] * 3
+    (capacity, uneven, width), made, total = first
+    assert (made, total) == (2, 4.0)
+    assert "capacity for dispatcher='fixed' in the layer" in capacity
+    assert "ep = 2 for 3 experts" in uneven
+    assert "the 2 ranks that share an expert of the layer to divide its width" in width

@@ -1,5 +1,6 @@
 """Pipelines: steps equal to one process's by every schedule."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from mb_parallel.pipeline_parallel import (
     split_layers,
     stage_indices,
 )
+from mb_parallel.pipeline_parallel.engine import Stage
 from mb_parallel.testing import run_ranks
 from tiny_gpt import Options, compare
 
@@ -171,6 +173,9 @@ def _pieces(rank, world_size):
         except ValueError as error:
             said.append(str(error))
     copies, twice = [parameter is copy for copy in pipeline.copies], parameter.grad.clone()
+    pipeline.step(batches[:2])  # lets go of the buffers for three
+    gc.collect()
+    assert sum(type(one) is Stage for one in gc.get_objects()) == 1
     halves = arguments | {"schedule": "zbv-zero-bubble"}
     copied = [tiny_gpt.build(replace(options, experts=2)) for _ in range(2)]
     hold_working_copies(copied, torch.bfloat16)

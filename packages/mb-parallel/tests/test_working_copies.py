@@ -155,6 +155,26 @@ def test_copies_of_spread_experts_are_cast_again_too(tmp_path):
         assert [what for what, equal in done.items() if not equal] == []
 
 
+def _half_an_expert(rank, world_size):
+    """Losses and the dtype of a weight's gradient, without copies and with them."""
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):  # in fp32 there are no copies
+        model = _Model(num_experts=1, top_k=1, activation="swiglu")
+        parallelize_experts(model, mesh)
+        optimizer = AdamW(model.parameters(), working_copies=hold_working_copies([model], dtype))
+        losses = _losses(model, optimizer, micro_batches=2)
+        model(torch.randn(5, 16).bfloat16())[0].sum().backward()
+        found.append((losses, model.layers[0].experts.w1.grad.dtype))
+    return found
+
+
+def test_ranks_that_share_an_expert_compute_with_copies_of_their_parts():
+    for (expected, plain), (got, kept) in run_ranks(_half_an_expert, 2):
+        assert torch.equal(got, expected)
+        assert (plain, kept) == (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.parametrize("how", ["load_state_dict", "by hand", "data"])
 def test_a_written_parameter_is_cast_again(how):
     model, other = _Model(), _Model()

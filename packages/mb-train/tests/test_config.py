@@ -77,6 +77,15 @@ def test_defaults_derive_from_sizes():
         ({"num_layers_per_virtual_pipeline_stage": 1}, "of at least 2 stages"),
         ({"pipeline_schedule": "zbv-zero-bubble"}, "--num-layers-per-virtual-pipeline-stage with"),
         (
+            {
+                "pipeline_schedule": "zbv-zero-bubble",
+                "num_layers": 8,
+                "pipeline_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 1,
+            },
+            "x --num-layers-per-virtual-pipeline-stage with .* zbv-zero-bubble, .* got 8, 2 and 1",
+        ),
+        (
             {"moe_expert_model_parallelism": True, "expert_model_parallel_size": 2},
             "one of --moe-expert-model-parallelism",
         ),

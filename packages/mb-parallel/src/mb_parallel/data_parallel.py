@@ -34,11 +34,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from mb_layers import Experts
+from mb_layers import Experts, MoE, dMoE
 from torch import nn
 
 from mb_parallel.arguments import floating, one_module, several
-from mb_parallel.engines import is_fsdp
+from mb_parallel.engines import is_dtensor, is_fsdp
+from mb_parallel.expert_parallel.surround import is_surrounded
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 
 _STAGE = "_mb_zero_stage"
@@ -80,7 +81,7 @@ def apply_data_parallel(
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
             or one for several, a mesh of other sizes than in an earlier call for the model, a model
             that is sharded already, parameters of several dtypes that train in one unit, or experts
-            with working copies.
+            with working copies or, where ep or tp > 1, without `parallelize_experts`.
     """
     one_module(model)
     check_mesh(mesh, model)
@@ -95,9 +96,21 @@ def apply_data_parallel(
             f"Expected a model that is not sharded yet, got {type(model).__name__}. Call "
             "apply_data_parallel once, and not after fully_shard."
         )
-    if mesh.dims.edp > 1 and any(
-        module.working_copies for module in model.modules() if isinstance(module, Experts)
-    ):
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    trained = [p for module in experts for p in module.parameters() if p.requires_grad]
+    if mesh.ep_size > 1 and not all(map(is_dtensor, trained)):
+        raise ValueError(
+            f"Expected experts that are spread over ep = {mesh.ep_size}, got whole ones, of which "
+            "each rank would train its own. Call parallelize_experts first, or build a mesh of "
+            "ep = 1."
+        )
+    layers = (module for module in model.modules() if isinstance(module, MoE | dMoE))
+    if mesh.tp_size > 1 and not all(map(is_surrounded, layers)):
+        raise ValueError(
+            f"Expected layers of experts that know of tp = {mesh.tp_size}, got one that counts "
+            "tokens once for each rank. Call parallelize_experts first, with ep = 1 too."
+        )
+    if mesh.dims.edp > 1 and any(module.working_copies for module in experts):
         raise ValueError(
             "Expected experts without working copies, which would stay behind the weights that "
             "replace theirs. Call hold_working_copies after apply_data_parallel."

@@ -29,6 +29,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -255,6 +257,28 @@ def keep_timeout(mesh: DeviceMesh) -> None:
             options = getattr(world._get_backend(device), "options", None)
             if options is not None:  # a fake group has none
                 group._get_backend(device)._set_default_timeout(options._timeout)
+
+
+@contextmanager
+def refused_alike(mesh: ParallelMesh) -> Generator[None]:
+    """Within: what one pipeline stage refuses (ValueError) all refuse; every rank enters it.
+
+    Else the other stages would wait for this one.
+    """
+    problem = None
+    try:
+        yield
+    except ValueError as error:
+        problem = error
+    told = [None if problem is None else str(problem)]
+    pp = mesh.axis("pp")
+    if pp is not None:
+        told *= pp.size()
+        dist.all_gather_object(told, told[0], group=pp.get_group())
+    if problem is not None:
+        raise problem
+    for other in filter(None, told):
+        raise ValueError(other)
 
 
 def check_mesh(mesh: Any, model: nn.Module | None = None) -> None:

@@ -30,9 +30,9 @@ from mb_parallel.expert_parallel.peer import PeerDispatcher
 from mb_parallel.expert_parallel.peer_memory import PeerBuffers, peer_problem
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.rows import Rows
-from mb_parallel.expert_parallel.shard import experts_meshes, is_spread, shard_experts
+from mb_parallel.expert_parallel.shard import check_splits, experts_meshes, is_spread, shard_experts
 from mb_parallel.expert_parallel.surround import Layer, is_surrounded, surround
-from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
+from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
 from mb_parallel.tensor_parallel.experts import check_sequence_parallel
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer", "fixed"]
@@ -109,9 +109,12 @@ def parallelize_experts(
     above_0(timeout_s=timeout_s)
     rows = Rows(row_policy, row_budget)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
-    for name, layer in layers.items():
-        _refuse(name, layer, mesh, sequence_parallel, dispatcher)
     ep = mesh.axis("ep")
+    with refused_alike(mesh):
+        for name, layer in layers.items():
+            _refuse(name, layer, mesh, sequence_parallel, dispatcher)
+        if ep is not None:
+            _refuse_held(model, layers, ep)
     meshes: Mapping[int, DeviceMesh] = {}
     if ep is not None:  # also for a stage without layers
         meshes = experts_meshes(mesh, {layer.config.num_experts for layer in layers.values()})
@@ -119,7 +122,6 @@ def parallelize_experts(
         return "expert parallelism: no MoE layers of mb_layers in the model, nothing to spread"
     told: Counter[str] = Counter()
     if ep is not None:
-        _refuse_held(model, layers)
         widths = {layer.config.hidden_size for layer in layers.values()}
         everywhere = Place(ep.get_group(), "the model")
         problem = None
@@ -183,8 +185,8 @@ def _refuse(
     name: str, layer: Layer, mesh: ParallelMesh, sequence_parallel: bool, dispatcher: str
 ) -> None:
     where = f"in {name or 'the layer'}"
-    local = isinstance(layer.dispatcher, LocalDispatcher)
-    if not local or is_surrounded(layer):
+    if is_surrounded(layer):
+        local = isinstance(layer.dispatcher, LocalDispatcher)
         got = "an earlier call's" if local else type(layer.dispatcher).__name__
         raise ValueError(
             f"Expected a LocalDispatcher {where}, got {got}. Call parallelize_experts once, on a "
@@ -205,8 +207,8 @@ def _refuse(
         )
 
 
-def _refuse_held(model: nn.Module, layers: dict[str, Layer]) -> None:
-    """Parameters that somebody else holds would train on without their new selves."""
+def _refuse_held(model: nn.Module, layers: dict[str, Layer], ep: DeviceMesh) -> None:
+    """Refuse parameters that cannot be split, or whose other holders would train the old ones."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -236,6 +238,8 @@ def _refuse_held(model: nn.Module, layers: dict[str, Layer]) -> None:
                 f"Expected the experts of {name or 'the layer'} to share parameters with other "
                 "experts alone, got one that is some other module's too. Give that its own."
             )
+        placement = Placement(layer.config.num_experts, ep.size(), ep.get_local_rank())
+        check_splits(layer.experts, placement, name or "the layer")
 
 
 @dataclass(frozen=True)
@@ -262,7 +266,7 @@ class _Spreading:
         placement = Placement(experts, place.size, place.rank)
         if not is_spread(layer.experts):  # else they are an earlier layer's too
             shard_experts(layer.experts, self.meshes[experts], placement, name, self.shared)
-            if dispatcher == "all_to_all" and self.chunks > 1:
+            if self.chunks > 1:  # whichever dispatcher this layer has: a later one may share them
                 compute_in_chunks(layer.experts)
         layer.dispatcher = self._dispatcher(layer, place, placement, dispatcher)
         if dispatcher == "fixed" and layer.eval_dispatcher is not None:

@@ -35,9 +35,6 @@ def experts_meshes(mesh: ParallelMesh, numbers: Iterable[int]) -> dict[int, Devi
     This is the ep axis or, if there are more ranks than experts, a mesh (experts, width). That
     needs new groups, which all ranks have to make in the same order. So the pipeline's stages tell
     each other what their layers need.
-
-    Raises:
-        ValueError: a number that neither divides ep nor is a multiple of it, on any stage.
     """
     ep, pp = mesh.axis("ep"), mesh.axis("pp")
     assert ep is not None
@@ -53,6 +50,35 @@ def experts_meshes(mesh: ParallelMesh, numbers: Iterable[int]) -> dict[int, Devi
             found[number] = ep._unflatten(0, (number, shards), ("ep_expert", "ep_width"))
             keep_timeout(found[number])
     return found
+
+
+def check_splits(experts: Experts, placement: Placement, name: str) -> None:
+    """Raise ValueError if `shard_experts` cannot split such experts.
+
+    s has to divide F (or D, with biases), for sparse products into multiples of 128, and weights
+    have to be of a form that is split.
+    """
+    shards = placement.width_shards
+    adapted = len(list(experts.modules())) > 1
+    if any(isinstance(w, FrozenWeight) for w in experts.parameters()) or (adapted and shards > 1):
+        held = "adapters where ranks share an expert" if adapted else "weights frozen in bits"
+        raise ValueError(
+            f"Expected plain experts in {name} to spread over {placement.ranks} ranks, got {held}. "
+            "Lower ep, or merge_lora first."
+        )
+    config = experts.config
+    if config.ffn_hidden_size % shards or (config.mlp_bias and config.hidden_size % shards):
+        raise ValueError(
+            f"Expected the {shards} ranks that share an expert of {name} to divide its width, got "
+            f"ffn_hidden_size = {config.ffn_hidden_size}, hidden_size = {config.hidden_size}. "
+            "Lower ep or change the width."
+        )
+    if config.mlp_impl == "sparse" and config.ffn_hidden_size // shards % 128:
+        raise ValueError(
+            f"Expected parts in multiples of 128 for mlp_impl='sparse' where {shards} ranks share "
+            f"an expert of {name}, got ffn_hidden_size = {config.ffn_hidden_size}. Lower ep, or "
+            "pass mlp_impl='grouped'."
+        )
 
 
 def shard_experts(
@@ -71,37 +97,12 @@ def shard_experts(
         mesh: from `experts_meshes`.
         spread: the new parameters by the old ones, added to. A parameter that is in it, since an
             earlier module shares it, is replaced by the same new one.
-
-    Raises:
-        ValueError: s does not divide F (or D, with biases), for sparse products into multiples of
-            128; weights of a form that is not split.
     """
-    shards = placement.width_shards
-    adapted = len(list(experts.modules())) > 1
-    if any(isinstance(w, FrozenWeight) for w in experts.parameters()) or (adapted and shards > 1):
-        held = "adapters where ranks share an expert" if adapted else "weights frozen in bits"
-        raise ValueError(
-            f"Expected plain experts in {name} to spread over {placement.ranks} ranks, got {held}. "
-            "Lower ep, or merge_lora first."
-        )
-    if shards == 1:
+    if placement.width_shards == 1:
         for module in list(experts.modules()):
             for weight_name, weight in list(module.named_parameters(recurse=False)):
                 _replace(module, weight_name, weight, mesh, (0,), spread)
         return
-    config = experts.config
-    if config.ffn_hidden_size % shards or (config.mlp_bias and config.hidden_size % shards):
-        raise ValueError(
-            f"Expected the {shards} ranks that share an expert of {name} to divide its width, got "
-            f"ffn_hidden_size = {config.ffn_hidden_size}, hidden_size = {config.hidden_size}. "
-            "Lower ep or change the width."
-        )
-    if config.mlp_impl == "sparse" and config.ffn_hidden_size // shards % 128:
-        raise ValueError(
-            f"Expected parts in multiples of 128 for mlp_impl='sparse' where {shards} ranks share "
-            f"an expert of {name}, got ffn_hidden_size = {config.ffn_hidden_size}. Lower ep, or "
-            "pass mlp_impl='grouped'."
-        )
     experts.__class__ = WidthShardedExperts  # as FSDP2 does: same parameters, other `forward`
     assert isinstance(experts, WidthShardedExperts)
     experts.width = Place(mesh["ep_width"].get_group(), name)

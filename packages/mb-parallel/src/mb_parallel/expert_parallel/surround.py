@@ -75,8 +75,9 @@ def surround(
 
 
 def is_surrounded(layer: Layer) -> bool:
-    """Whether `surround` has put hooks on the layer; it may have left the dispatcher local."""
-    return _count_sequences in layer._forward_pre_hooks.values()
+    """Whether `surround` or its caller has made the layer one of several ranks'."""
+    here = isinstance(layer.dispatcher, LocalDispatcher)  # which may be left, under hooks
+    return not here or _count_sequences in layer._forward_pre_hooks.values()
 
 
 def _capacity_group(mesh: ParallelMesh) -> dist.ProcessGroup:

@@ -28,10 +28,7 @@ class WidthShardedExperts(Experts):
 
     def local_parameters(self, num_experts: int) -> list[Tensor | None]:
         """w1, w2, b1 and b2 as this rank computes with them."""
-        w1, w2, b1, b2 = (
-            None if weight is None else _local(weight)
-            for weight in (self.w1, self.w2, self.b1, self.b2)
-        )
+        w1, w2, b1, b2 = map(self._local, ("w1", "w2", "b1", "b2"))
         assert w1 is not None
         if self.config.is_glu:
             w1 = _gate_over_up(w1[0], self.width)[None]
@@ -42,10 +39,12 @@ class WidthShardedExperts(Experts):
             b2 = F.pad(b2, (before, self.config.hidden_size - before - b2.shape[1]))
         return [w1, w2, b1, b2]
 
-
-def _local(weight: Tensor) -> Tensor:
-    assert is_dtensor(weight)
-    return weight.to_local()
+    def _local(self, name: str) -> Tensor | None:
+        if name in self.working_copies:
+            return self.working_copies[name]
+        weight = getattr(self, name)
+        assert weight is None or is_dtensor(weight)
+        return None if weight is None else weight.to_local()
 
 
 def _gate_over_up(rows: Tensor, place: Place) -> Tensor:

@@ -136,7 +136,8 @@ class Pipeline:
         self.num_stages = mesh.pp_size * len(stages)
         self.first_input, self.hidden_size, self.dtype = first_input, hidden_size, dtype
         self.shards = mesh.tp_size if sequence_parallel else 1
-        self._schedules: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+        # The latest for training and for evaluation. Stages hold buffers for all micro-batches.
+        self._schedules: dict[bool, tuple[Any, Any, list[Any]]] = {}
         self._reports: dict[bool, Reports] = {}
         borders = self.num_stages - 1
         self.streams = [list(names) for names in streams or [[first_input]] * borders]
@@ -215,11 +216,12 @@ class Pipeline:
         *,
         train: bool,
     ) -> Pass:
-        shape = self._shape(batches)
-        key = (train, len(batches), shape)
-        if key not in self._schedules:
-            self._schedules[key] = self._build(batches[0], len(batches), train=train)
-        schedule, stages = self._schedules[key]
+        shape = len(batches), self._shape(batches)
+        if train not in self._schedules or self._schedules[train][0] != shape:
+            self._schedules.pop(train, None)
+            built = self._build(batches[0], len(batches), train=train)
+            self._schedules[train] = shape, *built
+        _, schedule, stages = self._schedules[train]
         passing = Pass(batches, self.first_input, len(batches) * self.dp_size, loss_scale, before)
         for stage in stages:
             stage.passing = passing

@@ -137,3 +137,9 @@ class ParallelFields:
                 "Expected --num-layers-per-virtual-pipeline-stage with --pipeline-schedule "
                 f"{self.pipeline_schedule}, got none. Without it there are 1f1b and gpipe."
             )
+        if self.pipeline_schedule == "zbv-zero-bubble" and num_layers != 2 * stages * whole(chunk):
+            raise ValueError(
+                "Expected --num-layers = 2 x --pipeline-model-parallel-size x "
+                "--num-layers-per-virtual-pipeline-stage with --pipeline-schedule zbv-zero-bubble, "
+                f"which runs two chunks a stage, got {num_layers}, {stages} and {chunk}."
+            )

@@ -124,8 +124,12 @@ def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatc
     files = ["--task", "QQP", "--train-data", str(file), "--valid-data", str(file)]  # as Megatron
     there = sorted(bert.parent.rglob("*"))
     monkeypatch.chdir(bert)
-    for run in ([".", *files], ["iter_0000000", *files], [*files, "--pretrained-checkpoint", bert]):
-        words = ["finetune", *map(str, run), "--print-config", "--keep-last"]
+    named = "--pretrained-checkpoint"
+    for run in (
+        [".", *files], ["iter_0000000", *files], [*files, named, bert],
+        [f"{named}={bert}", *files], ["--keep-last", *files, "."],
+    ):  # fmt: skip
+        words = ["finetune", "--print-config", *map(str, run)]
         assert main(words) == 0
         assert f'save = "{bert}-qqp"' in capsys.readouterr().out
     # Ranks that share a model see the same samples: a step has those of two.

@@ -8,9 +8,11 @@ Flags, their types and their help come from the fields of `TrainConfig`; nothing
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import inspect
+import itertools
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -222,7 +224,7 @@ def parse(
     # All that is wrong is said at once: a script of another program may have many such flags.
     wrong = _wrong_flags(typed, parser)
     try:
-        namespace, unknown = parser.parse_known_args(spelled_out(argv))
+        namespace, unknown = _parse_words(parser, spelled_out(argv), own)
     except ValueError as error:
         raise UsageError(" ".join([*wrong, str(error)])) from None
     if unknown and not unknown[0].startswith("-"):
@@ -264,6 +266,21 @@ def parse(
         notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
     values = {**beside, **values}
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
+
+
+def _parse_words(
+    parser: argparse.ArgumentParser, words: list[str], own: Parser | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """`parse_known_args`, where a flag of several values takes none of the command's arguments."""
+    try:
+        return parser.parse_known_args(words)
+    except UsageError:
+        arguments = [] if own is None else own._get_positional_actions()
+        last = itertools.takewhile(lambda word: not word.startswith("-"), reversed(words))
+        for count, _ in enumerate(itertools.islice(last, len(arguments)), 1):
+            with contextlib.suppress(UsageError):
+                return parser.parse_known_args([*words[:-count], "--", *words[-count:]])
+        raise
 
 
 def _wrong_flags(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:

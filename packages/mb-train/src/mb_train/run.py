@@ -44,6 +44,7 @@ from mb_train.reporting import (
 from mb_train.run_log import RunLog, check_boards, open_boards
 from mb_train.saver import Saver
 from mb_train.schedule import BatchSizes, Schedule, build_schedule, train_iterations, train_samples
+from mb_train.signals import StopFlag
 from mb_train.sizing import memory_warning
 from mb_train.starting import Start
 from mb_train.tasks import Batch, Dataset, Task, make_task
@@ -253,8 +254,10 @@ class Run:
         if self.saver is not None:
             self.saver.close()
 
-    def stream(self, dataset: Dataset, *, consumed_samples: int) -> Generator[Batch]:
-        """This rank's micro-batches of a set, from there on, on the device."""
+    def stream(
+        self, dataset: Dataset, *, consumed_samples: int, stop: StopFlag
+    ) -> Generator[Batch]:
+        """This rank's micro-batches of a set, from there on, on the device; `stop`: see there."""
         return batches(
             self.task,
             dataset,
@@ -266,6 +269,7 @@ class Run:
             vocab_size=self.vocab_size,
             cyclic=self.config.dataloader_type == "cyclic",
             apart=self.device.type == "cuda" and made_by_python(dataset),
+            stop=stop,
         )
 
     def reports(self, iteration: int) -> bool:

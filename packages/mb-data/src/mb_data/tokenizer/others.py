@@ -147,6 +147,14 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     def token_id(self, text: str) -> int | None:
         return self._ids.get(text)
 
+    def word_starts(self) -> npt.NDArray[np.bool_]:
+        found = super().word_starts()
+        model = self._read_from["model"]
+        if model.get("type") == "WordPiece":
+            prefix = model.get("continuing_subword_prefix", "##")
+            found[[i for text, i in self._ids.items() if text.startswith(prefix)]] = False
+        return found
+
     def _decode_run(self, ids: list[int]) -> str:
         return self._library.decode(ids, skip_special_tokens=False)
 

@@ -285,12 +285,12 @@ def export_model(
     with replaced_folder(target) as draft:
         write_tensors(draft, weights)
         write_text(draft / "config.json", json.dumps(about, indent=2) + "\n")
-        copied = _copy_tokenizer(config, trained.checkpoint.parent, draft)
+        there = _write_tokenizer(config, tokenizer, trained.checkpoint.parent, draft)
         _refuse_filled(target)  # by another, while this was written
     say(f"{found.name} with {sum(t.numel() for t in weights.values()):,} weights: {target}")
     if config.moe_num_experts is not None and config.moe_capacity_factor:
         say("its experts had a capacity in training; elsewhere no token is dropped")
-    if not copied:
+    if not there:
         name = config.tokenizer or config.tokenizer_type or "gpt2"
         say(f"no files of its tokenizer, {name}, are in it: transformers loads an empty one")
 
@@ -324,8 +324,14 @@ def _refuse_filled(target: Path) -> None:
         raise ValueError(f"Expected an empty or new folder to write to, got {target}.")
 
 
-def _copy_tokenizer(config: TrainConfig, run: Path, target: Path) -> bool:
-    """Copy the files of the tokenizer, if it has any, under the names that transformers knows."""
+def _write_tokenizer(
+    config: TrainConfig, tokenizer: mb_data.Tokenizer, run: Path, target: Path
+) -> bool:
+    """Put the tokenizer's files there under the names that transformers knows; False: none.
+
+    What is inside mb-data is no file, and a bare vocabulary does not say how it is used: these are
+    written as a tokenizer.json.
+    """
     files = tokenizer_files(config, run)
     inside = [path / name for path in files if path.is_dir() for name in TOKENIZER_FILES]
     known = {".json": "tokenizer.json", ".txt": "vocab.txt"}
@@ -338,8 +344,9 @@ def _copy_tokenizer(config: TrainConfig, run: Path, target: Path) -> bool:
         name = path.name if theirs else known.get(path.suffix, path.name)
         if not (target / name).exists():  # what is named comes before what lies beside it
             shutil.copyfile(path, target / name)
-    if (target / "vocab.txt").exists() and not (target / "tokenizer_config.json").exists():
-        lower = config.tokenizer_type != _CASED
-        about = {"tokenizer_class": "BertTokenizer", "do_lower_case": lower}
-        write_text(target / "tokenizer_config.json", json.dumps(about) + "\n")
-    return bool(files)
+    made = {}
+    if not any((target / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        made = mb_data.hugging_face_files(tokenizer, sentences=config.model == "bert")
+        for name, text in made.items():
+            write_text(target / name, text)
+    return bool(files or made)

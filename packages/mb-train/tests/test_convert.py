@@ -438,6 +438,15 @@ def test_a_download_that_is_not_whole_is_one_line(tmp_path):
         TensorFolder(tmp_path)
 
 
+@pytest.mark.parametrize("size", ["num_hidden_layers", "num_local_experts"])
+def test_more_layers_or_experts_than_tensors_are_refused_at_once(tmp_path, size):
+    theirs("mixtral").save_pretrained(tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**about, size: 10**12}))
+    with pytest.raises(ValueError, match=r"and 1,000,000,000,000 layers or experts in"):
+        read_model(tmp_path)
+
+
 @pytest.mark.parametrize("about", ["{", "[]"])
 def test_a_damaged_word_on_a_tokenizer_is_named(tmp_path, about):
     (tmp_path / "vocab.txt").write_text("[UNK]\n")

@@ -386,6 +386,9 @@ def test_an_unknown_key_in_run_json_is_one_line(run, capsys):
     content = json.loads(file.read_text())
     content["config"]["wings"] = 2
     file.write_text(json.dumps(content))
+    assert main(["generate", str(run.folder)]) == 2
+    assert f"{file} is damaged: it is not what was written." in capsys.readouterr().err
+    (file.parent / "SHA256SUMS").unlink()
     for command in (["--load", str(run.folder)], ["generate", str(run.folder)]):
         assert main(command) == 2
         assert "'wings'" in capsys.readouterr().err

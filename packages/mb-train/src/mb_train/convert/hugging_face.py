@@ -17,7 +17,7 @@ from mb_layers.state_dicts import translate, translate_back
 from torch import Tensor
 
 from mb_train.checkpoint import Progress
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, whole
 from mb_train.convert.architectures import (
     Architecture,
     architecture_for,
@@ -97,9 +97,16 @@ def read_model(
     if config.model == "bert" and _ORDER_HEAD in source:
         # The first BERTs' files have it, though their config.json names a class that has not.
         config = dataclasses.replace(config, bert_binary_head=True)
-    rules_of = found.rules
+    rules_of, least = found.rules, max(whole(config.num_layers), config.decoder_layers)
     if found.stacked is not None and any(map(_STACKED.search, source)):
         rules_of = found.stacked
+    else:
+        least = max(least, config.moe_num_experts or 0)
+    if least > len(source):  # before there is a rule for each
+        raise ValueError(
+            f"Expected a tensor for each layer and each expert, got {len(source)} in {folder}, and "
+            f"{least:,} layers or experts in {path}."
+        )
     rules = rules_of(config, transformer_config(config, vocab_size))
     tied = next(r.sources[0] for r in rules if r.target == "embedding.tokens.weight")
     stored = "lm_head.weight" in source and tied in source

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from mb_train.convert.architectures import (
     imported_config,
 )
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
+from mb_train.convert.tokenizer import find_tokenizer, write_tokenizer
 from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.folder_lock import locked
 from mb_train.loading import load_trained
@@ -33,19 +33,11 @@ from mb_train.run_folder import TOKENIZER, checkpoints
 from mb_train.saver import Saver
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import whole_model
-from mb_train.tokenizers import (
-    TOKENIZER_FILES,
-    keep_tokenizer,
-    load_tokenizer,
-    tokenizer_files,
-)
+from mb_train.tokenizers import keep_tokenizer, load_tokenizer
 from mb_train.whole_files import replaceable, replaced_folder, write_text
 
 _STACKED = re.compile(r"\.experts\.gate_up_proj$")
 _ORDER_HEAD = "cls.seq_relationship.weight"
-_CASED = "BertWordPieceCase"
-# Of them, those that a tokenizer is made of, the first that is there.
-_MAIN_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def read_model(
@@ -170,11 +162,7 @@ def import_model(
         )
     fields, own = {"tokenizer": tokenizer}, []
     if tokenizer is None:
-        own = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-        main = next((source / name for name in _MAIN_FILES if source / name in own), None)
-        if main is None:
-            raise ValueError(f"Expected a tokenizer in {source}, found none. Give --tokenizer.")
-        fields = _tokenizer_fields(main)
+        fields, own = find_tokenizer(source)
     config, weights = read_model(source, say=say, **fields)
     rows, tokens = rows_of(weights), load_tokenizer(config).vocab_size
     wanted = mb_data.padded_vocab_size(max(rows, tokens), divisible_by=divisible_by)
@@ -237,19 +225,6 @@ def write_run(
             shutil.copyfile(path, copy)
 
 
-def _tokenizer_fields(file: Path) -> dict[str, str]:
-    """How a run names a tokenizer; a bare list of words does not say whether it is cased."""
-    about = file.with_name("tokenizer_config.json")
-    if file.name == "vocab.txt" and about.is_file():
-        try:
-            cased = not json.loads(about.read_bytes()).get("do_lower_case", True)
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{about} is damaged: {error}.") from None
-        if cased:
-            return {"tokenizer_type": _CASED, "vocab_file": str(file)}
-    return {"tokenizer": str(file)}
-
-
 def export_model(
     run: Path,
     target: Path,
@@ -292,7 +267,7 @@ def export_model(
     with replaced_folder(target) as draft:
         write_tensors(draft, weights)
         write_text(draft / "config.json", json.dumps(about, indent=2) + "\n")
-        there = _write_tokenizer(config, tokenizer, trained.checkpoint.parent, draft)
+        there = write_tokenizer(config, tokenizer, trained.checkpoint.parent, draft)
         _refuse_filled(target)  # by another, while this was written
     say(f"{found.name} with {sum(t.numel() for t in weights.values()):,} weights: {target}")
     if config.moe_num_experts is not None and config.moe_capacity_factor:
@@ -329,31 +304,3 @@ def refuse_run(target: Path) -> None:
 def _refuse_filled(target: Path) -> None:
     if replaceable(target).exists() and any(target.iterdir()):
         raise ValueError(f"Expected an empty or new folder to write to, got {target}.")
-
-
-def _write_tokenizer(
-    config: TrainConfig, tokenizer: mb_data.Tokenizer, run: Path, target: Path
-) -> bool:
-    """Put the tokenizer's files there under the names that transformers knows; False: none.
-
-    What is inside mb-data is no file, and a bare vocabulary does not say how it is used: these are
-    written as a tokenizer.json.
-    """
-    files = tokenizer_files(config, run)
-    inside = [path / name for path in files if path.is_dir() for name in TOKENIZER_FILES]
-    known = {".json": "tokenizer.json", ".txt": "vocab.txt"}
-    if config.merge_file is not None or os.pathsep in (config.tokenizer or ""):
-        known = {".json": "vocab.json", ".txt": "merges.txt"}
-    known[".model"] = "spiece.model" if config.model == "t5" else "tokenizer.model"
-    files = [path for path in (*files, *inside) if path.is_file()]
-    for path in files:
-        theirs = path.name in TOKENIZER_FILES
-        name = path.name if theirs else known.get(path.suffix, path.name)
-        if not (target / name).exists():  # what is named comes before what lies beside it
-            shutil.copyfile(path, target / name)
-    made = {}
-    if not any((target / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        made = mb_data.hugging_face_files(tokenizer, sentences=config.model == "bert")
-        for name, text in made.items():
-            write_text(target / name, text)
-    return bool(files or made)

@@ -40,8 +40,9 @@ def begin_from_bert(model: ICT | Classifier, folder: str) -> None:
     for name in here | there:
         ours, theirs = here.get(name), there.get(name)
         if ours != theirs:
+            said = "--max-position-embeddings" if name == "max_positions" else name
             raise ValueError(
-                f"Expected a BERT of this model's {name}, {ours}, in {folder} (--bert-load), got "
+                f"Expected a BERT of this model's {said}, {ours}, in {folder} (--bert-load), got "
                 f"{theirs}."
             )
     model.begin_from(bert)
@@ -63,7 +64,8 @@ def _read_bert(folder: Path, vocab_size: int) -> Bert:
 def _computes(config: TransformerConfig) -> dict[str, Any]:
     """What says what the weights compute, by name."""
     moe = config.moe
-    found = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _FREE}
+    free = _FREE if config.positions == "learned" else _FREE | {"max_positions"}
+    found = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in free}
     if moe is None:
         return found
     names = [f.name for f in fields(moe) if f.name not in _FREE_OF_EXPERTS]

@@ -289,11 +289,13 @@ def test_towers_begin_from_a_bert(tmp_path, shared):
             assert torch.equal(tensor, bert.state_dict()[name]), name
     assert (model.query is model.block) == shared
     for change, says in (
-        ({"num_layers": 1}, "num_layers, 1, .* got 2"),
-        ({"moe_top_k": 1}, "experts' top_k, 1, .* got 2"),
-        ({"moe_shared_expert_intermediate_size": None}, "shared_expert_hidden_size, None, .* 8"),
-        ({"moe_router_bias": True}, "experts' router_bias, True, "),
-        ({"seq_length": S + 1}, f"--max-position-embeddings, {S + 1}, .* got {S}"),
+        ({"num_layers": 1}, "num_layers 1, moe_layers .* got num_layers 2, moe_layers"),
+        ({"moe_top_k": 1}, "--moe-top-k 1 in .* got --moe-top-k 2"),
+        ({"moe_shared_expert_intermediate_size": None}, "--moe-shared-expert-inter.* None .* 8"),
+        (
+            {"moe_router_bias": True, "seq_length": S + 1},
+            f"--max-position-embeddings {S + 1}, --moe-router-bias True in .* {S}, .* False",
+        ),
     ):
         with pytest.raises(ValueError, match=rf"this model's .*{says}"):
             ict(**change)

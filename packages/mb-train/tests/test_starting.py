@@ -21,8 +21,8 @@ from mb_train.config import TrainConfig
 from mb_train.curves import read_curves
 from mb_train.flags import parse
 from mb_train.recipes import recipe
-from mb_train.run import vocabulary_rows
 from mb_train.starting import command_line, plan
+from mb_train.tokenizers import vocabulary_rows
 from mb_train.train import train
 
 TINY = [

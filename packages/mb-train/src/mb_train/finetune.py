@@ -78,8 +78,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     base |= _DEFAULTS | _OF_TASK.get(options.task, {}) | {
         "task": options.task, "bert_load": options.run, "train_iters": 1,
         "train_data_path": options.train_data, "valid_data_path": options.valid_data,
-        # As many rows as it had, however short the sequences are now.
-        "make_vocab_size_divisible_by": run.identity["padded_vocab_size"],
+        # As many as it had, however short the sequences are now.
         "max_position_embeddings": TrainConfig(**saved).position_rows,
         "save": _beside(checkpoint.parent, options.task),
     }  # fmt: skip

@@ -206,6 +206,7 @@ def test_transformers_gives_the_same_ids(tmp_path, name):
         assert theirs("x", "y")["token_type_ids"] == [0, 0, 0, 1, 1]
         assert theirs.decode(theirs("x", "y")["input_ids"]) == "[CLS] x [SEP] y [SEP]"
         np.testing.assert_array_equal(again.word_starts(), tokenizer.word_starts())
+        assert again.extra_ids == tokenizer.extra_ids
 
 
 def test_bert_special_tokens_are_text_in_a_document():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,6 +72,20 @@ def test_a_reader_heeds_no_signal_but_the_last(bert):
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"ended by signal 9.*--num-workers"):
                 read([5])
+
+
+@pytest.mark.parametrize("bytes_of_the_answer", [2, 100])
+def test_a_reader_that_dies_within_an_answer(bert, bytes_of_the_answer):
+    answer = pickle.dumps((True, [bert[0]]))
+    with SampleReaders(bert, 1) as read:
+        (reader,) = read._readers
+        process, reader._process = reader._process, SimpleNamespace(
+            pid=1, wait=lambda: -9, stdin=io.BytesIO(),
+            stdout=io.BytesIO(answer[:bytes_of_the_answer]),
+        )  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"ended by signal 9.*--num-workers"):
+            read([0])
+        reader._process = process
 
 
 ORPHAN = """

@@ -6,9 +6,10 @@ import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tiktoken
-from mb_data import load_tokenizer, megatron_tokenizer
+from mb_data import hugging_face_files, load_tokenizer, megatron_tokenizer
 from mb_data.tokenizer.others import HuggingFaceTokenizer
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, byte_to_letter
 
@@ -176,6 +177,36 @@ def test_bert_twins_agree_on_random_text():
         expected = BERT.reference_start(text, 1000)
         if expected is not None:  # no letter whose class has changed
             assert BERT.encode(text) == expected
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-base-uncased:8192"])
+def test_transformers_gives_the_same_ids(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(name, num_extra_ids=3)
+    sentences = name != "gpt2"
+    for file, text in hugging_face_files(tokenizer, sentences=sentences).items():
+        (tmp_path / file).write_text(text)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert len(theirs) == tokenizer.vocab_size
+    again = load_tokenizer(tmp_path)
+    rng = random.Random(1)
+    letters = [*"etaoin  \n\t.,'-$^~[]#0129\0\x7f", *map(chr, range(0xA0, 0x370)), *"你好🙂\u200d"]
+    drawn = ["".join(rng.choices(letters, k=60)) for _ in range(300)]
+    for text in [*TEXTS, "x" * 150, "x" * 250, *drawn]:
+        before = tokenizer.careful_documents
+        expected = tokenizer.encode(text)
+        if tokenizer.careful_documents == before and "[MASK]" not in text:
+            assert theirs.encode(text, add_special_tokens=False) == expected
+            assert again.encode(text) == expected
+    assert tokenizer.careful_documents < 30
+    assert theirs.encode("<extra_id_2>")[sentences] == tokenizer.extra_ids[2]
+    assert theirs.eos_token_id == tokenizer.special["eos" if sentences else "eod"] == again.eod
+    assert ("token_type_ids" in theirs("x")) == sentences
+    if sentences:
+        assert theirs("x", "y")["token_type_ids"] == [0, 0, 0, 1, 1]
+        assert theirs.decode(theirs("x", "y")["input_ids"]) == "[CLS] x [SEP] y [SEP]"
+        np.testing.assert_array_equal(again.word_starts(), tokenizer.word_starts())
+        assert again.extra_ids == tokenizer.extra_ids
 
 
 def test_bert_special_tokens_are_text_in_a_document():

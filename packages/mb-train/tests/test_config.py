@@ -100,6 +100,7 @@ def test_defaults_derive_from_sizes():
         ({"data_path": ["nan", "x"]}, "weights above 0 in --data-path, got nan"),
         ({"data_path": ["a", "1"]}, "prefixes alone, or weights and prefixes by turns, got a 1"),
         ({"data_path": ["1", "a", "2"]}, "prefixes alone, or weights and prefixes by turns"),
+        ({"data_path": ["1", "2", "b", "4"]}, "prefixes alone, or weights and prefixes by turns"),
         (
             {"data_path": ["a"], "train_data_path": ["b"]},
             "one of the ways to name data, got --data-path and --train-data-path",

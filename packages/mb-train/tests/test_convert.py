@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from mb_data import load_tokenizer
 from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_layers import dMoE
 from mb_train.cli import main
@@ -251,12 +252,15 @@ def test_a_window_bounds_the_texts(tmp_path, kind, also, positions):
         assert (logits_of(narrow)[:, 18] - logits_of(mine)[:, 18]).abs().max() > 1e-4
 
 
+MADE = ["tokenizer.json", "tokenizer_config.json"]
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "kept"),
     [
-        ("mine-vocab.json:mine-merges.txt", ["merges.txt", "vocab.json"]),
+        ("mine-vocab.json:mine-merges.txt", [*MADE, "merges.txt", "vocab.json"]),
         ("mine.json", ["tokenizer.json"]),
-        ("mine-words.txt", ["tokenizer_config.json", "vocab.txt"]),
+        ("mine-words.txt", [*MADE, "vocab.txt"]),
     ],
 )
 def test_tokenizer_files_have_the_names_that_theirs_know(tmp_path, tokenizer, kept):
@@ -278,6 +282,24 @@ def test_tokenizer_files_have_the_names_that_theirs_know(tmp_path, tokenizer, ke
     export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
     here = sorted(path.name for path in (tmp_path / "back").iterdir())
     assert here == sorted([*kept, "config.json", "model.safetensors"])
+    if MADE[1] in kept:
+        found, text = transformers.AutoTokenizer.from_pretrained(tmp_path / "back"), "hello, Été"
+        assert found.encode(text, add_special_tokens=False) == load_tokenizer(files).encode(text)
+
+
+def test_a_vocabulary_inside_mb_data_is_written(tmp_path, capsys):
+    for kind in ("gpt2", "llama"):
+        theirs(kind, vocab_size=50257).save_pretrained(tmp_path / kind)
+        words = ["convert", f"{tmp_path / kind}", f"{tmp_path / kind}-run", "--tokenizer", "gpt2"]
+        assert main(words) == 0
+        assert main(["convert", words[2], f"{tmp_path / kind}-back"]) == 0
+        assert "no files" not in capsys.readouterr().out
+        tokenizer = transformers.AutoTokenizer.from_pretrained(f"{tmp_path / kind}-back")
+        text = " Été 12\n\n  x<|endoftext|>"
+        expected = [*load_tokenizer("gpt2").encode(text.removesuffix("<|endoftext|>")), 50256]
+        assert dict(tokenizer(text)) == {
+            "input_ids": expected, "attention_mask": [1] * len(expected),
+        }  # fmt: skip
 
 
 def test_a_full_disk_is_an_error_of_writing(tmp_path, monkeypatch):
@@ -414,6 +436,15 @@ def test_a_download_that_is_not_whole_is_one_line(tmp_path):
     (tmp_path / "1.safetensors").write_text(pointer)
     with pytest.raises(ValueError, match="git lfs pull"):
         TensorFolder(tmp_path)
+
+
+@pytest.mark.parametrize("size", ["num_hidden_layers", "num_local_experts"])
+def test_more_layers_or_experts_than_tensors_are_refused_at_once(tmp_path, size):
+    theirs("mixtral").save_pretrained(tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**about, size: 10**12}))
+    with pytest.raises(ValueError, match=r"and 1,000,000,000,000 layers or experts in"):
+        read_model(tmp_path)
 
 
 @pytest.mark.parametrize("about", ["{", "[]"])

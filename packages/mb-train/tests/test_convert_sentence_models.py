@@ -158,7 +158,7 @@ def test_a_retriever_begins_from_theirs(tmp_path):
         want = model.bert(x, attention_mask=valid).last_hidden_state[:, 0]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     other = whole_model(replace(config, layernorm_epsilon=1e-5), vocab_size=128)
-    with pytest.raises(ValueError, match=r"norm_eps, 1e-05, .* \(--bert-load\), got 1e-12"):
+    with pytest.raises(ValueError, match=r"norm_eps 1e-05 in .* \(--bert-load\), got .*1e-12"):
         begin_from_bert(other, str(tmp_path))
 
 

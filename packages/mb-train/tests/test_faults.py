@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import mb_data
+import mb_train.run
 import numpy as np
 import pytest
 import torch
@@ -140,6 +142,30 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_bit(run, monkeypatch, capsys)
     monkeypatch.undo()
     assert names(run.folder) == ["iter_0000003"]
     assert go_on(run.folder, "--train-iters", 5) == 0
+    assert losses(run.folder) == expected
+
+
+def test_a_dead_reader_of_samples_saves_and_the_run_goes_on_to_the_bit(run, monkeypatch, capfd):
+    words = ("--train-iters", 8, "--eval-iters", 0, "--num-workers", 1)
+    assert run(*words) == 0
+    expected = losses(run.folder)
+    batches = mb_train.run.batches
+    monkeypatch.setattr(mb_train.run, "batches", lambda *a, **k: batches(*a, **k | {"apart": True}))
+
+    class Killed(mb_data.SampleReaders):
+        def __call__(self, indices):
+            if indices[0] >= 6:  # of the fourth step
+                self._readers[0]._process.kill()
+                self._readers[0]._process.wait()
+            return super().__call__(indices)
+
+    monkeypatch.setattr(mb_data, "SampleReaders", Killed)
+    assert run(*words) == 1
+    said = capfd.readouterr()
+    assert re.search(r"stopping at iteration [2-4]: process \d+, .* ended by signal 9", said.out)
+    assert "Traceback" not in said.err
+    monkeypatch.undo()
+    assert go_on(run.folder, "--train-iters", 8) == 0
     assert losses(run.folder) == expected
 
 
@@ -360,6 +386,9 @@ def test_an_unknown_key_in_run_json_is_one_line(run, capsys):
     content = json.loads(file.read_text())
     content["config"]["wings"] = 2
     file.write_text(json.dumps(content))
+    assert main(["generate", str(run.folder)]) == 2
+    assert f"{file} is damaged: it is not what was written." in capsys.readouterr().err
+    (file.parent / "SHA256SUMS").unlink()
     for command in (["--load", str(run.folder)], ["generate", str(run.folder)]):
         assert main(command) == 2
         assert "'wings'" in capsys.readouterr().err

@@ -124,8 +124,12 @@ def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatc
     files = ["--task", "QQP", "--train-data", str(file), "--valid-data", str(file)]  # as Megatron
     there = sorted(bert.parent.rglob("*"))
     monkeypatch.chdir(bert)
-    for run in ([".", *files], ["iter_0000000", *files], [*files, "--pretrained-checkpoint", bert]):
-        words = ["finetune", *map(str, run), "--print-config", "--keep-last"]
+    named = "--pretrained-checkpoint"
+    for run in (
+        [".", *files], ["iter_0000000", *files], [*files, named, bert],
+        [f"{named}={bert}", *files], ["--keep-last", *files, "."],
+    ):  # fmt: skip
+        words = ["finetune", "--print-config", *map(str, run)]
         assert main(words) == 0
         assert f'save = "{bert}-qqp"' in capsys.readouterr().out
     # Ranks that share a model see the same samples: a step has those of two.
@@ -158,6 +162,8 @@ def test_a_run_whose_end_is_not_saved_says_so(bert, tmp_path, monkeypatch, capsy
     write(file, "qqp", 4)
     words = ["--train-data", str(file), "--valid-data", str(file), "--save", str(tmp_path / "out")]
     words += ["--micro-batch-size", "2", "--epochs", "2", "--save-interval", "2", "--device", "cpu"]
+    # Shorter than that of the BERT; and its rows stay, whatever ranks would pad them to.
+    words += ["--seq-length", "10", "--make-vocab-size-divisible-by", "50"]
     assert main(["finetune", str(bert), "--task", "qqp", *words]) == 1
     said = capsys.readouterr().out
     assert "iter_0000002, the latest there is: the end of the run could not be saved" in said

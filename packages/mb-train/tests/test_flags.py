@@ -525,6 +525,11 @@ def test_a_command_takes_the_flags_of_a_run_anywhere(words):
     assert command.values == {"moe_num_experts": 8}
     with pytest.raises(UsageError, match="The following arguments are required: source, target"):
         parse(["--moe-num-experts", "8"], own=own)
+    for behind in ("SRC DST", "DST"):  # a flag that takes all words that follow
+        given = [] if "SRC" in behind else ["SRC"]
+        command = parse([*given, "--data-path", "a", "b", *behind.split()], own=own)
+        assert (command.own.source, command.own.target) == ("SRC", "DST")
+        assert command.values == {"data_path": ["a", "b"]}
     with pytest.raises(UsageError, match=r"Unknown flag --tusk\. The nearest is --task"):
         parse([*words.split(), "--tusk"], own=own)
 

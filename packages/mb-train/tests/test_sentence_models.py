@@ -276,11 +276,11 @@ def test_towers_begin_from_a_bert(tmp_path, shared):
     bert = whole_model(config, vocab_size=V)
     write_run(tmp_path / "bert", config, bert.state_dict(), say=lambda line: None)
 
-    def ict(**change):
+    def ict(folder="bert", **change):
         one = {"biencoder_shared_query_context_model": shared, "biencoder_projection_dim": 8}
         config = TrainConfig(**{**sizes, **run, "model": "ict", **one, **change})
         model = whole_model(config, vocab_size=V)
-        begin_from_bert(model, str(tmp_path / "bert"))
+        begin_from_bert(model, str(tmp_path / folder))
         return model
 
     model = ict()
@@ -289,14 +289,22 @@ def test_towers_begin_from_a_bert(tmp_path, shared):
             assert torch.equal(tensor, bert.state_dict()[name]), name
     assert (model.query is model.block) == shared
     for change, says in (
-        ({"num_layers": 1}, "num_layers, 1, .* got 2"),
-        ({"moe_top_k": 1}, "experts' top_k, 1, .* got 2"),
-        ({"moe_shared_expert_intermediate_size": None}, "shared_expert_hidden_size, None, .* 8"),
-        ({"moe_router_bias": True}, "experts' router_bias, True, "),
+        ({"num_layers": 1}, "num_layers 1, moe_layers .* got num_layers 2, moe_layers"),
+        ({"moe_top_k": 1}, "--moe-top-k 1 in .* got --moe-top-k 2"),
+        ({"moe_shared_expert_intermediate_size": None}, "--moe-shared-expert-inter.* None .* 8"),
+        (
+            {"moe_router_bias": True, "seq_length": S + 1},
+            f"--max-position-embeddings {S + 1}, --moe-router-bias True in .* {S}, .* False",
+        ),
     ):
         with pytest.raises(ValueError, match=rf"this model's .*{says}"):
             ict(**change)
     ict(moe_capacity_factor=2.0, moe_loss_weight=0.5, moe_recompute=True)
+    run["position_embedding_type"] = "relative"
+    config = TrainConfig(**sizes, **run, model="bert")
+    relative = whole_model(config, vocab_size=V).state_dict()
+    write_run(tmp_path / "relative", config, relative, say=lambda line: None)
+    ict(seq_length=2 * S, folder="relative")
 
 
 def test_greedy_writing_takes_the_likeliest_token_each_time():

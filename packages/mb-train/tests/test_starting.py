@@ -6,12 +6,14 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import mb_data
 import numpy as np
 import pytest
+import torch
 from mb_data.tokenizer.readable_bpe import byte_to_letter
 from mb_train import run_log
 from mb_train.cli import main
@@ -19,8 +21,8 @@ from mb_train.config import TrainConfig
 from mb_train.curves import read_curves
 from mb_train.flags import parse
 from mb_train.recipes import recipe
-from mb_train.run import vocabulary_rows
 from mb_train.starting import command_line, plan
+from mb_train.tokenizers import vocabulary_rows
 from mb_train.train import train
 
 TINY = [
@@ -154,7 +156,11 @@ def test_going_on_from_python(finished, tmp_path, capsys):
     folder, _ = finished
     config = TrainConfig(**json.loads((folder / "iter_0000002" / "run.json").read_text())["config"])
     config = dataclasses.replace(config, load=str(folder), save=str(tmp_path), train_iters=3)
+    torch.manual_seed(5)
+    numbers = torch.rand(3)
+    torch.manual_seed(5)
     assert train(config).iteration == 3
+    assert torch.equal(torch.rand(3), numbers)  # which steps seed anew
     out = capsys.readouterr().out
     assert re.search(" note: .* was 2 steps until now, and is 3 steps from here on\n", out)
     lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
@@ -216,7 +222,7 @@ def test_a_run_of_no_checkpoints_keeps_its_log(finished, tmp_path, capsys):
     assert read_curves(tmp_path).last == 2
 
 
-def test_separate_data_for_each_part(finished, tmp_path, capsys):
+def test_separate_data_for_each_part(finished, tmp_path, monkeypatch, capsys):
     (whole,) = json.loads((finished[0] / "iter_0000002" / "run.json").read_text())["config"][
         "data_path"
     ]
@@ -239,6 +245,15 @@ def test_separate_data_for_each_part(finished, tmp_path, capsys):
     assert "_document.bin to be a file (from --data-path), found none. Give" in (
         capsys.readouterr().err
     )
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(f"{other}{suffix}", tmp_path / f"2024{suffix}")
+    monkeypatch.chdir(tmp_path)
+    words = ["--data-path", "1", whole, "2", "2024", "--train-iters", "2", "--save"]
+    assert main([*TINY, *words, str(tmp_path / "years")]) == 0
+    saved = json.loads((tmp_path / "years" / "iter_0000002" / "run.json").read_text())
+    assert saved["data"]["bin_bytes"] == sizes[:2]
+    assert main([*TINY, "--data-path", "2024", "2024", "--train-iters", "2"]) == 2
+    assert "got 2024 where a weight is due, and there is 2024.bin" in capsys.readouterr().err
     # The same from a file, as Megatron Core has it.
     parts = {"train": [1, whole, "2", str(other)], "valid": [str(other)], "test": []}
     (tmp_path / "parts.json").write_text(json.dumps(parts))

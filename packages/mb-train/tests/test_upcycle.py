@@ -72,7 +72,7 @@ def test_it_computes_what_the_dense_model_did(tmp_path, capsys, fields, flags):
 
 def test_a_mistral_becomes_a_mixtral(tmp_path):
     dense = dense_run(tmp_path / "dense", **GATED)
-    words = [str(dense), str(tmp_path / "run"), "--moe-num-experts", "4", "--moe-top-k", "2"]
+    words = ["--num-experts", "4", "--moe-aux-loss-coeff", "0.1", str(dense), str(tmp_path / "run")]
     assert main(["upcycle", *words]) == 0
     said = []
     export_model(tmp_path / "run", tmp_path / "theirs", say=said.append)

@@ -2,7 +2,8 @@
 
 - Text to files: `preprocess`, `Summary`, `Progress`, `write_sample_corpus`,
   `write_documentation_corpus`.
-- Tokenizers: `load_tokenizer`, `megatron_tokenizer`, `Tokenizer`, `padded_vocab_size`.
+- Tokenizers: `load_tokenizer`, `megatron_tokenizer`, `Tokenizer`, `padded_vocab_size`,
+  `hugging_face_files`.
 - Files: `IndexedDataset`, `IndexedDatasetBuilder`; `mb_data.maintenance` joins and checks them.
 - Samples: `build_gpt_datasets`, `GPTDataset`, `build_bert_datasets`, `BertDataset`,
   `build_t5_datasets`, `T5Dataset`, `build_ict_datasets`, `ICTDataset`, `build_packed_datasets`,
@@ -42,6 +43,7 @@ from mb_data.split import parse_split as parse_split
 from mb_data.t5_dataset import T5Dataset as T5Dataset
 from mb_data.t5_dataset import build_t5_datasets as build_t5_datasets
 from mb_data.tokenizer import Tokenizer as Tokenizer
+from mb_data.tokenizer import hugging_face_files as hugging_face_files
 from mb_data.tokenizer import load_tokenizer as load_tokenizer
 from mb_data.tokenizer import megatron_tokenizer as megatron_tokenizer
 from mb_data.tokenizer import padded_vocab_size as padded_vocab_size

@@ -102,7 +102,7 @@ class _Reader:
         self.send(pickle.dumps(indices))
         try:
             done, value = pickle.load(self._process.stdout)
-        except EOFError:
+        except (EOFError, pickle.UnpicklingError):  # the second where it died within an answer
             raise self._ended() from None
         if not done:
             raise value

@@ -50,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code: 0, 1 if the run diverged, its end is not saved or nobody reads what is said,
-        2 for bad input, 130 after a Ctrl-C that ends it at once.
+        The exit code: 0, 1 if the run diverged or lost a process that reads its data, its end is
+        not saved or nobody reads what is said, 2 for bad input, 130 after a Ctrl-C that ends it at
+        once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     # No run ends for a letter that its output has not; a configuration is to be read again.
@@ -124,7 +125,7 @@ def _train(arguments: list[str]) -> int:
             raise
         except OSError:  # of a full disk a run loses lines, and no more
             sys.stdout = None
-    return 1 if result.diverged or result.unsaved(config) else 0
+    return result.exit_code(config)
 
 
 def _complete(start: Start, config: TrainConfig) -> None:

@@ -66,15 +66,15 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     options = command.own
     from mb_train.starting import plan
 
-    config = plan(command).config
+    planned = plan(command)
+    config, start = planned.config, planned.start
     if command.print_config:
         print(to_toml(config), end="")
         return 0
-    import mb_data
     import torch
 
     from mb_train.sizing import describe, sizes
-    from mb_train.tokenizers import load_tokenizer
+    from mb_train.tokenizers import load_tokenizer, saved_rows, vocabulary_rows
 
     there = torch.cuda.device_count()
     ranks = (there or 1) if options.gpus is None else options.gpus
@@ -82,10 +82,11 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
         raise ValueError(f"Expected --gpus of at least 1, got {ranks}.")
     here = torch.cuda.get_device_name(0) if there and config.device != "cpu" else "CPU"
     device = options.gpu or here
-    vocab_size = mb_data.padded_vocab_size(
-        load_tokenizer(config).vocab_size,
-        divisible_by=config.make_vocab_size_divisible_by,
-        tensor_parallel=config.tensor_model_parallel_size,
+    vocab_size = vocabulary_rows(
+        config,
+        load_tokenizer(config, None if start is None else start.run).vocab_size,
+        ranks=config.tensor_model_parallel_size,
+        saved=saved_rows(config, None if start is None else start.saved),
     )
     found = sizes(config, vocab_size, ranks, device)
     print("\n".join(describe(config, found, ranks=ranks, device=device)))

@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from mb_data import Tokenizer
 from mb_data.indexed_dataset import similar_prefixes
+from mb_data.pipeline import WorkerDiedError
 from mb_parallel import ParallelMesh, rank, world_size
 
 from mb_train.config import TrainConfig
-from mb_train.config.data import weight_in
+from mb_train.config.data import weights_and_prefixes
 from mb_train.sample_data import sample_corpus
+from mb_train.signals import StopFlag
 from mb_train.tasks import Batch, Dataset, Task
 from mb_train.tasks.race import files_in
 
@@ -90,7 +92,7 @@ def prepare_data(
                 lambda: sample_corpus(tokenizer, task, folder, say, mock=config.mock_data)
             )
         ]
-    prefixes = [prefix for named in _prefixes(paths).values() for prefix in named]
+    prefixes = [prefix for named in _prefixes(config, paths).values() for prefix in named]
     if config.task is None:  # a task's files are no token files
         paths = (
             {part: words and _weighed(words) for part, words in paths.items()}
@@ -109,10 +111,10 @@ def prepare_data(
     inner = train.dataset if isinstance(train, mb_data.FillInTheMiddle) else train
     sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
     trained_on = (paths["train"] if isinstance(paths, dict) else paths) or []
-    blend = len(trained_on) > 2 and config.task is None
-    weights = [float(word) for word in trained_on[::2]] if blend else []
+    weights = [] if config.task is not None else weights_and_prefixes(trained_on)[0]
+    blend = weights if len(weights) > 1 else []
     identity = {
-        "weights": [round(weight / sum(weights), 6) for weight in weights],
+        "weights": [round(weight / sum(blend), 6) for weight in blend],
         "bin_bytes": [_size(Path(prefix + _suffixes(config)[0])) for prefix in prefixes],
         "epochs": [
             source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)
@@ -126,15 +128,23 @@ def prepare_data(
 
 
 def check_files(config: TrainConfig) -> None:
-    """Raise ValueError if a file of the data that the flags name is missing.
+    """Raise ValueError if a file of the data that the flags name is missing, or taken for a weight.
 
     Apart from `prepare_data`, since it can be asked before a model is built, which takes minutes.
     """
     if config.model == "ict" and config.titles_data_path is not None:
         check_prefixes([config.titles_data_path], (".bin", ".idx"), "--titles-data-path")
     paths = config.data_by_part() or config.data_words()
-    for part, named in _prefixes(paths or {}).items():
+    for part, named in _prefixes(config, paths or {}).items():
         check_prefixes(named, _suffixes(config), _named_by(config, part))
+        words = (paths[part] if isinstance(paths, dict) else paths) or []
+        for word in words[::2] if len(named) < len(words) else []:
+            if Path(f"{word}.bin").is_file():
+                raise ValueError(
+                    f"Expected {_named_by(config, part)} to be prefixes alone, or weights and "
+                    f"prefixes by turns, got {word} where a weight is due, and there is "
+                    f"{word}.bin. Write ./{word} for a prefix."
+                )
 
 
 def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
@@ -157,11 +167,13 @@ def check_tokens(arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
             )
 
 
-def _prefixes(paths: list[str] | Mapping[str, list[str] | None]) -> dict[str, list[str]]:
+def _prefixes(
+    config: TrainConfig, paths: list[str] | Mapping[str, list[str] | None]
+) -> dict[str, list[str]]:
     """The data sets of each part, without their weights; "" is of what is split into parts."""
     parts = paths if isinstance(paths, Mapping) else {"": paths}
     return {
-        part: [word for word in words if weight_in(word) is None]
+        part: words if config.task is not None else weights_and_prefixes(words)[1]
         for part, words in parts.items()
         if words is not None
     }
@@ -169,7 +181,7 @@ def _prefixes(paths: list[str] | Mapping[str, list[str] | None]) -> dict[str, li
 
 def _weighed(words: list[str]) -> list[str]:
     """Several prefixes without weights get their numbers of tokens as weights."""
-    if len(words) == 1 or any(weight_in(word) is not None for word in words):
+    if len(words) == 1 or weights_and_prefixes(words)[0]:
         return words
     tokens = [int(mb_data.IndexedDataset(prefix).sizes.sum(dtype=np.int64)) for prefix in words]
     # An empty one weighs something too: it is left out of the blend with a warning.
@@ -191,7 +203,7 @@ def _named_by(config: TrainConfig, part: str) -> str:
 def check_prefixes(prefixes: list[str], suffixes: tuple[str, ...], source: str) -> None:
     """Refuse data sets whose files are not there; `source` is the flag or file that names them."""
     if not prefixes:
-        raise ValueError(f"Expected {source} to name a data set, got a number alone.")
+        raise ValueError(f"Expected {source} to name a data set, got none.")
     for prefix in prefixes:
         for suffix in suffixes:
             path = Path(prefix + suffix)
@@ -240,6 +252,7 @@ def batches(
     vocab_size: int,
     cyclic: bool = False,
     apart: bool = False,
+    stop: StopFlag | None = None,
 ) -> Generator[Batch]:
     """This data-parallel rank's micro-batches from `consumed_samples` on, on the device.
 
@@ -250,10 +263,12 @@ def batches(
         cyclic: go through the samples again and again, each time in another order.
         apart: each worker has a process that makes the samples, see `mb_data.SampleReaders`; of
             use beside a GPU alone, since on a CPU a step takes longer than its samples.
+        stop: rises when such a process has ended, as the system ends what takes too much memory.
+            Its samples are then made in this process, so that the step can be finished and saved.
 
     Raises:
         DataError: a token that is not below `vocab_size`.
-        RuntimeError: such a process has ended (mb_data's WorkerDiedError).
+        RuntimeError: such a process has ended, and there is no `stop` (mb_data's WorkerDiedError).
     """
     order = mb_data.CyclicSampler if cyclic else mb_data.SequentialSampler
     sampler = order(
@@ -265,9 +280,18 @@ def batches(
     )
     pin = device.type == "cuda"
 
+    def read(indices: list[int]) -> list[Any]:
+        if readers is not None:
+            try:
+                return readers(indices)
+            except WorkerDiedError as error:
+                if stop is None:
+                    raise
+                stop.fail(str(error))
+        return [dataset[i] for i in indices]
+
     def load(indices: list[int]) -> Batch:
-        samples = readers(indices) if readers else [dataset[i] for i in indices]
-        arrays = task.collate(samples)
+        arrays = task.collate(read(indices))
         check_tokens(arrays, vocab_size)
         batch = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
         return {name: t.pin_memory() for name, t in batch.items()} if pin else batch

@@ -78,7 +78,8 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     base |= _DEFAULTS | _OF_TASK.get(options.task, {}) | {
         "task": options.task, "bert_load": options.run, "train_iters": 1,
         "train_data_path": options.train_data, "valid_data_path": options.valid_data,
-        "make_vocab_size_divisible_by": run.identity["padded_vocab_size"],  # as many as it had
+        # As many as it had, however short the sequences are now.
+        "max_position_embeddings": TrainConfig(**saved).position_rows,
         "save": _beside(checkpoint.parent, options.task),
     }  # fmt: skip
     config = resolve(command, base)
@@ -103,9 +104,11 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
 
 def _run_first(arguments: Sequence[str]) -> list[str]:
     """The arguments, with RUN for Megatron's --pretrained-checkpoint RUN."""
-    words = list(arguments)
-    if "--pretrained-checkpoint" in words[:-1]:
-        place = words.index("--pretrained-checkpoint")
+    flag, words = "--pretrained-checkpoint", []
+    for word in arguments:
+        words += word.split("=", 1) if word.startswith(f"{flag}=") else [word]
+    if flag in words[:-1]:
+        place = words.index(flag)
         words = [words[place + 1], *words[:place], *words[place + 2 :]]
     return words
 
@@ -124,7 +127,7 @@ def _run(config: TrainConfig) -> int:
     from mb_train.train import train
 
     result = train(config)
-    code = 1 if result.diverged or result.unsaved(config) else 0
+    code = result.exit_code(config)
     if not leads() or result.checkpoint is None:
         return code
     trained = load_trained(result.checkpoint, config.device, kinds=("classifier",))

@@ -8,12 +8,12 @@ Flags, their types and their help come from the fields of `TrainConfig`; nothing
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import difflib
 import inspect
-import re
+import itertools
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ from mb_train.config.model import ModelFields
 from mb_train.config.training import RateFields
 from mb_train.core_flags import OF_EVERY_LAYER, defaults_beside, spelled_out, two_moments
 from mb_train.recipes import RECIPES, recipe
-from mb_train.refused_flags import refusal
+from mb_train.refused_flags import nearest, wrong_flags
 from mb_train.settled import SETTLED, TRANSLATED, note
 from mb_train.toml_file import UsageError, read_toml
 
@@ -220,13 +220,13 @@ def parse(
     typed = list(dict.fromkeys(word.split("=")[0] for word in argv))
     parser = build_parser(commands, own)
     # All that is wrong is said at once: a script of another program may have many such flags.
-    wrong = _wrong_flags(typed, parser)
+    wrong = wrong_flags(typed, parser)
     try:
-        namespace, unknown = parser.parse_known_args(spelled_out(argv))
+        namespace, unknown = _parse_words(parser, spelled_out(argv), own)
     except ValueError as error:
         raise UsageError(" ".join([*wrong, str(error)])) from None
     if unknown and not unknown[0].startswith("-"):
-        raise UsageError(f"Unknown argument {unknown[0]}.{_nearest(unknown[0], commands)}")
+        raise UsageError(f"Unknown argument {unknown[0]}.{nearest(unknown[0], commands)}")
     if unknown and not wrong:
         wrong = [f"Unknown flag {name}. See --help." for name in unknown]
     values = vars(namespace)
@@ -266,19 +266,19 @@ def parse(
     return CommandLine(values, named, print_config, tuple(notes), tuple(of_every_layer), owned)
 
 
-def _wrong_flags(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """A sentence on each flag that does not exist here, or on several refused for one reason."""
-    helps = {option: a.help for a in parser._actions for option in a.option_strings}
-    listed = [option for option, text in helps.items() if text != argparse.SUPPRESS]
-    absent = [word for word in typed if re.fullmatch(r"--?[a-zA-Z]\S*", word) and word not in helps]
-    whys = {name: refusal(name) for name in absent}
-    said = []
-    for why in dict.fromkeys(why for why in whys.values() if why):
-        names = ", ".join(name for name in absent if whys[name] == why)
-        said.append(f"{names} cannot be honoured: {why}.")
-    for name in (name for name in absent if whys[name] is None):
-        said.append(f"Unknown flag {name}.{_nearest(name, listed, helps)}")
-    return said
+def _parse_words(
+    parser: argparse.ArgumentParser, words: list[str], own: Parser | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """`parse_known_args`, where a flag of several values takes none of the command's arguments."""
+    try:
+        return parser.parse_known_args(words)
+    except UsageError:
+        arguments = [] if own is None else own._get_positional_actions()
+        last = itertools.takewhile(lambda word: not word.startswith("-"), reversed(words))
+        for count, _ in enumerate(itertools.islice(last, len(arguments)), 1):
+            with contextlib.suppress(UsageError):
+                return parser.parse_known_args([*words[:-count], "--", *words[-count:]])
+        raise
 
 
 def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
@@ -300,13 +300,6 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
             way = f"{flag_name(name)} {' or '.join(wanted)}".rstrip()
             idle.setdefault(way, []).append(flag_name(f.name))
     return [f"no effect without {way}: {', '.join(names)}" for way, names in idle.items()]
-
-
-def _nearest(word: str, known: Iterable[str], unlisted: Iterable[str] = ()) -> str:
-    """A sentence with the most similar of `known`; of `unlisted` only for a slip of a letter."""
-    near = difflib.get_close_matches(word, list(unlisted), n=1, cutoff=0.8)
-    near = near or difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" The nearest is {near[0]}." if near else " See --help."
 
 
 def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> TrainConfig:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from mb_train.config import TrainConfig, flag_name
 from mb_train.convert.hugging_face import read_model
 from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.loading import load_trained
@@ -27,6 +28,13 @@ _FREE_OF_EXPERTS = {
     "jitter_eps", "router_fp32", "mlp_impl", "recompute", "saved_activation_bits",
 }  # fmt: skip
 
+# Of the others, those whose flag has another name.
+_FLAGS = {
+    "max_positions": "--max-position-embeddings", "positions": "--position-embedding-type",
+    "num_heads": "--num-attention-heads", "num_kv_heads": "--num-query-groups",
+    "head_size": "--kv-channels",
+}  # fmt: skip
+
 
 def begin_from_bert(model: ICT | Classifier, folder: str) -> None:
     """Give a model the weights of the BERT in a folder: a run of any layout, or Hugging Face's.
@@ -37,13 +45,15 @@ def begin_from_bert(model: ICT | Classifier, folder: str) -> None:
     wanted = (model.bert if isinstance(model, Classifier) else model.query.bert).config
     bert = _read_bert(Path(folder), wanted.vocab_size)
     here, there = _computes(wanted), _computes(bert.config)
-    for name in here | there:
-        ours, theirs = here.get(name), there.get(name)
-        if ours != theirs:
-            raise ValueError(
-                f"Expected a BERT of this model's {name}, {ours}, in {folder} (--bert-load), got "
-                f"{theirs}."
-            )
+    names = [name for name in here | there if here.get(name) != there.get(name)]
+    if names:
+        ours, theirs = (
+            ", ".join(f"{_FLAGS.get(name, name)} {of.get(name)}" for name in names)
+            for of in (here, there)
+        )
+        raise ValueError(
+            f"Expected a BERT of this model's {ours} in {folder} (--bert-load), got {theirs}."
+        )
     model.begin_from(bert)
 
 
@@ -63,8 +73,12 @@ def _read_bert(folder: Path, vocab_size: int) -> Bert:
 def _computes(config: TransformerConfig) -> dict[str, Any]:
     """What says what the weights compute, by name."""
     moe = config.moe
-    found = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _FREE}
+    free = _FREE if config.positions == "learned" else _FREE | {"max_positions"}
+    found = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in free}
     if moe is None:
         return found
-    names = [f.name for f in fields(moe) if f.name not in _FREE_OF_EXPERTS]
-    return found | {f"experts' {name}": getattr(moe, name) for name in names}
+    flags = TrainConfig.moe_argument_names()
+    for name in (f.name for f in fields(moe) if f.name not in _FREE_OF_EXPERTS):
+        said = flag_name(flags[name]) if name in flags else f"experts' {name}"
+        found[said] = getattr(moe, name)
+    return found

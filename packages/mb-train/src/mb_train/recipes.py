@@ -145,7 +145,8 @@ def qwen3() -> Recipe:
         "num_layers": 48, "num_attention_heads": 32, "kv_channels": 128,
         "group_query_attention": True, "num_query_groups": 4, "ffn_hidden_size": 768,
         "qk_layernorm_over": "head", "layernorm_epsilon": 1e-6, "rotary_base": 1e6,
-        # As many rows as Qwen's own vocabulary has, whatever the tokenizer.
+        # As many rows as Qwen's own vocabulary has, whatever the tokenizer. With N tensor-parallel
+        # ranks, each of which gets so many, say 151936 / N.
         "make_vocab_size_divisible_by": 151_936,
         "moe_num_experts": 128, "moe_top_k": 8, "moe_renormalize": True, "moe_loss_weight": 0.001,
         "micro_batch_size": 1, "global_batch_size": 1024, "train_iters": 100_000,

@@ -1,14 +1,17 @@
-"""Flags of Megatron and its forks for what does not exist here, or has another name.
+"""Flags that are unknown, or of Megatron and its forks for what does not exist here.
 
-Each is an error with its reason, because a model trained without it would be another one. Megatron
-Core's come first, then those of Megatron's old tasks, DeepSpeed's (Megatron-DeepSpeed, BigScience)
-and Alibaba's (Pai-Megatron-Patch). DeepSpeed's and Alibaba's are never translated, because their
-scripts also rely on defaults that are not ours.
+The latter are errors with a reason, because a model trained without one would be another one.
+Megatron Core's come first, then those of Megatron's old tasks, DeepSpeed's (Megatron-DeepSpeed,
+BigScience) and Alibaba's (Pai-Megatron-Patch). DeepSpeed's and Alibaba's are never translated,
+because their scripts also rely on defaults that are not ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 # Why, and what there is instead; the flags of which that holds. "*" stands for any end of a flag.
 _REASONS: Mapping[str, str] = {
@@ -145,3 +148,25 @@ def refusal(flag: str) -> str | None:
     """Why a flag cannot be honoured and what there is instead; None if it is not among these."""
     family = (reason for prefix, reason in _FAMILIES.items() if flag.startswith(prefix))
     return _REFUSED.get(flag) or next(family, None)
+
+
+def wrong_flags(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """A sentence on each flag that does not exist here, or on several refused for one reason."""
+    helps = {option: a.help for a in parser._actions for option in a.option_strings}
+    listed = [option for option, text in helps.items() if text != argparse.SUPPRESS]
+    absent = [word for word in typed if re.fullmatch(r"--?[a-zA-Z]\S*", word) and word not in helps]
+    whys = {name: refusal(name) for name in absent}
+    said = []
+    for why in dict.fromkeys(why for why in whys.values() if why):
+        names = ", ".join(name for name in absent if whys[name] == why)
+        said.append(f"{names} cannot be honoured: {why}.")
+    for name in (name for name in absent if whys[name] is None):
+        said.append(f"Unknown flag {name}.{nearest(name, listed, helps)}")
+    return said
+
+
+def nearest(word: str, known: Iterable[str], unlisted: Iterable[str] = ()) -> str:
+    """A sentence with the most similar of `known`; of `unlisted` only for a slip of a letter."""
+    near = difflib.get_close_matches(word, list(unlisted), n=1, cutoff=0.8)
+    near = near or difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" The nearest is {near[0]}." if near else " See --help."

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Generator
 from pathlib import Path
 
-import mb_data
 import torch
 import torch.distributed as dist
 from mb_data import Tokenizer
@@ -44,11 +43,12 @@ from mb_train.reporting import (
 from mb_train.run_log import RunLog, check_boards, open_boards
 from mb_train.saver import Saver
 from mb_train.schedule import BatchSizes, Schedule, build_schedule, train_iterations, train_samples
+from mb_train.signals import StopFlag
 from mb_train.sizing import memory_warning
 from mb_train.starting import Start
 from mb_train.tasks import Batch, Dataset, Task, make_task
 from mb_train.timers import Timers
-from mb_train.tokenizers import keep_tokenizer, load_tokenizer
+from mb_train.tokenizers import keep_tokenizer, load_tokenizer, saved_rows, vocabulary_rows
 from mb_train.toml_file import to_toml
 from mb_train.whole_files import write_text
 
@@ -77,7 +77,7 @@ class Run:
         self.say(argument_lines(config))
         check_files(config)
         tokenizer = load_tokenizer(config, None if start is None else start.run)
-        saved = 0 if start is None else start.saved.identity.get("padded_vocab_size", 0)
+        saved = saved_rows(config, None if start is None else start.saved)
         self.vocab_size = vocabulary_rows(
             config, tokenizer.vocab_size, ranks=self.mesh.tp_size, saved=saved
         )
@@ -253,8 +253,10 @@ class Run:
         if self.saver is not None:
             self.saver.close()
 
-    def stream(self, dataset: Dataset, *, consumed_samples: int) -> Generator[Batch]:
-        """This rank's micro-batches of a set, from there on, on the device."""
+    def stream(
+        self, dataset: Dataset, *, consumed_samples: int, stop: StopFlag
+    ) -> Generator[Batch]:
+        """This rank's micro-batches of a set, from there on, on the device; `stop`: see there."""
         return batches(
             self.task,
             dataset,
@@ -266,6 +268,7 @@ class Run:
             vocab_size=self.vocab_size,
             cyclic=self.config.dataloader_type == "cyclic",
             apart=self.device.type == "cuda" and made_by_python(dataset),
+            stop=stop,
         )
 
     def reports(self, iteration: int) -> bool:
@@ -302,28 +305,6 @@ def only_writer(save: str | None) -> Generator[list[str]]:
         if failure[0] is not None:
             raise failure[0]
         yield done
-
-
-def vocabulary_rows(config: TrainConfig, tokens: int, *, ranks: int, saved: int = 0) -> int:
-    """V: as the flags pad it, or as a checkpoint has it, if tensor-parallel ranks can share that.
-
-    Args:
-        tokens: of the tokenizer.
-        saved: rows of the checkpoint that is gone on from; 0 for none.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if saved < tokens:
-        multiple = config.make_vocab_size_divisible_by
-        return mb_data.padded_vocab_size(tokens, divisible_by=multiple, tensor_parallel=ranks)
-    if saved % ranks:
-        raise ValueError(
-            f"Expected a vocabulary that {ranks} tensor-parallel ranks can share, got one of "
-            f"{saved:,} rows in the checkpoint. mb-train convert makes more of them, of a Hugging "
-            "Face folder: --make-vocab-size-divisible-by 128."
-        )
-    return saved
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from mb_train.checksums import SUMS_FILE, read_sums, sum_of
 from mb_train.config.resume import inherited
 from mb_train.whole_files import sync_directory, write_text
 
@@ -188,10 +189,24 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
         saved = SavedRun(**content)
     except TypeError as error:
         raise ValueError(f"{path} is damaged: {error}.") from None
+    if not _is_as_written(path):  # said before anything is made of the sizes in it
+        raise ValueError(
+            f"{path} is damaged: it is not what was written."
+            + _others(checkpoint.parent, checkpoint)
+        )
     width = saved.identity.get("ffn_size")
     if width is not None and saved.config.get("ffn_hidden_size") is None:
         saved.config["ffn_hidden_size"] = width  # the default has been another
     return saved
+
+
+def _is_as_written(path: Path) -> bool:
+    """Whether a file is what its folder's checksums say; True where they do not say."""
+    try:
+        sums = read_sums(path.with_name(SUMS_FILE))
+    except (OSError, ValueError):  # `load_checkpoint` tells of these
+        return True
+    return sums.get(path.name) in (None, sum_of(path))
 
 
 def recover(folder: Path) -> list[str]:

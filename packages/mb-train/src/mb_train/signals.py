@@ -1,4 +1,4 @@
-"""Signals that mean "save, then stop": SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1.
+"""What means "save, then stop": SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1.
 
 Schedulers send SIGUSR1 ahead of the end of a job, terminals SIGHUP when they close. A handler only
 notes what came; the loop looks at the flag between steps. A second Ctrl-C ends at once.
@@ -19,13 +19,19 @@ _SAVING = tuple(
 
 
 class StopFlag:
-    """Whether a signal has asked to stop, and which.
+    """Whether a signal has asked to stop, or what else the run cannot go on after.
 
     Attributes:
-        name: "SIGTERM", say; None as long as nothing came.
+        name: "SIGTERM", say, or what failed; None as long as nothing came.
+        failed: nobody asked: something went wrong.
     """
 
     name: str | None = None
+    failed: bool = False
+
+    def fail(self, what: str) -> None:
+        """Stop because something went wrong."""
+        self.name, self.failed = what, True
 
     def __bool__(self) -> bool:
         return self.name is not None

@@ -1,4 +1,4 @@
-"""The tokenizer of a run, whose files the run folder keeps a copy of.
+"""The tokenizer of a run, whose files the run folder keeps a copy of, and its vocabulary's rows.
 
 A model is of no use without the words it was trained on, and flags name their files as they lay
 where the run was started: often by a path from a folder that nobody is in later. Where a file is no
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mb_train.config import TrainConfig, flag_name
-from mb_train.run_folder import TOKENIZER
+from mb_train.run_folder import TOKENIZER, SavedRun, checkpoint_in, read_saved_run
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
@@ -82,6 +82,41 @@ def keep_tokenizer(config: TrainConfig, folder: Path, run: Path | None = None) -
             if not copy.exists() or not copy.samefile(file):
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, copy)
+
+
+def saved_rows(config: TrainConfig, gone_on_from: SavedRun | None) -> int:
+    """Rows of the vocabulary whose weights a run begins with: its own of before, or those of the
+    BERT of `--bert-load`. 0: of none, or of a folder of Hugging Face's, which gets what is asked.
+    """
+    if gone_on_from is None and config.bert_load is not None:
+        folder = Path(config.bert_load)
+        if not (folder / "config.json").is_file():
+            gone_on_from = read_saved_run(checkpoint_in(folder))
+    return 0 if gone_on_from is None else gone_on_from.identity.get("padded_vocab_size", 0)
+
+
+def vocabulary_rows(config: TrainConfig, tokens: int, *, ranks: int, saved: int = 0) -> int:
+    """V: as the flags pad it, or as a checkpoint has it, if tensor-parallel ranks can share that.
+
+    Args:
+        tokens: of the tokenizer.
+        saved: rows of the checkpoint that weights come from; 0 for none.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if saved < tokens:
+        import mb_data
+
+        multiple = config.make_vocab_size_divisible_by
+        return mb_data.padded_vocab_size(tokens, divisible_by=multiple, tensor_parallel=ranks)
+    if saved % ranks:
+        raise ValueError(
+            f"Expected a vocabulary that {ranks} tensor-parallel ranks can share, got one of "
+            f"{saved:,} rows in the checkpoint. mb-train convert makes more of them, of a Hugging "
+            "Face folder: --make-vocab-size-divisible-by 128."
+        )
+    return saved
 
 
 def _found(config: TrainConfig, run: Path | None) -> dict[str, str]:

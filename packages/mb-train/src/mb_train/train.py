@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import time
 import warnings
 from collections.abc import Generator
@@ -43,7 +44,8 @@ from mb_train.validate import END, evaluate, measure
 class Result:
     """How a run ended. Losses are None where nothing was measured.
 
-    `checkpoint` is the latest whole one; `diverged` says that the loss was no number for too long.
+    `checkpoint` is the latest whole one; `diverged` says that the loss was no number for too long,
+    `failed` that the run stopped, and saved, because a process that reads samples had ended.
     """
 
     iteration: int
@@ -52,6 +54,11 @@ class Result:
     checkpoint: Path | None
     stopped_by: str | None
     diverged: bool
+    failed: bool = False
+
+    def exit_code(self, config: TrainConfig) -> int:
+        """Of a program whose run this was: 0, or 1 if it did not end well."""
+        return 1 if self.diverged or self.failed or self.unsaved(config) else 0
 
     def unsaved(self, config: TrainConfig) -> bool:
         """Whether the end of the run is in no checkpoint though it was to be."""
@@ -82,6 +89,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         distributed(
             device_type(config), timeout_s=60 * config.distributed_timeout_minutes
         ) as device,
+        torch.random.fork_rng([device] if device.type == "cuda" else []),  # steps seed torch's own
         only_writer(config.save) as recovered,
         stop_signals() as stop,
         _deterministic(config.deterministic_mode),
@@ -118,7 +126,7 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     reported = run.progress.consumed_samples
     run.say("training ...")
     run.say(datetime_line("before the start of training step"))
-    stream = _training_stream(run)
+    stream = _training_stream(run, stop)
     while iteration < run.iterations and stopped_by is None:
         if profiler.begins(iteration - started_at):
             with clock.paused():
@@ -168,7 +176,10 @@ def _loop(run: Run, stop: StopFlag) -> Result:
         evaluate(run, run.data.test, "the end of training for test data", stop)
     valid_loss = next(iter(valid_losses.values()), None)
     checkpoint = None if run.folder is None else run_folder.find_checkpoint(run.folder)
-    return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by, diverged)
+    failed = any_rank(stop.failed)
+    if stop.failed and rank() != 0:  # the others do not know why
+        print(f"rank {rank()}: {stop.name}", file=sys.stderr)
+    return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by, diverged, failed)
 
 
 def _report(
@@ -231,11 +242,11 @@ def state_of(run: Run) -> dict[str, Any]:
     return state
 
 
-def _training_stream(run: Run) -> Generator[Batch]:
+def _training_stream(run: Run, stop: StopFlag) -> Generator[Batch]:
     """Micro-batches from where the run stands; none if it is at its end."""
     if run.progress.iteration < run.iterations:
         samples = run.progress.consumed_samples
-        yield from run.stream(run.data.train, consumed_samples=samples)
+        yield from run.stream(run.data.train, consumed_samples=samples, stop=stop)
 
 
 def _how_far(run: Run, started_at: int, seconds: float) -> str:
@@ -251,7 +262,7 @@ def _reason_to_stop(run: Run, begun: float, stop: StopFlag) -> str | None:
     """Why to save and stop before the end, agreed by all ranks."""
     config, iteration = run.config, run.progress.iteration
     if any_rank(bool(stop)):
-        return stop.name or "a signal to another rank"
+        return stop.name or "a signal to another rank, or a failure of its data"
     limit, interval = config.exit_duration_in_mins, config.exit_interval
     if limit is not None and any_rank(time.monotonic() - begun > 60 * limit):
         return f"--exit-duration-in-mins {limit:g}"

@@ -30,14 +30,14 @@ _MEASURED = 2000
 def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> dict[str, float]:
     """Mean losses over the first `eval_iters` batches of a set, printed.
 
-    {} without a set, and if a signal came before the last batch.
+    {} without a set, and if `stop` rose before the last batch.
     """
     if dataset is None:
         return {}
     run.model.train(False)
     weights = run.task.loss_weights
     sums = {name: torch.zeros(2, device=run.device) for name in weights}  # of losses, of weights
-    with contextlib.closing(run.stream(dataset, consumed_samples=0)) as stream:
+    with contextlib.closing(run.stream(dataset, consumed_samples=0, stop=stop)) as stream:
         for done in range(run.config.eval_iters):
             batches = list(itertools.islice(stream, run.micro_batches))
             for name, loss in run.model.executor.evaluate(*batches).items():

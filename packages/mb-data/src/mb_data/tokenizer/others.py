@@ -126,6 +126,10 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         known = {text: self._renumbered.get(i, i) for text, i in known.items()}
         base = max([*known.values(), *added.values()]) + 1
         self.extra_ids = tuple(range(base, base + num_extra_ids))
+        if not num_extra_ids:  # those that the file has, as T5's do, in whatever order
+            names = (f"<extra_id_{n}>" for n in itertools.count())
+            there = itertools.takewhile(added.__contains__, names)
+            self.extra_ids = tuple(added[name] for name in there)
         self._ids = {**known, **added}
         self._added = {i: text for text, i in added.items()}
         self._added |= {i: f"<extra_id_{n}>" for n, i in enumerate(self.extra_ids)}
@@ -146,6 +150,14 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     def token_id(self, text: str) -> int | None:
         return self._ids.get(text)
+
+    def word_starts(self) -> npt.NDArray[np.bool_]:
+        found = super().word_starts()
+        model = self._read_from["model"]
+        if model.get("type") == "WordPiece":
+            prefix = model.get("continuing_subword_prefix", "##")
+            found[[i for text, i in self._ids.items() if text.startswith(prefix)]] = False
+        return found
 
     def _decode_run(self, ids: list[int]) -> str:
         return self._library.decode(ids, skip_special_tokens=False)

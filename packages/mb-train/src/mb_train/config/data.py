@@ -243,22 +243,33 @@ def _read_parts(path: str) -> dict[str, list[str] | None]:
 
 
 def _check_blend(name: str, paths: list[str] | None) -> None:
-    """Prefixes alone, or weights and prefixes by turns."""
-    if paths is None or len(paths) == 1 or not any(weight_in(word) is not None for word in paths):
+    """Raise ValueError for what is neither prefixes alone nor weights and prefixes by turns."""
+    if paths is None or len(paths) == 1:
         return
-    weights = [weight_in(word) for word in paths[::2]]
-    if len(paths) % 2 or None in weights:
+    weights, prefixes = weights_and_prefixes(paths)
+    if not weights and any(_number(word) is not None for word in prefixes):
         raise ValueError(
             f"Expected {flag_name(name)} to be prefixes alone, or weights and prefixes by turns, "
             f"got {' '.join(paths)}."
         )
     for weight in weights:
-        if weight is None or not 0 < weight < math.inf:
+        if not 0 < weight < math.inf:
             raise ValueError(f"Expected weights above 0 in {flag_name(name)}, got {weight}.")
 
 
-def weight_in(word: str) -> float | None:
-    """The weight that a word of `--data-path` is; None if it is no number but a prefix."""
+def weights_and_prefixes(words: list[str]) -> tuple[list[float], list[str]]:
+    """The data sets that `--data-path` names and their weights; no weights for prefixes alone.
+
+    A prefix behind a weight may be a number too, and so may one that is alone.
+    """
+    numbers = [_number(word) for word in words[::2]]
+    weights = [number for number in numbers if number is not None]
+    if len(words) % 2 or len(weights) < len(numbers):
+        return [], words
+    return weights, words[1::2]
+
+
+def _number(word: str) -> float | None:
     try:
         return float(word)
     except ValueError:

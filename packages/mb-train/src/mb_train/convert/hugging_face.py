@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from mb_layers.state_dicts import translate, translate_back
 from torch import Tensor
 
 from mb_train.checkpoint import Progress
-from mb_train.config import TrainConfig
+from mb_train.config import TrainConfig, whole
 from mb_train.convert.architectures import (
     Architecture,
     architecture_for,
@@ -25,6 +24,7 @@ from mb_train.convert.architectures import (
     imported_config,
 )
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
+from mb_train.convert.tokenizer import find_tokenizer, write_tokenizer
 from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.folder_lock import locked
 from mb_train.loading import load_trained
@@ -33,19 +33,11 @@ from mb_train.run_folder import TOKENIZER, checkpoints
 from mb_train.saver import Saver
 from mb_train.tasks.architecture import transformer_config
 from mb_train.tasks.make import whole_model
-from mb_train.tokenizers import (
-    TOKENIZER_FILES,
-    keep_tokenizer,
-    load_tokenizer,
-    tokenizer_files,
-)
+from mb_train.tokenizers import keep_tokenizer, load_tokenizer
 from mb_train.whole_files import replaceable, replaced_folder, write_text
 
 _STACKED = re.compile(r"\.experts\.gate_up_proj$")
 _ORDER_HEAD = "cls.seq_relationship.weight"
-_CASED = "BertWordPieceCase"
-# Of them, those that a tokenizer is made of, the first that is there.
-_MAIN_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def read_model(
@@ -97,9 +89,16 @@ def read_model(
     if config.model == "bert" and _ORDER_HEAD in source:
         # The first BERTs' files have it, though their config.json names a class that has not.
         config = dataclasses.replace(config, bert_binary_head=True)
-    rules_of = found.rules
+    rules_of, least = found.rules, max(whole(config.num_layers), config.decoder_layers)
     if found.stacked is not None and any(map(_STACKED.search, source)):
         rules_of = found.stacked
+    else:
+        least = max(least, config.moe_num_experts or 0)
+    if least > len(source):  # before there is a rule for each
+        raise ValueError(
+            f"Expected a tensor for each layer and each expert, got {len(source)} in {folder}, and "
+            f"{least:,} layers or experts in {path}."
+        )
     rules = rules_of(config, transformer_config(config, vocab_size))
     tied = next(r.sources[0] for r in rules if r.target == "embedding.tokens.weight")
     stored = "lm_head.weight" in source and tied in source
@@ -163,11 +162,7 @@ def import_model(
         )
     fields, own = {"tokenizer": tokenizer}, []
     if tokenizer is None:
-        own = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-        main = next((source / name for name in _MAIN_FILES if source / name in own), None)
-        if main is None:
-            raise ValueError(f"Expected a tokenizer in {source}, found none. Give --tokenizer.")
-        fields = _tokenizer_fields(main)
+        fields, own = find_tokenizer(source)
     config, weights = read_model(source, say=say, **fields)
     rows, tokens = rows_of(weights), load_tokenizer(config).vocab_size
     wanted = mb_data.padded_vocab_size(max(rows, tokens), divisible_by=divisible_by)
@@ -230,19 +225,6 @@ def write_run(
             shutil.copyfile(path, copy)
 
 
-def _tokenizer_fields(file: Path) -> dict[str, str]:
-    """How a run names a tokenizer; a bare list of words does not say whether it is cased."""
-    about = file.with_name("tokenizer_config.json")
-    if file.name == "vocab.txt" and about.is_file():
-        try:
-            cased = not json.loads(about.read_bytes()).get("do_lower_case", True)
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{about} is damaged: {error}.") from None
-        if cased:
-            return {"tokenizer_type": _CASED, "vocab_file": str(file)}
-    return {"tokenizer": str(file)}
-
-
 def export_model(
     run: Path,
     target: Path,
@@ -285,12 +267,12 @@ def export_model(
     with replaced_folder(target) as draft:
         write_tensors(draft, weights)
         write_text(draft / "config.json", json.dumps(about, indent=2) + "\n")
-        copied = _copy_tokenizer(config, trained.checkpoint.parent, draft)
+        there = write_tokenizer(config, tokenizer, trained.checkpoint.parent, draft)
         _refuse_filled(target)  # by another, while this was written
     say(f"{found.name} with {sum(t.numel() for t in weights.values()):,} weights: {target}")
     if config.moe_num_experts is not None and config.moe_capacity_factor:
         say("its experts had a capacity in training; elsewhere no token is dropped")
-    if not copied:
+    if not there:
         name = config.tokenizer or config.tokenizer_type or "gpt2"
         say(f"no files of its tokenizer, {name}, are in it: transformers loads an empty one")
 
@@ -322,24 +304,3 @@ def refuse_run(target: Path) -> None:
 def _refuse_filled(target: Path) -> None:
     if replaceable(target).exists() and any(target.iterdir()):
         raise ValueError(f"Expected an empty or new folder to write to, got {target}.")
-
-
-def _copy_tokenizer(config: TrainConfig, run: Path, target: Path) -> bool:
-    """Copy the files of the tokenizer, if it has any, under the names that transformers knows."""
-    files = tokenizer_files(config, run)
-    inside = [path / name for path in files if path.is_dir() for name in TOKENIZER_FILES]
-    known = {".json": "tokenizer.json", ".txt": "vocab.txt"}
-    if config.merge_file is not None or os.pathsep in (config.tokenizer or ""):
-        known = {".json": "vocab.json", ".txt": "merges.txt"}
-    known[".model"] = "spiece.model" if config.model == "t5" else "tokenizer.model"
-    files = [path for path in (*files, *inside) if path.is_file()]
-    for path in files:
-        theirs = path.name in TOKENIZER_FILES
-        name = path.name if theirs else known.get(path.suffix, path.name)
-        if not (target / name).exists():  # what is named comes before what lies beside it
-            shutil.copyfile(path, target / name)
-    if (target / "vocab.txt").exists() and not (target / "tokenizer_config.json").exists():
-        lower = config.tokenizer_type != _CASED
-        about = {"tokenizer_class": "BertTokenizer", "do_lower_case": lower}
-        write_text(target / "tokenizer_config.json", json.dumps(about) + "\n")
-    return bool(files)

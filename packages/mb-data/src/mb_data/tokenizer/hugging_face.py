@@ -1,0 +1,121 @@
+"""A tokenizer as files of Hugging Face's, from which transformers gets the same ids.
+
+Of use where there are no such files: for GPT-2's and BERT's vocabularies inside this package, and
+where ids are appended or a bare list of words does not say how it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mb_data.tokenizer.base import Tokenizer
+from mb_data.tokenizer.byte_bpe import ByteLevelBPE
+from mb_data.tokenizer.readable_bpe import GPT2_PATTERN
+from mb_data.tokenizer.wordpiece import CONTINUED, MAX_WORD_LETTERS, UNKNOWN, WordPiece
+
+
+def hugging_face_files(tokenizer: Tokenizer, *, sentences: bool = False) -> dict[str, str]:
+    """tokenizer.json and tokenizer_config.json: their contents by name.
+
+    The ids of a text are the same, with two exceptions: transformers takes the name of a special
+    token within a text for that token, and around letters that are newer than its library's Unicode
+    tables it may cut words otherwise.
+
+    Args:
+        tokenizer: WordPiece, or byte-level BPE that cuts words as GPT-2 does; {} for others.
+        sentences: put BERT's marks around a text, and between the two of a pair.
+    """
+    if isinstance(tokenizer, WordPiece):
+        parts, special = _wordpiece(tokenizer)
+        settings: dict[str, Any] = {"do_lower_case": tokenizer.readable.lower_case}
+    elif isinstance(tokenizer, ByteLevelBPE) and _cuts_as_gpt2(tokenizer):
+        parts, special = _byte_level(tokenizer)
+        settings = {}
+    else:
+        return {}
+    if sentences:
+        parts["post_processor"] = _between_marks(tokenizer)
+    parts["added_tokens"] = [_added(i, text) for i, text in sorted(special.items())]
+    roles = {"eos": tokenizer.special.get("eod"), **tokenizer.special}
+    for role in ("bos", "eos", "cls", "sep", "mask", "pad"):
+        if (found := roles.get(role)) is not None:
+            settings[f"{role}_token"] = special[found]
+    if isinstance(tokenizer, WordPiece):
+        settings["unk_token"] = UNKNOWN
+    # Without them a GPT gets types of tokens, and looks them up as if they were tokens.
+    types = ["token_type_ids"] if sentences else []
+    settings["model_input_names"] = ["input_ids", *types, "attention_mask"]
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return {
+        "tokenizer.json": json.dumps({"version": "1.0", **parts}, ensure_ascii=False) + "\n",
+        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+    }
+
+
+def _cuts_as_gpt2(tokenizer: ByteLevelBPE) -> bool:
+    bpe = tokenizer.readable
+    plain = bpe.spelt and bpe.merges is not None and not bpe.ignore_merges and bpe.form is None
+    return plain and bpe.patterns == (GPT2_PATTERN,)
+
+
+def _byte_level(tokenizer: ByteLevelBPE) -> tuple[dict[str, Any], dict[int, str]]:
+    special = tokenizer.special_text
+    stage = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    model = {
+        "type": "BPE",
+        "vocab": {**tokenizer.readable.ids, **{text: i for i, text in special.items()}},
+        "merges": tokenizer.readable.merges,
+    }
+    parts = {"model": model, "normalizer": None, "pre_tokenizer": stage, "decoder": stage}
+    return parts, special
+
+
+def _wordpiece(tokenizer: WordPiece) -> tuple[dict[str, Any], dict[int, str]]:
+    lower_case = tokenizer.readable.lower_case
+    marks = {*tokenizer.special.values(), *tokenizer.extra_ids, tokenizer.readable.ids[UNKNOWN]}
+    parts = {
+        "model": {
+            "type": "WordPiece",
+            "vocab": {piece: i for i, piece in enumerate(tokenizer.pieces)},
+            "unk_token": UNKNOWN,
+            "continuing_subword_prefix": CONTINUED,
+            "max_input_chars_per_word": MAX_WORD_LETTERS,
+        },
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": lower_case,
+            "lowercase": lower_case,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": CONTINUED, "cleanup": True},
+    }
+    return parts, {i: tokenizer.pieces[i] for i in marks}
+
+
+def _between_marks(tokenizer: Tokenizer) -> dict[str, Any]:
+    """[CLS] A [SEP], and [CLS] A [SEP] B [SEP]."""
+    marks = {"[CLS]": tokenizer.cls, "[SEP]": tokenizer.sep}
+
+    def mark(text: str, kind: int) -> dict[str, Any]:
+        return {"SpecialToken": {"id": text, "type_id": kind}}
+
+    def sentence(name: str, kind: int) -> list[dict[str, Any]]:
+        return [{"Sequence": {"id": name, "type_id": kind}}, mark("[SEP]", kind)]
+
+    one = [mark("[CLS]", 0), *sentence("A", 0)]
+    return {
+        "type": "TemplateProcessing",
+        "single": one,
+        "pair": [*one, *sentence("B", 1)],
+        "special_tokens": {
+            text: {"id": text, "ids": [i], "tokens": [text]} for text, i in marks.items()
+        },
+    }
+
+
+def _added(number: int, text: str) -> dict[str, Any]:
+    kind = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": number, "content": text, **kind, "special": True}

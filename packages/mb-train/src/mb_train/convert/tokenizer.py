@@ -1,0 +1,72 @@
+"""The tokenizer of a Hugging Face folder: which of its files it is, and which a run's become."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import mb_data
+
+from mb_train.config import TrainConfig
+from mb_train.tokenizers import TOKENIZER_FILES, tokenizer_files
+from mb_train.whole_files import write_text
+
+_CASED = "BertWordPieceCase"
+# What a tokenizer is made of; the first that is there.
+_MAIN_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
+
+def find_tokenizer(folder: Path) -> tuple[dict[str, str], list[Path]]:
+    """How a run names the tokenizer of a folder, and the files that belong to it.
+
+    Raises:
+        ValueError: there is none, or a file is damaged.
+    """
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    main = next((folder / name for name in _MAIN_FILES if folder / name in files), None)
+    if main is None:
+        raise ValueError(f"Expected a tokenizer in {folder}, found none. Give --tokenizer.")
+    return _fields(main), files
+
+
+def _fields(file: Path) -> dict[str, str]:
+    """How a run names a tokenizer; a bare list of words does not say whether it is cased."""
+    about = file.with_name("tokenizer_config.json")
+    if file.name == "vocab.txt" and about.is_file():
+        try:
+            cased = not json.loads(about.read_bytes()).get("do_lower_case", True)
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{about} is damaged: {error}.") from None
+        if cased:
+            return {"tokenizer_type": _CASED, "vocab_file": str(file)}
+    return {"tokenizer": str(file)}
+
+
+def write_tokenizer(
+    config: TrainConfig, tokenizer: mb_data.Tokenizer, run: Path, target: Path
+) -> bool:
+    """Put the tokenizer's files there under the names that transformers knows; False: none.
+
+    What is inside mb-data is no file, and a bare vocabulary does not say how it is used: these are
+    written as a tokenizer.json.
+    """
+    files = tokenizer_files(config, run)
+    inside = [path / name for path in files if path.is_dir() for name in TOKENIZER_FILES]
+    known = {".json": "tokenizer.json", ".txt": "vocab.txt"}
+    if config.merge_file is not None or os.pathsep in (config.tokenizer or ""):
+        known = {".json": "vocab.json", ".txt": "merges.txt"}
+    known[".model"] = "spiece.model" if config.model == "t5" else "tokenizer.model"
+    files = [path for path in (*files, *inside) if path.is_file()]
+    for path in files:
+        theirs = path.name in TOKENIZER_FILES
+        name = path.name if theirs else known.get(path.suffix, path.name)
+        if not (target / name).exists():  # what is named comes before what lies beside it
+            shutil.copyfile(path, target / name)
+    made = {}
+    if not any((target / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        made = mb_data.hugging_face_files(tokenizer, sentences=config.model == "bert")
+        for name, text in made.items():
+            write_text(target / name, text)
+    return bool(files or made)

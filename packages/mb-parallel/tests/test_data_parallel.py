@@ -257,6 +257,26 @@ def test_bf16_compute_with_fp32_routers_routing_weights_gradients_and_weights():
         assert grads == weights == {full}
 
 
+def routers_joined(rank, world_size, recomputing):
+    """Whether the routers of two blocks, so many of which recompute, are one unit."""
+    model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")
+    blocks = list(model)[:2]
+    if recomputing:
+        apply_recompute(blocks[:recomputing], "full")
+    routers = [block.moe.router for block in blocks]
+    how = {"compute_dtype": torch.bfloat16, "keep_fp32": routers, "zero_stage": 1}
+    apply_data_parallel(model, mesh, blocks=blocks, **how)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    first, second = (router._get_fsdp_state() for router in routers)
+    return first is second
+
+
+@pytest.mark.parametrize("recomputing", [0, 1, 2])
+def test_a_unit_runs_again_as_a_whole(recomputing):
+    """FSDP2 of torch 2.11 warns where a part of one does."""
+    assert run_ranks(routers_joined, 2, recomputing) == [recomputing != 1] * 2
+
+
 def collectives(rank, world_size, zero_stage):
     """What a step of three micro-batches sends, and what is whole between two of them."""
     model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from mb_parallel.mesh import ParallelMesh
 from mb_parallel.optimizer.shards import local
+from mb_parallel.recompute import recomputed
 
 # In stages 1 and 2 blocks are joined until a unit has this many parameters, because matrix products
 # wait for the multiprocessors that a collective occupies. GPT-2 125M on two H200s (2026-11-22):
@@ -45,7 +46,7 @@ def shard_units(
     )
     uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     if compute_dtype != torch.float32:
-        for unit in _units(keep_fp32, reshard):
+        for unit in _units(keep_fp32, reshard, again=recomputed(model)):
             _shard(unit, mesh=dense, mp_policy=uncast, reshard_after_forward=reshard)
     alone: set[nn.Parameter] = set()
     experts = _experts(model)
@@ -65,20 +66,28 @@ def shard_units(
 
 
 def _units(
-    modules: Iterable[nn.Module], reshard: bool, alone: Set[nn.Parameter] = frozenset()
+    modules: Iterable[nn.Module],
+    reshard: bool,
+    alone: Set[nn.Parameter] = frozenset(),
+    again: Set[nn.Module] = frozenset(),
 ) -> list[list[nn.Module]]:
     """Modules joined to units of `_JOINED` parameters, or one by one to reshard.
 
-    Parameters in `alone` do not count.
+    Args:
+        alone: parameters that do not count.
+        again: modules that run a second time. They are not joined with others, because FSDP2 of
+            torch 2.11 warns if not all modules of a unit run.
     """
     units: list[list[nn.Module]] = []
-    room = 0
+    latest: dict[bool, list[nn.Module]] = {}
+    room = {False: 0, True: 0}
     for sharing in _sharing(modules, alone):
-        if room <= 0 or reshard:
+        twice = not again.isdisjoint(sharing)
+        if room[twice] <= 0 or reshard:
             units.append([])
-            room = _JOINED
-        units[-1] += sharing
-        room -= sum(local(p).numel() for p in _parameters(sharing) - alone)
+            latest[twice], room[twice] = units[-1], _JOINED
+        latest[twice] += sharing
+        room[twice] -= sum(local(p).numel() for p in _parameters(sharing) - alone)
     return units
 
 

@@ -30,6 +30,7 @@ from mb_parallel.arguments import at_least_1, several
 from mb_parallel.forwards import wrap_forward
 
 Mode = Literal["full", "moe", "selective"]
+_WHOLE = "_mb_recomputes"  # on modules all of whose forward runs again
 
 
 def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) -> int:
@@ -59,8 +60,18 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) 
                 "'selective' for a dense model."
             )
     for module in chosen:
-        wrap_forward(module, _call_selective if mode == "selective" else _call_checkpointed)
+        if mode == "selective":
+            wrap_forward(module, _call_selective)
+        else:
+            wrap_forward(module, _call_checkpointed)
+            setattr(module, _WHOLE, True)
     return len(chosen)
+
+
+def recomputed(model: nn.Module) -> set[nn.Module]:
+    """The modules of `model` that run a second time, in the backward pass."""
+    whole = (module for module in model.modules() if getattr(module, _WHOLE, False))
+    return {inner for module in whole for inner in module.modules() if inner is not module}
 
 
 def _call_checkpointed(

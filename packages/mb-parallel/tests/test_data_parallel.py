@@ -257,6 +257,45 @@ def test_bf16_compute_with_fp32_routers_routing_weights_gradients_and_weights():
         assert grads == weights == {full}
 
 
+class Adds(nn.Module):
+    """A block with an fp32 residual stream, and a table that all blocks are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = Probe(WIDTH, WIDTH)
+
+    def forward(self, x, *, table):
+        self.seen = x.dtype, table.dtype
+        return x.float() + self.dense(x * table)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Adds() for _ in range(3)), nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        table = torch.ones(WIDTH)
+        for block in self.blocks:
+            x = block(x, table=table)
+        return self.head(x.to(self.head.weight.dtype))
+
+
+def what_blocks_are_given(rank, world_size, zero_stage):
+    model, mesh = Stack(), ParallelDims(dp_shard=world_size).build("cpu")
+    how = {"compute_dtype": torch.bfloat16, "zero_stage": zero_stage}
+    apply_data_parallel(model, mesh, blocks=model.blocks, **how)
+    model(torch.ones(3, WIDTH)).sum().backward()
+    return [block.seen for block in model.blocks]
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_every_block_is_given_the_compute_dtype(zero_stage):
+    """With torch 2.11 it was the first of joined ones alone."""
+    half = torch.bfloat16
+    assert run_ranks(what_blocks_are_given, 2, zero_stage) == [[(half, half)] * 3] * 2
+
+
 def routers_joined(rank, world_size, recomputing):
     """Whether the routers of two blocks, so many of which recompute, are one unit."""
     model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")
@@ -280,7 +319,8 @@ def test_a_unit_runs_again_as_a_whole(recomputing):
 def collectives(rank, world_size, zero_stage):
     """What a step of three micro-batches sends, and what is whole between two of them."""
     model, mesh = build(), ParallelDims(dp_shard=world_size).build("cpu")
-    apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=zero_stage)
+    blocks = list(model)[:2]
+    apply_data_parallel(model, mesh, blocks=blocks, zero_stage=zero_stage, cast_inputs=False)
     whole, counts = [], dict.fromkeys(("foreach_all_gather", "foreach_reduce"), 0)
 
     def counted(name, collective):

@@ -56,7 +56,10 @@ def shard_units(
     else:
         alone = _parameters(experts)
     common: dict[str, Any] = {"mesh": dense, "mp_policy": policy, "ignored_params": alone}
-    for unit in _units(blocks, reshard, alone):
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    # FSDP2 of torch 2.11 casts what the first module of a unit is given, and no other.
+    apart = reshard or (cast_inputs and release < (2, 13))
+    for unit in _units(blocks, apart, alone):
         _shard(unit, reshard_after_forward=reshard, **common)
     # What no block owns (embeddings, final norm, head) is used at both ends of a pass: keep it.
     _shard([model], reshard_after_forward=False, **common)
@@ -67,11 +70,11 @@ def shard_units(
 
 def _units(
     modules: Iterable[nn.Module],
-    reshard: bool,
+    apart: bool,
     alone: Set[nn.Parameter] = frozenset(),
     again: Set[nn.Module] = frozenset(),
 ) -> list[list[nn.Module]]:
-    """Modules joined to units of `_JOINED` parameters, or one by one to reshard.
+    """Modules joined to units of `_JOINED` parameters, or each by itself.
 
     Args:
         alone: parameters that do not count.
@@ -83,7 +86,7 @@ def _units(
     room = {False: 0, True: 0}
     for sharing in _sharing(modules, alone):
         twice = not again.isdisjoint(sharing)
-        if room[twice] <= 0 or reshard:
+        if room[twice] <= 0 or apart:
             units.append([])
             latest[twice], room[twice] = units[-1], _JOINED
         latest[twice] += sharing

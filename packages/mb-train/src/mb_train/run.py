@@ -256,7 +256,7 @@ class Run:
     def stream(
         self, dataset: Dataset, *, consumed_samples: int, stop: StopFlag
     ) -> Generator[Batch]:
-        """This rank's micro-batches of a set, from there on, on the device; `stop` as in `batches`."""
+        """This rank's micro-batches of a set from there on, on its device. See `batches`."""
         return batches(
             self.task,
             dataset,

@@ -24,6 +24,7 @@ from mb_train.models.relative import RelativeBias, by_pairs, near_scores, relati
 from mb_train.models.segments import Segments, within_segments
 from mb_train.models.t5 import T5
 from mb_train.retrieval.bm25 import BM25, rank_of, recall
+from mb_train.signals import StopFlag
 from mb_train.tasks.bert import BertTask
 from mb_train.tasks.make import whole_model
 from mb_train.tasks.packed import sample_lengths
@@ -520,7 +521,7 @@ def test_fewer_sequences_take_the_same_samples(tmp_path):
     assert max(len(train[index]) for index in range(len(train))) > 1
     kept, apart = (
         batches(task, train, torch.device("cpu"), ParallelDims().build("cpu"), consumed_samples=4,
-                micro_batch_size=3, workers=workers, vocab_size=128, apart=True)
+                micro_batch_size=3, workers=workers, vocab_size=128, apart=True, stop=StopFlag())
         for workers in (0, 2)
     )  # fmt: skip
     for _ in range(3):

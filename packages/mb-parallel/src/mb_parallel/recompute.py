@@ -59,17 +59,16 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: Mode, *, every: int = 1) 
                 "Expected blocks with an MoE or dMoE layer for mode 'moe', got none. Use 'full' or "
                 "'selective' for a dense model."
             )
+    call = _call_selective if mode == "selective" else _call_checkpointed
     for module in chosen:
-        if mode == "selective":
-            wrap_forward(module, _call_selective)
-        else:
-            wrap_forward(module, _call_checkpointed)
+        wrap_forward(module, call)
+        if mode != "selective":
             setattr(module, _WHOLE, True)
     return len(chosen)
 
 
 def recomputed(model: nn.Module) -> set[nn.Module]:
-    """The modules of `model` that run a second time, in the backward pass."""
+    """The modules of `model` that are called a second time, in the backward pass."""
     whole = (module for module in model.modules() if getattr(module, _WHOLE, False))
     return {inner for module in whole for inner in module.modules() if inner is not module}
 

@@ -77,9 +77,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 # Bytes of a rank's state that go into one file, or a tensor that has more. torch's writer copies
-# from a GPU into pinned memory, and keeps all copies until their file is whole: of one file for a
-# rank's 21 GB it pinned memory for all of them, and the steps beside it took up to twice as long
-# (benchmarks/results/2026-11-24-two-gpus.md).
+# from a GPU into pinned memory, and keeps all copies until their file is whole. Beside one file for
+# a rank's 21 GB steps took up to twice as long (benchmarks/results/2026-11-24-two-gpus.md). That
+# this is the reason, and this size, is not measured.
 _FILE_BYTES = 2**30
 
 
@@ -102,8 +102,8 @@ class Writer(dcp.FileSystemWriter):
                 if len(written) != len(piece.items):
                     raise OSError(f"{len(written)} of {len(piece.items)} tensors were written")
                 results += written
-                for name in sorted({result.storage_data.relative_path for result in written}):
-                    sums[name] = beside.submit(sum_of, folder / name)
+                name = written[0].storage_data.relative_path  # one file for all
+                sums[name] = beside.submit(sum_of, folder / name)
         results += [WriteResult(MetadataIndex(n), 0, value.result()) for n, value in sums.items()]
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(results)

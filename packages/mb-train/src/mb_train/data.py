@@ -112,9 +112,9 @@ def prepare_data(
     sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
     trained_on = (paths["train"] if isinstance(paths, dict) else paths) or []
     weights = [] if config.task is not None else weights_and_prefixes(trained_on)[0]
-    blend = weights if len(weights) > 1 else []
+    shares = [round(weight / sum(weights), 6) for weight in weights]
     identity = {
-        "weights": [round(weight / sum(blend), 6) for weight in blend],
+        "weights": shares if len(shares) > 1 else [],
         "bin_bytes": [_size(Path(prefix + _suffixes(config)[0])) for prefix in prefixes],
         "epochs": [
             source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)
@@ -252,7 +252,7 @@ def batches(
     vocab_size: int,
     cyclic: bool = False,
     apart: bool = False,
-    stop: StopFlag | None = None,
+    stop: StopFlag,
 ) -> Generator[Batch]:
     """This data-parallel rank's micro-batches from `consumed_samples` on, on the device.
 
@@ -268,7 +268,6 @@ def batches(
 
     Raises:
         DataError: a token that is not below `vocab_size`.
-        RuntimeError: such a process has ended, and there is no `stop` (mb_data's WorkerDiedError).
     """
     order = mb_data.CyclicSampler if cyclic else mb_data.SequentialSampler
     sampler = order(
@@ -285,8 +284,6 @@ def batches(
             try:
                 return readers(indices)
             except WorkerDiedError as error:
-                if stop is None:
-                    raise
                 stop.fail(str(error))
         return [dataset[i] for i in indices]
 

@@ -149,11 +149,13 @@ def test_a_rank_that_dies_ends_the_others_with_a_word_of_it(tokens, tmp_path):
 def test_gpus_take_the_steps_of_one_eager_gpu(tokens, tmp_path):
     import torch
 
+    # The compiler draws dropout's masks in its own way: other ones than uncompiled code.
+    still = "--device cuda --no-bf16 --attention-dropout 0 --hidden-dropout 0"
     losses = {}
     for ranks in range(1, 1 + min(torch.cuda.device_count(), 2)):
         for more in ("", "--compile"):
             run = tmp_path / f"{ranks}{more}"
-            torchrun(tiny_run.flags(tokens, run, "--device cuda --no-bf16", more), ranks)
+            torchrun(tiny_run.flags(tokens, run, still, more), ranks)
             losses[f"{ranks} {more}"] = tiny_run.losses(run)
     eager = losses.pop("1 ")
     differ = {name: got for name, got in losses.items() if got != pytest.approx(eager, rel=1e-4)}

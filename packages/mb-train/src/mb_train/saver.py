@@ -79,7 +79,7 @@ class Saver:
             import mb_train.checkpoint_files  # noqa: F401 (now, and not beside the steps)
 
             self._thread = ThreadPoolExecutor(
-                1, thread_name_prefix="saver", initializer=_use_device, initargs=(_device(),)
+                1, thread_name_prefix="saver", initializer=_use_stream, initargs=(_stream(),)
             )
             if world_size() > 1:
                 # The writing thread's messages must not mix with the training's.
@@ -143,7 +143,8 @@ class Saver:
                 raise
             return self._finish(iteration, problem)
         copy = self._snapshot(tensors)
-        self._pending = iteration, self._thread.submit(self._write, run, copy)
+        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+        self._pending = iteration, self._thread.submit(self._write, run, copy, copied)
         return True
 
     def poll(self) -> bool:
@@ -192,12 +193,25 @@ class Saver:
         staged: Any = self._stager.stage(dict(tensors))
         return staged
 
-    def _write(self, run: SavedRun, tensors: Mapping[str, Tensor]) -> None:
-        """Write this rank's shards; rank 0 writes what is about all of them, and commits."""
+    def _write(
+        self,
+        run: SavedRun,
+        tensors: Mapping[str, Tensor],
+        copied: torch.cuda.Event | None = None,
+    ) -> None:
+        """Write this rank's shards; rank 0 writes what is about all of them, and commits.
+
+        Args:
+            run: what is said of the run.
+            tensors: this rank's.
+            copied: after this they are what they should be.
+        """
         import torch.distributed.checkpoint as dcp
 
         from mb_train.checkpoint_files import Writer
 
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
         with quiet():
             dcp.save(
                 dict(tensors),
@@ -278,14 +292,15 @@ def _local_bytes(tensor: Tensor) -> int:
     return shard.numel() * shard.element_size()
 
 
-def _device() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_available() else None
+def _stream() -> torch.cuda.Stream | None:
+    return torch.cuda.Stream() if torch.cuda.is_available() else None
 
 
-def _use_device(device: int | None) -> None:
-    """A thread begins on the first GPU; this one belongs to the rank's."""
-    if device is not None:
-        torch.cuda.set_device(device)
+def _use_stream(stream: torch.cuda.Stream | None) -> None:
+    """A thread begins on the first GPU and on the training's stream, where its copies would stand
+    between the kernels of the steps; this one gets a stream of its own on the rank's GPU."""
+    if stream is not None:
+        torch.cuda.set_stream(stream)
 
 
 def _fits_on_device(tensors: Mapping[str, Tensor]) -> bool:

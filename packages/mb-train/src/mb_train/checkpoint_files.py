@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -76,11 +77,39 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-# Bytes of a rank's state that go into one file, or a tensor that has more. torch's writer copies
-# from a GPU into pinned memory, and keeps all copies until their file is whole. Beside one file for
-# a rank's 21 GB steps took up to twice as long (benchmarks/results/2026-11-24-two-gpus.md). That
-# this is the reason, and this size, is not measured.
+# Bytes of a rank's state that go into one file, or a tensor that has more: torch's writer keeps
+# what it copied to the host until its file is whole.
 _FILE_BYTES = 2**30
+_BUFFER_BYTES = 2**25
+
+
+class Planner(dcp.DefaultSavePlanner):
+    """torch's planner, which hands the writer tensors of a GPU on the host.
+
+    Else the writer copies each into new pinned memory of its size, and while the driver pins memory
+    the steps beside wait for their launches. Here all go through one small pinned buffer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffer: Tensor | None = None
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        data = super().transform_object(write_item, object)
+        return self._on_host(data) if isinstance(data, Tensor) and data.is_cuda else data
+
+    def _on_host(self, data: Tensor) -> Tensor:
+        if self._buffer is None:
+            self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+        buffer = self._buffer.view(data.dtype)
+        copy = torch.empty(data.shape, dtype=data.dtype)
+        rows = len(buffer)
+        pieces = (data.contiguous().view(-1).split(rows), copy.view(-1).split(rows))
+        for source, target in zip(*pieces, strict=True):
+            pinned = buffer[: len(source)].copy_(source, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+            target.copy_(pinned)
+        return copy
 
 
 class Writer(dcp.FileSystemWriter):

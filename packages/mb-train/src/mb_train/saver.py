@@ -208,7 +208,7 @@ class Saver:
         """
         import torch.distributed.checkpoint as dcp
 
-        from mb_train.checkpoint_files import Writer
+        from mb_train.checkpoint_files import Planner, Writer
 
         if copied is not None:
             torch.cuda.current_stream().wait_event(copied)
@@ -216,6 +216,7 @@ class Saver:
             dcp.save(
                 dict(tensors),
                 storage_writer=Writer(self._draft(run.iteration), run),
+                planner=Planner(),
                 process_group=self._group,
                 no_dist=world_size() == 1,
             )

@@ -24,8 +24,8 @@ from sweep_layouts import SAME, SENTENCES, _write_data, decoder, exactly, expert
 from sweep_layouts import write_tokens as short_documents
 from test_parallel import _deviations
 
-# Largest deviation of losses, which all else follows from: rounding moves tokens whose experts score
-# alike. An H100 had at most 2e-6 in fp32 and 1e-4 in halves (24 draws of seed 91).
+# Largest deviation of losses, which all else follows from: rounding moves tokens whose experts
+# score alike. An H100 had at most 2e-6 in fp32 and 1e-4 in halves (24 draws of seed 91).
 LIMITS = {"--no-bf16": 1e-4, "--fp16": 3e-2, "--bf16": 3e-2}
 
 SPARSE = "--moe-mlp-impl sparse --moe-capacity-factor 0 --moe-ffn-hidden-size 128"

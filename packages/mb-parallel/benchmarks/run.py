@@ -24,8 +24,8 @@ medians of the slower rank. Prints tables, then one line of JSON.
 from __future__ import annotations
 
 import argparse
-import gc
 import faulthandler
+import gc
 import itertools
 import json
 import statistics

@@ -87,7 +87,8 @@ class Planner(dcp.DefaultSavePlanner):
     """torch's planner, which hands the writer tensors of a GPU on the host.
 
     Else the writer copies each into new pinned memory of its size, and while the driver pins memory
-    the steps beside wait for their launches. Here all go through one small pinned buffer.
+    the steps beside wait for their launches (benchmarks/results/2026-11-25-two-h100s.md). Here all
+    go through one small pinned buffer.
     """
 
     def __init__(self) -> None:

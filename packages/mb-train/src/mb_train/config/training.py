@@ -139,7 +139,8 @@ class TrainingFields:
     cuda_graph: bool = flag("replay micro-batches as CUDA graphs, on one GPU (ours)", False)
     compile: bool = flag(
         "on a GPU, compile every layer: seconds to start, faster steps, dropout by other masks "
-        "(ours)", False
+        "(ours)",
+        False,
     )
 
     @property

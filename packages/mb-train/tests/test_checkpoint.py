@@ -9,6 +9,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -485,6 +486,21 @@ def test_names_do_not_change_by_what_is_wrapped_around_a_module(tmp_path):
     assert torch.equal(wrapped[0].weight, model[0].weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (16, 8), (7, 33)])
+def test_tensors_go_through_a_small_buffer(monkeypatch, shape, dtype):
+    """As from a GPU, in as many pieces as it takes."""
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    planner = checkpoint_files.Planner()
+    planner._buffer = torch.empty(64, dtype=torch.uint8)
+    data = torch.randint(2, shape).to(dtype)
+    for kept in (data, data.mT if data.ndim > 1 else data):  # the second is not contiguous
+        copy = planner._on_host(kept)
+        assert torch.equal(copy, kept)
+        assert (copy.dtype, copy.is_contiguous()) == (dtype, True)
+        assert copy.untyped_storage().nbytes() == kept.nbytes
+
+
 @pytest.mark.parametrize(
     ("device", "room"),
     [
@@ -502,6 +518,7 @@ def test_a_snapshot_keeps_the_state_of_its_moment(tmp_path, monkeypatch, device,
     optimizer.step()
     if not room:
         monkeypatch.setattr(saver_module, "_fits_on_device", lambda tensors: False)
+    monkeypatch.setattr(checkpoint_files, "_BUFFER_BYTES", 1024)
     saver = Saver(tmp_path, asynchronous=True)
     for iteration in (1, 2, 3):  # the second reuses what the first has allocated
         if iteration == 3:

@@ -19,6 +19,7 @@ from mb_layers.moe import MoE, dMoE
 from mb_parallel import ParallelDims, ParallelMesh, parallelize_experts, within_budget
 from mb_parallel.expert_parallel import choose_dispatcher
 from mb_parallel.expert_parallel.apply import keeps_rows_anyway
+from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.testing import run_ranks
 from torch.overrides import BaseTorchFunctionMode
@@ -266,6 +267,16 @@ def test_a_dead_rank_leaves_a_message_that_names_the_place():
     said = r"rank 0 could not exchange counts in the layer with ranks \[0, 1\]"
     with pytest.raises(RuntimeError, match=said):
         run_ranks(_dies, 2)
+
+
+def _out_of_memory(rank, ranks):
+    place = Place(dist.group.WORLD)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^20 GiB$"), place.step("exchange"):
+        raise torch.OutOfMemoryError("20 GiB")
+
+
+def test_a_rank_without_memory_says_so_itself():
+    run_ranks(_out_of_memory, 2)
 
 
 class _Sent(TorchDispatchMode):

@@ -341,6 +341,24 @@ def test_an_index_beyond_the_memory_is_one_line(run, monkeypatch, capsys):
     assert "mb-train: not enough memory: Unable to allocate 542. GiB" in capsys.readouterr().err
 
 
+def test_a_gpu_without_enough_memory_is_one_line(run, monkeypatch, capsys):
+    """What takes less is said, and the run can be continued from what it saved."""
+
+    step = loop.train_step
+
+    def too_large(run, *rest):
+        if run.progress.iteration == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return step(run, *rest)
+
+    monkeypatch.setattr(loop, "train_step", too_large)
+    assert run("--train-iters", 4, "--save-interval", 1) == 2
+    said = capsys.readouterr().err
+    assert "mb-train: not enough memory: CUDA out of memory. Tried to allocate 20.00 GiB. " in said
+    assert "Lower --micro-batch-size, " in said
+    assert find_checkpoint(run.folder).name == "iter_0000002"
+
+
 def test_report_and_generate_of_what_never_was_a_number(run, monkeypatch, diverging, capsys):
     """Weights that were saved by an earlier version, or damaged by hand."""
     from mb_train import saver

@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, 1 if the run diverged or lost a process that reads its data, its end is
-        not saved or nobody reads what is said, 2 for bad input, 130 after a Ctrl-C that ends it at
-        once.
+        not saved or nobody reads what is said, 2 for bad input or too little memory, 130 after a
+        Ctrl-C that ends it at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     # No run ends for a letter that its output has not; a configuration is to be read again.
@@ -68,11 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("mb-train: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():  # `| head` has seen enough
             sys.stdout = None  # of which Python would complain once more at its end
             return 1
-        if os.environ.get("MB_TRACEBACK"):
+        defect = isinstance(error, RuntimeError) and not _out_of_gpu_memory(error)
+        if defect or os.environ.get("MB_TRACEBACK"):
             raise
         print(f"mb-train: {_in_a_line(error)}", file=sys.stderr)
         return 2
@@ -92,7 +93,15 @@ def _in_a_line(error: Exception) -> str:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError):
         return f"not enough memory: {error}"
-    return " ".join(str(error).split())
+    said = str(error)
+    if _out_of_gpu_memory(error):
+        said = " ".join(["not enough memory:", said, *getattr(error, "__notes__", ())])
+    return " ".join(said.split())
+
+
+def _out_of_gpu_memory(error: Exception) -> bool:
+    torch = sys.modules.get("torch")  # without it there is no GPU
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def _train(arguments: list[str]) -> int:

@@ -85,6 +85,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         found = plan_of(config)
         config, start, notes = found.config, found.start, found.notes
     with (
+        _less_memory_named(),
         warnings.catch_warnings(),
         distributed(
             device_type(config), timeout_s=60 * config.distributed_timeout_minutes
@@ -113,6 +114,19 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
             raise
         finally:
             run.close()
+
+
+@contextlib.contextmanager
+def _less_memory_named() -> Generator[None]:
+    """Add to the error of a GPU without enough memory what takes less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            "Lower --micro-batch-size, compute again with --recompute-granularity full, or spread "
+            "the model over more GPUs; mb-train plan says what a run's flags take."
+        )
+        raise
 
 
 def _loop(run: Run, stop: StopFlag) -> Result:

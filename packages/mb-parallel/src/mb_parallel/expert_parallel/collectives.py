@@ -60,6 +60,8 @@ class Place:
         """Turn the failure of a collective into an error that says who, where and with whom."""
         try:
             yield
+        except torch.OutOfMemoryError:  # no other rank's fault, and callers look for it
+            raise
         except RuntimeError as error:
             ranks = dist.get_process_group_ranks(self.group)
             raise RuntimeError(

@@ -265,6 +265,11 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
         ("--moe-layer-freq [0]*2+([1]+[0])*4", {"moe_first_k_dense": 2, "moe_layer_freq": 2}),
         ("--moe-layer-freq [1]*4", {"moe_first_k_dense": 0, "moe_layer_freq": 1}),
         (
+            "--num-layers 9 --moe-layer-freq [0]*3+[1]*6 --num-layers 2 --moe-layer-freq [0,1]",
+            {"num_layers": 2, "moe_first_k_dense": 1, "moe_layer_freq": 1},
+        ),
+        ("--moe-layer-freq=[0,1] --moe-layer-freq 2", {"moe_layer_freq": 2}),
+        (
             "--moe-expert-capacity-factor 1.25",
             {"moe_capacity_factor": 1.25, "moe_drop_policy": "probability"},
         ),

@@ -175,6 +175,19 @@ def test_what_has_no_effect_is_said():
     assert found == ["no effect without --use-rope-scaling: --rope-scaling-factor"]
 
 
+def test_a_flag_that_the_fields_own_overrules_is_said():
+    words = (
+        "--position-embedding-type none --use-rotary-position-embeddings --use-torch-fsdp2 "
+        "--zero-stage 3 --moe-aux-loss-coeff 0.2 --moe-loss-weight 0.2"
+    )
+    command = parse(words.split())
+    assert command.values["position_embedding_type"] == "none"
+    assert command.notes == (
+        "no effect beside --position-embedding-type none: --use-rotary-position-embeddings",
+        "no effect beside --moe-loss-weight 0.2: --moe-aux-loss-coeff",
+    )
+
+
 def test_what_a_field_needs_is_there():
     named = {f.name: f for f in fields(TrainConfig)}
     for name, *values in (spec(f).needs for f in named.values() if spec(f).needs):

@@ -173,6 +173,16 @@ def test_what_has_no_effect_is_said():
     base = {"group_query_attention": True, "position_embedding_type": "rope", "model": "bert"}
     found = without_effect(command, resolve(command, {**base, "moe_num_experts": 4}))
     assert found == ["no effect without --use-rope-scaling: --rope-scaling-factor"]
+    words = (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
+        "--optimizer sgd --adam-beta2 0.95 --tokenizer-type GPT2BPETokenizer --vocab-size 500"
+    )
+    command = parse([*RUN, *words.split()])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --optimizer adam or muon: --adam-beta2",
+        "no effect without --recompute-method block: --recompute-num-layers",
+        "no effect without --tokenizer-type NullTokenizer or TikTokenizer: --vocab-size",
+    ]
 
 
 def test_a_flag_that_the_fields_own_overrules_is_said():
@@ -192,7 +202,7 @@ def test_what_a_field_needs_is_there():
     named = {f.name: f for f in fields(TrainConfig)}
     for name, *values in (spec(f).needs for f in named.values() if spec(f).needs):
         assert set(values) <= set(spec(named[name]).choices)
-        assert values or type(named[name].default) is bool
+        assert values or not named[name].default
 
 
 def test_older_spellings_mean_what_they_meant():

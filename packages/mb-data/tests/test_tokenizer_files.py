@@ -402,6 +402,8 @@ def test_vocab_json_that_does_not_fit_its_merges(tmp_path, small_bpe):
         ("BertWordPieceCase", {}, "needs --vocab-file"),
         ("NullTokenizer", {}, "needs --vocab-size"),
         ("HuggingFaceTokenizer", {}, "needs --tokenizer-model"),
+        ("GPT2BPETokenizer", {"tokenizer_model": "m"}, "--vocab-file, .* got --tokenizer-model m"),
+        ("BertWordPieceLowerCase", {"tokenizer_model": "m"}, "got --tokenizer-model m"),
     ],
 )
 def test_megatron_names_need_their_files(kind, files, message):

@@ -182,6 +182,12 @@ def megatron_tokenizer(
     options["eod_token"] = eod_token
     if kind not in MEGATRON_TYPES:
         raise ValueError(f"tokenizer type {kind!r}: expected one of {', '.join(MEGATRON_TYPES)}")
+    embedded = kind in ("GPT2BPETokenizer", "BertWordPieceLowerCase") and vocab_file is None
+    if embedded and tokenizer_model is not None:
+        raise ValueError(
+            f"{kind} is read from --vocab-file, or is the one in this package without files; got "
+            f"--tokenizer-model {os.fspath(tokenizer_model)}"
+        )
     if kind == "GPT2BPETokenizer":
         if vocab_file is None and merge_file is None:
             return load_tokenizer("gpt2", **options)

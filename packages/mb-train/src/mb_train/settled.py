@@ -200,6 +200,9 @@ _ANSWERS: Mapping[str, str] = {
     "there is one kind of tokenizer": """
         --legacy-tokenizer --tokenizer-metadata=1 --tokenizer-hf-no-use-fast
     """,
+    "mb-data preprocess begins documents, see its --prepend-bos": """
+        --tokenizer-hf-no-include-special-tokens
+    """,
     "samples of text are never padded": "--max-padding-length=1 --allow-ambiguous-pad-tokens",
     "see --timing-log-option for the slowest rank": """
         --log-straggler --disable-straggler-on-startup --straggler-ctrlr-port=1

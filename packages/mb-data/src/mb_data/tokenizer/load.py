@@ -229,9 +229,11 @@ def megatron_tokenizer(
         )
         tokenizer.rebuild = partial(megatron_tokenizer, kind, tokenizer_model=name, **settings)
         return tokenizer
-    if kind == "Llama2Tokenizer":
+    if kind in ("Llama2Tokenizer", "HuggingFaceTokenizer"):
         tokenizer = load_tokenizer(tokenizer_model, **options)
-        tokenizer.prepend_bos = True
+        tokenizer.prepend_bos = kind == "Llama2Tokenizer" or tokenizer.begins_with is not None
+        if tokenizer.begins_with is not None:
+            tokenizer.special["bos"] = tokenizer.begins_with
         tokenizer.rebuild = partial(
             megatron_tokenizer, kind, tokenizer_model=os.fspath(tokenizer_model), **options
         )

@@ -149,6 +149,11 @@ def test_settled_flags_are_answered_in_one_note():
             r"--moe-layer-freq to be of --num-layers 5, got \[0\]\+\[1\]\*5, which is of 6",
         ),
         ("--num-experts 4 --eval-iters -2", r"--eval-iters of at least 0, got -2"),
+        (
+            "--learning-rate 1e-3 --tp 2 --nproc_per_node 8",
+            r"--learning-rate .*: say --lr\. --tp .*: say --tensor-model-parallel-size\. "
+            r"--nproc_per_node .*: it is torchrun's, and stands before -m mb_train",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):

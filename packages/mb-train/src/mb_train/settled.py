@@ -125,6 +125,7 @@ _ANSWERS: Mapping[str, str] = {
     "how and when ranks communicate is the library's own matter": """
         --moe-shared-expert-overlap --delay-wgrad-compute --tp-comm-overlap
         --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush
+        --no-delay-grad-reduce --delay-param-gather
         --overlap-param-gather-with-optimizer-step --no-align-grad-reduce --no-align-param-gather
         --defer-embedding-wgrad-compute --wgrad-deferral-limit=1
         --microbatch-group-size-per-virtual-pipeline-stage=1 --high-priority-stream-groups=+

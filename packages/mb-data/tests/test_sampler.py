@@ -176,6 +176,13 @@ class TestBatchRampup:
         )
         assert ramp.num_micro_batches(150, micro_batch_size=2, world_size=4) == 3
 
+    def test_a_share_that_does_not_divide_grows_a_step_later(self):
+        # 137 / (137 / 7) is 6.999..., in Megatron too: with 137 consumed six increments are over.
+        ramp = BatchRampup(start=11, increment=5, samples=137, global_batch_size=46)
+        assert [ramp.batch_size(n) for n in (136, 137, 138)] == [41, 41, 46]
+        ramp = BatchRampup(start=11, increment=5, samples=0, global_batch_size=46)
+        assert ramp.batch_size(0) == 46
+
     def test_steps_through_the_samples(self):
         """Consumed as a trainer would: the sampler's micro-batches, grouped by the ramp-up."""
         ramp = BatchRampup(start=2, increment=2, samples=12, global_batch_size=6)

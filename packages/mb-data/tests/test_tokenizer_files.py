@@ -121,6 +121,43 @@ def test_tokenizer_json(tmp_path, small_bpe, engine):
     assert (tokenizer.eod, tokenizer.pad) == (len(ids), len(ids) + 1)
 
 
+@pytest.mark.parametrize("engine", ["python", "tokenizers"])
+@pytest.mark.parametrize("around", ["<|begin|> A", "A", "<|begin|> A <|endoftext|>"])
+def test_megatrons_hugging_face_tokenizer_begins_documents_as_the_template(
+    tmp_path, small_bpe, around, engine
+):
+    tokenizers = pytest.importorskip("tokenizers")
+    begin = len(small_bpe[0])
+    single = [
+        {"Sequence": {"id": word, "type_id": 0}}
+        if word == "A"
+        else {"SpecialToken": {"id": word, "type_id": 0}}
+        for word in around.split()
+    ]
+    names = {"<|begin|>": begin, "<|endoftext|>": begin + 1}
+    special = {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in names.items()}
+    template = {"type": "TemplateProcessing", "single": single, "pair": single}
+    parts = [
+        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False},
+        template | {"special_tokens": special},
+    ]
+    path = tmp_path / "tokenizer.json"
+    post = {"type": "Sequence", "processors": parts}
+    path.write_text(json.dumps(tokenizer_json(small_bpe, post_processor=post)))
+    plain = load_tokenizer(path, engine=engine)
+    tokenizer = megatron_tokenizer("HuggingFaceTokenizer", tokenizer_model=path, engine=engine)
+    ids = tokenizer.encode(TEXTS[1])
+    assert (plain.encode(TEXTS[1]), plain.prepend_bos) == (ids, False)
+    if around.endswith(" A"):
+        assert (tokenizer.prepend_bos, tokenizer.bos) == (True, begin)
+        ids = [tokenizer.bos, *ids]
+        assert pickle.loads(pickle.dumps(tokenizer)).prepend_bos
+    if not around.endswith("|>"):
+        assert ids == tokenizers.Tokenizer.from_file(str(path)).encode(TEXTS[1]).ids
+    else:
+        assert not tokenizer.prepend_bos
+
+
 def test_tokenizer_json_of_another_kind_goes_to_the_library(tmp_path, small_bpe):
     tokenizers = pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
@@ -402,6 +439,8 @@ def test_vocab_json_that_does_not_fit_its_merges(tmp_path, small_bpe):
         ("BertWordPieceCase", {}, "needs --vocab-file"),
         ("NullTokenizer", {}, "needs --vocab-size"),
         ("HuggingFaceTokenizer", {}, "needs --tokenizer-model"),
+        ("GPT2BPETokenizer", {"tokenizer_model": "m"}, "--vocab-file, .* got --tokenizer-model m"),
+        ("BertWordPieceLowerCase", {"tokenizer_model": "m"}, "got --tokenizer-model m"),
     ],
 )
 def test_megatron_names_need_their_files(kind, files, message):

@@ -97,6 +97,10 @@ def test_defaults_derive_from_sizes():
             {"moe_num_experts": 4, "moe_dispatcher": "fixed"},
             "--moe-capacity-factor above 0 with --moe-dispatcher fixed, got 0",
         ),
+        (
+            {"moe_num_experts": 4, "moe_first_k_dense": 2},
+            "a layer of --num-layers 2 to have experts .* got --moe-first-k-dense 2",
+        ),
         ({"data_path": ["nan", "x"]}, "weights above 0 in --data-path, got nan"),
         ({"data_path": ["a", "1"]}, "prefixes alone, or weights and prefixes by turns, got a 1"),
         ({"data_path": ["1", "a", "2"]}, "prefixes alone, or weights and prefixes by turns"),

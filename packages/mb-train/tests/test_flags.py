@@ -149,6 +149,11 @@ def test_settled_flags_are_answered_in_one_note():
             r"--moe-layer-freq to be of --num-layers 5, got \[0\]\+\[1\]\*5, which is of 6",
         ),
         ("--num-experts 4 --eval-iters -2", r"--eval-iters of at least 0, got -2"),
+        (
+            "--learning-rate 1e-3 --tp 2 --nproc_per_node 8",
+            r"--learning-rate .*: say --lr\. --tp .*: say --tensor-model-parallel-size\. "
+            r"--nproc_per_node .*: it is torchrun's, and stands before -m mb_train",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_with_its_reason(typed, said):
@@ -173,13 +178,36 @@ def test_what_has_no_effect_is_said():
     base = {"group_query_attention": True, "position_embedding_type": "rope", "model": "bert"}
     found = without_effect(command, resolve(command, {**base, "moe_num_experts": 4}))
     assert found == ["no effect without --use-rope-scaling: --rope-scaling-factor"]
+    words = (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
+        "--optimizer sgd --adam-beta2 0.95 --tokenizer-type GPT2BPETokenizer --vocab-size 500"
+    )
+    command = parse([*RUN, *words.split()])
+    assert without_effect(command, resolve(command)) == [
+        "no effect without --optimizer adam or muon: --adam-beta2",
+        "no effect without --recompute-method block: --recompute-num-layers",
+        "no effect without --tokenizer-type NullTokenizer or TikTokenizer: --vocab-size",
+    ]
+
+
+def test_a_flag_that_the_fields_own_overrules_is_said():
+    words = (
+        "--position-embedding-type none --use-rotary-position-embeddings --use-torch-fsdp2 "
+        "--zero-stage 3 --moe-aux-loss-coeff 0.2 --moe-loss-weight 0.2"
+    )
+    command = parse(words.split())
+    assert command.values["position_embedding_type"] == "none"
+    assert command.notes == (
+        "no effect beside --position-embedding-type none: --use-rotary-position-embeddings",
+        "no effect beside --moe-loss-weight 0.2: --moe-aux-loss-coeff",
+    )
 
 
 def test_what_a_field_needs_is_there():
     named = {f.name: f for f in fields(TrainConfig)}
     for name, *values in (spec(f).needs for f in named.values() if spec(f).needs):
         assert set(values) <= set(spec(named[name]).choices)
-        assert values or type(named[name].default) is bool
+        assert values or not named[name].default
 
 
 def test_older_spellings_mean_what_they_meant():
@@ -264,6 +292,11 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
         ("--moe-layer-freq ([1]*1+[0]*1)*3", {"moe_first_k_dense": 0, "moe_layer_freq": 2}),
         ("--moe-layer-freq [0]*2+([1]+[0])*4", {"moe_first_k_dense": 2, "moe_layer_freq": 2}),
         ("--moe-layer-freq [1]*4", {"moe_first_k_dense": 0, "moe_layer_freq": 1}),
+        (
+            "--num-layers 9 --moe-layer-freq [0]*3+[1]*6 --num-layers 2 --moe-layer-freq [0,1]",
+            {"num_layers": 2, "moe_first_k_dense": 1, "moe_layer_freq": 1},
+        ),
+        ("--moe-layer-freq=[0,1] --moe-layer-freq 2", {"moe_layer_freq": 2}),
         (
             "--moe-expert-capacity-factor 1.25",
             {"moe_capacity_factor": 1.25, "moe_drop_policy": "probability"},

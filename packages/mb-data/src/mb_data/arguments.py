@@ -57,7 +57,16 @@ def command_line() -> Parser:
     command.add_argument("--json-keys", nargs="+", action="extend", help="default: text")
     command.add_argument("--append-eod", action="store_true", help="end documents with a token")
     command.add_argument(
-        "--prepend-bos", action="store_true", default=None, help="begin documents with a token"
+        "--prepend-bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin documents with a token (default: as the --tokenizer-type does)",
+    )
+    command.add_argument(
+        "--tokenizer-hf-no-include-special-tokens",
+        action="store_false",
+        dest="prepend_bos",
+        default=None,
+        help="Megatron's --no-prepend-bos",
     )
     command.add_argument("--split-sentences", action="store_true", help="a sequence per sentence")
     command.add_argument("--lang", default="english", help="of the sentences (default: english)")

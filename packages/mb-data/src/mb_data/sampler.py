@@ -205,7 +205,7 @@ class BatchRampup:
     def batch_size(self, consumed_samples: int) -> int:
         """Samples of the next step, all ranks together."""
         increments = len(self.sizes) - 1
-        if consumed_samples >= self.samples or not increments:
+        if consumed_samples > self.samples or not (self.samples and increments):
             return self.global_batch_size
         # Megatron's float division, so that the batch grows at the same step as there.
         return self.start + int(consumed_samples / (self.samples / increments)) * self.increment

@@ -168,26 +168,30 @@ def spelled_out(words: Sequence[str]) -> list[str]:
         ValueError: the list is not dense layers followed by experts in every n-th layer, or its
             length is not `--num-layers`.
     """
-    found = list(words)
-    for place, word in enumerate(found):
-        name, equals, value = word.partition("=")
+    found, last = list(words), True
+    for place in reversed(range(len(found))):
+        name, equals, value = found[place].partition("=")
         if name != "--moe-layer-freq":
             continue
         if not equals and place + 1 < len(found):
             value = found[place + 1]
         if "[" in value:
-            dense, every, layers = _pattern(value)
-            said = re.findall(r"(?<!\S)--num-layers[= ](\d+)", " ".join(words))[-1:]
-            if said not in ([], [str(layers)]):
-                raise ValueError(
-                    f"Expected --moe-layer-freq to be of --num-layers {said[0]}, got {value}, "
-                    f"which is of {layers}."
-                )
-            found[place : place + (1 if equals else 2)] = [
-                f"--moe-layer-freq={every}",
-                f"--moe-first-k-dense={dense}",
-            ]
+            # One that a later one replaces says nothing, of no layer.
+            said = _as_numbers(value, words) if last else []
+            found[place : place + (1 if equals else 2)] = said
+        last = False
     return found
+
+
+def _as_numbers(pattern: str, words: Sequence[str]) -> list[str]:
+    dense, every, layers = _pattern(pattern)
+    said = re.findall(r"(?<!\S)--num-layers[= ](\d+)", " ".join(words))[-1:]
+    if said not in ([], [str(layers)]):
+        raise ValueError(
+            f"Expected --moe-layer-freq to be of --num-layers {said[0]}, got {pattern}, "
+            f"which is of {layers}."
+        )
+    return [f"--moe-layer-freq={every}", f"--moe-first-k-dense={dense}"]
 
 
 def _pattern(text: str) -> tuple[int, int, int]:

@@ -240,6 +240,7 @@ def parse(
         del values[name]
     wrong += two_moments(values)
     beside = defaults_beside(typed, values)
+    fields_typed, notes = dict(values), [note(settled)] if settled else []
     of_every_layer = []
     for name, (_, meaning) in TRANSLATED.items():
         if name in values:
@@ -250,6 +251,13 @@ def parse(
                 continue
             if (field := OF_EVERY_LAYER.get(name)) is not None and field not in values:
                 of_every_layer.append(field)
+            differs = {
+                flag_name(f): fields_typed[f]
+                for f, value in said.items()
+                if f in fields_typed and (fields_typed[f] != value or name in OF_EVERY_LAYER)
+            }
+            for other, value in differs.items():
+                notes.append(f"no effect beside {other} {value}: {name}")
             values = {**said, **values}
     if wrong:
         raise UsageError(" ".join(wrong))
@@ -259,7 +267,6 @@ def parse(
     if config_file is not None:
         from_file, file_recipe = read_toml(config_file)
         values, named = {**from_file, **values}, named or file_recipe
-    notes = [note(settled)] if settled else []
     if "moe_loss_weight" in beside and "moe_loss_weight" not in values:
         notes.append("no load-balancing loss without --moe-aux-loss-coeff, as in Megatron")
     values = {**beside, **values}

@@ -2,8 +2,9 @@
 
 The latter are errors with a reason, because a model trained without one would be another one.
 Megatron Core's come first, then those of Megatron's old tasks, DeepSpeed's (Megatron-DeepSpeed,
-BigScience) and Alibaba's (Pai-Megatron-Patch). DeepSpeed's and Alibaba's are never translated,
-because their scripts also rely on defaults that are not ours.
+BigScience) and Alibaba's (Pai-Megatron-Patch), and what transformers, torchtitan and torchrun call
+what is called otherwise here. DeepSpeed's and Alibaba's are never translated, because their scripts
+also rely on defaults that are not ours.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _REASONS: Mapping[str, str] = {
     "norms and biases have no weight decay": """
         --apply-wd-to-qk-layernorm --no-weight-decay-cond-type
     """,
-    "embeddings and head train at --lr": "--decoupled-lr --decoupled-min-lr",
+    "embeddings and head train at --lr": "--decoupled-lr --decoupled-min-lr --head-lr-mult",
     "all weights are drawn by --init-method-std": "--embedding-init-method-std",
     "the same is --activation 'swiglu(alpha=1.702)', and swigluoai with an offset of 1 and a clamp "
     "of 7": "--quick-geglu",
@@ -139,6 +140,35 @@ _REASONS: Mapping[str, str] = {
         --moe-router-topk-limited-devices
     """,
     "say --position-embedding-type rope": "--use-llama2-rotary-position-embeddings",
+    "say --lr": "--learning-rate --max-lr",
+    "say --lr-decay-style": "--lr-scheduler --lr-scheduler-type",
+    "say --lr-warmup-fraction, of the decay": "--warmup-ratio",
+    "say --train-iters": "--max-steps --num-train-steps",
+    "say --clip-grad": "--max-grad-norm --grad-clip --gradient-clipping",
+    "say --hidden-dropout and --attention-dropout": "--dropout",
+    "say --micro-batch-size, of a rank, and --global-batch-size, of a step": """
+        --gradient-accumulation-steps --per-device-train-batch-size
+    """,
+    "say --num-attention-heads": "--num-heads --n-head --n-heads",
+    "say --hidden-size": "--n-embd --d-model",
+    "say --activation": "--hidden-act",
+    "say --normalization RMSNorm": "--use-rmsnorm --norm-type",
+    "say --moe-top-k": "--num-experts-per-tok",
+    "say --tensor-model-parallel-size": "--tp --tp-size",
+    "say --pipeline-model-parallel-size": "--pp --pp-size",
+    "say --expert-model-parallel-size": "--ep --ep-size",
+    "data-parallel are the ranks that the other parallel sizes leave": "--dp --dp-size",
+    "say --bf16 or --fp16": "--dtype --precision --mixed-precision",
+    "say --compile": "--torch-compile",
+    "say --recompute-granularity, selective or full": """
+        --gradient-checkpointing --activation-checkpointing
+    """,
+    "say --save": "--output-dir --save-dir",
+    "say --load": "--resume --resume-from --resume-from-checkpoint",
+    "it is torchrun's, and stands before -m mb_train": """
+        --nproc_per_node --nproc-per-node --nnodes --node_rank --node-rank --master_addr
+        --master-addr --master_port --master-port
+    """,
 }
 _REFUSED = {name: reason for reason, flags in _REASONS.items() for name in flags.split()}
 _FAMILIES = {name[:-1]: reason for name, reason in _REFUSED.items() if name.endswith("*")}

@@ -125,6 +125,7 @@ _ANSWERS: Mapping[str, str] = {
     "how and when ranks communicate is the library's own matter": """
         --moe-shared-expert-overlap --delay-wgrad-compute --tp-comm-overlap
         --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush
+        --no-delay-grad-reduce --delay-param-gather
         --overlap-param-gather-with-optimizer-step --no-align-grad-reduce --no-align-param-gather
         --defer-embedding-wgrad-compute --wgrad-deferral-limit=1
         --microbatch-group-size-per-virtual-pipeline-stage=1 --high-priority-stream-groups=+
@@ -199,6 +200,9 @@ _ANSWERS: Mapping[str, str] = {
     """,
     "there is one kind of tokenizer": """
         --legacy-tokenizer --tokenizer-metadata=1 --tokenizer-hf-no-use-fast
+    """,
+    "mb-data preprocess begins documents, see its --prepend-bos": """
+        --tokenizer-hf-no-include-special-tokens
     """,
     "samples of text are never padded": "--max-padding-length=1 --allow-ambiguous-pad-tokens",
     "see --timing-log-option for the slowest rank": """

@@ -24,7 +24,8 @@ class Tokenizer(ABC):
         special: ids of the special tokens by role: ``eod bos eos cls sep mask pad``, those there.
         extra_ids: ids of ``<extra_id_0>``, ``<extra_id_1>``, …; T5's sentinels.
         prepend_bos: whether documents begin with ``bos`` unless one says otherwise (Megatron's
-            Llama2Tokenizer).
+            Llama2Tokenizer, and its HuggingFaceTokenizer where the file says so).
+        begins_with: id of the one token that the file puts around a text, in front of it, if any.
         careful_documents: how many documents the slow, readable implementation has encoded so far,
             because the engine's Unicode tables might be of another year.
     """
@@ -35,6 +36,7 @@ class Tokenizer(ABC):
     special: dict[str, int]
     extra_ids: tuple[int, ...] = ()
     prepend_bos: bool = False
+    begins_with: int | None = None
     careful_documents: int = 0
     rebuild: Callable[[], Tokenizer] | None = None  # makes an equal one, in another process
 

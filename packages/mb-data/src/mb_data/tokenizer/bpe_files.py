@@ -56,9 +56,10 @@ def from_tokenizer_json(
 ) -> Tokenizer:
     """Byte-level BPE on the fast engine; everything else through the tokenizers library.
 
-    No text is special: an added token is a control token (``<think>``, ``<|fim_prefix|>``) that
-    only code places, whatever the file says of it. Only those of nothing but white space, which
-    some vocabularies have for runs of it, are text.
+    What the file puts around a text is left out; see ``Tokenizer.begins_with``. And no text is
+    special: an added token is a control token (``<think>``, ``<|fim_prefix|>``) that only code
+    places, whatever the file says of it. Only those of nothing but white space, which some
+    vocabularies have for runs of it, are text.
     """
     description = _parse(path, data)
     model = description["model"]
@@ -68,11 +69,12 @@ def from_tokenizer_json(
     special = _special_ids(path.with_name("tokenizer_config.json"), known)
     text_tokens = [e for e in description["added_tokens"] if not e["content"].strip(" \t\n\r▁")]
     words = _byte_level_words(description)
+    tokenizer: Tokenizer | None = None
     if words is not None and not text_tokens and engine != "tokenizers":
         lines = merge_lines(name, model["merges"])
         ids = {entry: i for entry, i in vocabulary.items() if entry not in added}
         try:
-            return _build(
+            tokenizer = _build(
                 name,
                 ids,
                 lines,
@@ -88,17 +90,34 @@ def from_tokenizer_json(
         except RuntimeError:  # gigatoken knows the patterns of the common models only
             if engine == "gigatoken":
                 raise
-    if engine not in ("auto", "tokenizers"):
-        raise ValueError(f"{path}: engine {engine!r} does not read this kind of tokenizer.json")
-    return HuggingFaceTokenizer(
-        name,
-        {**description, "added_tokens": text_tokens, "post_processor": None},
-        fingerprint=fingerprint,
-        special=special,
-        added=added,
-        num_extra_ids=num_extra_ids,
-        fast=engine == "auto",
-    )
+    if tokenizer is None:
+        if engine not in ("auto", "tokenizers"):
+            raise ValueError(f"{path}: engine {engine!r} does not read this kind of tokenizer.json")
+        tokenizer = HuggingFaceTokenizer(
+            name,
+            {**description, "added_tokens": text_tokens, "post_processor": None},
+            fingerprint=fingerprint,
+            special=special,
+            added=added,
+            num_extra_ids=num_extra_ids,
+            fast=engine == "auto",
+        )
+    first = _first_of_template(description.get("post_processor"))
+    tokenizer.begins_with = None if first is None else known.get(first)
+    return tokenizer
+
+
+def _first_of_template(post: Any) -> str | None:
+    """The token in front of a text, if a file's template is that and the text."""
+    match post:
+        case {"type": "Sequence", "processors": list(parts)}:
+            return next(filter(None, map(_first_of_template, parts)), None)
+        case {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": str(token)}}, {"Sequence": _}],
+        }:
+            return token
+    return None
 
 
 def _parse(path: Path, data: bytes) -> dict[str, Any]:

@@ -182,6 +182,12 @@ def megatron_tokenizer(
     options["eod_token"] = eod_token
     if kind not in MEGATRON_TYPES:
         raise ValueError(f"tokenizer type {kind!r}: expected one of {', '.join(MEGATRON_TYPES)}")
+    embedded = kind in ("GPT2BPETokenizer", "BertWordPieceLowerCase") and vocab_file is None
+    if embedded and tokenizer_model is not None:
+        raise ValueError(
+            f"{kind} is read from --vocab-file, or is the one in this package without files; got "
+            f"--tokenizer-model {os.fspath(tokenizer_model)}"
+        )
     if kind == "GPT2BPETokenizer":
         if vocab_file is None and merge_file is None:
             return load_tokenizer("gpt2", **options)
@@ -223,9 +229,11 @@ def megatron_tokenizer(
         )
         tokenizer.rebuild = partial(megatron_tokenizer, kind, tokenizer_model=name, **settings)
         return tokenizer
-    if kind == "Llama2Tokenizer":
+    if kind in ("Llama2Tokenizer", "HuggingFaceTokenizer"):
         tokenizer = load_tokenizer(tokenizer_model, **options)
-        tokenizer.prepend_bos = True
+        tokenizer.prepend_bos = kind == "Llama2Tokenizer" or tokenizer.begins_with is not None
+        if tokenizer.begins_with is not None:
+            tokenizer.special["bos"] = tokenizer.begins_with
         tokenizer.rebuild = partial(
             megatron_tokenizer, kind, tokenizer_model=os.fspath(tokenizer_model), **options
         )

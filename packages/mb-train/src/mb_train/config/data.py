@@ -144,8 +144,9 @@ class DataFields:
         "model file of SentencePiece", instead_of=("tokenizer", "vocab_file", "merge_file")
     )
     vocab_size: int | None = flag(
-        "ids of the NullTokenizer or the TikTokenizer, before padding", bounds=POSITIVE
-    )
+        "ids of the NullTokenizer or the TikTokenizer, before padding", bounds=POSITIVE,
+        needs=("tokenizer_type", "NullTokenizer", "TikTokenizer"),
+    )  # fmt: skip
     tiktoken_pattern: str | None = flag(
         "how the TikTokenizer cuts words",
         choices=("v1", "v2"),

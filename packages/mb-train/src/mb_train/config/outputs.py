@@ -89,7 +89,9 @@ class LoggingFields:
     tensorboard_dir: str | None = flag(
         "write TensorBoard scalars here (needs mb-train[tensorboard])"
     )
-    tensorboard_queue_size: int = flag("scalars that wait to be written", 1000, bounds=POSITIVE)
+    tensorboard_queue_size: int = flag(
+        "scalars that wait to be written", 1000, bounds=POSITIVE, needs=("tensorboard_dir",)
+    )
     log_batch_size_to_tensorboard: bool = flag("write the batch size", False)
     log_learning_rate_to_tensorboard: bool = flag(
         "write the learning rate", True,
@@ -102,9 +104,9 @@ class LoggingFields:
     log_memory_to_tensorboard: bool = flag("write the memory in use", False)
     log_world_size_to_tensorboard: bool = flag("write the number of ranks", False)
     wandb_project: str | None = flag("log to this Weights & Biases project (needs wandb)")
-    wandb_exp_name: str | None = flag("name of the run there")
-    wandb_entity: str | None = flag("who the project belongs to there")
-    wandb_save_dir: str | None = flag("folder of its files")
+    wandb_exp_name: str | None = flag("name of the run there", needs=("wandb_project",))
+    wandb_entity: str | None = flag("who the project belongs to there", needs=("wandb_project",))
+    wandb_save_dir: str | None = flag("folder of its files", needs=("wandb_project",))
 
     def check_logging(self) -> None:
         """Raise ValueError for a profile of no step."""

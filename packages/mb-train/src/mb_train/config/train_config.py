@@ -97,6 +97,7 @@ class TrainConfig(
         self._check_classifier()
         self._check_places()
         self._check_dispatcher()
+        self._check_layers_of_experts()
 
     @property
     def positions(self) -> int:
@@ -200,6 +201,15 @@ class TrainConfig(
             raise ValueError(
                 "Expected --moe-capacity-factor above 0 with --moe-dispatcher fixed, got 0. "
                 "Without a capacity take another dispatcher."
+            )
+
+    def _check_layers_of_experts(self) -> None:
+        if self.moe_num_experts is not None and not self.moe_layers:
+            raise ValueError(
+                f"Expected a layer of --num-layers {self.num_layers} to have experts with "
+                f"--moe-num-experts {self.moe_num_experts}, got --moe-first-k-dense "
+                f"{self.moe_first_k_dense} and --moe-layer-freq {self.moe_layer_freq}. Lower "
+                "--moe-first-k-dense, or leave --moe-num-experts out."
             )
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from mb_train.config.field import AT_LEAST_0, FRACTION, POSITIVE, SEED, flag, flag_name, whole
 
+# Muon leaves to Adam what is no matrix.
+_ADAMS = ("optimizer", "adam", "muon")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RegularizationFields:
@@ -36,11 +39,15 @@ class RegularizationFields:
     clip_grad: float = flag(
         "clip the gradient norm to this; 0 does not clip", 1.0, bounds=AT_LEAST_0, on_load="said"
     )
-    adam_beta1: float = flag("decay of Adam's first moment", 0.9, bounds=FRACTION, on_load="said")
-    adam_beta2: float = flag(
-        "decay of Adam's second moment", 0.999, bounds=FRACTION, on_load="said"
+    adam_beta1: float = flag(
+        "decay of Adam's first moment", 0.9, bounds=FRACTION, on_load="said", needs=_ADAMS
     )
-    adam_eps: float = flag("epsilon in Adam's denominator", 1e-8, bounds=POSITIVE, on_load="said")
+    adam_beta2: float = flag(
+        "decay of Adam's second moment", 0.999, bounds=FRACTION, on_load="said", needs=_ADAMS
+    )
+    adam_eps: float = flag(
+        "epsilon in Adam's denominator", 1e-8, bounds=POSITIVE, on_load="said", needs=_ADAMS
+    )
     sgd_momentum: float = flag(
         "momentum of SGD", 0.9, bounds=FRACTION, on_load="said", needs=("optimizer", "sgd")
     )
@@ -103,11 +110,11 @@ class TrainingFields:
     )  # fmt: skip
     muon_split_qkv: bool = flag(
         "Muon takes queries, keys and values for matrices of their own", True,
-        off=("--muon-no-split-qkv",), on_load="said",
+        off=("--muon-no-split-qkv",), on_load="said", needs=("optimizer", "muon"),
     )  # fmt: skip
     optimizer_state_dtype: str = flag(
         "dtype of the optimizer's moments (ours)", "fp32", choices=("fp32", "bf16"),
-        on_load="said",
+        on_load="said", needs=_ADAMS,
     )  # fmt: skip
     exit_interval: int | None = flag(
         "save and stop at steps divisible by this", bounds=POSITIVE, on_load="own"
@@ -124,7 +131,7 @@ class TrainingFields:
         choices=("full", "selective"), instead_of=("recompute_method",),
     )  # fmt: skip
     recompute_method: str | None = flag(
-        "uniform: in chunks of --recompute-num-layers; block: that many layers of a stage",
+        "uniform: all layers, each by itself; block: the first --recompute-num-layers of a stage",
         choices=("uniform", "block"),
     )  # fmt: skip
     recompute_num_layers: int = flag(
@@ -132,6 +139,7 @@ class TrainingFields:
         1,
         bounds=POSITIVE,
         also=("--activations-checkpoint-num-layers",),
+        needs=("recompute_method", "block"),
     )
     deterministic_mode: bool = flag(
         "refuse every operation whose result may differ between two runs", False

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from mb_train.config import GROUPS, TrainConfig, flag_name
-from mb_train.config.field import spec, value_types
+from mb_train.config.field import Bounds, spec, value_types
 from mb_train.config.model import ModelFields
 from mb_train.config.training import RateFields
 from mb_train.core_flags import OF_EVERY_LAYER, defaults_beside, spelled_out, two_moments
@@ -303,8 +303,10 @@ def without_effect(command: CommandLine, config: TrainConfig) -> list[str]:
             continue
         name, *wanted = needs
         there = getattr(config, name)
-        if there not in wanted if wanted else not there:
-            way = f"{flag_name(name)} {' or '.join(wanted)}".rstrip()
+        met = [w.holds(there) if isinstance(w, Bounds) else there == w for w in wanted]
+        if not (any(met) if wanted else there):
+            words = (w.words if isinstance(w, Bounds) else w for w in wanted)
+            way = f"{flag_name(name)} {' or '.join(words)}".rstrip()
             idle.setdefault(way, []).append(flag_name(f.name))
     return [f"no effect without {way}: {', '.join(names)}" for way, names in idle.items()]
 

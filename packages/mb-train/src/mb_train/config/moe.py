@@ -30,11 +30,12 @@ class MoEFields:
     )  # fmt: skip
     moe_min_capacity: int = flag(
         "but never fewer slots than this (ours)", 0, bounds=AT_LEAST_0, on_load="said",
-        layer="min_capacity",
+        layer="min_capacity", needs=("moe_capacity_factor",),
     )  # fmt: skip
     moe_drop_policy: str = flag(
         "who is kept of an expert's tokens beyond its slots: the first, or the surest (ours)",
         "position", choices=("position", "probability"), on_load="said", layer="drop_policy",
+        needs=("moe_capacity_factor",),
     )  # fmt: skip
     moe_ffn_hidden_size: int | None = flag(
         "width inside an expert; default --ffn-hidden-size", bounds=POSITIVE, on_load="model",

@@ -31,18 +31,22 @@ class CheckpointingFields:
         on_load="own",
     )  # fmt: skip
     exit_on_missing_checkpoint: bool = flag(
-        "do not begin anew where --load holds no checkpoint yet", False, on_load="own"
-    )
+        "do not begin anew where --load holds no checkpoint yet", False, on_load="own",
+        needs=("load",),
+    )  # fmt: skip
     finetune: bool = flag(
-        "take only the weights of --load: a new run from step 0", False, on_load="own"
-    )
+        "take only the weights of --load: a new run from step 0", False, on_load="own",
+        needs=("load",),
+    )  # fmt: skip
     use_checkpoint_opt_param_scheduler: bool = flag(
         "let the schedules of --load, of learning rate and weight decay, overrule those typed",
         False,
         on_load="own",
         also=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
     )  # fmt: skip
-    no_load_optim: bool = flag("do not take the optimizer state of --load", False, on_load="own")
+    no_load_optim: bool = flag(
+        "do not take the optimizer state of --load", False, on_load="own", needs=("load",)
+    )
     no_save_optim: bool = flag("leave the optimizer state out of checkpoints", False)
 
 

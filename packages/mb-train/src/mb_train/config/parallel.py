@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, POSITIVE, flag, whole
+from mb_train.config.field import ABOVE_1, AT_LEAST_0, AT_LEAST_1, POSITIVE, flag, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,9 @@ class ParallelFields:
         also=("--model-parallel-size",),
     )
     sequence_parallel: bool = flag(
-        "those ranks share the sequence between the matrices as well", False
-    )
+        "those ranks share the sequence between the matrices as well", False,
+        needs=("tensor_model_parallel_size", ABOVE_1),
+    )  # fmt: skip
     pipeline_model_parallel_size: int = flag("stages of the pipeline", 1, bounds=POSITIVE)
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         "layers of one chunk, where a stage holds several; 0: it holds one", bounds=AT_LEAST_0

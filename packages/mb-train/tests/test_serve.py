@@ -11,6 +11,7 @@ import threading
 
 import pytest
 import torch
+from mb_data import load_tokenizer
 from mb_train.cli import main
 from mb_train.completions import Request
 from mb_train.generate import Generator
@@ -142,6 +143,20 @@ def test_likelihoods(client, echo):
     parts = [part["choices"][0]["logprobs"] for part in streamed(client, **body)]
     joined = {name: [one for part in parts for one in part[name]] for name in told}
     assert joined == told
+
+
+def test_spaces_that_a_tokenizer_says_between_words_alone(generator, monkeypatch):
+    monkeypatch.setattr(generator, "tokenizer", load_tokenizer("null:127"))
+    client = testclient.TestClient(application(generator, "run"))
+    body = {"prompt": "5 6", "max_tokens": 4, "logprobs": 0, "stop": " 9"}
+    for echo, said in ((False, [" 7", " 8"]), (True, ["5", " 6", " 7", " 8"])):
+        (choice,), _ = ask(client, **body, echo=echo)
+        parts = [part["choices"][0] for part in streamed(client, **body, echo=echo)]
+        assert choice["text"] == "".join(part["text"] for part in parts) == "".join(said)
+        told = choice["logprobs"]
+        assert told["tokens"] == [t for part in parts for t in part["logprobs"]["tokens"]] == said
+        assert told["text_offset"] == [len("".join(said[:place])) for place in range(len(said))]
+        assert [*told["top_logprobs"][-1]] == [" 8"]
 
 
 def test_a_text_is_scored(client):

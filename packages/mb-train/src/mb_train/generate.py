@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,8 +24,13 @@ from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 from mb_train.scoring import NO_NUMBERS
 
+if TYPE_CHECKING:
+    from mb_data import Tokenizer
+
 # A text, or its tokens.
 Prompt: TypeAlias = str | Sequence[int]
+# Tokens that what follows is read with: more than the four that a character may take.
+_READ_WITH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +110,17 @@ def likelihood(logits_V: Tensor, token: int, count: int) -> Likelihood:
     values, ids = log_probs_V.topk(min(count, len(log_probs_V)))
     likeliest = dict(zip(ids.tolist(), values.tolist(), strict=True))
     return Likelihood(float(log_probs_V[token]), likeliest)
+
+
+def text_behind(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that tokens add behind others.
+
+    By themselves they may say another: SentencePiece leaves out the space of a text's first word.
+    """
+    before = list(before[-_READ_WITH:])
+    begin, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
+    same = takewhile(lambda letters: letters[0] == letters[1], zip(begin, whole, strict=False))
+    return whole[len(list(same)) :]
 
 
 @torch.no_grad()
@@ -278,10 +295,10 @@ class Generator:
                 )  # fmt: skip
                 going = [completions[row] for row in group]
                 for _, step in zip(range(max_new_tokens), drawn, strict=False):
-                    for completion, one in zip(going, step, strict=True):
+                    for row, completion, one in zip(group, going, step, strict=True):
                         if one is None or completion.finish_reason is not None:
                             continue
-                        self._add(completion, one.token, max_new_tokens, stop)
+                        self._add(completion, tokens[row], one.token, max_new_tokens, stop)
                         if likeliest is not None and one.token != self.tokenizer.eod:
                             told = likelihood(one.logits_V, one.token, likeliest)
                             completion.likelihoods.append(told)
@@ -306,14 +323,19 @@ class Generator:
         return last
 
     def _add(
-        self, completion: Completion, token: int, max_new_tokens: int, stop: Sequence[str]
+        self,
+        completion: Completion,
+        prompt: Sequence[int],
+        token: int,
+        max_new_tokens: int,
+        stop: Sequence[str],
     ) -> None:
         if token == self.tokenizer.eod:
-            completion.text = self.tokenizer.decode(completion.tokens)
+            completion.text = text_behind(self.tokenizer, prompt, completion.tokens)
             completion.finish_reason = "stop"
             return
         completion.tokens.append(token)
-        text = self.tokenizer.decode(completion.tokens)
+        text = text_behind(self.tokenizer, prompt, completion.tokens)
         ended = len(completion.tokens) == max_new_tokens
         found = min((at for word in stop if (at := text.find(word)) >= 0), default=None)
         if found is not None:

@@ -125,6 +125,21 @@ def test_lambada_counts_last_words_that_are_right(trained, tmp_path, strict):
     assert found["examples"] == len(texts)
 
 
+class Spaced(Words):
+    """Puts a space before a text, as SentencePiece does, and has a token for a space alone."""
+
+    def encode(self, text):
+        return [1 + len(piece) % 30 for piece in f" {text}".split(" ")[1:]]
+
+
+def test_a_last_word_is_encoded_as_it_stands_in_its_text(trained, tmp_path):
+    spaced = SimpleNamespace(**vars(trained) | {"tokenizer": Spaced()})
+    path = lines(tmp_path / "lambada.jsonl", "abc de fghi")
+    found = [task_of("lambada")(spaced, path, EvalOptions(strict=strict)) for strict in (0, 1)]
+    assert found[0] == found[1]
+    assert found[0]["loss"] == pytest.approx(-log_prob(trained, [4, 3], 5)[0], abs=1e-5)
+
+
 def test_wikitext_by_megatrons_formula(trained, tmp_path):
     text = " = A heading = \n some words , and more words @-@ of it . \n the end " * 4
     path = tmp_path / "wiki.test.tokens"

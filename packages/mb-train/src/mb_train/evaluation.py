@@ -52,8 +52,10 @@ def lambada(trained: Trained, path: Path, options: EvalOptions) -> dict[str, flo
     for number, text in _texts_of_lines(path):
         if options.strict:
             word = text.split()[-1]
-            before = tokenizer.encode(text[: text.rfind(word)].strip())
-            tokens = tokenizer.encode(f" {word}")
+            rest = text[: text.rfind(word)].strip()
+            # Encoded with what is before it: SentencePiece puts a space of its own before a text.
+            encoded, before = tokenizer.encode(f"{rest} {word}"), tokenizer.encode(rest)
+            tokens = encoded[len(before) :]
         else:
             encoded = tokenizer.encode(text)
             before, tokens = encoded[:-1], encoded[-1:]

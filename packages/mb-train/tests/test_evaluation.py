@@ -22,7 +22,7 @@ CONTEXT = 8
 class Words:
     """A tokenizer of words: each a number by its letters; a space before changes it."""
 
-    eod = 0
+    eod, prepend_bos = 0, False
 
     def encode(self, text):
         return [1 + sum(map(ord, piece)) % 30 for piece in text.split()]
@@ -140,6 +140,35 @@ def test_a_last_word_is_encoded_as_it_stands_in_its_text(trained, tmp_path):
     assert found[0]["loss"] == pytest.approx(-log_prob(trained, [4, 3], 5)[0], abs=1e-5)
 
 
+def test_texts_begin_as_documents_do(trained, tmp_path, harness):
+    begun = Words()
+    begun.prepend_bos, begun.bos = True, 29
+    model = SimpleNamespace(**vars(trained) | {"tokenizer": begun})
+    path = lines(tmp_path / "text.jsonl", "a b", "x")
+    total = sum(
+        log_prob(trained, [29, *Words().encode(before)], Words().encode(token)[0])[0]
+        for before, token in (("", "a"), ("a", "b"), ("", "x"))
+    )
+    found = task_of("perplexity")(model, path, EvalOptions())
+    assert (found["loss"], found["tokens"]) == (pytest.approx(-total / 3, abs=1e-5), 5)
+    path = lines(tmp_path / "lambada.jsonl", "a b")
+    expected = pytest.approx(
+        -log_prob(trained, [29, *Words().encode("a")], Words().encode("b")[0])[0]
+    )
+    for strict in (False, True):
+        assert task_of("lambada")(model, path, EvalOptions(strict=strict))["loss"] == expected
+    (tmp_path / "wiki.txt").write_text("a b")
+    assert task_of("wikitext")(model, tmp_path / "wiki.txt", EvalOptions())["tokens"] == 3
+    asked = harness_model(model)
+    (rolled,) = asked.loglikelihood_rolling([SimpleNamespace(args=("a b",))])
+    pairs = [SimpleNamespace(args=pair) for pair in (("", "a"), ("a", " b"))]
+    parts = [found for found, _ in asked.loglikelihood(pairs)]
+    assert rolled == pytest.approx(sum(parts), abs=1e-5)
+    assert parts[1] == pytest.approx(
+        log_prob(trained, [29, *Words().encode("a")], Words().encode("b")[0])[0], abs=1e-5
+    )
+
+
 def test_wikitext_by_megatrons_formula(trained, tmp_path):
     text = " = A heading = \n some words , and more words @-@ of it . \n the end " * 4
     path = tmp_path / "wiki.test.tokens"
@@ -198,7 +227,9 @@ def test_wrong_input_is_said(trained, tmp_path):
     for task in ("lambada", "wikitext", "perplexity"):
         with pytest.raises(ValueError, match=r"wrong\.jsonl to be text in UTF-8"):
             task_of(task)(trained, path, EvalOptions())
-    without = SimpleNamespace(**vars(trained) | {"tokenizer": SimpleNamespace(encode=lambda _: [])})
+    without = SimpleNamespace(
+        **vars(trained) | {"tokenizer": SimpleNamespace(encode=lambda _: [], prepend_bos=False)}
+    )
     for model, text in ((trained, "alone"), (without, "what a vocabulary leaves out")):
         with pytest.raises(ValueError, match="line 1: expected a word and text before it"):
             task_of("lambada")(model, lines(path, text), EvalOptions())

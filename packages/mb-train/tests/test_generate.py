@@ -237,7 +237,7 @@ def test_words_stand_anywhere_among_the_flags(run, tmp_path, capsys):
 class Letters:
     """A tokenizer of letters; 31 ends a document."""
 
-    eod, vocab_size = 31, 32
+    eod, vocab_size, prepend_bos = 31, 32, False
 
     def encode(self, text):
         return [ord(letter) - 96 for letter in text]

@@ -27,7 +27,7 @@ application, serve = served.application, served.serve
 class Letters:
     """A token is a letter; the last one ends a document."""
 
-    vocab_size, eod = 128, 127
+    vocab_size, eod, prepend_bos = 128, 127, False
 
     def encode(self, text):
         return [ord(letter) for letter in text]
@@ -157,6 +157,22 @@ def test_spaces_that_a_tokenizer_says_between_words_alone(generator, monkeypatch
         assert told["tokens"] == [t for part in parts for t in part["logprobs"]["tokens"]] == said
         assert told["text_offset"] == [len("".join(said[:place])) for place in range(len(said))]
         assert [*told["top_logprobs"][-1]] == [" 8"]
+
+
+def test_a_text_begins_as_documents_do(generator, monkeypatch):
+    """It is told of no token that the client did not send; of the first one it can be told more."""
+    for name, value in (("prepend_bos", True), ("bos", ord("a"))):
+        monkeypatch.setattr(generator.tokenizer, name, value, raising=False)
+    assert generator.tokens_of("") == [ord("a")]
+    client = testclient.TestClient(application(generator, "run"))
+    for prompt, begun in (("bc", 1), ([98, 99], 0)):
+        body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 0}
+        (choice,), answer = ask(client, **body)
+        told = choice["logprobs"]
+        assert choice["text"] == "".join(told["tokens"]) == "bcd"
+        assert told["text_offset"] == [0, 1, 2]
+        assert (told["token_logprobs"][0] is not None) == begun
+        assert answer["usage"]["prompt_tokens"] == 2 + begun
 
 
 def test_a_text_is_scored(client):

@@ -23,6 +23,7 @@ from mb_train.loading import Trained, load_trained
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 from mb_train.scoring import NO_NUMBERS
+from mb_train.tokenizers import beginning
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
@@ -224,8 +225,12 @@ class Generator:
         """From a run folder or an iteration folder; as `load_trained`."""
         return cls(load_trained(run, device))
 
+    def beginning(self, prompt: Prompt) -> list[int]:
+        """What is before a text, as before every document; before tokens nothing is."""
+        return beginning(self.tokenizer) if isinstance(prompt, str) else []
+
     def tokens_of(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt. An empty one becomes the end of a document: texts begin there.
+        """The tokens of a prompt. An empty one becomes what documents begin with, or end with.
 
         Raises:
             ValueError: a token that the tokenizer has not, or a text that it does not take.
@@ -235,7 +240,7 @@ class Generator:
         wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ValueError(f"Expected tokens in [0, {vocab_size}), got {wrong}.")
-        return tokens or [self.tokenizer.eod]
+        return [*self.beginning(prompt), *tokens] or [self.tokenizer.eod]
 
     @torch.no_grad()
     def likelihoods(self, prompt: Prompt, count: int) -> list[Likelihood | None]:

@@ -124,12 +124,13 @@ class Service:
         tokens = self._generator.tokens_of(prompt)
         if not request.echo or not prompt:
             return Told([], [], tokens)
+        begin = self._generator.beginning(prompt)
         likelihoods: list[Likelihood | None] = []
         if request.logprobs is not None:
             likelihoods = await self._computed(
                 self._generator.likelihoods, prompt, request.logprobs
             )
-        return Told(tokens, likelihoods, [])
+        return Told(tokens[len(begin) :], likelihoods[len(begin) :], begin)
 
     async def _computed(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)

@@ -54,6 +54,11 @@ def load_tokenizer(config: TrainConfig, run: Path | None = None) -> Tokenizer:
         raise ValueError(f"{said}: {error}") from error
 
 
+def beginning(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that documents begin with, before those of their text."""
+    return [tokenizer.bos] if tokenizer.prepend_bos else []
+
+
 def tokenizer_files(config: TrainConfig, run: Path | None = None) -> list[Path]:
     """The files that a run's tokenizer was made from, and those that belong to them.
 
@@ -62,7 +67,7 @@ def tokenizer_files(config: TrainConfig, run: Path | None = None) -> list[Path]:
     files = []
     for field, named in _found(config, run).items():
         for path in map(Path, _paths(named, run)):
-            if path.is_file() and field == "tokenizer":
+            if path.is_file() and field in ("tokenizer", "tokenizer_model"):
                 # Words of another name are the tokenizer, whatever words lie beside them.
                 beside = TOKENIZER_FILES if path.name in _WORDS else _ABOUT
                 files += [path, *(path.with_name(name) for name in beside)]

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mb_data
 
@@ -13,7 +14,8 @@ from mb_train.config import TrainConfig
 from mb_train.tokenizers import TOKENIZER_FILES, tokenizer_files
 from mb_train.whole_files import write_text
 
-_CASED = "BertWordPieceCase"
+# Of Megatron's types those that say more than a file: of words, and of how texts begin.
+_CASED, _BEGINNING = "BertWordPieceCase", "Llama2Tokenizer"
 # What a tokenizer is made of; the first that is there.
 _MAIN_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
@@ -32,16 +34,42 @@ def find_tokenizer(folder: Path) -> tuple[dict[str, str], list[Path]]:
 
 
 def _fields(file: Path) -> dict[str, str]:
-    """How a run names a tokenizer; a bare list of words does not say whether it is cased."""
-    about = file.with_name("tokenizer_config.json")
-    if file.name == "vocab.txt" and about.is_file():
-        try:
-            cased = not json.loads(about.read_bytes()).get("do_lower_case", True)
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{about} is damaged: {error}.") from None
-        if cased:
-            return {"tokenizer_type": _CASED, "vocab_file": str(file)}
+    """How a run names a tokenizer.
+
+    A bare list of words does not say whether it is cased, and a vocabulary not whether texts begin
+    with a token of their own, as Llama's do.
+    """
+    about = _object(file.with_name("tokenizer_config.json"))
+    if file.name == "vocab.txt" and not about.get("do_lower_case", True):
+        return {"tokenizer_type": _CASED, "vocab_file": str(file)}
+    if _begins(file, about):
+        return {"tokenizer_type": _BEGINNING, "tokenizer_model": str(file)}
     return {"tokenizer": str(file)}
+
+
+def _begins(file: Path, about: dict[str, Any]) -> bool:
+    """Whether transformers puts the token of the beginning before a text."""
+    if file.suffix == ".model":
+        return about.get("add_bos_token") is True
+    begin = about.get("bos_token")
+    text = begin.get("content") if isinstance(begin, dict) else begin
+    stage = _object(file).get("post_processor") if file.name == "tokenizer.json" else None
+    for part in (stage or {}).get("processors") or [stage]:
+        match part:
+            case {"single": [{"SpecialToken": {"id": str(first)}}, *_]} if first == text:
+                return True
+    return False
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """A file's JSON object; an empty one if there is no such file."""
+    try:
+        found = json.loads(file.read_bytes()) if file.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, got {type(found).__name__}")
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}.") from None
+    return found
 
 
 def write_tokenizer(

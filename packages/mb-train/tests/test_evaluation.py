@@ -211,6 +211,8 @@ def test_perplexity_of_texts_each_for_itself(trained, tmp_path):
     assert task_of("perplexity")(trained, plain, EvalOptions()) == first
     plain.write_text(texts[0], encoding="utf-8-sig")  # with a mark before it
     assert task_of("perplexity")(trained, plain, EvalOptions()) == first
+    plain.write_bytes(b"a b\r\n\rc\r\n")  # ends of lines are part of a text
+    assert task_of("perplexity")(trained, plain, EvalOptions())["bytes"] == 9
     path = lines(tmp_path / "empty.jsonl", "", texts[0], " ")
     assert task_of("perplexity")(trained, path, EvalOptions()) == first
 
@@ -248,6 +250,22 @@ def test_a_model_that_has_diverged_is_said(trained, tmp_path):
     broken = SimpleNamespace(model=model, config=trained.config, tokenizer=Words())
     with pytest.raises(ValueError, match="not numbers"):
         task_of("lambada")(broken, lines(tmp_path / "a.jsonl", "a b"), EvalOptions())
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--strict"], "--strict with --task perplexity"),
+        (["--task", "lambada", "--stride", "8"], "--stride with --task lambada"),
+        (["--task", "wikitext", "--include", "."], "--include with --task wikitext"),
+        (["--task", "lm_eval:mine", "--stride", "8"], "file with --task lm_eval:mine"),
+    ],
+)
+def test_what_has_no_effect_on_a_task_is_refused(words, flag, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("mb_train.harness.tasks_of", lambda names, include: print)
+    path = lines(tmp_path / "text.jsonl", "a b")
+    assert main(["eval", str(tmp_path), str(path), *words]) == 2
+    assert f"Expected no {flag}, on which it has no effect" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", ["hellaswag", "lm_eval:hellaswag", "lambada", "lambada no-file"])

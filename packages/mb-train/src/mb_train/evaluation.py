@@ -163,7 +163,8 @@ def _texts_of_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # some editors begin files with a mark
+        # As it stands, whatever its lines end with; some editors begin files with a mark.
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"Expected {path} to be text in UTF-8: {error}.") from None
 

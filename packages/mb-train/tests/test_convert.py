@@ -549,6 +549,16 @@ def test_a_model_that_is_refused_leaves_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_weights_too_large_for_fp16_are_refused(tmp_path):
+    model = theirs("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 2] = 1e5
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    with pytest.raises(ValueError, match=r"larger ones in model\.layers\.1\.mlp\.up_proj\.weight"):
+        export_model(tmp_path / "run", tmp_path / "back", dtype=torch.float16)
+    assert not (tmp_path / "back").exists()
+
+
 def test_no_tensor_is_read_twice(tmp_path):
     files = {"1.safetensors": {"a": torch.ones(1)}, "2.safetensors": {"a": torch.zeros(1)}}
     for name, tensors in files.items():

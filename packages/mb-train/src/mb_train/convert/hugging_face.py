@@ -238,8 +238,8 @@ def export_model(
         dtype: of the weights written.
 
     Raises:
-        ValueError: no checkpoint, a model that Hugging Face has no architecture for, or a target
-            that is there already.
+        ValueError: no checkpoint, a model that Hugging Face has no architecture for, weights that
+            `dtype` cannot hold, or a target that is there already.
         OSError: files that cannot be read or written.
     """
     _refuse_filled(target)
@@ -253,6 +253,12 @@ def export_model(
         name if name.startswith("lm_head.") else f"{found.prefix}{name}": tensor
         for name, tensor in weights.items()
     }
+    large = next((name for name, t in weights.items() if not bool(t.isfinite().all())), None)
+    if large is not None:
+        raise ValueError(
+            f"Expected weights that {dtype} can hold, got larger ones in {large}. Give --dtype "
+            "bf16."
+        )
     tokenizer = trained.tokenizer
     about = {
         "architectures": [found.name],

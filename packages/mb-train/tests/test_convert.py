@@ -266,6 +266,10 @@ def test_texts_begin_as_theirs(tmp_path, after):
     for name, content in files.items():
         (tmp_path / "hf" / name).write_text(json.dumps(content))
     import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
+    named = str(tmp_path / "hf" / "tokenizer.json")
+    import_model(tmp_path / "hf", tmp_path / "named", tokenizer=named, say=lambda line: None)
+    begins = load_trained(tmp_path / "named").tokenizer.prepend_bos
+    assert begins == load_trained(tmp_path / "run").tokenizer.prepend_bos == (after is not None)
     shutil.rmtree(tmp_path / "hf")
     export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
     assert {name: json.loads((tmp_path / "back" / name).read_text()) for name in files} == files

@@ -33,6 +33,15 @@ def find_tokenizer(folder: Path) -> tuple[dict[str, str], list[Path]]:
     return _fields(main), files
 
 
+def named_tokenizer(name: str) -> dict[str, str]:
+    """How a run names the tokenizer of `--tokenizer`.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    return _fields(Path(name)) if Path(name).is_file() else {"tokenizer": name}
+
+
 def _fields(file: Path) -> dict[str, str]:
     """How a run names a tokenizer.
 

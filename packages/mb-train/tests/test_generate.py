@@ -304,6 +304,7 @@ def test_wrong_input_is_one_line(run, tmp_path, capsys):
         ([str(run), "--top-p", "2"], "Expected top-p in (0, 1], got 2.0"),
         ([str(run), "--tpo-k", "2"], "Unrecognized arguments: --tpo-k"),
         ([str(run), "--max-new-tokens", "-1"], "--max-new-tokens of at least 0, got -1"),
+        ([str(run), "--prompt", "a\udcff"], "a text of valid Unicode, got '\\udcff' in it"),
         ([str(run), "--temp", "2"], "Unrecognized arguments: --temp"),
     ):
         assert main(["generate", "--prompt", "a", *words]) == 2

@@ -47,7 +47,8 @@ class Alphabet(torch.nn.Module):
     def logits(self, tokens_BS, *, at_B=None):
         self.computes += 1
         if (tokens_BS == ord("!")).any():
-            return torch.full((*tokens_BS.shape[:1], 128), float("nan"))
+            shape = tokens_BS.shape if at_B is None else at_B.shape
+            return torch.full((*shape, 128), float("nan"))
         logits_BSV = torch.nn.functional.one_hot(tokens_BS + 1, 128) * 4.0
         return logits_BSV if at_B is None else logits_BSV[torch.arange(len(at_B)), at_B]
 
@@ -309,6 +310,14 @@ def test_a_model_that_has_diverged(client):
     response = client.post("/v1/completions", json={"prompt": "!", "max_tokens": 1})
     assert response.status_code == 500
     assert "not numbers" in response.json()["error"]["message"]
+
+
+def test_scores_of_a_prompt_that_are_no_numbers(client):
+    body = {"prompt": "a!b", "max_tokens": 0, "echo": True, "logprobs": 0}
+    for stream in (False, True):
+        response = client.post("/v1/completions", json=body | {"stream": stream})
+        assert response.status_code >= 400
+        assert "the run has diverged" in response.json()["error"]["message"]
 
 
 def test_defaults_are_openais():

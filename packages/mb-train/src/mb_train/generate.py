@@ -106,8 +106,14 @@ class Likelihood(NamedTuple):
 
 
 def likelihood(logits_V: Tensor, token: int, count: int) -> Likelihood:
-    """How likely a token is by the scores at its place, beside the `count` likeliest."""
+    """How likely a token is by the scores at its place, beside the `count` likeliest.
+
+    Raises:
+        ValueError: scores that are not numbers.
+    """
     log_probs_V = logits_V.float().log_softmax(0)
+    if bool(log_probs_V.isnan().any()):
+        raise ValueError(NO_NUMBERS)
     values, ids = log_probs_V.topk(min(count, len(log_probs_V)))
     likeliest = dict(zip(ids.tolist(), values.tolist(), strict=True))
     return Likelihood(float(log_probs_V[token]), likeliest)
@@ -236,7 +242,12 @@ class Generator:
             ValueError: a token that the tokenizer has not, or a text that it does not take.
         """
         vocab_size = self.tokenizer.vocab_size
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        try:
+            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"Expected a text of valid Unicode, got {error.object[error.start]!r} in it."
+            ) from None
         wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ValueError(f"Expected tokens in [0, {vocab_size}), got {wrong}.")
@@ -247,7 +258,8 @@ class Generator:
         """How likely the model finds each token of a prompt; None for the first.
 
         Raises:
-            ValueError: as `tokens_of`; more tokens than the model can see.
+            ValueError: as `tokens_of`; more tokens than the model can see; scores that are not
+                numbers.
         """
         tokens = self.tokens_of(prompt)
         if len(tokens) > self.context:

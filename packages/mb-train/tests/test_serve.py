@@ -321,7 +321,10 @@ def test_scores_of_a_prompt_that_are_no_numbers(client):
 
 
 def test_defaults_are_openais():
-    request = Request.of_json({"prompt": "a"})
+    """Of what is not given, or null."""
+    for body in ({"prompt": None}, {}):
+        assert Request.of_json(body).prompts == [""]
+    request = Request.of_json({"prompt": "a"} | dict.fromkeys(["max_tokens", "stop", "echo"]))
     assert (request.max_tokens, request.sampling.temperature) == (16, 1.0)
     assert (request.stop, request.stream, request.echo, request.logprobs) == (
         (),

@@ -68,7 +68,7 @@ class Request:
         for name in _REFUSED:
             if body.get(name):
                 raise ValueError(f"{name} is not supported.")
-        prompts = _prompts(body.get("prompt", ""))
+        prompts = _prompts("" if body.get("prompt") is None else body["prompt"])
         n = _number(body, "n", int, 1, least=1)
         if _number(body, "best_of", int, n) != n:
             raise ValueError("best_of is not supported: expected none, or as much as n.")

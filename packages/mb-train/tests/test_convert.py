@@ -15,6 +15,7 @@ from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert import architectures, export_model, import_model, read_model
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
+from mb_train.convert.tokenizer import find_tokenizer
 from mb_train.folder_lock import locked
 from mb_train.generate import Generator
 from mb_train.loading import load_trained
@@ -268,6 +269,10 @@ def test_texts_begin_as_theirs(tmp_path, after):
     import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
     named = str(tmp_path / "hf" / "tokenizer.json")
     import_model(tmp_path / "hf", tmp_path / "named", tokenizer=named, say=lambda line: None)
+    if after is not None:  # as of a BERT
+        about = files["tokenizer_config.json"] | {"cls_token": "<s>"}
+        (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(about))
+        assert "tokenizer" in find_tokenizer(tmp_path / "hf")[0]
     begins = load_trained(tmp_path / "named").tokenizer.prepend_bos
     assert begins == load_trained(tmp_path / "run").tokenizer.prepend_bos == (after is not None)
     shutil.rmtree(tmp_path / "hf")

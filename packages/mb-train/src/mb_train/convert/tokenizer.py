@@ -57,15 +57,19 @@ def _fields(file: Path) -> dict[str, str]:
 
 
 def _begins(file: Path, about: dict[str, Any]) -> bool:
-    """Whether transformers puts the token of the beginning before a text."""
+    """Whether transformers puts the token of the beginning before a text.
+
+    That of a BERT, which is its [CLS] too, is put there by what makes samples.
+    """
     if file.suffix == ".model":
         return about.get("add_bos_token") is True
-    begin = about.get("bos_token")
-    text = begin.get("content") if isinstance(begin, dict) else begin
+    named = [about.get(f"{role}_token") for role in ("bos", "cls")]
+    bos, cls = (token.get("content") if isinstance(token, dict) else token for token in named)
     stage = _object(file).get("post_processor") if file.name == "tokenizer.json" else None
-    for part in (stage or {}).get("processors") or [stage]:
+    parts = stage.get("processors") if isinstance(stage, dict) else None
+    for part in parts if isinstance(parts, list) else [stage]:
         match part:
-            case {"single": [{"SpecialToken": {"id": str(first)}}, *_]} if first == text:
+            case {"single": [{"SpecialToken": {"id": str(first)}}, *_]} if first == bos != cls:
                 return True
     return False
 

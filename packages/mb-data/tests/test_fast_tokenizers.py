@@ -9,7 +9,7 @@ import unicodedata
 
 import numpy as np
 import pytest
-from mb_data import load_tokenizer, megatron_tokenizer
+from mb_data import hugging_face_files, load_tokenizer, megatron_tokenizer
 from mb_data.tokenizer import fast_bpe
 from mb_data.tokenizer.disputed import disputed_letters
 from mb_data.tokenizer.fast_bpe import SINGLE_BYTES
@@ -253,6 +253,29 @@ SPACES = [
     "<s></s><mask>",
     "é\x00",
 ]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_transformers_gives_the_ids_of_a_sentencepiece_model(models, tmp_path, begins):
+    transformers = pytest.importorskip("transformers")
+    kind = "Llama2Tokenizer" if begins else "GPTSentencePieceTokenizer"
+    model = models / "llama.model.v3"
+    tokenizer = megatron_tokenizer(kind, tokenizer_model=model)
+    for file, text in hugging_face_files(tokenizer).items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert len(theirs) == tokenizer.vocab_size
+    assert theirs.eos_token_id == tokenizer.eod
+    for text in [*TEXTS, *SPACES, *random_texts(4, 100)]:
+        if not any(piece in text for piece in ("<s>", "</s>", "<unk>")):
+            ids = tokenizer.encode(text)
+            assert theirs.encode(text) == [tokenizer.bos] * begins + ids
+            assert theirs.decode(ids) == tokenizer.decode(ids)
+    for others in (
+        load_tokenizer(models / "gemma.model.v3"),
+        load_tokenizer(model, num_extra_ids=1),
+    ):
+        assert hugging_face_files(others) == {}  # the ids of some texts would be others
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])

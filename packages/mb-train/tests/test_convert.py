@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 
 import pytest
@@ -15,6 +16,7 @@ from mb_train.config import TrainConfig
 from mb_train.convert import architectures, export_model, import_model, read_model
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
 from mb_train.folder_lock import locked
+from mb_train.generate import Generator
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.models.rotary import rotary_tables
@@ -221,6 +223,61 @@ def test_what_lies_beside_the_weights_is_kept(tmp_path, monkeypatch):
     before, after = (json.loads((d / "config.json").read_text()) for d in (hf, tmp_path / "back"))
     special = [f"{role}_token_id" for role in ("bos", "eos", "pad")]
     assert [before[name] for name in special] == [after[name] for name in special]
+
+
+LETTERS = {"<s>": 0, "</s>": 1, **{letter: 2 + i for i, letter in enumerate("\u2581abc")}}
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "after",
+    [None, TEMPLATE, {"type": "Sequence", "processors": [TEMPLATE]}],
+    ids=["nothing", "template", "sequence"],
+)
+def test_texts_begin_as_theirs(tmp_path, after):
+    """A Llama knows texts that begin with its token for that, and continues others badly."""
+    theirs("llama").save_pretrained(tmp_path / "hf")
+    spaces = {
+        "type": "Metaspace",
+        "replacement": "\u2581",
+        "prepend_scheme": "first",
+        "split": False,
+    }
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = [
+        {"id": i, "content": w, "special": True, **plain} for w, i in LETTERS.items() if i < 2
+    ]
+    files = {
+        "tokenizer.json": {
+            "model": {"type": "BPE", "vocab": LETTERS, "merges": []}, "added_tokens": special,
+            "pre_tokenizer": spaces, "decoder": spaces, "post_processor": after,
+        },
+        "tokenizer_config.json": {
+            "bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"
+        },
+    }  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / "hf" / name).write_text(json.dumps(content))
+    import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
+    named = str(tmp_path / "hf" / "tokenizer.json")
+    import_model(tmp_path / "hf", tmp_path / "named", tokenizer=named, say=lambda line: None)
+    begins = load_trained(tmp_path / "named").tokenizer.prepend_bos
+    assert begins == load_trained(tmp_path / "run").tokenizer.prepend_bos == (after is not None)
+    shutil.rmtree(tmp_path / "hf")
+    export_model(tmp_path / "run", tmp_path / "back", say=lambda line: None)
+    assert {name: json.loads((tmp_path / "back" / name).read_text()) for name in files} == files
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    generator = Generator(load_trained(tmp_path / "run"))
+    for text in ("ab c", "a"):
+        assert generator.tokens_of(text) == tokenizer(text)["input_ids"]
+    assert generator.tokens_of("") == [0 if after else 1]
 
 
 @pytest.mark.parametrize(
@@ -494,6 +551,16 @@ def test_a_model_that_is_refused_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"Expected numbers in stack\.norm\.bias, got NaN"):
         import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_too_large_for_fp16_are_refused(tmp_path):
+    model = theirs("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 2] = 1e5
+    model.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", tokenizer="null:76", say=lambda line: None)
+    with pytest.raises(ValueError, match=r"larger ones in model\.layers\.1\.mlp\.up_proj\.weight"):
+        export_model(tmp_path / "run", tmp_path / "back", dtype=torch.float16)
+    assert not (tmp_path / "back").exists()
 
 
 def test_no_tensor_is_read_twice(tmp_path):

@@ -22,7 +22,7 @@ CONTEXT = 8
 class Words:
     """A tokenizer of words: each a number by its letters; a space before changes it."""
 
-    eod = 0
+    eod, prepend_bos = 0, False
 
     def encode(self, text):
         return [1 + sum(map(ord, piece)) % 30 for piece in text.split()]
@@ -125,6 +125,50 @@ def test_lambada_counts_last_words_that_are_right(trained, tmp_path, strict):
     assert found["examples"] == len(texts)
 
 
+class Spaced(Words):
+    """Puts a space before a text, as SentencePiece does, and has a token for a space alone."""
+
+    def encode(self, text):
+        return [1 + len(piece) % 30 for piece in f" {text}".split(" ")[1:]]
+
+
+def test_a_last_word_is_encoded_as_it_stands_in_its_text(trained, tmp_path):
+    spaced = SimpleNamespace(**vars(trained) | {"tokenizer": Spaced()})
+    path = lines(tmp_path / "lambada.jsonl", "abc de fghi")
+    found = [task_of("lambada")(spaced, path, EvalOptions(strict=strict)) for strict in (0, 1)]
+    assert found[0] == found[1]
+    assert found[0]["loss"] == pytest.approx(-log_prob(trained, [4, 3], 5)[0], abs=1e-5)
+
+
+def test_texts_begin_as_documents_do(trained, tmp_path, harness):
+    begun = Words()
+    begun.prepend_bos, begun.bos = True, 29
+    model = SimpleNamespace(**vars(trained) | {"tokenizer": begun})
+    path = lines(tmp_path / "text.jsonl", "a b", "x")
+    total = sum(
+        log_prob(trained, [29, *Words().encode(before)], Words().encode(token)[0])[0]
+        for before, token in (("", "a"), ("a", "b"), ("", "x"))
+    )
+    found = task_of("perplexity")(model, path, EvalOptions())
+    assert (found["loss"], found["tokens"]) == (pytest.approx(-total / 3, abs=1e-5), 5)
+    path = lines(tmp_path / "lambada.jsonl", "a b")
+    expected = pytest.approx(
+        -log_prob(trained, [29, *Words().encode("a")], Words().encode("b")[0])[0]
+    )
+    for strict in (False, True):
+        assert task_of("lambada")(model, path, EvalOptions(strict=strict))["loss"] == expected
+    (tmp_path / "wiki.txt").write_text("a b")
+    assert task_of("wikitext")(model, tmp_path / "wiki.txt", EvalOptions())["tokens"] == 3
+    asked = harness_model(model)
+    (rolled,) = asked.loglikelihood_rolling([SimpleNamespace(args=("a b",))])
+    pairs = [SimpleNamespace(args=pair) for pair in (("", "a"), ("a", " b"))]
+    parts = [found for found, _ in asked.loglikelihood(pairs)]
+    assert rolled == pytest.approx(sum(parts), abs=1e-5)
+    assert parts[1] == pytest.approx(
+        log_prob(trained, [29, *Words().encode("a")], Words().encode("b")[0])[0], abs=1e-5
+    )
+
+
 def test_wikitext_by_megatrons_formula(trained, tmp_path):
     text = " = A heading = \n some words , and more words @-@ of it . \n the end " * 4
     path = tmp_path / "wiki.test.tokens"
@@ -167,6 +211,8 @@ def test_perplexity_of_texts_each_for_itself(trained, tmp_path):
     assert task_of("perplexity")(trained, plain, EvalOptions()) == first
     plain.write_text(texts[0], encoding="utf-8-sig")  # with a mark before it
     assert task_of("perplexity")(trained, plain, EvalOptions()) == first
+    plain.write_bytes(b"a b\r\n\rc\r\n")  # ends of lines are part of a text
+    assert task_of("perplexity")(trained, plain, EvalOptions())["bytes"] == 9
     path = lines(tmp_path / "empty.jsonl", "", texts[0], " ")
     assert task_of("perplexity")(trained, path, EvalOptions()) == first
 
@@ -183,7 +229,9 @@ def test_wrong_input_is_said(trained, tmp_path):
     for task in ("lambada", "wikitext", "perplexity"):
         with pytest.raises(ValueError, match=r"wrong\.jsonl to be text in UTF-8"):
             task_of(task)(trained, path, EvalOptions())
-    without = SimpleNamespace(**vars(trained) | {"tokenizer": SimpleNamespace(encode=lambda _: [])})
+    without = SimpleNamespace(
+        **vars(trained) | {"tokenizer": SimpleNamespace(encode=lambda _: [], prepend_bos=False)}
+    )
     for model, text in ((trained, "alone"), (without, "what a vocabulary leaves out")):
         with pytest.raises(ValueError, match="line 1: expected a word and text before it"):
             task_of("lambada")(model, lines(path, text), EvalOptions())
@@ -202,6 +250,22 @@ def test_a_model_that_has_diverged_is_said(trained, tmp_path):
     broken = SimpleNamespace(model=model, config=trained.config, tokenizer=Words())
     with pytest.raises(ValueError, match="not numbers"):
         task_of("lambada")(broken, lines(tmp_path / "a.jsonl", "a b"), EvalOptions())
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--strict"], "--strict with --task perplexity"),
+        (["--task", "lambada", "--stride", "8"], "--stride with --task lambada"),
+        (["--task", "wikitext", "--include", "."], "--include with --task wikitext"),
+        (["--task", "lm_eval:mine", "--stride", "8"], "file with --task lm_eval:mine"),
+    ],
+)
+def test_what_has_no_effect_on_a_task_is_refused(words, flag, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("mb_train.harness.tasks_of", lambda names, include: print)
+    path = lines(tmp_path / "text.jsonl", "a b")
+    assert main(["eval", str(tmp_path), str(path), *words]) == 2
+    assert f"Expected no {flag}, on which it has no effect" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", ["hellaswag", "lm_eval:hellaswag", "lambada", "lambada no-file"])

@@ -10,7 +10,14 @@ import pytest
 import torch
 from mb_train.cli import main
 from mb_train.config import TrainConfig
-from mb_train.generate import Generator, Next, Sampling, choose, continue_tokens
+from mb_train.generate import (
+    Generator,
+    Next,
+    Sampling,
+    choose,
+    continue_tokens,
+    text_behind,
+)
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 from mb_train.tasks.architecture import transformer_config
@@ -230,7 +237,7 @@ def test_words_stand_anywhere_among_the_flags(run, tmp_path, capsys):
 class Letters:
     """A tokenizer of letters; 31 ends a document."""
 
-    eod, vocab_size = 31, 32
+    eod, vocab_size, prepend_bos = 31, 32, False
 
     def encode(self, text):
         return [ord(letter) - 96 for letter in text]
@@ -274,6 +281,22 @@ def test_what_may_begin_a_stop_word_is_held_back(spelling):
     assert [step[0].text for step in steps] == ["b", "b", "b", "bc", "bcdef"]
 
 
+def test_the_space_behind_a_prompt_is_said(spelling):
+    """A decoder of words says none before the first that it gets."""
+    spelling.tokenizer = mb_data.load_tokenizer("null:31")
+    prompts, stop = ["7", "9 2", "24"], [" 6"]
+    found = spelling.complete(prompts, Sampling(), max_new_tokens=9, stop=stop)
+    assert [c.text for c in found] == [" 8 9 10 11 12 13 14 15 16", " 3 4 5", " 25 26"]
+
+
+def test_a_character_that_a_prompt_begins_is_said_whole():
+    tokenizer = mb_data.load_tokenizer("gpt2")
+    ids = tokenizer.encode("a\N{SNOWMAN}\N{SNOWMAN}b")
+    texts = [text_behind(tokenizer, ids[:cut], ids[cut:]) for cut in range(len(ids) + 1)]
+    assert [text.count("\N{SNOWMAN}") for text in texts] == [2, 2, 2, 1, 1, 0, 0]
+    assert all(text in ("", "b") or text.startswith("\N{SNOWMAN}") for text in texts[1:])
+
+
 def test_wrong_input_is_one_line(run, tmp_path, capsys):
     capsys.readouterr()
     for words, says in (
@@ -281,6 +304,7 @@ def test_wrong_input_is_one_line(run, tmp_path, capsys):
         ([str(run), "--top-p", "2"], "Expected top-p in (0, 1], got 2.0"),
         ([str(run), "--tpo-k", "2"], "Unrecognized arguments: --tpo-k"),
         ([str(run), "--max-new-tokens", "-1"], "--max-new-tokens of at least 0, got -1"),
+        ([str(run), "--prompt", "a\udcff"], "a text of valid Unicode, got '\\udcff' in it"),
         ([str(run), "--temp", "2"], "Unrecognized arguments: --temp"),
     ):
         assert main(["generate", "--prompt", "a", *words]) == 2

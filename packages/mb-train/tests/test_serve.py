@@ -11,6 +11,7 @@ import threading
 
 import pytest
 import torch
+from mb_data import load_tokenizer
 from mb_train.cli import main
 from mb_train.completions import Request
 from mb_train.generate import Generator
@@ -26,7 +27,7 @@ application, serve = served.application, served.serve
 class Letters:
     """A token is a letter; the last one ends a document."""
 
-    vocab_size, eod = 128, 127
+    vocab_size, eod, prepend_bos = 128, 127, False
 
     def encode(self, text):
         return [ord(letter) for letter in text]
@@ -46,7 +47,8 @@ class Alphabet(torch.nn.Module):
     def logits(self, tokens_BS, *, at_B=None):
         self.computes += 1
         if (tokens_BS == ord("!")).any():
-            return torch.full((*tokens_BS.shape[:1], 128), float("nan"))
+            shape = tokens_BS.shape if at_B is None else at_B.shape
+            return torch.full((*shape, 128), float("nan"))
         logits_BSV = torch.nn.functional.one_hot(tokens_BS + 1, 128) * 4.0
         return logits_BSV if at_B is None else logits_BSV[torch.arange(len(at_B)), at_B]
 
@@ -142,6 +144,36 @@ def test_likelihoods(client, echo):
     parts = [part["choices"][0]["logprobs"] for part in streamed(client, **body)]
     joined = {name: [one for part in parts for one in part[name]] for name in told}
     assert joined == told
+
+
+def test_spaces_that_a_tokenizer_says_between_words_alone(generator, monkeypatch):
+    monkeypatch.setattr(generator, "tokenizer", load_tokenizer("null:127"))
+    client = testclient.TestClient(application(generator, "run"))
+    body = {"prompt": "5 6", "max_tokens": 4, "logprobs": 0, "stop": " 9"}
+    for echo, said in ((False, [" 7", " 8"]), (True, ["5", " 6", " 7", " 8"])):
+        (choice,), _ = ask(client, **body, echo=echo)
+        parts = [part["choices"][0] for part in streamed(client, **body, echo=echo)]
+        assert choice["text"] == "".join(part["text"] for part in parts) == "".join(said)
+        told = choice["logprobs"]
+        assert told["tokens"] == [t for part in parts for t in part["logprobs"]["tokens"]] == said
+        assert told["text_offset"] == [len("".join(said[:place])) for place in range(len(said))]
+        assert [*told["top_logprobs"][-1]] == [" 8"]
+
+
+def test_a_text_begins_as_documents_do(generator, monkeypatch):
+    """It is told of no token that the client did not send; of the first one it can be told more."""
+    for name, value in (("prepend_bos", True), ("bos", ord("a"))):
+        monkeypatch.setattr(generator.tokenizer, name, value, raising=False)
+    assert generator.tokens_of("") == [ord("a")]
+    client = testclient.TestClient(application(generator, "run"))
+    for prompt, begun in (("bc", 1), ([98, 99], 0)):
+        body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 0}
+        (choice,), answer = ask(client, **body)
+        told = choice["logprobs"]
+        assert choice["text"] == "".join(told["tokens"]) == "bcd"
+        assert told["text_offset"] == [0, 1, 2]
+        assert (told["token_logprobs"][0] is not None) == begun
+        assert answer["usage"]["prompt_tokens"] == 2 + begun
 
 
 def test_a_text_is_scored(client):
@@ -280,8 +312,19 @@ def test_a_model_that_has_diverged(client):
     assert "not numbers" in response.json()["error"]["message"]
 
 
+def test_scores_of_a_prompt_that_are_no_numbers(client):
+    body = {"prompt": "a!b", "max_tokens": 0, "echo": True, "logprobs": 0}
+    for stream in (False, True):
+        response = client.post("/v1/completions", json=body | {"stream": stream})
+        assert response.status_code >= 400
+        assert "the run has diverged" in response.json()["error"]["message"]
+
+
 def test_defaults_are_openais():
-    request = Request.of_json({"prompt": "a"})
+    """Of what is not given, or null."""
+    for body in ({"prompt": None}, {}):
+        assert Request.of_json(body).prompts == [""]
+    request = Request.of_json({"prompt": "a"} | dict.fromkeys(["max_tokens", "stop", "echo"]))
     assert (request.max_tokens, request.sampling.temperature) == (16, 1.0)
     assert (request.stop, request.stream, request.echo, request.logprobs) == (
         (),

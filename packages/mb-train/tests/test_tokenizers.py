@@ -90,6 +90,27 @@ def test_a_folder_is_kept_and_a_known_name_is_none(tmp_path, monkeypatch):
     assert load_tokenizer(of_file, tmp_path / "new").fingerprint == before
 
 
+@pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "Llama2Tokenizer"])
+def test_what_is_said_beside_a_file_is_kept(tmp_path, kind):
+    """Which of the special tokens ends a document: the file itself does not say."""
+    special = [{"id": i, "content": f"<{i}>", "special": True} for i in (256, 257)]
+    bytes_alone(tmp_path / "words")
+    words = json.loads((tmp_path / "words" / "gpt2-vocab.json").read_text())
+    del words["<|endoftext|>"]
+    model = {"type": "BPE", "vocab": words, "merges": []}
+    described = {"model": model, "added_tokens": special, "pre_tokenizer": {"type": "ByteLevel"}}
+    file = tmp_path / "words" / "tokenizer.json"
+    file.write_text(json.dumps(described))
+    file.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": "<257>"}))
+    config = TrainConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=1, seq_length=16, micro_batch_size=1,
+        train_iters=1, lr=1.0, tokenizer_type=kind, tokenizer_model=str(file),
+    )  # fmt: skip
+    keep_tokenizer(config, tmp_path / "run")
+    shutil.rmtree(tmp_path / "words")
+    assert load_tokenizer(config, tmp_path / "run").eod == 257
+
+
 def test_a_tokenizer_goes_aside_with_its_run(tmp_path):
     for name in ("tokenizer/vocab.json", "iter_0000001/run.json", "iter_0000002/run.json"):
         (tmp_path / name).parent.mkdir()

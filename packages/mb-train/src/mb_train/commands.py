@@ -183,8 +183,9 @@ def evaluate(parser: Parser, arguments: Sequence[str]) -> int:
         "--strict", action="store_true", help="lambada: the whole last word, not the last token"
     )
     parser.add_argument(
-        "--stride", type=int, default=32, help="tokens that the window moves by; default 32"
-    )
+        "--stride", type=int,
+        help="wikitext, perplexity: tokens that the window moves by; default 32",
+    )  # fmt: skip
     parser.add_argument("--batch-size", type=int, default=8, help="windows at a time; default 8")
     parser.add_argument("--include", type=Path, help="lm_eval: folder of further tasks")
     options = parser.parse_intermixed_args(arguments)
@@ -195,18 +196,28 @@ def evaluate(parser: Parser, arguments: Sequence[str]) -> int:
     from mb_train.harness import tasks_of
     from mb_train.loading import load_trained
 
-    how = EvalOptions(strict=options.strict, stride=options.stride, batch_size=options.batch_size)
+    stride = EvalOptions.stride if options.stride is None else options.stride
+    how = EvalOptions(strict=options.strict, stride=stride, batch_size=options.batch_size)
     if options.task.startswith("lm_eval:"):
+        takes = ["--include"]
         names = options.task.removeprefix("lm_eval:").split(",")
         measure = partial(tasks_of(names, include=options.include), batch_size=how.batch_size)
     else:
         task = task_of(options.task)
+        takes = ["file", "--strict" if options.task == "lambada" else "--stride"]
         if options.file is None:
             raise ValueError(
                 f"Expected a file to evaluate on with --task {options.task}, got none."
             )
         Path(options.file).open("rb").close()  # before a model is loaded for it
         measure = partial(task, path=Path(options.file), options=how)
+    given = {"file": options.file, "--stride": options.stride, "--include": options.include}
+    given["--strict"] = options.strict or None
+    for name in (name for name, value in given.items() if value is not None):
+        if name not in takes:
+            raise ValueError(
+                f"Expected no {name} with --task {options.task}, on which it has no effect."
+            )
     trained = load_trained(Path(options.run), options.device)
     found = measure(trained)
     print(f"{options.task} at iteration {trained.saved.iteration} of {options.run}")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from mb_train.generate import Completion, Likelihood, Prompt, Sampling
+from mb_train.generate import Completion, Likelihood, Prompt, Sampling, text_behind
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
@@ -68,7 +68,7 @@ class Request:
         for name in _REFUSED:
             if body.get(name):
                 raise ValueError(f"{name} is not supported.")
-        prompts = _prompts(body.get("prompt", ""))
+        prompts = _prompts("" if body.get("prompt") is None else body["prompt"])
         n = _number(body, "n", int, 1, least=1)
         if _number(body, "best_of", int, n) != n:
             raise ValueError("best_of is not supported: expected none, or as much as n.")
@@ -106,10 +106,11 @@ class Request:
 
 
 class Told(NamedTuple):
-    """Tokens of an answer, and their likelihoods where they are told."""
+    """Tokens of an answer, their likelihoods where they are told, and the tokens before them."""
 
     tokens: list[int]
     likelihoods: list[Likelihood | None]
+    before: list[int]
 
 
 class Answer:
@@ -148,12 +149,12 @@ class Answer:
 
     def told(self, echo: Told, one: Completion) -> Told:
         """All tokens so far and their likelihoods, but those that a stop word has cut off."""
-        count = len(one.tokens)
+        count, prompt = len(one.tokens), [*echo.before, *echo.tokens]
         if self._request.logprobs is not None and one.finish_reason == "stop":
-            while count and self._length(one.tokens[: count - 1]) >= len(one.text):
+            while count and self._length(prompt, one.tokens[: count - 1]) >= len(one.text):
                 count -= 1
         tokens = [*echo.tokens, *one.tokens[:count]]
-        return Told(tokens, [*echo.likelihoods, *one.likelihoods[:count]])
+        return Told(tokens, [*echo.likelihoods, *one.likelihoods[:count]], echo.before)
 
     def usage(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
@@ -162,29 +163,30 @@ class Answer:
         used, new = (sum(map(len, all_of)) for all_of in (prompts, [c.tokens for c in completions]))
         return {"prompt_tokens": used, "completion_tokens": new, "total_tokens": used + new}
 
-    def _length(self, tokens: Sequence[int]) -> int:
-        return len(self._tokenizer.decode(list(tokens)))
+    def _length(self, before: Sequence[int], tokens: Sequence[int]) -> int:
+        return len(text_behind(self._tokenizer, before, tokens))
 
     def _logprobs(self, told: Told, said: int) -> dict[str, Any]:
         """As OpenAI's legacy interface has them; offsets are of the whole answer's text."""
-        decode = self._tokenizer.decode
-        tokens, log_probs, tops = [], [], []
-        for token, likelihood in zip(told.tokens[said:], told.likelihoods[said:], strict=True):
-            tokens.append(decode([token]))
+        tokens, log_probs, tops, offsets = [], [], [], []
+        for place in range(said, len(told.tokens)):
+            token, likelihood = told.tokens[place], told.likelihoods[place]
+            before = [*told.before, *told.tokens[:place]]
+            tokens.append(text_behind(self._tokenizer, before, [token]))
             log_probs.append(likelihood and likelihood.log_prob)
+            offsets.append(self._length(told.before, told.tokens[:place]))
             top = None
             if likelihood is not None:
                 # Pieces of a character look alike as text: the likeliest of them stays.
                 ranked = [(token, likelihood.log_prob), *likelihood.likeliest.items()]
                 ranked.sort(key=lambda item: item[1])
-                top = {decode([other]): log_prob for other, log_prob in ranked}
+                top = {text_behind(self._tokenizer, before, [t]): log_p for t, log_p in ranked}
             tops.append(top)
-        places = range(said, len(told.tokens))
         return {
             "tokens": tokens,
             "token_logprobs": log_probs,
             "top_logprobs": tops,
-            "text_offset": [self._length(told.tokens[:place]) for place in places],
+            "text_offset": offsets,
         }
 
 

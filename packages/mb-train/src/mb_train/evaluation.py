@@ -8,7 +8,7 @@ wikitext     WikiText-103's test file, its spaces around punctuation taken back:
 perplexity   any text, or JSON Lines with a "text" each: loss per token, PPL, bits per byte.
 
 The last two move a window over the text by `stride` tokens and score what is new in it, each token
-once, the first of a text never.
+once, the first of a text never. Where documents begin with a token of their own, texts do too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TypeAlias
 from mb_train import reporting
 from mb_train.loading import Trained
 from mb_train.scoring import continuation, rolling, score
+from mb_train.tokenizers import beginning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +49,20 @@ class EvalOptions:
 def lambada(trained: Trained, path: Path, options: EvalOptions) -> dict[str, float]:
     """Share of texts whose last word is predicted: `accuracy`, `examples`, `correct`."""
     tokenizer, context = trained.tokenizer, trained.config.positions
-    windows = []
+    begin, windows = beginning(tokenizer), []
     for number, text in _texts_of_lines(path):
         if options.strict:
             word = text.split()[-1]
-            before = tokenizer.encode(text[: text.rfind(word)].strip())
-            tokens = tokenizer.encode(f" {word}")
+            rest = text[: text.rfind(word)].strip()
+            # Encoded with what is before it: SentencePiece puts a space of its own before a text.
+            encoded, before = tokenizer.encode(f"{rest} {word}"), tokenizer.encode(rest)
+            tokens = encoded[len(before) :]
         else:
             encoded = tokenizer.encode(text)
             before, tokens = encoded[:-1], encoded[-1:]
         if not before:
             raise ValueError(f"{path}, line {number}: expected a word and text before it.")
-        windows.append(continuation(before, tokens, context))
+        windows.append(continuation([*begin, *before], tokens, context))
     if not windows:
         raise ValueError(f"{path} holds no text.")
     scores = score(trained.model, windows, batch_size=options.batch_size)
@@ -76,7 +79,7 @@ def wikitext(trained: Trained, path: Path, options: EvalOptions) -> dict[str, fl
     """Loss per token, `ppl`, and `adjusted_ppl` per token of the file's own (its words)."""
     text = _text(path)
     original = len(text.strip().split(" "))
-    tokens = trained.tokenizer.encode(detokenized(text))
+    tokens = [*beginning(trained.tokenizer), *trained.tokenizer.encode(detokenized(text))]
     if original < 2 or len(tokens) < 2:
         raise ValueError(f"Expected at least two words in {path}, got {original}.")
     loss = _loss(trained, [tokens], options) / (len(tokens) - 1)
@@ -95,7 +98,8 @@ def perplexity(trained: Trained, path: Path, options: EvalOptions) -> dict[str, 
     """Loss per token, `ppl`, `bits_per_byte` over all texts of a file."""
     lines = path.suffix in (".jsonl", ".json")
     texts = [t for _, t in _texts_of_lines(path)] if lines else [_text(path)]
-    encoded = [trained.tokenizer.encode(text) for text in texts]
+    begin = beginning(trained.tokenizer)
+    encoded = [[*begin, *trained.tokenizer.encode(text)] for text in texts]
     scored = sum(max(len(tokens) - 1, 0) for tokens in encoded)
     if scored == 0:
         raise ValueError(f"Expected a text of at least two tokens in {path}, found none.")
@@ -159,7 +163,8 @@ def _texts_of_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # some editors begin files with a mark
+        # As it stands, whatever its lines end with; some editors begin files with a mark.
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"Expected {path} to be text in UTF-8: {error}.") from None
 

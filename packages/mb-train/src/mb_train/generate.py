@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,9 +23,15 @@ from mb_train.loading import Trained, load_trained
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 from mb_train.scoring import NO_NUMBERS
+from mb_train.tokenizers import beginning
+
+if TYPE_CHECKING:
+    from mb_data import Tokenizer
 
 # A text, or its tokens.
 Prompt: TypeAlias = str | Sequence[int]
+# Tokens that what follows is read with: more than the four that a character may take.
+_READ_WITH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +106,28 @@ class Likelihood(NamedTuple):
 
 
 def likelihood(logits_V: Tensor, token: int, count: int) -> Likelihood:
-    """How likely a token is by the scores at its place, beside the `count` likeliest."""
+    """How likely a token is by the scores at its place, beside the `count` likeliest.
+
+    Raises:
+        ValueError: scores that are not numbers.
+    """
     log_probs_V = logits_V.float().log_softmax(0)
+    if bool(log_probs_V.isnan().any()):
+        raise ValueError(NO_NUMBERS)
     values, ids = log_probs_V.topk(min(count, len(log_probs_V)))
     likeliest = dict(zip(ids.tolist(), values.tolist(), strict=True))
     return Likelihood(float(log_probs_V[token]), likeliest)
+
+
+def text_behind(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that tokens add behind others.
+
+    By themselves they may say another: SentencePiece leaves out the space of a text's first word.
+    """
+    before = list(before[-_READ_WITH:])
+    begin, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
+    same = takewhile(lambda letters: letters[0] == letters[1], zip(begin, whole, strict=False))
+    return whole[len(list(same)) :]
 
 
 @torch.no_grad()
@@ -207,25 +231,35 @@ class Generator:
         """From a run folder or an iteration folder; as `load_trained`."""
         return cls(load_trained(run, device))
 
+    def beginning(self, prompt: Prompt) -> list[int]:
+        """What is before a text, as before every document; before tokens nothing is."""
+        return beginning(self.tokenizer) if isinstance(prompt, str) else []
+
     def tokens_of(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt. An empty one becomes the end of a document: texts begin there.
+        """The tokens of a prompt. An empty one becomes what documents begin with, or end with.
 
         Raises:
             ValueError: a token that the tokenizer has not, or a text that it does not take.
         """
         vocab_size = self.tokenizer.vocab_size
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        try:
+            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"Expected a text of valid Unicode, got {error.object[error.start]!r} in it."
+            ) from None
         wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ValueError(f"Expected tokens in [0, {vocab_size}), got {wrong}.")
-        return tokens or [self.tokenizer.eod]
+        return [*self.beginning(prompt), *tokens] or [self.tokenizer.eod]
 
     @torch.no_grad()
     def likelihoods(self, prompt: Prompt, count: int) -> list[Likelihood | None]:
         """How likely the model finds each token of a prompt; None for the first.
 
         Raises:
-            ValueError: as `tokens_of`; more tokens than the model can see.
+            ValueError: as `tokens_of`; more tokens than the model can see; scores that are not
+                numbers.
         """
         tokens = self.tokens_of(prompt)
         if len(tokens) > self.context:
@@ -278,10 +312,10 @@ class Generator:
                 )  # fmt: skip
                 going = [completions[row] for row in group]
                 for _, step in zip(range(max_new_tokens), drawn, strict=False):
-                    for completion, one in zip(going, step, strict=True):
+                    for row, completion, one in zip(group, going, step, strict=True):
                         if one is None or completion.finish_reason is not None:
                             continue
-                        self._add(completion, one.token, max_new_tokens, stop)
+                        self._add(completion, tokens[row], one.token, max_new_tokens, stop)
                         if likeliest is not None and one.token != self.tokenizer.eod:
                             told = likelihood(one.logits_V, one.token, likeliest)
                             completion.likelihoods.append(told)
@@ -306,14 +340,19 @@ class Generator:
         return last
 
     def _add(
-        self, completion: Completion, token: int, max_new_tokens: int, stop: Sequence[str]
+        self,
+        completion: Completion,
+        prompt: Sequence[int],
+        token: int,
+        max_new_tokens: int,
+        stop: Sequence[str],
     ) -> None:
         if token == self.tokenizer.eod:
-            completion.text = self.tokenizer.decode(completion.tokens)
+            completion.text = text_behind(self.tokenizer, prompt, completion.tokens)
             completion.finish_reason = "stop"
             return
         completion.tokens.append(token)
-        text = self.tokenizer.decode(completion.tokens)
+        text = text_behind(self.tokenizer, prompt, completion.tokens)
         ended = len(completion.tokens) == max_new_tokens
         found = min((at for word in stop if (at := text.find(word)) >= 0), default=None)
         if found is not None:

@@ -18,6 +18,7 @@ from typing import Any
 from mb_train.generate import Generator, Sampling
 from mb_train.loading import Trained
 from mb_train.scoring import continuation, rolling, score
+from mb_train.tokenizers import beginning
 
 
 def harness_model(trained: Trained, *, batch_size: int = 8) -> Any:
@@ -80,6 +81,7 @@ def _class() -> type:
             super().__init__()
             self._trained, self._batch_size = trained, batch_size
             self._tokenizer, self._context = trained.tokenizer, trained.config.positions
+            self._begin = beginning(self._tokenizer)
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             """Of each continuation after its context; whether greedy decoding gives it."""
@@ -92,16 +94,17 @@ def _class() -> type:
                 whole = self._tokenizer.encode(before + after)
                 prefix = self._tokenizer.encode(before) if before else []
                 tokens = whole[len(prefix) :] or self._tokenizer.encode(after)
-                start = prefix or [self._tokenizer.eod]
+                start = [*self._begin, *prefix] or [self._tokenizer.eod]
                 windows.append(continuation(start, tokens[-self._context :], self._context))
             scores = score(self._trained.model, windows, batch_size=self._batch_size)
             return [(found.log_prob, found.greedy) for found in scores]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            """Of each whole text, from the end-of-document token on."""
+            """Of each whole text, from the token that documents begin with or end with on."""
             totals = []
             for request in requests:
-                tokens = [self._tokenizer.eod, *self._tokenizer.encode(request.args[0])]
+                start = self._begin or [self._tokenizer.eod]
+                tokens = [*start, *self._tokenizer.encode(request.args[0])]
                 windows = rolling(tokens, self._context, self._context)
                 scores = score(self._trained.model, windows, batch_size=self._batch_size)
                 totals.append(sum(found.log_prob for found in scores))

@@ -121,14 +121,16 @@ class Service:
     async def _echo(self, request: Request, index: int) -> Told:
         """What of a prompt belongs to the answer; of an empty one nothing does."""
         prompt = request.prompts[index]
+        tokens = self._generator.tokens_of(prompt)
         if not request.echo or not prompt:
-            return Told([], [])
+            return Told([], [], tokens)
+        begin = self._generator.beginning(prompt)
         likelihoods: list[Likelihood | None] = []
         if request.logprobs is not None:
             likelihoods = await self._computed(
                 self._generator.likelihoods, prompt, request.logprobs
             )
-        return Told(self._generator.tokens_of(prompt), likelihoods)
+        return Told(tokens[len(begin) :], likelihoods[len(begin) :], begin)
 
     async def _computed(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)

@@ -31,6 +31,8 @@ _ABOUT = (
 TOKENIZER_FILES = (*_WORDS, *_ABOUT)
 # Names that mb-data knows, whatever files there are.
 _NAMES = ("gpt2", "bert-base-uncased", "null")
+# Megatron's types whose special tokens, or beginning of texts, are said beside the file.
+_OF_A_FOLDER = ("HuggingFaceTokenizer", "Llama2Tokenizer")
 # Fields that name a file, or `--tokenizer` a folder, or two files as PATH does.
 _FIELDS = ("tokenizer", "vocab_file", "merge_file", "tokenizer_model")
 
@@ -54,6 +56,11 @@ def load_tokenizer(config: TrainConfig, run: Path | None = None) -> Tokenizer:
         raise ValueError(f"{said}: {error}") from error
 
 
+def beginning(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that documents begin with, before those of their text."""
+    return [tokenizer.bos] if tokenizer.prepend_bos else []
+
+
 def tokenizer_files(config: TrainConfig, run: Path | None = None) -> list[Path]:
     """The files that a run's tokenizer was made from, and those that belong to them.
 
@@ -62,7 +69,7 @@ def tokenizer_files(config: TrainConfig, run: Path | None = None) -> list[Path]:
     files = []
     for field, named in _found(config, run).items():
         for path in map(Path, _paths(named, run)):
-            if path.is_file() and field == "tokenizer":
+            if path.is_file() and (field == "tokenizer" or config.tokenizer_type in _OF_A_FOLDER):
                 # Words of another name are the tokenizer, whatever words lie beside them.
                 beside = TOKENIZER_FILES if path.name in _WORDS else _ABOUT
                 files += [path, *(path.with_name(name) for name in beside)]

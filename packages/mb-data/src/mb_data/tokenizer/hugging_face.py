@@ -1,7 +1,7 @@
 """A tokenizer as files of Hugging Face's, from which transformers gets the same ids.
 
 Of use where there are no such files: for GPT-2's and BERT's vocabularies inside this package, and
-where ids are appended or a bare list of words does not say how it is used.
+where ids are appended or a bare file does not say how it is used.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from mb_data.tokenizer.base import Tokenizer
 from mb_data.tokenizer.byte_bpe import ByteLevelBPE
+from mb_data.tokenizer.others import SentencePieceTokenizer
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN
 from mb_data.tokenizer.wordpiece import CONTINUED, MAX_WORD_LETTERS, UNKNOWN, WordPiece
 
@@ -23,7 +24,8 @@ def hugging_face_files(tokenizer: Tokenizer, *, sentences: bool = False) -> dict
     tables it may cut words otherwise.
 
     Args:
-        tokenizer: WordPiece, or byte-level BPE that cuts words as GPT-2 does; {} for others.
+        tokenizer: WordPiece, byte-level BPE that cuts words as GPT-2 does, or SentencePiece's BPE
+            as Llama 2 has it, to which nothing is appended; {} for others.
         sentences: put BERT's marks around a text, and between the two of a pair.
     """
     if isinstance(tokenizer, WordPiece):
@@ -32,11 +34,18 @@ def hugging_face_files(tokenizer: Tokenizer, *, sentences: bool = False) -> dict
     elif isinstance(tokenizer, ByteLevelBPE) and _cuts_as_gpt2(tokenizer):
         parts, special = _byte_level(tokenizer)
         settings = {}
+    elif isinstance(tokenizer, SentencePieceTokenizer) and not sentences:
+        found = _sentencepiece(tokenizer)
+        if found is None:
+            return {}
+        parts, special = found
+        settings = {"unk_token": parts["model"]["unk_token"]}
     else:
         return {}
     if sentences:
         parts["post_processor"] = _between_marks(tokenizer)
-    parts["added_tokens"] = [_added(i, text) for i, text in sorted(special.items())]
+    marks = [_added(i, text) for i, text in sorted(special.items())]
+    parts["added_tokens"] = [*parts.get("added_tokens", ()), *marks]
     roles = {"eos": tokenizer.special.get("eod"), **tokenizer.special}
     for role in ("bos", "eos", "cls", "sep", "mask", "pad"):
         if (found := roles.get(role)) is not None:
@@ -93,6 +102,46 @@ def _wordpiece(tokenizer: WordPiece) -> tuple[dict[str, Any], dict[int, str]]:
         "decoder": {"type": "WordPiece", "prefix": CONTINUED, "cleanup": True},
     }
     return parts, {i: tokenizer.pieces[i] for i in marks}
+
+
+def _sentencepiece(
+    tokenizer: SentencePieceTokenizer,
+) -> tuple[dict[str, Any], dict[int, str]] | None:
+    """None if the ids would be others, or are not those of the model's file alone."""
+    try:
+        parts, differing = tokenizer.description()
+    except RuntimeError:
+        return None
+    pieces = {i: text for text, i in parts["model"]["vocab"].items()}
+    if differing is not None or len(pieces) != tokenizer.vocab_size:
+        return None
+    unknown = parts["model"]["vocab"][parts["model"]["unk_token"]]
+    special = {i: pieces[i] for i in {*tokenizer.special.values(), unknown}}
+    spaced = len(parts["normalizer"]["normalizers"]) > 1
+    space = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    joined = [space, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if spaced else []
+    parts = {
+        **parts,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [*joined, *strip]},
+    }
+    if tokenizer.prepend_bos:
+        parts["post_processor"] = _behind(special[tokenizer.bos], tokenizer.bos)
+    return parts, special
+
+
+def _behind(begin: str, number: int) -> dict[str, Any]:
+    """Texts that begin with a token of their own."""
+    text, other = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    marks = [{"SpecialToken": {"id": begin, "type_id": kind}} for kind in (0, 1)]
+    return {
+        "type": "TemplateProcessing",
+        "single": [marks[0], text],
+        "pair": [marks[0], text, marks[1], other],
+        "special_tokens": {begin: {"id": begin, "ids": [number], "tokens": [begin]}},
+    }
 
 
 def _between_marks(tokenizer: Tokenizer) -> dict[str, Any]:

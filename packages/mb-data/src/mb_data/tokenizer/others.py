@@ -62,8 +62,11 @@ class LibraryTokenizer(Tokenizer):
     def _decode_run(self, ids: list[int]) -> str:
         raise NotImplementedError
 
-    def _description(self) -> tuple[dict[str, Any], str | None]:
-        """What ``FastSentencePiece`` takes; raises RuntimeError for what it cannot do."""
+    def description(self) -> tuple[dict[str, Any], str | None]:
+        """A tokenizer.json's content, and a pattern of texts on which that would differ.
+
+        Raises RuntimeError for what ``FastSentencePiece`` cannot do.
+        """
         raise NotImplementedError
 
     @cached_property
@@ -72,7 +75,7 @@ class LibraryTokenizer(Tokenizer):
         if not self.fast:
             return None
         try:
-            return FastSentencePiece(*self._description(), library=self.encode)
+            return FastSentencePiece(*self.description(), library=self.encode)
         except (ModuleNotFoundError, RuntimeError, ValueError):
             return None
 
@@ -145,7 +148,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             return [encoding.ids for encoding in encodings]
         return [[self._renumbered.get(i, i) for i in encoding.ids] for encoding in encodings]
 
-    def _description(self) -> tuple[dict[str, Any], str | None]:
+    def description(self) -> tuple[dict[str, Any], str | None]:
         return self._read_from, None
 
     def token_id(self, text: str) -> int | None:
@@ -221,7 +224,7 @@ class SentencePieceTokenizer(LibraryTokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._library.EncodeAsIds(text.encode()) for text in texts]
 
-    def _description(self) -> tuple[dict[str, Any], str | None]:
+    def description(self) -> tuple[dict[str, Any], str | None]:
         return model_description(self._library.serialized_model_proto())
 
     def token_id(self, text: str) -> int | None:

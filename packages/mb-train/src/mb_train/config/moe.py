@@ -180,8 +180,14 @@ class MoEFields:
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, has experts."""
-        late = layer >= self.moe_first_k_dense
-        return self.moe_num_experts is not None and late and layer % self.moe_layer_freq == 0
+        return layer in self.expert_layers(layer + 1)
+
+    def expert_layers(self, layers: int) -> range:
+        """Those of so many layers that have experts."""
+        if self.moe_num_experts is None:
+            return range(0)
+        first = -(-self.moe_first_k_dense // self.moe_layer_freq) * self.moe_layer_freq
+        return range(first, layers, self.moe_layer_freq)
 
     def check_moe(self) -> None:
         """Raise ValueError for a choice of experts that does not work."""

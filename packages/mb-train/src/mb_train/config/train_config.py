@@ -121,11 +121,15 @@ class TrainConfig(
     @property
     def moe_layers(self) -> int:
         """Layers with experts, of T5's two stacks and of ICT's two towers."""
-        stacks = {
+        return sum(len(self.expert_layers(layers)) for layers in self._stacks)
+
+    @property
+    def _stacks(self) -> list[int]:
+        """Layers of each of the model's stacks."""
+        return {
             "t5": [whole(self.num_layers), self.decoder_layers],
             "ict": [whole(self.num_layers)] * 2,
         }.get(self.model, [whole(self.num_layers)])
-        return sum(self.has_experts(layer) for layers in stacks for layer in range(layers))
 
     @property
     def decay_length(self) -> str:
@@ -204,7 +208,7 @@ class TrainConfig(
             )
 
     def _check_layers_of_experts(self) -> None:
-        if self.moe_num_experts is not None and not self.moe_layers:
+        if self.moe_num_experts is not None and not any(map(self.expert_layers, self._stacks)):
             raise ValueError(
                 f"Expected a layer of --num-layers {self.num_layers} to have experts with "
                 f"--moe-num-experts {self.moe_num_experts}, got --moe-first-k-dense "

@@ -24,7 +24,7 @@ from mb_train.convert.architectures import (
     imported_config,
 )
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
-from mb_train.convert.tokenizer import find_tokenizer, write_tokenizer
+from mb_train.convert.tokenizer import find_tokenizer, named_tokenizer, write_tokenizer
 from mb_train.convert.vocabulary import rows_of, with_rows
 from mb_train.folder_lock import locked
 from mb_train.loading import load_trained
@@ -160,9 +160,10 @@ def import_model(
         raise ValueError(
             f"Expected --make-vocab-size-divisible-by of at least 1, got {divisible_by}."
         )
-    fields, own = {"tokenizer": tokenizer}, []
     if tokenizer is None:
         fields, own = find_tokenizer(source)
+    else:
+        fields, own = named_tokenizer(tokenizer), []
     config, weights = read_model(source, say=say, **fields)
     rows, tokens = rows_of(weights), load_tokenizer(config).vocab_size
     wanted = mb_data.padded_vocab_size(max(rows, tokens), divisible_by=divisible_by)
@@ -238,8 +239,8 @@ def export_model(
         dtype: of the weights written.
 
     Raises:
-        ValueError: no checkpoint, a model that Hugging Face has no architecture for, or a target
-            that is there already.
+        ValueError: no checkpoint, a model that Hugging Face has no architecture for, weights that
+            `dtype` cannot hold, or a target that is there already.
         OSError: files that cannot be read or written.
     """
     _refuse_filled(target)
@@ -253,6 +254,12 @@ def export_model(
         name if name.startswith("lm_head.") else f"{found.prefix}{name}": tensor
         for name, tensor in weights.items()
     }
+    large = next((name for name, t in weights.items() if not bool(t.isfinite().all())), None)
+    if large is not None:
+        raise ValueError(
+            f"Expected weights that {dtype} can hold, got larger ones in {large}. Give --dtype "
+            "bf16."
+        )
     tokenizer = trained.tokenizer
     about = {
         "architectures": [found.name],

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mb_data
 
@@ -31,17 +32,40 @@ def find_tokenizer(folder: Path) -> tuple[dict[str, str], list[Path]]:
     return _fields(main), files
 
 
+def named_tokenizer(name: str) -> dict[str, str]:
+    """How a run names the tokenizer of `--tokenizer`.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    return _fields(Path(name)) if Path(name).is_file() else {"tokenizer": name}
+
+
 def _fields(file: Path) -> dict[str, str]:
-    """How a run names a tokenizer; a bare list of words does not say whether it is cased."""
-    about = file.with_name("tokenizer_config.json")
-    if file.name == "vocab.txt" and about.is_file():
-        try:
-            cased = not json.loads(about.read_bytes()).get("do_lower_case", True)
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{about} is damaged: {error}.") from None
-        if cased:
-            return {"tokenizer_type": _CASED, "vocab_file": str(file)}
+    """How a run names a tokenizer.
+
+    A bare list of words does not say whether it is cased, and a vocabulary not whether texts begin
+    with a token of their own, as Llama's do.
+    """
+    about = _object(file.with_name("tokenizer_config.json"))
+    if file.name == "vocab.txt" and not about.get("do_lower_case", True):
+        return {"tokenizer_type": _CASED, "vocab_file": str(file)}
+    if file.suffix == ".model" and about.get("add_bos_token") is True:
+        return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(file)}
+    if file.suffix == ".json" and mb_data.load_tokenizer(file).begins_with is not None:
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(file)}
     return {"tokenizer": str(file)}
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """A file's JSON object; an empty one if there is no such file."""
+    try:
+        found = json.loads(file.read_bytes()) if file.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, got {type(found).__name__}")
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}.") from None
+    return found
 
 
 def write_tokenizer(

@@ -154,6 +154,20 @@ class MoELayer(nn.Module):
             ValueError: x of another width or dtype, a mask or routing of another shape or dtype,
                 `valid_tokens` below 0 or not one number, a router that returns something else.
         """
+        x_TD, mask_T = self._tokens(x, mask)
+        if routing is not None and not isinstance(routing, RouterOutput):
+            routing = _flat_ids(routing, x, self.config.top_k)
+        routed = self._route(x_TD, mask_T, routing)
+        dispatcher = self.dispatcher
+        if not self.training and self.eval_dispatcher is not None:
+            dispatcher = self.eval_dispatcher
+        y_TD, dispatched = run_routed(x_TD, routed, self.config, dispatcher, self.experts)
+        y_TD = self._add_unrouted(x_TD, y_TD, mask_T)
+        aux_loss, metrics = self._report(routed, dispatched, x.shape, mask_T, valid_tokens, routing)
+        return MoEOutput(y_TD if x.dim() == 2 else y_TD.view(x.shape), aux_loss, metrics)
+
+    def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x as [T, D], zeros for padding, and the mask as bool [T]; ValueError as in forward."""
         if x.dim() == 0 or x.shape[-1] != self.config.hidden_size or not x.is_floating_point():
             raise ValueError(
                 f"expected floating-point x of shape [..., {self.config.hidden_size}], "
@@ -165,16 +179,7 @@ class MoELayer(nn.Module):
         if mask_T is not None:
             # Attention leaves NaN where a row of padding saw nothing, and 0 times NaN is no 0.
             x_TD = torch.where(mask_T[:, None], x_TD, 0)
-        if routing is not None and not isinstance(routing, RouterOutput):
-            routing = _flat_ids(routing, x, self.config.top_k)
-        routed = self._route(x_TD, mask_T, routing)
-        dispatcher = self.dispatcher
-        if not self.training and self.eval_dispatcher is not None:
-            dispatcher = self.eval_dispatcher
-        y_TD, dispatched = run_routed(x_TD, routed, self.config, dispatcher, self.experts)
-        y_TD = self._add_unrouted(x_TD, y_TD, mask_T)
-        aux_loss, metrics = self._report(routed, dispatched, x.shape, mask_T, valid_tokens, routing)
-        return MoEOutput(y_TD if x.dim() == 2 else y_TD.view(x.shape), aux_loss, metrics)
+        return x_TD, mask_T
 
     def _route(
         self, x_TD: Tensor, mask_T: Tensor | None, routing: Tensor | RouterOutput | None

@@ -173,7 +173,9 @@ class _Forced:
             layer._forward_pre_hooks_with_kwargs.pop(self.id, None)
         return None
 
-    def _routing(self, layer: MoELayer, x: Tensor, **_: Any) -> Tensor:
+    def _routing(
+        self, layer: MoELayer, x: Tensor, *, mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
         assert self.ids is not None
         shape = (*x.shape[:-1], layer.config.top_k)
         if self.ids.shape not in (shape, (math.prod(shape[:-1]), shape[-1])):
@@ -184,8 +186,9 @@ class _Forced:
         routing = self.ids.to(x.device, torch.int32).reshape(shape)
         if not self.some_are_free:
             return routing
+        # As the layer does: some routers look at all real tokens, and padding may be NaN.
         with torch.no_grad():
-            own = layer.router(x.reshape(-1, x.shape[-1]))
+            own = layer._route(*layer._tokens(x, mask), None)
         _check_by_token(self.name, own)
         is_free = (routing < 0).all(dim=-1, keepdim=True)
         return torch.where(is_free, own.expert_ids_TK.view(shape), routing)

@@ -207,6 +207,7 @@ def test_expert_choice_refuses_balance_over_sequences() -> None:
         (ExpertChoiceRouter, "renormalize", True),
         (ExpertChoiceRouter, "num_zero_experts", 2),
         (ExpertChoiceRouter, "uniform_assignment", True),
+        (ExpertChoiceRouter, "balancing_bias", True),
         (SinkhornRouter, "balancing_bias", True),
     ],
 )

@@ -23,8 +23,8 @@ class ExpertChoiceRouter(Router):
 
     Load is balanced by construction. A token visits any number of experts, K on average. What a
     token gets depends on the other tokens of the batch, later ones too, so do not use it in a
-    causal model whose loss must not see the future. A config with groups, zero experts or
-    renormalized weights is refused.
+    causal model whose loss must not see the future. A config with groups, zero experts, a balancing
+    bias or renormalized weights is refused.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class ExpertChoiceRouter(Router):
             renormalize=False,
             num_expert_groups=None,
             num_zero_experts=0,
+            balancing_bias=False,
             uniform_assignment=False,
         )
         super().__init__(config, device=device, dtype=dtype)

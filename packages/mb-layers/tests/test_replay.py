@@ -111,6 +111,10 @@ def test_a_compiled_model_replays() -> None:
         assert_close("y", compiled(x), expected)
     assert_close("y afterwards", compiled(x), model(x))
     assert not torch.allclose(compiled(x), expected)
+    with record_routing(model) as routing:
+        compiled(x)
+    with pytest.raises(ValueError, match="a model that was compiled before has no hooks"):
+        routing.expert_ids()
     torch._dynamo.reset()
 
 

@@ -86,6 +86,9 @@ def test_accumulation_counts_the_losses_once(normalised: bool) -> None:
     expected.backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(whole[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
+    by_place = model(tokens, None, None, None, None, labels, num_items_in_batch=items)
+    by_name = model(input_ids=tokens, labels=labels, num_items_in_batch=items)
+    assert torch.equal(by_place.loss, by_name.loss)
 
 
 def test_gpt_oss_has_its_gates_numbers_in_the_experts() -> None:

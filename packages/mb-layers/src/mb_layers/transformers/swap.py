@@ -8,8 +8,9 @@ of our layers is new. It is added to `outputs.loss`, so that whatever the traine
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -218,16 +219,17 @@ class _LossOfForward:
             )
         outputs.aux_loss = aux_loss
         if getattr(outputs, "loss", None) is not None:
-            outputs.loss = outputs.loss + _share(model, kwargs) * aux_loss
+            outputs.loss = outputs.loss + _share(model, args, kwargs) * aux_loss
 
 
-def _share(model: nn.Module, kwargs: Mapping[str, Any]) -> Tensor | float:
+def _share(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Tensor | float:
     """The part of the whole batch that this micro-batch is, if the loss is normalised by that."""
     items = kwargs.get("num_items_in_batch")
     if items is None or str(getattr(model, "loss_type", None)).endswith("Classification"):
         return 1.0  # classifiers take the number, and leave their loss a mean
-    shifted = kwargs.get("shift_labels")
-    labels = kwargs["labels"][..., 1:] if shifted is None else shifted
+    named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    shifted = named.get("shift_labels")
+    labels = named["labels"][..., 1:] if shifted is None else shifted
     return (labels != -100).sum() / items
 
 

@@ -129,6 +129,13 @@ def test_routing_of_other_tokens_or_another_type_is_named() -> None:
         fewer = routed._replace(**{name: values[:2]})
         with pytest.raises(ValueError, match=rf"{name} for each of 3 .*got .*\(2, 5\)"):
             layer(x, routing=fewer)
+    for fewer in (
+        routed._replace(expert_ids_TK=routed.expert_ids_TK.T),
+        routed._replace(weights_TK=routed.weights_TK[:, :1]),
+        routed._replace(token_ids_N=torch.tensor([2, 1])),
+    ):
+        with pytest.raises(ValueError, match="expected a row of expert_ids_TK and of weights_TK"):
+            layer(x, routing=fewer, mask=torch.ones(3, dtype=torch.bool))
     layer.router = _Pair()
     with pytest.raises(ValueError, match="returns a RouterOutput, got a tuple"):
         layer(x)

@@ -279,7 +279,7 @@ def _flat_ids(expert_ids: Tensor, x: Tensor, top_k: int) -> Tensor:
 
 
 def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
-    """Refuse what is no routing of these tokens. Kernels check the shapes of weights and ids."""
+    """Refuse what is no routing of these tokens."""
     if not isinstance(routed, RouterOutput):
         raise ValueError(f"expected a router that returns a RouterOutput, got {_described(routed)}")
     for name in ("probs_TE", "logits_TE"):
@@ -289,6 +289,14 @@ def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
                 f"expected a row of {name} for each of {num_tokens} tokens, got "
                 f"{_described(values)}"
             )
+    weights, ids, token_ids = routed.weights_TK, routed.expert_ids_TK, routed.token_ids_N
+    rows = num_tokens if token_ids is None else token_ids.numel()
+    if ids.dim() != 2 or ids.shape[0] != rows or weights.shape != ids.shape:
+        what = "tokens" if token_ids is None else "entries of token_ids_N"
+        raise ValueError(
+            f"expected a row of expert_ids_TK and of weights_TK for each of {rows} {what}, got "
+            f"{_described(ids)} and {_described(weights)}"
+        )
 
 
 def _described(value: object) -> str:

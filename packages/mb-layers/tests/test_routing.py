@@ -12,6 +12,7 @@ from mb_layers import (
     MoE,
     MoEConfig,
     NoisyTopKRouter,
+    Router,
     RouterOutput,
     SinkhornRouter,
     dMoE,
@@ -163,6 +164,24 @@ def test_a_router_of_ones_own() -> None:
     rows = [(expert(layer, x[t], t % 5) + expert(layer, x[t], (t + 1) % 5)) / 2 for t in range(7)]
     compare(layer, layer(x).y, torch.stack(rows))
     layer.reset_parameters()
+
+
+class _Sharp(Router):
+    """A router whose scores alone are its own."""
+
+    def scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        return super().scores(3 * logits_TE)
+
+
+def test_a_router_may_do_one_step_in_its_own_way() -> None:
+    layer, x = build(_Sharp, z_loss_weight=0.0), tokens(9)
+    got = layer(x)
+    plain = Router(layer.config, dtype=torch.float64)
+    plain.weight = nn.Parameter(3 * layer.router.weight.detach())
+    layer.router = plain
+    expected = layer(x)
+    assert_close("y", got.y, expected.y)
+    assert_close("aux_loss", got.aux_loss, expected.aux_loss)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 9])

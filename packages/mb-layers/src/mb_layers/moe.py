@@ -227,6 +227,7 @@ class MoELayer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted auxiliary loss, 0 in eval mode, and the metrics."""
         is_ours = self._router_is_ours()
+        has_our_probs = getattr(type(self.router), "scores", None) is Router.scores
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
         if self.reduce_counts is not None:
             balance_counts_E = reduced(counts_E, self.reduce_counts)
@@ -244,7 +245,7 @@ class MoELayer(nn.Module):
             balance_counts_E=balance_counts_E,
             mask_T=mask_T,
             num_tokens=valid_tokens,
-            probs_of_logits=is_ours and not isinstance(routing, RouterOutput),
+            probs_of_logits=is_ours and has_our_probs and not isinstance(routing, RouterOutput),
             ids_are_experts=is_ours and routing is None,
         )
         aux_loss, *values = losses

@@ -105,9 +105,6 @@ class SinkhornRouter(Router):
         super().__init__(config, device=device, dtype=dtype)
         self.iterations = iterations
 
-    def _is_plain_softmax(self) -> bool:
-        return super()._is_plain_softmax() and not self.training
-
     def choice(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
         """Return the balanced masses in training."""
         if not self.training:

@@ -412,3 +412,21 @@ def test_a_call_that_has_no_place_for_losses_or_router_logits_is_named() -> None
     model.eval()
     logits = model(input_ids=tokens, return_dict=False)[0]
     torch.testing.assert_close(logits, model(input_ids=tokens).logits)
+
+
+def test_a_checkpoint_in_several_files_is_loaded_whole() -> None:
+    """As `Trainer` loads one, file by file; a file may hold any part of a block."""
+    model = build("qwen2_moe")
+    mb.swap_blocks(model)
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for name in sorted(saved):
+        loaded = model.load_state_dict({name: saved[name]}, strict=False)
+        assert not loaded.unexpected_keys
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
+    del saved["model.layers.0.mlp.shared_expert.up_proj.weight"]
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.shared_expert\.up_proj"):
+        model.load_state_dict(saved)

@@ -20,7 +20,12 @@ from mb_layers.losses import in_backward
 from mb_layers.model import weighs_losses
 from mb_layers.moe import dMoE
 from mb_layers.transformers.block_routing import BLOCKS, RETURN_PAIRS
-from mb_layers.transformers.blocks import moe_from_block, translate_block, translate_layer
+from mb_layers.transformers.blocks import (
+    block_rules,
+    moe_from_block,
+    translate_block,
+    translate_layer,
+)
 
 
 class BlockAdapter(nn.Module):
@@ -245,17 +250,34 @@ def _emptied(block: nn.Module) -> nn.Module:
     return block
 
 
-def _load_block_names(adapter: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Rename what `load_state_dict` brings from the block's names to the layer's."""
+def _load_block_names(
+    adapter: nn.Module,
+    state: dict[str, Tensor],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    *_: Any,
+) -> None:
+    """Rename what `load_state_dict` brings from the block's names to the layer's.
+
+    It may be a part: of a checkpoint in several files `Trainer` loads one after the other.
+    """
     assert isinstance(adapter, BlockAdapter)
-    given = {n.removeprefix(prefix): n for n in state if n.startswith(prefix)}
-    if not given.keys() >= set(adapter._names):
-        return  # incomplete: load_state_dict names what is missing
-    theirs = {name: state.pop(given[name]) for name in adapter._names}
-    ours = adapter.moe.state_dict()
-    places = _places(ours)
-    for name, tensor in translate_block(theirs, adapter.moe.config).items():
-        state[f"{prefix}moe.{places[name]}"] = _sharded_as(tensor, ours[places[name]])
+    given = {n for n in adapter._names if prefix + n in state}
+    if not given:
+        return  # load_state_dict names what is missing
+    theirs = {n: state.pop(prefix + n) for n in adapter._names if n in given}
+    if absent := set(adapter._names) - given:
+        theirs |= {n: t for n, t in adapter.state_dict().items() if n in absent}
+    ours, config = adapter.moe.state_dict(), adapter.moe.config
+    places, translated = _places(ours), translate_block(theirs, config)
+    for rule in block_rules(theirs, config):
+        if given.isdisjoint(rule.sources):
+            continue
+        missing_keys += [prefix + n for n in rule.sources if n in absent]
+        place = places[rule.target]
+        state[f"{prefix}moe.{place}"] = _sharded_as(translated[rule.target], ours[place])
 
 
 def _sharded_as(tensor: Any, ours: Any) -> Tensor:

@@ -20,6 +20,7 @@ from mb_layers.compat.moe import (
     clear_router_zloss,
     get_load_balancing_loss,
 )
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 SIZES = {
@@ -192,3 +193,19 @@ def test_what_megablocks_itself_exports() -> None:
     layer(torch.randn(3, 16))
     assert len(compat.get_load_balancing_loss()) == 1
     assert issubclass(compat.MoE, type(layer).__base__)
+
+
+def test_weights_may_be_other_tensors_than_parameters() -> None:
+    layer, x = build(mlp_type="glu", return_bias=False), torch.randn(7, 16)
+    normed = copy.deepcopy(layer)
+    nn.utils.parametrizations.weight_norm(normed.experts.mlp, "w1")
+    assert_close("y", normed(x), layer(x))
+    flat = torch.cat([p.detach().flatten() for p in layer.parameters()]).requires_grad_()
+    views = flat.split([p.numel() for p in layer.parameters()])
+    expected = torch.autograd.grad(layer(x).sum(), layer.parameters())
+    for (name, p), view in zip(tuple(layer.named_parameters()), views, strict=True):  # as FSDP1
+        module, _, last = name.rpartition(".")
+        delattr(layer.get_submodule(module), last)
+        setattr(layer.get_submodule(module), last, view.view(p.shape))
+    (grad,) = torch.autograd.grad(layer(x).sum(), flat)
+    assert_close("gradient", grad, torch.cat([g.flatten() for g in expected]))

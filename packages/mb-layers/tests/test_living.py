@@ -11,7 +11,7 @@ import layers_workers
 import pytest
 import torch
 from layers_oracle import assert_close
-from mb_layers import MoE, MoEConfig, dMoE
+from mb_layers import MoE, MoEConfig, add_lora, dMoE, freeze_in_bits
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
@@ -95,6 +95,16 @@ def test_exports_with_a_dynamic_batch_and_saves(kind: str) -> None:
     got, expected = loaded(x), layer(x)
     assert_close("y", got.y, expected.y)
     assert got.metrics.keys() == expected.metrics.keys()
+
+
+def test_layers_that_recompute_are_exported_too() -> None:
+    adapted = build(recompute=True)
+    freeze_in_bits(adapted.experts, 8)
+    add_lora(adapted.experts, rank=2, alpha=2)
+    x = torch.randn(8, 16, dtype=torch.float64)
+    for layer in (build(recompute=True, mlp_impl="sparse", ffn_hidden_size=128), adapted):
+        program = torch.export.export(layer.eval(), (x,), strict=True)
+        assert_close("y", program.module()(x).y, layer(x).y)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

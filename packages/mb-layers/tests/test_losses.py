@@ -138,6 +138,14 @@ def test_layer_balances_along_the_sequence_it_is_told(sequence_dim: int) -> None
     assert_close("loss", layer(x).metrics["load_balancing_loss"], expected.detach())
 
 
+def test_sequence_loss_stays_fp32_under_autocast() -> None:
+    probs_BSE = torch.softmax(torch.randn(2, 9, 5), dim=-1)
+    ids_BSK = probs_BSE.topk(2).indices
+    expected = sequence_load_balancing_loss(probs_BSE, ids_BSK)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sequence_load_balancing_loss(probs_BSE, ids_BSK), expected)
+
+
 def test_a_sequence_that_x_does_not_have_is_named() -> None:
     config = MoEConfig(
         hidden_size=8, ffn_hidden_size=16, num_experts=4, balance_over="sequence", sequence_dim=2

@@ -13,6 +13,7 @@ from mb_layers import (
     ExpertChoiceRouter,
     MoE,
     MoEConfig,
+    SinkhornRouter,
     collect,
     dMoE,
     record_routing,
@@ -110,6 +111,10 @@ def test_a_compiled_model_replays() -> None:
         assert_close("y", compiled(x), expected)
     assert_close("y afterwards", compiled(x), model(x))
     assert not torch.allclose(compiled(x), expected)
+    with record_routing(model) as routing:
+        compiled(x)
+    with pytest.raises(ValueError, match="a model that was compiled before has no hooks"):
+        routing.expert_ids()
     torch._dynamo.reset()
 
 
@@ -130,6 +135,16 @@ def test_tokens_without_ids_are_the_routers() -> None:
         first = model.layers[0].layer(x)
     whole = model.layers[0].layer(x)
     assert first.metrics["tokens_per_expert"].sum() == whole.metrics["tokens_per_expert"].sum() - 1
+
+
+def test_tokens_without_ids_are_routed_beside_the_real_ones_alone() -> None:
+    config = MoEConfig(**SIZES, init_method_std=0.3)
+    layer = dMoE(config, router=SinkhornRouter(config), dtype=torch.float64)
+    x, mask = torch.randn(9, 16, dtype=torch.float64), torch.arange(9) < 6
+    x[~mask] = torch.nan
+    expected = layer(x, mask=mask).y
+    with replay_routing(layer, {"": torch.full((9, 2), -1)}):
+        assert_close("y", layer(x, mask=mask).y, expected)
 
 
 def test_generated_passes_join_to_the_routing_of_the_sequence() -> None:

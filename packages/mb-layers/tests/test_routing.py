@@ -12,6 +12,7 @@ from mb_layers import (
     MoE,
     MoEConfig,
     NoisyTopKRouter,
+    Router,
     RouterOutput,
     SinkhornRouter,
     dMoE,
@@ -129,6 +130,13 @@ def test_routing_of_other_tokens_or_another_type_is_named() -> None:
         fewer = routed._replace(**{name: values[:2]})
         with pytest.raises(ValueError, match=rf"{name} for each of 3 .*got .*\(2, 5\)"):
             layer(x, routing=fewer)
+    for fewer in (
+        routed._replace(expert_ids_TK=routed.expert_ids_TK.T),
+        routed._replace(weights_TK=routed.weights_TK[:, :1]),
+        routed._replace(token_ids_N=torch.tensor([2, 1])),
+    ):
+        with pytest.raises(ValueError, match="expected a row of expert_ids_TK and of weights_TK"):
+            layer(x, routing=fewer, mask=torch.ones(3, dtype=torch.bool))
     layer.router = _Pair()
     with pytest.raises(ValueError, match="returns a RouterOutput, got a tuple"):
         layer(x)
@@ -156,6 +164,24 @@ def test_a_router_of_ones_own() -> None:
     rows = [(expert(layer, x[t], t % 5) + expert(layer, x[t], (t + 1) % 5)) / 2 for t in range(7)]
     compare(layer, layer(x).y, torch.stack(rows))
     layer.reset_parameters()
+
+
+class _Sharp(Router):
+    """A router whose scores alone are its own."""
+
+    def scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        return super().scores(3 * logits_TE)
+
+
+def test_a_router_may_do_one_step_in_its_own_way() -> None:
+    layer, x = build(_Sharp, z_loss_weight=0.0), tokens(9)
+    got = layer(x)
+    plain = Router(layer.config, dtype=torch.float64)
+    plain.weight = nn.Parameter(3 * layer.router.weight.detach())
+    layer.router = plain
+    expected = layer(x)
+    assert_close("y", got.y, expected.y)
+    assert_close("aux_loss", got.aux_loss, expected.aux_loss)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 9])
@@ -207,6 +233,7 @@ def test_expert_choice_refuses_balance_over_sequences() -> None:
         (ExpertChoiceRouter, "renormalize", True),
         (ExpertChoiceRouter, "num_zero_experts", 2),
         (ExpertChoiceRouter, "uniform_assignment", True),
+        (ExpertChoiceRouter, "balancing_bias", True),
         (SinkhornRouter, "balancing_bias", True),
     ],
 )

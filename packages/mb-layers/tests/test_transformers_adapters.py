@@ -48,7 +48,7 @@ def by_expert(model: nn.Module) -> nn.Module:
     return twin
 
 
-@pytest.mark.parametrize("by", ["add_lora", "target_parameters"])
+@pytest.mark.parametrize("by", ["add_lora", "target_parameters", "target_parameters, swapped"])
 def test_saved_adapters_are_those_of_the_single_experts(by: str, tmp_path: Path) -> None:
     model = build("qwen3_moe").eval()
     twin = by_expert(model)
@@ -60,11 +60,15 @@ def test_saved_adapters_are_those_of_the_single_experts(by: str, tmp_path: Path)
                 layer.experts.parametrizations[name][0].b.data.normal_()
         weights = [(layer.experts.w1, layer.experts.w2) for layer in layers.values()]
     else:
+        names = ["experts.gate_up_proj", "experts.down_proj"]
+        if by == "target_parameters, swapped":
+            mb.swap_blocks(model)
+            names = ["experts.w1", "experts.w2"]
         config = peft.LoraConfig(
             r=4,
             lora_alpha=8,
             target_modules=["q_proj"],
-            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+            target_parameters=names,
             init_lora_weights=False,
         )
         model = peft.get_peft_model(model, config)
@@ -72,8 +76,10 @@ def test_saved_adapters_are_those_of_the_single_experts(by: str, tmp_path: Path)
     loaded = peft.PeftModel(twin, peft.PeftConfig.from_pretrained(tmp_path))
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert not peft.set_peft_model_state_dict(loaded, tensors).unexpected_keys
-    if by == "target_parameters":
+    if by != "add_lora":
         model = model.merge_and_unload()
+        if by == "target_parameters, swapped":
+            mb.restore_blocks(model)
         experts = [layer.mlp.experts for layer in model.model.layers]
         weights = [(each.gate_up_proj, each.down_proj) for each in experts]
     x = torch.randn(5, 32)

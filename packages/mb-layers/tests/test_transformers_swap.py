@@ -86,6 +86,9 @@ def test_accumulation_counts_the_losses_once(normalised: bool) -> None:
     expected.backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(whole[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
+    by_place = model(tokens, None, None, None, None, labels, num_items_in_batch=items)
+    by_name = model(input_ids=tokens, labels=labels, num_items_in_batch=items)
+    assert torch.equal(by_place.loss, by_name.loss)
 
 
 def test_gpt_oss_has_its_gates_numbers_in_the_experts() -> None:
@@ -409,3 +412,21 @@ def test_a_call_that_has_no_place_for_losses_or_router_logits_is_named() -> None
     model.eval()
     logits = model(input_ids=tokens, return_dict=False)[0]
     torch.testing.assert_close(logits, model(input_ids=tokens).logits)
+
+
+def test_a_checkpoint_in_several_files_is_loaded_whole() -> None:
+    """As `Trainer` loads one, file by file; a file may hold any part of a block."""
+    model = build("qwen2_moe")
+    mb.swap_blocks(model)
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for name in sorted(saved):
+        loaded = model.load_state_dict({name: saved[name]}, strict=False)
+        assert not loaded.unexpected_keys
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
+    del saved["model.layers.0.mlp.shared_expert.up_proj.weight"]
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.shared_expert\.up_proj"):
+        model.load_state_dict(saved)

@@ -23,7 +23,6 @@ from mb_layers.losses import (
     entropy,
     load_balancing_loss,
     sequence_load_balancing_loss,
-    without_autocast,
     z_loss,
 )
 from mb_layers.router import RouterOutput
@@ -80,27 +79,26 @@ def router_losses(
     counts_E, probs_TE = dispatched.tokens_per_expert_E, routed.probs_TE
     over = {"mask_T": mask_T, "num_tokens": num_tokens}
     balance = z = mean_entropy = torch.zeros((), dtype=torch.float32, device=counts_E.device)
-    with without_autocast(routed.weights_TK):
-        if probs_TE is not None:
-            mean_entropy = entropy(probs_TE.detach(), **over)
-            if config.balance_over == "sequence":
-                balance = _sequence_balance(config, routed, probs_TE, shape, **over)
-            else:
-                balance = load_balancing_loss(probs_TE, balance_counts_E, **over)
-        if routed.logits_TE is not None:
-            z = z_loss(routed.logits_TE, **over)
-        slots = (counts_E.sum() if slots is None else slots).to(balance.dtype)
-        weighted = ((config.load_balancing_loss_weight, balance), (config.z_loss_weight, z))
-        nothing = torch.zeros_like(balance)
-        return RouterLosses(
-            # One of no weight adds nothing, be it infinite, as z is where a logit is 2e19.
-            aux_loss=sum((weight * loss for weight, loss in weighted if weight), start=nothing),
-            load_balancing_loss=balance.detach(),
-            z_loss=z.detach(),
-            router_entropy=mean_entropy,
-            load_imbalance=counts_E.max() * counts_E.shape[0] / slots.clamp(min=1),
-            dropped_fraction=(slots - dispatched.kept_slots) / slots.clamp(min=1),
-        )
+    if probs_TE is not None:
+        mean_entropy = entropy(probs_TE.detach(), **over)
+        if config.balance_over == "sequence":
+            balance = _sequence_balance(config, routed, probs_TE, shape, **over)
+        else:
+            balance = load_balancing_loss(probs_TE, balance_counts_E, **over)
+    if routed.logits_TE is not None:
+        z = z_loss(routed.logits_TE, **over)
+    slots = (counts_E.sum() if slots is None else slots).to(balance.dtype)
+    weighted = ((config.load_balancing_loss_weight, balance), (config.z_loss_weight, z))
+    nothing = torch.zeros_like(balance)
+    return RouterLosses(
+        # One of no weight adds nothing, be it infinite, as z is where a logit is 2e19.
+        aux_loss=sum((weight * loss for weight, loss in weighted if weight), start=nothing),
+        load_balancing_loss=balance.detach(),
+        z_loss=z.detach(),
+        router_entropy=mean_entropy,
+        load_imbalance=counts_E.max() * counts_E.shape[0] / slots.clamp(min=1),
+        dropped_fraction=(slots - dispatched.kept_slots) / slots.clamp(min=1),
+    )
 
 
 def reduced(counts: Tensor, reduce_counts: Callable[[Tensor], Tensor]) -> Tensor:

@@ -164,7 +164,8 @@ class _StackedMLP(nn.Module):
         )
         arguments: tuple[Any, ...] = (x_RD, w1, w2, bins, weights_RK, self._activate)
         options: dict[str, Any] = {"b1": b1, "b2": b2}
-        if not self.config.recompute:
+        # Torch cannot run a saved program that holds a checkpoint.
+        if not self.config.recompute or torch.compiler.is_exporting():
             return expert_mlp_in_steps(*arguments, **options)
         return checkpoint(expert_mlp_in_steps, *arguments, **options, use_reentrant=False)
 

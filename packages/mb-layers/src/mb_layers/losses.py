@@ -105,7 +105,8 @@ def sequence_load_balancing_loss(
     counts_BE = probs_BSE.new_zeros(num_sequences, num_experts + 1)
     counts_BE = counts_BE.scatter_add(1, ids_BN, counts_BE.new_ones(()).expand_as(ids_BN))[:, :-1]
     load_BE = counts_BE / counts_BE.sum(dim=1, keepdim=True).clamp(min=1)
-    loads_BS = num_experts * torch.linalg.vecdot(probs_BSE, load_BE[:, None, :])
+    with without_autocast(probs_BSE):  # it would round the product to 16 bits
+        loads_BS = num_experts * torch.linalg.vecdot(probs_BSE, load_BE[:, None, :])
     mask_T = None if mask_BS is None else mask_BS.reshape(-1)
     return mean_over_tokens(loads_BS.reshape(-1), mask_T, num_tokens)
 

@@ -154,6 +154,20 @@ class MoELayer(nn.Module):
             ValueError: x of another width or dtype, a mask or routing of another shape or dtype,
                 `valid_tokens` below 0 or not one number, a router that returns something else.
         """
+        x_TD, mask_T = self._tokens(x, mask)
+        if routing is not None and not isinstance(routing, RouterOutput):
+            routing = _flat_ids(routing, x, self.config.top_k)
+        routed = self._route(x_TD, mask_T, routing)
+        dispatcher = self.dispatcher
+        if not self.training and self.eval_dispatcher is not None:
+            dispatcher = self.eval_dispatcher
+        y_TD, dispatched = run_routed(x_TD, routed, self.config, dispatcher, self.experts)
+        y_TD = self._add_unrouted(x_TD, y_TD, mask_T)
+        aux_loss, metrics = self._report(routed, dispatched, x.shape, mask_T, valid_tokens, routing)
+        return MoEOutput(y_TD if x.dim() == 2 else y_TD.view(x.shape), aux_loss, metrics)
+
+    def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x as [T, D], zeros for padding, and the mask as bool [T]; ValueError as in forward."""
         if x.dim() == 0 or x.shape[-1] != self.config.hidden_size or not x.is_floating_point():
             raise ValueError(
                 f"expected floating-point x of shape [..., {self.config.hidden_size}], "
@@ -165,16 +179,7 @@ class MoELayer(nn.Module):
         if mask_T is not None:
             # Attention leaves NaN where a row of padding saw nothing, and 0 times NaN is no 0.
             x_TD = torch.where(mask_T[:, None], x_TD, 0)
-        if routing is not None and not isinstance(routing, RouterOutput):
-            routing = _flat_ids(routing, x, self.config.top_k)
-        routed = self._route(x_TD, mask_T, routing)
-        dispatcher = self.dispatcher
-        if not self.training and self.eval_dispatcher is not None:
-            dispatcher = self.eval_dispatcher
-        y_TD, dispatched = run_routed(x_TD, routed, self.config, dispatcher, self.experts)
-        y_TD = self._add_unrouted(x_TD, y_TD, mask_T)
-        aux_loss, metrics = self._report(routed, dispatched, x.shape, mask_T, valid_tokens, routing)
-        return MoEOutput(y_TD if x.dim() == 2 else y_TD.view(x.shape), aux_loss, metrics)
+        return x_TD, mask_T
 
     def _route(
         self, x_TD: Tensor, mask_T: Tensor | None, routing: Tensor | RouterOutput | None
@@ -222,6 +227,7 @@ class MoELayer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted auxiliary loss, 0 in eval mode, and the metrics."""
         is_ours = self._router_is_ours()
+        has_our_probs = getattr(type(self.router), "scores", None) is Router.scores
         counts_E = balance_counts_E = dispatched.tokens_per_expert_E
         if self.reduce_counts is not None:
             balance_counts_E = reduced(counts_E, self.reduce_counts)
@@ -239,7 +245,7 @@ class MoELayer(nn.Module):
             balance_counts_E=balance_counts_E,
             mask_T=mask_T,
             num_tokens=valid_tokens,
-            probs_of_logits=is_ours and not isinstance(routing, RouterOutput),
+            probs_of_logits=is_ours and has_our_probs and not isinstance(routing, RouterOutput),
             ids_are_experts=is_ours and routing is None,
         )
         aux_loss, *values = losses
@@ -274,7 +280,7 @@ def _flat_ids(expert_ids: Tensor, x: Tensor, top_k: int) -> Tensor:
 
 
 def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
-    """Refuse what is no routing of these tokens. Kernels check the shapes of weights and ids."""
+    """Refuse what is no routing of these tokens."""
     if not isinstance(routed, RouterOutput):
         raise ValueError(f"expected a router that returns a RouterOutput, got {_described(routed)}")
     for name in ("probs_TE", "logits_TE"):
@@ -284,6 +290,14 @@ def _check_routed(routed: RouterOutput, num_tokens: int) -> None:
                 f"expected a row of {name} for each of {num_tokens} tokens, got "
                 f"{_described(values)}"
             )
+    weights, ids, token_ids = routed.weights_TK, routed.expert_ids_TK, routed.token_ids_N
+    rows = num_tokens if token_ids is None else token_ids.numel()
+    if ids.dim() != 2 or ids.shape[0] != rows or weights.shape != ids.shape:
+        what = "tokens" if token_ids is None else "entries of token_ids_N"
+        raise ValueError(
+            f"expected a row of expert_ids_TK and of weights_TK for each of {rows} {what}, got "
+            f"{_described(ids)} and {_described(weights)}"
+        )
 
 
 def _described(value: object) -> str:

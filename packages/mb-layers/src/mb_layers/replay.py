@@ -43,13 +43,23 @@ class RecordedRouting:
 
         The passes of `generate` are the prompt and then one token each: the routing of the whole
         sequence but for its last token, which no layer has seen.
+
+        Raises:
+            ValueError: no layer ran.
         """
+        if not self.passes:
+            raise ValueError(
+                "expected MoE layers to run inside record_routing(model), none did; a model that "
+                "was compiled before has no hooks: record one that is not compiled"
+            )
         return {name: torch.cat(ids, dim=-2) for name, ids in self.passes.items()}
 
 
 @contextmanager
 def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
     """Record the experts that each MoE layer of the model chooses while the context is open.
+
+    Not for compiled models: their hooks are fixed when they are compiled.
 
     Yields:
         A `RecordedRouting`; its `expert_ids()` are what `replay_routing` takes.
@@ -74,7 +84,8 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
             if ids_TK is None:
                 raise ValueError(
                     f"expected the router of {name!r} to run, got a call with a RouterOutput, "
-                    "whose experts the caller knows"
+                    "whose experts the caller knows, or a layer that was compiled before and has "
+                    "no hooks inside"
                 )
             ids = ids_TK.view(*output.y.shape[:-1], ids_TK.shape[1])
             recorded.passes.setdefault(name, []).append(ids)
@@ -173,7 +184,9 @@ class _Forced:
             layer._forward_pre_hooks_with_kwargs.pop(self.id, None)
         return None
 
-    def _routing(self, layer: MoELayer, x: Tensor, **_: Any) -> Tensor:
+    def _routing(
+        self, layer: MoELayer, x: Tensor, *, mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
         assert self.ids is not None
         shape = (*x.shape[:-1], layer.config.top_k)
         if self.ids.shape not in (shape, (math.prod(shape[:-1]), shape[-1])):
@@ -184,8 +197,9 @@ class _Forced:
         routing = self.ids.to(x.device, torch.int32).reshape(shape)
         if not self.some_are_free:
             return routing
+        # As the layer does: some routers look at all real tokens, and padding may be NaN.
         with torch.no_grad():
-            own = layer.router(x.reshape(-1, x.shape[-1]))
+            own = layer._route(*layer._tokens(x, mask), None)
         _check_by_token(self.name, own)
         is_free = (routing < 0).all(dim=-1, keepdim=True)
         return torch.where(is_free, own.expert_ids_TK.view(shape), routing)

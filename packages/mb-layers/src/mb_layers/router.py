@@ -146,9 +146,12 @@ class Router(nn.Module):
 
     def _is_plain_softmax(self) -> bool:
         # A method: torch 2.11's compiler follows no property of a parent class.
-        config = self.config
+        config, kind = self.config, type(self)
         return (
-            config.score_function == "softmax"
+            kind.scores is Router.scores  # a subclass may do each step in its own way
+            and kind.choice is Router.choice
+            and kind.weights is Router.weights
+            and config.score_function == "softmax"
             and config.num_expert_groups is None
             and not config.balancing_bias
             and not (config.renormalize and config.renormalize_p != 1)

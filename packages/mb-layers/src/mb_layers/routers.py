@@ -23,8 +23,8 @@ class ExpertChoiceRouter(Router):
 
     Load is balanced by construction. A token visits any number of experts, K on average. What a
     token gets depends on the other tokens of the batch, later ones too, so do not use it in a
-    causal model whose loss must not see the future. A config with groups, zero experts or
-    renormalized weights is refused.
+    causal model whose loss must not see the future. A config with groups, zero experts, a balancing
+    bias or renormalized weights is refused.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class ExpertChoiceRouter(Router):
             renormalize=False,
             num_expert_groups=None,
             num_zero_experts=0,
+            balancing_bias=False,
             uniform_assignment=False,
         )
         super().__init__(config, device=device, dtype=dtype)
@@ -103,9 +104,6 @@ class SinkhornRouter(Router):
         _refuse("SinkhornRouter", config, num_expert_groups=None, balancing_bias=False)
         super().__init__(config, device=device, dtype=dtype)
         self.iterations = iterations
-
-    def _is_plain_softmax(self) -> bool:
-        return super()._is_plain_softmax() and not self.training
 
     def choice(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
         """Return the balanced masses in training."""

@@ -126,7 +126,7 @@ def sparse_expert_mlp(
     check_experts(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
     _check_width("F of w2_EDF", w2_EDF.shape[2])
     arguments = (x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
-    if recompute:
+    if recompute and not torch.compiler.is_exporting():  # torch runs no exported checkpoint
         return checkpoint(_sparse_expert_mlp, *arguments, use_reentrant=False)
     return _sparse_expert_mlp(*arguments)
 

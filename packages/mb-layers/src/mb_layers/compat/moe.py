@@ -12,6 +12,7 @@ backward adds none.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -84,8 +85,8 @@ class _Layer(nn.Module):
         self.args = read_arguments(args)
         whole = layer_from_arguments(self.args, layer=self.kind)
         theirs = to_megablocks(whole.state_dict(), whole.config)
-        self._names = tuple(whole.state_dict())
-        self._rules = rules(theirs.keys(), whole.config)
+        self._names, self._their_names = tuple(whole.state_dict()), tuple(theirs)
+        self._rules = rules(self._their_names, whole.config)
         for name, tensor in theirs.items():
             module: nn.Module = self
             *path, last = name.split(".")
@@ -107,7 +108,7 @@ class _Layer(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         (whole,) = self._whole
-        self._rules = rules(dict(self.named_parameters()), whole.config)
+        self._rules = rules(self._their_names, whole.config)
 
     def _keep(self, router: nn.Module, args: Any, routed: RouterOutput) -> None:
         self._routed.append(routed)
@@ -115,7 +116,9 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [..., D] to y; with `bias` and `return_bias` to (y, bias), the bias not added."""
         (whole,) = self._whole
-        weights = translate(dict(self.named_parameters()), self._rules, self._names)
+        # As attributes: under a parametrization or FSDP1 they are no parameters of these names.
+        theirs = {name: attrgetter(name)(self) for name in self._their_names}
+        weights = translate(theirs, self._rules, self._names)
         bias = None
         if self.args.bias and self.args.return_bias:
             # A view: reentrant checkpointing makes what it returns depend on its inputs, and a

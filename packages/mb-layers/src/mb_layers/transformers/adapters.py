@@ -25,7 +25,6 @@ from mb_layers.experts import Experts
 from mb_layers.factored import Factored, LowRank, weight_of
 
 _GATE_UP, _UP, _DOWN = slice(0, 2), slice(1, 2), slice(2, 3)  # of the projections' names
-_STACKED = {"gate_up_proj": _GATE_UP, "up_proj": _UP, "down_proj": _DOWN}
 
 
 def adapters_by_expert(
@@ -34,8 +33,8 @@ def adapters_by_expert(
     """Return the tensors of all experts' adapters by PEFT's names, and their common scaling.
 
     Args:
-        model: a transformers model after `swap_blocks` with `add_lora` on its experts, or one
-            whose experts PEFT adapts by `target_parameters`.
+        model: a transformers model whose experts PEFT adapts by `target_parameters`, or one after
+            `swap_blocks`, its experts adapted so or by `add_lora`.
         projections: what the model's checkpoints call gate, up and down projection of an expert;
             Mixtral's are ("w1", "w3", "w2").
 
@@ -99,8 +98,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, slice, LowRank]]:
     for name, module in model.named_modules():
         place = name.removeprefix("base_model.model.").replace(".moe.experts", ".experts")
         if isinstance(module, Experts):
-            first = _GATE_UP if module.config.is_glu else _UP
-            for weight, stacked in (("w1", first), ("w2", _DOWN)):
+            for weight, stacked in _stacked(module).items():
                 parts = weight_of(module, weight)
                 added = parts.added if isinstance(parts, Factored) else ()
                 if len(added) > 1:
@@ -110,11 +108,19 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, slice, LowRank]]:
         elif type(module).__name__ == "ParamWrapper":
             wrapper: Any = module
             base = wrapper.get_base_layer()
-            if wrapper.parameter_name not in _STACKED or getattr(base, "is_transposed", False):
+            stacked = _stacked(base).get(wrapper.parameter_name)
+            if stacked is None or getattr(base, "is_transposed", False):
                 raise ValueError(
                     "expected adapters on gate_up_proj, up_proj or down_proj of layout [E, rows, "
                     f"columns], got {wrapper.parameter_name!r} of {type(base).__name__}"
                 )
             (adapter,) = wrapper.active_adapters
             added = LowRank(*wrapper.get_delta_factors(adapter))
-            yield place.replace(".base_layer", ""), _STACKED[wrapper.parameter_name], added
+            yield place.replace(".base_layer", ""), stacked, added
+
+
+def _stacked(experts: nn.Module) -> dict[str, slice]:
+    """Which projections each of the experts' weights stacks, by its name."""
+    if isinstance(experts, Experts):
+        return {"w1": _GATE_UP if experts.config.is_glu else _UP, "w2": _DOWN}
+    return {"gate_up_proj": _GATE_UP, "up_proj": _UP, "down_proj": _DOWN}

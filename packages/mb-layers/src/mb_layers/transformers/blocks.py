@@ -108,7 +108,7 @@ def translate_block(state: Mapping[str, Tensor], config: MoEConfig) -> dict[str,
     Takes stacked experts, as in memory (`experts.gate_up_proj`), and one tensor per expert, as in
     the files on the Hub (`experts.0.gate_proj.weight`, Mixtral: `experts.0.w1.weight`).
     """
-    return translate(state, _rules(state, config), _names(config))
+    return translate(state, block_rules(state, config), _names(config))
 
 
 def translate_layer(
@@ -119,7 +119,7 @@ def translate_layer(
     The result's tensors are views of `state`'s where the layout allows. `names` may be those of a
     block in memory or of the files on the Hub.
     """
-    return translate_back(state, _rules(names, config), names)
+    return translate_back(state, block_rules(names, config), names)
 
 
 def _names(config: MoEConfig) -> Collection[str]:
@@ -133,7 +133,9 @@ _BIAS_OF_ROWS = "gate.moe_statics.e_score_correction_bias"  # [1, E]
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
 
-def _rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
+def block_rules(names: Collection[str], config: MoEConfig) -> list[Rule]:
+    """How tensors of a block's `names` make up a layer's."""
+
     def called(candidates: Sequence[str], suffix: str = "") -> str:
         return next((c for c in candidates if c + suffix in names), candidates[0])
 

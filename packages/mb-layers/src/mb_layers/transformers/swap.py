@@ -8,8 +8,9 @@ of our layers is new. It is added to `outputs.loss`, so that whatever the traine
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,12 @@ from mb_layers.losses import in_backward
 from mb_layers.model import weighs_losses
 from mb_layers.moe import dMoE
 from mb_layers.transformers.block_routing import BLOCKS, RETURN_PAIRS
-from mb_layers.transformers.blocks import moe_from_block, translate_block, translate_layer
+from mb_layers.transformers.blocks import (
+    block_rules,
+    moe_from_block,
+    translate_block,
+    translate_layer,
+)
 
 
 class BlockAdapter(nn.Module):
@@ -218,16 +224,17 @@ class _LossOfForward:
             )
         outputs.aux_loss = aux_loss
         if getattr(outputs, "loss", None) is not None:
-            outputs.loss = outputs.loss + _share(model, kwargs) * aux_loss
+            outputs.loss = outputs.loss + _share(model, args, kwargs) * aux_loss
 
 
-def _share(model: nn.Module, kwargs: Mapping[str, Any]) -> Tensor | float:
+def _share(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Tensor | float:
     """The part of the whole batch that this micro-batch is, if the loss is normalised by that."""
     items = kwargs.get("num_items_in_batch")
     if items is None or str(getattr(model, "loss_type", None)).endswith("Classification"):
         return 1.0  # classifiers take the number, and leave their loss a mean
-    shifted = kwargs.get("shift_labels")
-    labels = kwargs["labels"][..., 1:] if shifted is None else shifted
+    named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    shifted = named.get("shift_labels")
+    labels = named["labels"][..., 1:] if shifted is None else shifted
     return (labels != -100).sum() / items
 
 
@@ -243,17 +250,34 @@ def _emptied(block: nn.Module) -> nn.Module:
     return block
 
 
-def _load_block_names(adapter: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Rename what `load_state_dict` brings from the block's names to the layer's."""
+def _load_block_names(
+    adapter: nn.Module,
+    state: dict[str, Tensor],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    *_: Any,
+) -> None:
+    """Rename what `load_state_dict` brings from the block's names to the layer's.
+
+    It may be a part: of a checkpoint in several files `Trainer` loads one after the other.
+    """
     assert isinstance(adapter, BlockAdapter)
-    given = {n.removeprefix(prefix): n for n in state if n.startswith(prefix)}
-    if not given.keys() >= set(adapter._names):
-        return  # incomplete: load_state_dict names what is missing
-    theirs = {name: state.pop(given[name]) for name in adapter._names}
-    ours = adapter.moe.state_dict()
-    places = _places(ours)
-    for name, tensor in translate_block(theirs, adapter.moe.config).items():
-        state[f"{prefix}moe.{places[name]}"] = _sharded_as(tensor, ours[places[name]])
+    given = {n for n in adapter._names if prefix + n in state}
+    if not given:
+        return  # load_state_dict names what is missing
+    theirs = {n: state.pop(prefix + n) for n in adapter._names if n in given}
+    if absent := set(adapter._names) - given:
+        theirs |= {n: t for n, t in adapter.state_dict().items() if n in absent}
+    ours, config = adapter.moe.state_dict(), adapter.moe.config
+    places, translated = _places(ours), translate_block(theirs, config)
+    for rule in block_rules(theirs, config):
+        if given.isdisjoint(rule.sources):
+            continue
+        missing_keys += [prefix + n for n in rule.sources if n in absent]
+        place = places[rule.target]
+        state[f"{prefix}moe.{place}"] = _sharded_as(translated[rule.target], ours[place])
 
 
 def _sharded_as(tensor: Any, ours: Any) -> Tensor:

@@ -225,6 +225,7 @@ class Run:
         log.write(
             "start",
             iteration=self.progress.iteration,
+            iterations=self.iterations,
             ranks=world_size(),
             device=device_name(self.device),
             torch=torch.__version__,

@@ -176,6 +176,10 @@ def test_pairs_become_samples_of_two_segments(bert, tmp_path):
     assert pairs == [((("good w1 w2", "bad"),), 0)]
     (tmp_path / "qqp.tsv").write_text("h\n" + qqp_row("a", "b", "1"))
     assert read_pairs(tmp_path / "qqp.tsv", "qqp") == [((("a", "b"),), 1)]
+    torn = "7\t8\t9\tthe first\n half\tof it\t0\n"
+    (tmp_path / "qqp.tsv").write_text("h\n" + torn + qqp_row("a", "b", "1"))
+    with pytest.warns(UserWarning, match=r"line 2: .* got 4. 2 lines like this are left out."):
+        assert read_pairs(tmp_path / "qqp.tsv", "qqp") == [((("a", "b"),), 1)]
     tokenizer = load_tokenizer(str(bert.parent / "vocab.txt"))
     sample = ExampleDataset(pairs, tokenizer, seq_length=9)[0]
     good, bad, w1, w2 = (tokenizer.token_id(word) for word in ("good", "bad", "w1", "w2"))

@@ -8,8 +8,10 @@ from mb_data import load_tokenizer
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
+from mb_train.loading import load_trained
+from mb_train.run_log import read_log
 from mb_train.tasks.examples import ExampleDataset
-from mb_train.tasks.make import whole_model
+from mb_train.tasks.make import one_process_task, whole_model
 from mb_train.tasks.pairs import read_pairs
 from mb_train.tasks.race import read_questions
 
@@ -96,6 +98,15 @@ def test_it_learns(bert, tmp_path, capsys):
     }
     assert found["most frequent label"] == pytest.approx(27 / 53, abs=1e-4)
     assert found["accuracy"] > 0.9
+    # What fills up the last batch of an evaluation counts neither there nor in the loss.
+    events = {event["event"]: event for event in read_log(tmp_path / "out/log.jsonl")}
+    assert events["measured"]["accuracy"] == pytest.approx(found["accuracy"], abs=1e-4)
+    trained = load_trained(tmp_path / "out", kinds=("classifier",))
+    task = one_process_task(trained.config, trained.tokenizer, vocab_size=V)
+    samples = task.build_datasets({"train": None, "valid": [str(valid)], "test": None}, [0] * 3)[1]
+    batch = {k: torch.from_numpy(v) for k, v in task.collate([*samples]).items()}
+    loss = trained.model(batch.pop("tokens_BS"), **batch).losses["classification loss"].item()
+    assert events["eval"]["lm_loss"] == pytest.approx(loss / 53, rel=1e-4)
 
 
 def test_it_learns_to_choose(bert, tmp_path, capsys):

@@ -150,6 +150,10 @@ def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatc
     assert main(["finetune", ".", *files, *words]) == 0
     said = capsys.readouterr().out.splitlines()
     assert {"train_iters = 12", "eval_interval = 4", "eval_iters = 4"} <= set(said)
+    write(tmp_path / "test.tsv", "qqp", 65)
+    words += ["--test-data-path", str(tmp_path / "test.tsv")]
+    assert main(["finetune", ".", *files, *words]) == 0
+    assert "eval_iters = 5" in capsys.readouterr().out.splitlines()
     monkeypatch.delenv("WORLD_SIZE")
     for words, says in ((["--epochs", "inf"], "--epochs above 0"), (["--load", "x"], "no --load")):
         assert main(["finetune", ".", *files, *words]) == 2

@@ -211,8 +211,11 @@ class Run:
         boards = open_boards(self.config)
         if self.folder is None:
             return RunLog(None, boards, self.config, self.say)
+        run = None if start is None else start.run
         if start is None or self.config.finetune or not start.is_in(self.folder):
             moved = run_folder.set_aside(self.folder)
+            if start is None or start.is_in(self.folder):
+                run = moved  # where the tokenizer's files in this folder are now
             if moved is not None:
                 self.say(f" {self.folder} holds an earlier run: moved to {moved}")
         else:
@@ -221,7 +224,7 @@ class Run:
                 self.say(f" going back: the later checkpoints of {self.folder} moved to {moved}")
         log = RunLog(self.folder / run_folder.LOG_FILE, boards, self.config, self.say)
         write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
-        keep_tokenizer(self.config, self.folder, None if start is None else start.run)
+        keep_tokenizer(self.config, self.folder, run)
         log.write(
             "start",
             iteration=self.progress.iteration,

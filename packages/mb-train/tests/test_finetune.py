@@ -179,7 +179,10 @@ def test_a_run_whose_end_is_not_saved_says_so(bert, tmp_path, monkeypatch, capsy
     words += ["--micro-batch-size", "2", "--epochs", "2", "--save-interval", "2", "--device", "cpu"]
     # Shorter than that of the BERT; and its rows stay, whatever ranks would pad them to.
     words += ["--seq-length", "10", "--make-vocab-size-divisible-by", "50"]
+    # Of a vocabulary that is gone the BERT's run has a copy.
+    words += ["--vocab-file", str(tmp_path / "gone/vocab.txt")]
     assert main(["finetune", str(bert), "--task", "qqp", *words]) == 1
+    assert (tmp_path / "out/tokenizer/vocab.txt").exists()
     said = capsys.readouterr().out
     assert "iter_0000002, the latest there is: the end of the run could not be saved" in said
 

@@ -33,6 +33,8 @@ def test_defaults_derive_from_sizes():
     assert (config.weight_decay, config.clip_grad, config.seed) == (0.01, 1.0, 1234)
     assert config.batch_size(3) == 6
     assert TrainConfig(**RUN, global_batch_size=12).batch_size(2) == 12
+    # Zero experts are chosen among too.
+    TrainConfig(**RUN, moe_num_experts=2, moe_top_k=4, moe_num_zero_experts=2)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,10 @@ def test_defaults_derive_from_sizes():
         ({"num_layers": None}, "missing --num-layers"),
         ({"hidden_size": 30}, "--hidden-size to be divisible by --num-attention-heads, got 30 and"),
         ({"moe_num_experts": 2, "moe_top_k": 3}, "--moe-top-k of at most --moe-num-experts, got 3"),
+        (
+            {"moe_num_experts": 2, "moe_top_k": 5, "moe_num_zero_experts": 2},
+            "of at most --moe-num-experts and --moe-num-zero-experts together, got 5 and 4",
+        ),
         ({"lr": 0.0}, "--lr above 0, got 0"),
         ({"lr": float("nan")}, "--lr above 0, got nan"),
         ({"moe_capacity_factor": -1.0}, "--moe-capacity-factor of at least 0, got -1"),

@@ -1,5 +1,6 @@
 """What a run does when something goes wrong: signals, two runs in a folder, NaN, a full disk."""
 
+import itertools
 import json
 import os
 import re
@@ -291,6 +292,34 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(run, diver
     assert main(["report", str(run.folder)]) == 0
     assert "not a number from iteration 4 on" in capsys.readouterr().out
     assert main(["generate", str(run.folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("order", ["single", "cyclic"])
+def test_the_documents_of_a_bad_batch_are_those_it_was_made_of(run, monkeypatch, capsys, order):
+    """Though the batch grows, and though samples come in another order."""
+    step, seen = loop.train_step, []
+
+    def watched(a_run, stream, accumulator):
+        size = a_run.batch_sizes.size(a_run.progress.consumed_samples)
+        batches = list(itertools.islice(stream, size // 2))
+        seen.append(torch.cat([batch["tokens_BS"] for batch in batches]).unique())
+        if len(seen) == 3:
+            with torch.no_grad():
+                next(a_run.model.parts[0].parameters()).fill_(torch.nan)
+        return step(a_run, iter(batches), accumulator)
+
+    with mb_data.IndexedDatasetBuilder(run.folder.with_name("own"), dtype=np.uint16) as builder:
+        for document in range(60):  # a token is its document's number
+            builder.add_document(np.full(17, document, np.uint16))
+    monkeypatch.setattr(loop, "train_step", watched)
+    words = [word for word in TINY if "decay" not in word]
+    words += ["--data-path", str(run.folder.with_name("own")), "--dataloader-type", order]
+    words += ["--train-samples", "80", "--global-batch-size", "8", "--nan-limit", "2"]
+    words += ["--save", str(run.folder), "--rampup-batch-size", "2", "2", "12"]
+    assert main(words) == 1
+    named = re.search(r"Documents of that batch: ([\d, ]+) of", capsys.readouterr().out)
+    assert set(map(int, named[1].split(", "))) >= set(seen[2].tolist())
+    assert len(named[1].split(", ")) <= 2 * len(seen[2])
 
 
 def test_weights_that_give_no_loss_do_not_push_out_a_good_checkpoint(run, monkeypatch, capsys):

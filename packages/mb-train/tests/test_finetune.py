@@ -8,8 +8,10 @@ from mb_data import load_tokenizer
 from mb_train.cli import main
 from mb_train.config import TrainConfig
 from mb_train.convert.hugging_face import write_run
+from mb_train.loading import load_trained
+from mb_train.run_log import read_log
 from mb_train.tasks.examples import ExampleDataset
-from mb_train.tasks.make import whole_model
+from mb_train.tasks.make import one_process_task, whole_model
 from mb_train.tasks.pairs import read_pairs
 from mb_train.tasks.race import read_questions
 
@@ -96,6 +98,15 @@ def test_it_learns(bert, tmp_path, capsys):
     }
     assert found["most frequent label"] == pytest.approx(27 / 53, abs=1e-4)
     assert found["accuracy"] > 0.9
+    # What fills up the last batch of an evaluation counts neither there nor in the loss.
+    events = {event["event"]: event for event in read_log(tmp_path / "out/log.jsonl")}
+    assert events["measured"]["accuracy"] == pytest.approx(found["accuracy"], abs=1e-4)
+    trained = load_trained(tmp_path / "out", kinds=("classifier",))
+    task = one_process_task(trained.config, trained.tokenizer, vocab_size=V)
+    samples = task.build_datasets({"train": None, "valid": [str(valid)], "test": None}, [0] * 3)[1]
+    batch = {k: torch.from_numpy(v) for k, v in task.collate([*samples]).items()}
+    loss = trained.model(batch.pop("tokens_BS"), **batch).losses["classification loss"].item()
+    assert events["eval"]["lm_loss"] == pytest.approx(loss / 53, rel=1e-4)
 
 
 def test_it_learns_to_choose(bert, tmp_path, capsys):
@@ -139,6 +150,10 @@ def test_a_run_is_shown_and_what_it_cannot_be_is_said(bert, tmp_path, monkeypatc
     assert main(["finetune", ".", *files, *words]) == 0
     said = capsys.readouterr().out.splitlines()
     assert {"train_iters = 12", "eval_interval = 4", "eval_iters = 4"} <= set(said)
+    write(tmp_path / "test.tsv", "qqp", 65)
+    words += ["--test-data-path", str(tmp_path / "test.tsv")]
+    assert main(["finetune", ".", *files, *words]) == 0
+    assert "eval_iters = 5" in capsys.readouterr().out.splitlines()
     monkeypatch.delenv("WORLD_SIZE")
     for words, says in ((["--epochs", "inf"], "--epochs above 0"), (["--load", "x"], "no --load")):
         assert main(["finetune", ".", *files, *words]) == 2
@@ -164,7 +179,10 @@ def test_a_run_whose_end_is_not_saved_says_so(bert, tmp_path, monkeypatch, capsy
     words += ["--micro-batch-size", "2", "--epochs", "2", "--save-interval", "2", "--device", "cpu"]
     # Shorter than that of the BERT; and its rows stay, whatever ranks would pad them to.
     words += ["--seq-length", "10", "--make-vocab-size-divisible-by", "50"]
+    # Of a vocabulary that is gone the BERT's run has a copy.
+    words += ["--vocab-file", str(tmp_path / "gone/vocab.txt")]
     assert main(["finetune", str(bert), "--task", "qqp", *words]) == 1
+    assert (tmp_path / "out/tokenizer/vocab.txt").exists()
     said = capsys.readouterr().out
     assert "iter_0000002, the latest there is: the end of the run could not be saved" in said
 
@@ -176,6 +194,10 @@ def test_pairs_become_samples_of_two_segments(bert, tmp_path):
     assert pairs == [((("good w1 w2", "bad"),), 0)]
     (tmp_path / "qqp.tsv").write_text("h\n" + qqp_row("a", "b", "1"))
     assert read_pairs(tmp_path / "qqp.tsv", "qqp") == [((("a", "b"),), 1)]
+    torn = "7\t8\t9\tthe first\n half\tof it\t0\n"
+    (tmp_path / "qqp.tsv").write_text("h\n" + torn + qqp_row("a", "b", "1"))
+    with pytest.warns(UserWarning, match=r"line 2: .* got 4. 2 lines like this are left out."):
+        assert read_pairs(tmp_path / "qqp.tsv", "qqp") == [((("a", "b"),), 1)]
     tokenizer = load_tokenizer(str(bert.parent / "vocab.txt"))
     sample = ExampleDataset(pairs, tokenizer, seq_length=9)[0]
     good, bad, w1, w2 = (tokenizer.token_id(word) for word in ("good", "bad", "w1", "w2"))

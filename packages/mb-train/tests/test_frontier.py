@@ -5,7 +5,9 @@ import math
 
 import pytest
 from mb_train.cli import main
+from mb_train.config import TrainConfig
 from mb_train.frontier import noise_of, points_of, read_run, same_size_speed_up, speed_up
+from mb_train.train import train as train_run
 
 BATCH, S = 4, 16
 DENSE, DROPLESS, CAPACITY = {}, {"moe_num_experts": 64, "moe_capacity_factor": 0.0}, 1.5
@@ -82,6 +84,21 @@ def test_an_interval_that_ends_after_the_evaluation(tmp_path):
     )  # fmt: skip
     # The first interval is charged at the median of 10 and 30.
     assert read_run(folder).seconds == pytest.approx((0.1 + 0.03, 0.1 + 0.05 + 0.15))
+
+
+def test_a_run_by_samples_finishes_and_its_tokens_are_those_consumed(tmp_path):
+    """A batch that grows makes more steps than there are full batches in the samples."""
+    shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "seq_length": S}
+    config = TrainConfig(
+        **shape, train_samples=23, global_batch_size=8, rampup_batch_size=[2, 2, 10], lr=1e-3,
+        micro_batch_size=2, eval_interval=3, eval_iters=1, log_interval=2, mock_data=True,
+        tokenizer_type="NullTokenizer", vocab_size=40, device="cpu", save=str(tmp_path / "run"),
+    )  # fmt: skip
+    train_run(config)
+    run = read_run(tmp_path / "run")
+    assert run.finished
+    assert run.tokens == (8 * S, 22 * S)  # 2, 2, 4, 6 and 8 sequences
+    assert len(points_of([run])) == 1
 
 
 def frontier(tmp_path, dmoe_ms=30.0, dmoe_loss=2.5):
@@ -182,7 +199,8 @@ def test_same_size_speed_up_reads_the_curve(tmp_path):
     "other",
     [
         {"device": "H100"}, {"iters": 200}, {"data_path": ["more"]}, {"seq_length": 32},
-        {"eval_iters": 4},
+        {"eval_iters": 4}, {"data_path": None, "train_data_path": ["text"]}, {"mock_data": True},
+        {"iters": None, "train_samples": 400},
     ],
 )  # fmt: skip
 def test_runs_that_do_not_belong_together_are_refused(tmp_path, other):

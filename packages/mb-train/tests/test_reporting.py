@@ -12,7 +12,7 @@ from mb_parallel import ParallelDims
 from mb_parallel.testing import run_ranks
 from mb_train.config import TrainConfig
 from mb_train.interval import Speed, extra_line, speed
-from mb_train.metrics import Accumulator
+from mb_train.metrics import Accumulator, IntervalStats
 from mb_train.reporting import (
     argument_lines,
     datetime_line,
@@ -239,6 +239,8 @@ def test_a_dense_model_has_losses_alone():
     accumulator.add_iteration({"lm loss": torch.tensor(float("nan"))})
     stats = accumulator.collect(torch.tensor(1.0))
     assert stats.nan_iterations == 1
+    both = {"lm loss": [1.0, math.inf, 1.0], "sop loss": [1.0, 1.0, -math.inf]}
+    assert IntervalStats(both, grad_norm=1.0).nan_iterations == 2
     assert stats.mean("z_loss") == 0
     assert extra_line(Speed(1234.5, 1, None, None), stats) == "  tokens per second: 1,234"
     said = extra_line(Speed(8e5, 8, 100.0, 0.101), stats)

@@ -121,7 +121,10 @@ def test_what_is_no_index_is_refused_and_nothing_is_written(corpus, tmp_path, ca
             refused(f"{index} is damaged: ", "retrieve", run, "w1", "--index", index)
         (index / file).write_bytes(whole)
     about = json.loads((index / "index.json").read_text())
-    for change, says in (({"iteration": 7}, "iteration 7"), ({"corpus_bytes": 1}, "has changed")):
+    for change, says in (
+        ({"iteration": 7}, "iteration 7"), ({"corpus_bytes": 1}, "has changed"),
+        ({"written": 1.0, "checkpoint": "a/iter_0000000"}, "made with a/iter_0000000"),
+    ):  # fmt: skip
         (index / "index.json").write_text(json.dumps(about | change))
         refused(says, "retrieve", run, "w1", "--index", index)
     (index / "index.json").write_text("{}")

@@ -41,7 +41,9 @@ def board(monkeypatch, **switches):
         params_norm=None, batch_size=8, ms_per_iteration=500.0, tokens_per_s=9.0, ranks=3,
         load_imbalance=[1.5], loss_scale=4.0, timers={"optimizer": [1.0, 7.0]},
     )  # fmt: skip
-    log.write("eval", iteration=5, place="iteration 5", losses={"lm loss": 2.5})
+    log.write(
+        "eval", iteration=5, consumed_samples=40, place="iteration 5", losses={"lm loss": 2.5}
+    )
     log.close()
     assert _Writer.last.closed
     return _Writer.last.added
@@ -55,6 +57,7 @@ def test_tensorboard_gets_megatrons_names(monkeypatch):
     assert added["iteration-time"] == (0.5, 5)
     assert added["expert load max over mean/layer 0"] == (1.5, 5)
     assert added["lm loss validation"] == (2.5, 5)
+    assert added["lm loss validation vs samples"] == (2.5, 40)
     assert added["learning-rate"] == (0.1, 5)
     assert added["loss-scale"] == (4.0, 5)
     absent = {"params-norm", "batch-size", "world-size", "optimizer-time"}

@@ -346,6 +346,7 @@ def test_bm25_ranks_by_rare_words_and_short_texts():
     assert BM25(texts).scores([1])[2] == pytest.approx(weight * 2.2 / (1 + norm))
     assert rank_of(scores, 3) == 0
     assert rank_of(scores, 0) == 3  # a tie is no find
+    assert rank_of(np.full(4, np.nan), 0) == 3  # nor is what a diverged model computes
     assert recall([0, 4, 5, 9], 5) == 0.5
 
 

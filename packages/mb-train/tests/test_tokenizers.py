@@ -47,6 +47,8 @@ def test_a_run_takes_its_tokenizer_along(tmp_path, monkeypatch, capsys):
     assert generate("../moved") == 0
     data = "--data-path=../t_text_document"
     assert main(["--load=../moved", "--save=next", data, "--train-iters=2"]) == 0
+    # Begun anew in the same folder, whose copies move aside.
+    assert main(["--load=next", "--save=next", "--finetune", data, "--train-iters=1"]) == 0
     assert generate("next") == 0
     assert main(["convert", "next", "theirs"]) == 0
     assert main(["convert", "theirs", "ours"]) == 0

@@ -74,7 +74,7 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     import torch
 
     from mb_train.sizing import describe, sizes
-    from mb_train.tokenizers import load_tokenizer, saved_rows, vocabulary_rows
+    from mb_train.tokenizers import copies_for, load_tokenizer, saved_rows, vocabulary_rows
 
     there = torch.cuda.device_count()
     ranks = (there or 1) if options.gpus is None else options.gpus
@@ -84,7 +84,7 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     device = options.gpu or here
     vocab_size = vocabulary_rows(
         config,
-        load_tokenizer(config, None if start is None else start.run).vocab_size,
+        load_tokenizer(config, copies_for(config, None if start is None else start.run)).vocab_size,
         ranks=config.tensor_model_parallel_size,
         saved=saved_rows(config, None if start is None else start.saved),
     )

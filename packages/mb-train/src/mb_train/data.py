@@ -269,8 +269,7 @@ def batches(
     Raises:
         DataError: a token that is not below `vocab_size`.
     """
-    order = mb_data.CyclicSampler if cyclic else mb_data.SequentialSampler
-    sampler = order(
+    sampler = _order(cyclic=cyclic)(
         len(dataset),
         consumed_samples=consumed_samples,
         micro_batch_size=micro_batch_size,
@@ -299,6 +298,24 @@ def batches(
         loaded = stack.enter_context(contextlib.closing(_ahead(load, iter(sampler), workers)))
         for batch in loaded:
             yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def samples_of_step(
+    dataset: Dataset, consumed_samples: int, size: int, *, cyclic: bool
+) -> list[int]:
+    """The samples of all ranks that a step of `size` takes after `consumed_samples`."""
+    order = _order(cyclic=cyclic)(
+        len(dataset),
+        consumed_samples=consumed_samples,
+        micro_batch_size=size,
+        rank=0,
+        world_size=1,
+    )
+    return next(iter(order))
+
+
+def _order(*, cyclic: bool) -> type[mb_data.CyclicSampler | mb_data.SequentialSampler]:
+    return mb_data.CyclicSampler if cyclic else mb_data.SequentialSampler
 
 
 def _ahead(

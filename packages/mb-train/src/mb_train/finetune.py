@@ -3,7 +3,7 @@
 It is a run like any other, of the model and the tokenizer of RUN, with a head of its own: whatever
 flag a run takes may follow. What is not said is as in Megatron-LM's example of the task: three
 passes over the data, a rate of 5e-5 that falls in a line (RACE: 1e-5). All of the validation data
-is evaluated after each pass, and the folder is RUN-TASK.
+is evaluated after each pass, all test data at the end, and the folder is RUN-TASK.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     from mb_train.layout import parallel_dims
     from mb_train.tasks.classify import read_examples
 
-    examples, valid = (
+    test = command.values.get("test_data_path") or options.valid_data
+    examples, *evaluated = (
         len(read_examples(files, options.task))
-        for files in (options.train_data, options.valid_data)
+        for files in (options.train_data, options.valid_data, test)
     )
     if not 0 < options.epochs < math.inf:
         raise ValueError(f"Expected a number of --epochs above 0, got {options.epochs:g}.")
@@ -88,7 +89,7 @@ def finetune(parser: Parser, arguments: Sequence[str]) -> int:
     lengths = {
         "train_iters": math.ceil(options.epochs * examples / batch),
         "eval_interval": math.ceil(examples / batch),
-        "eval_iters": math.ceil(valid / batch),
+        "eval_iters": math.ceil(max(evaluated) / batch),
     }
     if "train_samples" in command.values:
         del lengths["train_iters"]

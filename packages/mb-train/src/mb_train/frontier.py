@@ -27,14 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from mb_train.config import GROUPS, TrainConfig
+from mb_train.config.data import WAYS as DATA_WAYS
 from mb_train.config.field import spec
 from mb_train.run_folder import LOG_FILE
 from mb_train.run_log import read_log
 
 _DRAWS = 4000
 # Runs of one picture must agree in these, or their points answer different questions.
-_SHARED = ("train_iters", "global_batch_size", "seq_length", "data_path", "split", "tokenizer")
-_SHARED += ("eval_iters",)  # the validation set is its first so many batches
+_SHARED = ("train_iters", "train_samples", "global_batch_size", "seq_length", "tokenizer", "model")
+_SHARED += DATA_WAYS
+# The validation set: its documents, of which it is the first so many batches.
+_SHARED += ("split", "split_rounding", "eval_iters")
 # Runs of one point must agree in all fields but these.
 _OF_A_RUN = {"seed", "device", "data_cache_path", "num_workers"}
 _OF_A_RUN |= {f.name for f in fields(TrainConfig) if spec(f).on_load == "own"}
@@ -131,12 +134,13 @@ def _run_of(path: Path) -> FrontierRun:
     start: dict[str, Any] = {}
     intervals: dict[int, tuple[int, float, bool]] = {}  # by last step: steps, seconds each, cold
     valid: dict[int, float] = {}
+    samples: dict[int, int] = {}  # at evaluations; a ramp-up, or a resumed run, has steps of others
     cold = True
     for event in read_log(path):
         kind = event["event"]
         if kind == "start":
             start, cold = event, True
-            for series in (intervals, valid):
+            for series in (intervals, valid, samples):
                 for later in [i for i in series if i > event["iteration"]]:
                     del series[later]
         elif kind == "train":
@@ -145,12 +149,15 @@ def _run_of(path: Path) -> FrontierRun:
             cold = False
         elif kind == "eval" and "test" not in event["place"]:
             valid[event["iteration"]] = _number(event["lm_loss"])
+            if "consumed_samples" in event:
+                samples[event["iteration"]] = event["consumed_samples"]
     if not intervals or not valid:
         raise ValueError(f"Expected training steps and evaluations in {path}, found none.")
     config = start["config"]
     clock, overhead = _seconds_by_step(intervals, max(valid))
     at = sorted(valid)
-    per_step = config["global_batch_size"] * config["seq_length"]
+    defaults = {f.name: f.default for f in fields(TrainConfig)}  # logs of older runs lack some
+    batch, length = config["global_batch_size"], config["seq_length"]
     return FrontierRun(
         name=path.parent.resolve().name,
         family=family_of(config),
@@ -158,17 +165,18 @@ def _run_of(path: Path) -> FrontierRun:
         seed=config["seed"],
         parameters=start["parameters"],
         device=f"{start['ranks']} x {start['device']}",
-        tokens=tuple(i * per_step for i in at),
+        tokens=tuple(samples.get(i, i * batch) * length for i in at),
         seconds=tuple(clock[i] for i in at),
         losses=tuple(valid[i] for i in at),
         overhead_s=overhead,
-        finished=at[-1] == config["train_iters"] and math.isfinite(valid[at[-1]]),
-        shared=tuple(config.get(name) for name in _SHARED),
+        finished=at[-1] == start.get("iterations", config["train_iters"])
+        and math.isfinite(valid[at[-1]]),
+        shared=tuple(config.get(name, defaults[name]) for name in _SHARED),
         settings=tuple(
             tuple(value) if isinstance(value, list) else value
             for f in fields(TrainConfig)
             if f.name not in _OF_A_RUN
-            for value in [config.get(f.name, f.default)]
+            for value in [config.get(f.name, defaults[f.name])]
         ),
     )
 

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from mb_data import FillInTheMiddle
 from mb_parallel import any_rank
 from mb_parallel.optimizer import local
 from torch import Tensor, nn
 
-from mb_train.checkpoint import Progress
-
-_DOCUMENTS_NAMED = 8
+_NAMED = 8
 
 
 class DivergenceGuard:
@@ -48,29 +47,27 @@ class DivergenceGuard:
                 return True
         return False
 
-    def reason(self, dataset: Any, progress: Progress, batch_size: int) -> str:
+    def reason(self, dataset: Any, samples: Sequence[int]) -> str:
         """Why the run stops, in words: since when, and which documents that batch held.
 
         Args:
             dataset: the training set.
-            progress: where the run stands; batches before it are counted back from there.
+            samples: of it, those of the step `since`.
         """
-        assert self.since is not None
-        back = (progress.iteration - self.since + 1) * batch_size
-        first = max(progress.consumed_samples - back, 0)
-        named = documents_of(dataset, range(first, first + batch_size))
+        named = documents_of(dataset, samples)
         return (
             f"the loss is not a number since iteration {self.since} ({self.bad} steps in a row). "
             f"Documents of that batch: {named}"
         )
 
 
-def documents_of(dataset: Any, samples: range) -> str:
+def documents_of(dataset: Any, samples: Sequence[int]) -> str:
     """The documents that samples of a GPT dataset, or a blend of such, are cut from, in words.
 
     Of another dataset the samples themselves are named.
     """
     found: dict[str, list[int]] = {}
+    dataset = dataset.dataset if isinstance(dataset, FillInTheMiddle) else dataset
     for sample in samples:
         source, index = dataset, sample
         while hasattr(source, "dataset_sample_index"):
@@ -78,17 +75,17 @@ def documents_of(dataset: Any, samples: range) -> str:
             index = int(source.dataset_sample_index[index])
             source = source.datasets[number]
         if not hasattr(source, "sample_idx"):
-            return f"unknown, samples {samples.start} to {samples.stop - 1}"
+            return f"unknown, samples {_some(samples)}"
         row = int(source.shuffle_idx[index])
         first, last = int(source.sample_idx[row][0]), int(source.sample_idx[row + 1][0])
         documents = found.setdefault(str(source.indexed.prefix), [])
         documents.extend(int(d) for d in source.doc_idx[first : last + 1] if d not in documents)
-    parts = []
-    for prefix, documents in found.items():
-        shown = ", ".join(map(str, documents[:_DOCUMENTS_NAMED]))
-        more = len(documents) - _DOCUMENTS_NAMED
-        parts.append(f"{shown}{f' and {more} more' if more > 0 else ''} of {prefix}.bin")
-    return "; ".join(parts)
+    return "; ".join(f"{_some(documents)} of {prefix}.bin" for prefix, documents in found.items())
+
+
+def _some(numbers: Sequence[int]) -> str:
+    more = len(numbers) - _NAMED
+    return ", ".join(map(str, numbers[:_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 def all_finite(modules: Sequence[nn.Module]) -> bool:

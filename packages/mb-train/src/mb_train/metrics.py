@@ -45,8 +45,9 @@ class IntervalStats:
 
     @property
     def nan_iterations(self) -> int:
-        """Iterations whose main loss was not a number."""
-        return sum(math.isnan(loss) for loss in self.lm_losses)
+        """Iterations of which a loss was not a number, or infinite, as Megatron counts them."""
+        steps = zip(*self.losses.values(), strict=True)
+        return sum(not all(map(math.isfinite, losses)) for losses in steps)
 
     @property
     def skipped_iterations(self) -> int:

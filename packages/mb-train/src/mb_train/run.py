@@ -48,7 +48,13 @@ from mb_train.sizing import memory_warning
 from mb_train.starting import Start
 from mb_train.tasks import Batch, Dataset, Task, make_task
 from mb_train.timers import Timers
-from mb_train.tokenizers import keep_tokenizer, load_tokenizer, saved_rows, vocabulary_rows
+from mb_train.tokenizers import (
+    copies_for,
+    keep_tokenizer,
+    load_tokenizer,
+    saved_rows,
+    vocabulary_rows,
+)
 from mb_train.toml_file import to_toml
 from mb_train.whole_files import write_text
 
@@ -76,7 +82,8 @@ class Run:
         self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
         self.say(argument_lines(config))
         check_files(config)
-        tokenizer = load_tokenizer(config, None if start is None else start.run)
+        self._copies = copies_for(config, None if start is None else start.run)
+        tokenizer = load_tokenizer(config, self._copies)
         saved = saved_rows(config, None if start is None else start.saved)
         self.vocab_size = vocabulary_rows(
             config, tokenizer.vocab_size, ranks=self.mesh.tp_size, saved=saved
@@ -211,8 +218,11 @@ class Run:
         boards = open_boards(self.config)
         if self.folder is None:
             return RunLog(None, boards, self.config, self.say)
+        copies = self._copies
         if start is None or self.config.finetune or not start.is_in(self.folder):
             moved = run_folder.set_aside(self.folder)
+            if copies is None or copies.resolve() == self.folder.resolve():
+                copies = moved  # where the tokenizer's files in this folder are now
             if moved is not None:
                 self.say(f" {self.folder} holds an earlier run: moved to {moved}")
         else:
@@ -221,10 +231,11 @@ class Run:
                 self.say(f" going back: the later checkpoints of {self.folder} moved to {moved}")
         log = RunLog(self.folder / run_folder.LOG_FILE, boards, self.config, self.say)
         write_text(self.folder / run_folder.CONFIG_FILE, to_toml(self.config))
-        keep_tokenizer(self.config, self.folder, None if start is None else start.run)
+        keep_tokenizer(self.config, self.folder, copies)
         log.write(
             "start",
             iteration=self.progress.iteration,
+            iterations=self.iterations,
             ranks=world_size(),
             device=device_name(self.device),
             torch=torch.__version__,

@@ -93,7 +93,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
     parts = _parts(model, config, dims, copied=narrow > 0 and ranks == 1)
     total, experts = sum(part.total for part in parts), parts[1].total
-    share = config.moe_top_k / config.moe_num_experts if config.moe_num_experts else 0.0
+    share = min(config.moe_top_k / config.moe_num_experts, 1.0) if config.moe_num_experts else 0.0
     here = sum(part.here for part in parts)
     # Casts to 16 bit live until the backward pass; ZeRO 3 gathers a layer at a time instead.
     cast = narrow * (here / work.layers if config.zero_stage == 3 else here)

@@ -41,7 +41,7 @@ def load_tokenizer(config: TrainConfig, run: Path | None = None) -> Tokenizer:
     """The one of `--tokenizer`, or that of Megatron's flags; without either its default.
 
     Args:
-        run: folder of the run that `config` is from, with its copies.
+        run: folder of the run that `config` is from, with its copies; see `copies_for`.
 
     Raises:
         ValueError: an unknown name, a file that is no vocabulary, or a file that is missing.
@@ -78,8 +78,21 @@ def tokenizer_files(config: TrainConfig, run: Path | None = None) -> list[Path]:
     return [path for path in dict.fromkeys(files) if path.exists()]
 
 
+def copies_for(config: TrainConfig, gone_on_from: Path | None) -> Path | None:
+    """The run folder whose copies take the place of files that are gone: of the run that this one
+    goes on from, or of the BERT that it begins with. None where there is neither.
+
+    Raises:
+        ValueError: a --bert-load without a checkpoint.
+    """
+    if gone_on_from is not None or config.bert_load is None:
+        return gone_on_from
+    folder = Path(config.bert_load)
+    return None if (folder / "config.json").is_file() else checkpoint_in(folder).parent
+
+
 def keep_tokenizer(config: TrainConfig, folder: Path, run: Path | None = None) -> None:
-    """Copy a tokenizer's files into a run folder; `run` is the one gone on from, if any."""
+    """Copy a tokenizer's files into a run folder; `run` as in `load_tokenizer`."""
     for path in tokenizer_files(config, run):
         copies = [(path, folder / TOKENIZER / path.name)]
         if path.is_dir():

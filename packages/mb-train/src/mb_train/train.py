@@ -24,8 +24,9 @@ import torch
 from mb_parallel import any_rank, distributed, rank, world_size
 
 from mb_train import run_folder
+from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
-from mb_train.data import DataError
+from mb_train.data import DataError, samples_of_step
 from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator, IntervalStats
@@ -137,7 +138,7 @@ def _loop(run: Run, stop: StopFlag) -> Result:
     first_loss = stopped_by = None
     diverged = False
     iteration = started_at = evaluated_at = saved_at = run.progress.iteration
-    reported = run.progress.consumed_samples
+    begun_at, reported = run.progress, run.progress.consumed_samples
     run.say("training ...")
     run.say(datetime_line("before the start of training step"))
     stream = _training_stream(run, stop)
@@ -158,7 +159,9 @@ def _loop(run: Run, stop: StopFlag) -> Result:
             first_loss = stats.lm_losses[0] if first_loss is None else first_loss
             if guard.see(stats.lm_losses, iteration):
                 diverged = True
-                stopped_by = guard.reason(run.data.train, run.progress, run.batch_size)
+                assert guard.since is not None
+                samples = _samples_of(run, guard.since, begun_at)
+                stopped_by = guard.reason(run.data.train, samples)
         run.sign_of_life(_how_far(run, started_at, time.monotonic() - begun))
         if config.eval_interval and iteration % config.eval_interval == 0:
             with clock.paused():
@@ -261,6 +264,15 @@ def _training_stream(run: Run, stop: StopFlag) -> Generator[Batch]:
     if run.progress.iteration < run.iterations:
         samples = run.progress.consumed_samples
         yield from run.stream(run.data.train, consumed_samples=samples, stop=stop)
+
+
+def _samples_of(run: Run, iteration: int, begun_at: Progress) -> list[int]:
+    """The training samples of a step since this start."""
+    consumed = begun_at.consumed_samples
+    for _ in range(begun_at.iteration + 1, iteration):
+        consumed += run.batch_sizes.size(consumed)
+    size, cyclic = run.batch_sizes.size(consumed), run.config.dataloader_type == "cyclic"
+    return samples_of_step(run.data.train, consumed, size, cyclic=cyclic)
 
 
 def _how_far(run: Run, started_at: int, seconds: float) -> str:

@@ -58,6 +58,7 @@ def evaluate(run: Run, dataset: Dataset | None, place: str, stop: StopFlag) -> d
     run.log.write(
         "eval",
         iteration=run.progress.iteration,
+        consumed_samples=run.progress.consumed_samples,
         place=place,
         lm_loss=main,
         ppl=perplexity(main),

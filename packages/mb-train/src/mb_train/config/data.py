@@ -12,7 +12,7 @@ from mb_train.config.field import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, flag,
 TASKS = ("mnli", "qqp", "race")
 # The ways to name data: one flag for all of it, or one for each part.
 _AS_ONE = ("data_path", "mock_data", "data_args_path", "per_split_data_args_path")
-_WAYS = (*_AS_ONE, "train_data_path", "valid_data_path", "test_data_path")
+WAYS = (*_AS_ONE, "train_data_path", "valid_data_path", "test_data_path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +22,16 @@ class DataFields:
     data_path: list[str] | None = flag(  # noqa: RUF009, a field like the others
         "prefix of .bin and .idx, weights and prefixes by turns, or prefixes alone, which weigh as "
         "many as their tokens; default: Python's own library",
-        instead_of=_WAYS,
+        instead_of=WAYS,
     )
     mock_data: bool = flag(
         "documents that count from 1 to a random number, instead of data: for benchmarks", False,
-        instead_of=_WAYS,
+        instead_of=WAYS,
     )  # fmt: skip
-    data_args_path: str | None = flag("file with the words of --data-path", instead_of=_WAYS)
+    data_args_path: str | None = flag("file with the words of --data-path", instead_of=WAYS)
     per_split_data_args_path: str | None = flag(
         "JSON file with the data of train, valid and test, each as the words of --data-path",
-        instead_of=_WAYS,
+        instead_of=WAYS,
     )
     split: str = flag(
         "shares of documents for training, validation and test", "969,30,1", on_load="fixed"
@@ -204,7 +204,7 @@ class DataFields:
 
     def check_data(self) -> None:
         """Raise ValueError for files that exclude each other."""
-        given = [name for name in _WAYS if getattr(self, name)]
+        given = [name for name in WAYS if getattr(self, name)]
         parts = [name for name in given if name not in _AS_ONE]
         if len(given) > max(len(parts), 1):
             named = " and ".join(map(flag_name, given))

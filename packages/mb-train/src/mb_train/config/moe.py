@@ -191,9 +191,10 @@ class MoEFields:
 
     def check_moe(self) -> None:
         """Raise ValueError for a choice of experts that does not work."""
-        experts = self.moe_num_experts
-        if experts is not None and self.moe_top_k > experts:
+        experts, zero = self.moe_num_experts, self.moe_num_zero_experts
+        if experts is not None and self.moe_top_k > experts + zero:
+            both = " and --moe-num-zero-experts together" if zero else ""
             raise ValueError(
-                f"Expected --moe-top-k of at most --moe-num-experts, got {self.moe_top_k} and "
-                f"{experts}: a token can choose an expert only once."
+                f"Expected --moe-top-k of at most --moe-num-experts{both}, got {self.moe_top_k} "
+                f"and {experts + zero}: a token can choose an expert only once."
             )

@@ -1,8 +1,9 @@
 """ICT: two BERT towers that embed queries and blocks so that a query lies next to its block.
 
-The loss is a softmax over all blocks of the global batch (inverse cloze task, arXiv 1906.00300):
-every data-parallel rank's blocks are gathered, with gradients that flow back to where they came
-from. `gather` does that, so the model knows of no process group.
+The loss is a softmax over all blocks of a micro-batch, of all data-parallel ranks (inverse cloze
+task, arXiv 1906.00300): they are gathered, with gradients that flow back to where they came from.
+`gather` does that, so the model knows of no process group. Micro-batches of a step, one after the
+other, do not see each other's blocks.
 
 Letters: B samples of this rank, A samples of all ranks, S tokens of a sequence, D embedding width.
 """

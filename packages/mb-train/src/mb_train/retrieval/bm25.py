@@ -47,8 +47,11 @@ class BM25:
 
 
 def rank_of(scores_A: npt.NDArray[np.floating], right: int) -> int:
-    """How many texts score as high as the right one or higher, itself not counted."""
-    return int((scores_A >= scores_A[right]).sum()) - 1
+    """How many texts do not score below the right one, itself not counted.
+
+    A score that is not a number is below none: a retriever that diverged finds nothing.
+    """
+    return int((~(scores_A < scores_A[right])).sum()) - 1
 
 
 def recall(ranks: Sequence[int], k: int) -> float:

@@ -164,8 +164,9 @@ class Retriever:
         saved = self._trained.saved
         if (saved.iteration, saved.written) != (about["iteration"], about["written"]):
             raise ValueError(
-                f"{index} was made with the checkpoint at iteration {about['iteration']}, {run} is "
-                f"at iteration {saved.iteration}. Make it again with mb-train index."
+                f"{index} was made with {about['checkpoint']} as it was then, iteration "
+                f"{about['iteration']}; {run} is another, or was trained anew, iteration "
+                f"{saved.iteration}. Make it again with mb-train index."
             )
         corpus = about["corpus"]
         file = Path(f"{corpus}.bin")
@@ -217,7 +218,7 @@ def _about(index: Path) -> dict[str, Any]:
         about = json.loads((index / ABOUT).read_text())
         return {
             name: about[name]
-            for name in ("iteration", "written", "corpus", "corpus_bytes", "titles")
+            for name in ("checkpoint", "iteration", "written", "corpus", "corpus_bytes", "titles")
         }
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(

@@ -107,14 +107,14 @@ class ClassifyTask(SentenceTask):
             "ends_BN": ends_BN,
             "valid_BS": valid_BS,
             "labels_A": stacked(samples, "label"),
-            "weights_A": np.ones(len(samples), np.float32),
+            "weights_A": np.array([sample["weight"] for sample in samples], np.float32),
             **(kept_places(kept_T=valid_BS) if self._leave_out else {}),
         }
 
     @torch.no_grad()
     def evaluate_more(self, model: Classifier, dataset: Dataset, count: int) -> dict[str, float]:
         """`accuracy`, and what always guessing the commonest of these labels would reach."""
-        samples = [dataset[i] for i in range(count)]
+        samples = [sample for i in range(count) if (sample := dataset[i])["weight"]]
         right, device = 0, next(model.parameters()).device
         for _, batch in batches_of(self, samples, device):
             names = ("tokens_BS", "token_types_BS", "ends_BN", "valid_BS")
@@ -122,4 +122,7 @@ class ClassifyTask(SentenceTask):
             labels_A = batch["labels_A"]
             right += int((model.scores(x_BSD, len(labels_A)).argmax(1) == labels_A).sum())
         commonest = np.bincount([sample["label"] for sample in samples]).max()
-        return {"accuracy": right / count, "most frequent label": float(commonest) / count}
+        return {
+            "accuracy": right / len(samples),
+            "most frequent label": float(commonest) / len(samples),
+        }

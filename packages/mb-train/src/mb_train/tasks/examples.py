@@ -31,7 +31,9 @@ def lines_of(path: Path) -> list[str]:
 
 
 class ExampleDataset:
-    """Samples of N texts each, [N, S] with padding.
+    """Samples of N texts each, [N, S] with padding, and the weight that each has in a mean.
+
+    An evaluation takes whole batches; examples that fill up the last one, seen before, weigh 0.
 
     Args:
         examples: what there is.
@@ -61,7 +63,7 @@ class ExampleDataset:
                 f"Expected --seq-length of at least 3, for [CLS] and two [SEP], got {seq_length}."
             )
         self.examples, self._tokenizer, self._length = examples, tokenizer, seq_length
-        self._first_at_most = first_at_most
+        self._first_at_most, self._fills_up = first_at_most, seed is None
         self._samples = max(num_samples, len(examples))
         self._order = lru_cache(4)(lambda turn: self._shuffled(seed, turn))
 
@@ -82,7 +84,9 @@ class ExampleDataset:
             tokens = [tokenizer.cls, *a, tokenizer.sep, *b, tokenizer.sep]
             text[number, : len(tokens)], valid[number, : len(tokens)] = tokens, 1
             types[number, len(a) + 2 : len(tokens)] = 1
-        return {"text": text, "types": types, "padding_mask": valid, "label": example.label}
+        weight = 0.0 if self._fills_up and turn else 1.0
+        found = {"text": text, "types": types, "padding_mask": valid}
+        return found | {"label": example.label, "weight": weight}
 
     def _cut(self, a: list[int], b: list[int]) -> tuple[list[int], list[int]]:
         room = self._length - 3

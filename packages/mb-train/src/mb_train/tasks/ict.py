@@ -112,7 +112,9 @@ class ICTTask(SentenceTask):
 
     @torch.no_grad()
     def evaluate_more(self, model: ICT, dataset: Dataset, count: int) -> dict[str, float]:
-        """`recall@k` among the samples' blocks, one for each, the query taken out; BM25's beside.
+        """`recall@k` among the samples' blocks, one for each; BM25's beside.
+
+        Queries are taken out of their blocks as in training: not `--query-in-block-prob` of them.
 
         k is what `--retriever-report-topk-accuracies` says, by default 1, 5 and 20.
         """

@@ -97,11 +97,13 @@ def test_slurm_starts_a_launcher_on_every_node(tmp_path):
     _stand_in(tmp_path / "scontrol", "echo a1; echo a2")
     # As Slurm does it: the same words on every node, each with its number.
     _stand_in(
-        tmp_path / "srun", 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done'
+        tmp_path / "srun",
+        f'echo "$SRUN_CPUS_PER_TASK" >{tmp_path}/cores; '
+        'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
     )
     slurm = {
         "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_GPUS_ON_NODE": "4",
-        "SLURM_JOB_ID": "123456", "RUNS": str(RUNS),
+        "SLURM_JOB_ID": "123456", "SLURM_CPUS_PER_TASK": "64", "RUNS": str(RUNS),
     }  # fmt: skip
     words = handed_over(tmp_path, "slurm.sh", "--recipe", "dmoe-46m", "--save", "a b", **slurm)
     half = len(words) // 2
@@ -111,6 +113,7 @@ def test_slurm_starts_a_launcher_on_every_node(tmp_path):
             "23456", "--nproc_per_node", "4", "-m", "mb_train", "--recipe", "dmoe-46m", "--save",
             "a b",
         ]  # fmt: skip
+    assert (tmp_path / "cores").read_text() == "64\n"
 
 
 def test_ranks_get_the_signals_and_the_time_to_save(tmp_path):

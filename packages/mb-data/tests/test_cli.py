@@ -337,6 +337,18 @@ def test_megatrons_flags_and_the_pair_of_gpt2(tmp_path, capsys):
         assert mb_data.load_tokenizer(path).encode("Hello world") == [15496, 995]
 
 
+def test_flags_of_sentences_say_that_there_are_none(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "Hello. World."}\n')
+    arguments = ["preprocess", "--input", tmp_path / "a.jsonl", "--workers", "1", "--output-prefix"]
+    words = [*map(str, arguments), str(tmp_path / "o"), "--lang", "german", "--keep-newlines"]
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert "--lang has no effect without --split-sentences" in said
+    assert "--keep-newlines has no effect without --split-sentences" in said
+    assert main([*words, "--split-sentences", "--tokenizer", "bert-base-uncased"]) == 0
+    assert "no effect" not in capsys.readouterr().err
+
+
 def test_shards_by_slurm(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 10)
     arguments = ["preprocess", "--input", str(tmp_path / "a.jsonl"), "--workers", "1", "--shard"]

@@ -3,8 +3,11 @@
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
+import textwrap
+import time
 import zipfile
 from pathlib import Path
 
@@ -94,11 +97,13 @@ def test_slurm_starts_a_launcher_on_every_node(tmp_path):
     _stand_in(tmp_path / "scontrol", "echo a1; echo a2")
     # As Slurm does it: the same words on every node, each with its number.
     _stand_in(
-        tmp_path / "srun", 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done'
+        tmp_path / "srun",
+        f'echo "$SRUN_CPUS_PER_TASK" >{tmp_path}/cores; '
+        'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
     )
     slurm = {
         "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_GPUS_ON_NODE": "4",
-        "SLURM_JOB_ID": "123456", "RUNS": str(RUNS),
+        "SLURM_JOB_ID": "123456", "SLURM_CPUS_PER_TASK": "64", "RUNS": str(RUNS),
     }  # fmt: skip
     words = handed_over(tmp_path, "slurm.sh", "--recipe", "dmoe-46m", "--save", "a b", **slurm)
     half = len(words) // 2
@@ -108,6 +113,42 @@ def test_slurm_starts_a_launcher_on_every_node(tmp_path):
             "23456", "--nproc_per_node", "4", "-m", "mb_train", "--recipe", "dmoe-46m", "--save",
             "a b",
         ]  # fmt: skip
+    assert (tmp_path / "cores").read_text() == "64\n"
+
+
+def test_ranks_get_the_signals_and_the_time_to_save(tmp_path):
+    """torchrun itself, and a stand-in for mb-train, which says whether it was left alone."""
+    rank = """
+        import pathlib, signal
+        signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path("saved").touch())
+        signal.alarm(120)  # nobody else ends it, if torchrun does not
+        pathlib.Path("started").touch()
+        signal.pause()
+    """
+    (tmp_path / "mb_train").mkdir()
+    (tmp_path / "mb_train" / "__init__.py").touch()
+    (tmp_path / "mb_train" / "__main__.py").write_text(textwrap.dedent(rank))
+    _stand_in(
+        tmp_path / "torchrun",
+        'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >patience\n'
+        f'exec {sys.executable} -m torch.distributed.run "$@"',
+    )
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TORCH_ELAST")},
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path), "GPUS": "1",
+    }  # fmt: skip
+    command = ["bash", str(RUNS / "launch.sh")]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as launcher:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "started").exists() and launcher.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        launcher.send_signal(signal.SIGUSR1)
+        said = launcher.communicate(timeout=120)[0]
+    assert (tmp_path / "saved").exists(), said
+    assert int((tmp_path / "patience").read_text()) == 120  # 30, where nothing is said
 
 
 def test_data_prepares_a_corpus(tmp_path):

@@ -73,10 +73,14 @@ def _preprocess(options: argparse.Namespace) -> None:
     from mb_data.preprocess import preprocess
     from mb_data.progress import ProgressLine
 
-    for name in options.settled:
-        if getattr(options, name) not in (None, False) and not options.quiet:
+    idle = {name: "here" for name in options.settled if getattr(options, name) not in (None, False)}
+    if not options.split_sentences:  # who names a language wants sentences, as BERT, T5 and ICT do
+        of_sentences = {"lang": options.lang != "english", "keep_newlines": options.keep_newlines}
+        idle |= {name: "without --split-sentences" for name in of_sentences if of_sentences[name]}
+    for name, why in idle.items():
+        if not options.quiet:
             flag = f"--{name.replace('_', '-')}"
-            print(f"mb-data preprocess: {flag} has no effect here", file=sys.stderr)
+            print(f"mb-data preprocess: {flag} has no effect {why}", file=sys.stderr)
     # pythonw and some supervisors give a process no stderr.
     show = None if options.quiet or sys.stderr is None else ProgressLine(sys.stderr)
     summary = preprocess(

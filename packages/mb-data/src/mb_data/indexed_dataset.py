@@ -31,7 +31,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -114,7 +114,7 @@ class IndexedDataset:
             )
         self._buffer = _map(path)
         self._random: mmap.mmap | None = None  # the same, once random access is expected
-        self.tokens: npt.NDArray = np.frombuffer(
+        self.tokens: npt.NDArray[Any] = np.frombuffer(
             self._buffer, dtype=self.dtype, count=have // self.dtype.itemsize
         )
 
@@ -126,18 +126,18 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     @overload
-    def __getitem__(self, index: int) -> npt.NDArray: ...
+    def __getitem__(self, index: int) -> npt.NDArray[Any]: ...
     @overload
-    def __getitem__(self, index: slice) -> list[npt.NDArray]: ...
-    def __getitem__(self, index: int | slice) -> npt.NDArray | list[npt.NDArray]:
+    def __getitem__(self, index: slice) -> list[npt.NDArray[Any]]: ...
+    def __getitem__(self, index: int | slice) -> npt.NDArray[Any] | list[npt.NDArray[Any]]:
         if isinstance(index, slice):
             return [self.get(i) for i in range(*index.indices(len(self)))]
         return self.get(index)
 
-    def __iter__(self) -> Iterator[npt.NDArray]:
+    def __iter__(self) -> Iterator[npt.NDArray[Any]]:
         return (self.get(i) for i in range(len(self)))
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray:
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         """``length`` tokens of one sequence from ``offset`` on, to its end if ``length`` is None.
 
         Raises IndexError outside the dataset, ValueError outside the sequence.

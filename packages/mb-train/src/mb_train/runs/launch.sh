@@ -10,6 +10,10 @@
 #   MASTER_ADDR  the name or address of node 0, as the others reach it
 #   MASTER_PORT  a free port there (default 29500)
 # GPUS is the number of GPUs on each node (default 8). See docs/several-nodes.md.
+#
+# A signal to torchrun goes on to the ranks, which save and stop. Left alone, torchrun kills them 30 s later,
+# in the middle of a large checkpoint, and dies of SIGUSR1 without telling them. Two minutes are what
+# slurm.sh asks for before a job's end; so long the others also wait for a rank that has failed.
 set -euo pipefail
 nodes=${NNODES:-1}
 where=(--standalone)
@@ -23,4 +27,6 @@ if [ "$nodes" != 1 ]; then
     where=(--nnodes "$nodes" --node_rank "$NODE_RANK"
         --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
 fi
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
+export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}
 exec torchrun "${where[@]}" --nproc_per_node "${GPUS:-8}" -m mb_train "$@"

@@ -23,5 +23,7 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${nodes%%$'\n'*}
 # Jobs that share a node need ports of their own.
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+# From Slurm 22.05 on srun does not take this over, and a launcher with all its ranks may get one core.
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 export RUNS=${RUNS:-$(python -c 'import os, mb_train; print(os.path.dirname(mb_train.__file__))')/runs}
 exec srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$RUNS/launch.sh" "$@"' _ "$@"

@@ -317,6 +317,9 @@ def test_gradients_in_another_order_of_memory():
     AdamW([weight], lr=0.1).step()
     torch.optim.AdamW([other], lr=0.1).step()
     torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-7)
+    weight.grad = values.clone()
+    clip_grad_norm([weight], 0.5)
+    torch.testing.assert_close(weight.grad.norm(), torch.tensor(0.5), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 5), (2, 3, 5, 8), (6, 6)], ids=str)

@@ -287,6 +287,9 @@ def test_the_load_of_a_step_is_counted_up_to_its_micro_batch():
         seen.append((out.metrics["tokens_per_expert"], out.aux_loss, aux))
         again = model.layers[0]["moe"](model.layers[0]["norm"](x[0, m]))  # recompute: counted once
         assert torch.equal(again.aux_loss, out.aux_loss)
+        with torch.no_grad():  # an evaluation is no part of the step
+            model.eval()(x[0, 1 - m], labels[0, 1 - m])
+        model.train()
     layer = model.layers[0]
     probs = layer["moe"].router(layer["norm"](x[0, 1])).probs_TE
     counts_E = (seen[0][0] + seen[1][0]).float()

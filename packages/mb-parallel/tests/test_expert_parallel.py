@@ -423,6 +423,25 @@ def test_models_that_cannot_be_spread_are_named():
     assert "experts of layers.0.moe to share parameters with other experts alone" in elsewhere
 
 
+def _disagreeing(rank, world_size):
+    """What is said where ranks bring other layers, or ask for other dispatchers."""
+    mesh, said = ParallelDims(dp_shard=2, ep=2).build("cpu"), []
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 4, "top_k": 1}
+    for experts, dispatcher in ((2, "auto"), (4, "auto" if rank else "all_gather")):
+        layer = dMoE(MoEConfig(num_experts=experts + 2 * rank * (experts == 2), **sizes))
+        with pytest.raises(ValueError, match="parallelize_experts is given to be equal") as error:
+            parallelize_experts(layer, mesh, dispatcher=dispatcher)
+        said.append(str(error.value))
+    return said
+
+
+def test_ranks_that_disagree_about_their_layers_all_say_so():
+    first, second = run_ranks(_disagreeing, 2)
+    assert first == second
+    assert "rank 0: the layer.num_experts = 2\n  rank 1: the layer.num_experts = 4" in first[0]
+    assert "rank 0: dispatcher = 'all_gather'\n  rank 1: dispatcher = 'auto'" in first[1]
+
+
 def _unequal_stages(rank, world_size):
     """What is said of layers that stage 0 alone has and that are refused. Then, with more layers on
     stage 0, how many groups are made (two, for a grid of ranks), and whether one made later works.

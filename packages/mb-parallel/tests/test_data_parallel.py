@@ -373,14 +373,21 @@ def test_an_unknown_stage_is_named():
         ({"blocks": nn.ModuleDict({"0": nn.Linear(1, 1)})}, "got '0' among them"),
         ({"blocks": None}, "blocks to be several modules, got one NoneType"),
         ({"keep_fp32": nn.Linear(1, 1)}, "keep_fp32 to be several modules, got one Linear"),
+        ({"blocks": [nn.Linear(1, 1)]}, "blocks to be submodules of the model, got a Linear"),
         ({"compute_dtype": "bf16"}, "compute_dtype to be a floating-point dtype"),
         ({"mesh": ParallelDims()}, "a ParallelMesh, got ParallelDims"),
     ],
-    ids=["blocks", "none", "keep", "dtype", "mesh"],
+    ids=["blocks", "none", "keep", "foreign", "dtype", "mesh"],
 )
 def test_what_ranks_would_refuse_one_process_refuses(given, says):
     with pytest.raises(ValueError, match=says):
         apply_data_parallel(build(), **{"mesh": ParallelDims().build("cpu"), "blocks": [], **given})
+
+
+def test_the_model_is_no_block_of_its_own():
+    model = build()
+    with pytest.raises(ValueError, match="blocks to be submodules of the model, got the model its"):
+        apply_data_parallel(model, ParallelDims().build("cpu"), blocks=[model])
 
 
 def test_several_modules_for_one_are_refused():
@@ -399,7 +406,7 @@ def test_several_modules_for_one_are_refused():
             call()
 
 
-def past_forward(rank, world_size):
+def past_forward(rank, world_size, compiled):
     """Gradients of what calls the modules one by one, before any forward pass of the model."""
     found = []
     for dims in ({}, {"dp_shard": world_size}):
@@ -408,7 +415,7 @@ def past_forward(rank, world_size):
         )
         model = build()
         apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=2)
-        gather_rest(model)
+        gather_rest(torch.compile(model, backend="eager") if compiled else model)
         x = tokens().chunk(world_size)[rank] if dims else tokens()
         for module in list(model):
             x = module(x)
@@ -417,8 +424,9 @@ def past_forward(rank, world_size):
     return found
 
 
-def test_gradients_of_another_method_than_forward():
-    for alone, spread in run_ranks(past_forward, 2):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_another_method_than_forward(compiled):
+    for alone, spread in run_ranks(past_forward, 2, compiled):
         torch.testing.assert_close(spread, alone)
 
 

@@ -287,6 +287,9 @@ def test_the_load_of_a_step_is_counted_up_to_its_micro_batch():
         seen.append((out.metrics["tokens_per_expert"], out.aux_loss, aux))
         again = model.layers[0]["moe"](model.layers[0]["norm"](x[0, m]))  # recompute: counted once
         assert torch.equal(again.aux_loss, out.aux_loss)
+        with torch.no_grad():  # an evaluation is no part of the step
+            model.eval()(x[0, 1 - m], labels[0, 1 - m])
+        model.train()
     layer = model.layers[0]
     probs = layer["moe"].router(layer["norm"](x[0, 1])).probs_TE
     counts_E = (seen[0][0] + seen[1][0]).float()
@@ -418,6 +421,25 @@ def test_models_that_cannot_be_spread_are_named():
     assert "got DistributedDataParallel" in wrapped
     assert "plain parameters in layers.1.moe, got DTensors" in sharded
     assert "experts of layers.0.moe to share parameters with other experts alone" in elsewhere
+
+
+def _disagreeing(rank, world_size):
+    """What is said where ranks bring other layers, or ask for other dispatchers."""
+    mesh, said = ParallelDims(dp_shard=2, ep=2).build("cpu"), []
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 4, "top_k": 1}
+    for experts, dispatcher in ((2, "auto"), (4, "auto" if rank else "all_gather")):
+        layer = dMoE(MoEConfig(num_experts=experts + 2 * rank * (experts == 2), **sizes))
+        with pytest.raises(ValueError, match="parallelize_experts is given to be equal") as error:
+            parallelize_experts(layer, mesh, dispatcher=dispatcher)
+        said.append(str(error.value))
+    return said
+
+
+def test_ranks_that_disagree_about_their_layers_all_say_so():
+    first, second = run_ranks(_disagreeing, 2)
+    assert first == second
+    assert "rank 0: the layer.num_experts = 2\n  rank 1: the layer.num_experts = 4" in first[0]
+    assert "rank 0: dispatcher = 'all_gather'\n  rank 1: dispatcher = 'auto'" in first[1]
 
 
 def _unequal_stages(rank, world_size):

@@ -198,6 +198,51 @@ def test_adamw_state_is_torchs_by_name():
     assert [g["weight_decay"] for g in again.param_groups] == [0.1, 0.0]
 
 
+def test_torchs_state_of_16_bit_parameters_loads_without_masters():
+    half = [nn.Parameter(p.detach().bfloat16()) for p in _parameters()]
+    theirs, ours = torch.optim.AdamW(half, lr=0.1), AdamW(half, lr=0.1)
+    _set_grads(half, 0)
+    theirs.step()
+    ours.load_state_dict(theirs.state_dict())
+    before = [p.detach().clone() for p in half]
+    for p, weight in zip(half, before, strict=True):
+        assert torch.equal(ours.state[p]["master"], weight.float())
+    ours.step()
+    assert not any(torch.equal(p, weight) for p, weight in zip(half, before, strict=True))
+
+
+def test_a_loaded_group_keeps_what_torchs_flat_state_dicts_leave_out():
+    parameters = _parameters()
+    ours = OURS["muon"](parameters)
+    _set_grads(parameters, 0)
+    state = ours.state_dict()
+    groups = state["param_groups"]
+    state["param_groups"] = [{k: v for k, v in g.items() if v != ()} for g in groups]
+    ours.load_state_dict(state)
+    assert all(group["fused"] == () for group in ours.param_groups)
+    ours.step()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda state: state["state"][0].update(exp_avg=torch.zeros(2, 7)), r"exp_avg of \(5, 7\)"),
+        (lambda state: state["state"][0].pop("exp_avg_sq"), "state of AdamW, step, exp_avg, exp_a"),
+        (lambda state: state["param_groups"][0].update(betas=(0.9, 1.0)), "two betas"),
+    ],
+)
+def test_state_that_is_not_the_parameters_is_refused(spoil, says):
+    parameters = _parameters()
+    first, second = AdamW(parameters), AdamW(parameters)
+    _set_grads(parameters, 0)
+    first.step()
+    state = deepcopy(first.state_dict())
+    spoil(state)
+    with pytest.raises(ValueError, match=says):
+        second.load_state_dict(state)
+    assert not second.state
+
+
 def test_parameters_without_gradient_keep_still_and_without_state():
     used, unused, idle = _parameters()
     ours = AdamW([used, unused, idle])
@@ -317,6 +362,9 @@ def test_gradients_in_another_order_of_memory():
     AdamW([weight], lr=0.1).step()
     torch.optim.AdamW([other], lr=0.1).step()
     torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-7)
+    weight.grad = values.clone()
+    clip_grad_norm([weight], 0.5)
+    torch.testing.assert_close(weight.grad.norm(), torch.tensor(0.5), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 5), (2, 3, 5, 8), (6, 6)], ids=str)

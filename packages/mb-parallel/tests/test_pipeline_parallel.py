@@ -181,6 +181,9 @@ def _pieces(rank, world_size):
     hold_working_copies(copied, torch.bfloat16)
     with pytest.raises(ValueError, match="without working copies with zbv-zero-bubble"):
         Pipeline(copied, mesh, **halves)
+    wrapped = [torch.compile(tiny_gpt.build(options)) for _ in range(2)]
+    with pytest.raises(ValueError, match="with zbv-zero-bubble that torch"):
+        Pipeline(wrapped, mesh, **halves)
     sharded = [tiny_gpt.build(options) for _ in range(2)]
     for one in sharded:
         setattr(one, "_mb_zero_stage", 3)  # noqa: B010, as `apply_data_parallel` leaves it

@@ -55,7 +55,14 @@ def _adamw(model, copies):
     return AdamW(model.parameters(), lr=1e-2, working_copies=copies)
 
 
+def _two(model, copies):
+    own = [p for m in model.modules() if isinstance(m, Experts) for p in m.parameters()]
+    rest = [p for p in model.parameters() if p not in set(own)]
+    return [torch.optim.SGD(own, lr=1e-2, momentum=0.9), AdamW(rest, lr=1e-2)]
+
+
 OPTIMIZERS = {
+    "two": _two,
     "adamw": _adamw,
     "muon": lambda model, copies: Muon(muon_groups(model, 0.1), lr=1e-2, working_copies=copies),
     "adafactor": lambda model, copies: Adafactor(model.parameters(), lr=1e-2),
@@ -96,8 +103,9 @@ def _losses(mesh, optimizer_name, options, *, rebalance):
                     dist.all_reduce(p.grad)
         if rebalance and step == 1:  # gradients go along
             moved += rebalance_experts(model, counts, mesh, optimizer=optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+            one.step()
+            one.zero_grad()
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(total.item())
@@ -129,6 +137,7 @@ CASES = {
         (EP2, {"copies": torch.bfloat16}, "adamw"),
         (EP2, {"dtype": torch.bfloat16}, "adamw"),
         (EP2, {"lora": True}, "adamw"),
+        (EP2, {}, "two"),
         (EP2, {"capacity_factor": 1.0}, "adafactor"),
         (EP2, {"activation": "swiglu"}, "muon"),
     ],
@@ -182,6 +191,8 @@ def _left_alone(rank, world_size):
         rebalance_experts(model, {"moes.1": counts_E[:4]}, mesh)
     with pytest.raises(ValueError, match=r"a tensor of a count .* got .moes\.1. with list"):
         rebalance_experts(model, {"moes.1": counts_E.tolist()}, mesh)
+    with pytest.raises(ValueError, match="optimizer to be one or several, got ParameterList"):
+        rebalance_experts(model, {}, mesh, optimizer=[nn.ParameterList()])
     return untouched
 
 

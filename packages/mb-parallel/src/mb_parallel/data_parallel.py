@@ -32,6 +32,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from mb_layers import Experts, MoE, dMoE
@@ -79,9 +80,10 @@ def apply_data_parallel(
 
     Raises:
         ValueError: another `zero_stage`, no floating-point `compute_dtype`, several modules for one
-            or one for several, a mesh of other sizes than in an earlier call for the model, a model
-            that is sharded already, parameters of several dtypes that train in one unit, or experts
-            with working copies or, where ep or tp > 1, without `parallelize_experts`.
+            or one for several, blocks that are not in the model, a mesh of other sizes than in an
+            earlier call for the model, a model that is sharded already, parameters of several
+            dtypes that train in one unit, or experts with working copies or, where ep or tp > 1,
+            without `parallelize_experts`.
     """
     one_module(model)
     check_mesh(mesh, model)
@@ -89,9 +91,18 @@ def apply_data_parallel(
     blocks, keep_fp32 = several(blocks, "blocks"), several(keep_fp32, "keep_fp32")
     if zero_stage not in (1, 2, 3):
         raise ValueError(f"Expected zero_stage 1, 2 or 3, got {zero_stage!r}.")
+    inside = set(model.modules()) - {model}
+    for name, modules in (("blocks", blocks), ("keep_fp32", keep_fp32)):
+        for module in modules:
+            if module not in inside:
+                got = "the model itself" if module is model else f"a {type(module).__name__}"
+                raise ValueError(
+                    f"Expected {name} to be submodules of the model, got {got}. What no block owns "
+                    "is sharded too, so blocks may be empty."
+                )
     if mesh.dims.dp * mesh.dims.tp == 1:
         return
-    if is_fsdp(model):
+    if is_fsdp(_compiled(model)):
         raise ValueError(
             f"Expected a model that is not sharded yet, got {type(model).__name__}. Call "
             "apply_data_parallel once, and not after fully_shard."
@@ -139,7 +150,7 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     `apply_data_parallel` left alone.
     """
     one_module(model)
-    stage = zero_stage_of(model)
+    model, stage = _compiled(model), zero_stage_of(model)
     if stage is None or not is_fsdp(model):
         return
     model.set_requires_gradient_sync(enabled or stage > 1)
@@ -155,6 +166,7 @@ def gather_rest(model: nn.Module) -> None:
     `apply_data_parallel` left alone.
     """
     one_module(model)
+    model = _compiled(model)
     if is_fsdp(model):
         # Else the first block to run would be the root, and these gradients would not be summed.
         model._get_fsdp_state()._lazy_init()
@@ -164,3 +176,9 @@ def gather_rest(model: nn.Module) -> None:
 def zero_stage_of(model: nn.Module) -> int | None:
     """The `zero_stage` given to `apply_data_parallel`, None if it left the model alone."""
     return getattr(model, _STAGE, None)
+
+
+def _compiled(model: nn.Module) -> Any:
+    """What `torch.compile` has wrapped, which may be what is sharded; else the model itself."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if is_fsdp(inner) else model

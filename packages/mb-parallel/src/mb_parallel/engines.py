@@ -26,6 +26,11 @@ def is_fsdp(module: Any) -> TypeGuard[FSDPModule]:
     return isinstance(module, _classes("torch.distributed.fsdp", "FSDPModule"))
 
 
+def is_compiled(module: Any) -> bool:
+    """Whether this is what `torch.compile` returned for a module."""
+    return isinstance(module, _classes("torch._dynamo.eval_frame", "OptimizedModule"))
+
+
 def is_under_way(tensor: Any) -> bool:
     """Whether a collective is still to write this tensor."""
     module = "torch.distributed._functional_collectives"

@@ -133,7 +133,7 @@ def any_rank(flag: bool) -> bool:
     return bool(vote.item())
 
 
-def check_same(value: Any, what: str) -> None:
+def check_same(value: Any, what: str, *, group: dist.ProcessGroup | None = None) -> None:
     """Raise on every rank unless all ranks were given an equal `value`; call it at start.
 
     Hashes are compared; only when they differ do ranks tell each other what they have.
@@ -142,37 +142,41 @@ def check_same(value: Any, what: str) -> None:
         value: a dataclass, a mapping, or anything that differs in its repr; of sets the members are
             compared.
         what: its name in the error, for instance "the config".
+        group: whose ranks call this; None: all.
 
     Raises:
         ValueError: the values differ; names the entries and who has what.
     """
     if world_size() == 1:
         return
+    ranks = list(range(world_size())) if group is None else dist.get_process_group_ranks(group)
     lines = _lines(value)
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_carried())
-    everyone = [torch.empty_like(mine) for _ in range(world_size())]
-    dist.all_gather(everyone, mine)
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_carried(group))
+    everyone = [torch.empty_like(mine) for _ in ranks]
+    dist.all_gather(everyone, mine, group=group)
     if all(torch.equal(other, everyone[0]) for other in everyone):
         return
-    by_rank: list[Any] = [None] * world_size()
-    dist.all_gather_object(by_rank, lines)
+    by_rank: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(by_rank, lines, group=group)
     common = set(by_rank[0]).intersection(*by_rank)
     told = [
         f"rank {r}: {', '.join(line for line in theirs if line not in common) or 'none of these'}"
-        for r, theirs in enumerate(by_rank)
+        for r, theirs in zip(ranks, by_rank, strict=True)
     ]
     raise ValueError(
-        f"Expected {what} to be equal on all {world_size()} ranks, got\n  "
+        f"Expected {what} to be equal on all {len(ranks)} ranks, got\n  "
         + "\n  ".join(told)
         + "\nStart every rank with the same arguments and files."
     )
 
 
-def _carried() -> torch.device:
-    """The device whose tensors the world's group can send: the host's, unless it has only NCCL."""
+def _carried(group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device whose tensors a group, None: the world's, can send: the host's if any can."""
     backends = dist.get_backend_config()
     alone = "nccl" in backends and "cpu" not in backends
+    if group is not None:  # one that was split off may have fewer
+        alone = all(device.type != "cpu" for device in group._device_types)
     return torch.device("cuda", torch.cuda.current_device()) if alone else torch.device("cpu")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import LocalDispatcher, TokenDispatcher
@@ -34,8 +34,15 @@ from mb_parallel.expert_parallel.shard import check_splits, experts_meshes, is_s
 from mb_parallel.expert_parallel.surround import Layer, is_surrounded, surround
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes, refused_alike
 from mb_parallel.tensor_parallel.experts import check_sequence_parallel
+from mb_parallel.world import check_same
 
 DispatcherName = Literal["auto", "all_gather", "all_to_all", "peer", "fixed"]
+
+# What tells the sizes of exchanges, of a layer's config.
+_SIZES = (
+    "num_experts", "hidden_size", "ffn_hidden_size", "top_k", "capacity_factor",
+    "eval_capacity_factor", "min_capacity", "drop_policy",
+)  # fmt: skip
 
 # "all_gather" and "peer" have room for the worst case, ep times the rows of balanced experts, in
 # what the experts save too. Up to so many ranks that is a fair price.
@@ -96,9 +103,10 @@ def parallelize_experts(
 
     Raises:
         ValueError: an unknown dispatcher or policy, numbers out of range, sizes that do not divide,
-            another `sequence_parallel` than that of `parallelize_tensors`, a mesh of other sizes
-            than in an earlier call, a layer that cannot be spread this way, "fixed" for a `dMoE`,
-            or a model that is wrapped by DDP or FSDP already.
+            layers or arguments that differ between the ranks of ep, another `sequence_parallel`
+            than that of `parallelize_tensors`, a mesh of other sizes than in an earlier call, a
+            layer that cannot be spread this way, "fixed" for a `dMoE`, or a model that is wrapped
+            by DDP or FSDP already.
     """
     if dispatcher not in get_args(DispatcherName):
         known = ", ".join(get_args(DispatcherName))
@@ -111,6 +119,13 @@ def parallelize_experts(
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
     ep = mesh.axis("ep")
     with refused_alike(mesh):
+        if ep is not None:
+            alike = _alike(
+                layers, dispatcher=dispatcher, sequence_parallel=sequence_parallel,
+                equal_tokens=equal_tokens, chunks=chunks, row_policy=row_policy,
+                row_budget=row_budget,
+            )  # fmt: skip
+            check_same(alike, "what parallelize_experts is given", group=ep.get_group())
         for name, layer in layers.items():
             _refuse(name, layer, mesh, sequence_parallel, dispatcher)
         if ep is not None:
@@ -179,6 +194,16 @@ def choose_dispatcher(
         why = f"since top_k = {top_k} >= 2 ep, a token needs nearly every rank"
         return "all_gather", why + instead
     return "all_to_all", f"since top_k = {top_k} < 2 ep, a token needs few of the ranks{instead}"
+
+
+def _alike(layers: Mapping[str, Layer], **arguments: Any) -> dict[str, Any]:
+    """What ranks that exchange tokens have in common; else they would wait for each other."""
+    sizes = {
+        f"{name or 'the layer'}.{field}": getattr(layer.config, field)
+        for name, layer in layers.items()
+        for field in _SIZES
+    }
+    return {**arguments, "layers": list(layers), **sizes}
 
 
 def _refuse(

@@ -25,7 +25,8 @@ class StepCounts:
     Args:
         over_ranks: adds counts up over the ranks.
 
-    A micro-batch that is recomputed keeps its number, and so counts once.
+    A micro-batch that is recomputed keeps its number, and so counts once. Later passes do not count
+    one without gradients, such as an evaluation in the middle of a step.
     """
 
     def __init__(self, over_ranks: Callable[[Tensor], Tensor]) -> None:
@@ -36,8 +37,11 @@ class StepCounts:
     @_disable_dynamo
     def __call__(self, counts_E: Tensor) -> Tensor:
         """For a layer's `reduce_counts`."""
-        self._counts[self._number] = self._over_ranks(counts_E)
-        return torch.stack([c for n, c in self._counts.items() if n <= self._number]).sum(0)
+        counts_E = self._over_ranks(counts_E)
+        earlier = [c for n, c in self._counts.items() if n < self._number]
+        if torch.is_grad_enabled():
+            self._counts[self._number] = counts_E
+        return torch.stack([*earlier, counts_E]).sum(0)
 
     def begin(self, number: int) -> None:
         """The next forward pass is of micro-batch `number`; 0 begins a step."""

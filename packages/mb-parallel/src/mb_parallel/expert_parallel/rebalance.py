@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mb_layers import MoE, Router, dMoE
@@ -55,7 +56,7 @@ def rebalance_experts(
     tokens_per_expert: Mapping[str, Tensor],
     mesh: ParallelMesh,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     least_gain: float = 0.02,
 ) -> list[Rebalanced]:
     """Number the experts of each layer anew so that the ranks of its ep group have equal loads.
@@ -75,7 +76,8 @@ def rebalance_experts(
         tokens_per_expert: by the name of a layer in `model`, this rank's tokens of each expert in a
             step, [E] or longer, as `MoEOutput.metrics` counts them; added up over the ranks here.
         mesh: the one that the experts are spread over.
-        optimizer: its state is put into the new order too. None: there is none to keep.
+        optimizer: one or several, all that train the layers: their state is put into the new order
+            too. None: there is none to keep.
         least_gain: a layer is left as it is if the load of its fullest rank would fall by less than
             this fraction.
 
@@ -84,9 +86,10 @@ def rebalance_experts(
 
     Raises:
         ValueError: a name of no layer with experts, too few counts, a parameter of the experts that
-            has no axis of experts, or a `least_gain` below 0.
+            has no axis of experts, something else for an optimizer, or a `least_gain` below 0.
     """
     one_module(model)
+    optimizers = _optimizers(optimizer)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | dMoE)}
     for name, counts_E in tokens_per_expert.items():
         experts = layers[name].config.num_experts if name in layers else 0
@@ -123,7 +126,7 @@ def rebalance_experts(
             for module in model.modules():
                 if is_fsdp(module):
                     module.reshard()  # what an evaluation left gathered would stay as it was
-            _renumber(layer, order_E, optimizer)
+            _renumber(layer, order_E, optimizers)
             done.append(Rebalanced(name, before, after))
     return done
 
@@ -185,15 +188,29 @@ def _renumbers(layer: MoE | dMoE, ranks: int) -> bool:
     return by_choice and free and config.num_experts % ranks == 0
 
 
-def _renumber(layer: MoE | dMoE, order_E: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    """One, several or None as a list, checked."""
+    one = isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)
+    found = [] if given is None else [given] if one else list(given)
+    for optimizer in found:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"Expected optimizer to be one or several, got {type(optimizer).__name__}."
+            )
+    return found
+
+
+def _renumber(
+    layer: MoE | dMoE, order_E: Tensor, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
     """Let expert i be the one that was order_E[i]."""
     router = layer.router
     for tensor in (*layer.experts.parameters(), *router.parameters(), *router.buffers()):
         _reorder(tensor, order_E)
         if tensor.grad is not None:
             _reorder(tensor.grad, order_E)
-        state = {} if optimizer is None else optimizer.state.get(tensor, {})
-        for key, value in state.items():
+        states = (optimizer.state.get(tensor, {}) for optimizer in optimizers)
+        for key, value in (entry for state in states for entry in state.items()):
             # Adafactor's moment of a matrix's columns has no axis of experts.
             columns = tensor.ndim == 2 and key == "exp_avg_sq_col"
             if isinstance(value, Tensor) and value.ndim and not columns:

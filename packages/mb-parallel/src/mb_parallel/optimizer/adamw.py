@@ -104,20 +104,60 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's, except that state keeps its dtypes; torch casts it to the parameter's."""
-        super().load_state_dict(dict(state_dict))
-        saved = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
+        """As torch's, except that state keeps its dtypes; torch casts it to the parameter's.
+
+        Entries that a group lacks stay as they are: torch's flat state dicts leave out empty ones.
+
+        Raises:
+            ValueError: groups of other parameters or rates that cannot be trained with; state of
+                another kind of optimizer or of other sizes, as of whole parameters where they are
+                sharded. Nothing is loaded then.
+        """
+        given = state_dict["param_groups"]
+        saved = [id_ for group in given for id_ in group["params"]]
         mine = [p for group in self.param_groups for p in group["params"]]
+        if [len(g["params"]) for g in given] == [len(g["params"]) for g in self.param_groups]:
+            given = [{**now, **group} for now, group in zip(self.param_groups, given, strict=True)]
+            for now, group in zip(self.param_groups, given, strict=True):
+                self.check({**group, "params": now["params"]})
+        planned = {id_: self.planned_state(p) for id_, p in zip(saved, mine, strict=False)}
+        for id_, values in state_dict["state"].items():
+            self._check_state(planned.get(id_, {}), values)
+        super().load_state_dict({**state_dict, "param_groups": given})
         for id_, parameter in zip(saved, mine, strict=True):
             values = state_dict["state"].get(id_)
             if values:
-                dtypes = {k: v.dtype for k, v in self.planned_state(parameter).items()}
-                self.state[parameter] = {
+                dtypes = {k: v.dtype for k, v in planned[id_].items()}
+                state = {
                     key: value.to(parameter.device, dtypes.get(key, value.dtype))
                     if isinstance(value, Tensor)
                     else value
                     for key, value in values.items()
                 }
+                if any(state.get(key) is None for key in dtypes):
+                    fresh = self.make_state(parameter)
+                    state |= {k: v for k, v in fresh.items() if state.get(k) is None}
+                self.state[parameter] = state
+
+    # What saved state may lack: it begins as if fresh.
+    _made_anew: tuple[str, ...] = ()
+
+    def _check_state(self, planned: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Refuse a parameter's state that lacks something, or has it in other sizes."""
+        for key, plan in planned.items():
+            value = values.get(key)
+            if values and value is None and key not in self._made_anew:
+                raise ValueError(
+                    f"Expected state of {type(self).__name__}, {', '.join(planned)}, got "
+                    f"{', '.join(values)}. Load what an optimizer of this kind saved."
+                )
+            size = tuple(local(value).shape) if isinstance(value, Tensor) else ()
+            if value is not None and size != plan.shape:
+                raise ValueError(
+                    f"Expected {key} of {tuple(plan.shape)}, this rank's part, got {size}. Load "
+                    "state that was saved in another layout by set_optimizer_state_dict or load of "
+                    "torch.distributed.checkpoint."
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but hooks and a replaced `step`; torch's omits what subclasses add."""
@@ -145,6 +185,7 @@ class AdamW(ShardedOptimizer):
         ValueError: a rate outside its range, or a dtype other than these.
     """
 
+    _made_anew = ("master",)  # which torch's AdamW has not
     # Defaults of what groups of a subclass hold besides.
     _more_of_groups: Mapping[str, Any] = MappingProxyType({})
 

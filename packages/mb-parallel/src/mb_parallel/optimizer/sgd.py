@@ -22,6 +22,8 @@ class SGD(ShardedOptimizer):
         ValueError: a rate outside its range.
     """
 
+    _made_anew = ("momentum_buffer",)  # None or missing if it was saved without momentum
+
     def __init__(
         self,
         params: Iterable[Any],

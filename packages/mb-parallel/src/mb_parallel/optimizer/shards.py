@@ -53,7 +53,8 @@ def local_grad(parameter: Tensor) -> Tensor:
 
     Autograd leaves a gradient in the layout that the backward pass made. That of a norm's weight
     under sequence parallelism, for instance, is still to be summed (Partial). It is first brought
-    to its parameter's layout, and `parameter.grad` is replaced, so that this happens once.
+    to its parameter's layout, and `parameter.grad` is replaced, so that this happens once and what
+    is written into the shard is written into the gradient.
     """
     grad = parameter.grad
     assert grad is not None
@@ -67,7 +68,9 @@ def local_grad(parameter: Tensor) -> Tensor:
         parameter.grad = grad
     shard, weight = local(grad), local(parameter)
     if shard.stride() != weight.stride() and not (shard.is_contiguous() and weight.is_contiguous()):
-        shard = torch.empty_like(weight, dtype=shard.dtype).copy_(shard)
+        with torch.no_grad():
+            shard = torch.empty_like(weight, dtype=shard.dtype).copy_(shard)
+            parameter.grad = shaped_like(shard, parameter)
     return shard
 
 

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from mb_parallel.arguments import at_least_1, floating, several
 from mb_parallel.data_parallel import zero_stage_of
+from mb_parallel.engines import is_compiled
 from mb_parallel.expert_parallel.balance import step_counts
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.pipeline_parallel.placement import (
@@ -80,9 +81,9 @@ class Pipeline:
 
     Raises:
         ValueError: a mesh without stages, an unknown schedule, a number of stages it cannot run,
-            ZeRO stage 3, working copies or two streams with a zero-bubble schedule, streams for
-            another number of borders, or tied parameters that do not exist, differ in size or
-            dtype, or of which only some are frozen.
+            ZeRO stage 3, working copies, two streams or what torch.compile returned with a
+            zero-bubble schedule, streams for another number of borders, or tied parameters that do
+            not exist, differ in size or dtype, or of which only some are frozen.
     """
 
     def __init__(
@@ -119,6 +120,12 @@ class Pipeline:
             raise ValueError(
                 f"Expected zero_stage 1 or 2 with {schedule}, which computes the gradients of "
                 "weights apart and needs the weights whole from forward to backward, got 3."
+            )
+        if self.kind.in_halves and any(is_compiled(m) for one in stages for m in one.modules()):
+            raise ValueError(  # as torch does, but in the first step
+                f"Expected modules with {schedule} that torch.compile has not wrapped, since it "
+                "takes backward passes apart, got one that is. Call module.compile(), which "
+                "wraps none, with torch 2.13 or later, or take interleaved-1f1b."
             )
         if self.kind.in_halves and any(
             module.working_copies

@@ -113,33 +113,39 @@ class Router(nn.Module):
         Args:
             mask_T: bool [T], False for padding; the layer sees to it that padding visits no expert.
             expert_ids_TK: the experts to visit, chosen elsewhere (replay, hashing): this router
-                gives the weights. An id of no expert has weight 0.
+                gives the weights, those of its own choice if `uniform_assignment` is set. An id of
+                no expert has weight 0 otherwise.
 
         Raises:
             ValueError: tokens of another shape.
         """
         config = self.config
+        # Where slots are assigned uniformly, by whomever, their weights are those of the choice.
+        chooses = expert_ids_TK is None or config.uniform_assignment
         # Autocast would take the product back to low precision.
         with without_autocast(x_TD):
             logits_TE = self.logits(self.jitter(x_TD))
-            if expert_ids_TK is None and self._is_plain_softmax():
+            if chooses and self._is_plain_softmax():
                 weights_TK, ids_TK, probs_TE = mb_kernels.topk_softmax(
                     logits_TE, config.top_k, renormalize=config.renormalize
                 )
             else:
                 scores_TE, probs_TE = self.scores(logits_TE)
-                if expert_ids_TK is None:
+                if chooses:
                     choice_TE = self.choice(scores_TE.detach(), logits_TE.detach(), mask_T)
                     ids_TK = _top_ids(choice_TE, config.top_k)
                     weights_TK = self.weights(scores_TE.gather(1, ids_TK))
                 else:
+                    assert expert_ids_TK is not None
                     ids_TK = expert_ids_TK.long()
                     known_TK = (ids_TK >= 0) & (ids_TK < config.num_choices)
                     chosen_TK = scores_TE.gather(1, torch.where(known_TK, ids_TK, 0))
                     weights_TK = self.weights(chosen_TK * known_TK)
             if config.routed_scaling_factor != 1.0:
                 weights_TK = weights_TK * config.routed_scaling_factor
-        if config.uniform_assignment and expert_ids_TK is None:
+        if config.uniform_assignment and expert_ids_TK is not None:
+            ids_TK = expert_ids_TK
+        elif config.uniform_assignment:
             slots_N = torch.arange(ids_TK.numel(), device=ids_TK.device, dtype=torch.int32)
             ids_TK = (slots_N % config.num_experts).view_as(ids_TK)
         return RouterOutput(weights_TK, ids_TK.int(), probs_TE, logits_TE)

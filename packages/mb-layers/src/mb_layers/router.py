@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mb_layers import arguments
 from mb_layers.config import MoEConfig
 from mb_layers.experts import to_plain
 from mb_layers.losses import at_least_fp32, without_autocast
@@ -246,7 +247,8 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
         rate: the step, 1e-3 in the paper.
 
     Raises:
-        ValueError: a router without a balancing bias, or counts of another shape.
+        ValueError: a router without a balancing bias, counts of another shape, or a rate that is
+            no number of at least 0.
     """
     bias_E = getattr(router, "balancing_bias", None)
     if bias_E is None:
@@ -254,12 +256,12 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
             "expected a router with a balancing bias, got one without; "
             "build the layer with MoEConfig(balancing_bias=True)"
         )
-    if tokens_per_expert_E.shape != bias_E.shape:
-        raise ValueError(
-            f"expected tokens_per_expert_E of shape {tuple(bias_E.shape)}, "
-            f"got {tuple(tokens_per_expert_E.shape)}"
-        )
-    counts_E = tokens_per_expert_E.to(bias_E.device, torch.float32)
+    arguments.at_least_0(rate=rate)
+    counts = tokens_per_expert_E
+    if not isinstance(counts, Tensor) or counts.shape != bias_E.shape:
+        got = tuple(counts.shape) if isinstance(counts, Tensor) else f"a {type(counts).__name__}"
+        raise ValueError(f"expected tokens_per_expert_E of shape {tuple(bias_E.shape)}, got {got}")
+    counts_E = counts.to(bias_E.device, torch.float32)
     step_E = rate * torch.sign(counts_E.mean() - counts_E)
     bias_E += step_E - step_E.mean()
 

@@ -295,7 +295,9 @@ def test_quantised_activations_compile(backend):
         assert_close(name, a, b)
 
 
-@pytest.mark.parametrize("options", [{"saved_activation_bits": 5}, {"recompute": True}])
+@pytest.mark.parametrize(
+    "options", [{"saved_activation_bits": 5}, {"saved_activation_bits": 8.0}, {"recompute": True}]
+)
 def test_quantised_activations_refuse(options):
     x, w1, w2, bins, weights = make_case(CASES[0])
     with pytest.raises(ValueError, match="saved_activation_bits: expected 4, 8 or None"):

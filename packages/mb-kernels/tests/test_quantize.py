@@ -93,6 +93,7 @@ def test_strided_input_and_no_gradient():
     ("call", "message"),
     [
         (lambda: mb_kernels.quantize(torch.ones(4, 8), 3), "bits: expected 4 or 8; got 3"),
+        (lambda: mb_kernels.quantize(torch.ones(4, 8), 8.0), "got 8.0 of type float"),  # equals 8
         (lambda: mb_kernels.quantize(torch.ones(4, 7), 4), "even last dimension"),
         (lambda: mb_kernels.quantize(torch.ones(4, 8).int(), 8), "floating-point"),
         (lambda: mb_kernels.quantize(torch.tensor(1.0), 8), r"\[\.\.\., C\]"),
@@ -109,7 +110,7 @@ def test_strided_input_and_no_gradient():
             r"expected \(4, 2\)",
         ),
     ],
-    ids=["bits", "odd", "integer", "scalar", "other-bits", "other-scales"],
+    ids=["bits", "float", "odd", "integer", "scalar", "other-bits", "other-scales"],
 )
 def test_errors_say_what_was_expected(call, message):
     with pytest.raises(ValueError, match=message):

@@ -127,9 +127,10 @@ def loop_over_tokens(
         if "router.bias" in params:
             logits = logits + params["router.bias"]
         given = None if expert_ids is None else expert_ids[t]
-        chosen = route_one_token(config, logits, params.get("router.balancing_bias"), given)
-        if config.uniform_assignment and given is None:
-            ids = [(t * config.top_k + k) % num_experts for k in range(config.top_k)]
+        by = None if config.uniform_assignment else given
+        chosen = route_one_token(config, logits, params.get("router.balancing_bias"), by)
+        if config.uniform_assignment:
+            ids = given or [(t * config.top_k + k) % num_experts for k in range(config.top_k)]
             chosen = list(zip(ids, (w for _, w in chosen), strict=True))
         slots += [(t, e if mask[t] else -1, w) for e, w in chosen]
         if mask[t]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from layers_oracle import assert_close
@@ -13,6 +14,7 @@ from mb_layers import (
     ExpertChoiceRouter,
     MoE,
     MoEConfig,
+    NoisyTopKRouter,
     SinkhornRouter,
     collect,
     dMoE,
@@ -147,6 +149,59 @@ def test_tokens_without_ids_are_routed_beside_the_real_ones_alone() -> None:
         assert_close("y", layer(x, mask=mask).y, expected)
 
 
+@pytest.mark.parametrize(
+    ("router", "overrides"),
+    [(None, {"jitter_eps": 0.3}), (NoisyTopKRouter, {}), (None, {"uniform_assignment": True})],
+    ids=["jitter", "noisy", "uniform"],
+)
+def test_a_replayed_pass_weighs_the_experts_as_the_recorded_one(
+    router: type[NoisyTopKRouter] | None, overrides: dict
+) -> None:
+    config = MoEConfig(**SIZES, init_method_std=0.3, **overrides)
+    layer = dMoE(config, router=router and router(config), dtype=torch.float64).double()
+    for parameter in layer.router.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(9, 16, dtype=torch.float64)
+    torch.manual_seed(3)
+    with record_routing(layer) as routing:
+        expected = layer(x)
+    after = torch.rand(1)
+    ids = routing.expert_ids()[""]
+    for free in (0, 4, 9):  # the router runs twice for tokens without ids: with the same noise
+        torch.manual_seed(3)
+        with replay_routing(layer, {"": torch.where(torch.arange(9)[:, None] < free, -1, ids)}):
+            got = layer(x)
+        assert_close("y", got.y, expected.y)
+        assert torch.equal(torch.rand(1), after)
+
+
+def test_layers_that_run_twice_in_a_pass_are_named() -> None:
+    model, x = Blocks(), torch.randn(3, 16, dtype=torch.float64)
+    model.layers[1] = model.layers[0]
+    with record_routing(model) as routing:
+        model(x)
+    assert len(routing.passes["layers.0.layer"]) == 2
+    with pytest.raises(ValueError, match=r"several runs of layers\.0\.layer"):
+        routing.expert_ids()
+    with record_routing(model) as routing:
+        for _ in range(2):
+            model.layers[0](x)  # no pass of the model
+    assert routing.expert_ids()["layers.0.layer"].shape == (6, 2)
+
+
+def test_ids_may_be_arrays() -> None:
+    model, x = Blocks(), torch.randn(3, 16, dtype=torch.float64)
+    ids = torch.randint(0, 6, (3, 2, 2))
+    with replay_routing(model, ids):
+        expected = model(x)
+    array = ids.numpy().astype(np.uint16)
+    array.flags.writeable = False
+    by_name = dict(zip(("layers.0.layer", "layers.1.layer"), array.swapaxes(0, 1), strict=True))
+    for given in (array, by_name, array.astype(np.int8), torch.from_numpy(array.copy())):
+        with replay_routing(model, given):
+            assert_close("y", model(x), expected)
+
+
 def test_generated_passes_join_to_the_routing_of_the_sequence() -> None:
     pytest.importorskip("transformers")
     import mb_layers.transformers as mb
@@ -180,6 +235,9 @@ def test_other_ids_are_named() -> None:
         ({"layers.0.layer": torch.zeros(3, 2).int()}, "got those of layers.0.layer"),
         (torch.full((3, 2, 2), 6), r"below 6 for 'layers.0.layer', got torch.int64 up to 6"),
         (torch.zeros(3, 2, 2), "integer expert ids below 6 .* got torch.float32"),
+        (torch.zeros(3, 2, 2).cfloat(), "integer expert ids below 6 .* got torch.complex64"),
+        (None, "ids of all layers as a tensor or an array, got a NoneType"),
+        ({"layers.0.layer": [[1]], "layers.1.layer": [[1]]}, "'layers.0.layer' as a tensor or an"),
     ):
         with pytest.raises(ValueError, match=why), replay_routing(model, bad):
             pass

@@ -17,6 +17,7 @@ import torch
 from mb_kernels import RouterLosses
 from torch import Tensor
 
+from mb_layers import arguments
 from mb_layers.config import MoEConfig
 from mb_layers.dispatch import Dispatched
 from mb_layers.losses import (
@@ -123,8 +124,7 @@ def _one_number(valid_tokens: Tensor | float | None) -> Tensor | float | None:
                 f"expected valid_tokens to be one number, got shape {tuple(valid_tokens.shape)}"
             )
         return valid_tokens if valid_tokens.dim() == 0 else valid_tokens.reshape(())
-    if not valid_tokens >= 0:
-        raise ValueError(f"expected valid_tokens of at least 0, got {valid_tokens}")
+    arguments.at_least_0(valid_tokens=valid_tokens)
     return float(valid_tokens)  # NumPy's numbers too
 
 

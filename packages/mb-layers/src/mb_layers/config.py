@@ -49,7 +49,8 @@ class MoEConfig:
         balancing_bias: keep a buffer `router.balancing_bias` [E], added to the scores for the
             choice of experts alone (arXiv 2408.15664). `update_balancing_bias` moves it.
         jitter_eps: in training the router sees x times uniform noise in [1 - eps, 1 + eps].
-        uniform_assignment: for benchmarks: slot s goes to expert s mod E, whatever the scores.
+        uniform_assignment: for benchmarks: slot s goes to expert s mod E, whatever the scores; its
+            weight is the one of the router's choice.
         num_zero_experts: Z experts more to choose from, of ids E to E + Z - 1, that return their
             token (LongCat-Flash). The router, its bias and the counts then have E + Z entries.
         weights_on_input: the routing weights scale the experts' input, not their output (Llama-4).

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from mb_layers import arguments
 from mb_layers.frozen import FrozenWeight
 
 
@@ -51,7 +52,7 @@ class LoRA(nn.Module):
         options: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.a = nn.Parameter(torch.empty(num_experts, rank, columns, **options))
         self.b = nn.Parameter(torch.empty(num_experts, rows, rank, **options))
-        self.scaling = alpha / rank
+        self.scaling = float(alpha) / int(rank)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -85,14 +86,16 @@ def add_lora(
         names: which weights.
 
     Raises:
-        ValueError: rank < 1, no experts of a `dMoE` or `MoE`, other names, some whose options need
-            the fused op, or weights that are spread over ranks already.
+        ValueError: a rank that is no integer >= 1, an alpha that is no finite number, no experts of
+            a `dMoE` or `MoE`, other names, some whose options need the fused op, or weights that
+            are spread over ranks already.
     """
     config = _config_of(experts)
+    arguments.several_names(names)
     if not {*names} <= {"w1", "w2"}:
         raise ValueError(f"expected names of weights, 'w1' and 'w2', got {names!r}")
-    if rank < 1:
-        raise ValueError(f"expected rank >= 1, got {rank}")
+    arguments.at_least_1(rank=rank)
+    arguments.finite(alpha=alpha)
     if config.mlp_impl != "grouped" or config.saved_activation_bits is not None:
         raise ValueError(
             "expected mlp_impl='grouped' and saved_activation_bits=None for adapters, got "
@@ -132,6 +135,7 @@ def merge_lora(experts: nn.Module) -> None:
 
 
 def _config_of(experts: nn.Module) -> Any:
+    arguments.a_module(experts=experts)
     config: Any = getattr(experts, "config", None)
     # Not hasattr, which would add the adapters to the weight.
     has_weights = "w1" in experts._parameters or parametrize.is_parametrized(experts, "w1")

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mb_layers import arguments
+
 aten = torch.ops.aten
 
 
@@ -136,6 +138,8 @@ def freeze_in_bits(experts: nn.Module, bits: int, *, names: tuple[str, ...] = ("
     Raises:
         ValueError: other bits, weights with adapters on, an odd number of columns in 4 bits.
     """
+    arguments.a_module(experts=experts)
+    arguments.several_names(names)
     for name in names:
         if name not in experts._parameters:
             raise ValueError(

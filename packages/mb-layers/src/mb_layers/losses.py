@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mb_layers import arguments
+
 
 def load_balancing_loss(
     probs_TE: Tensor,
@@ -193,11 +195,17 @@ def attach_aux_loss(y: Tensor, aux_loss: Tensor, scale: float | Tensor = 1.0) ->
         scale: a number, or a scalar tensor read in the backward pass.
 
     Raises:
-        ValueError: `aux_loss` is not a scalar.
+        ValueError: `aux_loss` or `scale` is not a scalar.
     """
-    if aux_loss.numel() != 1:
-        raise ValueError(f"expected a scalar aux_loss, got shape {tuple(aux_loss.shape)}")
-    if not isinstance(scale, Tensor):
+    if not isinstance(aux_loss, Tensor) or aux_loss.numel() != 1:
+        is_tensor = isinstance(aux_loss, Tensor)
+        got = f"shape {tuple(aux_loss.shape)}" if is_tensor else repr(aux_loss)
+        raise ValueError(f"expected a scalar aux_loss, got {got}")
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1:
+            raise ValueError(f"expected a scalar scale, got shape {tuple(scale.shape)}")
+    else:
+        arguments.finite(scale=scale)
         scale = torch.full((), scale, device=aux_loss.device, dtype=aux_loss.dtype)
     return _AttachAuxLoss.apply(y, aux_loss, scale)
 
@@ -218,4 +226,4 @@ class _AttachAuxLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:  # ty: ignore[incompatible-method-override]
         (scale,) = ctx.saved_tensors
-        return grad_y, scale.to(ctx.aux_dtype).expand(ctx.aux_shape), None
+        return grad_y, scale.to(ctx.aux_dtype).reshape(ctx.aux_shape), None

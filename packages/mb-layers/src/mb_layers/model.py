@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from mb_layers import arguments
 from mb_layers.balance import reduced
 from mb_layers.losses import attach_aux_loss, in_backward
 from mb_layers.moe import MoELayer, MoEOutput
@@ -91,6 +92,7 @@ def _router_learns(layer: MoELayer) -> bool:
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
     """Return the `dMoE` and `MoE` layers of a model by name; it is an error to have none."""
+    arguments.a_module(model=model)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     if not layers:
         raise ValueError("expected a model with dMoE or MoE layers, found none")

@@ -73,8 +73,9 @@ class MoELayer(nn.Module):
                 "mb_layers.compat.dmoe.dMoE, or layer_from_arguments there"
             )
         self._check(config)
-        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
-            raise ValueError(f"expected a floating-point dtype of 16 bits or more, got {dtype}")
+        is_wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        if not (dtype is None or is_wide):
+            raise ValueError(f"expected a floating-point dtype of 16 bits or more, got {dtype!r}")
         if not (router is None or isinstance(router, nn.Module)):
             raise ValueError(f"expected a router that is a module, got {_described(router)}")
         if reduce_counts is not None and config.balance_over != "global_batch":
@@ -168,10 +169,11 @@ class MoELayer(nn.Module):
 
     def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x as [T, D], zeros for padding, and the mask as bool [T]; ValueError as in forward."""
-        if x.dim() == 0 or x.shape[-1] != self.config.hidden_size or not x.is_floating_point():
+        hidden = self.config.hidden_size
+        is_matrix = isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == hidden
+        if not (is_matrix and x.is_floating_point()):
             raise ValueError(
-                f"expected floating-point x of shape [..., {self.config.hidden_size}], "
-                f"got {x.dtype} of shape {tuple(x.shape)}"
+                f"expected floating-point x of shape [..., {hidden}], got {_described(x)}"
             )
         # A view of the same shape would be a node of autograd, and one more for y.
         x_TD = x if x.dim() == 2 else x.reshape(-1, self.config.hidden_size)

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from mb_layers.losses import in_backward
 from mb_layers.model import moe_layers
 from mb_layers.moe import MoELayer, MoEOutput
-from mb_layers.router import RouterOutput
+from mb_layers.router import Router, RouterOutput
+
+Ids: TypeAlias = Any  # a tensor, or a NumPy array, which this package does not import
 
 
 class RecordedRouting:
@@ -37,6 +39,7 @@ class RecordedRouting:
 
     def __init__(self) -> None:
         self.passes: dict[str, list[Tensor]] = {}
+        self.repeated: set[str] = set()  # layers that ran several times in one pass of the model
 
     def expert_ids(self) -> dict[str, Tensor]:
         """Return each layer's ids [..., S, K], its passes one behind the other along S.
@@ -45,8 +48,14 @@ class RecordedRouting:
         sequence but for its last token, which no layer has seen.
 
         Raises:
-            ValueError: no layer ran.
+            ValueError: no layer ran, or one ran several times in one pass of the model.
         """
+        if self.repeated:
+            raise ValueError(
+                "expected each layer to run once in a pass of the model, got several runs of "
+                f"{', '.join(sorted(self.repeated))}, whose ids do not make up one sequence; "
+                "`passes` has those of each run, and replay_routing gives all runs the same"
+            )
         if not self.passes:
             raise ValueError(
                 "expected MoE layers to run inside record_routing(model), none did; a model that "
@@ -70,7 +79,16 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
     """
     recorded = RecordedRouting()
     chosen: dict[str, Tensor] = {}
+    ran: set[str] | None = None  # in the pass of the model that is under way, if one is
     hooks = []
+
+    def begin(model: nn.Module, args: Any) -> None:
+        nonlocal ran
+        ran = None if in_backward() else set()
+
+    def end(model: nn.Module, args: Any, output: Any) -> None:
+        nonlocal ran
+        ran = None
 
     def watch(name: str, layer: MoELayer) -> None:
         def choose(router: nn.Module, args: Any, routed: RouterOutput) -> None:
@@ -87,6 +105,9 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
                     "whose experts the caller knows, or a layer that was compiled before and has "
                     "no hooks inside"
                 )
+            if ran is not None:
+                recorded.repeated |= ran & {name}
+                ran.add(name)
             ids = ids_TK.view(*output.y.shape[:-1], ids_TK.shape[1])
             recorded.passes.setdefault(name, []).append(ids)
 
@@ -96,6 +117,8 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
     try:
         for name, layer in moe_layers(model).items():
             watch(name, layer)
+        hooks.append(model.register_forward_pre_hook(begin))
+        hooks.append(model.register_forward_hook(end, always_call=True))
         yield recorded
     finally:
         for hook in hooks:
@@ -103,7 +126,7 @@ def record_routing(model: nn.Module) -> Generator[RecordedRouting]:
 
 
 @contextmanager
-def replay_routing(model: nn.Module, expert_ids: Mapping[str, Tensor] | Tensor) -> Generator[None]:
+def replay_routing(model: nn.Module, expert_ids: Mapping[str, Ids] | Ids) -> Generator[None]:
     """Send tokens to the given experts in every pass of the model while the context is open.
 
     The backward pass belongs inside too: layers that are recomputed there outside of the context
@@ -111,14 +134,15 @@ def replay_routing(model: nn.Module, expert_ids: Mapping[str, Tensor] | Tensor) 
 
     Args:
         model: its MoE layers are called with x [..., D].
-        expert_ids: integers, by layer name [..., K] as `record_routing` has them, or for all layers
-            in their order [..., L, K], as vLLM returns them (`enable_return_routed_experts`). The
-            leading dimensions are x's, or T = their product. A token whose ids are all negative
-            (of a prompt, or the last one of a rollout) is routed by the router.
+        expert_ids: integers, tensors or NumPy arrays, by layer name [..., K] as `record_routing`
+            has them, or for all layers in their order [..., L, K], as vLLM returns them
+            (`enable_return_routed_experts`). The leading dimensions are x's, or T = their product.
+            A token whose ids are all negative (of a prompt, or the last one of a rollout) is routed
+            by the router. A layer that runs several times gets the same ids each time.
 
     Raises:
-        ValueError: ids of other layers, of another shape, or of no expert, or tokens left to a
-            router that chooses tokens for experts.
+        ValueError: no ids, ids of other layers, of another shape, or of no expert, or tokens left
+            to a router that chooses tokens for experts.
     """
     layers = moe_layers(model)
     by_name = _by_name(expert_ids, layers)
@@ -131,29 +155,43 @@ def replay_routing(model: nn.Module, expert_ids: Mapping[str, Tensor] | Tensor) 
 
 
 def _by_name(
-    expert_ids: Mapping[str, Tensor] | Tensor, layers: Mapping[str, MoELayer]
+    expert_ids: Mapping[str, Ids] | Ids, layers: Mapping[str, MoELayer]
 ) -> dict[str, Tensor]:
-    if isinstance(expert_ids, Tensor):
-        if expert_ids.dim() < 3 or expert_ids.shape[-2] != len(layers):
+    if not isinstance(expert_ids, Mapping):
+        all_ids = _as_tensor("all layers", expert_ids)
+        if all_ids.dim() < 3 or all_ids.shape[-2] != len(layers):
             raise ValueError(
                 f"expected expert ids [..., {len(layers)} MoE layers, K], got a tensor of shape "
-                f"{tuple(expert_ids.shape)}"
+                f"{tuple(all_ids.shape)}"
             )
-        expert_ids = dict(zip(layers, expert_ids.unbind(-2), strict=True))
+        expert_ids = dict(zip(layers, all_ids.unbind(-2), strict=True))
     if expert_ids.keys() != layers.keys():
         raise ValueError(
             f"expected expert ids of the layers {', '.join(layers)}, got those of "
-            f"{', '.join(expert_ids) or 'none'}"
+            f"{', '.join(map(str, expert_ids)) or 'none'}"
         )
-    for name, ids in expert_ids.items():
-        config = layers[name].config
-        whole = ids.numel() and not ids.is_floating_point() and ids.dtype != torch.bool
-        if ids.numel() and not (whole and int(ids.max()) < config.num_choices):
+    by_name = {name: _as_tensor(repr(name), ids) for name, ids in expert_ids.items()}
+    for name, ids in by_name.items():
+        choices = layers[name].config.num_choices
+        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        if ids.numel() and not (whole and int(ids.max()) < choices):
             raise ValueError(
-                f"expected integer expert ids below {config.num_choices} for {name!r}, got "
-                f"{ids.dtype} up to {ids.max().item()}"
+                f"expected integer expert ids below {choices} for {name!r}, got {ids.dtype}"
+                + (f" up to {ids.max()}" if whole else "")
             )
-    return dict(expert_ids)
+    return by_name
+
+
+def _as_tensor(whose: str, ids: object) -> Tensor:
+    """The ids as a tensor that can be compared. vLLM returns a NumPy array, of uint16 for one."""
+    if not isinstance(ids, Tensor) and hasattr(ids, "__array__"):
+        ids = torch.tensor(ids)  # a copy: the array may be read-only
+    if not isinstance(ids, Tensor):
+        raise ValueError(
+            f"expected the expert ids of {whose} as a tensor or an array, got a "
+            f"{type(ids).__name__}"
+        )
+    return ids.int() if ids.dtype in (torch.uint16, torch.uint32) else ids
 
 
 class _Forced:
@@ -197,12 +235,26 @@ class _Forced:
         routing = self.ids.to(x.device, torch.int32).reshape(shape)
         if not self.some_are_free:
             return routing
-        # As the layer does: some routers look at all real tokens, and padding may be NaN.
-        with torch.no_grad():
+        # As the layer does: some routers look at all real tokens, and padding may be NaN. The layer
+        # is about to run its router again, for the weights, and must draw the same noise: jitter
+        # that differs would weigh these tokens' experts by other logits than those that chose them.
+        with torch.no_grad(), _same_draws_again(layer, x.device):
             own = layer._route(*layer._tokens(x, mask), None)
         _check_by_token(self.name, own)
         is_free = (routing < 0).all(dim=-1, keepdim=True)
         return torch.where(is_free, own.expert_ids_TK.view(shape), routing)
+
+
+def _same_draws_again(layer: MoELayer, device: torch.device) -> AbstractContextManager[None]:
+    """Put the random streams back at the end, so that the next run of the router draws the same."""
+    router = layer.router
+    draws = router.training and layer.config.jitter_eps > 0
+    has_our_logits = getattr(type(router), "logits", None) is Router.logits
+    if layer._router_is_ours() and has_our_logits and not draws:
+        return nullcontext()  # the compiler, and a CUDA graph, could not save the streams
+    if device.type in ("cpu", "meta"):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 def _check_by_token(name: str, routed: RouterOutput) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mb_layers import arguments
 from mb_layers.config import MoEConfig
 from mb_layers.experts import to_plain
 from mb_layers.losses import at_least_fp32, without_autocast
@@ -113,33 +114,39 @@ class Router(nn.Module):
         Args:
             mask_T: bool [T], False for padding; the layer sees to it that padding visits no expert.
             expert_ids_TK: the experts to visit, chosen elsewhere (replay, hashing): this router
-                gives the weights. An id of no expert has weight 0.
+                gives the weights, those of its own choice if `uniform_assignment` is set. An id of
+                no expert has weight 0 otherwise.
 
         Raises:
             ValueError: tokens of another shape.
         """
         config = self.config
+        # Where slots are assigned uniformly, by whomever, their weights are those of the choice.
+        chooses = expert_ids_TK is None or config.uniform_assignment
         # Autocast would take the product back to low precision.
         with without_autocast(x_TD):
             logits_TE = self.logits(self.jitter(x_TD))
-            if expert_ids_TK is None and self._is_plain_softmax():
+            if chooses and self._is_plain_softmax():
                 weights_TK, ids_TK, probs_TE = mb_kernels.topk_softmax(
                     logits_TE, config.top_k, renormalize=config.renormalize
                 )
             else:
                 scores_TE, probs_TE = self.scores(logits_TE)
-                if expert_ids_TK is None:
+                if chooses:
                     choice_TE = self.choice(scores_TE.detach(), logits_TE.detach(), mask_T)
                     ids_TK = _top_ids(choice_TE, config.top_k)
                     weights_TK = self.weights(scores_TE.gather(1, ids_TK))
                 else:
+                    assert expert_ids_TK is not None
                     ids_TK = expert_ids_TK.long()
                     known_TK = (ids_TK >= 0) & (ids_TK < config.num_choices)
                     chosen_TK = scores_TE.gather(1, torch.where(known_TK, ids_TK, 0))
                     weights_TK = self.weights(chosen_TK * known_TK)
             if config.routed_scaling_factor != 1.0:
                 weights_TK = weights_TK * config.routed_scaling_factor
-        if config.uniform_assignment and expert_ids_TK is None:
+        if config.uniform_assignment and expert_ids_TK is not None:
+            ids_TK = expert_ids_TK
+        elif config.uniform_assignment:
             slots_N = torch.arange(ids_TK.numel(), device=ids_TK.device, dtype=torch.int32)
             ids_TK = (slots_N % config.num_experts).view_as(ids_TK)
         return RouterOutput(weights_TK, ids_TK.int(), probs_TE, logits_TE)
@@ -240,7 +247,8 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
         rate: the step, 1e-3 in the paper.
 
     Raises:
-        ValueError: a router without a balancing bias, or counts of another shape.
+        ValueError: a router without a balancing bias, counts of another shape, or a rate that is
+            no number of at least 0.
     """
     bias_E = getattr(router, "balancing_bias", None)
     if bias_E is None:
@@ -248,12 +256,12 @@ def update_balancing_bias(router: nn.Module, tokens_per_expert_E: Tensor, *, rat
             "expected a router with a balancing bias, got one without; "
             "build the layer with MoEConfig(balancing_bias=True)"
         )
-    if tokens_per_expert_E.shape != bias_E.shape:
-        raise ValueError(
-            f"expected tokens_per_expert_E of shape {tuple(bias_E.shape)}, "
-            f"got {tuple(tokens_per_expert_E.shape)}"
-        )
-    counts_E = tokens_per_expert_E.to(bias_E.device, torch.float32)
+    arguments.at_least_0(rate=rate)
+    counts = tokens_per_expert_E
+    if not isinstance(counts, Tensor) or counts.shape != bias_E.shape:
+        got = tuple(counts.shape) if isinstance(counts, Tensor) else f"a {type(counts).__name__}"
+        raise ValueError(f"expected tokens_per_expert_E of shape {tuple(bias_E.shape)}, got {got}")
+    counts_E = counts.to(bias_E.device, torch.float32)
     step_E = rate * torch.sign(counts_E.mean() - counts_E)
     bias_E += step_E - step_E.mean()
 

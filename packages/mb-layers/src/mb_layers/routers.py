@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mb_layers import arguments
 from mb_layers.config import MoEConfig
 from mb_layers.experts import to_plain
 from mb_layers.losses import without_autocast
@@ -90,7 +91,7 @@ class SinkhornRouter(Router):
 
     Args:
         iterations: how often rows and columns are scaled. A fixed number, so that the host never
-            waits for the device to say whether it was enough.
+            waits for the device to say whether it was enough. At least 1.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class SinkhornRouter(Router):
     ) -> None:
         _refuse("SinkhornRouter", config, num_expert_groups=None, balancing_bias=False)
         super().__init__(config, device=device, dtype=dtype)
+        arguments.at_least_1(iterations=iterations)
         self.iterations = iterations
 
     def choice(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:

@@ -93,10 +93,12 @@ def expert_mlp(
     """
     arguments.check_experts(x_TD, w1_EFD, w2_EDF, bins, weights_TK, activation)
     arguments.check_biases(x_TD, w1_EFD, w2_EDF, b1_EF, b2_ED)
-    if saved_activation_bits not in (None, 4, 8) or (recompute and saved_activation_bits):
+    is_float = isinstance(saved_activation_bits, float)  # 8.0 equals 8, but ops take integers
+    is_known = saved_activation_bits in (None, 4, 8) and not is_float
+    if not is_known or (recompute and saved_activation_bits):
         raise ValueError(
             "saved_activation_bits: expected 4, 8 or None, and None with recompute=True, which "
-            f"keeps no activations; got {saved_activation_bits} with recompute={recompute}."
+            f"keeps no activations; got {saved_activation_bits!r} with recompute={recompute}."
         )
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"max_rows: expected None or at least 1; got {max_rows}.")

@@ -97,8 +97,8 @@ def dequantize(codes: Tensor, scales: Tensor, *, bits: int, dtype: torch.dtype) 
 
 
 def _check_bits(bits: int) -> None:
-    if bits not in (4, 8):
-        raise ValueError(f"bits: expected 4 or 8; got {bits!r}.")
+    if not isinstance(bits, int) or bits not in (4, 8):  # 8.0 equals 8, but ops take integers
+        raise ValueError(f"bits: expected 4 or 8; got {bits!r} of type {type(bits).__name__}.")
 
 
 def _quantize_fake(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:

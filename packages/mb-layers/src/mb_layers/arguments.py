@@ -1,0 +1,51 @@
+"""Checks of arguments that several functions share; ValueError for what is refused.
+
+NumPy's numbers are numbers. True and False are not: they are flags in the wrong place.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+from torch import nn
+
+
+def at_least_1(**counts: Any) -> None:
+    """Check integers, given by the names of the arguments."""
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+            raise ValueError(f"expected {name} to be an integer >= 1, got {count!r}")
+
+
+def at_least_0(**numbers: Any) -> None:
+    """Check finite numbers, given by the names of the arguments."""
+    for name, number in numbers.items():
+        if not (_is_finite(number) and number >= 0):
+            raise ValueError(f"expected a finite {name} of at least 0, got {number!r}")
+
+
+def finite(**numbers: Any) -> None:
+    """Check numbers, given by the names of the arguments."""
+    for name, number in numbers.items():
+        if not _is_finite(number):
+            raise ValueError(f"expected {name} to be a finite number, got {number!r}")
+
+
+def _is_finite(number: Any) -> bool:
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    return is_number and -math.inf < number < math.inf
+
+
+def a_module(**modules: Any) -> None:
+    """Check modules, given by the names of the arguments."""
+    for name, module in modules.items():
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"expected {name} to be a module, got a {type(module).__name__}")
+
+
+def several_names(names: Any) -> None:
+    """Check names of weights: a string would be taken for one name a letter."""
+    if not isinstance(names, tuple | list | set | frozenset):
+        raise ValueError(f"expected names to be a tuple of names of weights, got {names!r}")

@@ -253,6 +253,18 @@ def test_tensor_ranks_have_the_same_tensors(tmp_path):
         read_megatron(folder)
 
 
+def test_ranks_of_two_checkpoints_are_told_apart(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model(None), tp=2)
+    change_first(folder, lambda c: c.update(iteration=40))
+    with pytest.raises(ValueError, match=r"by mp_rank_00 .*\(2, 1, 1, 40\), by mp_rank_01 .*50"):
+        read_megatron(folder)
+    other = write(tmp_path / "other", our_model(None), pp=2)
+    shutil.copytree(other, folder, dirs_exist_ok=True)
+    change_first(folder, lambda c: c.update(iteration=50))
+    with pytest.raises(ValueError, match=r"\(2, 1, 1, 50\), by mp_rank_00_000 \(1, 1, 2, 50\)"):
+        read_megatron(folder)
+
+
 def test_weights_that_are_no_numbers_are_named(tmp_path):
     model = our_model(None)
     model.get_parameter("stack.blocks.1.norm_2.bias").data[3] = float("nan")

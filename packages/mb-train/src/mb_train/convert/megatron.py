@@ -142,7 +142,8 @@ def _iteration(folder: Path) -> Path:
 
 def _read_ranks(folder: Path) -> dict[tuple[int, int, int], Any]:
     """Contents by (tensor, data, pipeline) rank."""
-    contents, parallel = {}, None
+    contents: dict[tuple[int, int, int], Any] = {}
+    first: tuple[Path, Any] | None = None
     for path in sorted(folder.glob("mp_rank_*")):
         if not re.fullmatch(r"mp_rank(_\d+){1,3}", path.name):  # a copy that somebody keeps
             continue
@@ -162,8 +163,16 @@ def _read_ranks(folder: Path) -> dict[tuple[int, int, int], Any]:
             args.data_parallel_size if experts else 1,
             args.pipeline_model_parallel_size,
         )
-    if parallel is None:
+        about = (*parallel, content.get("iteration"))
+        first = first or (path, about)
+        if about != first[1]:  # left there by another run, or copied from another iteration
+            raise ValueError(
+                f"Expected all ranks in {folder} to be of one checkpoint, but by {first[0].name} "
+                f"(tensor, data, pipeline ranks, iteration) are {first[1]}, by {path.name} {about}."
+            )
+    if first is None:
         raise ValueError(f"Expected mp_rank_* with {' or '.join(_FILES)} in {folder}, found none.")
+    parallel = first[1][:3]
     for tensor in range(parallel[0]):
         for data in range(parallel[1]):
             for stage in range(parallel[2]):

@@ -16,7 +16,7 @@ from mb_train.config import TrainConfig
 from mb_train.convert import architectures, export_model, import_model, read_model
 from mb_train.convert.safetensors_files import TensorFolder, write_tensors
 from mb_train.folder_lock import locked
-from mb_train.generate import Generator
+from mb_train.generate import Generator, Sampling
 from mb_train.loading import load_trained
 from mb_train.models.gpt import GPT
 from mb_train.models.rotary import rotary_tables
@@ -223,6 +223,47 @@ def test_what_lies_beside_the_weights_is_kept(tmp_path, monkeypatch):
     before, after = (json.loads((d / "config.json").read_text()) for d in (hf, tmp_path / "back"))
     special = [f"{role}_token_id" for role in ("bos", "eos", "pad")]
     assert [before[name] for name in special] == [after[name] for name in special]
+
+
+def test_texts_end_as_theirs(tmp_path):
+    """A chat model's end of a turn is not the end of a document: it names both, and more."""
+    theirs("llama").save_pretrained(tmp_path / "hf")
+    words = {chr(33 + i): i + 4 for i in range(70)} | {"<e>": 2}
+    model = {"type": "BPE", "vocab": words, "merges": []}
+    added = [{"id": 2, "content": "<e>", "special": True}]
+    (tmp_path / "hf" / "tokenizer.json").write_text(
+        json.dumps({"model": model, "added_tokens": added})
+    )
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<e>"}))
+    about = tmp_path / "hf" / "generation_config.json"
+    about.unlink()
+    import_model(tmp_path / "hf", tmp_path / "run", say=lambda line: None)
+
+    def completed(run):
+        generator = Generator(load_trained(tmp_path / run))
+        steps = generator.stream(["Ab"], Sampling(temperature=0), max_new_tokens=6, likeliest=1)
+        *_, (found,) = steps
+        assert len(found.likelihoods) == len(found.tokens)
+        return found
+
+    endless = completed("run")
+    assert (len(endless.tokens), endless.finish_reason) == (6, "length")
+    end = endless.tokens[4]
+    until = endless.tokens[: endless.tokens.index(end)]
+    for name, ends in (("one", end), ("several", [3, end])):
+        about.write_text(json.dumps({"eos_token_id": ends}))
+        import_model(tmp_path / "hf", tmp_path / name, say=lambda line: None)
+        found = completed(name)
+        assert (found.tokens, found.finish_reason) == (until, "stop")
+    kept = tmp_path / "several" / "tokenizer" / about.name
+    for wrong, says in (
+        ("[", "is damaged"),
+        ("[1]", "is damaged"),
+        ('{"eos_token_id": "<e>"}', "'<e>'"),
+    ):
+        kept.write_text(wrong)
+        with pytest.raises(ValueError, match=says):
+            completed("several")
 
 
 LETTERS = {"<s>": 0, "</s>": 1, **{letter: 2 + i for i, letter in enumerate("\u2581abc")}}

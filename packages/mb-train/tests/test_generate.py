@@ -123,10 +123,10 @@ def test_the_end_of_a_document_ends_its_prompt_alone():
     model, prompts = small_model(), [[token] for token in range(6)]
     options = {"vocab_size": 4, "context": 4}  # few: the end comes soon
     endless = first(continue_tokens(model, prompts, Sampling(), **options), 40)
-    ended = first(continue_tokens(model, prompts, Sampling(), eod=2, **options))
+    ended = first(continue_tokens(model, prompts, Sampling(), ends=[2, 1], **options))
     for row in range(len(prompts)):
         tokens = [step[row] for step in endless]
-        until = tokens[: tokens.index(2) + 1]
+        until = tokens[: min(tokens.index(end) for end in (2, 1)) + 1]
         assert [step[row] for step in ended if step[row] is not None] == until
 
 
@@ -180,7 +180,7 @@ def test_the_cache_changes_no_token(kind):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 12}
     model = small_model(**sizes | {"moe_num_experts": 4} | KINDS[kind])
     prompts = [[3], [5, 6, 7, 8, 9], [1, 2]]
-    options = {"vocab_size": 30, "context": 12, "eod": 4}
+    options = {"vocab_size": 30, "context": 12, "ends": [4]}
     for seed in range(3):  # beyond the context, and with rows that end
         how = Sampling(seed=seed, temperature=2.0)
         plain = first(continue_tokens(model, prompts, how, **options, cached=False), 20)
@@ -253,9 +253,10 @@ def spelling(monkeypatch):
 
     generator = Generator.__new__(Generator)
     generator.model, generator.tokenizer, generator.context = None, Letters(), 8
-    generator._together = True
+    generator._together, generator.ends = True, frozenset([Letters.eod])
 
-    def alphabet(model, prompts, sampling, *, eod, **_):
+    def alphabet(model, prompts, sampling, *, ends, **_):
+        (eod,) = ends
         last = [prompt[-1] for prompt in prompts]
         while any(token is not None for token in last):
             last = [
@@ -284,6 +285,7 @@ def test_what_may_begin_a_stop_word_is_held_back(spelling):
 def test_the_space_behind_a_prompt_is_said(spelling):
     """A decoder of words says none before the first that it gets."""
     spelling.tokenizer = mb_data.load_tokenizer("null:31")
+    spelling.ends = frozenset([spelling.tokenizer.eod])
     prompts, stop = ["7", "9 2", "24"], [" 6"]
     found = spelling.complete(prompts, Sampling(), max_new_tokens=9, stop=stop)
     assert [c.text for c in found] == [" 8 9 10 11 12 13 14 15 16", " 3 4 5", " 25 26"]

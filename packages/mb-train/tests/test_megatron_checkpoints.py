@@ -253,6 +253,91 @@ def test_tensor_ranks_have_the_same_tensors(tmp_path):
         read_megatron(folder)
 
 
+def change_each(folder, change):
+    """Change the content of every rank's file, by the name of its folder."""
+    for file in folder.glob("iter_0000050/*/model_optim_rng.pt"):
+        content = torch.load(file, weights_only=False)
+        change(file.parent.name, content)
+        torch.save(content, file)
+
+
+def test_experts_with_a_capacity(tmp_path):
+    """They are stored [E, D, F] and [E, F, D], and of more ranks than experts each has features."""
+    model = our_model(EXPERTS)
+    folder = write(tmp_path / "checkpoints", model, dp=8)
+
+    def capped(_, content):
+        content["args"].moe_capacity_factor = 2
+        layers = content["model"]["language_model"]["encoder"]
+        for name in [name for name in layers if name.endswith((".w1", ".w2"))]:
+            w_EFD = layers[name].unflatten(0, (1, -1))
+            layers[name] = w_EFD.transpose(1, 2).contiguous() if name.endswith("w1") else w_EFD
+
+    change_each(folder, capped)
+    config, weights = read_megatron(folder)
+    assert config.moe_capacity_factor == 2
+    assert all(torch.equal(weights[name], t) for name, t in model.state_dict().items())
+
+
+def test_a_stage_of_the_embedding_alone(tmp_path):
+    """--standalone-embedding-stage: the first rank has no layer, the others share them."""
+    model = our_model(None)
+    folder = write(tmp_path / "checkpoints", model, pp=2)
+    change_each(folder, lambda _, c: setattr(c["args"], "pipeline_model_parallel_size", 3))
+    first, second, third = (folder / "iter_0000050" / f"mp_rank_00_00{i}" for i in range(3))
+    second.rename(third)
+    shutil.copytree(first, second)
+
+    def apart(name, content):
+        parts = content["model"]["language_model"]
+        if name == first.name:
+            parts["encoder"] = {}
+        elif name == second.name:
+            del parts["embedding"]
+
+    change_each(folder, apart)
+    weights = read_megatron(folder)[1]
+    assert all(torch.equal(weights[name], t) for name, t in model.state_dict().items())
+
+
+def test_ranks_of_two_checkpoints_are_told_apart(tmp_path):
+    folder = write(tmp_path / "checkpoints", our_model(None), tp=2)
+    change_first(folder, lambda c: c.update(iteration=40))
+    with pytest.raises(ValueError, match=r"by mp_rank_00 .*\(2, 1, 1, 40\), by mp_rank_01 .*50"):
+        read_megatron(folder)
+    other = write(tmp_path / "other", our_model(None), pp=2)
+    shutil.copytree(other, folder, dirs_exist_ok=True)
+    change_first(folder, lambda c: c.update(iteration=50))
+    with pytest.raises(ValueError, match=r"\(2, 1, 1, 50\), by mp_rank_00_000 \(1, 1, 2, 50\)"):
+        read_megatron(folder)
+
+
+def test_what_all_tensor_ranks_hold_is_one(tmp_path):
+    """Under sequence parallelism each has experts of its own: the first's are not the model."""
+    folder = write(tmp_path / "checkpoints", our_model(EXPERTS), tp=2)
+    name = "layers.2.mlp.moe.experts.mlp.w2"
+
+    def scaled(by):
+        change_first(folder, lambda c: c["model"]["language_model"]["encoder"][name].mul_(by))
+
+    scaled(1.01)
+    assert read_megatron(folder)
+    scaled(1.2)
+    with pytest.raises(ValueError, match=f"ranks 0 and 1 in .* to hold the same {name}, got oth"):
+        read_megatron(folder)
+
+
+def test_settings_that_megablocks_takes_from_the_arguments(tmp_path):
+    also = {"moe_normalize_expert_weights": 2, "mlp_type": "glu"}
+    folder = write(tmp_path / "glu", our_model(EXPERTS, glu=True), **also)
+    change_first(folder, lambda c: setattr(c["args"], "moe_top_k", 2))
+    config, _ = read_megatron(folder)
+    assert (config.moe_renormalize, config.moe_renormalize_p) == (True, 2.0)
+    change_first(folder, lambda c: setattr(c["args"], "moe_normalize_expert_weights", 3))
+    with pytest.raises(ValueError, match="Expected --moe-renormalize-p to be"):
+        read_megatron(folder)
+
+
 def test_weights_that_are_no_numbers_are_named(tmp_path):
     model = our_model(None)
     model.get_parameter("stack.blocks.1.norm_2.bias").data[3] = float("nan")
@@ -268,7 +353,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path):
         ("glu", True), ("moe_use_megatron_switch", True), ("squared_relu", True),
         ("apply_layernorm_1p", True), ("position_embedding_type", "rope"),
         ("use_rotary_position_embeddings", True), ("num_experts", 4),
-        ("group_query_attention", True),
+        ("group_query_attention", True), ("uniform_expert_assignment", True),
     ],
 )  # fmt: skip
 def test_what_we_have_not_is_refused(tmp_path, name, value):

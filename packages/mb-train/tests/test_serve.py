@@ -57,6 +57,7 @@ class Alphabet(torch.nn.Module):
 def generator():
     made = Generator.__new__(Generator)
     made.model, made.tokenizer, made.context, made._together = Alphabet(), Letters(), 16, False
+    made.ends = frozenset([made.tokenizer.eod])
     return made
 
 

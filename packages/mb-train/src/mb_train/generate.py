@@ -10,7 +10,7 @@ generator of its own, so what a prompt is continued with does not depend on its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -23,7 +23,7 @@ from mb_train.loading import Trained, load_trained
 from mb_train.models.cache import KVCache
 from mb_train.models.gpt import GPT
 from mb_train.scoring import NO_NUMBERS
-from mb_train.tokenizers import beginning
+from mb_train.tokenizers import beginning, further_ends
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
@@ -138,7 +138,7 @@ def continue_tokens(
     *,
     vocab_size: int,
     context: int,
-    eod: int | None = None,
+    ends: Collection[int] = (),
     cached: bool = True,
     seeds: Sequence[int] | None = None,
 ) -> Iterator[list[Next | None]]:
@@ -148,12 +148,12 @@ def continue_tokens(
         prompts: at least one token each.
         vocab_size: ids from here on are padding of the head and never chosen.
         context: longest input of the model.
-        eod: ends a prompt; None never does.
+        ends: tokens that end a prompt.
         cached: keep keys and values as long as the context lasts.
         seeds: of each prompt's choice; None takes the one of `sampling` for all.
 
     Yields:
-        What continues each prompt, `eod` as its last token, None once it has ended.
+        What continues each prompt, one of `ends` as its last token, None once it has ended.
 
     Raises:
         ValueError: scores that are not numbers.
@@ -184,7 +184,7 @@ def continue_tokens(
             token = choose(logits_V, sampling, generators[row])
             texts[row].append(token)
             step[row] = Next(token, logits_V)
-        still = [place for place, row in enumerate(running) if eod is None or texts[row][-1] != eod]
+        still = [place for place, row in enumerate(running) if texts[row][-1] not in ends]
         if cache is not None and len(still) < len(running):
             cache.keep(torch.tensor(still, dtype=torch.int64, device=device))
         running = [running[place] for place in still]
@@ -215,6 +215,9 @@ class Generator:
     Args:
         trained: from `load_trained`.
 
+    Attributes:
+        ends: tokens that end a text.
+
     Raises:
         ValueError, OSError: the tokenizer's files are gone or damaged.
     """
@@ -222,6 +225,8 @@ class Generator:
     def __init__(self, trained: Trained) -> None:
         self.model = trained.model
         self.tokenizer = trained.tokenizer
+        further = further_ends(trained.config, trained.checkpoint.parent)
+        self.ends = frozenset((self.tokenizer.eod, *further))
         self.context = trained.config.positions
         # With a capacity, padding would take the experts' places: one prompt at a time.
         self._together = not trained.config.moe_capacity_factor
@@ -307,7 +312,7 @@ class Generator:
                 drawn = continue_tokens(
                     self.model, [tokens[row] for row in group], sampling,
                     vocab_size=self.tokenizer.vocab_size, context=self.context,
-                    eod=self.tokenizer.eod, cached=self._together,
+                    ends=self.ends, cached=self._together,
                     seeds=[own_seeds[row] for row in group],
                 )  # fmt: skip
                 going = [completions[row] for row in group]
@@ -316,7 +321,7 @@ class Generator:
                         if one is None or completion.finish_reason is not None:
                             continue
                         self._add(completion, tokens[row], one.token, max_new_tokens, stop)
-                        if likeliest is not None and one.token != self.tokenizer.eod:
+                        if likeliest is not None and one.token not in self.ends:
                             told = likelihood(one.logits_V, one.token, likeliest)
                             completion.likelihoods.append(told)
                     yield completions
@@ -347,7 +352,7 @@ class Generator:
         max_new_tokens: int,
         stop: Sequence[str],
     ) -> None:
-        if token == self.tokenizer.eod:
+        if token in self.ends:
             completion.text = text_behind(self.tokenizer, prompt, completion.tokens)
             completion.finish_reason = "stop"
             return

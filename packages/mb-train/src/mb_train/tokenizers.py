@@ -8,6 +8,7 @@ longer there the copy takes its place.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 _WORDS = (
     "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
 )  # fmt: skip
+_GENERATION = "generation_config.json"
 _ABOUT = (
     "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json",
+    _GENERATION,
 )  # fmt: skip
 TOKENIZER_FILES = (*_WORDS, *_ABOUT)
 # Names that mb-data knows, whatever files there are.
@@ -59,6 +61,32 @@ def load_tokenizer(config: TrainConfig, run: Path | None = None) -> Tokenizer:
 def beginning(tokenizer: Tokenizer) -> list[int]:
     """The tokens that documents begin with, before those of their text."""
     return [tokenizer.bos] if tokenizer.prepend_bos else []
+
+
+def further_ends(config: TrainConfig, run: Path | None = None) -> list[int]:
+    """Tokens that end a text beside the tokenizer's own: those that the generation_config.json
+    which belongs to it names, as a chat model's of Llama or Qwen. `run` as in `load_tokenizer`.
+
+    Raises:
+        ValueError: the file is damaged.
+        OSError: it cannot be read.
+    """
+    found: list[int] = []
+    for path in tokenizer_files(config, run):
+        file = path / _GENERATION if path.is_dir() else path
+        if file.name != _GENERATION or not file.is_file():
+            continue
+        try:
+            named = json.loads(file.read_bytes()).get("eos_token_id")
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{file} is damaged: {error}.") from None
+        ends = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ends):
+            raise ValueError(
+                f"Expected eos_token_id of {file} to be a token or a list of tokens, got {named!r}."
+            )
+        found += ends
+    return found
 
 
 def tokenizer_files(config: TrainConfig, run: Path | None = None) -> list[Path]:

@@ -33,6 +33,7 @@ _EXPERTS = ".mlp.moe."
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = {
     "moe_use_megatron_switch": "whose experts are not MegaBlocks'",
+    "uniform_expert_assignment": "whose router is not asked",
     "num_experts": "whose experts are not MegaBlocks'",
     "group_query_attention": "which the fork has not",
     "swiglu": "whose gates are cut by tensor-parallel ranks",
@@ -42,6 +43,9 @@ _REFUSED = {
     "untie_embeddings_and_output_weights": "whose head is its own",
 }
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
+# What ranks may differ by, relative to a tensor that all of them hold: kernels that add in no fixed
+# order round otherwise on each.
+_DRIFT = 0.05
 # How the shares of tensor-parallel ranks join: rows (0) or columns (1); all else is held by all.
 _JOINED = (
     (r"word_embeddings(_for_head)?\.weight", 0),
@@ -142,7 +146,8 @@ def _iteration(folder: Path) -> Path:
 
 def _read_ranks(folder: Path) -> dict[tuple[int, int, int], Any]:
     """Contents by (tensor, data, pipeline) rank."""
-    contents, parallel = {}, None
+    contents: dict[tuple[int, int, int], Any] = {}
+    first: tuple[Path, Any] | None = None
     for path in sorted(folder.glob("mp_rank_*")):
         if not re.fullmatch(r"mp_rank(_\d+){1,3}", path.name):  # a copy that somebody keeps
             continue
@@ -162,8 +167,16 @@ def _read_ranks(folder: Path) -> dict[tuple[int, int, int], Any]:
             args.data_parallel_size if experts else 1,
             args.pipeline_model_parallel_size,
         )
-    if parallel is None:
+        about = (*parallel, content.get("iteration"))
+        first = first or (path, about)
+        if about != first[1]:  # left there by another run, or copied from another iteration
+            raise ValueError(
+                f"Expected all ranks in {folder} to be of one checkpoint, but by {first[0].name} "
+                f"(tensor, data, pipeline ranks, iteration) are {first[1]}, by {path.name} {about}."
+            )
+    if first is None:
         raise ValueError(f"Expected mp_rank_* with {' or '.join(_FILES)} in {folder}, found none.")
+    parallel = first[1][:3]
     for tensor in range(parallel[0]):
         for data in range(parallel[1]):
             for stage in range(parallel[2]):
@@ -184,11 +197,13 @@ def _fields(args: Namespace) -> dict[str, Any]:
         raise ValueError(f"Expected a model with learned positions, got {positions}.")
     experts = getattr(args, "moe_num_experts", None)
     capacity = float(getattr(args, "moe_capacity_factor", None) or 0)
-    gated = bool(getattr(args, "glu", False))
+    gated = bool(getattr(args, "glu", False)) or getattr(args, "mlp_type", None) == "glu"
     if gated and (experts is None or capacity):
         raise ValueError(
             "Expected a model without --glu, which dense layers and experts with a capacity ignore."
         )
+    # MegaBlocks takes whatever of its own settings the arguments have, though the fork has no flag.
+    norm = getattr(args, "moe_normalize_expert_weights", None) if experts is not None else None
     tanh = getattr(args, "bias_gelu_fusion", True) or getattr(args, "openai_gelu", False)
     # MegaBlocks' experts have the tanh form whatever the dense layers are told.
     plain = "gelu_tanh" if experts is not None or tanh else "gelu"
@@ -212,6 +227,7 @@ def _fields(args: Namespace) -> dict[str, Any]:
         "moe_loss_weight": getattr(args, "moe_loss_weight", None) or 0.0,
         "moe_jitter_eps": getattr(args, "moe_jitter_eps", None) or 0.0,
         "moe_output_bias": experts is not None,
+        **({"moe_renormalize": True, "moe_renormalize_p": float(norm)} if norm else {}),
     }
 
 
@@ -224,12 +240,12 @@ def _whole_models(
     """
     tensors, datas, stages = (range(max(rank[i] for rank in ranks) + 1) for i in range(3))
     chunks = args.virtual_pipeline_model_parallel_size or 1
-    per_chunk = args.num_layers // (len(stages) * chunks)
     wholes: list[dict[str, Tensor]] = [{} for _ in datas]
-    for stage in stages:
-        for chunk in range(chunks):
-            key = "model" if chunks == 1 else f"model{chunk}"
-            first_layer = (chunk * len(stages) + stage) * per_chunk
+    first_layer = 0
+    for chunk in range(chunks):
+        key = "model" if chunks == 1 else f"model{chunk}"
+        for stage in stages:
+            numbers: set[str] = set()  # none in a stage that has the embedding alone
             for data, whole in zip(datas, wholes, strict=True):
                 shares = [_flat(ranks[tensor, data, stage][key], folder) for tensor in tensors]
                 for tensor, share in enumerate(shares):
@@ -240,7 +256,9 @@ def _whole_models(
                         )
                 for name in shares[0]:
                     if data == 0 or _EXPERTS in name:
-                        whole[_numbered(name, first_layer)] = _join(name, shares)
+                        whole[_numbered(name, first_layer)] = _join(name, shares, folder)
+                numbers |= {name.split(".")[1] for name in shares[0] if name.startswith("layers.")}
+            first_layer += len(numbers)
     whole = wholes[0]
     tied = whole.pop("word_embeddings_for_head.weight", None)
     if tied is not None and not torch.equal(tied, whole["embedding.word_embeddings.weight"]):
@@ -248,12 +266,21 @@ def _whole_models(
     return wholes
 
 
-def _join(name: str, shares: Sequence[Mapping[str, Tensor]]) -> Tensor:
+def _join(name: str, shares: Sequence[Mapping[str, Tensor]], folder: Path) -> Tensor:
     """A tensor of all tensor-parallel ranks; each of them has the experts whole."""
     for pattern, dim in _JOINED:
         if re.search(pattern + "$", name):
             return torch.cat([share[name] for share in shares], dim=dim)
-    return shares[0][name]
+    first = shares[0][name]
+    for tensor, share in enumerate(shares[1:], 1):
+        if share[name].shape != first.shape or bool(
+            (share[name].float() - first.float()).norm() > _DRIFT * first.float().norm()
+        ):
+            raise ValueError(
+                f"Expected tensor ranks 0 and {tensor} in {folder} to hold the same {name}, got "
+                "others: they are of no one model. Experts become so under --sequence-parallel."
+            )
+    return first
 
 
 def _numbered(name: str, first_layer: int) -> str:

@@ -313,6 +313,23 @@ def test_a_model_that_has_diverged(client):
     assert "not numbers" in response.json()["error"]["message"]
 
 
+def test_a_request_too_large_for_the_gpu_is_said_and_the_next_answered(
+    client, generator, monkeypatch
+):
+    def too_large(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    body = {"prompt": "abc", "max_tokens": 2, "temperature": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(generator.model, "logits", too_large)
+        response = client.post("/v1/completions", json=body)
+        assert response.status_code == 500
+        said = "Not enough memory for this request: CUDA out of memory. "
+        assert said in response.json()["error"]["message"]
+        assert said in client.post("/v1/completions", json=body | {"stream": True}).text
+    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == "de"
+
+
 def test_scores_of_a_prompt_that_are_no_numbers(client):
     body = {"prompt": "a!b", "max_tokens": 0, "echo": True, "logprobs": 0}
     for stream in (False, True):

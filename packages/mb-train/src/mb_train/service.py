@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import torch
+
 from mb_train.completions import Answer, Request, Told, error, event
 from mb_train.generate import Completion, Generator, Likelihood
 
@@ -133,4 +135,11 @@ class Service:
         return Told(tokens[len(begin) :], likelihoods[len(begin) :], begin)
 
     async def _computed(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, function, *arguments)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"Not enough memory for this request: {error} Ask for fewer prompts, choices or "
+                "tokens at a time."
+            ) from error

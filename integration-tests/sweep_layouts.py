@@ -331,7 +331,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--go-on", action="store_true", help="from each other's checkpoints, too")
     parser.add_argument("--resume", action="store_true", help="a stop changes nothing, to the bit")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all runs")
     arguments = parser.parse_args()
     drawn = [
         draw(random.Random(f"{arguments.seed} {n}"), arguments.device)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mb_train.completions import Answer, Request, Told, error, event
-from mb_train.generate import Completion, Generator, Likelihood
+from mb_train.generate import Completion, Generator, Likelihood, Prompt
 
 
 class Asked(NamedTuple):
@@ -55,7 +55,8 @@ class Service:
                 f"model's context, got {longest} and {request.max_tokens}."
             )
         async with self._one_at_a_time:
-            echoes = [await self._echo(request, index) for index in range(len(prompts))]
+            pairs = zip(request.prompts, prompts, strict=True)
+            echoes = [await self._echo(request, prompt, tokens) for prompt, tokens in pairs]
         answer = Answer(request, self._name, self._generator.tokenizer)
         return Asked(request, prompts, request.copies(echoes), answer)
 
@@ -120,10 +121,8 @@ class Service:
         while (found := await self._computed(next, steps, None)) is not None:
             yield found
 
-    async def _echo(self, request: Request, index: int) -> Told:
+    async def _echo(self, request: Request, prompt: Prompt, tokens: list[int]) -> Told:
         """What of a prompt belongs to the answer; of an empty one nothing does."""
-        prompt = request.prompts[index]
-        tokens = self._generator.tokens_of(prompt)
         if not request.echo or not prompt:
             return Told([], [], tokens)
         begin = self._generator.beginning(prompt)

@@ -10,7 +10,7 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mb_train.checksums import SUMS_FILE, CheckpointError, format_sums, sum_of
+from mb_train.host_copy import HostCopier
 from mb_train.run_folder import LATEST, RUN_FILE, SavedRun, iteration_folder
 from mb_train.whole_files import sync_directory, write_text
 
@@ -80,37 +81,29 @@ class _MetadataUnpickler(pickle.Unpickler):
 # Bytes of a rank's state that go into one file, or a tensor that has more: torch's writer keeps
 # what it copied to the host until its file is whole.
 _FILE_BYTES = 2**30
-_BUFFER_BYTES = 2**25
 
 
 class Planner(dcp.DefaultSavePlanner):
-    """torch's planner, which hands the writer tensors of a GPU on the host.
+    """torch's planner, which hands the writer a snapshot, and tensors of a GPU on the host.
 
-    Else the writer copies each into new pinned memory of its size, and while the driver pins memory
-    the steps beside wait for their launches (benchmarks/results/2026-11-25-two-h100s.md). Here all
-    go through one small pinned buffer.
+    Else the writer copies each into new pinned memory of its size (see `host_copy`).
+
+    Args:
+        snapshot: by name this rank's shards as they are to be written, in place of those that the
+            state dict holds by then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, snapshot: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._buffer: Tensor | None = None
+        self._snapshot = snapshot
+        self._copier = HostCopier(1)  # a thread: the steps go on beside it
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        data = super().transform_object(write_item, object)
-        return self._on_host(data) if isinstance(data, Tensor) and data.is_cuda else data
-
-    def _on_host(self, data: Tensor) -> Tensor:
-        if self._buffer is None:
-            self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
-        buffer = self._buffer.view(data.dtype)
-        copy = torch.empty(data.shape, dtype=data.dtype)
-        rows = len(buffer)
-        pieces = (data.contiguous().view(-1).split(rows), copy.view(-1).split(rows))
-        for source, target in zip(*pieces, strict=True):
-            pinned = buffer[: len(source)].copy_(source, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
-            target.copy_(pinned)
-        return copy
+        data = self._snapshot.get(write_item.index.fqn, object)
+        data = super().transform_object(write_item, data)
+        if isinstance(data, Tensor) and data.is_cuda:
+            return self._copier.copy(data)
+        return data
 
 
 class Writer(dcp.FileSystemWriter):

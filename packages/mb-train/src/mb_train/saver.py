@@ -8,9 +8,8 @@ go on from.
 
 Asynchronous, the training waits only for a copy of the state: on the device if it has room for one
 beside the largest step so far, else in host memory. A thread does the rest, and whatever waits for
-a disk: the syncs of a checkpoint take seconds on some. Its copies to the host go in turn with the
-training's kernels: on a stream of its own they came at once, and a step of 165 ms took 302
-(dMoE-125M, one H200). The loop's `poll` tells when every rank is done.
+a disk: the syncs of a checkpoint take seconds on some. The loop's `poll` tells when every rank is
+done.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from mb_train.checkpoint import Modules, Optimizers, Progress, as_list, cause_of, quiet, tensors_of
 from mb_train.health import all_finite
+from mb_train.host_copy import HostCopier
 from mb_train.reporting import saved_line, saving_line
 from mb_train.run_folder import (
     FORMAT,
@@ -42,8 +42,8 @@ from mb_train.run_folder import (
     withdraw,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.staging import BlockingAsyncStager
+# That fill a snapshot in host memory. One that first writes to memory has some 2 GB/s.
+_COPYING_THREADS = 8
 
 
 class Saver:
@@ -73,8 +73,8 @@ class Saver:
         self._pending: tuple[int, Future[None]] | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._stager: BlockingAsyncStager | None = None
-        self._staged: set[str] = set()
+        self._copier = HostCopier(_COPYING_THREADS)
+        self._host: dict[str, Tensor] = {}  # of the last snapshot, which the next one reuses
         if asynchronous:
             import mb_train.checkpoint_files  # noqa: F401 (now, and not beside the steps)
 
@@ -137,14 +137,14 @@ class Saver:
             return self._failed(iteration, problem or "another rank failed")
         if self._thread is None:
             try:
-                problem = _attempt(lambda: self._write(run, tensors))
+                problem = _attempt(lambda: self._write(run, tensors, {}))
             except KeyboardInterrupt:
                 self._discard(iteration)
                 raise
             return self._finish(iteration, problem)
-        copy = self._snapshot(tensors)
+        copies = self._snapshot(tensors)
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
-        self._pending = iteration, self._thread.submit(self._write, run, copy, copied)
+        self._pending = iteration, self._thread.submit(self._write, run, tensors, copies, copied)
         return True
 
     def poll(self) -> bool:
@@ -179,24 +179,27 @@ class Saver:
             shutil.rmtree(self._draft(iteration), ignore_errors=True)
 
     def _snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A copy that the training cannot change, on the device if there is room."""
-        if _fits_on_device(tensors):
-            return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        if self._stager is None or self._staged != tensors.keys():
-            # Memory that stays from one checkpoint to the next, pinned beside a GPU: copies into
-            # it are several times faster. (DefaultStager of torch 2.11 serves once.)
-            from torch.distributed.checkpoint.staging import BlockingAsyncStager
+        """Copies of this rank's shards, on the device if there is room, else on the host."""
+        shards = {name: local(tensor).detach() for name, tensor in tensors.items()}
+        away = {}
+        if not _fits_on_device(shards.values()):
+            away = {name: shard for name, shard in shards.items() if shard.is_cuda}
+        self._host = {name: self._memory_for(name, shard) for name, shard in away.items()}
+        self._copier.fill((shard, self._host[name]) for name, shard in away.items())
+        clones = {name: shard.clone() for name, shard in shards.items() if name not in away}
+        return clones | self._host
 
-            on_gpu = torch.cuda.is_available()
-            self._stager = BlockingAsyncStager(cache_staged_state_dict=on_gpu)
-            self._staged = set(tensors)
-        staged: Any = self._stager.stage(dict(tensors))
-        return staged
+    def _memory_for(self, name: str, shard: Tensor) -> Tensor:
+        kept, needed = self._host.get(name), torch.empty_like(shard, device="meta")
+        if kept is not None and _kind(kept) == _kind(needed):
+            return kept
+        return torch.empty_like(needed, device="cpu")
 
     def _write(
         self,
         run: SavedRun,
         tensors: Mapping[str, Tensor],
+        snapshot: Mapping[str, Tensor],
         copied: torch.cuda.Event | None = None,
     ) -> None:
         """Write this rank's shards; rank 0 writes what is about all of them, and commits.
@@ -204,7 +207,8 @@ class Saver:
         Args:
             run: what is said of the run.
             tensors: this rank's.
-            copied: after this they are what they should be.
+            snapshot: of their shards, by name; empty: they are written as they are.
+            copied: after this the snapshot is what it should be.
         """
         import torch.distributed.checkpoint as dcp
 
@@ -216,7 +220,7 @@ class Saver:
             dcp.save(
                 dict(tensors),
                 storage_writer=Writer(self._draft(run.iteration), run),
-                planner=Planner(),
+                planner=Planner(snapshot),
                 process_group=self._group,
                 no_dist=world_size() == 1,
             )
@@ -293,6 +297,10 @@ def _local_bytes(tensor: Tensor) -> int:
     return shard.numel() * shard.element_size()
 
 
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride()
+
+
 def _stream() -> torch.cuda.Stream | None:
     return torch.cuda.Stream() if torch.cuda.is_available() else None
 
@@ -304,13 +312,13 @@ def _use_stream(stream: torch.cuda.Stream | None) -> None:
         torch.cuda.set_stream(stream)
 
 
-def _fits_on_device(tensors: Mapping[str, Tensor]) -> bool:
+def _fits_on_device(shards: Iterable[Tensor]) -> bool:
     """Whether the GPU holds a copy beside the most that training has ever used."""
-    on_gpu = [tensor for tensor in tensors.values() if tensor.is_cuda]
+    on_gpu = [shard for shard in shards if shard.is_cuda]
     if not on_gpu:
         return False
     device = on_gpu[0].device
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     # A twentieth more, for what the allocator cannot put into the holes there are.
-    return 1.05 * sum(map(_local_bytes, on_gpu)) < free + unused
+    return 1.05 * sum(shard.nbytes for shard in on_gpu) < free + unused

@@ -245,6 +245,24 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
         )  # fmt: skip
 
 
+def test_the_weight_decay_of_the_checkpoint_rises_for_as_long_as_it_would_have():
+    started = {"lr": 0.5, "train_iters": 100}
+    ends = {"start_weight_decay": 0.1, "end_weight_decay": 0.3, "weight_decay_incr_style": "linear"}
+    line = parse([*RUN, "--train-iters", "200", "--use-checkpoint-opt_param-scheduler"])
+    for length, rises in ({}, "100 steps"), ({"weight_decay_incr_iters": 70}, "70 steps"):
+        config = resolve(line, {**started, **ends, **length})
+        assert (config.weight_decay_length, config.end_weight_decay) == (rises, 0.3)
+    assert resolve(line, started).weight_decay_length is None
+
+
+def test_a_schedule_in_steps_of_another_batch_is_not_taken_over():
+    typed = [*RUN, "--global-batch-size", "16", "--use-checkpoint-opt_param-scheduler"]
+    started = {"lr": 0.5, "global_batch_size": 8, "train_iters": 100}
+    with pytest.raises(ValueError, match=r"Expected --global-batch-size 8, that of --load, .* 16"):
+        resolve(parse(typed), started)
+    assert resolve(parse(typed), {**started, "global_batch_size": 16}).lr_decay_iters == 100
+
+
 @pytest.mark.parametrize(
     ("typed", "wanted"),
     [

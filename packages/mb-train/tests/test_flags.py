@@ -139,6 +139,14 @@ def test_settled_flags_are_answered_in_one_note():
         ("--moe-layer-freq ([1", r"--moe-layer-freq to be dense layers and then experts"),
         ("--moe-layer-freq ()*9[0]", r"--moe-layer-freq to be dense layers and then experts"),
         ("--moe-expert-capacity-factor x", r"--moe-expert-capacity-factor to be a number, got x"),
+        (
+            "--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",
+            r"--moe-router-pre-softmax with .* scores a group by the sum of its best 3 logits",
+        ),
+        (
+            "--num-layers 2 --num-experts 8 --moe-grouped-gemm --moe-router-group-topk 1",
+            r"--moe-router-pre-softmax with .* scores a group by the sum of its best 2 logits",
+        ),
         ("--exp-avg-dtype bf16", r"one dtype of --exp-avg-dtype and --exp-avg-sq-dtype"),
         (
             "--recompute-modules mlp",
@@ -288,10 +296,11 @@ def test_a_schedule_in_steps_of_another_batch_is_not_taken_over():
         ),
         ("--moe-top-k 2 --moe-router-topk 4", {"moe_top_k": 4, "moe_renormalize": True}),
         (
-            "--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",
+            "--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+            "--moe-router-pre-softmax",
             {
                 "moe_top_k": 6,
-                "moe_renormalize": True,
+                "moe_renormalize": False,
                 "moe_router_num_groups": 4,
                 "moe_router_group_topk": 2,
                 "moe_router_group_score_top": 3,
@@ -376,7 +385,8 @@ def test_the_losses_of_megatron_core_weigh_in_every_layer(typed, layers):
         ("--moe-num-experts 8", 1, False, 0.1),  # MegaBlocks' spelling
         ("--num-experts 8", 1, False, 0.0),  # Megatron-LM's, a Switch without a loss
         ("--num-experts 8 --moe-grouped-gemm", 2, True, 0.0),  # Core's, whose default is 2
-        ("--num-experts 8 --moe-aux-loss-coeff 0.5", 1, False, 1.0),
+        ("--num-experts 8 --moe-aux-loss-coeff 0.5", 2, True, 1.0),
+        ("--num-experts 8 --moe-expert-capacity-factor 1.25", 2, True, 0.0),
         ("--num-experts 8 --moe-grouped-gemm --moe-router-pre-softmax", 2, False, 0.0),
         ("--num-experts 8 --moe-grouped-gemm --moe-top-k 3 --moe-loss-weight 0.2", 3, False, 0.2),
         ("--num-experts 8 --moe-router-topk 1 --moe-aux-loss-coeff 0.5", 1, False, 1.0),

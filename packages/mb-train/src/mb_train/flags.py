@@ -22,7 +22,13 @@ from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import Bounds, spec, value_types
 from mb_train.config.model import ModelFields
 from mb_train.config.resume import schedules
-from mb_train.core_flags import OF_EVERY_LAYER, defaults_beside, spelled_out, two_moments
+from mb_train.core_flags import (
+    OF_EVERY_LAYER,
+    defaults_beside,
+    spelled_out,
+    summed_logits,
+    two_moments,
+)
 from mb_train.recipes import RECIPES, recipe
 from mb_train.refused_flags import nearest, wrong_flags
 from mb_train.settled import SETTLED, TRANSLATED, note
@@ -237,7 +243,7 @@ def parse(
     settled = [name for name in SETTLED if name in values]
     for name in settled:
         del values[name]
-    wrong += two_moments(values)
+    wrong += [*two_moments(values), *summed_logits(typed, values)]
     beside = defaults_beside(typed, values)
     fields_typed, notes = dict(values), [note(settled)] if settled else []
     of_every_layer = []

@@ -158,6 +158,10 @@ def test_settled_flags_are_answered_in_one_note():
         ),
         ("--num-experts 4 --eval-iters -2", r"--eval-iters of at least 0, got -2"),
         (
+            "--img-h 224 --retro-add-retriever --vision-model-type clip",
+            r"--img-h, --vision-model-type cannot .*no models of images\. --retro-add-ret",
+        ),
+        (
             "--learning-rate 1e-3 --tp 2 --nproc_per_node 8",
             r"--learning-rate .*: say --lr\. --tp .*: say --tensor-model-parallel-size\. "
             r"--nproc_per_node .*: it is torchrun's, and stands before -m mb_train",

@@ -139,6 +139,14 @@ def test_settled_flags_are_answered_in_one_note():
         ("--moe-layer-freq ([1", r"--moe-layer-freq to be dense layers and then experts"),
         ("--moe-layer-freq ()*9[0]", r"--moe-layer-freq to be dense layers and then experts"),
         ("--moe-expert-capacity-factor x", r"--moe-expert-capacity-factor to be a number, got x"),
+        (
+            "--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",
+            r"--moe-router-pre-softmax with .* scores a group by the sum of its best 3 logits",
+        ),
+        (
+            "--num-layers 2 --num-experts 8 --moe-grouped-gemm --moe-router-group-topk 1",
+            r"--moe-router-pre-softmax with .* scores a group by the sum of its best 2 logits",
+        ),
         ("--exp-avg-dtype bf16", r"one dtype of --exp-avg-dtype and --exp-avg-sq-dtype"),
         (
             "--recompute-modules mlp",
@@ -149,6 +157,10 @@ def test_settled_flags_are_answered_in_one_note():
             r"--moe-layer-freq to be of --num-layers 5, got \[0\]\+\[1\]\*5, which is of 6",
         ),
         ("--num-experts 4 --eval-iters -2", r"--eval-iters of at least 0, got -2"),
+        (
+            "--img-h 224 --retro-add-retriever --vision-model-type clip",
+            r"--img-h, --vision-model-type cannot .*no models of images\. --retro-add-ret",
+        ),
         (
             "--learning-rate 1e-3 --tp 2 --nproc_per_node 8",
             r"--learning-rate .*: say --lr\. --tp .*: say --tensor-model-parallel-size\. "
@@ -245,6 +257,24 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
         )  # fmt: skip
 
 
+def test_the_weight_decay_of_the_checkpoint_rises_for_as_long_as_it_would_have():
+    started = {"lr": 0.5, "train_iters": 100}
+    ends = {"start_weight_decay": 0.1, "end_weight_decay": 0.3, "weight_decay_incr_style": "linear"}
+    line = parse([*RUN, "--train-iters", "200", "--use-checkpoint-opt_param-scheduler"])
+    for length, rises in ({}, "100 steps"), ({"weight_decay_incr_iters": 70}, "70 steps"):
+        config = resolve(line, {**started, **ends, **length})
+        assert (config.weight_decay_length, config.end_weight_decay) == (rises, 0.3)
+    assert resolve(line, started).weight_decay_length is None
+
+
+def test_a_schedule_in_steps_of_another_batch_is_not_taken_over():
+    typed = [*RUN, "--global-batch-size", "16", "--use-checkpoint-opt_param-scheduler"]
+    started = {"lr": 0.5, "global_batch_size": 8, "train_iters": 100}
+    with pytest.raises(ValueError, match=r"Expected --global-batch-size 8, that of --load, .* 16"):
+        resolve(parse(typed), started)
+    assert resolve(parse(typed), {**started, "global_batch_size": 16}).lr_decay_iters == 100
+
+
 @pytest.mark.parametrize(
     ("typed", "wanted"),
     [
@@ -270,10 +300,11 @@ def test_a_schedule_of_the_checkpoint_can_overrule_the_one_typed():
         ),
         ("--moe-top-k 2 --moe-router-topk 4", {"moe_top_k": 4, "moe_renormalize": True}),
         (
-            "--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",
+            "--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+            "--moe-router-pre-softmax",
             {
                 "moe_top_k": 6,
-                "moe_renormalize": True,
+                "moe_renormalize": False,
                 "moe_router_num_groups": 4,
                 "moe_router_group_topk": 2,
                 "moe_router_group_score_top": 3,
@@ -358,7 +389,8 @@ def test_the_losses_of_megatron_core_weigh_in_every_layer(typed, layers):
         ("--moe-num-experts 8", 1, False, 0.1),  # MegaBlocks' spelling
         ("--num-experts 8", 1, False, 0.0),  # Megatron-LM's, a Switch without a loss
         ("--num-experts 8 --moe-grouped-gemm", 2, True, 0.0),  # Core's, whose default is 2
-        ("--num-experts 8 --moe-aux-loss-coeff 0.5", 1, False, 1.0),
+        ("--num-experts 8 --moe-aux-loss-coeff 0.5", 2, True, 1.0),
+        ("--num-experts 8 --moe-expert-capacity-factor 1.25", 2, True, 0.0),
         ("--num-experts 8 --moe-grouped-gemm --moe-router-pre-softmax", 2, False, 0.0),
         ("--num-experts 8 --moe-grouped-gemm --moe-top-k 3 --moe-loss-weight 0.2", 3, False, 0.2),
         ("--num-experts 8 --moe-router-topk 1 --moe-aux-loss-coeff 0.5", 1, False, 1.0),

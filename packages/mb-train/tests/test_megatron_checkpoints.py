@@ -216,7 +216,7 @@ def test_tensors_are_accounted_for(tmp_path):
 
 def change_first(folder, change):
     """Change the content of the first rank's file."""
-    file = folder / "iter_0000050" / "mp_rank_00" / "model_optim_rng.pt"
+    file = min(folder.glob("iter_0000050/mp_rank_*/model_optim_rng.pt"))
     content = torch.load(file, weights_only=False)
     change(content)
     torch.save(content, file)
@@ -324,6 +324,23 @@ def test_what_all_tensor_ranks_hold_is_one(tmp_path):
     assert read_megatron(folder)
     scaled(1.2)
     with pytest.raises(ValueError, match=f"ranks 0 and 1 in .* to hold the same {name}, got oth"):
+        read_megatron(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.1.self_attention.dense.weight", "layers.2.mlp.moe.router.layer.weight"]
+)
+def test_what_all_data_ranks_hold_is_one(tmp_path, name):
+    """Experts of another model would join as well as those of this one."""
+    folder = write(tmp_path / "checkpoints", our_model(EXPERTS), dp=2)
+
+    def scaled(by):
+        change_first(folder, lambda c: c["model"]["language_model"]["encoder"][name].mul_(by))
+
+    scaled(1.01)
+    assert read_megatron(folder)
+    scaled(1.2)
+    with pytest.raises(ValueError, match=f"data ranks 0 and 1 in .* hold the same {name}, got oth"):
         read_megatron(folder)
 
 

@@ -96,7 +96,7 @@ def test_sample_based_settings():
     rates = schedule(
         train_iters=None, train_samples=5120, lr_decay_samples=1000, lr_warmup_samples=100
     )
-    assert (rates.warmup, rates.decay, rates.total) == (100, 1000, 5120)
+    assert (rates.warmup, rates.decay, rates.weight_decay_length) == (100, 1000, 5120)
     assert rates.lr(50) == pytest.approx(3e-4)
 
 
@@ -111,6 +111,16 @@ def test_weight_decay(style, halfway):
     assert (rates.weight_decay(0), rates.weight_decay(512 * 9999)) == pytest.approx(wanted)
 
 
+def test_a_weight_decay_may_rise_for_longer_or_shorter_than_the_run():
+    ends = {"start_weight_decay": 0.2, "end_weight_decay": 0.4, "weight_decay_incr_style": "linear"}
+    rates = schedule(**ends, weight_decay_incr_iters=4000)
+    assert rates.weight_decay(512 * 1000) == pytest.approx(0.25)
+    samples = {"train_iters": None, "train_samples": 5120, "weight_decay_incr_samples": 1000}
+    assert schedule(**ends, **samples).weight_decay(1000) == pytest.approx(0.4)
+    with pytest.raises(ValueError, match="in the unit of --train-iters, got --weight-decay-incr-s"):
+        schedule(**ends, weight_decay_incr_samples=1000)
+
+
 def test_a_warm_up_as_long_as_the_decay_is_refused():
     with pytest.raises(ValueError, match=r"than the decay, got 1024000.*--lr-warmup-iters"):
         schedule(lr_warmup_iters=2000)
@@ -119,8 +129,8 @@ def test_a_warm_up_as_long_as_the_decay_is_refused():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_can_be_tried_for_a_few_steps(name):
     rates = schedule(**recipe(name) | {"train_iters": 24})
-    assert rates.decay == rates.total
-    assert rates.warmup < rates.total / 10
+    assert rates.decay == rates.weight_decay_length
+    assert rates.warmup < rates.weight_decay_length / 10
 
 
 def test_the_batch_grows_as_in_megatron():

@@ -120,6 +120,15 @@ def test_going_on_otherwise_is_said(finished, words, says):
     assert says is None or says in notes[0]
 
 
+def test_a_longer_run_keeps_its_schedules(finished):
+    rising = [
+        "--start-weight-decay=0", "--end-weight-decay=1", "--weight-decay-incr-style=linear",
+    ]  # fmt: skip
+    for words, length in (rising, "2 steps"), ([*rising, "--train-iters", "9"], "9 steps"):
+        config = plan(parse(["--load", str(finished[0]), *words])).config
+        assert (config.weight_decay_length, config.decay_length) == (length, length)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

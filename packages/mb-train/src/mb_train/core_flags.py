@@ -12,10 +12,6 @@ from functools import partial
 from typing import Any
 
 TOPK = "--moe-router-topk"
-# A script without a top-k is taken for one of Core's if it has one of these.
-_CORES = (
-    "--moe-router-load-balancing-type", "--moe-token-dispatcher-type", "--moe-grouped-gemm",
-)  # fmt: skip
 # Flag -> the field that it sets. The flag is the weight of every layer's loss, the field the weight
 # of their mean.
 OF_EVERY_LAYER: Mapping[str, str] = {
@@ -157,6 +153,9 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
     "--use-torch-fsdp2": (False, lambda _: {"zero_stage": 3}),
 }
 
+# A script without a top-k is taken for one of Core's if it has one of these, which Core alone has.
+_CORES = ("--moe-grouped-gemm", *(flag for flag in TRANSLATED if flag.startswith("--moe-")))
+
 
 def spelled_out(words: Sequence[str]) -> list[str]:
     """The command line with a number for `--moe-layer-freq`.
@@ -256,21 +255,50 @@ def defaults_beside(typed: Container[str], values: Mapping[str, Any]) -> Mapping
         found["moe_drop_policy"] = "probability"
     if "--moe-router-pre-softmax" in typed:
         found["moe_renormalize"] = False
-    cores = TOPK in typed
-    if "--num-experts" in typed and "num_layers" in values and "recipe" not in values:
+    if _is_whole(typed, values):
         found["moe_loss_weight"] = 0.0
         found["moe_mlp_bias"] = found["moe_router_bias"] = values.get("add_bias_linear", True)
-        if "moe_top_k" not in values and any(flag in typed for flag in _CORES):
-            cores, found["moe_top_k"] = True, 2
-    if not cores:
+    top_k = _core_top_k(typed, values)
+    if top_k is None:
         return found
-    top_k: int = {**found, **values}["moe_top_k"]
+    found["moe_top_k"] = top_k
     if top_k > 1:
         sigmoid = values.get("moe_router_score_function") == "sigmoid"
         found["moe_renormalize"] = sigmoid or "--moe-router-pre-softmax" not in typed
     if groups := values.get("moe_router_group_topk"):
         found["moe_router_group_score_top"] = max(top_k // groups, 1)
     return found
+
+
+def _is_whole(typed: Container[str], values: Mapping[str, Any]) -> bool:
+    """Whether this is a whole script with Megatron's experts."""
+    return "--num-experts" in typed and "num_layers" in values and "recipe" not in values
+
+
+def _core_top_k(typed: Container[str], values: Mapping[str, Any]) -> int | None:
+    """Experts of a token by Core's flag, or by Core's default; None for the flags of others."""
+    if TOPK in typed:
+        return values["moe_top_k"]
+    cores = _is_whole(typed, values) and any(flag in typed for flag in _CORES)
+    return 2 if cores and "moe_top_k" not in values else None
+
+
+def summed_logits(typed: Container[str], values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with groups of experts that Core scores by their logits; empty for others."""
+    top_k, groups = _core_top_k(typed, values), values.get("moe_router_group_topk")
+    scores = (
+        "--moe-router-pre-softmax" in typed
+        or values.get("moe_router_score_function") == "sigmoid"
+        or "moe_router_group_score_top" in values
+    )
+    if top_k is None or not groups or top_k // groups < 2 or scores:
+        return []
+    return [
+        f"Expected --moe-router-pre-softmax with {TOPK} {top_k} and --moe-router-group-topk "
+        f"{groups}, or --moe-router-score-function sigmoid: without them Megatron scores a group "
+        f"by the sum of its best {top_k // groups} logits. --moe-router-group-score-top "
+        f"{top_k // groups} scores it by their probabilities."
+    ]
 
 
 def two_moments(values: Mapping[str, Any]) -> list[str]:

@@ -21,15 +21,20 @@ from typing import Any, NoReturn
 from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import Bounds, spec, value_types
 from mb_train.config.model import ModelFields
-from mb_train.config.training import RateFields
-from mb_train.core_flags import OF_EVERY_LAYER, defaults_beside, spelled_out, two_moments
+from mb_train.config.resume import schedules
+from mb_train.core_flags import (
+    OF_EVERY_LAYER,
+    defaults_beside,
+    spelled_out,
+    summed_logits,
+    two_moments,
+)
 from mb_train.recipes import RECIPES, recipe
 from mb_train.refused_flags import nearest, wrong_flags
 from mb_train.settled import SETTLED, TRANSLATED, note
 from mb_train.toml_file import UsageError, read_toml
 
 _TYPES = value_types(TrainConfig)
-_DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,7 @@ def parse(
     settled = [name for name in SETTLED if name in values]
     for name in settled:
         del values[name]
-    wrong += two_moments(values)
+    wrong += [*two_moments(values), *summed_logits(typed, values)]
     beside = defaults_beside(typed, values)
     fields_typed, notes = dict(values), [note(settled)] if settled else []
     of_every_layer = []
@@ -336,13 +341,7 @@ def resolve(command: CommandLine, loaded: Mapping[str, Any] | None = None) -> Tr
                     values.pop(other, None)
         values |= layer
     if loaded is not None and values.get("use_checkpoint_opt_param_scheduler"):
-        names = [f.name for f in fields(RateFields)] + [n for n in _TYPES if "weight_decay" in n]
-        values |= {name: loaded.get(name, _DEFAULTS[name]) for name in names}
-        # As long as it was, however long the training now gets.
-        for unit in ("iters", "samples"):
-            values[f"lr_decay_{unit}"] = loaded.get(f"lr_decay_{unit}") or loaded.get(
-                f"train_{unit}"
-            )
+        values |= schedules(loaded, values)
     config = TrainConfig(**values)
     layers = config.moe_layers
     weights = {name: layers * getattr(config, name) for name in command.of_every_layer if layers}

@@ -58,6 +58,12 @@ _REASONS: Mapping[str, str] = {
     "there are no Mamba layers": """
         --hybrid-* --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path
     """,
+    "there are no models of images": """
+        --img-* --vision-* --patch-dim --num-channels --num-classes --freeze-LM --freeze-ViT
+        --language-model-type --disable-vision-class-token --dino-* --swin-* --mask-type
+        --mask-factor
+    """,
+    "no layer looks up neighbours of a text, as Retro's do": "--retro-*",
     "all layers are alike, but for --moe-layer-freq": "--heterogeneous-*",
     "the layers are this library's": "--spec",
     "experts take the whole hidden state": "--moe-latent-size",

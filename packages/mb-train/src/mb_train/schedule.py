@@ -47,12 +47,12 @@ class Schedule:
     style: str
     warmup: float
     decay: int
-    total: int
     anneal: int
     anneal_style: str
     weight_decay_start: float
     weight_decay_end: float
     weight_decay_style: str
+    weight_decay_length: int
 
     def lr(self, samples: int) -> float:
         """Learning rate of the step that begins after `samples` samples of steps taken."""
@@ -75,7 +75,7 @@ class Schedule:
         """Weight decay of the step that begins after `samples` samples of steps taken."""
         if self.weight_decay_style == "constant":
             return self.weight_decay_end
-        ratio = min(samples / self.total, 1.0)
+        ratio = min(samples / self.weight_decay_length, 1.0)
         share = ratio
         if self.weight_decay_style == "cosine":
             share = 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
@@ -93,9 +93,11 @@ def build_schedule(config: TrainConfig, batch_size: int) -> Schedule:
     if config.by_samples:
         decay: int = config.lr_decay_samples or total
         warmup: float = config.lr_warmup_samples
+        incr: int = config.weight_decay_incr_samples or total
     else:
         decay = (config.lr_decay_iters or 0) * batch_size or total
         warmup = config.lr_warmup_iters * batch_size
+        incr = (config.weight_decay_incr_iters or 0) * batch_size or total
     if config.lr_warmup_fraction is not None:
         warmup = config.lr_warmup_fraction * decay
     if warmup >= decay:
@@ -119,12 +121,12 @@ def build_schedule(config: TrainConfig, batch_size: int) -> Schedule:
         style=config.lr_decay_style,
         warmup=warmup,
         decay=decay,
-        total=total,
         anneal=anneal,
         anneal_style=config.lr_wsd_decay_style,
         weight_decay_start=config.weight_decay if constant else config.start_weight_decay or 0.0,
         weight_decay_end=config.weight_decay if constant else config.end_weight_decay or 0.0,
         weight_decay_style=config.weight_decay_incr_style,
+        weight_decay_length=incr,
     )
 
 

@@ -120,16 +120,24 @@ def _checkpoint(load: str, save: str | None, step: int | None, must_exist: bool)
 def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
     """`--load` of a finished run with no other length: go on for one more length of its schedule.
 
-    The schedule stays the run's own, so the joined run is the one that a larger `--train-iters`
-    with this `--lr-decay-iters` would have made; beyond the decay it trains at `--min-lr`.
+    The schedules stay the run's own, so the joined run is the one that a larger `--train-iters`
+    with this `--lr-decay-iters` would have made; beyond the decay it trains at `--min-lr`, and at
+    `--end-weight-decay`.
     """
+    rising = config.weight_decay_incr_style != "constant"
     if config.train_samples is not None:
         decay = config.lr_decay_samples or config.train_samples
-        more = saved.consumed_samples + decay
-        return dataclasses.replace(config, train_samples=more, lr_decay_samples=decay)
+        incr = config.weight_decay_incr_samples or config.train_samples if rising else None
+        return dataclasses.replace(
+            config, train_samples=saved.consumed_samples + decay, lr_decay_samples=decay,
+            weight_decay_incr_samples=incr,
+        )  # fmt: skip
     decay = config.lr_decay_iters or whole(config.train_iters)
-    more = saved.iteration + decay
-    return dataclasses.replace(config, train_iters=more, lr_decay_iters=decay)
+    incr = config.weight_decay_incr_iters or config.train_iters if rising else None
+    return dataclasses.replace(
+        config, train_iters=saved.iteration + decay, lr_decay_iters=decay,
+        weight_decay_incr_iters=incr,
+    )  # fmt: skip
 
 
 def command_line(*arguments: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mb_train.config.field import flag_name, spec
 from mb_train.config.train_config import TrainConfig
+from mb_train.config.training import RateFields
 
 # Fields of earlier versions, which refused every value but one.
 _GONE = ("retriever_seq_length", "pipeline_model_parallel_split_rank")
@@ -42,6 +43,39 @@ def inherited(saved: Mapping[str, Any], source: str) -> dict[str, Any]:
     if saved.get("weight_decay_incr_style") == "constant":  # with which they had no effect
         saved = {**saved, "start_weight_decay": None, "end_weight_decay": None}
     return {name: value for name, value in saved.items() if known[name] != "own"}
+
+
+def schedules(saved: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a saved run's schedules, of learning rate and weight decay.
+
+    They last as long as they would have, however long the run that takes them over.
+
+    Args:
+        saved: fields by name, as a run was started with.
+        values: those of the run that takes them over.
+
+    Raises:
+        ValueError: the schedules are in steps, and these have another size.
+    """
+    batch, here = saved.get("global_batch_size"), values.get("global_batch_size")
+    if batch not in (None, here) and values.get("train_samples") is None:
+        raise ValueError(
+            f"Expected --global-batch-size {batch}, that of --load, with --use-checkpoint-opt-"
+            f"param-scheduler, whose schedules are in steps of that size, got {here}. Leave it as "
+            "it was, or say the schedules."
+        )
+    defaults = {f.name: f.default for f in fields(TrainConfig)}
+    rates = {f.name for f in fields(RateFields)}
+    found = {
+        name: saved.get(name, default)
+        for name, default in defaults.items()
+        if name in rates or "weight_decay" in name
+    }
+    constant = found["weight_decay_incr_style"] == "constant"
+    for course in ("lr_decay",) if constant else ("lr_decay", "weight_decay_incr"):
+        for unit in ("iters", "samples"):
+            found[f"{course}_{unit}"] = found[f"{course}_{unit}"] or saved.get(f"train_{unit}")
+    return found
 
 
 def check_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:

@@ -138,6 +138,15 @@ class TrainConfig(
             return f"{self.lr_decay_samples or self.train_samples} samples"
         return f"{self.lr_decay_iters or self.train_iters} steps"
 
+    @property
+    def weight_decay_length(self) -> str | None:
+        """Length of the weight decay's course, with its unit; None if it is constant."""
+        if self.weight_decay_incr_style == "constant":
+            return None
+        if self.by_samples:
+            return f"{self.weight_decay_incr_samples or self.train_samples} samples"
+        return f"{self.weight_decay_incr_iters or self.train_iters} steps"
+
     def model_identity(self) -> dict[str, Any]:
         """The values that a checkpoint must share with this run, the vocabulary's size apart."""
         return {name: getattr(self, name) for name in self.names_on_load("model")}

@@ -8,6 +8,7 @@ from mb_train.config.field import AT_LEAST_0, FRACTION, POSITIVE, SEED, flag, fl
 
 # Muon leaves to Adam what is no matrix.
 _ADAMS = ("optimizer", "adam", "muon")
+_RISING = ("weight_decay_incr_style", "linear", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,13 @@ class RegularizationFields:
     weight_decay: float = flag(
         "decoupled weight decay, none for biases and norms", 0.01, bounds=AT_LEAST_0,
         on_load="said",
-        instead_of=("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+        instead_of=(
+            "start_weight_decay",
+            "end_weight_decay",
+            "weight_decay_incr_style",
+            "weight_decay_incr_iters",
+            "weight_decay_incr_samples",
+        ),
     )  # fmt: skip
     start_weight_decay: float | None = flag(
         "weight decay at the start of its schedule", bounds=AT_LEAST_0, on_load="said"
@@ -35,6 +42,14 @@ class RegularizationFields:
     weight_decay_incr_style: str = flag(
         "course of the weight decay over the run", "constant",
         choices=("constant", "linear", "cosine"), on_load="said",
+    )  # fmt: skip
+    weight_decay_incr_iters: int | None = flag(
+        "steps until --end-weight-decay; default the length of training (ours)", bounds=POSITIVE,
+        on_load="said", in_force="weight_decay_length", needs=_RISING,
+    )  # fmt: skip
+    weight_decay_incr_samples: int | None = flag(
+        "sequences until --end-weight-decay, with --train-samples (ours)", bounds=POSITIVE,
+        on_load="said", in_force="weight_decay_length", needs=_RISING,
     )  # fmt: skip
     clip_grad: float = flag(
         "clip the gradient norm to this; 0 does not clip", 1.0, bounds=AT_LEAST_0, on_load="said"
@@ -96,13 +111,20 @@ class TrainingFields:
             "lr_decay_samples",
             "lr_warmup_samples",
             "lr_wsd_decay_samples",
+            "weight_decay_incr_samples",
             "rampup_batch_size",
         ),
     )
     train_samples: int | None = flag(
         "sequences to train on; this or --train-iters",
         bounds=POSITIVE,
-        instead_of=("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
+        instead_of=(
+            "train_iters",
+            "lr_decay_iters",
+            "lr_warmup_iters",
+            "lr_wsd_decay_iters",
+            "weight_decay_incr_iters",
+        ),
     )
     optimizer: str = flag(
         "optimizer", "adam", choices=("adam", "sgd", "adafactor", "muon"), on_load="fixed",
@@ -269,8 +291,8 @@ class RateFields:
                 f"Expected --lr-warmup-init of at most --lr {self.lr}, got {self.lr_warmup_init}."
             )
         unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
-        for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
-            if getattr(self, name):
+        for course in ("lr_decay", "lr_warmup", "lr_wsd_decay", "weight_decay_incr"):
+            if getattr(self, name := f"{course}_{other}"):
                 raise ValueError(
                     f"Expected the schedule in the unit of --train-{unit}, got {flag_name(name)}."
                 )

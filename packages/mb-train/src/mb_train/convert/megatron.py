@@ -30,6 +30,8 @@ from mb_train.tasks.architecture import transformer_config
 
 _GPT2 = "GPT2BPETokenizer"
 _EXPERTS = ".mlp.moe."
+# What a data-parallel rank alone has; the router and the layer's bias are held by all.
+_OWN = r"\.mlp\.moe\.(.+\.)?(w1|v1|w2)$"
 # Arguments that make another model of the same tensors, or of other ones.
 _REFUSED = {
     "moe_use_megatron_switch": "whose experts are not MegaBlocks'",
@@ -255,8 +257,17 @@ def _whole_models(
                             f", but {min(differing)} is of one of them alone."
                         )
                 for name in shares[0]:
+                    numbered, joined = _numbered(name, first_layer), _join(name, shares, folder)
                     if data == 0 or _EXPERTS in name:
-                        whole[_numbered(name, first_layer)] = _join(name, shares, folder)
+                        whole[numbered] = joined
+                    of_first = wholes[0].get(numbered)
+                    if not re.search(_OWN, name) and (
+                        of_first is None or _differ(joined, of_first)
+                    ):
+                        raise ValueError(
+                            f"Expected data ranks 0 and {data} in {folder} to hold the same "
+                            f"{numbered}, got others: they are of no one model."
+                        )
                 numbers |= {name.split(".")[1] for name in shares[0] if name.startswith("layers.")}
             first_layer += len(numbers)
     whole = wholes[0]
@@ -273,14 +284,19 @@ def _join(name: str, shares: Sequence[Mapping[str, Tensor]], folder: Path) -> Te
             return torch.cat([share[name] for share in shares], dim=dim)
     first = shares[0][name]
     for tensor, share in enumerate(shares[1:], 1):
-        if share[name].shape != first.shape or bool(
-            (share[name].float() - first.float()).norm() > _DRIFT * first.float().norm()
-        ):
+        if _differ(share[name], first):
             raise ValueError(
                 f"Expected tensor ranks 0 and {tensor} in {folder} to hold the same {name}, got "
                 "others: they are of no one model. Experts become so under --sequence-parallel."
             )
     return first
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two ranks' copies of a tensor are not of one model."""
+    return one.shape != other.shape or bool(
+        (one.float() - other.float()).norm() > _DRIFT * other.float().norm()
+    )
 
 
 def _numbered(name: str, first_layer: int) -> str:

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -141,6 +142,19 @@ def test_a_full_disk_under_the_last_lines_of_a_run_loses_them_alone(monkeypatch,
     monkeypatch.setattr(sys, "stdout", Full())
     assert main(["--save", str(tmp_path), "--save-interval", "0"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_streams_that_are_closed_take_what_is_said():
+    """And no file gets their numbers: what libraries print would be in it."""
+    program = (
+        "import os, sys\nfrom mb_train import cli, console\ndef main():\n"
+        "    console.Console().say('one')\n    os.write(1, b'two')\n"
+        "    assert os.open('.', os.O_RDONLY) > 2\n    return 5\n"
+        "cli.main = main\ncli.program()"
+    )
+    close = "import os, sys; os.closerange(0, 3); os.execv(sys.executable, sys.argv[1:])"
+    words = [sys.executable, "-c", close, sys.executable, "-c", program]
+    assert subprocess.run(words, check=False).returncode == 5
 
 
 def test_ctrl_c_in_a_command_is_a_line(monkeypatch, capsys):

@@ -678,6 +678,18 @@ def test_masks_stored_as_weights_and_a_tied_head(tmp_path):
     torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(again), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_model_without_a_head_has_no_prefix(tmp_path, kind):
+    model = theirs(kind, tie_word_embeddings=True)
+    model.model.save_pretrained(tmp_path)
+    assert "norm.weight" in TensorFolder(tmp_path)
+    torch.testing.assert_close(logits_of(ours(tmp_path)), logits_of(model), rtol=1e-4, atol=1e-5)
+    weights = dict(TensorFolder(tmp_path))
+    write_tensors(tmp_path, weights | {"model.norm.weight": torch.zeros(48)})
+    with pytest.raises(ValueError, match=r"holds (model\.)?norm\.weight, which is .* once more"):
+        read_model(tmp_path)
+
+
 LLAMA = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
     "add_bias_linear": False,

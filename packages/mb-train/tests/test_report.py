@@ -45,6 +45,18 @@ def test_a_resumed_run_replaces_what_was_beyond_its_start(tmp_path):
     assert dict(summary(curves))["training loss"] == "5.0000 -> 2.5000"
 
 
+def test_what_a_task_tells_beside_its_losses(tmp_path):
+    def measured(iteration, **found):
+        return "measured", {"iteration": iteration, "place": "the end", **found}
+
+    last = measured(1, accuracy=0.25, **{"most frequent label": float("nan")})
+    events = (interval(1, [4.0]), last, interval(2, [3.0]), measured(2, accuracy=1.0))
+    write(tmp_path, ("start", {"iteration": 0}), *events, ("start", {"iteration": 1}))
+    told = dict(summary(read_curves(tmp_path)))
+    assert told["accuracy"] == "0.2500 at iteration 1"
+    assert told["most frequent label"] == "not a number at iteration 1"
+
+
 def test_what_runs_are_compared_by_is_in_words(tmp_path):
     kinds = {"expert exchange": {"busy": 30.0, "alone": 10.0, "calls": 4}}
     kind, values = interval(200, [2.0] * 200)

@@ -44,6 +44,7 @@ def board(monkeypatch, **switches):
     log.write(
         "eval", iteration=5, consumed_samples=40, place="iteration 5", losses={"lm loss": 2.5}
     )
+    log.write("measured", iteration=5, place="iteration 5", accuracy=0.75)
     log.close()
     assert _Writer.last.closed
     return _Writer.last.added
@@ -58,6 +59,7 @@ def test_tensorboard_gets_megatrons_names(monkeypatch):
     assert added["expert load max over mean/layer 0"] == (1.5, 5)
     assert added["lm loss validation"] == (2.5, 5)
     assert added["lm loss validation vs samples"] == (2.5, 40)
+    assert added["accuracy validation"] == (0.75, 5)
     assert added["learning-rate"] == (0.1, 5)
     assert added["loss-scale"] == (4.0, 5)
     absent = {"params-norm", "batch-size", "world-size", "optimizer-time"}

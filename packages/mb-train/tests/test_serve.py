@@ -8,12 +8,13 @@ import random
 import socket
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from mb_data import load_tokenizer
 from mb_train.cli import main
-from mb_train.completions import Request
+from mb_train.completions import Answer, Request, Told
 from mb_train.generate import Generator
 from mb_train.service import Service
 
@@ -159,6 +160,18 @@ def test_spaces_that_a_tokenizer_says_between_words_alone(generator, monkeypatch
         assert told["tokens"] == [t for part in parts for t in part["logprobs"]["tokens"]] == said
         assert told["text_offset"] == [len("".join(said[:place])) for place in range(len(said))]
         assert [*told["top_logprobs"][-1]] == [" 8"]
+
+
+def test_likelihoods_of_a_long_text_decode_each_token_a_few_times():
+    tokenizer, decoded = load_tokenizer("gpt2"), []
+    counting = SimpleNamespace(decode=lambda tokens: decoded.append(len(tokens)) or of(tokens))
+    of, text = tokenizer.decode, "a \N{GRINNING FACE} and \N{EURO SIGN} " * 100
+    tokens = tokenizer.encode(text)
+    answer = Answer(SimpleNamespace(logprobs=0), "run", counting)
+    told = answer.choice(0, text, None, Told(tokens, [None] * len(tokens), []))["logprobs"]
+    lengths = [len(of(tokens[:place])) for place in range(len(tokens))]
+    assert told["text_offset"] == lengths  # a piece of a character counts as one
+    assert sum(decoded) < 50 * len(tokens)
 
 
 def test_a_text_begins_as_documents_do(generator, monkeypatch):

@@ -36,6 +36,7 @@ def program() -> NoReturn:
     go of a tensor while the interpreter goes down aborts the process: torchrun then counts a run
     that is complete as failed, and kills rank 0 (pytorch issue 190489).
     """
+    _open_streams()
     code = main()
     if os.environ.get("WORLD_SIZE", "1") == "1":
         sys.exit(code)
@@ -44,6 +45,18 @@ def program() -> NoReturn:
         with contextlib.suppress(OSError):
             print(end="", file=stream, flush=True)
     os._exit(code)
+
+
+def _open_streams() -> None:
+    """Open standard streams that were closed by who started this: what is said there is lost.
+
+    The next file would get the number of a closed one, and in it the lines that libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # has the lowest free number, which is its own
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode, encoding="utf-8", errors="replace"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from mb_train.generate import Completion, Likelihood, Prompt, Sampling, text_behind
+from mb_train.generate import READ_WITH, Completion, Likelihood, Prompt, Sampling, text_behind
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
@@ -169,12 +169,21 @@ class Answer:
     def _logprobs(self, told: Told, said: int) -> dict[str, Any]:
         """As OpenAI's legacy interface has them; offsets are of the whole answer's text."""
         tokens, log_probs, tops, offsets = [], [], [], []
+        every, begin = [*told.before, *told.tokens], len(told.before)
+        # The last place between characters, and its offset: texts are decoded from there.
+        whole, so_far = begin + said, self._length(told.before, told.tokens[:said])
         for place in range(said, len(told.tokens)):
             token, likelihood = told.tokens[place], told.likelihoods[place]
-            before = [*told.before, *told.tokens[:place]]
+            at = begin + place
+            before = every[max(at - READ_WITH, 0) : at]
             tokens.append(text_behind(self._tokenizer, before, [token]))
             log_probs.append(likelihood and likelihood.log_prob)
-            offsets.append(self._length(told.before, told.tokens[:place]))
+            text = text_behind(
+                self._tokenizer, every[max(whole - READ_WITH, 0) : whole], every[whole:at]
+            )
+            offsets.append(so_far + len(text))
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                whole, so_far = at, so_far + len(text)
             top = None
             if likelihood is not None:
                 # Pieces of a character look alike as text: the likeliest of them stays.

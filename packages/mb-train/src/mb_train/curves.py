@@ -30,6 +30,7 @@ class Curves:
         start: the event of the last start: device, ranks, parameters, configuration.
         steps_redone: since that start, for rows of experts beyond the budget.
         profile: the event of the last profile.
+        measured: what a task tells beside its losses, by name.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Curves:
     torn: int = 0
     steps_redone: int = 0
     profile: dict[str, Any] = field(default_factory=dict)
+    measured: dict[int, dict[str, float | None]] = field(default_factory=dict)
 
     @property
     def last(self) -> int:
@@ -99,6 +101,9 @@ def _add(curves: Curves, event: dict[str, Any]) -> None:
     elif kind == "eval":
         series = curves.test if "test" in event["place"] else curves.valid
         series[event["iteration"]] = event["lm_loss"]
+    elif kind == "measured":
+        about = ("event", "iteration", "place")
+        curves.measured[event["iteration"]] = {k: v for k, v in event.items() if k not in about}
 
 
 def _forget_after(curves: Curves, iteration: int) -> None:
@@ -106,6 +111,7 @@ def _forget_after(curves: Curves, iteration: int) -> None:
     for series in (
         curves.loss, curves.valid, curves.test, curves.grad_norm, curves.tokens_per_s,
         curves.step_ms, curves.mfu, curves.load_imbalance, curves.tokens_per_expert,
+        curves.measured,
     ):  # fmt: skip
         for later in [i for i in series if i > iteration]:
             del series[later]
@@ -148,6 +154,10 @@ def summary(curves: Curves) -> list[tuple[str, str]]:
             loss = series[at]
             ppl = "" if loss is None else f" (PPL {perplexity(loss):.2f})"
             lines.append((name, f"{_words(loss)}{ppl} at iteration {at}"))
+    if curves.measured:
+        at = max(curves.measured)
+        found = curves.measured[at].items()
+        lines += [(name, f"{_words(value)} at iteration {at}") for name, value in found]
     lines.append(("tokens per second", f"{median(curves.tokens_per_s.values()):,.0f}, the median"))
     for name, series, digits in (("ms a step", curves.step_ms, 1), ("MFU", curves.mfu, 3)):
         middle = median(series.values())

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # A text, or its tokens.
 Prompt: TypeAlias = str | Sequence[int]
 # Tokens that what follows is read with: more than the four that a character may take.
-_READ_WITH = 8
+READ_WITH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def text_behind(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[in
 
     By themselves they may say another: SentencePiece leaves out the space of a text's first word.
     """
-    before = list(before[-_READ_WITH:])
+    before = list(before[-READ_WITH:])
     begin, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
     same = takewhile(lambda letters: letters[0] == letters[1], zip(begin, whole, strict=False))
     return whole[len(list(same)) :]

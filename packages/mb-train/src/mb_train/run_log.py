@@ -112,6 +112,9 @@ def scalars(
     event: str, values: dict[str, Any], config: TrainConfig | None = None
 ) -> dict[str, float]:
     """What a board shows of an event, under Megatron's names where it has one."""
+    if event == "measured":
+        about = ("iteration", "place")
+        return {f"{name} validation": value for name, value in values.items() if name not in about}
     if event == "eval":
         kind = "test" if "test" in values["place"] else "validation"
         shown = {f"{name} {kind}": loss for name, loss in values["losses"].items()}

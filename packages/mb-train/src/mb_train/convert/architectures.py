@@ -66,7 +66,7 @@ class Architecture:
         prefix: of its tensors' names, but the head's.
         left_out: patterns of tensors that files may hold and that say nothing.
         copies: tensors that files may hold once more under another name, and which these are.
-        renamed: patterns of names that old files have, and what stands in their place today.
+        renamed: patterns of names that some files have, and what stands in their place today.
         special: special tokens of its config.json, from a tokenizer.
     """
 
@@ -205,6 +205,8 @@ def _llama_like(
         lambda _, c: llama_like_rules(c, None), llama.LLAMA_DEFAULTS[kind], aliases or {},
         # Frequencies that old files hold as if they were weights.
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+        # Files of the model without a head have no prefix.
+        renamed={r"^(?!model\.|lm_head\.)": "model."},
     )  # fmt: skip
 
 

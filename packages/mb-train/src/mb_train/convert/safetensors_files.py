@@ -62,8 +62,18 @@ class TensorFolder(Mapping[str, Tensor]):
             self._where |= found
 
     def rename(self, pattern: str, name: str) -> None:
-        """Put `name` in the place of a pattern in all names."""
-        self._where = {re.sub(pattern, name, old): where for old, where in self._where.items()}
+        """Put `name` in the place of a pattern in all names.
+
+        Raises:
+            ValueError: two tensors would have one name.
+        """
+        renamed: dict[str, tuple[Path, str]] = {}
+        for old, (path, there) in self._where.items():
+            new = re.sub(pattern, name, old)
+            if new in renamed:
+                raise ValueError(f"{path} holds {there}, which is {renamed[new][1]} once more.")
+            renamed[new] = path, there
+        self._where = renamed
 
     def leave_out(self, pattern: str) -> None:
         """Forget the tensors whose whole name matches a pattern."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.tokenizer.base import Tokenizer
+from mb_data.tokenizer.base import Tokenizer, checked_ids
 from mb_data.tokenizer.fast_sentencepiece import FastSentencePiece, model_description
 
 
@@ -266,7 +266,7 @@ class NullTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        return " ".join(map(str, _checked(ids, self)))
+        return " ".join(map(str, checked_ids(ids, self)))
 
 
 def _decode(
@@ -277,18 +277,7 @@ def _decode(
 ) -> str:
     """Decode runs of a library's own ids with it, those added to them by their names."""
     parts: list[str] = []
-    for is_added, group in itertools.groupby(_checked(ids, tokenizer), key=added.__contains__):
+    for is_added, group in itertools.groupby(checked_ids(ids, tokenizer), key=added.__contains__):
         run = list(group)
         parts.append("".join(added[i] for i in run) if is_added else decode(run))
     return "".join(parts)
-
-
-def _checked(ids: Sequence[int] | npt.NDArray[np.integer], tokenizer: Tokenizer) -> list[int]:
-    """Plain integers, all of the vocabulary."""
-    numbers = [int(i) for i in ids]
-    for i in numbers:
-        if not 0 <= i < tokenizer.vocab_size:
-            raise ValueError(
-                f"{tokenizer.name}: token {i} is not in 0 to {tokenizer.vocab_size - 1}"
-            )
-    return numbers

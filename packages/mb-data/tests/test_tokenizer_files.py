@@ -194,6 +194,23 @@ def test_tokenizer_json_of_another_kind_goes_to_the_library(tmp_path, small_bpe)
         load_tokenizer(path, engine="python")
 
 
+def test_an_added_token_that_is_normalized_to_nothing(tmp_path, small_bpe):
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
+    description = tokenizer_json(small_bpe, normalizer=strip)
+    path.write_text(json.dumps(description))
+    plain = load_tokenizer(path)
+    last = description["added_tokens"][1]
+    blank = {"id": last["id"] + 1, "content": "\n\n", "normalized": True, "special": False}
+    description["added_tokens"].append(last | blank)
+    path.write_text(json.dumps(description))
+    tokenizer = load_tokenizer(path)
+    for text in (" é\n\n a ", "é", "\n\n"):
+        assert tokenizer.encode(text) == plain.encode(text)
+    assert (tokenizer.vocab_size, tokenizer.decode([blank["id"]])) == (blank["id"] + 1, "\n\n")
+
+
 def test_without_the_tokenizers_library(tmp_path, small_bpe):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(tokenizer_json(small_bpe, normalizer={"type": "Lowercase"})))

@@ -113,10 +113,21 @@ class HuggingFaceTokenizer(LibraryTokenizer):
                 f"{name} needs the tokenizers library: pip install 'mb-data[tokenizers]'",
                 name="tokenizers",
             ) from error
+
+        def load(description: dict[str, Any]) -> Any:
+            return tokenizers.Tokenizer.from_str(json.dumps(description, ensure_ascii=False))
+
         try:
-            engine = tokenizers.Tokenizer.from_str(json.dumps(description, ensure_ascii=False))
+            engine = load(description)
         except Exception as error:  # the library raises nothing more specific
             raise ValueError(f"{name}: not a tokenizer.json: {error}") from error
+        # An added token that is normalized to nothing is in no text, but the library looks for it
+        # between the bytes of letters, and panics.
+        tokens = description.get("added_tokens", [])
+        found = [token for token in tokens if not _vanishes(token, engine.normalizer)]
+        if len(found) < len(tokens):
+            description = {**description, "added_tokens": found}
+            engine = load(description)
         engine.no_truncation()
         engine.no_padding()
         self._library = engine
@@ -267,6 +278,13 @@ class NullTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         return " ".join(map(str, checked_ids(ids, self)))
+
+
+def _vanishes(token: Mapping[str, Any], normalizer: Any) -> bool:
+    """Whether an added token is looked for in normalized text, where nothing is left of it."""
+    if normalizer is None or not token.get("normalized"):
+        return False
+    return not normalizer.normalize_str(token["content"])
 
 
 def _decode(

@@ -255,6 +255,36 @@ SPACES = [
 ]
 
 
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize(
+    "defined",
+    [["<tool>"], ["▁the"], [" <h1>"], ["\n\n"], ["\t\t", "▁▁▁"], ["▁▁", "▁▁▁", "▁▁▁▁"]],
+    ids=repr,
+)
+def test_pieces_that_users_defined(tmp_path, defined, prefix):
+    """Those at the start of a text, and those that no merges make, used to get other tokens."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    lines = ["the quick Expert router(12) is the other one, a thread of theirs"] * 20
+    path = tmp_path / "some.model"
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=file, vocab_size=300, model_type="bpe",
+            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+            minloglevel=2, hard_vocab_limit=False, add_dummy_prefix=prefix,
+            user_defined_symbols=defined,
+        )  # fmt: skip
+    library = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    tokenizer = load_tokenizer(path)
+    rng = random.Random(4)
+    signs = [*defined, " ", "▁", "the", "a", "\n", "\t", "<h1>", "é", "router", "   "]
+    texts = ["".join(rng.choices(signs, k=n % 6)) for n in range(300)]
+    tokens, lengths = tokenizer.encode_documents([text.encode() for text in texts])
+    assert tokenizer.engine == "gigatoken"
+    expected = [library.encode(text) for text in texts]
+    assert lengths.tolist() == [len(row) for row in expected]
+    assert tokens.tolist() == [token for row in expected for token in row]
+
+
 @pytest.mark.parametrize("begins", [False, True])
 def test_transformers_gives_the_ids_of_a_sentencepiece_model(models, tmp_path, begins):
     transformers = pytest.importorskip("transformers")

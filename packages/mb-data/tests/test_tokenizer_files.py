@@ -121,6 +121,25 @@ def test_tokenizer_json(tmp_path, small_bpe, engine):
     assert (tokenizer.eod, tokenizer.pad) == (len(ids), len(ids) + 1)
 
 
+@pytest.mark.parametrize("engine", ["gigatoken", "python", "tokenizers"])
+def test_an_id_in_a_gap_of_the_vocabulary_is_no_text(tmp_path, small_bpe, engine):
+    if engine == "tokenizers":
+        pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    description = tokenizer_json(small_bpe)
+    end = description["added_tokens"][1]
+    description["added_tokens"] = [end | {"id": end["id"] + 8}]
+    path.write_text(json.dumps(description))
+    tokenizer = load_tokenizer(path, engine=engine)
+    a, b = tokenizer.encode("a"), tokenizer.encode("b")
+    assert tokenizer.vocab_size == end["id"] + 9
+    gap = np.arange(end["id"] - 1, end["id"] + 2)
+    assert tokenizer.decode([*a, *gap, *b, *gap, tokenizer.eod]) == "ab<|endoftext|>"
+    for wrong in (-1, tokenizer.vocab_size):
+        with pytest.raises(ValueError, match=f"token {wrong} is not in 0 to {end['id'] + 8}"):
+            tokenizer.decode([*a, wrong])
+
+
 @pytest.mark.parametrize("engine", ["python", "tokenizers"])
 @pytest.mark.parametrize("around", ["<|begin|> A", "A", "<|begin|> A <|endoftext|>"])
 def test_megatrons_hugging_face_tokenizer_begins_documents_as_the_template(
@@ -173,6 +192,23 @@ def test_tokenizer_json_of_another_kind_goes_to_the_library(tmp_path, small_bpe)
         tokenizer.encode("\ud800")
     with pytest.raises(ValueError, match="does not read this kind"):
         load_tokenizer(path, engine="python")
+
+
+def test_an_added_token_that_is_normalized_to_nothing(tmp_path, small_bpe):
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
+    description = tokenizer_json(small_bpe, normalizer=strip)
+    path.write_text(json.dumps(description))
+    plain = load_tokenizer(path)
+    last = description["added_tokens"][1]
+    blank = {"id": last["id"] + 1, "content": "\n\n", "normalized": True, "special": False}
+    description["added_tokens"].append(last | blank)
+    path.write_text(json.dumps(description))
+    tokenizer = load_tokenizer(path)
+    for text in (" é\n\n a ", "é", "\n\n"):
+        assert tokenizer.encode(text) == plain.encode(text)
+    assert (tokenizer.vocab_size, tokenizer.decode([blank["id"]])) == (blank["id"] + 1, "\n\n")
 
 
 def test_without_the_tokenizers_library(tmp_path, small_bpe):

@@ -46,7 +46,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """The text of some ids; bytes that are not UTF-8, as from a cut token, become U+FFFD."""
+        """The text of some ids; bytes that are not UTF-8, as from a cut token, become U+FFFD.
+
+        An id in a gap of the vocabulary is no text; ValueError for one outside it.
+        """
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of each text."""
@@ -155,3 +158,14 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parall
             raise ValueError(f"sizes must be at least 1, got {value}")
     multiple = divisible_by * tensor_parallel
     return -(-vocab_size // multiple) * multiple
+
+
+def checked_ids(ids: Sequence[int] | npt.NDArray[np.integer], tokenizer: Tokenizer) -> list[int]:
+    """Plain integers, all of the vocabulary."""
+    numbers = [int(i) for i in ids]
+    for i in numbers:
+        if not 0 <= i < tokenizer.vocab_size:
+            raise ValueError(
+                f"{tokenizer.name}: token {i} is not in 0 to {tokenizer.vocab_size - 1}"
+            )
+    return numbers

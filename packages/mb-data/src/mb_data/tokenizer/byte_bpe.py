@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.tokenizer.base import Tokenizer
+from mb_data.tokenizer.base import Tokenizer, checked_ids
 from mb_data.tokenizer.disputed import disputed_letters
 from mb_data.tokenizer.fast_bpe import SEPARATOR, FastBPE, letters_to_bytes
 from mb_data.tokenizer.readable_bpe import GPT2_PATTERN, Form, ReadableBPE
@@ -190,12 +190,8 @@ class ByteLevelBPE(Tokenizer):
             self._fast.forget()
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        try:
-            pieces = [self.byte_strings[int(i)] for i in ids]
-        except KeyError as error:
-            raise ValueError(
-                f"{self.name}: token {error} is not in the vocabulary of {self.vocab_size}"
-            ) from None
+        # A model has rows for the gaps of a vocabulary too, and may write such an id.
+        pieces = [self.byte_strings.get(i, b"") for i in checked_ids(ids, self)]
         return b"".join(pieces).decode(errors="replace")
 
     def token_id(self, text: str) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,23 +128,12 @@ def model_description(model: bytes) -> tuple[dict[str, Any], str | None]:
     merges.sort()
     prefix = [{"type": "Prepend", "prepend": "▁"}] if normalizes.get(3, 1) else []
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    # What users defined is a piece wherever it stands in a text; control pieces are never text.
-    # Runs of white space come out of the merges, first of all, for their score is 0; but a run
-    # that is longer than any piece is cut from the left by the library, in the middle by merges.
-    blank = [
-        text
-        for text, kind in zip(texts, kinds, strict=True)
-        if kind == USER_DEFINED and not text.strip("▁ \t\n\r")
-    ]
-    longest = {text[0]: len(text) for text in sorted(blank, key=len)}
-    careful = [f"{' ' if sign == '▁' else sign}{{{n + 1},}}" for sign, n in longest.items()]
-    if "▁" in longest:
-        careful.append("▁")
+    defined = [t for t, kind in zip(texts, kinds, strict=True) if kind == USER_DEFINED]
+    marks, careful = _user_defined(defined, vocabulary, prefixed=bool(prefix))
     added = [
-        {"id": i, "content": texts[i], "special": False, "normalized": False}
+        {"id": vocabulary[text], "content": text, "special": False, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-        for i in range(len(texts))
-        if kinds[i] == USER_DEFINED and texts[i] not in blank
+        for text in marks
     ]
     description = {
         "added_tokens": added,
@@ -159,6 +148,52 @@ def model_description(model: bytes) -> tuple[dict[str, Any], str | None]:
         },
     }
     return description, "|".join(careful) or None
+
+
+def _user_defined(
+    defined: Sequence[str], vocabulary: Mapping[str, int], *, prefixed: bool
+) -> tuple[list[str], list[str]]:
+    """Of the pieces that users defined, those to look for in a text before it is normalized, and
+    patterns of texts to leave to the library. Control pieces are never text.
+
+    What users defined is a piece wherever it stands in a normalized text. Before that, a space of
+    it is another letter, and a text that begins with it would get no space in front. Runs of white
+    space come out of the merges, first of all, for their score is 0: if all shorter ones are there,
+    up to one that is longer than any piece, which the library cuts from the left, merges in the
+    middle.
+    """
+    marks: list[str] = []
+    careful: list[str] = []
+    lengths: dict[str, set[int]] = {}
+    for text in defined:
+        if text[0] in "▁\t\n\r" and not text.strip(text[0]):
+            lengths.setdefault(text[0], set()).add(len(text))
+    merged = {
+        sign: max(found)
+        for sign, found in lengths.items()
+        if sign in vocabulary and found | {1} == set(range(1, max(found) + 1))
+    }
+    for text in defined:
+        if text[0] in merged and not text.strip(text[0]):
+            continue
+        if not prefixed and "▁" not in text and " " not in text:
+            marks.append(text)
+            continue
+        careful.append(_spaced(text))
+        if prefixed and text[0] == "▁":
+            careful.append(rf"\A{_spaced(text[1:])}")
+    for sign, longest in merged.items():
+        letter = " " if sign == "▁" else sign
+        if longest > 1:
+            careful.append(f"{letter}{{{longest + 1},}}")
+        if sign == "▁":
+            careful += ["▁", rf"\A {{{longest},}}"] if prefixed else ["▁"]
+    return marks, careful
+
+
+def _spaced(text: str) -> str:
+    """A pattern of a text, whose spaces may be written as the library writes them."""
+    return "(?: |▁)".join(map(re.escape, re.split("[ ▁]", text)))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.tokenizer.base import Tokenizer
+from mb_data.tokenizer.base import Tokenizer, checked_ids
 from mb_data.tokenizer.disputed import disputed_letters
 
 UNKNOWN = "[UNK]"
@@ -183,9 +183,7 @@ class WordPiece(Tokenizer):
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         words: list[str] = []
-        for i in ids:
-            if not 0 <= i < self.vocab_size:
-                raise ValueError(f"{self.name}: token {i} is not in 0 to {self.vocab_size - 1}")
+        for i in checked_ids(ids, self):
             piece = self.pieces[i]
             if piece.startswith(CONTINUED) and words:
                 words[-1] += piece.removeprefix(CONTINUED)

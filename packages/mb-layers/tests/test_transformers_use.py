@@ -13,34 +13,10 @@ transformers = pytest.importorskip("transformers")
 import mb_kernels  # noqa: E402
 import mb_layers.transformers as mb  # noqa: E402
 from mb_layers.transformers.experts import activation_name  # noqa: E402
-from tiny_models import build, outputs_and_gradients  # noqa: E402
+from tiny_models import build, llama4, outputs_and_gradients  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
 run = mb_kernels.expert_mlp
-
-
-def llama4(top_k: int) -> torch.nn.Module:
-    config = transformers.Llama4TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=16,
-        intermediate_size_mlp=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=4,
-        num_experts_per_tok=top_k,
-        interleave_moe_layer_step=1,
-        attention_chunk_size=32,
-        initializer_range=0.2,
-        pad_token_id=0,
-    )
-    model = transformers.Llama4ForCausalLM(config)
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.feed_forward.experts.gate_up_proj, std=0.2)
-        torch.nn.init.normal_(layer.feed_forward.experts.down_proj, std=0.2)
-    return model
 
 
 def dbrx(top_k: int) -> torch.nn.Module:

@@ -138,6 +138,30 @@ def build(family: str, **overrides: object) -> torch.nn.Module:
     return model
 
 
+def llama4(top_k: int) -> torch.nn.Module:
+    config = transformers.Llama4TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        intermediate_size_mlp=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=top_k,
+        interleave_moe_layer_step=1,
+        attention_chunk_size=32,
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
+    model = transformers.Llama4ForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.feed_forward.experts.gate_up_proj, std=0.2)
+        torch.nn.init.normal_(layer.feed_forward.experts.down_proj, std=0.2)
+    return model
+
+
 def moe_block(model: torch.nn.Module) -> torch.nn.Module:
     last = model.model.layers[1]
     return last.block_sparse_moe if hasattr(last, "block_sparse_moe") else last.mlp

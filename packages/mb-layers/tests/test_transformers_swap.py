@@ -310,6 +310,22 @@ def test_a_block_of_several_layers_is_swapped_and_restored_in_all() -> None:
     same(outputs_and_gradients(swapped), expected)
 
 
+def test_a_block_routes_by_its_routers_numbers() -> None:
+    """They were read from the config as the model was built, in HunYuan's from a list of layers."""
+    tokens = torch.randint(3, 64, (2, 9))
+    changed = build("qwen3_moe").eval()
+    changed.config.num_experts_per_tok, changed.config.norm_topk_prob = 1, False
+    changed.model.layers[0].mlp.gate.top_k = 2
+    for model, top_ks in (
+        (changed, [2, 3]),
+        (build("hunyuan_v1_moe", moe_topk=[3, 2]).eval(), [3, 2]),
+    ):
+        logits = model(input_ids=tokens).logits
+        layers = mb.swap_blocks(model)
+        assert [layer.config.top_k for layer in layers.values()] == top_ks
+        torch.testing.assert_close(model(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
+
+
 def test_what_was_frozen_stays_frozen() -> None:
     model = build("qwen2_moe")
     for name, p in model.named_parameters():

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import mb_layers.transformers as mb  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from tiny_models import build, llama4  # noqa: E402
+from tiny_models import build, llama4, longcat  # noqa: E402
 
 
 class Expert(nn.Module):
@@ -127,3 +127,10 @@ def test_adapters_on_other_parameters_are_left_out() -> None:
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(ValueError, match="got default, other; choose one by set_adapter"):
         mb.adapters_by_expert(model)
+
+
+def test_zero_experts_have_no_adapters() -> None:
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=parameters)
+    tensors, _ = mb.adapters_by_expert(peft.get_peft_model(longcat(top_k=2), config))
+    assert {int(name.split(".experts.")[1].split(".")[0]) for name in tensors} == {0, 1, 2, 3}

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 import mb_kernels  # noqa: E402
 import mb_layers.transformers as mb  # noqa: E402
 from mb_layers.transformers.experts import activation_name  # noqa: E402
-from tiny_models import build, llama4, outputs_and_gradients  # noqa: E402
+from tiny_models import build, llama4, longcat, outputs_and_gradients  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
 run = mb_kernels.expert_mlp
@@ -36,32 +36,6 @@ def dbrx(top_k: int) -> torch.nn.Module:
         initializer_range=0.2,
     )
     return transformers.DbrxForCausalLM(config)
-
-
-def longcat(top_k: int) -> torch.nn.Module:
-    config = transformers.LongcatFlashConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_layers=1,
-        num_attention_heads=2,
-        ffn_hidden_size=32,
-        expert_ffn_hidden_size=16,
-        n_routed_experts=4,
-        zero_expert_num=2,
-        moe_topk=top_k,
-        num_experts_per_tok=top_k,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        head_dim=16,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return transformers.LongcatFlashForCausalLM(config)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,10 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, slice, LowRank]]:
                     f"{', '.join(wrapper.active_adapters) or 'none'}; choose one by set_adapter"
                 )
             (adapter,) = wrapper.active_adapters
-            added = LowRank(*wrapper.get_delta_factors(adapter))
+            lhs, rhs, scaling = wrapper.get_delta_factors(adapter)
+            # LongCat's first weight has rows for its zero experts too, which compute nothing.
+            real = getattr(base, "num_routed_experts", lhs.shape[0])
+            added = LowRank(lhs[:real], rhs[:real], scaling)
             yield place.replace(".base_layer", ""), stacked, added
 
 

@@ -290,6 +290,17 @@ def test_moe_state_dict_computes_the_same() -> None:
     assert_close("y", layer(x).y, megablocks_forward(state, x, glu=False, shared=False))
 
 
+@pytest.mark.parametrize("factor", [0, E])
+def test_moe_state_dict_goes_back_to_moe(factor: int) -> None:
+    """Also where nothing is dropped: then the layer here is a dMoE."""
+    state = checkpoint(glu=False, shared=False, capped=True)
+    arguments = SMALL | {"moe_capacity_factor": factor}
+    config = config_from_arguments(arguments, layer="MoE")
+    back = to_megablocks(from_megablocks(state, config), config, layer="MoE")
+    for name, tensor in state.items():
+        assert torch.equal(back[name], tensor), name
+
+
 def test_older_names_load_too() -> None:
     state = checkpoint(glu=True, shared=False)
     config = config_from_arguments(SMALL | {"mlp_type": "glu"})
@@ -366,6 +377,7 @@ def test_ranks_that_cannot_be_are_refused() -> None:
         ({"moe_loss_weight": None}, "moe_loss_weight to be float, got None"),
         ({"moe_jitter_eps": 2.0}, "moe_jitter_eps < 1"),
         ({"bias": "False"}, "bias to be True or False, got 'False'"),
+        ({"init_method": 0.02}, "init_method to be a function that fills a tensor, got 0.02"),
     ],
 )
 def test_errors_name_megablocks_fields(change: dict, theirs: str) -> None:

@@ -157,6 +157,8 @@ def test_what_cannot_be_collected_is_an_error() -> None:
         moe.aux_loss()
     with pytest.raises(ValueError, match="balancing_bias=True"):
         update_balancing_biases([moe], rate=0.1)
+    with pytest.raises(ValueError, match=r"of one micro-batch pass \[moe\]"):
+        update_balancing_biases(moe, rate=0.1)
 
 
 @pytest.mark.parametrize("aux_scale", [None, 0.5])

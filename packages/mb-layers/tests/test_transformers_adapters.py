@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import mb_layers.transformers as mb  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from tiny_models import build  # noqa: E402
+from tiny_models import build, llama4, longcat  # noqa: E402
 
 
 class Expert(nn.Module):
@@ -112,3 +112,25 @@ def test_what_has_no_such_form_is_refused(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=4, target_modules=[], target_parameters=parameters)
     with pytest.raises(ValueError, match=r"columns\], got .* of GptOssExperts"):
         mb.adapters_by_expert(peft.get_peft_model(build("gpt_oss"), config))
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=parameters)
+    with pytest.raises(ValueError, match=r"columns\], got .* of Llama4TextExperts"):
+        mb.adapters_by_expert(peft.get_peft_model(llama4(top_k=1), config))
+
+
+def test_adapters_on_other_parameters_are_left_out() -> None:
+    parameters = ["experts.down_proj", "gate.weight"]
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=parameters)
+    model = peft.get_peft_model(build("qwen3_moe"), config)
+    tensors, _ = mb.adapters_by_expert(model)
+    assert {name.split(".experts.")[1].split(".")[1] for name in tensors} == {"down_proj"}
+    model.add_adapter("other", config)
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match="got default, other; choose one by set_adapter"):
+        mb.adapters_by_expert(model)
+
+
+def test_zero_experts_have_no_adapters() -> None:
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=parameters)
+    tensors, _ = mb.adapters_by_expert(peft.get_peft_model(longcat(top_k=2), config))
+    assert {int(name.split(".experts.")[1].split(".")[0]) for name in tensors} == {0, 1, 2, 3}

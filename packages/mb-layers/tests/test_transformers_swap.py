@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,6 +311,22 @@ def test_a_block_of_several_layers_is_swapped_and_restored_in_all() -> None:
     same(outputs_and_gradients(swapped), expected)
 
 
+def test_a_block_routes_by_its_routers_numbers() -> None:
+    """They were read from the config as the model was built, in HunYuan's from a list of layers."""
+    tokens = torch.randint(3, 64, (2, 9))
+    changed = build("qwen3_moe").eval()
+    changed.config.num_experts_per_tok, changed.config.norm_topk_prob = 1, False
+    changed.model.layers[0].mlp.gate.top_k = 2
+    for model, top_ks in (
+        (changed, [2, 3]),
+        (build("hunyuan_v1_moe", moe_topk=[3, 2]).eval(), [3, 2]),
+    ):
+        logits = model(input_ids=tokens).logits
+        layers = mb.swap_blocks(model)
+        assert [layer.config.top_k for layer in layers.values()] == top_ks
+        torch.testing.assert_close(model(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
+
+
 def test_what_was_frozen_stays_frozen() -> None:
     model = build("qwen2_moe")
     for name, p in model.named_parameters():
@@ -381,12 +398,18 @@ def test_swap_refuses_what_it_cannot_do() -> None:
         mb.swap_blocks(torch.nn.Linear(2, 2))
     model = build("olmoe")
     model.config.output_router_logits = True
-    with pytest.raises(ValueError, match="output_router_logits=False"):
+    with pytest.raises(ValueError, match=r"config\.output_router_logits=False"):
+        mb.swap_blocks(model)
+    # A model of text and images has the field in the config of its text part.
+    text_config, model.config = model.config, SimpleNamespace()
+    model.config.text_config = text_config
+    with pytest.raises(ValueError, match=r"config\.text_config\.output_router_logits=False"):
         mb.swap_blocks(model)
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
-    with pytest.raises(ValueError, match="ParamWrapper; merge or unload adapters first"):
-        mb.swap_blocks(peft.get_peft_model(build("mixtral"), config))
+    for names in (["mlp.experts.gate_up_proj"], ["gate.weight"]):
+        config = peft.LoraConfig(r=2, target_parameters=names)
+        with pytest.raises(ValueError, match="ParamWrapper; merge or unload adapters first"):
+            mb.swap_blocks(peft.get_peft_model(build("mixtral"), config))
 
 
 def test_what_was_swapped_already_and_copies_in_threads_are_named() -> None:
@@ -409,6 +432,11 @@ def test_a_call_that_has_no_place_for_losses_or_router_logits_is_named() -> None
         model(input_ids=tokens, labels=tokens, return_dict=False)
     with pytest.raises(ValueError, match="return no router logits"):
         model(input_ids=tokens, output_router_logits=True)
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match=r"config\.output_router_logits=False"):
+        model(input_ids=tokens, labels=tokens)
+    assert model(input_ids=tokens, labels=tokens, output_router_logits=False).aux_loss > 0
+    model.config.output_router_logits = False
     model.eval()
     logits = model(input_ids=tokens, return_dict=False)[0]
     torch.testing.assert_close(logits, model(input_ids=tokens).logits)

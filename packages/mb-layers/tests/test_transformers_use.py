@@ -13,34 +13,10 @@ transformers = pytest.importorskip("transformers")
 import mb_kernels  # noqa: E402
 import mb_layers.transformers as mb  # noqa: E402
 from mb_layers.transformers.experts import activation_name  # noqa: E402
-from tiny_models import build, outputs_and_gradients  # noqa: E402
+from tiny_models import build, llama4, longcat, outputs_and_gradients  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
 run = mb_kernels.expert_mlp
-
-
-def llama4(top_k: int) -> torch.nn.Module:
-    config = transformers.Llama4TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=16,
-        intermediate_size_mlp=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=4,
-        num_experts_per_tok=top_k,
-        interleave_moe_layer_step=1,
-        attention_chunk_size=32,
-        initializer_range=0.2,
-        pad_token_id=0,
-    )
-    model = transformers.Llama4ForCausalLM(config)
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.feed_forward.experts.gate_up_proj, std=0.2)
-        torch.nn.init.normal_(layer.feed_forward.experts.down_proj, std=0.2)
-    return model
 
 
 def dbrx(top_k: int) -> torch.nn.Module:
@@ -60,32 +36,6 @@ def dbrx(top_k: int) -> torch.nn.Module:
         initializer_range=0.2,
     )
     return transformers.DbrxForCausalLM(config)
-
-
-def longcat(top_k: int) -> torch.nn.Module:
-    config = transformers.LongcatFlashConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_layers=1,
-        num_attention_heads=2,
-        ffn_hidden_size=32,
-        expert_ffn_hidden_size=16,
-        n_routed_experts=4,
-        zero_expert_num=2,
-        moe_topk=top_k,
-        num_experts_per_tok=top_k,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        head_dim=16,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return transformers.LongcatFlashForCausalLM(config)
 
 
 @pytest.mark.parametrize(

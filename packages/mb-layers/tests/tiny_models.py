@@ -138,6 +138,56 @@ def build(family: str, **overrides: object) -> torch.nn.Module:
     return model
 
 
+def llama4(top_k: int) -> torch.nn.Module:
+    config = transformers.Llama4TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        intermediate_size_mlp=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=top_k,
+        interleave_moe_layer_step=1,
+        attention_chunk_size=32,
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
+    model = transformers.Llama4ForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.feed_forward.experts.gate_up_proj, std=0.2)
+        torch.nn.init.normal_(layer.feed_forward.experts.down_proj, std=0.2)
+    return model
+
+
+def longcat(top_k: int) -> torch.nn.Module:
+    config = transformers.LongcatFlashConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=1,
+        num_attention_heads=2,
+        ffn_hidden_size=32,
+        expert_ffn_hidden_size=16,
+        n_routed_experts=4,
+        zero_expert_num=2,
+        moe_topk=top_k,
+        num_experts_per_tok=top_k,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        head_dim=16,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.LongcatFlashForCausalLM(config)
+
+
 def moe_block(model: torch.nn.Module) -> torch.nn.Module:
     last = model.model.layers[1]
     return last.block_sparse_moe if hasattr(last, "block_sparse_moe") else last.mlp

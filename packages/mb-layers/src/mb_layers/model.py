@@ -139,9 +139,14 @@ def update_balancing_biases(
             instance by an all-reduce; one call for all layers, E the most experts of any.
 
     Raises:
-        ValueError: no pass, or none through a layer with a balancing bias; `reduce_counts` returns
-            something else than counts.
+        ValueError: no list of passes, no pass, or none through a layer with a balancing bias;
+            `reduce_counts` returns something else than counts.
     """
+    if isinstance(passes, Collected):
+        raise ValueError(
+            "expected a list of what was collected from each micro-batch, got what was collected "
+            "from one; for a step of one micro-batch pass [moe]"
+        )
     passes = list(passes)
     routers = {
         name: layer.router

@@ -309,6 +309,11 @@ def _refuse(values: dict[str, Any], dispatcher: TokenDispatcher | None) -> None:
         "fc_cls": values["fc_cls"] is not nn.Linear and bool(values["shared_expert"]),
         "fc_kwargs": bool(values["fc_kwargs"]) and bool(values["shared_expert"]),
     }
+    for name in ("init_method", "output_layer_init_method"):
+        if not callable(values[name]):
+            raise ValueError(
+                f"expected {name} to be a function that fills a tensor, got {values[name]!r}"
+            )
     for name in ("inputs", "rematerialize", "scatter"):
         bits = values[f"quantize_{name}_num_bits"]
         if bits not in (-1, 4, 8):

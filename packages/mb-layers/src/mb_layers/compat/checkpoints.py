@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mb_layers.compat.arguments import Layer
 from mb_layers.config import MoEConfig
 from mb_layers.moe import MoE, dMoE
 from mb_layers.state_dicts import Rule, translate, translate_back
@@ -65,16 +66,28 @@ def from_megablocks(
 
 
 def to_megablocks(
-    state: Mapping[str, Tensor], config: MoEConfig, *, prefix: str = ""
+    state: Mapping[str, Tensor],
+    config: MoEConfig,
+    *,
+    prefix: str = "",
+    layer: Layer | None = None,
 ) -> dict[str, Tensor]:
     """Translate the state dict of `dMoE(config)` or `MoE(config)` to MegaBlocks' names and layout.
+
+    Args:
+        state: the state dict.
+        config: of the layer.
+        prefix: put before the names.
+        layer: the MegaBlocks class to load the result. None: "MoE" if the config has a capacity
+            factor. MegaBlocks' MoE with moe_capacity_factor=0 is a dMoE here: say "MoE" for it.
 
     Raises:
         ValueError: the layer has parameters that MegaBlocks' has not.
     """
     names = their_names(config)
-    capped = config.capacity_factor is not None
-    back = translate_back(state, rules(names, config, capped=capped), names)
+    if layer is None:
+        layer = "dMoE" if config.capacity_factor is None else "MoE"
+    back = translate_back(state, rules(names, config, layer=layer), names)
     return {prefix + name: tensor.contiguous() for name, tensor in back.items()}
 
 
@@ -99,8 +112,8 @@ def their_names(config: MoEConfig) -> list[str]:
     return names
 
 
-def rules(names: Collection[str], config: MoEConfig, *, capped: bool = False) -> list[Rule]:
-    """How tensors of MegaBlocks' `names` make up a layer's; `capped`: in the layout of its MoE."""
+def rules(names: Collection[str], config: MoEConfig, *, layer: Layer = "dMoE") -> list[Rule]:
+    """How tensors of MegaBlocks' `names` make up a layer's, and back in the layout of `layer`."""
     num_experts, hidden = config.num_experts, config.hidden_size
 
     def by_expert(w: Tensor) -> Tensor:  # from [E F, D] or from [E, D, F]
@@ -111,13 +124,13 @@ def rules(names: Collection[str], config: MoEConfig, *, capped: bool = False) ->
 
     def split_w1(w: Tensor) -> Sequence[Tensor]:
         parts = w.chunk(2 if config.is_glu else 1, dim=1)
-        return [p.transpose(1, 2) if capped else p.flatten(0, 1) for p in parts]
+        return [p.transpose(1, 2) if layer == "MoE" else p.flatten(0, 1) for p in parts]
 
     def w2(w: Tensor) -> Tensor:  # from [E F, D] or from [E, F, D]
         return w.reshape(num_experts, -1, hidden).transpose(1, 2).contiguous()
 
     def split_w2(w: Tensor) -> Sequence[Tensor]:
-        return [w.transpose(1, 2) if capped else w.transpose(1, 2).flatten(0, 1)]
+        return [w.transpose(1, 2) if layer == "MoE" else w.transpose(1, 2).flatten(0, 1)]
 
     mlp = "experts.mlp" if "experts.mlp.w1" in names else "mlp"
     gated = ("v1",) if config.is_glu else ()

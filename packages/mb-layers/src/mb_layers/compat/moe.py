@@ -84,7 +84,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.args = read_arguments(args)
         whole = layer_from_arguments(self.args, layer=self.kind)
-        theirs = to_megablocks(whole.state_dict(), whole.config)
+        theirs = to_megablocks(whole.state_dict(), whole.config, layer=self.kind)
         self._names, self._their_names = tuple(whole.state_dict()), tuple(theirs)
         self._rules = rules(self._their_names, whole.config)
         for name, tensor in theirs.items():

@@ -107,16 +107,36 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, slice, LowRank]]:
                     yield place, stacked, one
         elif type(module).__name__ == "ParamWrapper":
             wrapper: Any = module
-            base = wrapper.get_base_layer()
-            stacked = _stacked(base).get(wrapper.parameter_name)
-            if stacked is None or getattr(base, "is_transposed", False):
+            base, weight = wrapper.get_base_layer(), wrapper.parameter_name
+            stacked = _stacked(base).get(weight)
+            if stacked is None and "expert" not in type(base).__name__.lower():
+                continue  # a router's, say
+            if stacked is None or _is_transposed(base):
                 raise ValueError(
                     "expected adapters on gate_up_proj, up_proj or down_proj of layout [E, rows, "
-                    f"columns], got {wrapper.parameter_name!r} of {type(base).__name__}"
+                    f"columns], got {weight!r} of {type(base).__name__}"
+                )
+            if len(wrapper.active_adapters) != 1:
+                raise ValueError(
+                    f"expected one active adapter on {place}.{weight}, got "
+                    f"{', '.join(wrapper.active_adapters) or 'none'}; choose one by set_adapter"
                 )
             (adapter,) = wrapper.active_adapters
-            added = LowRank(*wrapper.get_delta_factors(adapter))
+            lhs, rhs, scaling = wrapper.get_delta_factors(adapter)
+            # LongCat's first weight has rows for its zero experts too, which compute nothing.
+            real = getattr(base, "num_routed_experts", lhs.shape[0])
+            added = LowRank(lhs[:real], rhs[:real], scaling)
             yield place.replace(".base_layer", ""), stacked, added
+
+
+def _is_transposed(experts: Any) -> bool:
+    """Whether the weights are [E, D, 2F] and [E, F, D].
+
+    Of transformers' classes that have no attribute for it, Llama-4's are so and LongCat's are not.
+    """
+    if isinstance(experts, Experts) or hasattr(experts, "is_transposed"):
+        return getattr(experts, "is_transposed", False)
+    return experts.gate_up_proj.shape[2] != experts.down_proj.shape[1]
 
 
 def _stacked(experts: nn.Module) -> dict[str, slice]:

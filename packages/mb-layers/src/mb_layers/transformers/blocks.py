@@ -63,14 +63,16 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
         )
     refuse_offloaded(kind, block)
     experts: Any = block.experts
-    if not hasattr(experts, "is_transposed"):
-        raise ValueError(
-            f"expected {kind} with experts of transformers, got {type(experts).__name__}; merge or "
-            "unload adapters first"
-        )
+    router: Any = next(m for m in map(block._modules.get, ("gate", "router")) if m is not None)
+    for part, attribute in ((experts, "is_transposed"), (router, "top_k")):
+        if not hasattr(part, attribute):
+            raise ValueError(
+                f"expected {kind} with experts and a router of transformers, got "
+                f"{type(part).__name__}; merge or unload adapters first"
+            )
     config = experts.config
-    routing = BLOCKS[kind](config)
-    top_k = config.num_experts_per_tok
+    routing = BLOCKS[kind](_Numbers(router, config))
+    top_k = router.top_k
     num_experts, hidden, ffn = experts.down_proj.shape
     if experts.is_transposed:
         hidden, ffn = ffn, hidden
@@ -88,6 +90,21 @@ def config_from_block(block: nn.Module, **overrides: Any) -> MoEConfig:
         fields["shared_expert_hidden_size"] = shared.down_proj.in_features
         fields["shared_expert_gate"] = hasattr(block, "shared_expert_gate")
     return MoEConfig(**(fields | routing | overrides))
+
+
+class _Numbers:
+    """A config, but for the numbers that the router keeps: it computes with those.
+
+    They differ where the config or the router was changed after the model was built, and where the
+    config has a list, of one number per layer.
+    """
+
+    def __init__(self, router: nn.Module, config: Any) -> None:
+        self._router, self._config = router, config
+
+    def __getattr__(self, name: str) -> Any:
+        kept = vars(self._router)
+        return kept[name] if name in kept else getattr(self._config, name)
 
 
 def _gate_of(experts: Any) -> str:

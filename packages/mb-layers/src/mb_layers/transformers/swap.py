@@ -104,19 +104,14 @@ def swap_blocks(model: nn.Module, **overrides: Any) -> dict[str, dMoE]:
 
     Raises:
         ValueError: the model holds no such block, or computes a balancing loss of its own from
-            router logits, which are no longer there.
+            router logits, which are no longer there (its forward raises it if asked for it later).
 
     The state dict has the names of the original blocks, while modules and parameters have those of
     the new layers. `torch.distributed.checkpoint.state_dict` looks modules up by names of the state
     dict, and so needs `restore_blocks` first; saving `model.state_dict()` does not. Under FSDP2 all
     ranks have to call it, for it gathers shared experts.
     """
-    config = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            "expected config.output_router_logits=False, got True: the swapped blocks bring their "
-            "own balancing loss; set it to False"
-        )
+    _refuse_router_logits(model)
     modules = model.named_modules(remove_duplicate=False)  # a block may serve several layers
     blocks = {name: m for name, m in modules if type(m).__name__ in BLOCKS}
     if not blocks:
@@ -197,6 +192,8 @@ class _LossOfForward:
                 "expected output_router_logits=False, got True: the swapped blocks return no "
                 "router logits; record_routing and collect tell what their routers do"
             )
+        if kwargs.get("output_router_logits") is None:  # False wins over the config
+            _refuse_router_logits(model)
         if getattr(model, "_is_replica", False) and model.training and torch.is_grad_enabled():
             raise ValueError(
                 "expected one process per GPU, got nn.DataParallel, whose threads would mix up "
@@ -225,6 +222,18 @@ class _LossOfForward:
         outputs.aux_loss = aux_loss
         if getattr(outputs, "loss", None) is not None:
             outputs.loss = outputs.loss + _share(model, args, kwargs) * aux_loss
+
+
+def _refuse_router_logits(model: nn.Module) -> None:
+    """Raise if the model's config, or that of its text part, asks for router logits."""
+    config = getattr(model, "config", None)
+    text_config = getattr(config, "text_config", None)
+    for name, part in (("config", config), ("config.text_config", text_config)):
+        if getattr(part, "output_router_logits", False):
+            raise ValueError(
+                f"expected {name}.output_router_logits=False, got True: the swapped blocks bring "
+                "their own balancing loss; set it to False"
+            )
 
 
 def _share(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Tensor | float:

@@ -21,13 +21,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from mb_layers import MoE, Router, dMoE
 from torch import Tensor, nn
 
-from mb_parallel.arguments import at_least_0, at_least_1, one_module
+from mb_parallel.arguments import at_least_0, at_least_1, one_module, several_optimizers
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.shards import local
@@ -89,7 +88,7 @@ def rebalance_experts(
             has no axis of experts, something else for an optimizer, or a `least_gain` below 0.
     """
     one_module(model)
-    optimizers = _optimizers(optimizer)
+    optimizers = several_optimizers(optimizer)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | dMoE)}
     for name, counts_E in tokens_per_expert.items():
         experts = layers[name].config.num_experts if name in layers else 0
@@ -186,18 +185,6 @@ def _renumbers(layer: MoE | dMoE, ranks: int) -> bool:
     )
     free = config.num_expert_groups is None and not config.uniform_assignment
     return by_choice and free and config.num_experts % ranks == 0
-
-
-def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
-    """One, several or None as a list, checked."""
-    one = isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)
-    found = [] if given is None else [given] if one else list(given)
-    for optimizer in found:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(
-                f"Expected optimizer to be one or several, got {type(optimizer).__name__}."
-            )
-    return found
 
 
 def _renumber(

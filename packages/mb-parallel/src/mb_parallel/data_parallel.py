@@ -41,6 +41,7 @@ from torch import nn
 from mb_parallel.arguments import floating, one_module, several
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.expert_parallel.surround import is_surrounded
+from mb_parallel.gradient_sync import share_sync, sync_of
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 
 _STAGE = "_mb_zero_stage"
@@ -138,6 +139,7 @@ def apply_data_parallel(
         cast_inputs=cast_inputs,
     )
     setattr(model, _STAGE, zero_stage)
+    share_sync(model)
     keep_sizes(mesh, model)
 
 
@@ -146,16 +148,19 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 
     Call it with False before every micro-batch of a step but the last, and with True before the
     last. Between micro-batches stages 1 and 2 keep the gathered weights, and stage 1 whole
-    gradients. Replicas add up their gradients at the last one. Nothing happens to a model that
-    `apply_data_parallel` left alone.
+    gradients. Replicas add up their gradients at the last one. Optimizers and norms of this package
+    refuse (ValueError) what ranks have not added up, and their `zero_grad` drops it. Nothing
+    happens to a model that `apply_data_parallel` left alone.
     """
     one_module(model)
-    model, stage = _compiled(model), zero_stage_of(model)
-    if stage is None or not is_fsdp(model):
+    stage, sync = zero_stage_of(model), sync_of(model)
+    model = _compiled(model)
+    if stage is None or sync is None or not is_fsdp(model):
         return
     model.set_requires_gradient_sync(enabled or stage > 1)
     model.set_requires_all_reduce(enabled)
     model.set_reshard_after_backward(enabled or stage == 3)
+    sync.apart = not enabled
 
 
 def gather_rest(model: nn.Module) -> None:

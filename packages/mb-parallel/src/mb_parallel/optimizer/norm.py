@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mb_parallel.arguments import at_least_0, several_optimizers, tensors
+from mb_parallel.gradient_sync import has_grad
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.scaler import GradScaler
 from mb_parallel.optimizer.shards import (
@@ -98,7 +99,7 @@ def zeros_in_grad(
 
 
 def _grad(parameter: Tensor) -> Tensor | None:
-    return None if parameter.grad is None else local_grad(parameter)
+    return local_grad(parameter) if has_grad(parameter) else None
 
 
 def _joint_norm(
@@ -226,7 +227,7 @@ def clip_and_step(
             "Give each optimizer parameters of its own."
         )
     trained = [p for p in parameters if p.requires_grad]
-    if trained and all(p.grad is None for p in trained):
+    if trained and not any(map(has_grad, trained)):
         raise ValueError(
             "Expected gradients, got none in any parameter of the optimizer. Call backward before, "
             "and make the optimizer after what replaces parameters: parallelize_tensors, "

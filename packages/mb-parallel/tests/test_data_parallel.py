@@ -375,6 +375,32 @@ def steps_too_early(rank, world_size, zero_stage):
     return float(clip_and_step(optimizer, mesh=mesh).grad_norm)
 
 
+def branches(rank, world_size, zero_stage):
+    """Gradients of a model of which each rank uses another part in each of two micro-batches."""
+    torch.manual_seed(5)
+    model = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "abc"})
+    model.forward = lambda x, name: model[name](x)
+    apply_data_parallel(
+        model, ParallelDims(dp_shard=world_size).build("cpu"), blocks=[], zero_stage=zero_stage
+    )
+    model.set_reduce_scatter_unused_params(True)
+    for m, names in enumerate(("ab", "bb")):
+        set_gradient_sync(model, m == 1)
+        model(torch.full((2, WIDTH), rank + m + 1.0), names[rank]).sum().backward()
+    return {name: full(model[name].weight.grad) for name in model}
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="from torch 2.13 on"
+)
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_ranks_may_use_other_parameters_if_the_model_is_told(zero_stage):
+    for grads in run_ranks(branches, 2, zero_stage):
+        # Two rows of rank + m + 1: a by rank 0 at first, b by rank 1 and then by both.
+        for name, value in {"a": 2.0, "b": 2 * (2 + 2 + 3.0), "c": 0.0}.items():
+            assert torch.equal(grads[name], torch.full((WIDTH, WIDTH), value))
+
+
 def gives_up(rank, world_size, zero_stage, dtype, replicas):
     """The norm of a step after one that was not finished, and without."""
     dims = ParallelDims(dp_replicate=replicas, dp_shard=world_size // replicas)

@@ -63,6 +63,11 @@ def apply_data_parallel(
     you want. For the mean over ranks divide each rank's loss by `mesh.dp_size`, auxiliary losses
     too.
 
+    All ranks have to use the same parameters between two reductions of gradients, because FSDP2
+    sends those that there are, in order. For a model whose branches depend on the data call
+    `model.set_reduce_scatter_unused_params(True)` afterwards (from torch 2.13 on): a gradient that
+    a rank lacks then counts as zero.
+
     Args:
         model: parameters on the mesh's device, equal on every rank (same seed) or DTensors over the
             mesh's "tp" or "ep" already; fp32 for training.

@@ -24,6 +24,7 @@ from mb_parallel.optimizer import (
     AdamW,
     Muon,
     clip_and_step,
+    clip_grad_norm,
     decay_groups,
     hold_working_copies,
     muon,
@@ -351,6 +352,91 @@ def test_what_a_stage_gathers_and_keeps_between_micro_batches(zero_stage, gather
         assert counts["foreach_all_gather"] == gathers
         assert counts["foreach_reduce"] == reductions
         assert whole == [zero_stage < 3, zero_stage < 3, False]
+
+
+def steps_too_early(rank, world_size, zero_stage):
+    """Says what refuses gradients that ranks have not added up; and steps once they have."""
+    model, mesh = build(), ParallelDims(dp_shard=world_size, ep=world_size).build("cpu")
+    parallelize_experts(model, mesh)
+    apply_data_parallel(model, mesh, blocks=list(model)[:2], zero_stage=zero_stage)
+    parameters = list(model.parameters())
+    optimizer = AdamW(parameters)
+    set_gradient_sync(model, False)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    for call in (
+        optimizer.step,
+        lambda: clip_and_step(optimizer, mesh=mesh),
+        lambda: clip_grad_norm(parameters, 1.0, mesh),
+    ):
+        with pytest.raises(ValueError, match=r"Call set_gradient_sync\(model, True\) before"):
+            call()
+    set_gradient_sync(model, True)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    return float(clip_and_step(optimizer, mesh=mesh).grad_norm)
+
+
+def branches(rank, world_size, zero_stage):
+    """Gradients of a model of which each rank uses another part in each of two micro-batches."""
+    torch.manual_seed(5)
+    model = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "abc"})
+    model.forward = lambda x, name: model[name](x)
+    apply_data_parallel(
+        model, ParallelDims(dp_shard=world_size).build("cpu"), blocks=[], zero_stage=zero_stage
+    )
+    model.set_reduce_scatter_unused_params(True)
+    for m, names in enumerate(("ab", "bb")):
+        set_gradient_sync(model, m == 1)
+        model(torch.full((2, WIDTH), rank + m + 1.0), names[rank]).sum().backward()
+    return {name: full(model[name].weight.grad) for name in model}
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="from torch 2.13 on"
+)
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_ranks_may_use_other_parameters_if_the_model_is_told(zero_stage):
+    for grads in run_ranks(branches, 2, zero_stage):
+        # Two rows of rank + m + 1: a by rank 0 at first, b by rank 1 and then by both.
+        for name, value in {"a": 2.0, "b": 2 * (2 + 2 + 3.0), "c": 0.0}.items():
+            assert torch.equal(grads[name], torch.full((WIDTH, WIDTH), value))
+
+
+def gives_up(rank, world_size, zero_stage, dtype, replicas):
+    """The norm of a step after one that was not finished, and without."""
+    dims = ParallelDims(dp_replicate=replicas, dp_shard=world_size // replicas)
+    norms = []
+    for given_up in (1, 0):
+        model, mesh = build(), dims.build("cpu")
+        how = {"compute_dtype": dtype, "zero_stage": zero_stage}
+        apply_data_parallel(model, mesh, blocks=list(model)[:2], **how)
+        optimizer = AdamW(model.parameters())
+        for _ in range(given_up):
+            for kept in (False, True):
+                set_gradient_sync(model, False)
+                optimizer.zero_grad(set_to_none=kept)
+                model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.zero_grad()
+        for m in range(2):
+            set_gradient_sync(model, m == 1)
+            model(torch.ones(2, WIDTH)).sum().backward()
+        norms.append(float(clip_and_step(optimizer, mesh=mesh).grad_norm))
+    return norms
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "dtype", "replicas"),
+    [(1, torch.float32, 1), (1, torch.bfloat16, 1), (3, torch.float32, 2)],
+)
+def test_a_step_that_is_given_up_leaves_nothing_behind(zero_stage, dtype, replicas):
+    for after, fresh in run_ranks(gives_up, 2, zero_stage, dtype, replicas):
+        assert after == fresh
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_a_step_before_the_last_micro_batch_is_refused(zero_stage):
+    """In stage 1 the experts, which have their gradients at once, would train alone."""
+    first, second = run_ranks(steps_too_early, 2, zero_stage)
+    assert first == second
 
 
 def test_one_process_is_left_alone():

@@ -98,6 +98,28 @@ def test_steps_with_clipping_match_another_implementation(name):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+def test_several_optimizers_share_a_norm_and_skip_together():
+    mine, other = _parameters(), _parameters()
+    matrices, rest = [0, 1], range(2, len(mine))
+    groups = [
+        {"params": [other[i] for i in matrices], "muon": True},
+        {"params": [other[i] for i in rest]},
+    ]
+    one = Muon(groups)
+    two = Muon([{"params": [mine[i] for i in matrices], "muon": True}]), AdamW(mine[2:])
+    for step, finite in enumerate((True, False, True)):
+        _set_grads(mine, step)
+        _set_grads(other, step)
+        if not finite:
+            mine[-1].grad[0] = other[-1].grad[0] = torch.nan
+        got = clip_and_step(iter(two), max_norm=0.1)
+        want = clip_and_step(one, max_norm=0.1)
+        torch.testing.assert_close(got, want)
+        assert bool(got.skipped) is not finite
+    for a, b in zip(mine, other, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", OURS)
 def test_a_step_that_is_not_finite_leaves_no_trace(name, bad):
@@ -561,6 +583,10 @@ def test_describe_tells_before_the_first_step_what_there_is_after():
         (lambda p: GradScaler(growth_factor=0.5), "growth_factor of at least 1"),
         (lambda p: GradScaler(hysteresis=None), "got hysteresis=None"),
         (lambda p: clip_and_step(torch.optim.AdamW(p)), "cannot skip a step"),
+        (lambda p: clip_and_step([SGD(p[:1]), torch.optim.SGD(p[1:])]), "cannot skip a step"),
+        (lambda p: clip_and_step([]), "Expected an optimizer .* got NoneType"),
+        (lambda p: clip_and_step(p), "one or several, got Parameter"),
+        (lambda p: clip_and_step([SGD(p), AdamW(p[:1])]), "each parameter in one optimizer"),
         (lambda p: GradScaler(0.5), "init_scale of at least min_scale"),
     ],
 )

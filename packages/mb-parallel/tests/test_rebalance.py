@@ -196,6 +196,30 @@ def _left_alone(rank, world_size):
     return untouched
 
 
+def _differing(rank, world_size):
+    mesh = ParallelDims(dp_shard=2, ep=2).build("cpu")
+    model = Model()
+    parallelize_experts(model, mesh)
+    counts = {f"moes.{i}": torch.arange(1.0, 9.0) for i in range(2)}
+    told = []
+    for names, options in (
+        (("moes.0", "moes.1")[: rank + 1], {}),
+        (counts, {"least_gain": 0.1 * rank}),
+        (counts, {"optimizer": AdamW(model.parameters()) if rank else None}),
+    ):
+        with pytest.raises(ValueError, match="what rebalance_experts is given to be equal") as got:
+            rebalance_experts(model, {name: counts[name] for name in names}, mesh, **options)
+        told.append(str(got.value))
+    return told
+
+
+def test_arguments_that_differ_between_ranks_are_named():
+    for names, gains, optimizers in run_ranks(_differing, 2, timeout_s=30.0):
+        assert "rank 0: tokens_per_expert of = ['moes.0']\n" in names
+        assert "rank 1: least_gain = 0.1\n" in gains
+        assert "rank 1: optimizers = ['AdamW']\n" in optimizers
+
+
 def test_where_numbers_mean_something_or_nothing_is_gained():
     assert run_ranks(_left_alone, 2) == [[True] * 4] * 2
 

@@ -60,6 +60,18 @@ def several(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
     return found
 
 
+def several_optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    """One, several or None as a list, checked."""
+    one = isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)
+    found = [] if given is None else [given] if one else list(given)
+    for optimizer in found:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"Expected optimizer to be one or several, got {type(optimizer).__name__}."
+            )
+    return found
+
+
 def tensors(given: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """The tensors as a list, checked; a single tensor gives a list of one, not of its rows."""
     one = isinstance(given, Tensor) or not isinstance(given, Iterable)

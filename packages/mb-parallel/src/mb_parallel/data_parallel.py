@@ -41,6 +41,7 @@ from torch import nn
 from mb_parallel.arguments import floating, one_module, several
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.expert_parallel.surround import is_surrounded
+from mb_parallel.gradient_sync import share_sync, sync_of
 from mb_parallel.mesh import ParallelMesh, check_mesh, keep_sizes
 
 _STAGE = "_mb_zero_stage"
@@ -61,6 +62,11 @@ def apply_data_parallel(
     Gradients become sums over data-parallel ranks, so the ranks' losses have to add up to the one
     you want. For the mean over ranks divide each rank's loss by `mesh.dp_size`, auxiliary losses
     too.
+
+    All ranks have to use the same parameters between two reductions of gradients, because FSDP2
+    sends those that there are, in order. For a model whose branches depend on the data call
+    `model.set_reduce_scatter_unused_params(True)` afterwards (from torch 2.13 on): a gradient that
+    a rank lacks then counts as zero.
 
     Args:
         model: parameters on the mesh's device, equal on every rank (same seed) or DTensors over the
@@ -138,6 +144,7 @@ def apply_data_parallel(
         cast_inputs=cast_inputs,
     )
     setattr(model, _STAGE, zero_stage)
+    share_sync(model)
     keep_sizes(mesh, model)
 
 
@@ -146,16 +153,19 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 
     Call it with False before every micro-batch of a step but the last, and with True before the
     last. Between micro-batches stages 1 and 2 keep the gathered weights, and stage 1 whole
-    gradients. Replicas add up their gradients at the last one. Nothing happens to a model that
-    `apply_data_parallel` left alone.
+    gradients. Replicas add up their gradients at the last one. Optimizers and norms of this package
+    refuse (ValueError) what ranks have not added up, and their `zero_grad` drops it. Nothing
+    happens to a model that `apply_data_parallel` left alone.
     """
     one_module(model)
-    model, stage = _compiled(model), zero_stage_of(model)
-    if stage is None or not is_fsdp(model):
+    stage, sync = zero_stage_of(model), sync_of(model)
+    model = _compiled(model)
+    if stage is None or sync is None or not is_fsdp(model):
         return
     model.set_requires_gradient_sync(enabled or stage > 1)
     model.set_requires_all_reduce(enabled)
     model.set_reshard_after_backward(enabled or stage == 3)
+    sync.apart = not enabled
 
 
 def gather_rest(model: nn.Module) -> None:

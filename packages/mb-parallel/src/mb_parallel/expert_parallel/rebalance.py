@@ -21,16 +21,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from mb_layers import MoE, Router, dMoE
 from torch import Tensor, nn
 
-from mb_parallel.arguments import at_least_0, at_least_1, one_module
+from mb_parallel.arguments import at_least_0, at_least_1, one_module, several_optimizers
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.shards import local
+from mb_parallel.world import check_same
 
 # Of a tensor that is gathered to be put in order: 1 GiB in fp32.
 _TOGETHER = 2**28
@@ -86,10 +86,20 @@ def rebalance_experts(
 
     Raises:
         ValueError: a name of no layer with experts, too few counts, a parameter of the experts that
-            has no axis of experts, something else for an optimizer, or a `least_gain` below 0.
+            has no axis of experts, something else for an optimizer, a `least_gain` below 0, or
+            arguments that differ between the ranks.
     """
     one_module(model)
-    optimizers = _optimizers(optimizer)
+    check_mesh(mesh, model)
+    optimizers = several_optimizers(optimizer)
+    alike = {
+        "tokens_per_expert of": sorted(tokens_per_expert),
+        "optimizers": [type(one).__name__ for one in optimizers],
+        "least_gain": least_gain,
+    }
+    for axis in map(mesh.axis, ("dp", "tp")):  # else a rank would wait for others
+        if axis is not None:
+            check_same(alike, "what rebalance_experts is given", group=axis.get_group())
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | dMoE)}
     for name, counts_E in tokens_per_expert.items():
         experts = layers[name].config.num_experts if name in layers else 0
@@ -108,7 +118,6 @@ def rebalance_experts(
                     f"{tuple(parameter.shape)} in {name or 'the layer'}. Leave this layer out of "
                     "tokens_per_expert."
                 )
-    check_mesh(mesh, model)
     at_least_0(least_gain=least_gain)
     ranks, done = mesh.ep_size, []
     owners = Counter(p for layer in layers.values() for p in set(layer.parameters()))
@@ -186,18 +195,6 @@ def _renumbers(layer: MoE | dMoE, ranks: int) -> bool:
     )
     free = config.num_expert_groups is None and not config.uniform_assignment
     return by_choice and free and config.num_experts % ranks == 0
-
-
-def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
-    """One, several or None as a list, checked."""
-    one = isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)
-    found = [] if given is None else [given] if one else list(given)
-    for optimizer in found:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(
-                f"Expected optimizer to be one or several, got {type(optimizer).__name__}."
-            )
-    return found
 
 
 def _renumber(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mb_parallel.arguments import above_0, at_least_0, is_pair
+from mb_parallel.gradient_sync import drop_apart, has_grad
 from mb_parallel.optimizer.shards import Unwritten, local, local_grad, zeros_like
 from mb_parallel.optimizer.working_copies import WorkingCopies
 
@@ -73,8 +74,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """As torch's; of a step that is given up, what ranks have not added up goes too."""
         _zero_grad(self, set_to_none)
+        drop_apart(p for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -86,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             by_device: dict[torch.device, list[Tensor]] = {}
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if not has_grad(parameter):
                     continue
                 if not self.state[parameter]:
                     self.state[parameter] = self.make_state(parameter)

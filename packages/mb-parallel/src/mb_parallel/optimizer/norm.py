@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mb_parallel.arguments import at_least_0, tensors
+from mb_parallel.arguments import at_least_0, several_optimizers, tensors
+from mb_parallel.gradient_sync import has_grad
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.scaler import GradScaler
 from mb_parallel.optimizer.shards import (
@@ -98,7 +99,7 @@ def zeros_in_grad(
 
 
 def _grad(parameter: Tensor) -> Tensor | None:
-    return None if parameter.grad is None else local_grad(parameter)
+    return local_grad(parameter) if has_grad(parameter) else None
 
 
 def _joint_norm(
@@ -181,7 +182,7 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def clip_and_step(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     *,
     max_norm: float = 0.0,
     mesh: ParallelMesh | None = None,
@@ -195,14 +196,16 @@ def clip_and_step(
     which write them back clipped and without the scale.
 
     Args:
-        optimizer: of this package, or torch's with `fused=True`.
+        optimizer: of this package, or torch's with `fused=True`; one, or several that share the
+            norm and skip together.
         max_norm: of the whole model's gradients; 0 does not clip.
         mesh, uncounted: as for `grad_norm`.
         scaler: the loss was multiplied by its scale. It is told whether the step overflowed.
 
     Raises:
-        ValueError: an optimizer that cannot skip a step on the device, or of whose parameters none
-            has a gradient; another scaler; `max_norm` is below 0 or no number.
+        ValueError: no optimizer, or one that cannot skip a step on the device; a parameter of two;
+            parameters of which none has a gradient; another scaler; `max_norm` is below 0 or no
+            number.
     """
     at_least_0(max_norm=max_norm)
     if not isinstance(scaler, GradScaler | None):
@@ -210,14 +213,21 @@ def clip_and_step(
             f"Expected scaler to be a mb_parallel.optimizer.GradScaler, got one of "
             f"{type(scaler).__module__}.{type(scaler).__name__}."
         )
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    optimizers = several_optimizers(optimizer)
+    for one in optimizers or [None]:
+        if not getattr(one, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                "Expected an optimizer of mb_parallel.optimizer or one of torch's with fused=True, "
+                f"got {type(one).__name__}, which cannot skip a step on the device."
+            )
+    parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    if len(set(parameters)) < len(parameters):
         raise ValueError(
-            "Expected an optimizer of mb_parallel.optimizer or one of torch's with fused=True, got "
-            f"{type(optimizer).__name__}, which cannot skip a step on the device."
+            "Expected each parameter in one optimizer, got some in two, which would step twice. "
+            "Give each optimizer parameters of its own."
         )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     trained = [p for p in parameters if p.requires_grad]
-    if trained and all(p.grad is None for p in trained):
+    if trained and not any(map(has_grad, trained)):
         raise ValueError(
             "Expected gradients, got none in any parameter of the optimizer. Call backward before, "
             "and make the optimizer after what replaces parameters: parallelize_tensors, "
@@ -231,13 +241,14 @@ def clip_and_step(
     divisor = _divisor(norm, max_norm)
     # torch's own protocol between its scaler and its fused optimizers, which ours follow.
     given = {"grad_scale": divisor if scale is None else divisor * scale, "found_inf": skipped}
-    for name, value in given.items():
-        setattr(optimizer, name, value)
-    try:
-        optimizer.step()
-    finally:
-        for name in given:
-            delattr(optimizer, name)
+    for one in optimizers:
+        for name, value in given.items():
+            setattr(one, name, value)
+        try:
+            one.step()
+        finally:
+            for name in given:
+                delattr(one, name)
     if scaler is not None:
         scaler.update(skipped)
     return StepResult(norm, skipped)

@@ -1,0 +1,84 @@
+"""Whether ranks have added up a model's gradients, for those who know only its parameters.
+
+Between the micro-batches of a step FSDP2 keeps gradients that are not yet summed over ranks out of
+`parameter.grad`. An optimizer would not see them: it would step without them, and `zero_grad` would
+leave them to be added to the next step's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from mb_parallel.engines import is_fsdp
+
+_SYNC = "_mb_gradient_sync"
+
+
+class GradientSync:
+    """What a model and its parameters share.
+
+    apart: the next backward, or the last, leaves gradients apart that ranks have to add up.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.apart = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # of no model; a type that `torch.load` takes with a parameter
+
+    def drop(self) -> None:
+        """Forget the gradients that are apart."""
+        model = self._model()
+        for unit in () if model is None else model.modules():
+            if not is_fsdp(unit):
+                continue
+            state: Any = unit._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
+            for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+                group._partial_reduce_output = None
+                for held in group.fsdp_params:
+                    held.unsharded_accumulated_grad = None
+                    if hasattr(held, "_unsharded_param"):
+                        held._unsharded_param.grad = None
+
+
+def share_sync(model: nn.Module) -> None:
+    """Let the model and its parameters, sharded already, have one `GradientSync`."""
+    sync = GradientSync(model)
+    for one in (model, *model.parameters()):
+        setattr(one, _SYNC, sync)
+
+
+def sync_of(one: nn.Module | Tensor) -> GradientSync | None:
+    """That of a model or a parameter, if `share_sync` was called."""
+    sync = getattr(one, _SYNC, None)
+    return sync if isinstance(sync, GradientSync) else None
+
+
+def has_grad(parameter: Tensor) -> bool:
+    """Whether there is a gradient.
+
+    Raises:
+        ValueError: it is not yet the sum over ranks.
+    """
+    sync = sync_of(parameter)
+    if sync is not None and sync.apart:
+        raise ValueError(
+            "Expected gradients that are summed over the ranks, got some of micro-batches before "
+            "the last. Call set_gradient_sync(model, True) before the last backward of a step, and "
+            "with False only after the step."
+        )
+    return parameter.grad is not None
+
+
+def drop_apart(parameters: Iterable[Tensor]) -> None:
+    """Forget the gradients of these parameters' models that ranks have not added up."""
+    for sync in {sync_of(parameter) for parameter in parameters}:
+        if sync is not None and sync.apart:
+            sync.drop()

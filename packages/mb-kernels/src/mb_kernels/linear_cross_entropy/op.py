@@ -263,7 +263,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _gradients(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _gradients(
+    ctx: Any, d_total: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if d_total is None:  # a Function behind the loss returned no gradient
+        return None, None, None
     if torch.is_grad_enabled():
         raise RuntimeError(
             "linear_cross_entropy has no second derivative: its gradients are computed with the "

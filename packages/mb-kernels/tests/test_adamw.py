@@ -75,6 +75,18 @@ def test_a_bf16_second_moment_shrinks_as_it_should():
     assert float(v.float().mean()) == pytest.approx(0.999**100, rel=2e-3)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_bf16_moment_of_a_gpus_nan_is_nan(device):
+    nan = torch.full((9,), 0x7FFFFFFF, dtype=torch.int32, device=device).view(torch.float32)
+    weight, step, zero = (torch.zeros(n, device=device) for n in ((9,), (), ()))
+    m, v = torch.zeros_like(weight).bfloat16(), torch.zeros_like(weight).bfloat16()
+    options = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    flags = {"grad_scale": zero + 1, "found_inf": zero}
+    mb_kernels.adamw_step([weight], [nan], [m], [v], [None], [step], **options, **flags)
+    for x in (weight, m, v):
+        assert x.isnan().all()
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -536,6 +536,30 @@ def test_transforms_and_forward_mode_are_errors(name):
         scalar(torch.autograd.forward_ad.make_dual(leaf, leaf))
 
 
+class _NoGradient(torch.autograd.Function):
+    """What returns no gradient, as a function does that is flat where it is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.skipif(interpret, reason="kernels and references share it")
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_an_output_without_a_gradient_gives_none_or_zeros(name):
+    op = make_op(name)
+    leaves = {n: op.tensors[n].detach().requires_grad_() for n in op.leaves}
+    y = op.call(**(op.tensors | leaves))
+    outputs = [t for t in (y if isinstance(y, tuple) else (y,)) if t.requires_grad]
+    score = sum(_NoGradient.apply(t).sum() for t in outputs)
+    grads = torch.autograd.grad(score, list(leaves.values()), allow_unused=True)
+    assert not any(g.any() for g in grads if g is not None)
+
+
 @pytest.mark.skipif(interpret, reason="kernels and references share it")
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_autocast_does_not_reach_into_an_op(name):

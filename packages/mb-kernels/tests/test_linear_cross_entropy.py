@@ -25,7 +25,8 @@ def inputs(shape, *, vocab=V, ignored=False, seed=0):
     if ignored:
         labels.view(-1)[::3] = -100
         labels.view(-1)[1::5] = -1
-        x[labels < 0] = torch.nan  # as attention leaves where a row of padding saw nothing
+        # As attention leaves where a row of padding saw nothing, and 0 / 0 in a mask of its mean.
+        x[labels < 0], weights[labels < 0] = torch.nan, torch.nan
     return x, w, b, labels, weights
 
 

@@ -109,8 +109,14 @@ def test_strided_input_and_no_gradient():
             ),
             r"expected \(4, 2\)",
         ),
+        (
+            lambda: mb_kernels.dequantize(
+                torch.tensor(1).char(), torch.tensor(1.0), bits=8, dtype=torch.float32
+            ),
+            "codes: expected one dimension at least",
+        ),
     ],
-    ids=["bits", "float", "odd", "integer", "scalar", "other-bits", "other-scales"],
+    ids=["bits", "float", "odd", "integer", "scalar", "other-bits", "other-scales", "one-code"],
 )
 def test_errors_say_what_was_expected(call, message):
     with pytest.raises(ValueError, match=message):

@@ -3,6 +3,7 @@
 import math
 
 import mb_kernels
+import numpy as np
 import pytest
 import torch
 from mb_kernels import bin_tokens, reference, router_losses, topk_softmax
@@ -133,6 +134,10 @@ def test_wrong_shapes_are_named():
         router_losses(logits, probs, counts, kept, mask_T=counts, **WEIGHTS)
     with pytest.raises(ValueError, match=r"num_tokens: expected one number; got \(2,\)"):
         router_losses(logits, probs, counts, kept, num_tokens=torch.ones(2), **WEIGHTS)
+    with pytest.raises(ValueError, match=r"kept_slots: expected a scalar tensor on cpu; got 10"):
+        router_losses(logits, probs, counts, 10, **WEIGHTS)
+    with pytest.raises(ValueError, match=r"slots: expected a scalar tensor on cpu; got 10\. Make"):
+        router_losses(logits, probs, counts, kept, slots=10, **WEIGHTS)
     with pytest.raises(ValueError, match="expected softmax or sigmoid; got 'softplus'"):
         router_losses(logits, probs, counts, kept, score_function="softplus", **WEIGHTS)
     with pytest.raises(ValueError, match="None with score_function='sigmoid'; got a tensor with"):
@@ -155,10 +160,11 @@ def test_compiles_without_graph_breaks():
     assert_close("d_logits", got, want)
 
 
+@pytest.mark.parametrize("number", [1001.0, np.int64(1001)], ids=["float", "of-numpy"])
 @pytest.mark.parametrize("module", [mb_kernels, reference], ids=["op", "reference"])
-def test_a_number_of_tokens_is_not_rounded_to_the_default_dtype(module):
+def test_a_number_of_tokens_is_not_rounded_to_the_default_dtype(module, number):
     logits, probs, counts, kept = make(8, 4, 1)
-    options = {"num_tokens": 1001.0} | WEIGHTS
+    options = {"num_tokens": number} | WEIGHTS
     want = module.router_losses(logits, probs, counts, kept, **options)
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -91,6 +91,25 @@ def test_bin_tokens_matches_lists(tokens, experts, k, routing, capacity):
     assert [field.tolist() for field in bins] == list(bins_by_hand(ids, experts, capacity))
 
 
+def test_a_capacity_that_follows_the_tokens_compiles_once():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def bins(ids):
+        return bin_tokens(ids, 3, capacity=ids.shape[0] // 2)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(bins, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (5, 8, 13):
+        ids = torch.arange(2 * tokens).view(tokens, 2) % 3
+        for got, want in zip(compiled(ids), bins(ids), strict=True):
+            assert torch.equal(got, want)
+    assert len(graphs) == 1
+
+
 def test_ids_outside_the_experts_are_dropped():
     ids = torch.tensor([[0, -1], [5, 1], [1, 0]], dtype=torch.int32)
     bins = bin_tokens(ids, 2)

@@ -6,6 +6,7 @@ from mb_kernels import bin_tokens, expert_mlp, pad_bins, reference, sparse_exper
 from mb_kernels.activation import is_glu
 from mb_kernels.block_sparse.mlp_reference import padded_rows
 from mb_kernels.block_sparse.reference import BLOCK, make_matrix, to_dense, topology_of
+from mb_kernels.runtime import registration
 from mb_kernels.testing import (
     ROUTINGS,
     Case,
@@ -193,8 +194,21 @@ def test_bins_are_padded_once():
         pad_bins(bins)
 
 
-def test_topology_wants_padded_bins():
-    bins = make_bins("uniform", 4, 2, 1)
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("offsets", [[0, 3, 5], [0, 3, 2], [1, 2, 4]], ids=str)
+def test_offsets_that_divide_no_rows_are_refused(offsets, debug, monkeypatch):
+    bins = make_bins("uniform", 4, 2, 1)._replace(offsets_E1=torch.tensor(offsets).int())
+    if debug:  # as on a GPU, where the reference does not run
+        monkeypatch.setattr(registration, "_debug", True)
+        monkeypatch.setattr(registration, "use_triton", lambda x: pytest.fail("not checked"))
+    x, w1, w2 = torch.ones(4, 16), torch.ones(2, 128, 16), torch.ones(2, 16, 128)
+    with pytest.raises(ValueError, match=r"offsets_E1: .*end at most at 4.*got \["):
+        sparse_expert_mlp(x, w1, w2, bins, torch.ones(4, 1), activation="gelu")
+
+
+@pytest.mark.parametrize("tokens", [4, BLOCK])
+def test_topology_wants_padded_bins(tokens):
+    bins = make_bins("uniform", tokens, 2, 1)
     with pytest.raises(ValueError, match=r"Pass pad_bins\(bins\)"):
         topology(bins, 128, dtype=torch.float32)
 

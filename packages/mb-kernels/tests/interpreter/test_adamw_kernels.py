@@ -79,6 +79,16 @@ def test_an_infinity_changes_nothing(reachable):
             assert a is b is None or torch.equal(a, b)
 
 
+def test_a_bf16_moment_of_a_gpus_nan_is_nan(reachable):
+    lists = _state([(9,)], moment=torch.bfloat16)
+    lists[1][0].view(torch.int32).fill_(0x7FFFFFFF)
+    reachable[:] = [t for tensors in lists for t in tensors if t is not None]
+    flags = {"grad_scale": torch.tensor(1.0), "found_inf": torch.tensor(0.0)}
+    mb_kernels.adamw_step(*lists, **HYPER, **flags)
+    for name, (x,) in zip(("weight", "m", "v"), (lists[0], lists[2], lists[3]), strict=True):
+        assert x.isnan().all(), name
+
+
 def test_more_tensors_than_one_launch_takes(reachable, monkeypatch):
     monkeypatch.setattr(kernels, "TENSORS", 4)
     got, want = _both(reachable, shapes=[(3,)] * 9)

@@ -32,7 +32,7 @@ def test_the_op(dtype, shard):
     x, w = torch.randn(7, 16, generator=generator), torch.randn(9001, 16, generator=generator)
     labels = torch.tensor([0, -1, 9000, 8192, -100, 5, 3])
     weights = torch.rand(7, generator=generator)
-    x[1], x[4] = torch.nan, torch.inf
+    x[1], x[4], weights[4] = torch.nan, torch.inf, torch.nan
     x, w = x.bfloat16().to(dtype).requires_grad_(), w.bfloat16().float().requires_grad_()
     got = linear_cross_entropy(x, w, labels, weights, shard=shard)
     want = reference.linear_cross_entropy(x.double(), w.double(), labels, weights)

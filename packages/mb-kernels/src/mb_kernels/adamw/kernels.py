@@ -39,8 +39,10 @@ def _dither(weight, t):
 
 @triton.jit
 def _round(x, dither):
-    # What is left after the mask is a bf16 number: the cast at the store is exact.
-    return ((x.to(tl.uint32, bitcast=True) + dither) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    # What is left after the mask is a bf16 number: the cast at the store is exact. A GPU's NaN has
+    # all bits set, and a number added to it would carry into the sign and leave a zero.
+    bits = (x.to(tl.uint32, bitcast=True) + dither) & 0xFFFF0000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit

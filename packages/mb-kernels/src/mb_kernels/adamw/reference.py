@@ -81,4 +81,6 @@ def _dither(weight: Tensor, t: int) -> tuple[Tensor, Tensor]:
 
 def _round(x: Tensor, dither: Tensor) -> Tensor:
     """fp32 to a bf16 neighbour, up with the probability that makes it right on average."""
-    return ((x.view(torch.int32) + dither.int()) & -0x10000).view(torch.float32)
+    bits = (x.view(torch.int32) + dither.int()) & -0x10000
+    # A GPU's NaN has all bits set: the sum would carry into the sign and leave a zero.
+    return torch.where(x.isnan(), x, bits.view(torch.float32))

@@ -47,7 +47,8 @@ def pad_bins(bins: Bins) -> Bins:
         count padded rows. As ever, rows from offsets[-1] on hold the dropped slots.
 
     Raises:
-        ValueError: bins that are padded already, or on several devices, or of no integers.
+        ValueError: bins that are padded already, or on several devices, or of no integers; on a
+            CPU, or with ``MB_DEBUG=1``, offsets that divide no rows.
     """
     checks.require_bins("bins.order_N", bins.order_N, bins)
     slots = bins.inverse_N.numel()
@@ -79,10 +80,11 @@ def topology(padded_bins: Bins, ffn_hidden_size: int, *, dtype: torch.dtype) -> 
     """
     _check_width("ffn_hidden_size", ffn_hidden_size)
     checks.require_bins("padded_bins.order_N", padded_bins.order_N, padded_bins)
-    if padded_bins.order_N.numel() % BLOCK:
+    rows = padded_rows(padded_bins.inverse_N.numel(), padded_bins.offsets_E1.numel() - 1)
+    if padded_bins.order_N.numel() != rows:  # others may be a multiple of 128 too
         raise ValueError(
-            f"padded_bins: expected a multiple of {BLOCK} rows; got {padded_bins.order_N.numel()}. "
-            "Pass pad_bins(bins)."
+            f"padded_bins: expected {rows} rows, which {padded_bins.inverse_N.numel()} slots are "
+            f"padded to; got {padded_bins.order_N.numel()}. Pass pad_bins(bins)."
         )
     block_rows, width = padded_bins.order_N.numel() // BLOCK, ffn_hidden_size // BLOCK
     (offsets,) = checks.int32(padded_bins.offsets_E1)
@@ -183,6 +185,7 @@ registration.register(
         torch.empty_like(inverse),
         torch.empty_like(offsets),
     ),
+    debug_check=lambda order, inverse, offsets, rows: checks.debug_offsets(offsets, order.shape[0]),
 )
 registration.register(
     "topology_indices(Tensor padded_offsets, SymInt block_rows, int width) -> "

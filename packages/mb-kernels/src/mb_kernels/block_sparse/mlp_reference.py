@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mb_kernels.bins import Bins
+from mb_kernels.bins import Bins, offsets_list
 from mb_kernels.block_sparse.reference import BLOCK, Topology, make_matrix
 from mb_kernels.expert_mlp.reference import expert_mlp
 
@@ -56,6 +56,7 @@ def pad_indices(
 
     Padding rows have order -1; behind the last expert's rows come the dropped slots.
     """
+    offsets_list(offsets_E1, order_N.numel())  # raises if they divide no rows
     offsets = offsets_E1.long()
     padded = torch.zeros_like(offsets)
     padded[1:] = ((offsets.diff() + BLOCK - 1) // BLOCK * BLOCK).cumsum(0)

@@ -53,7 +53,8 @@ def linear_cross_entropy(
         x: hidden states [..., D], any floating dtype: products are computed in it, losses in fp32.
         weight_VD, bias_V: fp32 or the dtype of x; their gradients are summed up in fp32.
         labels: [...], integers in [0, V). A negative label (-1, -100) is ignored: it adds no loss
-            and no gradient, even if its hidden state is NaN. One of V or more makes the loss NaN.
+            and no gradient, even if its hidden state or its weight is NaN. One of V or more makes
+            the loss NaN.
         weights: [...], what each token's loss counts; None: 1. Has no gradient.
         reduction: "mean", sum(weights * losses) / sum(weights) over the tokens with a label (0 if
             there is none); "sum", the numerator alone; "none", each token's loss, unweighted and
@@ -74,7 +75,7 @@ def linear_cross_entropy(
     valid_T = labels_T >= 0
     weights_T = valid_T.to(wide)
     if weights is not None:
-        weights_T = weights_T * weights.detach().reshape(-1).to(wide)
+        weights_T = torch.where(valid_T, weights.detach().reshape(-1).to(wide), 0)
     if reduction == "none":
         with torch.no_grad():
             _, losses_T = _totals(x_TD, weight_VD, bias_V, labels_T, weights_T, shard)
@@ -262,7 +263,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _gradients(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _gradients(
+    ctx: Any, d_total: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if d_total is None:  # a Function behind the loss returned no gradient
+        return None, None, None
     if torch.is_grad_enabled():
         raise RuntimeError(
             "linear_cross_entropy has no second derivative: its gradients are computed with the "

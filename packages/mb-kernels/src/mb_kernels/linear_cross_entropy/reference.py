@@ -30,7 +30,7 @@ def linear_cross_entropy(
         return losses_T.detach().view(labels.shape)
     weights_T = valid_T.to(losses_T.dtype)
     if weights is not None:
-        weights_T = weights_T * weights.reshape(-1).to(losses_T.dtype)
+        weights_T = torch.where(valid_T, weights.reshape(-1).to(losses_T.dtype), 0)
     total = (losses_T * weights_T).sum()
     if reduction == "sum":
         return total

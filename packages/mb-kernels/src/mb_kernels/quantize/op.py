@@ -83,6 +83,8 @@ def dequantize(codes: Tensor, scales: Tensor, *, bits: int, dtype: torch.dtype) 
             "float64 to return; "
             f"got {codes.dtype} and {dtype}. Pass the bits that quantize was given."
         )
+    if codes.ndim == 0:
+        raise ValueError("codes: expected one dimension at least, as quantize returns; got ().")
     columns = codes.shape[-1] * (8 // bits)
     expected = (*codes.shape[:-1], -(-columns // GROUP_SIZE))
     checks.require_device("codes", codes, scales=scales)

@@ -59,7 +59,7 @@ def router_losses(
     """
     _check(logits_TE, probs_TE, score_function, mask_T)
     balance = tokens_per_expert_E if balance_counts_E is None else balance_counts_E
-    if isinstance(num_tokens, int | float):
+    if num_tokens is not None and not isinstance(num_tokens, Tensor):
         num_tokens = torch.full((), num_tokens, dtype=_wide(logits_TE), device=logits_TE.device)
     counts = {"tokens_per_expert_E": tokens_per_expert_E, "balance_counts_E": balance}
     scalars = {"kept_slots": kept_slots, "num_tokens": num_tokens, "slots": slots}
@@ -128,6 +128,11 @@ def _check_counts(
                 f"got shape {tuple(numbers.shape)}."
             )
     for name, scalar in scalars.items():
+        if scalar is not None and not isinstance(scalar, Tensor):
+            raise ValueError(
+                f"{name}: expected a scalar tensor on {logits_TE.device}; got {scalar!r}. Make it "
+                f"by torch.tensor({scalar!r}, device={str(logits_TE.device)!r})."
+            )
         if scalar is not None and scalar.numel() != 1:
             raise ValueError(f"{name}: expected one number; got {tuple(scalar.shape)}.")
     checks.require_device("logits_TE", logits_TE, **scalars)

@@ -139,7 +139,8 @@ registration.register(
     fake=lambda d_weights, d_probs, probs, *_: probs.new_empty(probs.shape),
 )
 registration.register(
-    "bin_tokens(Tensor ids, int num_experts, int? capacity) -> (Tensor, Tensor, Tensor, Tensor)",
+    # SymInt: a capacity follows the number of tokens, and an int would be compiled for each anew.
+    "bin_tokens(Tensor ids, int num_experts, SymInt? capacity) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=lambda ids, num_experts, capacity: tuple(
         reference.bin_tokens(ids, num_experts, capacity=capacity)
     ),

@@ -110,6 +110,11 @@ def test_sentences_are_not_packed(flags):
         gpt(model="bert", **flags)
 
 
+def test_a_berts_head_is_tied():
+    with pytest.raises(ValueError, match="gpt or t5 with --untie-embeddings-and-output-weights"):
+        gpt(model="bert", untie_embeddings_and_output_weights=True)
+
+
 @pytest.mark.parametrize(
     ("flags", "found"),
     [

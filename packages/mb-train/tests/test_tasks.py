@@ -115,6 +115,15 @@ def test_a_berts_head_is_tied():
         gpt(model="bert", untie_embeddings_and_output_weights=True)
 
 
+@pytest.mark.parametrize("side", ["seq_length", "decoder_seq_length"])
+def test_ranks_that_share_sequences_divide_them(side):
+    flags = {"model": "t5", "seq_length": 12, "decoder_seq_length": 9}
+    flags |= {"tensor_model_parallel_size": 3, "sequence_parallel": True}
+    assert gpt(**flags)
+    with pytest.raises(ValueError, match=f"Expected --{side.replace('_', '-')} to be a multiple"):
+        gpt(**flags | {side: 10})
+
+
 @pytest.mark.parametrize(
     ("flags", "found"),
     [

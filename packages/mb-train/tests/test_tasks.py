@@ -187,6 +187,8 @@ def test_blocks_are_shown_what_is_not_padding():
         ({"pp": 2}, {}, False),
         ({"dp_shard": 2, "ep": 2}, {}, False),
         ({}, {"moe_balance_over": "sequence"}, False),
+        ({"tp": 3}, {}, True),
+        ({"tp": 3}, {"sequence_parallel": True}, False),
     ],
 )
 def test_padding_is_left_out_where_no_other_counts_on_the_shape(dims, change, leaves_out):

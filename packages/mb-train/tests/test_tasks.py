@@ -110,6 +110,20 @@ def test_sentences_are_not_packed(flags):
         gpt(model="bert", **flags)
 
 
+def test_a_berts_head_is_tied():
+    with pytest.raises(ValueError, match="gpt or t5 with --untie-embeddings-and-output-weights"):
+        gpt(model="bert", untie_embeddings_and_output_weights=True)
+
+
+@pytest.mark.parametrize("side", ["seq_length", "decoder_seq_length"])
+def test_ranks_that_share_sequences_divide_them(side):
+    flags = {"model": "t5", "seq_length": 12, "decoder_seq_length": 9}
+    flags |= {"tensor_model_parallel_size": 3, "sequence_parallel": True}
+    assert gpt(**flags)
+    with pytest.raises(ValueError, match=f"Expected --{side.replace('_', '-')} to be a multiple"):
+        gpt(**flags | {side: 10})
+
+
 @pytest.mark.parametrize(
     ("flags", "found"),
     [
@@ -173,6 +187,8 @@ def test_blocks_are_shown_what_is_not_padding():
         ({"pp": 2}, {}, False),
         ({"dp_shard": 2, "ep": 2}, {}, False),
         ({}, {"moe_balance_over": "sequence"}, False),
+        ({"tp": 3}, {}, True),
+        ({"tp": 3}, {"sequence_parallel": True}, False),
     ],
 )
 def test_padding_is_left_out_where_no_other_counts_on_the_shape(dims, change, leaves_out):

@@ -88,7 +88,7 @@ class ModelFields:
         on_load="free",
     )  # fmt: skip
     untie_embeddings_and_output_weights: bool = flag(
-        "give the head weights of its own", False, on_load="model"
+        "give the head weights of its own", False, on_load="model", needs=("model", "gpt", "t5")
     )
     normalization: str = flag(
         "kind of the norms", "LayerNorm", choices=("LayerNorm", "RMSNorm"), on_load="model"
@@ -211,6 +211,11 @@ class ModelFields:
             raise ValueError(
                 f"Expected --num-query-groups to divide --num-attention-heads, got "
                 f"{self.kv_heads} and {heads}."
+            )
+        if self.model == "bert" and self.untie_embeddings_and_output_weights:
+            raise ValueError(
+                "Expected --model gpt or t5 with --untie-embeddings-and-output-weights, got bert, "
+                "whose head is tied to its embedding. Leave it out."
             )
         if self.use_rope_scaling and self.rotary_seq_len_interpolation_factor is not None:
             raise ValueError(

@@ -93,6 +93,7 @@ class TrainConfig(
         self.check_logging()
         self._check_positions()
         self._check_decoder()
+        self._check_shared_sequences()
         self._check_samples()
         self._check_classifier()
         self._check_places()
@@ -176,6 +177,19 @@ class TrainConfig(
     def _check_decoder(self) -> None:
         if self.model == "t5" and self.decoder_seq_length is None:
             raise ValueError("Expected --decoder-seq-length with --model t5, got none.")
+
+    def _check_shared_sequences(self) -> None:
+        ranks = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        lengths = {"--seq-length": self.seq_length}
+        if self.model == "t5":
+            lengths["--decoder-seq-length"] = self.decoder_seq_length
+        for words, length in lengths.items():
+            if whole(length) % ranks:
+                raise ValueError(
+                    f"Expected {words} to be a multiple of --tensor-model-parallel-size with "
+                    f"--sequence-parallel, got {length} and {ranks}. Change one, or leave "
+                    "--sequence-parallel out."
+                )
 
     def _check_samples(self) -> None:
         of_a_gpt = {

@@ -132,7 +132,7 @@ def stacked(samples: list[Any], name: str) -> np.ndarray:
 
 # Sizes of a batch without its padding: so many steps from nothing to all of it, none smaller than
 # matrix products like. What is made for a shape, compiled or captured, is made a few times.
-_STEPS, _LEAST_STEP = 32, 64
+_STEPS, LEAST_STEP = 32, 64
 
 
 def kept_places(**valid: np.ndarray) -> dict[str, np.ndarray]:
@@ -149,7 +149,7 @@ def kept_places(**valid: np.ndarray) -> dict[str, np.ndarray]:
 
 def _real_first(valid_BS: np.ndarray) -> np.ndarray | None:
     places = valid_BS.size
-    step = math.ceil(places / _STEPS / _LEAST_STEP) * _LEAST_STEP
+    step = math.ceil(places / _STEPS / LEAST_STEP) * LEAST_STEP
     size = math.ceil(max(np.count_nonzero(valid_BS), 1) / step) * step
     if size >= places:
         return None

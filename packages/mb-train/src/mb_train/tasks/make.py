@@ -12,7 +12,7 @@ from mb_parallel import ParallelDims, ParallelMesh
 from torch import nn
 
 from mb_train.config import TrainConfig
-from mb_train.tasks.base import Dataset, Task
+from mb_train.tasks.base import LEAST_STEP, Dataset, Task
 from mb_train.tasks.bert import BertTask
 from mb_train.tasks.classify import ClassifyTask
 from mb_train.tasks.gpt import GPTTask
@@ -47,9 +47,12 @@ def leaves_padding_out(config: TrainConfig, dims: ParallelDims) -> bool:
     """Whether blocks may see a batch without its padding, as one sequence of any length.
 
     Not where others count on the shape: what crosses the border of a pipeline's stages, ranks that
-    bring equal numbers of tokens to each other's experts, a balance within each sequence.
+    bring equal numbers of tokens to each other's experts, a balance within each sequence, ranks
+    that share the tokens out (sequence parallelism) and are no divisor of such a length.
     """
-    return dims.pp == 1 and dims.ep == 1 and config.moe_balance_over != "sequence"
+    sharing = dims.tp if config.sequence_parallel else 1
+    alone = dims.pp == 1 and dims.ep == 1 and LEAST_STEP % sharing == 0
+    return alone and config.moe_balance_over != "sequence"
 
 
 def fill_in_the_middle(config: TrainConfig, tokenizer: Any) -> Callable[[Dataset], Dataset]:

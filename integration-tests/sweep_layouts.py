@@ -187,6 +187,11 @@ class Pair(NamedTuple):
     spread: Path
     alone: Path
 
+    @property
+    def device(self) -> list[str]:
+        """The flag, for a line that does not repeat the model's: a run is loaded on any device."""
+        return ["--device", "cuda" if "--device cuda" in self.model else "cpu"]
+
     def further(self) -> Pair:
         """Where the two go on from each other's checkpoint."""
         spread, alone = (run.with_name(f"{run.name}-on") for run in (self.spread, self.alone))
@@ -220,13 +225,13 @@ def sweep(draws: list[tuple[int, str, str]], folder: Path, *, go_on: bool) -> bo
         pairs = [pair for pair, error in zip(pairs, said, strict=True) if not error and go_on]
         spread = [
             ["--load", str(pair.alone), "--save", str(pair.further().spread), "--train-iters", "5",
-             *pair.layout.split()]
+             *pair.device, *pair.layout.split()]
             for pair in pairs
         ]  # fmt: skip
         for pair, error in zip(pairs, on_ranks(ranks, spread) if pairs else [], strict=True):
             more = ["--load", str(pair.spread), "--save", str(pair.further().alone)]
             batch = re.findall(r"--micro-batch-size \S+", pair.model)[0].split()
-            in_one([*more, "--train-iters", "5", *ONE_PROCESS.split(), *batch])
+            in_one([*more, "--train-iters", "5", *pair.device, *ONE_PROCESS.split(), *batch])
             equal &= told(ranks, pair.further(), error)
     return equal
 

@@ -269,6 +269,7 @@ def memory_of(mesh: ParallelMesh, name: str) -> dict[str, float]:
         torch.cuda.synchronize()
         held[way] = (torch.cuda.memory_allocated() - before - y.nbytes) / MIB
         y.sum().backward()
+        del moe, y  # whose graph holds the layer's parameters
     return held
 
 

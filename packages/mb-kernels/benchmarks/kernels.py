@@ -2,8 +2,9 @@
 
     python packages/mb-kernels/benchmarks/run.py kernels
 
-`bmm` is one batched product of the up-projection's FLOPs by cuBLAS, for scale. Bandwidths count
-each operand once. The kernels of a shape take turns, see `timing`.
+`bmm` is one batched product of the up-projection's FLOPs by cuBLAS, for scale; the sort is what
+`topk_ids` took the place of. Bandwidths count each operand once. The kernels of a shape take turns,
+see `timing`.
 
 Letters: T tokens, D hidden, F ffn width, E experts, K top-k, N = T·K rows.
 """
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from layer import SHAPES, Shape, make_inputs
-from mb_kernels import bin_tokens, topk_softmax
+from mb_kernels import bin_tokens, reference, topk_ids, topk_softmax
 from mb_kernels.expert_mlp.dact import dact
 from mb_kernels.expert_mlp.plan import expert_plan
 from mb_kernels.expert_mlp.up import up
@@ -84,6 +85,10 @@ def kernels(shape: Shape, device: str = "cuda", *, zeros: bool = False) -> dict[
         "topk_softmax": Kernel(
             lambda _: topk_softmax(inputs["logits"], top_k), moved=2 * inputs["logits"].nbytes
         ),
+        "topk_ids": Kernel(
+            lambda _: topk_ids(inputs["logits"], top_k), moved=inputs["logits"].nbytes
+        ),
+        "sort (torch)": Kernel(lambda _: reference.topk_ids(inputs["logits"], top_k)),
         "bin_tokens": Kernel(lambda _: bin_tokens(ids, shape.experts), moved=3 * order.nbytes),
         "schedule": Kernel(lambda _: schedule(offsets, n, 128)),
         "up": Kernel(run_up, up_flops, tile=plan.up),

@@ -80,6 +80,11 @@ def make_op(
             for m in (mb_kernels, reference)
         )
         return Op(call, {"logits": logits}, ("logits",), twin)
+    if name == "topk_ids":
+        call, twin = (
+            lambda scores, m=m: m.topk_ids(scores, top_k) for m in (mb_kernels, reference)
+        )
+        return Op(call, {"scores": logits}, (), twin)
     if name == "bin_tokens":
         call, twin = (
             lambda ids, m=m: tuple(m.bin_tokens(ids, experts, capacity=5))
@@ -272,7 +277,7 @@ def _block_sparse(name: str, block_rows: int, hidden: int, normal) -> Op:
 
 
 OPS = (
-    *("topk_softmax", "bin_tokens", "router_losses", "gather", "combine", "padded"),
+    *("topk_softmax", "topk_ids", "bin_tokens", "router_losses", "gather", "combine", "padded"),
     *("grouped_gemm", "grouped_gemm_EKM", "gmm", "gmm_trans_b", "gmm_trans_a"),
     *("grouped_experts", "grouped_experts_w3", "grouped_experts_plain"),
     *("expert_mlp", "expert_mlp_recompute", "expert_mlp_8bit", "expert_mlp_bias"),

@@ -20,6 +20,7 @@ from mb_kernels import (
     sparse_expert_mlp,
     sum_of_squares,
     symmetric_matmul,
+    topk_ids,
     topk_softmax,
     warm_up,
 )
@@ -190,6 +191,16 @@ def test_topk_softmax(tokens, experts, k, renormalize):
     for name, g, w in zip(("weights", "probs", "d_logits"), *(r[:3] for r in results), strict=True):
         assert_close(name, g, w)
     assert torch.equal(results[0][3], results[1][3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(513, 64, 8), (100, 1, 1), (77, 512, 3)])
+def test_topk_ids(tokens, experts, k, dtype):
+    scores = torch.randn(tokens, experts, device="cuda").round(decimals=1).to(dtype)
+    scores[0] = 0
+    scores[1, experts // 2 :] = -torch.inf
+    scores[2, -1] = torch.nan
+    assert torch.equal(topk_ids(scores, k), reference.topk_ids(scores, k))
 
 
 def test_one_renormalized_weight_is_one_and_its_gradient_zero():

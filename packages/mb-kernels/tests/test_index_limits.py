@@ -43,6 +43,7 @@ def attend(tokens, distances):
 
 
 CALLS = {
+    "topk_ids": lambda n: routing.topk_ids(half(n, 2), 1),
     "topk_softmax": lambda n: routing.topk_softmax(half(n, 2), 1, False),
     "bin_tokens": lambda n: routing.bin_tokens(int32(n // 2, 2), 4, None),
     "expert_mlp": expert_mlp,

@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from mb_kernels import bin_tokens, reference, topk_softmax
+from mb_kernels import bin_tokens, reference, topk_ids, topk_softmax
 from mb_kernels.runtime import registration
 from mb_kernels.testing import ROUTINGS, assert_close, make_expert_ids
 
@@ -29,6 +29,26 @@ def test_topk_softmax_matches_definition(tokens, experts, k, renormalize):
 def test_ties_go_to_the_lower_id():
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]])
     assert topk_softmax(logits, 4)[1].tolist() == [[1, 2, 4, 0]]
+    assert topk_ids(logits, 4).tolist() == [[1, 2, 4, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"), [(13, 7, 3), (5, 1, 1), (33, 64, 8), (0, 4, 2), (3, 5, 5)]
+)
+def test_topk_ids_are_of_the_largest_scores_of_any_kind(tokens, experts, k, dtype):
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(tokens, experts, generator=generator).round(decimals=1).to(dtype)
+    scores.requires_grad_()
+    with torch.no_grad():
+        scores[:, :1] = -torch.inf
+        scores[1:3, -1:] = torch.inf
+    ids = topk_ids(scores, k)
+    assert ids.dtype is torch.int32
+    assert not ids.requires_grad
+    for t in range(tokens):
+        best = sorted(range(experts), key=lambda e: (-scores[t, e].item(), e))[:k]
+        assert ids[t].tolist() == best
 
 
 @pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "renormalized"])
@@ -152,6 +172,8 @@ def test_debug_looks_at_nothing_while_a_graph_is_captured(monkeypatch):
     [
         (lambda: topk_softmax(torch.zeros(2, 3, 4), 1), r"\[tokens, experts\].*\(2, 3, 4\)"),
         (lambda: topk_softmax(torch.zeros(2, 3), 4), "expected 1 to 3, .*got 4"),
+        (lambda: topk_ids(torch.zeros(2, 3, dtype=torch.int32), 1), "scores_TE: .*got torch.int32"),
+        (lambda: topk_ids(torch.zeros(2, 3), 0), "expected 1 to 3, .*got 0"),
         (lambda: bin_tokens(torch.zeros(4, dtype=torch.int32), 2), r"\[tokens, top_k\]"),
         (lambda: bin_tokens(torch.zeros(4, 1), 2), "int32 or int64"),
         (lambda: bin_tokens(torch.zeros(4, 1, dtype=torch.int32), 0), "at least 1; got 0"),

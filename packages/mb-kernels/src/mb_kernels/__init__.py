@@ -4,7 +4,7 @@
     bins = bin_tokens(expert_ids, num_experts)
     y = expert_mlp(x_TD, w1, w2, bins, weights, activation="swiglu")
 
-- Routing: `topk_softmax`, `bin_tokens`, `Bins`, `router_losses`, `RouterLosses`.
+- Routing: `topk_softmax`, `topk_ids`, `bin_tokens`, `Bins`, `router_losses`, `RouterLosses`.
 - Tokens to rows and back: `gather`, `combine`.
 - Experts: `expert_mlp`, `grouped_experts`, `grouped_gemm`, `gmm`, `is_glu`, `warm_up`.
 - Block-sparse: `sdd`, `dsd`, `dds`, `topology`, `pad_bins`, `sparse_expert_mlp`.
@@ -43,6 +43,7 @@ from mb_kernels.router_losses import RouterLosses as RouterLosses
 from mb_kernels.router_losses import router_losses as router_losses
 from mb_kernels.routing import Bins as Bins
 from mb_kernels.routing import bin_tokens as bin_tokens
+from mb_kernels.routing import topk_ids as topk_ids
 from mb_kernels.routing import topk_softmax as topk_softmax
 from mb_kernels.sum_of_squares import sum_of_squares as sum_of_squares
 from mb_kernels.symmetric_matmul import symmetric_matmul as symmetric_matmul

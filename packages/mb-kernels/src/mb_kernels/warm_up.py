@@ -87,8 +87,10 @@ def warm_up(
     from mb_kernels.runtime.registration import device_of
 
     with device_of(here), assume(partial(plan_on, here.device)), record() as launches:
-        sigmoid = score_function == "sigmoid"  # then plain PyTorch chooses the experts
-        if not sigmoid:
+        sigmoid = score_function == "sigmoid"
+        if sigmoid:
+            rehearse_choice(tokens, num_experts, top_k)
+        else:
             rehearse_softmax(tokens, num_experts, top_k, renormalize)
         rehearse_bins(tokens, num_experts, top_k)
         per_rank = num_experts // ranks
@@ -118,6 +120,15 @@ def warm_up(
         return pool.submit(compile_all)
     finally:
         pool.shutdown(wait=False)
+
+
+def rehearse_choice(
+    tokens: int, experts: int, top_k: int, dtype: torch.dtype = torch.float32
+) -> None:
+    """``topk_ids`` on scores without memory."""
+    from mb_kernels.routing import kernels as routing
+
+    routing.topk_ids(_empty(tokens, experts, dtype=dtype), top_k)
 
 
 def rehearse_softmax(

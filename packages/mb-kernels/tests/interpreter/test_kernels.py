@@ -11,6 +11,7 @@ from mb_kernels import (
     gather,
     grouped_gemm,
     reference,
+    topk_ids,
     topk_softmax,
 )
 from mb_kernels.runtime import registration
@@ -286,6 +287,19 @@ def test_topk_softmax(tokens, experts, k, dtype, renormalize):
     ):
         assert_close(name, got, want)
     assert torch.equal(results[0][3], results[1][3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"), [(33, 7, 3), (5, 1, 1), (9, 64, 8), (3, 6, 6), (2, 300, 2)]
+)
+def test_topk_ids(tokens, experts, k, dtype):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(tokens, experts, generator=generator).round(decimals=1).to(dtype)
+    scores[0] = torch.tensor([0.0, -0.0]).repeat(experts)[:experts]  # all equal
+    scores[1, experts // 2 :] = -torch.inf  # of closed groups
+    scores[-1, -1] = torch.nan
+    assert torch.equal(topk_ids(scores, k), reference.topk_ids(scores, k))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 Logits are x W^T, in fp32 by default: the choice of experts is a comparison, and bf16 logits tie.
 Softmax routing goes through one fused op, `mb_kernels.topk_softmax`. The other variants (sigmoid
-scores, expert groups, a balancing bias) choose in plain PyTorch: scores decide the weights, scores
-plus bias decide the choice, and equal scores go to the lower expert id.
+scores, expert groups, a balancing bias) are plain PyTorch around `mb_kernels.topk_ids`: scores
+decide the weights, scores plus bias decide the choice, and equal scores go to the lower expert id.
 
 The balancing bias (arXiv 2408.15664, as in DeepSeek-V3) steers load without a loss. Forward never
 moves it: a forward pass may run twice under recompute, or without a step after it. The trainer
@@ -134,8 +134,8 @@ class Router(nn.Module):
                 scores_TE, probs_TE = self.scores(logits_TE)
                 if chooses:
                     choice_TE = self.choice(scores_TE.detach(), logits_TE.detach(), mask_T)
-                    ids_TK = _top_ids(choice_TE, config.top_k)
-                    weights_TK = self.weights(scores_TE.gather(1, ids_TK))
+                    ids_TK = mb_kernels.topk_ids(choice_TE, config.top_k)
+                    weights_TK = self.weights(scores_TE.gather(1, ids_TK.long()))
                 else:
                     assert expert_ids_TK is not None
                     ids_TK = expert_ids_TK.long()
@@ -221,7 +221,7 @@ class Router(nn.Module):
         num_groups = config.num_expert_groups
         choice_TGe = choice_TE.unflatten(1, (num_groups, config.num_experts // num_groups))
         group_TG = choice_TGe.topk(config.group_score_top, dim=-1).values.sum(dim=-1)
-        best_TG = _top_ids(group_TG, config.top_k_groups)
+        best_TG = mb_kernels.topk_ids(group_TG, config.top_k_groups).long()
         closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(1, best_TG, False)
         return choice_TGe.masked_fill(closed_TG[..., None], float("-inf")).view_as(choice_TE)
 
@@ -273,11 +273,6 @@ def _not_zero(sums_T1: Tensor) -> Tensor:
     the gradient is still finite, and what it is multiplied by makes it 0.
     """
     return sums_T1.clamp(min=1e-20)
-
-
-def _top_ids(scores_TE: Tensor, k: int) -> Tensor:
-    """Ids of the k largest, sorted, ties to the lower id (topk promises no order among ties)."""
-    return torch.sort(scores_TE, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 def linear_fp32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

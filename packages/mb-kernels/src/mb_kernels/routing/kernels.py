@@ -1,4 +1,4 @@
-"""Kernels of ``mb_kernels.routing``: softmax with top-k, and a stable counting sort by expert.
+"""Kernels of ``mb_kernels.routing``: top-k, alone or of a softmax, and a stable counting sort.
 
 The sort takes two launches of a bounded number of programs, each with a stretch of slots of its
 own: a histogram per program, and a scatter, in which a program sums the histograms before its own,
@@ -36,6 +36,39 @@ def _ordered(x):
 
 
 @triton.jit
+def _take_best(key, e, BLOCK_E: tl.constexpr):
+    """The column of each row's largest key, of equal ones the first, and the keys without it."""
+    best = tl.max(key, 1)[:, None]
+    chosen = tl.min(tl.where(key == best, e, BLOCK_E), 1)[:, None]
+    return chosen, tl.where(e == chosen, _TAKEN, key)
+
+
+@triton.jit
+def topk_ids_kernel(
+    scores_ptr,  # [T, E]
+    ids_ptr,  # [T, K] int32
+    tokens,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)[None, :]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    row = t.to(tl.int64)[:, None]
+    inside = (t < tokens)[:, None] & (e < E)
+    x = tl.load(scores_ptr + row * E + e, mask=inside, other=0.0).to(tl.float32)
+    key = tl.where(e < E, _ordered(x), _TAKEN)
+    ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    for choice in range(K):
+        chosen, key = _take_best(key, e, BLOCK_E)
+        ids = tl.where(k == choice, chosen, ids)
+    tl.store(ids_ptr + row * K + k, ids, mask=(t < tokens)[:, None] & (k < K))
+
+
+@triton.jit
 def topk_softmax_fwd_kernel(
     logits_ptr,  # [T, E]
     weights_ptr,  # [T, K] fp32
@@ -64,10 +97,8 @@ def topk_softmax_fwd_kernel(
     weights = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for choice in range(K):
-        best = tl.max(key, 1)[:, None]
-        chosen = tl.min(tl.where(key == best, e, BLOCK_E), 1)[:, None]  # ties to the lower id
+        chosen, key = _take_best(key, e, BLOCK_E)
         weight = tl.sum(tl.where(e == chosen, p, 0.0), 1)[:, None]
-        key = tl.where(e == chosen, _TAKEN, key)
         ids = tl.where(k == choice, chosen, ids)
         weights = tl.where(k == choice, weight, weights)
     if RENORMALIZE:
@@ -211,6 +242,27 @@ def scatter_kernel(
 def _block_t(experts: int) -> int:
     """Tokens per program: about 1024 logits."""
     return max(1024 // power_of_two(experts), 1)
+
+
+def topk_ids(scores: Tensor, k: int) -> Tensor:
+    tokens, experts = scores.shape
+    require_countable("tokens of scores_TE", tokens)
+    ids = scores.new_empty((tokens, k), dtype=torch.int32)
+    if tokens:
+        block_t = _block_t(experts)
+        launch(
+            topk_ids_kernel,
+            (cdiv(tokens, block_t),),
+            scores,
+            ids,
+            tokens,
+            E=experts,
+            K=k,
+            BLOCK_T=block_t,
+            BLOCK_E=power_of_two(experts),
+            BLOCK_K=power_of_two(k),
+        )
+    return ids
 
 
 def topk_softmax(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """From router logits to ``Bins``: which tokens each expert computes, without a host sync.
 
-``topk_softmax`` turns logits into routing weights; ``bin_tokens`` sorts the chosen slots by expert,
-stably, so that every expert's rows are contiguous (MegaBlocks' "bins", arXiv:2211.15841).
+``topk_softmax`` turns logits into routing weights, and ``topk_ids`` chooses by scores of any kind;
+``bin_tokens`` sorts the chosen slots by expert, stably, so that every expert's rows are contiguous
+(MegaBlocks' "bins", arXiv:2211.15841).
 
 Letters: T tokens, E experts, K top-k, N = T·K slots, E1 = E + 1.
 """
@@ -33,18 +34,43 @@ def topk_softmax(
     Raises:
         ValueError: logits_TE is not a floating [T, E], or k is not in 1..E.
     """
-    if logits_TE.ndim != 2 or not logits_TE.is_floating_point():
+    _check_choice("logits_TE", logits_TE, k)
+    return torch.ops.mb.topk_softmax(logits_TE, k, renormalize)
+
+
+def topk_ids(scores_TE: Tensor, k: int) -> Tensor:
+    """The experts of the k largest scores per token.
+
+    For routers whose choice is not that of a softmax: by scores plus a balancing bias, say
+    (arXiv 2408.15664), or within groups of experts, the others at -inf.
+
+    Args:
+        scores_TE: [T, E], fp32, bf16 or fp16.
+        k: experts per token, 1 to E.
+
+    Returns:
+        expert_ids_TK [T, K] int32, by descending score, ties to the lower expert id; NaN is above
+        all numbers.
+
+    Raises:
+        ValueError: scores_TE is not a floating [T, E], or k is not in 1..E.
+    """
+    _check_choice("scores_TE", scores_TE, k)
+    return torch.ops.mb.topk_ids(scores_TE.detach(), k)
+
+
+def _check_choice(name: str, x_TE: Tensor, k: int) -> None:
+    if x_TE.ndim != 2 or not x_TE.is_floating_point():
         raise ValueError(
-            f"logits_TE: expected a floating tensor [tokens, experts]; got {logits_TE.dtype} "
-            f"{tuple(logits_TE.shape)}. Flatten leading dimensions with .flatten(0, -2)."
+            f"{name}: expected a floating tensor [tokens, experts]; got {x_TE.dtype} "
+            f"{tuple(x_TE.shape)}. Flatten leading dimensions with .flatten(0, -2)."
         )
-    checks.require_floating("logits_TE", logits_TE)
-    if not 1 <= k <= logits_TE.shape[1]:
+    checks.require_floating(name, x_TE)
+    if not 1 <= k <= x_TE.shape[1]:
         raise ValueError(
-            f"k: expected 1 to {logits_TE.shape[1]}, the number of experts; got {k}. "
+            f"k: expected 1 to {x_TE.shape[1]}, the number of experts; got {k}. "
             "Lower top_k or add experts."
         )
-    return torch.ops.mb.topk_softmax(logits_TE, k, renormalize)
 
 
 def bin_tokens(expert_ids_TK: Tensor, num_experts: int, *, capacity: int | None = None) -> Bins:
@@ -121,6 +147,12 @@ def _bin_tokens_fake(
     return order, torch.empty_like(order), counts, offsets
 
 
+registration.register(
+    "topk_ids(Tensor scores, int k) -> Tensor",
+    reference=reference.topk_ids,
+    kernels="mb_kernels.routing.kernels",
+    fake=lambda scores, k: scores.new_empty((scores.shape[0], k), dtype=torch.int32),
+)
 registration.register(
     "topk_softmax(Tensor logits, int k, bool renormalize) -> (Tensor, Tensor, Tensor)",
     reference=lambda logits, k, renormalize: reference.topk_softmax(

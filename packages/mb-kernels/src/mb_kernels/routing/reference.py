@@ -1,4 +1,4 @@
-"""Reference of ``mb_kernels.routing``: top-k softmax and the stable binning of slots by expert.
+"""Reference of ``mb_kernels.routing``: top-k, alone or of a softmax, and bins of slots by expert.
 
 Letters: T tokens, E experts, K top-k, N = T·K slots, E1 = E + 1.
 """
@@ -9,18 +9,23 @@ from torch import Tensor
 from mb_kernels.bins import Bins
 
 
+def topk_ids(scores_TE: Tensor, k: int) -> Tensor:
+    """Twin of ``mb_kernels.topk_ids``."""
+    # A stable descending sort keeps equal scores in id order; torch.topk promises no order.
+    return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k].to(torch.int32)
+
+
 def topk_softmax(
     logits_TE: Tensor, k: int, *, renormalize: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Twin of ``mb_kernels.topk_softmax``, differentiable by plain autograd."""
     logits_TE = logits_TE.to(_accumulator(logits_TE.dtype))
     probs_TE = torch.softmax(logits_TE, dim=-1)
-    # A stable descending sort keeps equal logits in id order; torch.topk promises no order.
-    ids_TK = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    weights_TK = probs_TE.gather(1, ids_TK)
+    ids_TK = topk_ids(logits_TE, k)
+    weights_TK = probs_TE.gather(1, ids_TK.long())
     if renormalize:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-    return weights_TK, ids_TK.to(torch.int32), probs_TE
+    return weights_TK, ids_TK, probs_TE
 
 
 def topk_softmax_backward(

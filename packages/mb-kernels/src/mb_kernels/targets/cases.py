@@ -37,6 +37,7 @@ from mb_kernels.targets.record import record
 from mb_kernels.targets.table import NEIGHBOURS, GateCase, Target
 from mb_kernels.warm_up import (
     rehearse_bins,
+    rehearse_choice,
     rehearse_exchange,
     rehearse_experts,
     rehearse_losses,
@@ -249,6 +250,7 @@ def _small_ops() -> dict[str, Callable[[], object]]:
 
     def routed(tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
         rehearse_softmax(tokens, experts, top_k, True, dtype)
+        rehearse_choice(tokens, experts, top_k, dtype)
         rehearse_bins(tokens, experts, top_k)
         rehearse_losses(tokens, experts, dtype)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mb_parallel.engines import is_dtensor
+from mb_parallel.world import of_all_ranks
 
 
 class TiedParameter:
@@ -59,8 +59,7 @@ class TiedParameter:
             ]
         except ValueError as error:
             problem = str(error)
-        everyone: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyone, (found, problem), group=self._group)
+        everyone = of_all_ranks((found, problem), self._group)
         if problems := {told for _, told in everyone if told is not None}:
             raise ValueError("\n".join(sorted(problems)))
         sizes = {size for sizes, _ in everyone for size in sizes}

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from mb_parallel.arguments import above_0, at_least_0, is_pair
 from mb_parallel.gradient_sync import drop_apart, has_grad
-from mb_parallel.optimizer.shards import Unwritten, local, local_grad, zeros_like
 from mb_parallel.optimizer.working_copies import WorkingCopies
+from mb_parallel.shards import Unwritten, local, local_grad, zeros_like
 
 _HALVES = (torch.bfloat16, torch.float16)
 # Without torch's decorator, which imports the compiler only to tell it to keep out.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mb_parallel.arguments import at_least_0
 from mb_parallel.optimizer.adamw import ShardedOptimizer
-from mb_parallel.optimizer.shards import local, local_grad, zeros_like
+from mb_parallel.shards import local, local_grad, zeros_like
 
 
 class SGD(ShardedOptimizer):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from mb_parallel.arguments import floating, several
 from mb_parallel.engines import is_fsdp
-from mb_parallel.optimizer.shards import Unwritten, local, shaped_like
+from mb_parallel.shards import Unwritten, local, shaped_like
 
 _HALVES = (torch.bfloat16, torch.float16)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mb_parallel.arguments import above_0, is_pair
 from mb_parallel.engines import is_dtensor
-from mb_parallel.optimizer.adamw import ShardedOptimizer
+from mb_parallel.optimizer.sharded import ShardedOptimizer
 from mb_parallel.shards import (
     all_reduce_together,
     local,

@@ -320,9 +320,7 @@ class Pipeline:
         return self.stages[self.indices.index(index)] if index in self.indices else None
 
 
-def _refuse_in_halves(
-    schedule: str, stages: Sequence[nn.Module], streams: Sequence[Sequence[str]]
-) -> None:
+def _refuse_in_halves(schedule: str, stages: list[nn.Module], streams: list[list[str]]) -> None:
     """Raise ValueError for what cannot run where torch takes backward passes apart."""
     modules = [module for stage in stages for module in stage.modules()]
     if any(zero_stage_of(stage) == 3 for stage in stages):

@@ -19,7 +19,8 @@ def main() -> None:
     layouts = sys.argv[1:] or list(LAYOUTS)
     results, rows = run_all(layouts, steps=5), []
     for layout in layouts:
-        rows.append({"layout": layout, "zero": LAYOUTS[layout][2], **deviations(results, layout)})
+        zero = LAYOUTS[layout].zero_stage
+        rows.append({"layout": layout, "zero": zero, **deviations(results, layout)})
         if len(rows) == 1:
             print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
         cells = [f"{v:.1e}" if isinstance(v, float) else str(v) for v in rows[-1].values()]

@@ -14,7 +14,7 @@ from mb_parallel.optimizer import (
     grad_norm,
     zeros_in_grad,
 )
-from mb_parallel.optimizer.shards import local
+from mb_parallel.shards import local
 from mb_parallel.testing import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

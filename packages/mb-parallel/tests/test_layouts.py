@@ -5,72 +5,41 @@ losses, gradient norms, every gradient (the router's by name), every parameter a
 the end.
 """
 
-import dataclasses
-import math
+from dataclasses import replace
 
 import pytest
-import torch
-from mb_parallel import ParallelDims, apply_data_parallel, parallelize_experts, set_gradient_sync
 from mb_parallel.optimizer import AdamW, clip_and_step, decay_groups
-from mb_parallel.pipeline_parallel import Pipeline, split_layers, stage_indices
-from mb_parallel.tensor_parallel import parallelize_tensors
 from mb_parallel.testing import run_ranks
-from tiny_gpt import D, L, Options, build, data, plan, relative_error, router_slopes, whole
+from tiny_gpt import Options, accumulate, data, relative_error, router_slopes, spread, whole
 
-DENSE, EXPERTS = Options(), Options(experts=4, shared_expert=8)
+DENSE = Options(sequence_parallel=True)
+EXPERTS = replace(DENSE, experts=4, shared_expert=8)
 LAYOUTS = {
-    "tp2": (DENSE, {"tp": 2}, 2),
-    "tp2-experts": (EXPERTS, {"tp": 2}, 1),
-    "pp2": (DENSE, {"pp": 2}, 3),
-    "ep2": (EXPERTS, {"dp_shard": 2, "ep": 2}, 2),
-    "dp2-tp2": (EXPERTS, {"dp_shard": 2, "tp": 2}, 3),
-    "dp2-tp2-ep2": (EXPERTS, {"dp_shard": 2, "tp": 2, "ep": 2}, 2),
-    "dp2-tp2-ep4": (EXPERTS, {"dp_shard": 2, "tp": 2, "ep": 4}, 1),
-    "tp2-pp2": (EXPERTS, {"tp": 2, "pp": 2}, 3),
-    "dp2-pp2": (EXPERTS, {"dp_shard": 2, "pp": 2}, 2),
-    "hybrid-pp2-ep2": (EXPERTS, {"dp_replicate": 2, "pp": 2, "ep": 2}, 2),
-    "pp4": (DENSE, {"pp": 4}, 2),
-    "dp2-tp2-pp2-ep2": (EXPERTS, {"dp_shard": 2, "tp": 2, "pp": 2, "ep": 2}, 2),
+    "tp2": replace(DENSE, tp=2, zero_stage=2),
+    "tp2-experts": replace(EXPERTS, tp=2, zero_stage=1),
+    "pp2": replace(DENSE, pp=2, zero_stage=3),
+    "ep2": replace(EXPERTS, dp=2, ep=2, zero_stage=2),
+    "dp2-tp2": replace(EXPERTS, dp=2, tp=2, zero_stage=3),
+    "dp2-tp2-ep2": replace(EXPERTS, dp=2, tp=2, ep=2, zero_stage=2),
+    "dp2-tp2-ep4": replace(EXPERTS, dp=2, tp=2, ep=4, zero_stage=1),
+    "tp2-pp2": replace(EXPERTS, tp=2, pp=2, zero_stage=3),
+    "dp2-pp2": replace(EXPERTS, dp=2, pp=2, zero_stage=2),
+    "hybrid-pp2-ep2": replace(EXPERTS, dp_replicate=2, pp=2, ep=2, zero_stage=2),
+    "pp4": replace(DENSE, pp=4, zero_stage=2),
+    "dp2-tp2-pp2-ep2": replace(EXPERTS, dp=2, tp=2, pp=2, ep=2, zero_stage=2),
 }
 # The others are in `benchmarks/equality.py`, and trained by integration-tests/test_parallel.py.
 TESTED = ("tp2-experts", "pp2", "ep2", "dp2-tp2-ep4", "tp2-pp2", "hybrid-pp2-ep2")
 
 
-def train(options, dims, zero_stage):
+def train(options):
     """History by step, and the state at the end, of what this rank has part in."""
-    mesh = ParallelDims(**dims).build("cpu")
-    stage = build(options)
-    if mesh.pp_size > 1:
-        layers = split_layers(L, mesh.pp_size)
-        (index,) = stage_indices("1f1b", pp_size=mesh.pp_size, pp_rank=mesh.pp_rank)
-        stage.keep(layers[index], first=index == 0, last=index == mesh.pp_size - 1)
-    parallelize_tensors(stage, mesh, plan(options), sequence_parallel=True)
-    parallelize_experts(stage, mesh)
-    apply_data_parallel(stage, mesh, blocks=stage.stack.blocks.values(), zero_stage=zero_stage)
-    pipeline = None
-    if mesh.pp_size > 1:
-        pipeline = Pipeline(
-            [stage], mesh, schedule="1f1b", first_input="tokens", hidden_size=D,
-            sequence_parallel=True, tied={"embedding.tokens.weight": "head.weight"},
-        )  # fmt: skip
+    mesh, (stage,), pipeline = spread(options)
     # A bias of keys has gradient zero, but for rounding, which a small eps would blow up to steps.
     optimizer = AdamW(decay_groups(stage, 0.1), lr=0.01, eps=1e-3)
     history = []
     for batches in data(options):
-        mine = batches[mesh.dp_rank :: mesh.dp_size]
-        if pipeline is not None:
-            loss = pipeline.step(mine, loss_scale=1.0)["lm loss"].clone()
-        else:
-            loss = torch.zeros(())
-            for batch in mine:
-                set_gradient_sync(stage, batch is mine[-1])
-                rest = {k: v for k, v in batch.items() if k != "tokens"}
-                output = stage(batch["tokens"], **rest)
-                total = output.losses["lm loss"]
-                if output.aux_loss is not None:
-                    total = total + output.aux_loss / len(batches)
-                total.backward()
-                loss = loss + output.losses["lm loss"].detach()
+        loss, _ = accumulate(mesh, [stage], pipeline, batches)
         copies = [] if pipeline is None else pipeline.copies
         result = clip_and_step(optimizer, max_norm=0.5, mesh=mesh, uncounted=copies)
         grads = {n: whole(p.grad) for n, p in stage.named_parameters()}
@@ -86,29 +55,31 @@ def train(options, dims, zero_stage):
 
 
 def train_all(rank, world_size, cases):
-    return [train(*case) for case in cases]
+    return [train(options) for options in cases]
+
+
+def alone(options):
+    """The same model in one process."""
+    return replace(options, dp_replicate=1, dp=1, tp=1, pp=1, ep=1, zero_stage=3)
 
 
 def run_all(layouts, steps):
-    """What each rank has of every layout, and one process of both models; each size starts once."""
-
-    def case(options, dims, zero_stage):
-        return dataclasses.replace(options, steps=steps), dims, zero_stage
-
-    got = {options: train(*case(options, {}, 3)) for options in (DENSE, EXPERTS)}
+    """What each rank has of every layout, and one process of its model; each size starts once."""
+    models = {alone(LAYOUTS[name]) for name in layouts}
+    got = {model: train(replace(model, steps=steps)) for model in models}
     by_size: dict[int, list[str]] = {}
     for name in layouts:
-        sizes = [size for axis, size in LAYOUTS[name][1].items() if axis != "ep"]
-        by_size.setdefault(math.prod(sizes), []).append(name)
+        by_size.setdefault(LAYOUTS[name].dims.world_size, []).append(name)
     for ranks, names in by_size.items():
-        together = run_ranks(train_all, ranks, [case(*LAYOUTS[n]) for n in names], timeout_s=280.0)
+        cases = [replace(LAYOUTS[name], steps=steps) for name in names]
+        together = run_ranks(train_all, ranks, cases, timeout_s=280.0)
         got |= {name: [one[i] for one in together] for i, name in enumerate(names)}
     return got
 
 
 def deviations(results, layout):
     """The largest relative deviation of each kind, over all ranks and steps."""
-    history, state = results[LAYOUTS[layout][0]]
+    history, state = results[alone(LAYOUTS[layout])]
     worst, seen = dict.fromkeys(("loss", "norm", "gradient", "weight", "moment"), 0.0), set()
 
     def compare(kind, got, want):
@@ -141,7 +112,7 @@ def results():
 
 @pytest.mark.parametrize("layout", TESTED)
 def test_layout_equals_one_process(results, layout):
-    history, _ = results[LAYOUTS[layout][0]]
+    history, _ = results[alone(LAYOUTS[layout])]
     assert history[0][0] > history[-1][0]
     assert max(deviations(results, layout).values()) < 1e-5
 
@@ -149,7 +120,7 @@ def test_layout_equals_one_process(results, layout):
 def test_the_routers_have_the_gradient_of_the_whole_step():
     """Auxiliary losses too, with experts spread and by a stage's backward, in their right scale."""
     both = Options(experts=4, padded=True, tied=False)
-    cases = [dataclasses.replace(both, dp=2, ep=2), dataclasses.replace(both, pp=2)]
+    cases = [replace(both, dp=2, ep=2), replace(both, pp=2)]
     slopes = [slope for results in run_ranks(router_slopes, 2, *cases) for slope in results]
     for measured, expected in slopes:
         assert measured == pytest.approx(expected, rel=1e-5)

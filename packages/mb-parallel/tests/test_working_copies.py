@@ -19,7 +19,7 @@ from mb_parallel.optimizer import (
     hold_working_copies,
     muon_groups,
 )
-from mb_parallel.optimizer.shards import local
+from mb_parallel.shards import local
 from mb_parallel.testing import run_ranks
 from torch import nn
 

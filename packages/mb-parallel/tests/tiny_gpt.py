@@ -39,6 +39,7 @@ L = 4  # layers, unless `Options` says otherwise
 class Options:
     """A layout, and what is trained in it."""
 
+    dp_replicate: int = 1
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -69,6 +70,11 @@ class Options:
     loss_scale: float = 1.0
     first_lighter: int = 0
     device: str = "cpu"
+
+    @property
+    def dims(self):
+        sizes = {"tp": self.tp, "pp": self.pp, "ep": self.ep}
+        return ParallelDims(dp_replicate=self.dp_replicate, dp_shard=self.dp, **sizes)
 
 
 class Output(NamedTuple):
@@ -260,10 +266,9 @@ def call(model, batch):
     return model(batch["tokens"], **{k: v for k, v in batch.items() if k != "tokens"})
 
 
-def train(rank, world_size, options):
-    """Losses per step, all metrics, every step's gradients and the parameters at the end."""
-    dims = ParallelDims(dp_shard=options.dp, tp=options.tp, pp=options.pp, ep=options.ep)
-    mesh = dims.build(options.device)
+def spread(options):
+    """The mesh of a layout, this rank's stages of the model, and what runs several."""
+    mesh = options.dims.build(options.device)
     count = options.pp * options.stages_per_rank
     layers = split_layers(options.layers, count, first_lighter=options.first_lighter)
     indices = [0]
@@ -283,8 +288,6 @@ def train(rank, world_size, options):
         if options.recompute:
             apply_recompute(blocks, "full")
         apply_data_parallel(stage, mesh, blocks=blocks, zero_stage=options.zero_stage)
-    parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.01, momentum=0.9, foreach=False)
     pipeline = None
     if options.pp > 1:
         tied = {"embedding.tokens.weight": "head.weight"} if options.tied else None
@@ -297,25 +300,39 @@ def train(rank, world_size, options):
             sequence_parallel=options.sequence_parallel,
             tied=tied,
         )
-    history = {"dp": (mesh.dp_rank, options.dp), "loss": [], "eval": [], "metrics": [], "grads": []}
+    return mesh, stages, pipeline
+
+
+def accumulate(mesh, stages, pipeline, batches, *, loss_scale=1.0):
+    """Gradients of this rank's micro-batches of a step; returns their loss, fp64, and metrics."""
+    loss, metrics = torch.zeros((), dtype=torch.float64, device=batches[0]["tokens"].device), []
+    mine = batches[mesh.dp_rank :: mesh.dp_size]
+    if pipeline is not None:
+        losses = pipeline.step(mine, loss_scale=loss_scale, measured=metrics.append)
+        return loss + losses["lm loss"], metrics
+    (model,) = stages
+    for index, batch in enumerate(mine):
+        set_gradient_sync(model, batch is mine[-1])
+        set_micro_batch(model, index)
+        output = call(model, batch)
+        total = output.losses["lm loss"]
+        if output.aux_loss is not None:
+            total = total + output.aux_loss / len(batches)
+        (total * loss_scale).backward()
+        loss += output.losses["lm loss"].detach()
+        metrics.append(output.metrics)
+    return loss, metrics
+
+
+def train(rank, world_size, options):
+    """Losses per step, all metrics, every step's gradients and the parameters at the end."""
+    mesh, stages, pipeline = spread(options)
+    parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.01, momentum=0.9, foreach=False)
+    history = {"dp": (mesh.dp_rank, mesh.dp_size)}
+    history |= {key: [] for key in ("loss", "eval", "metrics", "grads")}
     for batches in data(options):
-        metrics = []
-        batches = batches[mesh.dp_rank :: options.dp]
-        if pipeline is not None:
-            losses = pipeline.step(batches, loss_scale=options.loss_scale, measured=metrics.append)
-            loss = losses["lm loss"]
-        else:
-            loss = torch.zeros((), device=options.device)
-            for index, batch in enumerate(batches):
-                set_gradient_sync(stages[0], batch is batches[-1])
-                set_micro_batch(stages[0], index)
-                output = call(stages[0], batch)
-                total = output.losses["lm loss"]
-                if output.aux_loss is not None:
-                    total = total + output.aux_loss / (len(batches) * options.dp)
-                (total * options.loss_scale).backward()
-                loss = loss + output.losses["lm loss"].detach()
-                metrics.append(output.metrics)
+        loss, metrics = accumulate(mesh, stages, pipeline, batches, loss_scale=options.loss_scale)
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         for parameter in trained.values():
             parameter.grad /= options.loss_scale
@@ -326,13 +343,14 @@ def train(rank, world_size, options):
         optimizer.zero_grad()
         if history["eval"]:  # once, and with a step after it
             continue
+        mine = batches[mesh.dp_rank :: mesh.dp_size]
         for stage in stages:
             stage.eval()
         if pipeline is not None:
-            loss = pipeline.evaluate(*batches)["lm loss"]
+            loss = pipeline.evaluate(*mine)["lm loss"]
         else:
             with torch.no_grad():
-                loss = sum(call(stages[0], batch).losses["lm loss"] for batch in batches)
+                loss = sum(call(stages[0], batch).losses["lm loss"] for batch in mine)
         history["eval"].append(mesh.all_reduce(loss, "dp").item())
         for stage in stages:
             stage.train()
@@ -424,7 +442,7 @@ def router_slope(rank, world_size, options):
 
     The whole loss is the sum of the micro-batches' losses and the mean of their auxiliary losses.
     """
-    mesh = ParallelDims(dp_shard=options.dp, pp=options.pp, ep=options.ep).build("cpu")
+    mesh = options.dims.build("cpu")
     stage = build(options).double()
     if options.pp > 1:
         stage.keep(split_layers(L, 2)[rank], first=rank == 0, last=rank == 1)
@@ -434,24 +452,14 @@ def router_slope(rank, world_size, options):
         settings = {"schedule": "1f1b", "first_input": "tokens", "hidden_size": D}
         pipeline = Pipeline([stage], mesh, dtype=torch.float64, **settings)
     batches, *_ = data(options)
-    mine = batches[mesh.dp_rank :: mesh.dp_size]
     routers = {n: p for n, p in stage.named_parameters() if "router" in n}
 
     def whole_loss():
-        metrics = []
-        if pipeline is not None:
-            loss = pipeline.step(mine, measured=metrics.append)["lm loss"].double()
-        else:
-            loss = torch.zeros((), dtype=torch.float64)
-            for batch in mine:
-                output = call(stage, batch)
-                (output.losses["lm loss"] + output.aux_loss / len(batches)).backward()
-                loss = loss + output.losses["lm loss"].detach().double()
-                metrics.append(output.metrics)
+        loss, metrics = accumulate(mesh, [stage], pipeline, batches)
         for one in metrics:
             aux_L = 0.1 * one["load_balancing_loss"] + 0.01 * one["z_loss"]
             loss = loss + aux_L.sum() / (L // 2) / len(batches)
-        return mesh.all_reduce(loss.clone(), "dp")
+        return mesh.all_reduce(loss, "dp")
 
     whole_loss()
     along = torch.zeros((), dtype=torch.float64)

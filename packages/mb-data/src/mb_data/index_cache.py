@@ -27,7 +27,6 @@ import json
 import mmap
 import operator
 import os
-import secrets
 import struct
 import warnings
 import zlib
@@ -38,7 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.system import lock
+from mb_data.system import lock, written_whole
 
 MAGIC = b"MBINDEX\x00"
 FIXED = struct.Struct("<8sQI")
@@ -136,7 +135,7 @@ def load_or_build(
 
 
 def write_index_file(path: Path, key: Key, arrays: Mapping[str, npt.NDArray]) -> None:
-    """Write the file under a temporary name, sync it, give it its name."""
+    """Write the arrays in the layout above; the file is there whole or not at all."""
     entries: list[dict[str, Any]] = []
     offset = 0
     for name, array in arrays.items():
@@ -153,21 +152,13 @@ def write_index_file(path: Path, key: Key, arrays: Mapping[str, npt.NDArray]) ->
         offset += array.nbytes
     header = json.dumps({"key": dict(key), "arrays": entries, "bytes": offset}).encode()
     header += b" " * (-(FIXED.size + len(header)) % ALIGNMENT)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(FIXED.pack(MAGIC, len(header), zlib.crc32(header)) + header)
-            written = 0
-            for entry, array in zip(entries, arrays.values(), strict=True):
-                file.write(b"\0" * (entry["offset"] - written))
-                file.write(_bytes_of(array))
-                written = entry["offset"] + array.nbytes
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with written_whole(path) as file:
+        file.write(FIXED.pack(MAGIC, len(header), zlib.crc32(header)) + header)
+        written = 0
+        for entry, array in zip(entries, arrays.values(), strict=True):
+            file.write(b"\0" * (entry["offset"] - written))
+            file.write(_bytes_of(array))
+            written = entry["offset"] + array.nbytes
 
 
 def read_index_file(path: Path, key: Key | None = None, *, verify: bool = True) -> IndexArrays:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mb_data.markup import text_of_markup
-from mb_data.sample_corpus import written_whole
+from mb_data.system import written_whole
 
 _PROGRAMS = {".py", ".pyi", ".pm", ".pl", ".tcl", ".rb", ".el", ".c", ".cc", ".cpp", ".cu", ".cuh"}
 _PROGRAMS |= {".h", ".hpp", ".go", ".rs", ".java", ".lisp", ".scm", ".hs", ".ml", ".vim"}

@@ -32,7 +32,7 @@ from mb_data.encode import Encoded, Job, encode_block
 from mb_data.partial import Place, State
 from mb_data.reading import Archive, Block
 from mb_data.shelf import Shelf
-from mb_data.system import naming, resident_bytes
+from mb_data.system import naming, resident_bytes, write_all
 
 AHEAD = 2
 WRITES = 64  # under way in a worker; thousands would fill the pipe, and their answers the other way
@@ -339,8 +339,6 @@ def _result(encoded: Encoded) -> Result:
 
 def _write_at(file: FileIO, values: npt.NDArray, index: int) -> None:
     """Write an array to where its first element has this index."""
-    view = np.ascontiguousarray(values).data.cast("B")
     with naming(str(file.name)):
         file.seek(index * values.itemsize)
-        while view:
-            view = view[file.write(view) :]
+        write_all(file, np.ascontiguousarray(values).data.cast("B"))

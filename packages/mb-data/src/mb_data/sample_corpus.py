@@ -8,20 +8,17 @@ sources are not. Always in the same order for one Python version.
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
 import json
 import os
 import re
-import secrets
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
-from mb_data.system import naming
+from mb_data.system import written_whole
 
 DEFAULT_MAX_BYTES = 8 << 20
 
@@ -127,25 +124,6 @@ def _write(
         if not written:
             raise ValueError(f"no {what} of at most {max_bytes} bytes in {library}")
     return Path(path)
-
-
-@contextlib.contextmanager
-def written_whole(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
-    """A file to write that gets its name at the end, synced; after an error there is none."""
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target.parent}: no such directory for the output")
-    if target.exists() and not target.is_file():  # /dev/stdout would be replaced by a file
-        raise ValueError(f"{target} is a folder, a pipe or a device; expected the name of a file")
-    temporary = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
-    try:
-        with naming(target), open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _sources(library: Path) -> Iterator[tuple[Path, str]]:

@@ -10,7 +10,7 @@ from typing import IO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mb_data.system import naming
+from mb_data.system import naming, write_all
 
 
 class _Stored(NamedTuple):
@@ -45,11 +45,9 @@ class Shelf:
             self._file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115
         stored = []
         for array in arrays:
-            view = np.ascontiguousarray(array).data.cast("B")
             stored.append(_Stored(self._file.tell(), array.size, array.dtype))
             with naming(self.directory):
-                while view:
-                    view = view[self._file.write(view) :]
+                write_all(self._file, np.ascontiguousarray(array).data.cast("B"))
         self._far[key] = stored
 
     def take(self, key: Hashable) -> Sequence[npt.NDArray]:

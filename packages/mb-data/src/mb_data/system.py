@@ -1,13 +1,16 @@
-"""What each system does in its own way: locks, syncing, counting cores, the memory of a process."""
+"""What lies between this package and the system: files that appear whole, errors that name their
+file, locks, syncing, counting cores, the memory of a process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import IO, BinaryIO
 
 WINDOWS = os.name == "nt"
 LOCKED_BYTE = 1 << 30  # Windows keeps what is locked from being read: this, far behind the content
@@ -56,6 +59,31 @@ def naming(path: str | os.PathLike[str]) -> Generator[None]:
         if error.errno is not None and error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+@contextlib.contextmanager
+def written_whole(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
+    """A file to write that gets its name at the end, synced; after an error there is none."""
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target.parent}: no such directory for the output")
+    if target.exists() and not target.is_file():  # /dev/stdout would be replaced by a file
+        raise ValueError(f"{target} is a folder, a pipe or a device; expected the name of a file")
+    temporary = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    try:
+        with naming(target), open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_all(file: IO[bytes], data: memoryview) -> None:
+    """Write bytes to a file without a buffer, which may take a part of them at a time."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def sync_file(descriptor: int) -> None:

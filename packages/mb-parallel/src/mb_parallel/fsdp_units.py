@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from mb_parallel.mesh import ParallelMesh
-from mb_parallel.optimizer.shards import local
 from mb_parallel.recompute import recomputed
+from mb_parallel.shards import local
 
 # In stages 1 and 2 blocks are joined until a unit has this many parameters, because matrix products
 # wait for the multiprocessors that a collective occupies. GPT-2 125M on two H200s (2026-11-22):

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mb_parallel.arguments import at_least_1, device_type_name
-from mb_parallel.world import check_same, rank, world_size
+from mb_parallel.world import check_same, of_all_ranks, rank, world_size
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
@@ -270,11 +270,8 @@ def refused_alike(mesh: ParallelMesh) -> Generator[None]:
         yield
     except ValueError as error:
         problem = error
-    told = [None if problem is None else str(problem)]
     pp = mesh.axis("pp")
-    if pp is not None:
-        told *= pp.size()
-        dist.all_gather_object(told, told[0], group=pp.get_group())
+    told = [] if pp is None else of_all_ranks(problem and str(problem), pp.get_group())
     if problem is not None:
         raise problem
     for other in filter(None, told):

@@ -157,8 +157,7 @@ def check_same(value: Any, what: str, *, group: dist.ProcessGroup | None = None)
     dist.all_gather(everyone, mine, group=group)
     if all(torch.equal(other, everyone[0]) for other in everyone):
         return
-    by_rank: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(by_rank, lines, group=group)
+    by_rank = of_all_ranks(lines, group)
     common = set(by_rank[0]).intersection(*by_rank)
     told = [
         f"rank {r}: {', '.join(line for line in theirs if line not in common) or 'none of these'}"
@@ -169,6 +168,13 @@ def check_same(value: Any, what: str, *, group: dist.ProcessGroup | None = None)
         + "\n  ".join(told)
         + "\nStart every rank with the same arguments and files."
     )
+
+
+def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of a group, None: the world's, passes as `mine` (pickled), in their order."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
 def _carried(group: dist.ProcessGroup | None = None) -> torch.device:

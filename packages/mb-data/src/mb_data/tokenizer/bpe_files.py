@@ -26,9 +26,17 @@ def from_merges(
     merges = merge_lines(name, merges_text.split("\n"))
     entries = [*byte_to_letter().values(), *(merge.replace(" ", "") for merge in merges)]
     ids = {entry: i for i, entry in enumerate(entries)}
-    added = {END_OF_TEXT: len(ids)}
-    end = {"eod": len(ids)}
-    return _build(name, ids, merges, added, end, fingerprint, num_extra_ids, engine, scheme="gpt2")
+    return ByteLevelBPE(
+        name,
+        ids,
+        merges,
+        fingerprint=fingerprint,
+        special={"eod": len(ids)},
+        special_text={len(ids): END_OF_TEXT},
+        num_extra_ids=num_extra_ids,
+        scheme="gpt2",
+        engine=engine,
+    )
 
 
 def from_vocab_and_merges(
@@ -48,7 +56,16 @@ def from_vocab_and_merges(
     ids = {entry: i for entry, i in entries.items() if entry in made}
     added = {entry: i for entry, i in entries.items() if entry not in made}
     special = {"eod": added[END_OF_TEXT]} if END_OF_TEXT in added else {}
-    return _build(name, ids, lines, added, special, fingerprint, num_extra_ids, engine)
+    return ByteLevelBPE(
+        name,
+        ids,
+        lines,
+        fingerprint=fingerprint,
+        special=special,
+        special_text={i: entry for entry, i in added.items()},
+        num_extra_ids=num_extra_ids,
+        engine=engine,
+    )
 
 
 def from_tokenizer_json(
@@ -74,18 +91,18 @@ def from_tokenizer_json(
         lines = merge_lines(name, model["merges"])
         ids = {entry: i for entry, i in vocabulary.items() if entry not in added}
         try:
-            tokenizer = _build(
+            tokenizer = ByteLevelBPE(
                 name,
                 ids,
                 lines,
-                added,
-                special,
-                fingerprint,
-                num_extra_ids,
-                engine,
+                fingerprint=fingerprint,
+                special=special,
+                special_text={i: text for text, i in added.items()},
+                num_extra_ids=num_extra_ids,
                 patterns=words[0],
-                form=words[1],
                 ignore_merges=bool(model.get("ignore_merges")),
+                form=words[1],
+                engine=engine,
             )
         except RuntimeError:  # gigatoken knows the patterns of the common models only
             if engine == "gigatoken":
@@ -155,37 +172,6 @@ def merge_lines(name: str, merges: Sequence[Any]) -> list[str]:
         if line.count(" ") != 1:
             raise ValueError(f"{name}: a merge must be two words, got {line!r}")
     return lines
-
-
-def _build(
-    name: str,
-    ids: dict[str, int],
-    merges: list[str],
-    added: Mapping[str, int],
-    special: Mapping[str, int],
-    fingerprint: str,
-    num_extra_ids: int,
-    engine: str,
-    *,
-    patterns: Sequence[str] = (GPT2_PATTERN,),
-    ignore_merges: bool = False,
-    form: Form | None = None,
-    scheme: str | None = None,
-) -> ByteLevelBPE:
-    return ByteLevelBPE(
-        name,
-        ids,
-        merges,
-        fingerprint=fingerprint,
-        special=special,
-        special_text={i: text for text, i in added.items()},
-        num_extra_ids=num_extra_ids,
-        patterns=patterns,
-        ignore_merges=ignore_merges,
-        form=form,
-        scheme=scheme,
-        engine=engine,
-    )
 
 
 def _byte_level_words(description: dict[str, Any]) -> tuple[tuple[str, ...], Form | None] | None:

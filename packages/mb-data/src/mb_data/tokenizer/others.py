@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike, fspath
 from typing import Any
@@ -57,9 +57,15 @@ class LibraryTokenizer(Tokenizer):
         _ = self._fast
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        return _decode(ids, self, self._added, self._decode_run)
+        parts: list[str] = []
+        for is_added, group in itertools.groupby(checked_ids(ids, self), self._added.__contains__):
+            run = list(group)
+            text = "".join(self._added[i] for i in run) if is_added else self._decode_run(run)
+            parts.append(text)
+        return "".join(parts)
 
     def _decode_run(self, ids: list[int]) -> str:
+        """The text of some of the library's own ids."""
         raise NotImplementedError
 
     def description(self) -> tuple[dict[str, Any], str | None]:
@@ -285,17 +291,3 @@ def _vanishes(token: Mapping[str, Any], normalizer: Any) -> bool:
     if normalizer is None or not token.get("normalized"):
         return False
     return not normalizer.normalize_str(token["content"])
-
-
-def _decode(
-    ids: Sequence[int] | npt.NDArray[np.integer],
-    tokenizer: Tokenizer,
-    added: Mapping[int, str],
-    decode: Callable[[list[int]], str],
-) -> str:
-    """Decode runs of a library's own ids with it, those added to them by their names."""
-    parts: list[str] = []
-    for is_added, group in itertools.groupby(checked_ids(ids, tokenizer), key=added.__contains__):
-        run = list(group)
-        parts.append("".join(added[i] for i in run) if is_added else decode(run))
-    return "".join(parts)

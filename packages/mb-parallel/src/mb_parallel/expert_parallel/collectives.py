@@ -30,9 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-# torch 2.13 renamed it.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
+from mb_parallel.tensor_parallel.collectives import stacked
 
 Collective = Callable[[Tensor, "Place"], Tensor]
 
@@ -129,10 +127,8 @@ def mean_over(x: Tensor, place: Place) -> Tensor:
 
 def gathered(x_RD: Tensor, place: Place) -> Tensor:
     """`gather_rows` without a gradient."""
-    out = x_RD.new_empty((place.size * x_RD.shape[0], *x_RD.shape[1:]))
     with place.step("gather rows"):
-        _all_gather(out, x_RD.contiguous(), group=place.group)
-    return out
+        return stacked(x_RD, place.group).flatten(0, 1)
 
 
 def _summed(x_PRD: Tensor, place: Place) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from mb_parallel.expert_parallel.collectives import Place, longest_of_ranks
+from mb_parallel.world import of_all_ranks
 
 # Makes an arena of so many bytes for the ranks of a place: (arena, table, error, what to keep).
 Allocate = Callable[[int, Place], tuple[Tensor, Tensor, Tensor, Any]]
@@ -146,8 +147,7 @@ def peer_problem(place: Place, device_type: str, hidden_size: int) -> str | None
     if hidden_size % 8:
         return f"hidden_size = {hidden_size} is no multiple of 8"
     mine = torch.cuda.current_device()
-    where: list[Any] = [None] * place.size
-    dist.all_gather_object(where, (socket.gethostname(), mine), group=place.group)
+    where = of_all_ranks((socket.gethostname(), mine), place.group)
     if len({host for host, _ in where}) > 1:
         return "the ranks of an ep group are on several hosts"
     others = [index for _, index in where if index != mine]
@@ -165,6 +165,4 @@ def peer_problem(place: Place, device_type: str, hidden_size: int) -> str | None
 
 
 def _any_problem(mine: str | None, place: Place) -> str | None:
-    problems: list[Any] = [None] * place.size
-    dist.all_gather_object(problems, mine, group=place.group)
-    return next((problem for problem in problems if problem), None)
+    return next(filter(None, of_all_ranks(mine, place.group)), None)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from mb_parallel.arguments import at_least_0, at_least_1, one_module, several_optimizers
 from mb_parallel.engines import is_dtensor, is_fsdp
 from mb_parallel.mesh import ParallelMesh, check_mesh
-from mb_parallel.optimizer.shards import local
+from mb_parallel.shards import local, spread
 from mb_parallel.world import check_same
 
 # Of a tensor that is gathered to be put in order: 1 GiB in fp32.
@@ -228,7 +228,7 @@ def _reorder(tensor: Tensor, order_E: Tensor) -> None:
     if not is_dtensor(tensor) or not any(by_row):
         shard.copy_(shard[order])
         return
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
     pairs = zip(placements, by_row, strict=True)
     together = [Replicate() if rows else placement for placement, rows in pairs]
@@ -236,13 +236,7 @@ def _reorder(tensor: Tensor, order_E: Tensor) -> None:
     mine = order[chunks[0].offsets[0] :][: len(shard)] if chunks else order[:0]
     step = max(1, _TOGETHER // (len(order) * math.prod(shard.shape[2:])))
     for part in shard.split(step, dim=1) if shard.ndim > 1 else (shard,):
-        shape = torch.Size((len(order), *part.shape[1:]))
-        whole = DTensor.from_local(
-            part.contiguous(),
-            tensor.device_mesh,
-            placements,
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        ).redistribute(placements=together)
+        shape = (len(order), *part.shape[1:])
+        whole = spread(part.contiguous(), tensor.device_mesh, placements, shape)
+        whole = whole.redistribute(placements=together)
         part.copy_(local(whole)[mine])

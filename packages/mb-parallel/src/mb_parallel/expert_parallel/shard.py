@@ -8,10 +8,8 @@ Letters: E experts, F expert ffn width, D hidden, s ranks per expert.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from mb_layers.experts import Experts
 from mb_layers.frozen import FrozenWeight
 from torch import nn
@@ -22,6 +20,7 @@ from mb_parallel.expert_parallel.collectives import Place
 from mb_parallel.expert_parallel.placement import Placement
 from mb_parallel.expert_parallel.width import WidthShardedExperts
 from mb_parallel.mesh import ParallelMesh, keep_timeout
+from mb_parallel.world import of_all_ranks
 
 
 def is_spread(experts: Experts) -> bool:
@@ -38,12 +37,10 @@ def experts_meshes(mesh: ParallelMesh, numbers: Iterable[int]) -> dict[int, Devi
     """
     ep, pp = mesh.axis("ep"), mesh.axis("pp")
     assert ep is not None
-    by_stage: list[Any] = [set(numbers)]
-    if pp is not None:
-        by_stage *= pp.size()
-        dist.all_gather_object(by_stage, by_stage[0], group=pp.get_group())
+    here = set(numbers)
+    everywhere = here if pp is None else set().union(*of_all_ranks(here, pp.get_group()))
     found = {}
-    for number in sorted(set().union(*by_stage)):
+    for number in sorted(everywhere):
         found[number] = ep
         shards = Placement(number, ep.size(), ep.get_local_rank()).width_shards
         if shards > 1:

@@ -21,6 +21,6 @@ from mb_parallel.optimizer.norm import weight_norm as weight_norm
 from mb_parallel.optimizer.norm import zeros_in_grad as zeros_in_grad
 from mb_parallel.optimizer.scaler import GradScaler as GradScaler
 from mb_parallel.optimizer.sgd import SGD as SGD
-from mb_parallel.optimizer.shards import local as local
 from mb_parallel.optimizer.working_copies import WorkingCopies as WorkingCopies
 from mb_parallel.optimizer.working_copies import hold_working_copies as hold_working_copies
+from mb_parallel.shards import local as local

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from mb_parallel.arguments import above_0, is_pair
 from mb_parallel.engines import is_dtensor
-from mb_parallel.optimizer.adamw import ShardedOptimizer
-from mb_parallel.optimizer.shards import (
+from mb_parallel.optimizer.sharded import ShardedOptimizer
+from mb_parallel.shards import (
     all_reduce_together,
     local,
     local_grad,
     moved,
     shard_groups,
+    spread,
     zeros_like,
 )
 
@@ -174,19 +175,13 @@ def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
     shape = [size for axis, size in enumerate(parameter.shape) if axis != dim]
     if not is_dtensor(parameter):
         return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
     placements = list(parameter.placements)
     for index, placement in enumerate(placements):
         sharded = getattr(placement, "dim", -1)
         if sharded >= dim:
             placements[index] = Replicate() if sharded == dim else moved(placement, -1)
-    shard = [size for axis, size in enumerate(local(parameter).shape) if axis != dim]
-    return DTensor.from_local(
-        torch.zeros(shard, dtype=torch.float32, device=parameter.device),
-        parameter.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    here = [size for axis, size in enumerate(local(parameter).shape) if axis != dim]
+    zeros = torch.zeros(here, dtype=torch.float32, device=parameter.device)
+    return spread(zeros, parameter.device_mesh, placements, shape)

@@ -11,8 +11,8 @@ from mb_layers.experts import Experts, SharedExpert
 from torch import Tensor, nn
 
 from mb_parallel.arguments import at_least_0, one_module, several
-from mb_parallel.optimizer.adamw import ShardedOptimizer
-from mb_parallel.optimizer.shards import local
+from mb_parallel.optimizer.sharded import ShardedOptimizer
+from mb_parallel.shards import local
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -30,8 +30,8 @@ from torch import Tensor
 from mb_parallel.arguments import at_least_1, floating
 from mb_parallel.engines import is_dtensor
 from mb_parallel.optimizer.adamw import AdamW
-from mb_parallel.optimizer.shards import local, local_grad, moved
 from mb_parallel.optimizer.working_copies import WorkingCopies
+from mb_parallel.shards import local, local_grad, moved, spread
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -200,12 +200,11 @@ def _updates(
     stacked = torch.stack(shards) if others else shards[0][None]
     if not is_dtensor(one):
         return _matrix_by_matrix(stacked, steps, fused).unbind()
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
 
     placements = [moved(placement, 1) for placement in one.placements]
     size = (len(shards), *one.shape)
-    about: dict[str, Any] = {"shape": size, "stride": torch.empty(size, device="meta").stride()}
-    whole = DTensor.from_local(stacked, one.device_mesh, placements, run_check=False, **about)
+    whole = spread(stacked, one.device_mesh, placements, size)
     # Matrices in parts come together: each on one rank, or, where that cannot be, on all.
     axis = _dealt_over(one) if others else None
     turned = [
@@ -214,8 +213,8 @@ def _updates(
     ]
     matrices = whole.redistribute(placements=turned)
     done = _matrix_by_matrix(local(matrices).contiguous(), steps, fused)
-    done = DTensor.from_local(done, one.device_mesh, turned, run_check=False, **about)
-    return local(done.redistribute(placements=placements)).contiguous().unbind()
+    whole = spread(done, one.device_mesh, turned, size)
+    return local(whole.redistribute(placements=placements)).contiguous().unbind()
 
 
 def _dealt_over(parameter: DTensor) -> int | None:

@@ -21,7 +21,7 @@ from mb_parallel.arguments import at_least_0, several_optimizers, tensors
 from mb_parallel.gradient_sync import has_grad
 from mb_parallel.mesh import ParallelMesh, check_mesh
 from mb_parallel.optimizer.scaler import GradScaler
-from mb_parallel.optimizer.shards import (
+from mb_parallel.shards import (
     all_reduce_together,
     local,
     local_grad,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mb_parallel.arguments import at_least_0
-from mb_parallel.optimizer.adamw import ShardedOptimizer
-from mb_parallel.optimizer.shards import local, local_grad, zeros_like
+from mb_parallel.optimizer.sharded import ShardedOptimizer
+from mb_parallel.shards import local, local_grad, zeros_like
 
 
 class SGD(ShardedOptimizer):

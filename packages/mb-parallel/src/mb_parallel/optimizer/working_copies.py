@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from mb_parallel.arguments import floating, several
 from mb_parallel.engines import is_fsdp
-from mb_parallel.optimizer.shards import Unwritten, local, shaped_like
+from mb_parallel.shards import Unwritten, local, shaped_like
 
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class WorkingCopies(Mapping[Tensor, Tensor]):
@@ -51,7 +51,7 @@ class WorkingCopies(Mapping[Tensor, Tensor]):
         self._equal = Unwritten()  # to their copies
         for parameter, copy in self._copies.items():
             same_size = local(parameter).shape == copy.shape
-            if parameter.dtype != torch.float32 or copy.dtype not in _HALVES or not same_size:
+            if parameter.dtype != torch.float32 or copy.dtype not in HALVES or not same_size:
                 raise ValueError(
                     "Expected fp32 parameters and copies of the same local size in bf16 or fp16, "
                     f"got {tuple(local(parameter).shape)} in {parameter.dtype} and "
@@ -118,7 +118,7 @@ def hold_working_copies(models: Iterable[nn.Module], dtype: torch.dtype) -> Work
             continue
         for name in ("w1", "w2"):
             parameter = module._parameters.get(name)
-            if dtype not in _HALVES or parameter is None or parameter.dtype != torch.float32:
+            if dtype not in HALVES or parameter is None or parameter.dtype != torch.float32:
                 continue
             if parameter not in pairs:  # else layers share it
                 pairs[parameter] = torch.empty_like(local(parameter).detach(), dtype=dtype)

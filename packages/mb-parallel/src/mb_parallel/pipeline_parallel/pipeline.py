@@ -114,30 +114,6 @@ class Pipeline:
         self.indices = stage_indices(
             schedule, pp_size=mesh.pp_size, pp_rank=mesh.pp_rank, stages_per_rank=len(stages)
         )
-        if self.kind.in_halves and any(zero_stage_of(stage) == 3 for stage in stages):
-            # Torch looks for the weights in the graph by the parameters that the module has then,
-            # which are shards: no gradient is found, and ranks wait for each other for ever.
-            raise ValueError(
-                f"Expected zero_stage 1 or 2 with {schedule}, which computes the gradients of "
-                "weights apart and needs the weights whole from forward to backward, got 3."
-            )
-        if self.kind.in_halves and any(is_compiled(m) for one in stages for m in one.modules()):
-            raise ValueError(  # as torch does, but in the first step
-                f"Expected modules with {schedule} that torch.compile has not wrapped, since it "
-                "takes backward passes apart, got one that is. Call module.compile(), which "
-                "wraps none, with torch 2.13 or later, or take interleaved-1f1b."
-            )
-        if self.kind.in_halves and any(
-            module.working_copies
-            for stage in stages
-            for module in stage.modules()
-            if isinstance(module, Experts)
-        ):
-            # Torch computes the gradients of a stage's parameters, and copies are none of them.
-            raise ValueError(
-                f"Expected experts without working copies with {schedule}, which would leave them "
-                "without gradients. Do not call hold_working_copies, or take another schedule."
-            )
         self.stages, self.group = stages, pp.get_group()
         self.dp_size = mesh.dp_size
         self.num_stages = mesh.pp_size * len(stages)
@@ -153,11 +129,8 @@ class Pipeline:
                 f"Expected streams for each of the {borders} borders between {self.num_stages} "
                 f"stages, got {streams}."
             )
-        if self.kind.in_halves and any(len(names) > 1 for names in self.streams):
-            raise ValueError(  # torch's two halves lose each other's places in the graph
-                f"Expected one stream between stages with {schedule}, got {self.streams}. Take "
-                "1f1b or interleaved-1f1b."
-            )
+        if self.kind.in_halves:
+            _refuse_in_halves(schedule, stages, self.streams)
         self.tied = [
             TiedParameter(
                 self._by_stage(name, copies),
@@ -345,3 +318,32 @@ class Pipeline:
         """The module of a stage if this rank has it; -1 is the last."""
         index %= self.num_stages
         return self.stages[self.indices.index(index)] if index in self.indices else None
+
+
+def _refuse_in_halves(schedule: str, stages: list[nn.Module], streams: list[list[str]]) -> None:
+    """Raise ValueError for what cannot run where torch takes backward passes apart."""
+    modules = [module for stage in stages for module in stage.modules()]
+    if any(zero_stage_of(stage) == 3 for stage in stages):
+        # Torch looks for the weights in the graph by the parameters that the module has then,
+        # which are shards: no gradient is found, and ranks wait for each other for ever.
+        raise ValueError(
+            f"Expected zero_stage 1 or 2 with {schedule}, which computes the gradients of weights "
+            "apart and needs the weights whole from forward to backward, got 3."
+        )
+    if any(map(is_compiled, modules)):
+        raise ValueError(  # as torch does, but in the first step
+            f"Expected modules with {schedule} that torch.compile has not wrapped, since it takes "
+            "backward passes apart, got one that is. Call module.compile(), which wraps none, with "
+            "torch 2.13 or later, or take interleaved-1f1b."
+        )
+    if any(module.working_copies for module in modules if isinstance(module, Experts)):
+        # Torch computes the gradients of a stage's parameters, and copies are none of them.
+        raise ValueError(
+            f"Expected experts without working copies with {schedule}, which would leave them "
+            "without gradients. Do not call hold_working_copies, or take another schedule."
+        )
+    if any(len(names) > 1 for names in streams):
+        raise ValueError(  # torch's two halves lose each other's places in the graph
+            f"Expected one stream between stages with {schedule}, got {streams}. Take 1f1b or "
+            "interleaved-1f1b."
+        )

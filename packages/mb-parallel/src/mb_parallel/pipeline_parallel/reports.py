@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mb_parallel.pipeline_parallel.stage import Pass
+from mb_parallel.world import of_all_ranks
 
 
 class Entry(NamedTuple):
@@ -36,8 +37,7 @@ class Reports:
 
     def __init__(self, passing: Pass, group: ProcessGroup) -> None:
         self._mine = _entries(passing, 0)
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, self._mine, group=group)
+        everyone = of_all_ranks(self._mine, group)
         self._group = group
         self._entries = sorted(entry for entries in everyone for entry in entries)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mb_parallel.engines import is_dtensor
+from mb_parallel.shards import local
+from mb_parallel.world import of_all_ranks
 
 
 class TiedParameter:
@@ -46,7 +46,7 @@ class TiedParameter:
         self._check(names)
         self._trains = any(parameter.requires_grad for parameter in self._parameters())
         with torch.no_grad():
-            self._hand_round([plain(parameter) for parameter in self._parameters()])
+            self._hand_round([local(parameter) for parameter in self._parameters()])
 
     def _check(self, names: Mapping[int, str]) -> None:
         """Raise on all ranks if something is wrong on one."""
@@ -54,13 +54,12 @@ class TiedParameter:
         problem = None
         try:
             found = [
-                f"{list(plain(p).shape)} in {p.dtype}{'' if p.requires_grad else ' (frozen)'}"
+                f"{list(local(p).shape)} in {p.dtype}{'' if p.requires_grad else ' (frozen)'}"
                 for p in self._parameters()
             ]
         except ValueError as error:
             problem = str(error)
-        everyone: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyone, (found, problem), group=self._group)
+        everyone = of_all_ranks((found, problem), self._group)
         if problems := {told for _, told in everyone if told is not None}:
             raise ValueError("\n".join(sorted(problems)))
         sizes = {size for sizes, _ in everyone for size in sizes}
@@ -107,7 +106,7 @@ class TiedParameter:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        first, *rest = grads = [plain(p.grad) for p in parameters if p.grad is not None]
+        first, *rest = grads = [local(p.grad) for p in parameters if p.grad is not None]
         for grad in rest:
             first += grad
         for peer in self._peers:
@@ -146,8 +145,3 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
         known = ", ".join(known for known, _ in module.named_parameters())
         raise ValueError(f"Expected a tied parameter {name!r} in the stage, which has {known}.")
     return parameter
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself; in the same memory."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor

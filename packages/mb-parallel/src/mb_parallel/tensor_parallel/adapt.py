@@ -115,8 +115,8 @@ def shard(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, *, what: str
     module._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's shard, differentiable."""
+def to_local(parameter: Tensor) -> Tensor:
+    """This rank's shard with its place in the graph, which that of `shards.local` lacks."""
     return parameter.to_local() if is_dtensor(parameter) else parameter
 
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mb_parallel.random import make_distinct
 from mb_parallel.tensor_parallel import collectives
-from mb_parallel.tensor_parallel.adapt import Adapted, adapt, local, once, shard, summed
+from mb_parallel.tensor_parallel.adapt import Adapted, adapt, once, shard, summed, to_local
 
 SEQUENCE = -2  # dimension of x [..., S, D]
 
@@ -109,7 +109,7 @@ class ColumnParallel(Style):
         def forward(original: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
             return original(region.enter(x), *args, **kwargs)
 
-        views = dict.fromkeys(names, local)
+        views = dict.fromkeys(names, to_local)
         adapt(module, region.adapted, self, views=views, forward=forward if self.enter else None)
 
 
@@ -124,7 +124,7 @@ class RowParallel(Style):
         def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return region.leave(original(*args, **kwargs))
 
-        views = dict.fromkeys(names, once(region.group)) | {"weight": local}
+        views = dict.fromkeys(names, once(region.group)) | {"weight": to_local}
         adapt(module, region.adapted, self, views=views, forward=forward)
 
 
@@ -240,7 +240,7 @@ class Sharded(Style):
         names = own(module, *self.dims)
         for name in names:
             shard(module, name, self.dims[name], region.mesh, what=f"dimension of {name}")
-        adapt(module, region.adapted, type(self), views=dict.fromkeys(names, local))
+        adapt(module, region.adapted, type(self), views=dict.fromkeys(names, to_local))
 
 
 @dataclass(frozen=True)

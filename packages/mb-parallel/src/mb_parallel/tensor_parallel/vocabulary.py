@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mb_parallel.engines import is_dtensor
 from mb_parallel.tensor_parallel import collectives
-from mb_parallel.tensor_parallel.adapt import adapt, local, shard
+from mb_parallel.tensor_parallel.adapt import adapt, shard, to_local
 from mb_parallel.tensor_parallel.styles import Region, Style, own
 
 
@@ -53,7 +53,7 @@ class VocabParallelEmbedding(Style):
             return region.leave(x_BSD.masked_fill(~mine_BS[..., None], 0))
 
         how = (self, rows)
-        adapt(module, region.adapted, how, views={"weight": local}, forward=forward)
+        adapt(module, region.adapted, how, views={"weight": to_local}, forward=forward)
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def vocab_parallel_cross_entropy(
             "Give the head ColumnParallel(enter=False), or what it is tied to "
             "VocabParallelEmbedding()."
         )
-    weight_VD = local(weight_VD)
-    bias_V = None if bias_V is None else local(bias_V)
+    weight_VD = to_local(weight_VD)
+    bias_V = None if bias_V is None else to_local(bias_V)
     rows = weight_VD.shape[0]
     gather = functools.partial(collectives.stacked, group=region.group)
     place = mb_kernels.VocabularyShard(rows * region.rank, rows * region.size, gather)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from mb_parallel.engines import is_dtensor, is_under_way
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -85,15 +89,31 @@ def shaped_like(shard: Tensor, parameter: Tensor) -> Tensor:
     """A shard of the size of `parameter`'s as what the parameter is: plain or a DTensor."""
     if not is_dtensor(parameter):
         return shard
+    size, stride = parameter.shape, parameter.stride()
+    return spread(shard, parameter.device_mesh, parameter.placements, size, stride)
+
+
+def spread(
+    shard: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Any],
+    shape: Sequence[int],
+    stride: Sequence[int] | None = None,
+) -> DTensor:
+    """A DTensor of this size, contiguous or with this stride, of which this rank has `shard`.
+
+    Nothing is sent. Without the size torch would multiply the shard's, which is wrong where the
+    ranks do not divide a dimension.
+    """
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
         shard,
-        parameter.device_mesh,
-        parameter.placements,
+        mesh,
+        placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride() if stride is None else tuple(stride),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from mb_train.checkpoint import load_checkpoint
 from mb_train.config import TrainConfig
+from mb_train.device import device_type
 from mb_train.run_folder import SavedRun, checkpoint_in, read_saved_run
 from mb_train.tasks.make import whole_model
 from mb_train.tokenizers import load_tokenizer
@@ -69,10 +70,7 @@ def load_trained(
         raise ValueError(
             f"Expected a model of kind {' or '.join(kinds)} in {run}, got {config.model}."
         )
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("Expected a GPU for --device cuda, found none. See mb-train doctor.")
+    device = device_type(device)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     with torch.device(device):
         model = whole_model(

@@ -18,6 +18,7 @@ from mb_parallel import ParallelDims
 from torch import nn
 
 from mb_train.config import TrainConfig, whole
+from mb_train.device import compute_dtype
 from mb_train.flops import flops, known_devices
 from mb_train.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
 from mb_train.layout import parallel_dims, stage_layers
@@ -87,8 +88,8 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     with unfilled():
         model = task.build_model(compute_dtype=torch.float32)
     on_gpu = device != "CPU"
-    narrow = 2 if config.fp16 or (on_gpu if config.bf16 is None else config.bf16) else 0
-    width = narrow or 4
+    width = compute_dtype(config, "cuda" if on_gpu else "cpu").itemsize
+    narrow = width if width < 4 else 0
     batch = config.batch_size(dims.dp)
     micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
     parts = _parts(model, config, dims, copied=narrow > 0 and ranks == 1)

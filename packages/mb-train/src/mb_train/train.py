@@ -27,12 +27,13 @@ from mb_train import run_folder
 from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
 from mb_train.data import DataError, samples_of_step
+from mb_train.device import device_type
 from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator, IntervalStats
 from mb_train.profiling import Profiler
 from mb_train.reporting import datetime_line, validation_lines
-from mb_train.run import Run, device_type, only_writer
+from mb_train.run import Run, only_writer
 from mb_train.signals import StopFlag, stop_signals
 from mb_train.starting import Start, plan_of
 from mb_train.step import Step, params_norm, train_step
@@ -89,7 +90,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         _less_memory_named(),
         warnings.catch_warnings(),
         distributed(
-            device_type(config), timeout_s=60 * config.distributed_timeout_minutes
+            device_type(config.device), timeout_s=60 * config.distributed_timeout_minutes
         ) as device,
         torch.random.fork_rng([device] if device.type == "cuda" else []),  # steps seed torch's own
         only_writer(config.save) as recovered,

@@ -13,7 +13,8 @@ from mb_train.checkpoint import load_checkpoint
 from mb_train.config import TrainConfig
 from mb_train.device import device_type
 from mb_train.run_folder import SavedRun, checkpoint_in, read_saved_run
-from mb_train.tasks.make import whole_model
+from mb_train.tasks import Task
+from mb_train.tasks.make import one_process_task, whole_model
 from mb_train.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
@@ -28,6 +29,16 @@ class Trained:
     config: TrainConfig
     saved: SavedRun
     checkpoint: Path
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of its vocabulary."""
+        return self.saved.identity["padded_vocab_size"]
+
+    @property
+    def task(self) -> Task:
+        """What it was trained for, made anew as on one process; raises as `tokenizer`."""
+        return one_process_task(self.config, self.tokenizer, vocab_size=self.vocab_size)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -83,17 +83,15 @@ class Run:
         self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
         self.say(argument_lines(config))
         check_files(config)
-        self._copies = copies_for(config, None if start is None else start.run)
+        self._copies = copies_for(config, start)
         tokenizer = load_tokenizer(config, self._copies)
-        saved = saved_rows(config, None if start is None else start.saved)
+        saved = saved_rows(config, start)
         self.vocab_size = vocabulary_rows(
             config, tokenizer.vocab_size, ranks=self.mesh.tp_size, saved=saved
         )
-        self.identity = {
-            **config.model_identity(),
-            "padded_vocab_size": self.vocab_size,
-            "tokenizer": tokenizer.fingerprint,
-        }
+        self.identity = config.model_identity(
+            vocab_size=self.vocab_size, tokenizer=tokenizer.fingerprint
+        )
         if start is not None:
             start.saved.check_model(self.identity)
         self.task: Task = make_task(config, tokenizer, vocab_size=self.vocab_size, mesh=self.mesh)

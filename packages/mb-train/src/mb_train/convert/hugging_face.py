@@ -205,11 +205,7 @@ def write_run(
     with unfilled():
         model = whole_model(config, vocab_size=vocab_size)
     model.load_state_dict(dict(weights), strict=True, assign=True)
-    identity = {
-        **config.model_identity(),
-        "padded_vocab_size": vocab_size,
-        "tokenizer": tokenizer.fingerprint,
-    }
+    identity = config.model_identity(vocab_size=vocab_size, tokenizer=tokenizer.fingerprint)
     copies = {path: target / TOKENIZER / path.name for path in own}
     named = {str(path): str(copy.absolute()) for path, copy in copies.items()}
     fields = {
@@ -264,7 +260,7 @@ def export_model(
     about = {
         "architectures": [found.name],
         "model_type": found.model_type,
-        "vocab_size": trained.saved.identity["padded_vocab_size"],
+        "vocab_size": trained.vocab_size,
         "dtype": str(dtype).removeprefix("torch."),
         "torch_dtype": str(dtype).removeprefix("torch."),
         **found.special(tokenizer),

@@ -1,6 +1,7 @@
 """Datasets and batches of a run, from the token files that its flags name.
 
-Batches are prepared ahead by a few threads, and come in the sampler's order.
+Batches are prepared ahead by a few threads, beside a GPU with a process each where samples are made
+in Python, and come in the sampler's order.
 """
 
 from __future__ import annotations

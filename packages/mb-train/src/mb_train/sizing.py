@@ -26,7 +26,7 @@ from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
 from mb_train.optimizer import parameter_groups
 from mb_train.schedule import BatchSizes, train_iterations, train_samples
-from mb_train.step_time import MEASURED, Work, attending, keeping, orthogonalising
+from mb_train.step_time import MEASURED, Demand, attending, keeping, orthogonalising
 from mb_train.tasks.make import one_process_task
 
 GIB = 2**30
@@ -108,6 +108,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
 
     activations = activations_bytes(work, config, dims, width, on_gpu=on_gpu)
     activations += loss_bytes(work, config, dims, width)
+    demand = _demand(work, config, dims, parts, micro_batches)
     state = 0 if config.no_save_optim else sum(part.state_bytes * part.total for part in parts)
     return Sizes(
         parameters=total,
@@ -121,7 +122,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         step_tokens=work.tokens * batch,
         step_flops=sum(flops(work)) * batch,
         # Peaks are those of 16 bits.
-        step_s=_work(work, config, dims, parts, micro_batches).seconds(device) if narrow else None,
+        step_s=demand.seconds(device) if narrow else None,
     )
 
 
@@ -142,7 +143,7 @@ class _Part:
     shards: int
     copied: bool
     state_bytes: float
-    turning: Work
+    turning: Demand
 
     @property
     def sharded(self) -> float:
@@ -174,7 +175,7 @@ def _parts(
         (False, dims.tp * dims.pp, dims.dp_shard),
         (True, dims.ep * dims.pp, of_experts),
     ):
-        total, state, turning = 0, 0, Work()
+        total, state, turning = 0, 0, Demand()
         for group in parameter_groups([model], config):
             muon = bool(group.get("muon"))
             own = [p for p in group["params"] if (p in experts) == owned]
@@ -209,13 +210,13 @@ def _state_bytes(config: TrainConfig, *, muon: bool) -> int:
     return _MOMENTS[config.optimizer] * (2 if halves else 4)
 
 
-def _work(
+def _demand(
     work: Workload,
     config: TrainConfig,
     dims: ParallelDims,
     parts: list[_Part],
     micro_batches: int,
-) -> Work:
+) -> Demand:
     """What a step asks of a rank; of a pipeline in the mean over its stages."""
     samples = micro_batches * whole(config.micro_batch_size)
     layers = kept_by_layer(work, config, dims, 2)
@@ -227,16 +228,16 @@ def _work(
     of_gpt = config.model == "gpt"
     dropout = bool(config.attention_dropout)
     step = [
-        Work(products=(blocks * again + heads) * samples / ranks),
+        Demand(products=(blocks * again + heads) * samples / ranks),
         attending(attention * again * samples / ranks, causal=of_gpt, dropout=dropout),
         keeping(
             2 * sum(layer.all for layer in layers) * samples,
             2 * logits * samples / ranks,
             sentences=not of_gpt,
         ),
-        *(Work(moved=part.traffic(micro_batches)) + part.turning for part in parts),
+        *(Demand(moved=part.traffic(micro_batches)) + part.turning for part in parts),
     ]
-    return sum(step, Work())
+    return sum(step, Demand())
 
 
 def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> list[str]:

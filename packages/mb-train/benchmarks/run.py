@@ -46,11 +46,11 @@ from mb_train.assemble import assemble
 from mb_train.balance import LoadBalance
 from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig, whole
+from mb_train.device import compute_dtype
 from mb_train.layout import parallel_dims
 from mb_train.metrics import Accumulator
 from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.recipes import recipe
-from mb_train.run import compute_dtype
 from mb_train.schedule import BatchSizes, build_schedule
 from mb_train.step import train_step
 from mb_train.tasks import GPTTask
@@ -128,7 +128,7 @@ def ours(
     if ranks > 1:
         mesh = parallel_dims(config, ranks).build(DEVICE)
     task = GPTTask(config, vocab_size=V, eod=50256)
-    model = assemble(task, config, mesh, device, compute_dtype(config, device))
+    model = assemble(task, config, mesh, device, compute_dtype(config, device.type))
     run = SimpleNamespace(
         config=config, device=device, mesh=mesh, task=task, model=model,
         micro_batch_size=whole(config.micro_batch_size),

@@ -48,7 +48,7 @@ def drawn(rng):
         words += [flag_name(f.name), *(str(rng.choice(values)) for _ in range(count))]
     if rng.random() < 0.3:
         name = rng.choice(list(SETTLED))
-        words += [name, "1"] if SETTLED[name][0] == 1 else [name]
+        words += [name, "1"] if SETTLED[name][0] is True else [name]
     return words
 
 

@@ -112,7 +112,7 @@ def test_a_dense_feed_forward_is_its_formula(activation):
     )
     torch.testing.assert_close(found, expected)
     config = ModelFields(activation=activation)
-    assert config.is_glu == (mlp.gate is not None)  # which FLOPs and sizes are counted by
+    assert config.is_glu == (mlp.gate is not None)  # which --glu is checked by
 
 
 def test_without_biases_in_the_maps_a_layer_norm_keeps_its_own():

@@ -84,9 +84,9 @@ def plan(parser: Parser, arguments: Sequence[str]) -> int:
     device = options.gpu or here
     vocab_size = vocabulary_rows(
         config,
-        load_tokenizer(config, copies_for(config, None if start is None else start.run)).vocab_size,
+        load_tokenizer(config, copies_for(config, start)).vocab_size,
         ranks=config.tensor_model_parallel_size,
-        saved=saved_rows(config, None if start is None else start.saved),
+        saved=saved_rows(config, start),
     )
     found = sizes(config, vocab_size, ranks, device)
     print("\n".join(describe(config, found, ranks=ranks, device=device)))

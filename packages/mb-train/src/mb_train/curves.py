@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mb_train.reporting import perplexity
-from mb_train.run_folder import LOG_FILE
-from mb_train.run_log import read_log
+from mb_train.run_log import log_of, read_log
 
 # Curve -> the entry of a "train" event; logs of older runs lack some.
 _SERIES = {"grad_norm": "grad_norm", "step_ms": "ms_per_iteration", "mfu": "mfu"}
@@ -71,9 +70,7 @@ def read_curves(folder: Path) -> Curves:
     Raises:
         ValueError: no log there, or nothing in it.
     """
-    path = folder / LOG_FILE
-    if not path.is_file():
-        raise ValueError(f"Expected {folder} to be a run folder with a {LOG_FILE}, found none.")
+    path = log_of(folder)
     curves = Curves(folder.resolve().name)
     for event in read_log(path):
         try:

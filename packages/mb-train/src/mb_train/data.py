@@ -1,6 +1,7 @@
 """Datasets and batches of a run, from the token files that its flags name.
 
-Batches are prepared ahead by a few threads, and come in the sampler's order.
+Batches are prepared ahead by a few threads, beside a GPU with a process each where samples are made
+in Python, and come in the sampler's order.
 """
 
 from __future__ import annotations
@@ -108,23 +109,27 @@ def prepare_data(
             f"Expected documents to train on, got none from {' '.join(prefixes)}"
             + ("." if parts else f" with --split {config.split}.")
         )
-    inner = train.dataset if isinstance(train, mb_data.FillInTheMiddle) else train
-    sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
     trained_on = (paths["train"] if isinstance(paths, dict) else paths) or []
     weights = [] if config.task is not None else weights_and_prefixes(trained_on)[0]
-    shares = [round(weight / sum(weights), 6) for weight in weights]
-    identity = {
-        "weights": shares if len(shares) > 1 else [],
-        "bin_bytes": [_size(Path(prefix + _suffixes(config)[0])) for prefix in prefixes],
-        "epochs": [
-            source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)
-        ],
-    }
+    files = [Path(prefix + _suffixes(config)[0]) for prefix in prefixes]
     first = task.collate([train[i] for i in range(min(len(train), _LOOKED_AT))])
     check_tokens(first, vocab_size)
     if not config.eval_iters:
         valid = test = None
-    return Data(train, valid, test, identity)
+    return Data(train, valid, test, _identity(train, files, weights))
+
+
+def _identity(train: Dataset, files: list[Path], weights: list[float]) -> dict[str, Any]:
+    """See `Data`."""
+    inner = train.dataset if isinstance(train, mb_data.FillInTheMiddle) else train
+    sources = inner.datasets if isinstance(inner, mb_data.BlendedDataset) else [inner]
+    passes = [source.num_epochs for source in sources if isinstance(source, mb_data.GPTDataset)]
+    shares = [round(weight / sum(weights), 6) for weight in weights]
+    return {
+        "weights": shares if len(shares) > 1 else [],
+        "bin_bytes": list(map(_size, files)),
+        "epochs": passes,
+    }
 
 
 def check_files(config: TrainConfig) -> None:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from mb_train.environment import explain
+from mb_train.program import PACKAGES
 
 _MIN_TORCH = (2, 11)
 # A run of the published size: 3.7 B parameters, 51 GB a checkpoint, two of them kept.
@@ -28,7 +29,7 @@ def diagnose(folder: Path) -> tuple[list[str], list[str]]:
         f"system      {platform.system()} {platform.machine()}, {_cores()} usable cores",
     ]
     problems: list[str] = []
-    for name in ("mb-kernels", "mb-layers", "mb-parallel", "mb-data", "mb-train"):
+    for name in PACKAGES:
         try:
             facts.append(f"{name:11} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:

@@ -118,11 +118,11 @@ def perplexity(trained: Trained, path: Path, options: EvalOptions) -> dict[str, 
     }
 
 
-Task: TypeAlias = Callable[..., dict[str, float]]
-_TASKS: dict[str, Task] = {"lambada": lambada, "wikitext": wikitext, "perplexity": perplexity}
+Measure: TypeAlias = Callable[..., dict[str, float]]
+_TASKS: dict[str, Measure] = {"lambada": lambada, "wikitext": wikitext, "perplexity": perplexity}
 
 
-def task_of(name: str) -> Task:
+def task_of(name: str) -> Measure:
     """A task by name, which takes a model, `path` and `options`, and returns results by name.
 
     It raises ValueError for a file that is not what it reads and for a model that has diverged, and

@@ -124,7 +124,6 @@ def _run(config: TrainConfig) -> int:
     """Train, then measure on all of each validation file, in this process."""
     prepare_host()
     from mb_train.loading import load_trained
-    from mb_train.tasks.make import one_process_task
     from mb_train.train import train
 
     result = train(config)
@@ -132,8 +131,7 @@ def _run(config: TrainConfig) -> int:
     if not leads() or result.checkpoint is None:
         return code
     trained = load_trained(result.checkpoint, config.device, kinds=("classifier",))
-    vocab_size = trained.saved.identity["padded_vocab_size"]
-    task = one_process_task(trained.config, trained.tokenizer, vocab_size=vocab_size)
+    task = trained.task
     for path in config.valid_data_path or []:
         _, dataset, _ = task.build_datasets(
             {"train": None, "valid": [path], "test": None}, (0, 0, 0)

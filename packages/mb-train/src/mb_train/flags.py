@@ -22,16 +22,10 @@ from mb_train.config import GROUPS, TrainConfig, flag_name
 from mb_train.config.field import Bounds, spec, value_types
 from mb_train.config.model import ModelFields
 from mb_train.config.resume import schedules
-from mb_train.core_flags import (
-    OF_EVERY_LAYER,
-    defaults_beside,
-    spelled_out,
-    summed_logits,
-    two_moments,
-)
+from mb_train.core_flags import defaults_beside, spelled_out, summed_logits, two_moments
 from mb_train.recipes import RECIPES, recipe
 from mb_train.refused_flags import nearest, wrong_flags
-from mb_train.settled import SETTLED, TRANSLATED, note
+from mb_train.settled import SETTLED, TRANSLATED, understood
 from mb_train.toml_file import UsageError, read_toml
 
 _TYPES = value_types(TrainConfig)
@@ -139,11 +133,8 @@ def build_parser(
         group = parser.add_argument_group(title)
         for f in fields(members):
             _add_field(group, f)
-    for name, (arguments, _) in SETTLED.items():
-        kind: dict[str, Any] = {"nargs": arguments} if arguments else {"action": "store_true"}
-        parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **kind)
-    for name, (valued, _) in TRANSLATED.items():
-        kind = {"nargs": valued} if isinstance(valued, str) else {}
+    for name, (valued, _) in {**SETTLED, **TRANSLATED}.items():
+        kind: dict[str, Any] = {"nargs": valued} if isinstance(valued, str) else {}
         kind |= {} if valued else {"action": "store_true"}
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **kind)
     for action in [] if own is None else own._actions:
@@ -240,31 +231,10 @@ def parse(
     for f in fields(TrainConfig):
         if values.get(f.name) == _NONE and f.default is None and spec(f).choices:
             values[f.name] = None
-    settled = [name for name in SETTLED if name in values]
-    for name in settled:
-        del values[name]
     wrong += [*two_moments(values), *summed_logits(typed, values)]
     beside = defaults_beside(typed, values)
-    fields_typed, notes = dict(values), [note(settled)] if settled else []
-    of_every_layer = []
-    for name, (_, meaning) in TRANSLATED.items():
-        if name in values:
-            try:
-                said = meaning(values.pop(name))
-            except ValueError as error:
-                wrong.append(str(error))
-                continue
-            if (field := OF_EVERY_LAYER.get(name)) is not None and field not in values:
-                of_every_layer.append(field)
-            differs = {
-                flag_name(f): fields_typed[f]
-                for f, value in said.items()
-                if f in fields_typed and (fields_typed[f] != value or name in OF_EVERY_LAYER)
-            }
-            for other, value in differs.items():
-                notes.append(f"no effect beside {other} {value}: {name}")
-            values = {**said, **values}
-    if wrong:
+    values, of_every_layer, notes, meaningless = understood(values)
+    if wrong := [*wrong, *meaningless]:
         raise UsageError(" ".join(wrong))
     named = values.pop("recipe", None)
     config_file = values.pop("config", None)

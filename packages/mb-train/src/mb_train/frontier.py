@@ -29,8 +29,7 @@ from typing import Any
 from mb_train.config import GROUPS, TrainConfig
 from mb_train.config.data import WAYS as DATA_WAYS
 from mb_train.config.field import spec
-from mb_train.run_folder import LOG_FILE
-from mb_train.run_log import read_log
+from mb_train.run_log import log_of, number, read_log
 
 _DRAWS = 4000
 # Runs of one picture must agree in these, or their points answer different questions.
@@ -121,9 +120,7 @@ def read_run(folder: Path) -> FrontierRun:
     Raises:
         ValueError: no log, no training step, no evaluation, or events of another program.
     """
-    path = folder / LOG_FILE
-    if not path.is_file():
-        raise ValueError(f"Expected {folder} to be a run folder with a {LOG_FILE}, found none.")
+    path = log_of(folder)
     try:
         return _run_of(path)
     except (KeyError, TypeError, AttributeError) as error:
@@ -148,7 +145,7 @@ def _run_of(path: Path) -> FrontierRun:
             intervals[event["iteration"]] = (len(event["lm_losses"]), pace, cold)
             cold = False
         elif kind == "eval" and "test" not in event["place"]:
-            valid[event["iteration"]] = _number(event["lm_loss"])
+            valid[event["iteration"]] = number(event["lm_loss"])
             if "consumed_samples" in event:
                 samples[event["iteration"]] = event["consumed_samples"]
     if not intervals or not valid:
@@ -317,10 +314,6 @@ def _seconds_by_step(
         else:
             paces[end - steps : end] = [pace] * steps
     return [0.0, *itertools.accumulate(paces)], overhead
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def label_of(shape: tuple[int, int], points: Iterable[Point]) -> str:

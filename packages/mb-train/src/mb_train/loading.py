@@ -11,8 +11,10 @@ import torch
 
 from mb_train.checkpoint import load_checkpoint
 from mb_train.config import TrainConfig
+from mb_train.device import device_type
 from mb_train.run_folder import SavedRun, checkpoint_in, read_saved_run
-from mb_train.tasks.make import whole_model
+from mb_train.tasks import Task
+from mb_train.tasks.make import one_process_task, whole_model
 from mb_train.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
@@ -27,6 +29,16 @@ class Trained:
     config: TrainConfig
     saved: SavedRun
     checkpoint: Path
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of its vocabulary."""
+        return self.saved.identity["padded_vocab_size"]
+
+    @property
+    def task(self) -> Task:
+        """What it was trained for, made anew as on one process; raises as `tokenizer`."""
+        return one_process_task(self.config, self.tokenizer, vocab_size=self.vocab_size)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -69,10 +81,7 @@ def load_trained(
         raise ValueError(
             f"Expected a model of kind {' or '.join(kinds)} in {run}, got {config.model}."
         )
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("Expected a GPU for --device cuda, found none. See mb-train doctor.")
+    device = device_type(device)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     with torch.device(device):
         model = whole_model(

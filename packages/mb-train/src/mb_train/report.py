@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mb_train.curves import Curves, read_curves, summary
 from mb_train.run_folder import PAGE, PICTURE
+from mb_train.run_log import number
 from mb_train.whole_files import replaced, write_text
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _loss(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
         (line,) = _line(axis, curves.loss, label=_label(curves, runs, "training"), marker=".")
         if curves.valid:
             at = sorted(curves.valid)
-            values = [_number(curves.valid[i]) for i in at]
+            values = [number(curves.valid[i]) for i in at]
             axis.plot(
                 at, values, "o-", markersize=4, linewidth=1, color=_darker(line.get_color()),
                 label=_label(curves, runs, "validation"),
@@ -174,7 +175,7 @@ def _load_of(curves: Curves) -> Panel:
     def panel(figure: Figure, axis: Axes, runs: Sequence[Curves]) -> None:
         at = _thinned(sorted(curves.load_imbalance))
         layers = range(len(curves.load_imbalance[at[-1]]))
-        grid = [[_number(curves.load_imbalance[i][layer]) for i in at] for layer in layers]
+        grid = [[number(curves.load_imbalance[i][layer]) for i in at] for layer in layers]
         edges = [at[0] - (at[1] - at[0] if len(at) > 1 else 1), *at]  # an interval ends where it is
         mesh = axis.pcolormesh(
             edges, _around(layers), grid, cmap="viridis", vmin=1.0, rasterized=True
@@ -207,7 +208,7 @@ def _experts_of(curves: Curves) -> Panel:
 
 def _line(axis: Axes, series: Mapping[int, float | None], **style: Any) -> list[Any]:
     at = sorted(series)
-    values = [_number(series[i]) for i in at]
+    values = [number(series[i]) for i in at]
     if len(at) > _MARKED:
         style.pop("marker", None)
     if len(at) <= _POINTS:
@@ -257,10 +258,6 @@ def _darker(color: str) -> Any:
 
 def _plain(value: float) -> str:
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _figure(panels: Sequence[tuple[str, Panel]], runs: Sequence[Curves], height: float) -> Figure:

@@ -28,6 +28,7 @@ from mb_train.config import TrainConfig, whole
 from mb_train.config.field import in_flags
 from mb_train.console import Console
 from mb_train.data import Data, batches, check_files, prepare_data
+from mb_train.device import compute_dtype, device_name
 from mb_train.folder_lock import locked
 from mb_train.optimizer import build_optimizer, build_scaler
 from mb_train.profiling import check_profiled
@@ -82,17 +83,15 @@ class Run:
         self.timers = Timers(device, level=config.timing_log_level, option=config.timing_log_option)
         self.say(argument_lines(config))
         check_files(config)
-        self._copies = copies_for(config, None if start is None else start.run)
+        self._copies = copies_for(config, start)
         tokenizer = load_tokenizer(config, self._copies)
-        saved = saved_rows(config, None if start is None else start.saved)
+        saved = saved_rows(config, start)
         self.vocab_size = vocabulary_rows(
             config, tokenizer.vocab_size, ranks=self.mesh.tp_size, saved=saved
         )
-        self.identity = {
-            **config.model_identity(),
-            "padded_vocab_size": self.vocab_size,
-            "tokenizer": tokenizer.fingerprint,
-        }
+        self.identity = config.model_identity(
+            vocab_size=self.vocab_size, tokenizer=tokenizer.fingerprint
+        )
         if start is not None:
             start.saved.check_model(self.identity)
         self.task: Task = make_task(config, tokenizer, vocab_size=self.vocab_size, mesh=self.mesh)
@@ -150,7 +149,7 @@ class Run:
         layout.check_schedule(config, [size // per_pass for size in self.batch_sizes.all])
         self.iterations = train_iterations(config, self.batch_sizes)
         self.schedule: Schedule = build_schedule(config, self.batch_size)
-        self.compute_dtype = compute_dtype(config, self.device)
+        self.compute_dtype = compute_dtype(config, self.device.type)
         dims = self.mesh.dims
         self.say(world_line(world_size(), data=dims.dp, tensor=dims.tp, pipeline=dims.pp))
 
@@ -316,28 +315,3 @@ def only_writer(save: str | None) -> Generator[list[str]]:
         if failure[0] is not None:
             raise failure[0]
         yield done
-
-
-def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """The dtype of activations and products: what was asked for, else bf16 on a GPU."""
-    if config.fp16:
-        return torch.float16
-    bf16 = device.type == "cuda" if config.bf16 is None else config.bf16
-    return torch.bfloat16 if bf16 else torch.float32
-
-
-def device_type(config: TrainConfig) -> str:
-    """ "cuda" or "cpu", by `--device` and what there is.
-
-    Raises:
-        ValueError: `--device cuda` without a GPU.
-    """
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise ValueError("Expected a GPU for --device cuda, found none. See mb-train doctor.")
-    return "cuda" if available and config.device != "cpu" else "cpu"
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or "CPU"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

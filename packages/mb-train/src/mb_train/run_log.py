@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mb_train.config import TrainConfig
 from mb_train.reporting import perplexity
+from mb_train.run_folder import LOG_FILE
 
 
 class Board(Protocol):
@@ -234,6 +235,23 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def log_of(folder: Path) -> Path:
+    """RUN/log.jsonl.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = folder / LOG_FILE
+    if not path.is_file():
+        raise ValueError(f"Expected {folder} to be a run folder with a {LOG_FILE}, found none.")
+    return path
+
+
+def number(value: float | None) -> float:
+    """A number of a log, which has null for what is none."""
+    return math.nan if value is None else value
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

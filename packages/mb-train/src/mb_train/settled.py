@@ -8,9 +8,10 @@ Megatron Core.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mb_train import core_flags
+from mb_train.config import flag_name
 
 _NORMAL = (
     "weights are drawn from a normal distribution, by --init-method-std, as in MegaBlocks' fork, "
@@ -238,9 +239,9 @@ _ANSWERS: Mapping[str, str] = {
     "Muon iterates in bf16": "--muon-fp32-matmul-prec=1",
 }
 
-# Flag -> how many values follow ("?": one or none, "+": some), and the answer.
-SETTLED: Mapping[str, tuple[int | str, str]] = {
-    name: (int(count or 0) if count not in ("?", "+") else count, answer)
+# Flag -> whether a value follows ("?": one or none, "+": some), and the answer.
+SETTLED: Mapping[str, tuple[bool | str, str]] = {
+    name: ({"": False, "1": True}.get(count, count), answer)
     for answer, flags in _ANSWERS.items()
     for name, _, count in (word.partition("=") for word in flags.split())
 }
@@ -259,7 +260,45 @@ TRANSLATED: Mapping[str, tuple[bool | str, Callable[[Any], Mapping[str, Any]]]] 
 }
 
 
-def note(flags: list[str]) -> str:
+class Understood(NamedTuple):
+    """What a command line comes to once its settled and its translated flags are read.
+
+    values: all else that was said, and the fields that translated flags set.
+    of_every_layer: those weights of `values` that every layer's loss has, not their mean.
+    notes: remarks to print.
+    wrong: a sentence on each translated flag whose value means nothing here.
+    """
+
+    values: dict[str, Any]
+    of_every_layer: list[str]
+    notes: list[str]
+    wrong: list[str]
+
+
+def understood(said: Mapping[str, Any]) -> Understood:
+    """Read what was said, by flag or field; a field's own flag wins over one that is translated."""
+    settled = [name for name in SETTLED if name in said]
+    values = {name: value for name, value in said.items() if name not in SETTLED}
+    of_every_layer, notes, wrong = [], [_note(settled)] if settled else [], []
+    for name, (_, meaning) in TRANSLATED.items():
+        if name not in said:
+            continue
+        try:
+            meant = meaning(values.pop(name))
+        except ValueError as error:
+            wrong.append(str(error))
+            continue
+        sums_layers = name in core_flags.OF_EVERY_LAYER
+        for field, value in meant.items():
+            if sums_layers and field not in values:
+                of_every_layer.append(field)
+            if field in said and (said[field] != value or sums_layers):
+                notes.append(f"no effect beside {flag_name(field)} {said[field]}: {name}")
+        values = {**meant, **values}
+    return Understood(values, of_every_layer, notes, wrong)
+
+
+def _note(flags: list[str]) -> str:
     """What is said about the settled flags of a command line."""
     answers: dict[str, list[str]] = {}
     for name in flags:

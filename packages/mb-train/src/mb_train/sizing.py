@@ -18,6 +18,7 @@ from mb_parallel import ParallelDims
 from torch import nn
 
 from mb_train.config import TrainConfig, whole
+from mb_train.device import compute_dtype
 from mb_train.flops import flops, known_devices
 from mb_train.kept import activations_bytes, kept_by_layer, loss_bytes, recomputes
 from mb_train.layout import parallel_dims, stage_layers
@@ -25,7 +26,7 @@ from mb_train.models.unfilled import unfilled
 from mb_train.models.workload import Workload
 from mb_train.optimizer import parameter_groups
 from mb_train.schedule import BatchSizes, train_iterations, train_samples
-from mb_train.step_time import MEASURED, Work, attending, keeping, orthogonalising
+from mb_train.step_time import MEASURED, Demand, attending, keeping, orthogonalising
 from mb_train.tasks.make import one_process_task
 
 GIB = 2**30
@@ -87,8 +88,8 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
     with unfilled():
         model = task.build_model(compute_dtype=torch.float32)
     on_gpu = device != "CPU"
-    narrow = 2 if config.fp16 or (on_gpu if config.bf16 is None else config.bf16) else 0
-    width = narrow or 4
+    width = compute_dtype(config, "cuda" if on_gpu else "cpu").itemsize
+    narrow = width if width < 4 else 0
     batch = config.batch_size(dims.dp)
     micro_batches = batch // (whole(config.micro_batch_size) * dims.dp)
     parts = _parts(model, config, dims, copied=narrow > 0 and ranks == 1)
@@ -107,6 +108,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
 
     activations = activations_bytes(work, config, dims, width, on_gpu=on_gpu)
     activations += loss_bytes(work, config, dims, width)
+    demand = _demand(work, config, dims, parts, micro_batches)
     state = 0 if config.no_save_optim else sum(part.state_bytes * part.total for part in parts)
     return Sizes(
         parameters=total,
@@ -120,7 +122,7 @@ def sizes(config: TrainConfig, vocab_size: int, ranks: int, device: str) -> Size
         step_tokens=work.tokens * batch,
         step_flops=sum(flops(work)) * batch,
         # Peaks are those of 16 bits.
-        step_s=_work(work, config, dims, parts, micro_batches).seconds(device) if narrow else None,
+        step_s=demand.seconds(device) if narrow else None,
     )
 
 
@@ -141,7 +143,7 @@ class _Part:
     shards: int
     copied: bool
     state_bytes: float
-    turning: Work
+    turning: Demand
 
     @property
     def sharded(self) -> float:
@@ -173,7 +175,7 @@ def _parts(
         (False, dims.tp * dims.pp, dims.dp_shard),
         (True, dims.ep * dims.pp, of_experts),
     ):
-        total, state, turning = 0, 0, Work()
+        total, state, turning = 0, 0, Demand()
         for group in parameter_groups([model], config):
             muon = bool(group.get("muon"))
             own = [p for p in group["params"] if (p in experts) == owned]
@@ -208,13 +210,13 @@ def _state_bytes(config: TrainConfig, *, muon: bool) -> int:
     return _MOMENTS[config.optimizer] * (2 if halves else 4)
 
 
-def _work(
+def _demand(
     work: Workload,
     config: TrainConfig,
     dims: ParallelDims,
     parts: list[_Part],
     micro_batches: int,
-) -> Work:
+) -> Demand:
     """What a step asks of a rank; of a pipeline in the mean over its stages."""
     samples = micro_batches * whole(config.micro_batch_size)
     layers = kept_by_layer(work, config, dims, 2)
@@ -226,16 +228,16 @@ def _work(
     of_gpt = config.model == "gpt"
     dropout = bool(config.attention_dropout)
     step = [
-        Work(products=(blocks * again + heads) * samples / ranks),
+        Demand(products=(blocks * again + heads) * samples / ranks),
         attending(attention * again * samples / ranks, causal=of_gpt, dropout=dropout),
         keeping(
             2 * sum(layer.all for layer in layers) * samples,
             2 * logits * samples / ranks,
             sentences=not of_gpt,
         ),
-        *(Work(moved=part.traffic(micro_batches)) + part.turning for part in parts),
+        *(Demand(moved=part.traffic(micro_batches)) + part.turning for part in parts),
     ]
-    return sum(step, Work())
+    return sum(step, Demand())
 
 
 def describe(config: TrainConfig, found: Sizes, *, ranks: int, device: str) -> list[str]:

@@ -66,13 +66,10 @@ def plan(command: CommandLine) -> Plan:
         ValueError: what was asked for does not fit together, or not with the checkpoint.
         OSError: files that cannot be read.
     """
-    load, save = command.values.get("load"), command.values.get("save")
+    values = command.values  # a recipe has no --load
+    load, save = values.get("load"), values.get("save")
     if load is None:
-        config = resolve(command)
-        load = config.load
-        if load is None:
-            return plan_of(config)
-    values = command.values
+        return plan_of(resolve(command))
     checkpoint = _checkpoint(
         load, save, values.get("ckpt_step"), bool(values.get("exit_on_missing_checkpoint"))
     )
@@ -80,9 +77,9 @@ def plan(command: CommandLine) -> Plan:
         return Plan(dataclasses.replace(resolve(command), load=None))
     saved = read_saved_run(checkpoint)
     config = resolve(command, saved.inherited())
-    if "save" not in command.values and not config.finetune:
+    if "save" not in values and not config.finetune:
         config = dataclasses.replace(config, save=str(checkpoint.parent))
-    asked = {"train_iters", "train_samples"} & command.values.keys()
+    asked = {"train_iters", "train_samples"} & values.keys()
     start = Start(checkpoint, saved)
     if not asked and start.is_end_of(config):
         config = _prolong(config, saved)
@@ -124,20 +121,16 @@ def _prolong(config: TrainConfig, saved: SavedRun) -> TrainConfig:
     with this `--lr-decay-iters` would have made; beyond the decay it trains at `--min-lr`, and at
     `--end-weight-decay`.
     """
-    rising = config.weight_decay_incr_style != "constant"
-    if config.train_samples is not None:
-        decay = config.lr_decay_samples or config.train_samples
-        incr = config.weight_decay_incr_samples or config.train_samples if rising else None
-        return dataclasses.replace(
-            config, train_samples=saved.consumed_samples + decay, lr_decay_samples=decay,
-            weight_decay_incr_samples=incr,
-        )  # fmt: skip
-    decay = config.lr_decay_iters or whole(config.train_iters)
-    incr = config.weight_decay_incr_iters or config.train_iters if rising else None
-    return dataclasses.replace(
-        config, train_iters=saved.iteration + decay, lr_decay_iters=decay,
-        weight_decay_incr_iters=incr,
-    )  # fmt: skip
+    unit, done = "iters", saved.iteration
+    if config.by_samples:
+        unit, done = "samples", saved.consumed_samples
+    length = getattr(config, f"train_{unit}")
+    decay = getattr(config, f"lr_decay_{unit}") or length
+    lengths = {f"train_{unit}": done + decay, f"lr_decay_{unit}": decay}
+    if config.weight_decay_incr_style != "constant":
+        incr = f"weight_decay_incr_{unit}"
+        lengths[incr] = getattr(config, incr) or length
+    return dataclasses.replace(config, **lengths)
 
 
 def command_line(*arguments: str) -> str:

@@ -44,7 +44,7 @@ _NEWTON_SCHULZ = 5  # steps of `mb_parallel.optimizer.Muon`
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Demand:
     """What a step asks of one GPU.
 
     Attributes:
@@ -55,12 +55,12 @@ class Work:
     products: float = 0.0
     moved: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(products=self.products + other.products, moved=self.moved + other.moved)
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(products=self.products + other.products, moved=self.moved + other.moved)
 
-    def shared(self, ranks: int) -> Work:
+    def shared(self, ranks: int) -> Demand:
         """The share of one of so many ranks."""
-        return Work(products=self.products / ranks, moved=self.moved / ranks)
+        return Demand(products=self.products / ranks, moved=self.moved / ranks)
 
     def seconds(self, device: str) -> float | None:
         """Seconds on a GPU of this name; None if its data sheet is not known."""
@@ -71,19 +71,19 @@ class Work:
         return self.products / (_PRODUCTS * peak) + moved_s
 
 
-def attending(flops: float, *, causal: bool, dropout: bool) -> Work:
+def attending(flops: float, *, causal: bool, dropout: bool) -> Demand:
     """Attention of so many FLOPs over whole squares of positions, with dropout of its weights."""
     share = (_CAUSAL if causal else _BIDIRECTIONAL) * (_WITH_DROPOUT if dropout else 1)
-    return Work(products=flops * _PRODUCTS / share)
+    return Demand(products=flops * _PRODUCTS / share)
 
 
-def keeping(kept: float, logits: float, *, sentences: bool) -> Work:
+def keeping(kept: float, logits: float, *, sentences: bool) -> Demand:
     """What blocks keep for the backward pass, and the logits, in bytes; beside the products."""
     passes = _KEPT_PASSES_OF_SENTENCES if sentences else _KEPT_PASSES
-    return Work(moved=passes * kept + _LOGIT_PASSES * logits)
+    return Demand(moved=passes * kept + _LOGIT_PASSES * logits)
 
 
-def orthogonalising(weights: Iterable[Tensor], fused: tuple[int, ...]) -> Work:
+def orthogonalising(weights: Iterable[Tensor], fused: tuple[int, ...]) -> Demand:
     """Muon's iterations over weights [..., rows, columns].
 
     Args:
@@ -104,4 +104,4 @@ def orthogonalising(weights: Iterable[Tensor], fused: tuple[int, ...]) -> Work:
             flops += count * (rounds * (half * long + 2 * short**2 * long) + small * half * short)
             passes = rounds + 2 * _NEWTON_SCHULZ + 9 * twice + 4
             moved += count * 2 * (3 * rounds * short * long + passes * short**2)  # in 16 bits
-    return Work(products=flops, moved=moved)
+    return Demand(products=flops, moved=moved)

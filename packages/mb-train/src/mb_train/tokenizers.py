@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mb_train.config import TrainConfig, flag_name
-from mb_train.run_folder import TOKENIZER, SavedRun, checkpoint_in, read_saved_run
+from mb_train.run_folder import TOKENIZER, checkpoint_in, read_saved_run
 
 if TYPE_CHECKING:
     from mb_data import Tokenizer
 
+    from mb_train.starting import Start
 
 # What belongs together in a folder of Hugging Face's: words, and what is said of them.
 _WORDS = (
@@ -106,15 +107,17 @@ def tokenizer_files(config: TrainConfig, run: Path | None = None) -> list[Path]:
     return [path for path in dict.fromkeys(files) if path.exists()]
 
 
-def copies_for(config: TrainConfig, gone_on_from: Path | None) -> Path | None:
+def copies_for(config: TrainConfig, start: Start | None) -> Path | None:
     """The run folder whose copies take the place of files that are gone: of the run that this one
     goes on from, or of the BERT that it begins with. None where there is neither.
 
     Raises:
         ValueError: a --bert-load without a checkpoint.
     """
-    if gone_on_from is not None or config.bert_load is None:
-        return gone_on_from
+    if start is not None:
+        return start.run
+    if config.bert_load is None:
+        return None
     folder = Path(config.bert_load)
     return None if (folder / "config.json").is_file() else checkpoint_in(folder).parent
 
@@ -132,15 +135,16 @@ def keep_tokenizer(config: TrainConfig, folder: Path, run: Path | None = None) -
                 shutil.copyfile(file, copy)
 
 
-def saved_rows(config: TrainConfig, gone_on_from: SavedRun | None) -> int:
+def saved_rows(config: TrainConfig, start: Start | None) -> int:
     """Rows of the vocabulary whose weights a run begins with: its own of before, or those of the
     BERT of `--bert-load`. 0: of none, or of a folder of Hugging Face's, which gets what is asked.
     """
-    if gone_on_from is None and config.bert_load is not None:
+    saved = None if start is None else start.saved
+    if saved is None and config.bert_load is not None:
         folder = Path(config.bert_load)
         if not (folder / "config.json").is_file():
-            gone_on_from = read_saved_run(checkpoint_in(folder))
-    return 0 if gone_on_from is None else gone_on_from.identity.get("padded_vocab_size", 0)
+            saved = read_saved_run(checkpoint_in(folder))
+    return 0 if saved is None else saved.identity.get("padded_vocab_size", 0)
 
 
 def vocabulary_rows(config: TrainConfig, tokens: int, *, ranks: int, saved: int = 0) -> int:

@@ -27,12 +27,13 @@ from mb_train import run_folder
 from mb_train.checkpoint import Progress
 from mb_train.config import TrainConfig
 from mb_train.data import DataError, samples_of_step
+from mb_train.device import device_type
 from mb_train.health import DivergenceGuard, numbers
 from mb_train.interval import report_interval
 from mb_train.metrics import Accumulator, IntervalStats
 from mb_train.profiling import Profiler
 from mb_train.reporting import datetime_line, validation_lines
-from mb_train.run import Run, device_type, only_writer
+from mb_train.run import Run, only_writer
 from mb_train.signals import StopFlag, stop_signals
 from mb_train.starting import Start, plan_of
 from mb_train.step import Step, params_norm, train_step
@@ -89,7 +90,7 @@ def train(config: TrainConfig, start: Start | None = None) -> Result:
         _less_memory_named(),
         warnings.catch_warnings(),
         distributed(
-            device_type(config), timeout_s=60 * config.distributed_timeout_minutes
+            device_type(config.device), timeout_s=60 * config.distributed_timeout_minutes
         ) as device,
         torch.random.fork_rng([device] if device.type == "cuda" else []),  # steps seed torch's own
         only_writer(config.save) as recovered,
@@ -131,28 +132,29 @@ def _less_memory_named() -> Generator[None]:
 
 
 def _loop(run: Run, stop: StopFlag) -> Result:
-    config, begun, clock = run.config, time.monotonic(), Clock(run.device)
+    """Step until the end, or until there is a reason to stop before it."""
+    config, start, clock = run.config, run.progress, Clock(run.device)
+    begun, reported = time.monotonic(), start.consumed_samples
     accumulator, guard = Accumulator(run.mesh), DivergenceGuard(config.nan_limit)
     profiler = Profiler(config, here=rank() == 0)
     valid_losses: dict[str, float] = {}
     first_loss = stopped_by = None
     diverged = False
-    iteration = started_at = evaluated_at = saved_at = run.progress.iteration
-    begun_at, reported = run.progress, run.progress.consumed_samples
+    iteration = evaluated_at = saved_at = start.iteration
     run.say("training ...")
     run.say(datetime_line("before the start of training step"))
     stream = _training_stream(run, stop)
     while iteration < run.iterations and stopped_by is None:
-        if profiler.begins(iteration - started_at):
+        if profiler.begins(iteration - start.iteration):
             with clock.paused():
                 profiler.start()
         done = train_step(run, stream, accumulator)
         iteration = run.progress.iteration
         stopped_by = _reason_to_stop(run, begun, stop)
         at_end = stopped_by is not None or iteration == run.iterations
-        if profiler.ends(iteration - started_at, stopping=at_end):
+        if profiler.ends(iteration - start.iteration, stopping=at_end):
             with clock.paused():
-                _tell_profile(run, profiler, iteration - started_at)
+                _tell_profile(run, profiler, iteration - start.iteration)
         if run.reports(iteration) or stopped_by:
             stats = _report(run, done, accumulator, clock, samples_before=reported)
             reported = run.progress.consumed_samples
@@ -160,9 +162,9 @@ def _loop(run: Run, stop: StopFlag) -> Result:
             if guard.see(stats.lm_losses, iteration):
                 diverged = True
                 assert guard.since is not None
-                samples = _samples_of(run, guard.since, begun_at)
+                samples = _samples_of(run, guard.since, start)
                 stopped_by = guard.reason(run.data.train, samples)
-        run.sign_of_life(_how_far(run, started_at, time.monotonic() - begun))
+        run.sign_of_life(_how_far(run, start, time.monotonic() - begun))
         if config.eval_interval and iteration % config.eval_interval == 0:
             with clock.paused():
                 valid_losses = evaluate(run, run.data.valid, f"iteration {iteration}", stop)
@@ -176,27 +178,45 @@ def _loop(run: Run, stop: StopFlag) -> Result:
             run.saver.poll()
     stream.close()
     run.say(datetime_line("after training is done"))
-    if stopped_by is not None:
+    saved = saved_at == iteration
+    if stopped_by is None:
+        known = valid_losses if evaluated_at == iteration else {}
+        valid_losses = _end(run, stop, known, saved=saved)
+    else:
         run.say(datetime_line(f"exiting program at iteration {iteration}"))
         run.say(f" stopping at iteration {iteration}: {stopped_by}")
-    elif valid_losses and evaluated_at == iteration:
-        run.say(validation_lines(END, valid_losses))
-    else:
-        valid_losses = evaluate(run, run.data.valid, END, stop)
-    if saved_at != iteration:
-        save(run, wait=True)
-    elif run.saver is not None:
-        run.saver.wait()
-    if stopped_by is None:
-        if valid_losses:
-            measure(run, run.data.valid, END)
-        evaluate(run, run.data.test, "the end of training for test data", stop)
+        _save_last(run, saved=saved)
     valid_loss = next(iter(valid_losses.values()), None)
     checkpoint = None if run.folder is None else run_folder.find_checkpoint(run.folder)
     failed = any_rank(stop.failed)
     if stop.failed and rank() != 0:  # the others do not know why
         print(f"rank {rank()}: {stop.name}", file=sys.stderr)
     return Result(iteration, first_loss, valid_loss, checkpoint, stopped_by, diverged, failed)
+
+
+def _end(run: Run, stop: StopFlag, known: dict[str, float], *, saved: bool) -> dict[str, float]:
+    """What a run that came to its end tells and keeps of its model; its validation losses.
+
+    Args:
+        known: these losses, if the last step was followed by an evaluation.
+        saved: whether it was followed by a checkpoint.
+    """
+    if known:
+        run.say(validation_lines(END, known))
+    losses = known or evaluate(run, run.data.valid, END, stop)
+    _save_last(run, saved=saved)
+    if losses:
+        measure(run, run.data.valid, END)
+    evaluate(run, run.data.test, "the end of training for test data", stop)
+    return losses
+
+
+def _save_last(run: Run, *, saved: bool) -> None:
+    """Have the last step in a checkpoint that is whole."""
+    if not saved:
+        save(run)
+    if run.saver is not None:
+        run.saver.wait()
 
 
 def _report(
@@ -223,7 +243,7 @@ def _tell_profile(run: Run, profiler: Profiler, step: int) -> None:
     run.log.write("profile", iteration=iteration, **dataclasses.asdict(found))
 
 
-def save(run: Run, *, wait: bool = False) -> None:
+def save(run: Run) -> None:
     """Write a checkpoint of where the run stands, if it has a folder, or begin to."""
     if run.saver is None:
         return
@@ -247,8 +267,6 @@ def save(run: Run, *, wait: bool = False) -> None:
     if saved:
         seconds = time.monotonic() - begun
         run.log.write("save", iteration=run.progress.iteration, seconds=seconds)
-    if wait:
-        run.saver.wait()
 
 
 def state_of(run: Run) -> dict[str, Any]:
@@ -266,19 +284,19 @@ def _training_stream(run: Run, stop: StopFlag) -> Generator[Batch]:
         yield from run.stream(run.data.train, consumed_samples=samples, stop=stop)
 
 
-def _samples_of(run: Run, iteration: int, begun_at: Progress) -> list[int]:
+def _samples_of(run: Run, iteration: int, start: Progress) -> list[int]:
     """The training samples of a step since this start."""
-    consumed = begun_at.consumed_samples
-    for _ in range(begun_at.iteration + 1, iteration):
+    consumed = start.consumed_samples
+    for _ in range(start.iteration + 1, iteration):
         consumed += run.batch_sizes.size(consumed)
     size, cyclic = run.batch_sizes.size(consumed), run.config.dataloader_type == "cyclic"
     return samples_of_step(run.data.train, consumed, size, cyclic=cyclic)
 
 
-def _how_far(run: Run, started_at: int, seconds: float) -> str:
+def _how_far(run: Run, start: Progress, seconds: float) -> str:
     """Where a run stands, and how long it still needs at the pace it has had."""
     done = run.progress.iteration
-    left = round(seconds / (done - started_at) * (run.iterations - done))
+    left = round(seconds / (done - start.iteration) * (run.iterations - done))
     hours, minutes = left // 3600, left // 60 % 60
     long = f"{hours} h {minutes} min" if hours else f"{minutes} min {left % 60} s"
     return f"iteration {done} of {run.iterations} is done, {long} left"

@@ -148,9 +148,15 @@ class TrainConfig(
             return f"{self.weight_decay_incr_samples or self.train_samples} samples"
         return f"{self.weight_decay_incr_iters or self.train_iters} steps"
 
-    def model_identity(self) -> dict[str, Any]:
-        """The values that a checkpoint must share with this run, the vocabulary's size apart."""
-        return {name: getattr(self, name) for name in self.names_on_load("model")}
+    def model_identity(self, *, vocab_size: int, tokenizer: str) -> dict[str, Any]:
+        """The values that a checkpoint must share with this run, by name.
+
+        Args:
+            vocab_size: padded.
+            tokenizer: its fingerprint.
+        """
+        own = {name: getattr(self, name) for name in self.names_on_load("model")}
+        return own | {"padded_vocab_size": vocab_size, "tokenizer": tokenizer}
 
     @classmethod
     def names_on_load(cls, on_load: str) -> dict[str, list[str]]:

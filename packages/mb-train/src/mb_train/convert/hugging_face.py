@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,7 @@ def read_model(
             over, or of the wrong shape.
     """
     path = folder / "config.json"
-    try:
-        theirs = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"Cannot read {path}: {error}.") from None
-    if not isinstance(theirs, dict):
-        raise ValueError(f"Expected {path} to hold a JSON object.")
+    theirs = _json(path)
     found = architecture_of(theirs)
     try:
         vocab_size = theirs["vocab_size"]
@@ -70,21 +65,8 @@ def read_model(
         raise ValueError(f"{path} lacks {error}.") from None
     except (TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"{path} has a value that it should not have: {error}.") from None
-    settings = found.defaults | theirs
-    window = settings.get("sliding_window")
-    if window == config.positions < settings.get("max_position_embeddings", 0):
-        say(f"its attention has a window: taken for texts of {window:,} tokens, which fit into it")
-    if noise := settings.get("router_jitter_noise"):
-        say(
-            f"its router_jitter_noise of {noise} is left out: in training its experts saw that "
-            "noise too, that of --moe-jitter-eps is seen by the router alone"
-        )
-    of_embeddings = settings.get("embd_pdrop", config.hidden_dropout)
-    if of_embeddings != config.hidden_dropout:
-        say(
-            f"its embd_pdrop of {of_embeddings} is left out: --hidden-dropout is of embeddings "
-            f"too, {config.hidden_dropout}"
-        )
+    for line in _left_out({**found.defaults, **theirs}, config):
+        say(line)
     source = _tensors(folder, found)
     if config.model == "bert" and _ORDER_HEAD in source:
         # The first BERTs' files have it, though their config.json names a class that has not.
@@ -115,6 +97,34 @@ def read_model(
         raise ValueError(f"{folder} has tensors of other sizes than {path}: {error}.") from None
     check_shapes(weights, shapes, folder)
     return config, {name: tensor.float().contiguous() for name, tensor in weights.items()}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"Cannot read {path}: {error}.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"Expected {path} to hold a JSON object.")
+    return found
+
+
+def _left_out(theirs: Mapping[str, Any], config: TrainConfig) -> Iterator[str]:
+    """A line on each of their settings that our configuration of the model does not have."""
+    window = theirs.get("sliding_window")
+    if window == config.positions < theirs.get("max_position_embeddings", 0):
+        yield f"its attention has a window: taken for texts of {window:,} tokens, which fit into it"
+    if noise := theirs.get("router_jitter_noise"):
+        yield (
+            f"its router_jitter_noise of {noise} is left out: in training its experts saw that "
+            "noise too, that of --moe-jitter-eps is seen by the router alone"
+        )
+    of_embeddings = theirs.get("embd_pdrop", config.hidden_dropout)
+    if of_embeddings != config.hidden_dropout:
+        yield (
+            f"its embd_pdrop of {of_embeddings} is left out: --hidden-dropout is of embeddings "
+            f"too, {config.hidden_dropout}"
+        )
 
 
 def _tensors(folder: Path, found: Architecture) -> TensorFolder:
@@ -205,11 +215,7 @@ def write_run(
     with unfilled():
         model = whole_model(config, vocab_size=vocab_size)
     model.load_state_dict(dict(weights), strict=True, assign=True)
-    identity = {
-        **config.model_identity(),
-        "padded_vocab_size": vocab_size,
-        "tokenizer": tokenizer.fingerprint,
-    }
+    identity = config.model_identity(vocab_size=vocab_size, tokenizer=tokenizer.fingerprint)
     copies = {path: target / TOKENIZER / path.name for path in own}
     named = {str(path): str(copy.absolute()) for path, copy in copies.items()}
     fields = {
@@ -264,7 +270,7 @@ def export_model(
     about = {
         "architectures": [found.name],
         "model_type": found.model_type,
-        "vocab_size": trained.saved.identity["padded_vocab_size"],
+        "vocab_size": trained.vocab_size,
         "dtype": str(dtype).removeprefix("torch."),
         "torch_dtype": str(dtype).removeprefix("torch."),
         **found.special(tokenizer),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -244,37 +245,41 @@ def _whole_models(
     chunks = args.virtual_pipeline_model_parallel_size or 1
     wholes: list[dict[str, Tensor]] = [{} for _ in datas]
     first_layer = 0
-    for chunk in range(chunks):
+    for chunk, stage in product(range(chunks), stages):
         key = "model" if chunks == 1 else f"model{chunk}"
-        for stage in stages:
-            numbers: set[str] = set()  # none in a stage that has the embedding alone
-            for data, whole in zip(datas, wholes, strict=True):
-                shares = [_flat(ranks[tensor, data, stage][key], folder) for tensor in tensors]
-                for tensor, share in enumerate(shares):
-                    if differing := share.keys() ^ shares[0].keys():
-                        raise ValueError(
-                            f"Expected the same tensors of tensor ranks 0 and {tensor} in {folder}"
-                            f", but {min(differing)} is of one of them alone."
-                        )
-                for name in shares[0]:
-                    numbered, joined = _numbered(name, first_layer), _join(name, shares, folder)
-                    if data == 0 or _EXPERTS in name:
-                        whole[numbered] = joined
-                    of_first = wholes[0].get(numbered)
-                    if not re.search(_OWN, name) and (
-                        of_first is None or _differ(joined, of_first)
-                    ):
-                        raise ValueError(
-                            f"Expected data ranks 0 and {data} in {folder} to hold the same "
-                            f"{numbered}, got others: they are of no one model."
-                        )
-                numbers |= {name.split(".")[1] for name in shares[0] if name.startswith("layers.")}
-            first_layer += len(numbers)
+        numbers: set[str] = set()  # none in a stage that has the embedding alone
+        for data, whole in enumerate(wholes):
+            shares = [_flat(ranks[tensor, data, stage][key], folder) for tensor in tensors]
+            for name, joined in _joined(shares, folder).items():
+                numbered = _numbered(name, first_layer)
+                if data == 0 or _EXPERTS in name:
+                    whole[numbered] = joined
+                if data == 0 or re.search(_OWN, name):
+                    continue
+                of_first = wholes[0].get(numbered)
+                if of_first is None or _differ(joined, of_first):
+                    raise ValueError(
+                        f"Expected data ranks 0 and {data} in {folder} to hold the same "
+                        f"{numbered}, got others: they are of no one model."
+                    )
+            numbers |= {name.split(".")[1] for name in shares[0] if name.startswith("layers.")}
+        first_layer += len(numbers)
     whole = wholes[0]
     tied = whole.pop("word_embeddings_for_head.weight", None)
     if tied is not None and not torch.equal(tied, whole["embedding.word_embeddings.weight"]):
         raise ValueError(f"The head of {folder} differs from the embedding it is tied to.")
     return wholes
+
+
+def _joined(shares: Sequence[Mapping[str, Tensor]], folder: Path) -> dict[str, Tensor]:
+    """The tensors of a stage, of all its tensor-parallel ranks."""
+    for tensor, share in enumerate(shares):
+        if differing := share.keys() ^ shares[0].keys():
+            raise ValueError(
+                f"Expected the same tensors of tensor ranks 0 and {tensor} in {folder}, but "
+                f"{min(differing)} is of one of them alone."
+            )
+    return {name: _join(name, shares, folder) for name in shares[0]}
 
 
 def _join(name: str, shares: Sequence[Mapping[str, Tensor]], folder: Path) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from mb_kernels.activation import is_glu
 from mb_layers.state_dicts import Rule
 
 from mb_train.config import TrainConfig
@@ -85,7 +86,7 @@ def _t5_layer(model: TransformerConfig, side: str, layer: int) -> list[Rule]:
         "mlp.up": f"{feed}DenseReluDense.wi",
         "mlp.down": f"{feed}DenseReluDense.wo",
     }
-    if model.activation in ("geglu", "geglu_tanh", "swiglu", "reglu"):
+    if is_glu(model.activation):
         names |= {
             "mlp.gate": f"{feed}DenseReluDense.wi_0",
             "mlp.up": f"{feed}DenseReluDense.wi_1",

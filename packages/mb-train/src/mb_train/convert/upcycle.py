@@ -69,10 +69,9 @@ def upcycle(
                 f"Expected {name} {there} of experts that begin as the feed-forwards of "
                 f"{source}, got {here}. Leave it out."
             )
-    rows = dense.saved.identity["padded_vocab_size"]
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        fresh = whole_model(config, vocab_size=rows).state_dict()
+        fresh = whole_model(config, vocab_size=dense.vocab_size).state_dict()
     weights = _copied(dense.model.state_dict(), fresh)
     write_run(target, config, weights, run=dense.checkpoint.parent, say=say)
     if config.moe_capacity_factor or not _sums_to_one(config):

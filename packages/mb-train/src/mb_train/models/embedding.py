@@ -1,6 +1,6 @@
-"""Where tokens become hidden states, and where hidden states become a loss.
+"""Where tokens become hidden states.
 
-Letters: B sequences, S tokens of a sequence, D hidden, V padded vocabulary.
+Letters: B sequences, S tokens of a sequence, D hidden.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Finding texts: BM25, beside which a trained retriever is measured."""
+"""Finding texts: a corpus in an index, by a trained retriever; BM25, which it is measured by."""

@@ -28,7 +28,6 @@ from mb_train.data import check_prefixes, check_tokens
 from mb_train.loading import Trained, load_trained
 from mb_train.tasks.base import EVALUATED_AT_ONCE, kept_places
 from mb_train.tasks.ict import titles_beside
-from mb_train.tasks.make import one_process_task
 from mb_train.whole_files import replaceable, replaced_folder
 
 if TYPE_CHECKING:
@@ -111,9 +110,7 @@ def build_index(
         faiss.write_index(vectors, str(draft / VECTORS))
         np.save(draft / BLOCKS, rows_AX)
         (draft / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
-    vocab_size = trained.saved.identity["padded_vocab_size"]
-    task = one_process_task(trained.config, trained.tokenizer, vocab_size=vocab_size)
-    return task.evaluate_more(trained.model, dataset, min(queries, len(dataset)))
+    return trained.task.evaluate_more(trained.model, dataset, min(queries, len(dataset)))
 
 
 def _files(folder: Path) -> set[str]:
@@ -260,7 +257,7 @@ def _embedded(
         rows = rows_AX[start : start + EVALUATED_AT_ONCE, :3].tolist()
         blocks = zip(*(dataset.get_block(*row) for row in rows), strict=True)
         tokens_BS, valid_BS = map(np.stack, blocks)
-        check_tokens({"block_BS": tokens_BS}, trained.saved.identity["padded_vocab_size"])
+        check_tokens({"block_BS": tokens_BS}, trained.vocab_size)
         yield _embed(trained, "block", tokens_BS, valid_BS)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from mb_kernels.linear_cross_entropy import reference, slices
 from mb_kernels.linear_cross_entropy.slices import Needs, scaled
 from mb_kernels.runtime import checks, registration
+from mb_kernels.runtime.precision import wide_dtype
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -71,7 +72,7 @@ def linear_cross_entropy(
     """
     _check(x, weight_VD, labels, weights, bias_V, reduction, shard)
     x_TD, labels_T = x.reshape(labels.numel(), x.shape[-1]), labels.reshape(-1).long().contiguous()
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x)
     valid_T = labels_T >= 0
     weights_T = valid_T.to(wide)
     if weights is not None:
@@ -241,7 +242,7 @@ def _reference(
 def _fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor, *needs: bool
 ) -> tuple[Tensor, ...]:
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x)
     need_x, need_weight, need_bias = needs
     grads = (
         torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0),

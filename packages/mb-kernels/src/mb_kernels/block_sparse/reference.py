@@ -143,5 +143,12 @@ def dsd_blocks(data: Tensor, b_GKN: Tensor, topology: Topology, transposed: bool
     return out.flatten(0, 1).to(data.dtype)
 
 
+def empty_stack(like: Tensor, groups: int, rows: int, columns: int, column_major: bool) -> Tensor:
+    """An uninitialised [groups, rows / groups, columns], each matrix row- or column-major."""
+    if column_major:
+        return like.new_empty((groups, columns, rows // groups)).transpose(1, 2)
+    return like.new_empty((groups, rows // groups, columns))
+
+
 def _used(topology: Topology) -> int:
     return int(topology.offsets[-1])
